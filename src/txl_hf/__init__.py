@@ -1,0 +1,1 @@
+"""Transformer-XL for today's Hugging Face ecosystem."""
