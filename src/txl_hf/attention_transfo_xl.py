@@ -1,0 +1,177 @@
+r"""Relative attention (Transformer-XL, Section 3.3) behind one signature for every backend.
+
+The score of query i for key j is, in the paper's letters,
+
+    A_ij = q_i·k_j  +  q_i·W_R R_(i-j)  +  u·k_j  +  v·W_R R_(i-j)
+           (a)         (b)                (c)        (d)
+
+With `query` = q, `key` = k, `rel_key` = W_R R, `content_bias` = u and `position_bias` = v, the terms (a) + (c) are
+(q + u)·k and (b) + (d) are (q + v)·W_R R. The latter depend on i - j alone, so they are computed once per distance and
+shifted into place (Appendix B).
+
+Shapes: B batch, H heads, Dh head width, L queries (the segment), K = m + L keys (memory, then segment).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["RELATIVE_ATTENTION_FUNCTIONS", "relative_attention", "relative_shift", "visible_keys"]
+
+
+def relative_shift(scores: Tensor) -> Tensor:
+    """Align scores per distance with keys, at linear cost (Appendix B).
+
+    Args:
+        scores: (..., L, K); column c belongs to distance K - 1 - c.
+
+    Returns:
+        (..., L, K) whose entry (i, j) is `scores[..., i, j + L - 1 - i]`, the score of distance i + (K - L) - j.
+        Entries of keys after the query, j > i + K - L, are meaningless.
+    """
+    L, K = scores.shape[-2:]
+    # One more column makes each row of K entries start one entry earlier than the row above it.
+    padded = F.pad(scores, (1, 0))
+    return padded.flatten(-2)[..., L:].unflatten(-1, (L, K))
+
+
+def visible_keys(
+    query_length: int, key_length: int, window: int | None, key_mask: Tensor | None, device: torch.device
+) -> Tensor:
+    """Which key each query may attend to.
+
+    Args:
+        query_length: L. key_length: K.
+        window: furthest distance seen; None: every key up to the query.
+        key_mask: (B, K) bool, False for padding; None: no padding.
+
+    Returns:
+        (B or 1, 1, L, K) bool. A query always sees itself, so that no softmax is empty: what a padded query computes
+        is never read.
+    """
+    query_position = torch.arange(key_length - query_length, key_length, device=device)[:, None]
+    distance = query_position - torch.arange(key_length, device=device)
+    visible = distance >= 0
+    if window is not None:
+        visible = visible & (distance <= window)
+    visible = visible[None, None]
+    if key_mask is not None:
+        visible = (visible & key_mask[:, None, None, :]) | (distance == 0)
+    return visible
+
+
+def eager_relative_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rel_key: Tensor | None,
+    content_bias: Tensor | None,
+    position_bias: Tensor | None,
+    rel_bias: Tensor | None,
+    visible: Tensor,
+    scaling: float,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    """The reference: every score is materialised, so the probabilities can be returned."""
+    scores = _add_bias(query, content_bias) @ key.transpose(-1, -2)
+    if rel_key is not None:
+        scores = scores + _position_scores(query, rel_key, position_bias, rel_bias)
+    scores = (scores * scaling).masked_fill(~visible, -torch.inf)
+    probabilities = F.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    probabilities = F.dropout(probabilities, dropout, training=dropout > 0)
+    return probabilities @ value, probabilities
+
+
+def sdpa_relative_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rel_key: Tensor | None,
+    content_bias: Tensor | None,
+    position_bias: Tensor | None,
+    rel_bias: Tensor | None,
+    visible: Tensor,
+    scaling: float,
+    dropout: float,
+) -> tuple[Tensor, None]:
+    """PyTorch's scaled_dot_product_attention, with (b) + (d) as its additive mask."""
+    if rel_key is None:
+        mask = visible
+    else:
+        mask = (_position_scores(query, rel_key, position_bias, rel_bias) * scaling).masked_fill(~visible, -torch.inf)
+    query = _add_bias(query, content_bias)
+    return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, scale=scaling), None
+
+
+def _add_bias(query: Tensor, bias: Tensor | None) -> Tensor:
+    return query if bias is None else query + bias[:, None].to(query.dtype)
+
+
+def _position_scores(query: Tensor, rel_key: Tensor, position_bias: Tensor | None, rel_bias: Tensor | None) -> Tensor:
+    scores = _add_bias(query, position_bias) @ rel_key.transpose(-1, -2)
+    if rel_bias is not None:
+        scores = scores + rel_bias[:, None].to(scores.dtype)
+    return relative_shift(scores)
+
+
+RELATIVE_ATTENTION_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
+    "eager": eager_relative_attention,
+    "sdpa": sdpa_relative_attention,
+}
+
+
+def relative_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rel_key: Tensor | None = None,
+    content_bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    *,
+    rel_bias: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    window: int | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    implementation: str = "eager",
+) -> tuple[Tensor, Tensor | None]:
+    """Multi-head attention with relative positions; the queries are the last L of the K keys' positions.
+
+    Args:
+        query: (B, H, L, Dh). key, value: (B, H, K, Dh), K ≥ L.
+        rel_key: (H, K, Dh), W_R R with the furthest distance first: row c belongs to distance K - 1 - c.
+            None: attention without positions (the absolute baselines add theirs to the hidden states).
+        content_bias: (H, Dh), u. position_bias: (H, Dh), v.
+        rel_bias: (H, K), a learned score per distance, rows as in `rel_key`; takes the place of v·W_R R in the
+            encoding after Shaw et al.
+        key_mask: (B, K) bool, False where a key is padding.
+        window: the furthest distance a query sees; None: all keys up to itself.
+        scaling: factor of all scores, by default Dh ** -0.5.
+        dropout: probability of dropping an attention probability.
+        implementation: a name in `RELATIVE_ATTENTION_FUNCTIONS`.
+
+    Returns:
+        The attended values (B, H, L, Dh), and the probabilities (B, H, L, K) where the backend has them, else None.
+
+    Raises:
+        ValueError: `implementation` is unknown.
+    """
+    if implementation not in RELATIVE_ATTENTION_FUNCTIONS:
+        raise ValueError(
+            f"attn_implementation={implementation!r} is not one of {', '.join(RELATIVE_ATTENTION_FUNCTIONS)}"
+        )
+    visible = visible_keys(query.shape[-2], key.shape[-2], window, key_mask, query.device)
+    return RELATIVE_ATTENTION_FUNCTIONS[implementation](
+        query,
+        key,
+        value,
+        rel_key,
+        content_bias,
+        position_bias,
+        rel_bias,
+        visible,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        dropout,
+    )

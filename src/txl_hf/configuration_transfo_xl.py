@@ -1,0 +1,209 @@
+"""Transformer-XL model configuration."""
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+__all__ = ["TransfoXLConfig"]
+
+
+@strict
+class TransfoXLConfig(PreTrainedConfig):
+    r"""
+    Configuration of a Transformer-XL model (Dai et al., 2019, https://arxiv.org/abs/1901.02860). The fields of the
+    legacy `transformers` configuration keep their names and defaults, those of `transfo-xl-wt103`, so that a published
+    `config.json` loads unchanged.
+
+    Args:
+        vocab_size (`int`, defaults to 267735): V, the number of tokens.
+        cutoffs (`list[int]`, defaults to `[20000, 40000, 200000]`):
+            Where the bins of the adaptive input and softmax end; the last bin ends at `vocab_size`. Empty: one bin.
+        d_model (`int`, defaults to 1024): D, the width of the hidden states; even, for the sinusoids.
+        d_embed (`int`, defaults to 1024): Width of the embeddings of bin 0.
+        n_head (`int`, defaults to 16): H, attention heads.
+        d_head (`int`, defaults to 64): Width of a head; `n_head * d_head` need not be `d_model`.
+        d_inner (`int`, defaults to 4096): Width of the feed-forward layer.
+        div_val (`int`, defaults to 4): Bin i has embeddings of width `d_embed // div_val**i`.
+        pre_lnorm (`bool`, defaults to `False`): Layer normalisation before each sub-layer instead of after it.
+        n_layer (`int`, defaults to 18): Number of layers.
+        mem_len (`int`, defaults to 1600): M, how many hidden states a layer remembers.
+        clamp_len (`int`, defaults to 1000): Distances beyond it share one position; not positive: no clamping.
+        same_length (`bool`, defaults to `True`):
+            Every query sees the same number of keys; otherwise all of the memory and of the segment up to itself.
+        proj_share_all_but_first (`bool`, defaults to `True`): Sets `tie_projs` where that is not given.
+        attn_type (`int`, defaults to 0):
+            0: relative sinusoidal (Transformer-XL), 1: relative learned (after Shaw et al.), 2: absolute sinusoidal
+            (Vaswani et al.), 3: absolute learned per layer (after Al-Rfou et al.). 2 and 3 are the paper's baselines
+            without recurrence: they need `mem_len=0`.
+        sample_softmax (`int`, defaults to -1): Must not be positive: sampled softmax is not offered.
+        adaptive (`bool`, defaults to `True`): Kept from the legacy configuration; `cutoffs` decides.
+        dropout (`float`, defaults to 0.1): Dropout of embeddings, positions, sub-layer outputs and final states.
+        dropatt (`float`, defaults to 0.0): Dropout of the attention probabilities.
+        untie_r (`bool`, defaults to `True`): Biases u and v per layer instead of one pair for all layers.
+        init (`str`, defaults to `"normal"`): `"normal"` with `init_std` or `"uniform"` within `init_range`.
+        init_range (`float`, defaults to 0.01): See `init`.
+        proj_init_std (`float`, defaults to 0.01): Standard deviation of the adaptive projections at the start.
+        init_std (`float`, defaults to 0.02): See `init`.
+        layer_norm_epsilon (`float`, defaults to 1e-5): Epsilon of the layer normalisation.
+        eos_token_id (`int`, defaults to 0): End of text.
+        tie_word_embeddings (`bool`, defaults to `True`): The softmax uses the embeddings as its weights.
+        tie_projs (`list[bool]`, *optional*):
+            For each bin whether the softmax uses the projection of the embeddings. By default
+            `[False] + [proj_share_all_but_first] * len(cutoffs)`.
+        proj_same_dim (`bool`, defaults to `True`):
+            With `div_val > 1`, project also a bin whose width is `d_model` already.
+        initial_memory (`str`, defaults to `"zeros"`):
+            What precedes the first segment: `"zeros"`, M zero states that are attended to, or `"empty"`, nothing.
+        same_length_counts_self (`bool`, defaults to `True`):
+            With `same_length`, a query sees M keys, its own among them, or (`False`) M keys besides its own.
+        ext_len (`int`, defaults to 0):
+            Extended context: the last `ext_len` positions of a segment stay out of the memory, because the next
+            segment repeats them. It does not apply to the projected memory of `past_key_values`.
+        tgt_len (`int`, defaults to 128): Segment length of training.
+        max_klen (`int`, *optional*):
+            Rows of the learned positions of `attn_type` 1 and 3; by default `tgt_len + ext_len + mem_len`. Further
+            distances use the row of the furthest one, so that lengths may change after training.
+        output_logits (`bool`, defaults to `False`): Return logits beside a loss though the model has cutoffs.
+
+    Raises:
+        ValueError: a field, or the fields together, describe no model; the message names them.
+
+    Example:
+
+    ```python
+    >>> from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+
+    >>> config = TransfoXLConfig(vocab_size=1000, cutoffs=[100, 500], d_model=64, d_embed=64, n_head=4, d_head=16,
+    ...                          d_inner=128, n_layer=2, mem_len=32, initial_memory="empty")
+    >>> model = TransfoXLForCausalLM(config)
+    ```
+    """
+
+    model_type = "transfo-xl"
+    keys_to_ignore_at_inference = ["mems", "past_key_values", "losses"]
+    attribute_map = {
+        "n_token": "vocab_size",
+        "hidden_size": "d_model",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "intermediate_size": "d_inner",
+        "head_dim": "d_head",
+    }
+
+    vocab_size: int = 267735
+    cutoffs: list[int] | tuple[int, ...] = (20000, 40000, 200000)
+    d_model: int = 1024
+    d_embed: int = 1024
+    n_head: int = 16
+    d_head: int = 64
+    d_inner: int = 4096
+    div_val: int = 4
+    pre_lnorm: bool = False
+    n_layer: int = 18
+    mem_len: int = 1600
+    clamp_len: int = 1000
+    same_length: bool = True
+    proj_share_all_but_first: bool = True
+    attn_type: int = 0
+    sample_softmax: int = -1
+    adaptive: bool = True
+    dropout: float | int = 0.1
+    dropatt: float | int = 0.0
+    untie_r: bool = True
+    init: str = "normal"
+    init_range: float = 0.01
+    proj_init_std: float = 0.01
+    init_std: float = 0.02
+    layer_norm_epsilon: float = 1e-5
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = 0
+    pad_token_id: int | None = None
+    tie_word_embeddings: bool = True
+    tie_projs: list[bool] | None = None
+    proj_same_dim: bool = True
+    initial_memory: str = "zeros"
+    same_length_counts_self: bool = True
+    ext_len: int = 0
+    tgt_len: int = 128
+    max_klen: int | None = None
+    output_logits: bool = False
+
+    def __post_init__(self, **kwargs):
+        self.cutoffs = list(self.cutoffs)
+        if "tie_weight" in kwargs:
+            self.tie_word_embeddings = kwargs.pop("tie_weight")
+        if self.tie_projs is None:
+            self.tie_projs = [False] + [self.proj_share_all_but_first] * len(self.cutoffs)
+        if self.max_klen is None and self.attn_type in (1, 3):
+            self.max_klen = self.tgt_len + self.ext_len + self.mem_len
+        super().__post_init__(**kwargs)
+        # Here too, because `@strict` wraps what its validators raise into an error that is no ValueError.
+        self.validate_architecture()
+
+    def validate_architecture(self):
+        """Part of the `@strict` validation: fields that fit together."""
+        for name in ("vocab_size", "d_model", "d_embed", "n_head", "d_head", "d_inner", "n_layer", "div_val"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name in ("mem_len", "ext_len", "tgt_len"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        for name in ("dropout", "dropatt"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1")
+        if self.d_model % 2:
+            raise ValueError(f"d_model={self.d_model} is odd: the sinusoids need an even d_model")
+        if self.attn_type not in (0, 1, 2, 3):
+            raise ValueError(f"attn_type={self.attn_type} must be 0, 1, 2 or 3")
+        if self.attn_type in (2, 3) and self.mem_len > 0:
+            raise ValueError(
+                f"attn_type={self.attn_type} has absolute positions and no recurrence: mem_len={self.mem_len} must be 0"
+            )
+        if self.init not in ("normal", "uniform"):
+            raise ValueError(f"init={self.init!r} must be 'normal' or 'uniform'")
+        if self.initial_memory not in ("zeros", "empty"):
+            raise ValueError(f"initial_memory={self.initial_memory!r} must be 'zeros' or 'empty'")
+        if self.sample_softmax > 0:
+            raise ValueError(
+                f"sample_softmax={self.sample_softmax}: sampled softmax is not offered; use -1 with cutoffs instead"
+            )
+        self._validate_bins()
+
+    def _validate_bins(self):
+        ends = [0, *self.cutoffs, self.vocab_size]
+        if any(start >= end for start, end in zip(ends, ends[1:], strict=False)):
+            raise ValueError(
+                f"cutoffs={self.cutoffs} must be positive, increase and stay below vocab_size={self.vocab_size}"
+            )
+        if self.d_embed // self.div_val ** len(self.cutoffs) < 1:
+            raise ValueError(
+                f"div_val={self.div_val} leaves bin {len(self.cutoffs)} without width: d_embed={self.d_embed} "
+                f"divided {len(self.cutoffs)} times by it is below 1"
+            )
+        if len(self.tie_projs) not in (1, len(self.cutoffs) + 1):
+            raise ValueError(
+                f"tie_projs={self.tie_projs} must have one entry for each of the {len(self.cutoffs) + 1} bins"
+            )
+
+    @property
+    def bins(self) -> list[tuple[int, int, int]]:
+        """The bins of the adaptive input and softmax as (first token, end, embedding width)."""
+        ends = [0, *self.cutoffs, self.vocab_size]
+        return [
+            (start, end, self.d_embed // self.div_val**i)
+            for i, (start, end) in enumerate(zip(ends, ends[1:], strict=False))
+        ]
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """-1: relative positions set no limit to the length of a text."""
+        return -1
+
+    @property
+    def sliding_window(self) -> int:
+        """What transformers' sliding cache layers call a window: the M remembered keys and the query's own."""
+        return self.mem_len + 1
+
+    @property
+    def layer_types(self) -> list[str]:
+        """Every layer's projected memory is a sliding window."""
+        return ["sliding_attention"] * self.n_layer

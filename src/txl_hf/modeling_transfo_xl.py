@@ -1,0 +1,927 @@
+"""Transformer-XL (Dai et al., 2019, https://arxiv.org/abs/1901.02860) as a `transformers` model.
+
+A text is read in segments. Each layer attends to the segment and to the memory: the hidden states that entered the
+same layer while earlier segments were read (Section 3.2). The memory is explicit, in and out:
+
+* `mems`, the states themselves: a tuple of n_layer tensors (B, m, D), for training and evaluation;
+* `past_key_values`, the same states already projected to keys and values: a `Cache` of `transformers`, for decoding.
+
+Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m + L keys, D = `d_model`, H heads,
+Dh = `d_head`, V vocabulary. u and v are the paper's biases, `content_bias` and `position_bias`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import ModelOutput, can_return_tuple, logging
+from transformers.utils.output_capturing import capture_outputs
+
+from .adaptive_transfo_xl import (
+    AdaptiveEmbedding,
+    AdaptiveLogSoftmax,
+    InputProjection,
+    OutputProjection,
+    check_labels,
+)
+from .attention_transfo_xl import relative_attention
+from .configuration_transfo_xl import TransfoXLConfig
+
+__all__ = [
+    "TransfoXLForCausalLM",
+    "TransfoXLForSequenceClassification",
+    "TransfoXLLMHeadModel",
+    "TransfoXLModel",
+    "TransfoXLPreTrainedModel",
+]
+
+logger = logging.get_logger(__name__)
+
+
+# On disk the layout is the legacy one, in memory the field's names. Each entry is (on disk, in memory).
+register_checkpoint_conversion_mapping(
+    TransfoXLConfig.model_type,
+    [
+        WeightRenaming("crit.", "lm_head."),
+        WeightRenaming("word_emb.", "embed_tokens."),
+        WeightRenaming(r"emb_projs.(\d+)(?!\.weight)", r"emb_projs.\1.weight"),
+        WeightRenaming(r"out_projs.(\d+)(?!\.weight)", r"out_projs.\1.weight"),
+        WeightRenaming("cluster_weight", "clusters.weight"),
+        WeightRenaming("cluster_bias", "clusters.bias"),
+        WeightRenaming("dec_attn.layer_norm", "self_attn_layer_norm"),
+        WeightRenaming("dec_attn.q_net", "self_attn.q_proj"),
+        WeightRenaming("dec_attn.r_net", "self_attn.r_proj"),
+        WeightRenaming("dec_attn.o_net", "self_attn.o_proj"),
+        WeightRenaming("dec_attn.r_w_bias", "self_attn.content_bias"),
+        WeightRenaming("dec_attn.r_r_bias", "self_attn.position_bias"),
+        WeightRenaming("transformer.r_w_bias", "transformer.content_bias"),
+        WeightRenaming("transformer.r_r_bias", "transformer.position_bias"),
+        WeightRenaming("pos_ff.CoreNet.0", "mlp.up_proj"),
+        WeightRenaming("pos_ff.CoreNet.3", "mlp.down_proj"),
+        WeightRenaming("pos_ff.layer_norm", "mlp_layer_norm"),
+        # The PyTorch original has kv_net where positions are absolute; what is saved has qkv_net throughout.
+        WeightConverter(
+            "dec_attn.kv_net.weight",
+            ["self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+            operations=[Chunk(dim=0)],
+        ),
+        WeightConverter(
+            "dec_attn.qkv_net.weight",
+            ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+            operations=[Chunk(dim=0)],
+        ),
+    ],
+    overwrite=True,
+)
+
+
+@dataclass
+class TransfoXLModelOutput(ModelOutput):
+    """
+    Args:
+        last_hidden_state: (B, L, D), the output of the last layer.
+        mems: tuple of n_layer tensors (B, min(m + L, M), D), the memory after this segment, detached.
+        past_key_values: the memory as projected keys and values, instead of `mems` with `use_cache=True`.
+        hidden_states: tuple of n_layer + 1 tensors (B, L, D), with `output_hidden_states=True`.
+        attentions: tuple of n_layer tensors (B, H, L, m + L), with `output_attentions=True`.
+    """
+
+    last_hidden_state: Tensor | None = None
+    mems: tuple[Tensor, ...] | None = None
+    past_key_values: Cache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+@dataclass
+class TransfoXLCausalLMOutput(ModelOutput):
+    """
+    Args:
+        loss: scalar fp32, with labels: the sum of `losses` over the number of targets.
+        logits: (B, L, V) fp32 log-probabilities.
+        mems, past_key_values, hidden_states, attentions: as in `TransfoXLModelOutput`.
+        losses: (B, L - 1) with `labels` or (B, L) with `shift_labels`, fp32: the negative log-likelihood of each
+            target in target order, 0 where ignored.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    mems: tuple[Tensor, ...] | None = None
+    past_key_values: Cache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    losses: Tensor | None = None
+
+
+@dataclass
+class TransfoXLSequenceClassifierOutput(ModelOutput):
+    """
+    Args:
+        loss: scalar, with labels.
+        logits: (B, num_labels), the scores of the last real token.
+        mems, past_key_values, hidden_states, attentions: as in `TransfoXLModelOutput`.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    mems: tuple[Tensor, ...] | None = None
+    past_key_values: Cache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+
+
+def sinusoid(positions: Tensor, width: int) -> Tensor:
+    """R of the paper: sines, then cosines, of the positions at geometric frequencies, in fp32.
+
+    Args:
+        positions: (K,) fp32. width: even.
+
+    Returns:
+        (K, width) fp32.
+    """
+    inverse_frequency = 10000.0 ** (-torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width)
+    angles = torch.outer(positions, inverse_frequency)
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+class TransfoXLMLP(nn.Module):
+    def __init__(self, config: TransfoXLConfig):
+        super().__init__()
+        self.up_proj = nn.Linear(config.d_model, config.d_inner)
+        self.down_proj = nn.Linear(config.d_inner, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        hidden_states = self.dropout(self.up_proj(hidden_states).relu())
+        return self.dropout(self.down_proj(hidden_states))
+
+
+class TransfoXLAttention(nn.Module):
+    """Projections around `relative_attention` (Section 3.3).
+
+    `r_proj` (the paper's W_k,R) and, with `untie_r`, the biases exist for the sinusoidal relative encoding only; other
+    encodings and shared biases come in from the model.
+    """
+
+    def __init__(self, config: TransfoXLConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        width = config.n_head * config.d_head
+        self.q_proj = nn.Linear(config.d_model, width, bias=False)
+        self.k_proj = nn.Linear(config.d_model, width, bias=False)
+        self.v_proj = nn.Linear(config.d_model, width, bias=False)
+        self.o_proj = nn.Linear(width, config.d_model, bias=False)
+        self.r_proj = nn.Linear(config.d_model, width, bias=False) if config.attn_type == 0 else None
+        own_biases = config.attn_type == 0 and config.untie_r
+        self.content_bias = nn.Parameter(torch.empty(config.n_head, config.d_head)) if own_biases else None
+        self.position_bias = nn.Parameter(torch.empty(config.n_head, config.d_head)) if own_biases else None
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: Tensor,
+        positions: Tensor | None = None,
+        content_bias: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        rel_bias: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        window: int | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None]:
+        """
+        Args:
+            hidden_states: (B, L, D), what the queries are made of.
+            context: (B, n, D), what new keys and values are made of: the segment, after the memory if there is one.
+            positions: (K, D) sinusoids or (K, H, Dh) learned keys, furthest distance first.
+            content_bias, position_bias, rel_bias, key_mask, window: see `relative_attention`.
+            past_key_values: holds the keys and values of the memory and takes those of `context`.
+
+        Returns:
+            (B, L, D), and the probabilities where the backend has them.
+        """
+        query = self._split_heads(self.q_proj(hidden_states))
+        key = self._split_heads(self.k_proj(context))
+        value = self._split_heads(self.v_proj(context))
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        rel_key = None
+        if positions is not None:
+            rel_key = positions if self.r_proj is None else self.r_proj(positions).unflatten(-1, (self.config.n_head, self.config.d_head))
+            rel_key = rel_key.transpose(0, 1).to(query.dtype)
+            # A cache that never forgets holds more than the memory.
+            key, value = key[:, :, -rel_key.shape[1] :], value[:, :, -rel_key.shape[1] :]
+        attended, probabilities = relative_attention(
+            query,
+            key,
+            value,
+            rel_key,
+            content_bias if self.content_bias is None else self.content_bias,
+            position_bias if self.position_bias is None else self.position_bias,
+            rel_bias=rel_bias,
+            key_mask=key_mask,
+            window=window,
+            dropout=self.config.dropatt if self.training else 0.0,
+            implementation=self.config._attn_implementation,
+        )
+        return self.dropout(self.o_proj(attended.transpose(1, 2).flatten(2))), probabilities
+
+    def _split_heads(self, projected: Tensor) -> Tensor:
+        """(B, n, H·Dh) → (B, H, n, Dh)."""
+        return projected.unflatten(-1, (self.config.n_head, self.config.d_head)).transpose(1, 2)
+
+
+class TransfoXLLayer(GradientCheckpointingLayer):
+    def __init__(self, config: TransfoXLConfig, layer_idx: int):
+        super().__init__()
+        self.pre_lnorm = config.pre_lnorm
+        # With absolute positions the original normalises what keys and values are made of, but not the queries.
+        self.normalize_queries = config.attn_type in (0, 1)
+        self.self_attn = TransfoXLAttention(config, layer_idx)
+        self.self_attn_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
+        self.mlp = TransfoXLMLP(config)
+        self.mlp_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
+
+    def forward(self, hidden_states: Tensor, memory: Tensor | None = None, **kwargs) -> Tensor:
+        """
+        Args:
+            hidden_states: (B, L, D). memory: (B, m, D) states that entered this layer before, or None.
+
+        Returns:
+            (B, L, D).
+        """
+        context = hidden_states if memory is None else torch.cat([memory, hidden_states], dim=1)
+        queries = hidden_states
+        if self.pre_lnorm:
+            context = self.self_attn_layer_norm(context)
+            queries = context[:, -hidden_states.shape[1] :] if self.normalize_queries else hidden_states
+        hidden_states = hidden_states + self.self_attn(queries, context, **kwargs)[0]
+        if self.pre_lnorm:
+            return hidden_states + self.mlp(self.mlp_layer_norm(hidden_states))
+        hidden_states = self.self_attn_layer_norm(hidden_states)
+        return self.mlp_layer_norm(hidden_states + self.mlp(hidden_states))
+
+
+class TransfoXLPreTrainedModel(PreTrainedModel):
+    config: TransfoXLConfig
+    config_class = TransfoXLConfig
+    base_model_prefix = "transformer"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["TransfoXLLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": TransfoXLLayer, "attentions": TransfoXLAttention}
+    # The original keeps the frequencies of the sinusoids in its checkpoints, and legacy transformers a copy of shared
+    # biases in each layer.
+    _keys_to_ignore_on_load_unexpected = [r"pos_emb\.inv_freq", r"self_attn\.(content|position)_bias"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        if isinstance(module, InputProjection | OutputProjection):
+            init.normal_(module.weight, 0.0, self.config.proj_init_std)
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            self._init_weight(module.weight)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            init.normal_(module.weight, 1.0, self.config.init_std)
+            init.zeros_(module.bias)
+        elif isinstance(module, TransfoXLAttention | TransfoXLModel):
+            for parameter in module.parameters(recurse=False):
+                self._init_weight(parameter)
+
+    def _init_weight(self, weight: Tensor):
+        if self.config.init == "uniform":
+            init.uniform_(weight, -self.config.init_range, self.config.init_range)
+        else:
+            init.normal_(weight, 0.0, self.config.init_std)
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
+        """As in `transformers`, but a checkpoint that lacks a tensor of the model is an error.
+
+        A head that the checkpoint lacks as a whole is new and is initialised, as usual.
+
+        Raises:
+            ValueError: tensors are missing, or a safetensors file is broken; the message names them.
+        """
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise ValueError(
+                f"a safetensors file of {pretrained_model_name_or_path} is truncated or damaged ({error}): "
+                "copy or download it again"
+            ) from error
+        missing = set(info["missing_keys"])
+        for head in ("lm_head", "score"):
+            if hasattr(model, head):
+                names = {f"{head}.{name}" for name, _ in getattr(model, head).named_parameters()}
+                names -= set(model.all_tied_weights_keys)
+                missing -= names if names <= missing else set()
+        if missing:
+            raise ValueError(f"the checkpoint {pretrained_model_name_or_path} lacks {', '.join(sorted(missing))}")
+        return (model, info) if output_loading_info else model
+
+    def reset_memory_length(self, mem_len: int):
+        """Remember `mem_len` states from now on, any number ≥ 0; longer mems are the caller's to cut."""
+        if mem_len < 0 or (mem_len > 0 and self.config.attn_type in (2, 3)):
+            raise ValueError(
+                f"mem_len={mem_len} must not be negative, and 0 with absolute positions "
+                f"(attn_type={self.config.attn_type})"
+            )
+        self.config.mem_len = mem_len
+
+    def init_mems(self, batch_size: int) -> tuple[Tensor, ...] | None:
+        """What precedes the first segment: n_layer tensors (B, M, D) of zeros or (B, 0, D), or None if M = 0.
+
+        Device and type are those of the embeddings.
+        """
+        if self.config.mem_len == 0:
+            return None
+        weight = self.get_input_embeddings().emb_layers[0].weight
+        length = self.config.mem_len if self.config.initial_memory == "zeros" else 0
+        zeros = torch.zeros(batch_size, length, self.config.d_model, dtype=weight.dtype, device=weight.device)
+        return (zeros,) * self.config.n_layer
+
+
+class TransfoXLModel(TransfoXLPreTrainedModel):
+    """Transformer-XL without a head: hidden states and memory."""
+
+    def __init__(self, config: TransfoXLConfig):
+        super().__init__(config)
+        self.embed_tokens = AdaptiveEmbedding(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(TransfoXLLayer(config, i) for i in range(config.n_layer))
+        heads = (config.n_head, config.d_head)
+        if config.attn_type == 0 and not config.untie_r:
+            self.content_bias = nn.Parameter(torch.empty(heads))
+            self.position_bias = nn.Parameter(torch.empty(heads))
+        elif config.attn_type == 1:
+            self.content_bias = nn.Parameter(torch.empty(config.n_layer, *heads))
+            self.r_emb = nn.Parameter(torch.empty(config.n_layer, config.max_klen, *heads))
+            self.r_bias = nn.Parameter(torch.empty(config.n_layer, config.max_klen, config.n_head))
+        elif config.attn_type == 3:
+            self.r_emb = nn.Parameter(torch.empty(config.n_layer, config.max_klen, *heads))
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> AdaptiveEmbedding:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: AdaptiveEmbedding):
+        self.embed_tokens = value
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        mems: tuple[Tensor, ...] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> TransfoXLModelOutput:
+        """
+        Args:
+            input_ids: (B, L), the segment.
+            mems: the memory, tuple of n_layer tensors (B, m, D), m ≤ M. None: see `config.initial_memory`.
+            attention_mask: 1 = real, 0 = padding: (B, L); (B, m + L); or the whole text so far, of which the last
+                m + L columns count. Padding is never attended to, neither now nor later: `mems` remember what was
+                masked. A row whose memory columns are all 0 starts fresh. With `initial_memory="empty"` a padded row
+                equals the unpadded one; with `"zeros"` the zero states stand before the padding, further away.
+            past_key_values: the memory as projected keys and values, continued in place. An empty one starts from
+                `mems`, or from the initial memory. Later masks then cover the whole text since the start.
+            inputs_embeds: (B, L, D), instead of `input_ids`, on the scale of `get_input_embeddings()(input_ids)`.
+            use_cache: return `past_key_values` instead of `mems`.
+
+        Raises:
+            ValueError: inputs that do not fit the model or each other; the message names them.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if kwargs.get("output_attentions", self.config.output_attentions) and (
+            self.config._attn_implementation != "eager"
+        ):
+            raise ValueError(
+                f"output_attentions=True needs attn_implementation='eager', not {self.config._attn_implementation!r}: "
+                "call model.set_attn_implementation('eager')"
+            )
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        elif inputs_embeds.shape[-1] != self.config.d_model:
+            raise ValueError(f"inputs_embeds are {inputs_embeds.shape[-1]} wide, not d_model={self.config.d_model}")
+        past_key_values = self._choose_cache(use_cache, past_key_values)
+        memory, memory_length, key_mask = self._open_memory(inputs_embeds, mems, attention_mask, past_key_values)
+
+        hidden_states = self._embed_positions(inputs_embeds)
+        encodings = self._relative_encodings(memory_length + inputs_embeds.shape[1], inputs_embeds)
+        window = self._window()
+        states = []
+        for i, layer in enumerate(self.layers):
+            states.append(hidden_states)
+            if self.config.attn_type == 3:
+                hidden_states = hidden_states + self.r_emb[i, -hidden_states.shape[1] :].flatten(1)
+            hidden_states = layer(
+                hidden_states,
+                memory[i],
+                key_mask=key_mask,
+                window=window,
+                past_key_values=past_key_values,
+                **encodings[i],
+            )
+        new_mems = None
+        if past_key_values is None and self.config.mem_len > 0:
+            new_mems = self._remember(memory, states, key_mask if attention_mask is not None else None)
+        return TransfoXLModelOutput(
+            last_hidden_state=self.dropout(hidden_states), mems=new_mems, past_key_values=past_key_values
+        )
+
+    def _choose_cache(self, use_cache: bool | None, past_key_values: Cache | None) -> Cache | None:
+        if self.config.mem_len == 0:
+            if past_key_values is not None:
+                raise ValueError("past_key_values hold a memory, but mem_len=0 means that there is none")
+            return None
+        if self.gradient_checkpointing and self.training and (use_cache or past_key_values is not None):
+            logger.warning_once("gradient checkpointing runs a layer twice and cannot fill a cache: use_cache=False")
+            return None
+        if use_cache and past_key_values is None:
+            return DynamicCache(config=self.config)
+        return past_key_values
+
+    def _open_memory(
+        self,
+        inputs_embeds: Tensor,
+        mems: tuple[Tensor, ...] | None,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+    ) -> tuple[tuple[Tensor | None, ...], int, Tensor | None]:
+        """For each layer the states it remembers (None where a cache holds them), m, and which of the K keys are real."""
+        batch_size, segment_length, _ = inputs_embeds.shape
+        if past_key_values is not None and past_key_values.get_seq_length() > 0:
+            if mems is not None:
+                raise ValueError("give mems or past_key_values that hold a memory already, not both")
+            memory_length, key_mask = _cached_key_mask(
+                attention_mask, past_key_values, self.config.mem_len, batch_size, segment_length
+            )
+            return (None,) * self.config.n_layer, memory_length, key_mask
+
+        if mems is not None:
+            self._check_mems(mems, inputs_embeds)
+        memory = self.init_mems(batch_size) if mems is None else mems
+        if memory is None:
+            key_mask = _key_mask(attention_mask, None, batch_size, segment_length, 0, (segment_length,))
+            return (None,) * self.config.n_layer, 0, key_mask
+        if past_key_values is not None and past_key_values.is_compileable:
+            memory = tuple(_pad_memory(states, self.config.mem_len) for states in memory)
+        memory_length = memory[0].shape[1]
+        memory_mask = None if memory_length == 0 else ~is_padding(memory)
+        if past_key_values is not None:
+            # Part of the memory is older than the text that later masks cover.
+            past_key_values.initial_mask = memory_mask
+        lengths = (segment_length, memory_length + segment_length)
+        longer = mems is not None and memory_length == self.config.mem_len
+        key_mask = _key_mask(attention_mask, memory_mask, batch_size, segment_length, memory_length, lengths, longer)
+        return memory, memory_length, key_mask
+
+    def _check_mems(self, mems: tuple[Tensor, ...], inputs_embeds: Tensor):
+        config, (batch_size, _, width) = self.config, inputs_embeds.shape
+        if config.mem_len == 0:
+            raise ValueError("mems were given, but mem_len=0 means that there is no memory")
+        if len(mems) != config.n_layer:
+            raise ValueError(f"mems hold {len(mems)} layers, but the model has n_layer={config.n_layer}")
+        for i, states in enumerate(mems):
+            if states.dim() != 3 or (states.shape[0], states.shape[2]) != (batch_size, width):
+                raise ValueError(
+                    f"mems[{i}] is {tuple(states.shape)}, but this batch needs ({batch_size}, m, {width})"
+                )
+            if states.shape[1] != mems[0].shape[1] or states.shape[1] > config.mem_len:
+                raise ValueError(
+                    f"mems[{i}] holds {states.shape[1]} states, but all layers need the same number, "
+                    f"{config.mem_len} (mem_len) at most"
+                )
+            if states.dtype != inputs_embeds.dtype:
+                raise ValueError(f"mems[{i}] is {states.dtype}, but the model computes {inputs_embeds.dtype}")
+
+    def _window(self) -> int | None:
+        """The furthest distance that a query sees, or None: all of the memory and of the segment up to itself."""
+        if not self.config.same_length:
+            return None
+        return max(self.config.mem_len - self.config.same_length_counts_self, 0)
+
+    def _sinusoids(self, key_length: int, embeds: Tensor) -> Tensor:
+        """(K, D) for the distances K - 1, …, 0. Distances are counted in fp32: bf16 has no 301."""
+        distances = torch.arange(key_length - 1, -1, -1, device=embeds.device, dtype=torch.float32)
+        if self.config.clamp_len > 0:
+            distances = distances.clamp(max=self.config.clamp_len)
+        return sinusoid(distances, self.config.d_model).to(embeds.dtype)
+
+    def _embed_positions(self, inputs_embeds: Tensor) -> Tensor:
+        """What enters the first layer: (B, L, D). The absolute baselines count positions from the segment's end."""
+        segment_length = inputs_embeds.shape[1]
+        if self.config.attn_type == 2:
+            inputs_embeds = inputs_embeds + self._sinusoids(segment_length, inputs_embeds)
+        if self.config.attn_type == 3 and segment_length > self.config.max_klen:
+            raise ValueError(
+                f"the segment has {segment_length} tokens, but the model learned max_klen={self.config.max_klen} "
+                "absolute positions"
+            )
+        return self.dropout(inputs_embeds)
+
+    def _relative_encodings(self, key_length: int, embeds: Tensor) -> list[dict[str, Tensor]]:
+        """For each layer the arguments of its attention that encode distance."""
+        config = self.config
+        if config.attn_type == 0:
+            shared = {"positions": self.dropout(self._sinusoids(key_length, embeds))}
+            if not config.untie_r:
+                shared |= {"content_bias": self.content_bias, "position_bias": self.position_bias}
+            return [shared] * config.n_layer
+        if config.attn_type == 1:
+            furthest = min(config.clamp_len, config.max_klen) if config.clamp_len > 0 else config.max_klen
+            distances = torch.arange(key_length - 1, -1, -1, device=embeds.device).clamp(max=furthest - 1)
+            rows = config.max_klen - 1 - distances
+            return [
+                {
+                    "positions": self.r_emb[i, rows],
+                    "rel_bias": self.r_bias[i, rows].T,
+                    "content_bias": self.content_bias[i],
+                }
+                for i in range(config.n_layer)
+            ]
+        return [{}] * config.n_layer
+
+    @torch.no_grad()
+    def _remember(
+        self, memory: tuple[Tensor, ...], states: list[Tensor], key_mask: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """The last M of the m + L states of each layer, without the last ext_len of the segment (Section 3.2).
+
+        Args:
+            memory, states: n_layer tensors each, (B, m, D) and (B, L, D), that entered the layers.
+            key_mask: (B, m + L) bool; what it masks is remembered as padding.
+        """
+        memory_length, segment_length = memory[0].shape[1], states[0].shape[1]
+        end = memory_length + max(0, segment_length - self.config.ext_len)
+        start = max(0, end - self.config.mem_len)
+        new_mems = tuple(
+            torch.cat(
+                [remembered[:, start:], entered[:, max(0, start - memory_length) : end - memory_length]], dim=1
+            ).detach()
+            for remembered, entered in zip(memory, states, strict=True)
+        )
+        if key_mask is None:
+            return new_mems
+        padding = ~key_mask[:, start:end, None]
+        return tuple(states.masked_fill(padding, PADDING) for states in new_mems)
+
+
+class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
+    """Transformer-XL with the adaptive softmax over the next token."""
+
+    # Which of these are tied, the configuration says: see `get_expanded_tied_weights_keys`.
+    _tied_weights_keys = {
+        r"lm_head.out_layers.\d+.weight": r"transformer.embed_tokens.emb_layers.\d+.weight",
+        r"lm_head.out_projs.\d+.weight": r"transformer.embed_tokens.emb_projs.\d+.weight",
+    }
+
+    def __init__(self, config: TransfoXLConfig):
+        super().__init__(config)
+        self.transformer = TransfoXLModel(config)
+        self.lm_head = AdaptiveLogSoftmax(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> AdaptiveEmbedding:
+        return self.transformer.embed_tokens
+
+    def set_input_embeddings(self, value: AdaptiveEmbedding):
+        self.transformer.embed_tokens = value
+
+    def get_output_embeddings(self) -> AdaptiveLogSoftmax:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: AdaptiveLogSoftmax):
+        self.lm_head = new_embeddings
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """{softmax parameter: the embedding's that it is}, by `tie_word_embeddings` and `tie_projs`."""
+        if all_submodels:
+            return super().get_expanded_tied_weights_keys(all_submodels=True)
+        source, target = "transformer.embed_tokens", "lm_head"
+        tied = {}
+        if self.config.tie_word_embeddings:
+            for i in range(len(self.lm_head.out_layers)):
+                tied[f"{target}.out_layers.{i}.weight"] = f"{source}.emb_layers.{i}.weight"
+        for i, tie in enumerate(self.config.tie_projs):
+            if tie and isinstance(self.lm_head.out_projs[i], OutputProjection):
+                table = 0 if self.config.div_val == 1 else i
+                tied[f"{target}.out_projs.{i}.weight"] = f"{source}.emb_projs.{table}.weight"
+        return tied
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        mems: tuple[Tensor, ...] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_logits: bool | None = None,
+        **kwargs,
+    ) -> TransfoXLCausalLMOutput:
+        """
+        Args:
+            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache: see `TransfoXLModel.forward`.
+            labels: (B, L), shifted inside: token i predicts label i + 1. -100 is ignored.
+            shift_labels (in kwargs): (B, L), targets aligned with the inputs already, so that the last token of a
+                segment predicts the first of the next. Takes precedence over `labels`.
+            num_items_in_batch (in kwargs): what the sum of the losses is divided by, instead of the number of targets.
+            logits_to_keep: keep the logits of the last so many positions, or of the positions in a tensor; 0: all.
+            output_logits: return logits beside a loss though the model has cutoffs; by default as configured.
+
+        Raises:
+            ValueError: a label is neither -100 nor in [0, V), or has another shape; and see `TransfoXLModel.forward`.
+        """
+        shift_labels = kwargs.pop("shift_labels", None)
+        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        outputs = self.transformer(
+            input_ids,
+            mems=mems,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        targets = _targets(labels, shift_labels, hidden_states.shape[:2])
+        output_logits = self.config.output_logits if output_logits is None else output_logits
+
+        loss, losses, logits = None, None, None
+        if targets is None:
+            logits = self.lm_head.log_prob(_keep(hidden_states, logits_to_keep))
+        else:
+            predicting = hidden_states[:, : targets.shape[1]]
+            if self.config.cutoffs and not output_logits:
+                losses = self.lm_head(predicting.flatten(0, 1), targets.flatten()).view(targets.shape)
+            else:
+                logits = self.lm_head.log_prob(hidden_states)
+                losses = _pick_losses(logits[:, : targets.shape[1]], targets)
+                logits = _keep(logits, logits_to_keep)
+            count = (targets != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            loss = losses.sum() / count
+        return TransfoXLCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            mems=outputs.mems,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            losses=losses,
+        )
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, max_length):
+        if self.config.mem_len == 0:
+            # Nothing is remembered from step to step, so that every step reads the whole text.
+            generation_config.use_cache = model_kwargs["use_cache"] = False
+        # A static cache holds all of the memory from the first step on: its shapes never change.
+        max_length = max(max_length, self.config.sliding_window)
+        return super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_length
+        )
+
+    def prepare_inputs_for_generation(
+        self, input_ids, next_sequence_length=None, past_key_values=None, is_first_iteration=False, **kwargs
+    ):
+        if past_key_values is not None and (length := past_key_values.get_seq_length()) > 0:
+            kwargs.pop("mems", None)
+            if is_first_iteration and next_sequence_length is not None:
+                # generate takes the whole cache for text; part of it may be memory from before the text.
+                next_sequence_length += length - _text_length(past_key_values)
+        return super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+
+    @staticmethod
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, **kwargs) -> Tensor | None:
+        """For a static cache: (B, m + L) bool, of one shape at every step, made outside the compiled forward."""
+        if past_key_values.get_seq_length() == 0:
+            return attention_mask
+        batch_size, segment_length = inputs_embeds.shape[:2]
+        memory_length, key_mask = _cached_key_mask(
+            attention_mask, past_key_values, config.mem_len, batch_size, segment_length
+        )
+        if key_mask is None:
+            key_mask = torch.ones(
+                batch_size, memory_length + segment_length, dtype=torch.bool, device=inputs_embeds.device
+            )
+        return key_mask
+
+    def _expand_inputs_for_generation(self, expand_size=1, **kwargs):
+        if kwargs.get("mems") is not None:
+            kwargs["mems"] = tuple(states.repeat_interleave(expand_size, dim=0) for states in kwargs["mems"])
+        return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, **kwargs):
+        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs)
+        # Without a cache every step reads the whole text again; generate would take the mems for a cache.
+        if not isinstance(model_kwargs.get("past_key_values"), Cache):
+            model_kwargs.pop("past_key_values", None)
+        return model_kwargs
+
+
+TransfoXLLMHeadModel = TransfoXLForCausalLM
+
+
+class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
+    """Transformer-XL with a linear classifier on the last real token."""
+
+    def __init__(self, config: TransfoXLConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.transformer = TransfoXLModel(config)
+        self.score = nn.Linear(config.d_model, config.num_labels, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        mems: tuple[Tensor, ...] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> TransfoXLSequenceClassifierOutput:
+        """
+        Args:
+            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache: see `TransfoXLModel.forward`.
+                The last real token is the last one that `attention_mask` marks, or else that is not
+                `config.pad_token_id`; padding may stand on either side.
+            labels: (B,) classes, or (B,) or (B, num_labels) numbers for regression or multi-label classification.
+
+        Raises:
+            ValueError: a batch of several rows with neither a mask nor a `pad_token_id`.
+        """
+        outputs = self.transformer(
+            input_ids,
+            mems=mems,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        scores = self.score(outputs.last_hidden_state)
+        last = self._last_real_token(input_ids, attention_mask, scores)
+        logits = scores[torch.arange(len(scores), device=scores.device), last]
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=scores, labels=labels, pooled_logits=logits, config=self.config)
+        return TransfoXLSequenceClassifierOutput(
+            loss=loss,
+            logits=logits,
+            mems=outputs.mems,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def _last_real_token(self, input_ids: Tensor | None, attention_mask: Tensor | None, scores: Tensor) -> Tensor | int:
+        segment_length = scores.shape[1]
+        if attention_mask is not None:
+            real = attention_mask[:, -segment_length:] != 0
+        elif self.config.pad_token_id is not None and input_ids is not None:
+            real = input_ids != self.config.pad_token_id
+        elif len(scores) == 1 or input_ids is None:
+            return -1
+        else:
+            raise ValueError(
+                "a batch of several rows may hold padding: give attention_mask, or set config.pad_token_id"
+            )
+        return (torch.arange(segment_length, device=scores.device) * real.to(scores.device)).argmax(-1)
+
+
+# Padding in the memory is stored as -0, in every channel of every layer, which no layer computes: so a memory carries
+# its own mask wherever it is gathered, saved or moved, and what was masked once stays masked.
+PADDING = -0.0
+
+
+def is_padding(mems: tuple[Tensor, ...]) -> Tensor:
+    """(B, m) bool: which states of the memory are padding."""
+    return ((mems[0] == 0) & mems[0].signbit()).all(dim=-1)
+
+
+def _pad_memory(states: Tensor, length: int) -> Tensor:
+    """(B, m, D) → (B, length, D) with padding in front."""
+    return nn.functional.pad(states, (0, 0, length - states.shape[1], 0), value=PADDING)
+
+
+def _text_length(cache: Cache) -> int:
+    """How many tokens the cache has seen besides the memory that it started from."""
+    initial_mask = getattr(cache, "initial_mask", None)
+    return cache.get_seq_length() - (0 if initial_mask is None else initial_mask.shape[1])
+
+
+def _cached_key_mask(
+    attention_mask: Tensor | None, cache: Cache, mem_len: int, batch_size: int, segment_length: int
+) -> tuple[int, Tensor | None]:
+    """m and which of the m + L keys are real, (B, m + L) bool or None, for a cache that holds a memory."""
+    memory_length = min(cache.get_mask_sizes(segment_length, 0)[0] - segment_length, mem_len)
+    key_length = memory_length + segment_length
+    if attention_mask is not None and attention_mask.shape[-1] == key_length:
+        return memory_length, _key_mask(attention_mask, None, batch_size, segment_length, memory_length, (key_length,))
+    seen = _text_length(cache)
+    memory_mask = None
+    if memory_length > seen:
+        initial = cache.initial_mask[:, seen - memory_length :]
+        memory_mask = nn.functional.pad(initial, (0, memory_length - initial.shape[1]), value=True)
+    lengths = (segment_length, key_length, seen + segment_length)
+    longer = memory_length == mem_len
+    return memory_length, _key_mask(
+        attention_mask, memory_mask, batch_size, segment_length, memory_length, lengths, longer
+    )
+
+
+def _key_mask(
+    attention_mask: Tensor | None,
+    memory_mask: Tensor | None,
+    batch_size: int,
+    segment_length: int,
+    memory_length: int,
+    lengths: tuple[int, ...],
+    longer: bool = False,
+) -> Tensor | None:
+    """Which of the m + L keys are real: (B, m + L) bool, or None for all of them.
+
+    Args:
+        attention_mask: (B, n), 1 = real, for the last n of the keys, or for more than the keys. None: all real.
+        memory_mask: (B, m) bool, what the memory itself says. None: all real.
+        lengths: the n that are right here. longer: whether any n beyond m + L is.
+
+    Raises:
+        ValueError: the mask has another shape.
+    """
+    if attention_mask is None:
+        return None if memory_mask is None else nn.functional.pad(memory_mask, (0, segment_length), value=True)
+    key_length = memory_length + segment_length
+    length = attention_mask.shape[-1]
+    fits = length in lengths or (longer and length > key_length)
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size or not fits:
+        expected = " or ".join(f"({batch_size}, {n})" for n in sorted(set(lengths)))
+        raise ValueError(
+            f"attention_mask is {tuple(attention_mask.shape)}, but a segment of {segment_length} after a memory of "
+            f"{memory_length} needs {expected}"
+        )
+    mask = attention_mask[:, -key_length:].bool()
+    mask = nn.functional.pad(mask, (key_length - mask.shape[1], 0), value=True)
+    if memory_mask is not None:
+        mask = mask & nn.functional.pad(memory_mask, (0, segment_length), value=True)
+    return mask
+
+
+def _targets(labels: Tensor | None, shift_labels: Tensor | None, shape: torch.Size) -> Tensor | None:
+    """The targets of the first positions of the segment: (B, L) from shift_labels, (B, L - 1) from labels, or None."""
+    for name, given in (("shift_labels", shift_labels), ("labels", labels)):
+        if given is not None and given.shape != shape:
+            raise ValueError(f"{name} are {tuple(given.shape)}, but the inputs are {tuple(shape)}")
+    if shift_labels is not None:
+        return shift_labels
+    return None if labels is None else labels[:, 1:]
+
+
+def _pick_losses(log_probs: Tensor, targets: Tensor) -> Tensor:
+    """(B, n) negative log-likelihoods out of (B, n, V) log-probabilities, 0 where the target is -100."""
+    check_labels(targets, log_probs.shape[-1])
+    ignored = targets == -100
+    picked = log_probs.gather(-1, targets.masked_fill(ignored, 0)[..., None])[..., 0]
+    return -picked.masked_fill(ignored, 0)
+
+
+def _keep(states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    """(B, L, …) at the last `logits_to_keep` positions (0: all of them) or at the positions of a tensor."""
+    return states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
