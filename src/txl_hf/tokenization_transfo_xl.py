@@ -1,0 +1,866 @@
+# Copyright 2026 The txl-hf authors. Licensed under the Apache License, Version 2.0.
+"""Tokenizer of Transformer-XL on the Rust `tokenizers` library: `tokenizer.json` alone carries the whole behaviour.
+
+[`TransfoXLTokenizer`] is a word-level (or character-, byte-level) tokenizer. Its *mode*, saved with it, says how text
+becomes symbols:
+
+| mode | symbols | the originals' use |
+|---|---|---|
+| `"moses"` | Moses tokenisation, `1,234` → `1 @,@ 234`; decoding detokenises | wt103 as Hugging Face had it |
+| `"whitespace"` | split at white space; decoding joins with spaces | PTB, WikiText, already tokenised |
+| `"lm1b"` | as `"whitespace"`, with `<S>` on both sides | One Billion Word |
+| `"characters"` | one symbol a character | text8 |
+| `"bytes"` | one symbol a UTF-8 byte | enwik8 |
+
+Ways to get one:
+
+* `TransfoXLTokenizer.from_pretrained(folder)`: a folder saved by this class, or a legacy one with `vocab.pkl`,
+  `vocab.bin` or `vocab.txt`. Nothing in a pickle is ever executed.
+* `TransfoXLTokenizer.from_symbols(symbols, mode=...)`: an ordered list, the original vocabularies' `idx2sym`.
+* `TransfoXLTokenizer.train_from_iterator(lines, mode=..., min_freq=..., max_size=...)`: a vocabulary by frequency.
+* `tokenizer.train_new_from_iterator(lines, vocab_size)`: the same with this tokenizer's mode and specials.
+
+`encode_lines` and `encode_file` give one long array of ids for training, with an `<eos>` per line where asked.
+"""
+
+import pickle
+import re
+import zipfile
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator
+from io import BytesIO
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+MODES = ("moses", "whitespace", "lm1b", "characters", "bytes")
+
+# Special tokens of a vocabulary trained from text, per mode. A closed alphabet has neither an unknown nor an end.
+_TRAINING_SPECIALS = {
+    "moses": {"eos_token": "<eos>", "unk_token": "<unk>"},
+    "whitespace": {"eos_token": "<eos>", "unk_token": "<unk>"},
+    "lm1b": {"bos_token": "<S>", "eos_token": "<S>", "unk_token": "<UNK>"},
+    "characters": {"eos_token": None, "unk_token": None},
+    "bytes": {"eos_token": None, "unk_token": None},
+}
+
+# What the legacy tokenizer kept beside its vocabulary and this one has no use for.
+_LEGACY_ARGUMENTS = ("special", "min_freq", "max_size", "never_split", "do_lower_case")
+
+
+class TransfoXLTokenizer(PreTrainedTokenizerFast):
+    """Tokenizer of Transformer-XL. See the module's table of modes and the ways to construct one.
+
+    Args:
+        vocab_file (`str`, *optional*): a text file with one symbol a line, in the order of the ids.
+        pretrained_vocab_file (`str`, *optional*): the legacy `vocab.pkl` (or `vocab.bin`), read without executing it.
+        mode (`str`, defaults to `"moses"`): one of `"moses"`, `"whitespace"`, `"lm1b"`, `"characters"`, `"bytes"`.
+        lower_case (`bool`, defaults to `False`): lower-case the text (special tokens excepted).
+        unk_token (`str`, *optional*, defaults to `"<unk>"`): stands for what the vocabulary does not have. The default
+            becomes `"<UNK>"`, or none at all, where the vocabulary says so; without one, unknown text is an error.
+        eos_token (`str`, *optional*, defaults to `"<eos>"`): end of a line. The default becomes none where the
+            vocabulary has no such symbol.
+        add_eos_token (`bool`, *optional*): end every encoded text with `eos_token`. Defaults to what was saved, else
+            to `False` (`True` in mode `"lm1b"`, whose texts also start with it).
+        kwargs: as for any fast tokenizer. `pad_token` defaults to `eos_token`, `padding_side` to `"left"`, which is
+            what generation needs.
+
+    Raises:
+        ValueError: an unknown mode or language, no vocabulary, a vocabulary file that is not one, or a pickle with
+            anything in it but data.
+    """
+
+    vocab_files_names = {
+        "vocab_file": "vocab.txt",
+        "pretrained_vocab_file": "vocab.pkl",
+        "pretrained_vocab_file_torch": "vocab.bin",
+        "tokenizer_file": "tokenizer.json",
+    }
+    model_input_names = ["input_ids", "attention_mask"]
+    padding_side = "left"
+
+    def __init__(
+        self,
+        vocab_file: str | None = None,
+        pretrained_vocab_file: str | None = None,
+        mode: str = "moses",
+        lower_case: bool = False,
+        unk_token: str | AddedToken | None = "<unk>",
+        eos_token: str | AddedToken | None = "<eos>",
+        add_eos_token: bool | None = None,
+        **kwargs,
+    ):
+        for name in _LEGACY_ARGUMENTS:
+            kwargs.pop(name, None)
+        if kwargs.pop("delimiter", None) == "":
+            mode = "characters"
+        _check_mode(mode)
+        if (language := kwargs.pop("language", "en")) != "en":
+            raise ValueError(
+                f"language={language!r} is not supported: the Moses rules here are English, language='en'."
+            )
+
+        backend = kwargs.pop("tokenizer_object", None)
+        tokenizer_file = kwargs.pop("tokenizer_file", None)
+        pretrained_vocab_file = pretrained_vocab_file or kwargs.pop("pretrained_vocab_file_torch", None)
+        kwargs.pop("pretrained_vocab_file_torch", None)
+        if backend is None and tokenizer_file is not None:
+            backend = Tokenizer.from_file(str(tokenizer_file))
+        if backend is not None:
+            vocabulary = backend.get_vocab()
+        else:
+            if pretrained_vocab_file is not None:
+                symbols = read_vocab_pickle(pretrained_vocab_file)
+            elif vocab_file is not None:
+                symbols = read_vocab_text(vocab_file)
+            else:
+                raise ValueError(
+                    "TransfoXLTokenizer needs a vocabulary: tokenizer.json or a legacy vocab.pkl, .bin or .txt. "
+                    "Build one with TransfoXLTokenizer.train_from_iterator or .from_symbols."
+                )
+            if mode == "moses" and not kwargs.get("additional_special_tokens"):
+                kwargs.setdefault("extra_special_tokens", ["<formula>"])
+            vocabulary = set(symbols)
+
+        unk_token = _default_special(unk_token, ("<unk>", "<UNK>"), vocabulary)
+        eos_token = _default_special(eos_token, ("<eos>",) if mode != "lm1b" else ("<eos>", "<S>"), vocabulary)
+        if backend is None:
+            extra = kwargs.get("extra_special_tokens") or kwargs.get("additional_special_tokens") or ()
+            backend = _build_backend(symbols, mode, lower_case, unk_token, (eos_token, unk_token, *extra))
+        if mode == "lm1b":
+            kwargs.setdefault("bos_token", eos_token)
+        kwargs.setdefault("pad_token", eos_token)
+        if add_eos_token is None:
+            add_eos_token = mode == "lm1b" if backend.post_processor is None else None
+        if add_eos_token is not None:
+            kwargs.update(add_eos_token=add_eos_token, add_bos_token=add_eos_token and mode == "lm1b")
+        # The decoder cleans up by itself, so that every reader of tokenizer.json decodes alike.
+        kwargs["clean_up_tokenization_spaces"] = False
+        super().__init__(
+            tokenizer_object=backend,
+            mode=mode,
+            lower_case=lower_case,
+            unk_token=unk_token,
+            eos_token=eos_token,
+            **kwargs,
+        )
+        self.mode = mode
+        self.lower_case = lower_case
+        if add_eos_token is None:
+            self._add_eos_token = self.num_special_tokens_to_add() > 0
+            self._add_bos_token = self._add_eos_token and mode == "lm1b"
+
+    @classmethod
+    def convert_to_native_format(cls, trust_remote_code: bool = False, **kwargs) -> dict:
+        """Hands the files to `__init__` as they are: it reads every format itself."""
+        return kwargs
+
+    @classmethod
+    def from_symbols(
+        cls,
+        symbols: Iterable[str],
+        mode: str = "moses",
+        lower_case: bool = False,
+        unk_token: str | None = "<unk>",
+        eos_token: str | None = "<eos>",
+        **kwargs,
+    ) -> "TransfoXLTokenizer":
+        """A tokenizer whose symbol `symbols[i]` has id `i`.
+
+        Args:
+            symbols (`Iterable[str]`): the vocabulary in the order of the ids, as the originals' `idx2sym`. In mode
+                `"bytes"` a symbol is a byte's decimal number, `"0"` … `"255"`. A `"characters"` vocabulary with `_`
+                and no space (text8) reads and writes a space as `_`; a `"bytes"` one without byte 10 (enwik8) skips
+                line ends: both as the originals' data has it.
+            mode, lower_case, unk_token, eos_token, kwargs: as for the class.
+
+        Raises:
+            ValueError: a symbol occurs twice, is no string or no byte's number, or a special token other than the
+                defaults is not among them.
+        """
+        _check_mode(mode)
+        symbols = list(symbols)
+        _check_symbols(symbols, "symbols")
+        vocabulary = set(symbols)
+        unk_token = _default_special(unk_token, ("<unk>", "<UNK>"), vocabulary)
+        eos_token = _default_special(eos_token, ("<eos>",) if mode != "lm1b" else ("<eos>", "<S>"), vocabulary)
+        specials = [
+            eos_token,
+            unk_token,
+            *(value for key, value in kwargs.items() if key in ("bos_token", "pad_token")),
+        ]
+        for token in specials:
+            if token is not None and str(token) not in vocabulary:
+                raise ValueError(f"special token {str(token)!r} is not one of the {len(symbols)} symbols.")
+        if mode == "moses" and "<formula>" in vocabulary:
+            kwargs.setdefault("extra_special_tokens", ["<formula>"])
+        specials += kwargs.get("extra_special_tokens") or ()
+        backend = _build_backend(symbols, mode, lower_case, unk_token, specials)
+        return cls(
+            tokenizer_object=backend,
+            mode=mode,
+            lower_case=lower_case,
+            unk_token=unk_token,
+            eos_token=eos_token,
+            **kwargs,
+        )
+
+    @classmethod
+    def train_from_iterator(
+        cls,
+        lines: Iterable[str | list[str]],
+        mode: str = "moses",
+        min_freq: int = 0,
+        max_size: int | None = None,
+        lower_case: bool = False,
+        **kwargs,
+    ) -> "TransfoXLTokenizer":
+        """A tokenizer with the symbols of a text, the most frequent first, ties in the order of first occurrence.
+
+        The ids start with the special tokens: `eos_token` and every other one the text does not contain; a special
+        token that the text does contain (`<unk>` in PTB and WikiText) has the place its frequency gives it. This is
+        the originals' order.
+
+        Args:
+            lines (`Iterable[str | list[str]]`): the text, line by line or in batches of lines. Line ends count in
+                the modes `"characters"` and `"bytes"` and do not matter in the others.
+            mode, lower_case: as for the class.
+            min_freq (`int`, defaults to 0): leave out symbols that occur less often.
+            max_size (`int`, *optional*): keep at most this many symbols of the text, specials not counted.
+            kwargs: as for the class. `unk_token` and `eos_token` default to `<unk>` and `<eos>` (`<UNK>` and `<S>` in
+                mode `"lm1b"`, none in the modes `"characters"` and `"bytes"`); `extra_special_tokens` are more.
+
+        Raises:
+            ValueError: an unknown mode, a text without symbols, or a negative size.
+        """
+        _check_mode(mode)
+        if isinstance(lines, str):
+            raise ValueError("lines is one string; pass its lines, for instance text.splitlines(keepends=True).")
+        if min_freq < 0 or (max_size is not None and max_size < 1):
+            raise ValueError(f"min_freq={min_freq} must be at least 0 and max_size={max_size} at least 1 (or None).")
+        kwargs = {**_TRAINING_SPECIALS[mode], **kwargs}
+        named = [kwargs.get(name) for name in ("eos_token", "bos_token", "unk_token", "pad_token")]
+        specials = [str(token) for token in (*named, *(kwargs.get("extra_special_tokens") or ())) if token is not None]
+        specials = list(dict.fromkeys(specials))
+
+        counter = _count_symbols(lines, mode, lower_case, specials)
+        counted = {symbol for symbol, count in counter.most_common(max_size) if count >= min_freq}
+        eos_token = str(kwargs["eos_token"])
+        first = [token for token in specials if token not in counted or token == eos_token]
+        frequent = (symbol for symbol, _ in counter.most_common(max_size) if symbol in counted)
+        symbols = list(dict.fromkeys([*first, *frequent]))
+        if not counted:
+            raise ValueError(f"no symbol occurs at least min_freq={min_freq} times in the text: nothing to train on.")
+        return cls.from_symbols(symbols, mode=mode, lower_case=lower_case, **kwargs)
+
+    def train_new_from_iterator(
+        self,
+        text_iterator: Iterable[str | list[str]],
+        vocab_size: int | None = None,
+        length: int | None = None,
+        new_special_tokens: list[str | AddedToken] | None = None,
+        special_tokens_map: dict[str, str] | None = None,
+        min_freq: int = 0,
+        **kwargs,
+    ) -> "TransfoXLTokenizer":
+        """A tokenizer with this one's mode, case and special tokens and the symbols of another text.
+
+        Args:
+            text_iterator (`Iterable[str | list[str]]`): as `lines` of `train_from_iterator`.
+            vocab_size (`int`, *optional*): the vocabulary's largest size, special tokens included.
+            length (`int`, *optional*): ignored, for compatibility.
+            new_special_tokens (`list[str | AddedToken]`, *optional*): more special tokens.
+            special_tokens_map (`dict[str, str]`, *optional*): new names for special tokens.
+            min_freq (`int`, defaults to 0): leave out symbols that occur less often.
+
+        Raises:
+            ValueError: as for `train_from_iterator`, or `vocab_size` leaves no room beside the special tokens.
+        """
+        rename = special_tokens_map or {}
+        specials = {name: rename.get(str(token), str(token)) for name, token in self.special_tokens_map.items()}
+        specials = {name: specials.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        extra = [rename.get(str(token), str(token)) for token in self.extra_special_tokens]
+        extra += [str(token) for token in new_special_tokens or ()]
+        max_size = None
+        if vocab_size is not None:
+            max_size = vocab_size - len({*specials.values(), *extra} - {None})
+            if max_size < 1:
+                raise ValueError(f"vocab_size={vocab_size} leaves no room beside the special tokens.")
+        return type(self).train_from_iterator(
+            text_iterator,
+            mode=self.mode,
+            min_freq=min_freq,
+            max_size=max_size,
+            lower_case=self.lower_case,
+            add_eos_token=self.add_eos_token,
+            extra_special_tokens=extra,
+            **specials,
+            **kwargs,
+        )
+
+    @property
+    def symbols(self) -> list[str]:
+        """The vocabulary in the order of the ids (the originals' `idx2sym`), added tokens not included."""
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
+        ordered = sorted(vocabulary, key=vocabulary.__getitem__)
+        return [_BYTE_SYMBOLS.get(symbol, symbol) for symbol in ordered] if self.mode == "bytes" else ordered
+
+    def tokenize(self, text: str, pair: str | None = None, add_special_tokens: bool = False, **kwargs) -> list[str]:
+        """The symbols of a text as they are written, known to the vocabulary or not (`encode` has the ids).
+
+        Args:
+            text (`str`): the text.
+            pair (`str`, *optional*): a second text, whose symbols follow.
+            add_special_tokens (`bool`, defaults to `False`): add what `add_eos_token` says.
+        """
+        symbols = [*self._symbols(text), *(self._symbols(pair) if pair else ())]
+        if add_special_tokens and self.add_eos_token:
+            symbols = [*([self.bos_token] if self.add_bos_token else ()), *symbols, self.eos_token]
+        return symbols
+
+    def _symbols(self, text: str) -> Iterator[str]:
+        specials = _between(str(token) for token in self.added_tokens_decoder.values())
+        for index, part in enumerate(specials.split(text)):
+            yield from [part] if index % 2 else _split_symbols(self._tokenizer, part)
+
+    def encode_lines(self, lines: Iterable[str], add_eos: bool | None = None) -> np.ndarray:
+        """The ids of many lines, one after the other: the stream a language model is trained on.
+
+        Args:
+            lines (`Iterable[str]`): the lines. Their ends matter in the modes `"characters"` and `"bytes"` only.
+            add_eos (`bool`, *optional*): end each line with `eos_token` (and start it so in mode `"lm1b"`). Defaults
+                to the tokenizer's `add_eos_token`.
+
+        Returns:
+            `np.ndarray` of int64, one dimension.
+
+        Raises:
+            ValueError: `add_eos` without an `eos_token`, or a symbol the vocabulary lacks while there is no
+                `unk_token`.
+        """
+        if add_eos is None:
+            add_eos = self.add_eos_token
+        if add_eos and self.eos_token_id is None:
+            raise ValueError("add_eos=True needs an eos_token and this tokenizer has none.")
+        end = [self.eos_token_id] if add_eos else []
+        start = end if self.mode == "lm1b" else []
+        # Padding and truncation are the backend's state and survive a call that asked for them.
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        chunks = []
+        lines = iter(lines)
+        while batch := list(islice(lines, 4096)):
+            encodings = self._encode_backend(batch)
+            ids = chain.from_iterable(chain(start, encoding.ids, end) for encoding in encodings)
+            chunks.append(np.fromiter(ids, dtype=np.int64))
+        return np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int64)
+
+    def encode_file(self, path, add_eos: bool | None = None) -> np.ndarray:
+        """The ids of a UTF-8 text file, as `encode_lines` over its lines.
+
+        Args:
+            path (`str` or `os.PathLike`): the file.
+            add_eos (`bool`, *optional*): as for `encode_lines`.
+        """
+        with open(path, encoding="utf-8", newline="\n") as lines:
+            return self.encode_lines(lines, add_eos)
+
+    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
+        """Writes the symbols as `vocab.txt`, one a line in the order of the ids.
+
+        Args:
+            save_directory (`str`): an existing folder.
+            filename_prefix (`str`, *optional*): what the file's name starts with.
+
+        Raises:
+            ValueError: a symbol is white space, which such a file cannot hold.
+        """
+        symbols = self.symbols
+        if blank := [symbol for symbol in symbols if symbol.split() != [symbol]]:
+            raise ValueError(f"vocab.txt cannot hold the symbol {blank[0]!r}; save_pretrained writes tokenizer.json.")
+        name = (filename_prefix + "-" if filename_prefix else "") + self.vocab_files_names["vocab_file"]
+        path = Path(save_directory) / name
+        path.write_text("".join(f"{symbol}\n" for symbol in symbols), encoding="utf-8")
+        return (str(path),)
+
+    def _encode_plus(self, text, *args, **kwargs):
+        try:
+            return super()._encode_plus(text, *args, **kwargs)
+        except Exception as error:
+            self._explain_missing_symbol(text, error)
+            raise
+
+    def _encode_backend(self, lines: list[str]) -> list:
+        try:
+            return self._tokenizer.encode_batch_fast(lines, add_special_tokens=False)
+        except Exception as error:
+            self._explain_missing_symbol(lines, error)
+            raise
+
+    def _explain_missing_symbol(self, text, error: Exception) -> None:
+        if "Missing [UNK] token" not in str(error):
+            return
+        known = self._tokenizer.get_vocab()
+        for line in _flatten(text):
+            for symbol in _split_symbols(self._tokenizer, line):
+                if symbol not in known:
+                    shown = f"byte {_BYTE_SYMBOLS[symbol]}" if self.mode == "bytes" else repr(symbol)
+                    raise ValueError(
+                        f"{shown} is not in the vocabulary of {len(known)} symbols, which has no unk_token to stand "
+                        "for it. Train the vocabulary with unk_token='<unk>', or leave the symbol out of the text."
+                    ) from error
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r} is unknown; it is one of {', '.join(map(repr, MODES))}.")
+
+
+def _check_symbols(symbols: list, source: str) -> None:
+    if not symbols:
+        raise ValueError(f"{source}: the vocabulary is empty.")
+    for symbol in symbols:
+        if not isinstance(symbol, str):
+            raise ValueError(f"{source}: a symbol must be a string, not {type(symbol).__name__} ({symbol!r:.60}).")
+    if len(set(symbols)) < len(symbols):
+        symbol, count = Counter(symbols).most_common(1)[0]
+        raise ValueError(f"{source}: the symbol {symbol!r} occurs {count} times; every symbol has one id.")
+
+
+def _default_special(token, names: tuple[str, ...], vocabulary):
+    # The default names are looked up, so that a vocabulary without them keeps its size; others are the user's word.
+    if token is None or str(token) in vocabulary or str(token) != names[0]:
+        return token
+    return next((name for name in names if name in vocabulary), None)
+
+
+def _flatten(text) -> Iterator[str]:
+    if isinstance(text, str):
+        yield text
+    else:
+        for item in text:
+            yield from _flatten(item)
+
+
+def _split_symbols(backend: Tokenizer, text: str) -> list[str]:
+    if backend.normalizer is not None:
+        text = backend.normalizer.normalize_str(text)
+    return [symbol for symbol, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+
+def _between(specials: Iterable[str]) -> re.Pattern:
+    # `split` gives text and special tokens in turn, a longer special token before its beginning.
+    longest_first = sorted(specials, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+
+def _count_symbols(lines, mode: str, lower_case: bool, specials: list[str]) -> Counter:
+    backend = _build_backend(["<unk>"], mode, lower_case, None, ["<unk>"])
+    split = {
+        "whitespace": str.split,
+        "lm1b": str.split,
+        "characters": list,
+        "bytes": lambda text: map(str, text.encode()),
+        "moses": lambda text: _split_symbols(backend, text),
+    }[mode]
+    lower = normalizers.Lowercase().normalize_str if lower_case else str
+    between = _between(specials)
+    counter = Counter()
+    for line in _flatten(lines):
+        for index, part in enumerate(between.split(line)):
+            counter.update([part] if index % 2 else split(lower(part)))
+    return counter
+
+
+# ---- the backend: one function a mode -------------------------------------------------------------------------
+
+
+def _build_backend(symbols: list[str], mode: str, lower_case: bool, unk_token, specials) -> Tokenizer:
+    names = symbols
+    if mode == "bytes":
+        names = [_byte_character(symbol, specials) for symbol in symbols]
+    vocabulary = {name: index for index, name in enumerate(names)}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="" if unk_token is None else str(unk_token)))
+    specials = [token for token in specials if token is not None]
+    outside = [str(token) for token in specials if str(token) not in vocabulary]
+    steps = [normalizers.Lowercase()] if lower_case else []
+    if mode == "moses":
+        steps += _moses_normalizers()
+        backend.pre_tokenizer = _moses_pre_tokenizer()
+        backend.decoder = _moses_decoder(symbols, outside)
+    elif mode == "characters":
+        backend.pre_tokenizer = pre_tokenizers.FixedLength(length=1)
+        backend.decoder = decoders.Fuse()
+        if "_" in vocabulary and " " not in vocabulary:
+            steps.append(normalizers.Replace(" ", "_"))
+            backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("_", " ")])
+    elif mode == "bytes":
+        if _BYTE_CHARACTERS["10"] not in vocabulary:
+            steps.append(normalizers.Replace("\n", ""))
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([byte_level, pre_tokenizers.FixedLength(length=1)])
+        backend.decoder = decoders.ByteLevel()
+    else:
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if steps:
+        backend.normalizer = normalizers.Sequence(steps)
+    added = [token if isinstance(token, AddedToken) else AddedToken(token, normalized=False) for token in specials]
+    backend.add_special_tokens(added)
+    return backend
+
+
+def _byte_characters() -> dict[str, str]:
+    # ByteLevel writes printable Latin-1 bytes as themselves and the others as the characters from 256 on.
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return {str(byte): chr(byte if byte in printable else next(others)) for byte in range(256)}
+
+
+_BYTE_CHARACTERS = _byte_characters()
+_BYTE_SYMBOLS = {character: byte for byte, character in _BYTE_CHARACTERS.items()}
+
+
+def _byte_character(symbol: str, specials) -> str:
+    if symbol in _BYTE_CHARACTERS:
+        return _BYTE_CHARACTERS[symbol]
+    if symbol in map(str, specials):
+        return symbol
+    raise ValueError(f"symbols: {symbol!r} is no byte; in mode 'bytes' a symbol is a decimal number '0' … '255'.")
+
+
+# ---- Moses ------------------------------------------------------------------------------------------------------
+#
+# The rules are those of the Moses scripts normalize-punctuation.perl, tokenizer.perl (English, aggressive dashes) and
+# detokenizer.perl as the legacy tokenizer ran them. Moses rewrites the text dozens of times with captured groups; a
+# `Replace` writes a constant, so each rule here says with look-arounds (or `\K`, which keeps what was matched so far)
+# where a space is inserted. Spaces matter only in that they part symbols, so rules that tidy them are left out.
+
+
+def _parse_class(ranges: str) -> str:
+    """Hexadecimal ranges `a-b`, or `a-b:2` for every other character, as the inside of a regex class."""
+    members = []
+    for part in ranges.split():
+        span, _, step = part.partition(":")
+        first, _, last = span.partition("-")
+        first, last = int(first, 16), int(last or first, 16)
+        if step:
+            members += map(chr, range(first, last + 1, int(step)))
+        else:
+            members.append(chr(first) if first == last else f"{chr(first)}-{chr(last)}")
+    return "".join(members)
+
+
+# Moses' character classes, from the tables of Perl's Unicode properties of its time, and the signs counted as letters.
+_ALPHA = """
+41-5a 61-7a aa b5 ba c0-d6 d8-f6 f8-2c1 2c6-2d1 2e0-2e4 2ec 2ee 345 370-374 376-377 37a-37d 37f 386 388-38a 38c
+38e-3a1 3a3-3f5 3f7-481 48a-52f 531-556 559 561-587 5b0-5bd 5bf 5c1-5c2 5c4-5c5 5c7 5d0-5ea 5f0-5f2 610-61a
+620-657 659-65f 66e-6d3 6d5-6dc 6e1-6e8 6ed-6ef 6fa-6fc 6ff 710-73f 74d-7b1 7ca-7ea 7f4-7f5 7fa 800-817 81a-82c
+840-858 8a0-8b2 8e4-8e9 8f0-93b 93d-94c 94e-950 955-963 971-983 985-98c 98f-990 993-9a8 9aa-9b0 9b2 9b6-9b9
+9bd-9c4 9c7-9c8 9cb-9cc 9ce 9d7 9dc-9dd 9df-9e3 9f0-9f1 a01-a03 a05-a0a a0f-a10 a13-a28 a2a-a30 a32-a33 a35-a36
+a38-a39 a3e-a42 a47-a48 a4b-a4c a51 a59-a5c a5e a70-a75 a81-a83 a85-a8d a8f-a91 a93-aa8 aaa-ab0 ab2-ab3 ab5-ab9
+abd-ac5 ac7-ac9 acb-acc ad0 ae0-ae3 b01-b03 b05-b0c b0f-b10 b13-b28 b2a-b30 b32-b33 b35-b39 b3d-b44 b47-b48
+b4b-b4c b56-b57 b5c-b5d b5f-b63 b71 b82-b83 b85-b8a b8e-b90 b92-b95 b99-b9a b9c b9e-b9f ba3-ba4 ba8-baa bae-bb9
+bbe-bc2 bc6-bc8 bca-bcc bd0 bd7 c00-c03 c05-c0c c0e-c10 c12-c28 c2a-c39 c3d-c44 c46-c48 c4a-c4c c55-c56 c58-c59
+c60-c63 c81-c83 c85-c8c c8e-c90 c92-ca8 caa-cb3 cb5-cb9 cbd-cc4 cc6-cc8 cca-ccc cd5-cd6 cde ce0-ce3 cf1-cf2
+d01-d03 d05-d0c d0e-d10 d12-d3a d3d-d44 d46-d48 d4a-d4c d4e d57 d60-d63 d7a-d7f d82-d83 d85-d96 d9a-db1 db3-dbb
+dbd dc0-dc6 dcf-dd4 dd6 dd8-ddf df2-df3 e01-e3a e40-e46 e4d e81-e82 e84 e87-e88 e8a e8d e94-e97 e99-e9f ea1-ea3
+ea5 ea7 eaa-eab ead-eb9 ebb-ebd ec0-ec4 ec6 ecd edc-edf f00 f40-f47 f49-f6c f71-f81 f88-f97 f99-fbc 1000-1036
+1038 103b-103f 1050-1062 1065-1068 106e-1086 108e 109c-109d 10a0-10c5 10c7 10cd 10d0-10fa 10fc-1248 124a-124d
+1250-1256 1258 125a-125d 1260-1288 128a-128d 1290-12b0 12b2-12b5 12b8-12be 12c0 12c2-12c5 12c8-12d6 12d8-1310
+1312-1315 1318-135a 135f 1380-138f 13a0-13f4 1401-166c 166f-167f 1681-169a 16a0-16ea 16ee-16f8 1700-170c
+170e-1713 1720-1733 1740-1753 1760-176c 176e-1770 1772-1773 1780-17b3 17b6-17c8 17d7 17dc 1820-1877 1880-18aa
+18b0-18f5 1900-191e 1920-192b 1930-1938 1950-196d 1970-1974 1980-19ab 19b0-19c9 1a00-1a1b 1a20-1a5e 1a61-1a74
+1aa7 1b00-1b33 1b35-1b43 1b45-1b4b 1b80-1ba9 1bac-1baf 1bba-1be5 1be7-1bf1 1c00-1c35 1c4d-1c4f 1c5a-1c7d
+1ce9-1cec 1cee-1cf3 1cf5-1cf6 1d00-1dbf 1de7-1df4 1e00-1f15 1f18-1f1d 1f20-1f45 1f48-1f4d 1f50-1f57 1f59-1f5d:2
+1f5f-1f7d 1f80-1fb4 1fb6-1fbc 1fbe 1fc2-1fc4 1fc6-1fcc 1fd0-1fd3 1fd6-1fdb 1fe0-1fec 1ff2-1ff4 1ff6-1ffc 2071
+207f 2090-209c 2102 2107 210a-2113 2115 2119-211d 2124-2128:2 212a-212d 212f-2139 213c-213f 2145-2149 214e
+2160-2188 24b6-24e9 25cc 2c00-2c2e 2c30-2c5e 2c60-2ce4 2ceb-2cee 2cf2-2cf3 2d00-2d25 2d27 2d2d 2d30-2d67 2d6f
+2d80-2d96 2da0-2da6 2da8-2dae 2db0-2db6 2db8-2dbe 2dc0-2dc6 2dc8-2dce 2dd0-2dd6 2dd8-2dde 2de0-2dff 2e2f 3006
+3031-3035 303c 3041-3096 309d-309f 30a1-30fa 30fc-30ff 3105-312d 3131-318e 31a0-31ba 31f0-31ff a000-a48c
+a4d0-a4fd a500-a60c a610-a61f a62a-a62b a640-a66e a674-a67b a67f-a69d a69f-a6ef a717-a71f a722-a788 a78b-a78e
+a790-a7ad a7b0-a7b1 a7f7-a801 a803-a805 a807-a80a a80c-a827 a840-a873 a880-a8c3 a8f2-a8f7 a8fb a90a-a92a
+a930-a952 a960-a97c a980-a9b2 a9b4-a9bf a9cf a9e0-a9e4 a9e6-a9ef a9fa-a9fe aa00-aa36 aa40-aa4d aa60-aa76 aa7a
+aa7e-aabe aac0 aac2 aadb-aadd aae0-aaef aaf2-aaf5 ab01-ab06 ab09-ab0e ab11-ab16 ab20-ab26 ab28-ab2e ab30-ab5a
+ab5c-ab5f ab64-ab65 abc0-abea d7b0-d7c6 d7cb-d7fb fb00-fb06 fb13-fb17 fb1d-fb28 fb2a-fb36 fb38-fb3c fb3e
+fb40-fb41 fb43-fb44 fb46-fbb1 fbd3-fd3d fd50-fd8f fd92-fdc7 fdf0-fdfb fe70-fe74 fe76-fefc ff21-ff3a ff41-ff5a
+ff66-ffbe ffc2-ffc7 ffca-ffcf ffd2-ffd7 ffda-ffdc
+"""
+_VIRAMA = """
+93c 94d 9bc 9cd a3c a4d abc acd afd-aff b3c b4d bcd c4d cbc ccd d3b-d3c d4d dca eba 1039 1714 1bab 1c37 a8c4
+a953 aaf6 10a3f 11046 110b9-110ba 11133 11173 111c0 111ca 11235-11236 112e9-112ea 1133c 1134d 11442 11446
+114c2-114c3 115bf-115c0 1163f 116b6-116b7 11839-1183a 119e0 11a34 11c3f 11d42 11d45 11d97 1e94a
+"""
+_DIGIT = """
+30-39 660-669 6f0-6f9 7c0-7c9 966-96f 9e6-9ef a66-a6f ae6-aef b66-b6f be6-bef c66-c6f ce6-cef d66-d6f de6-def
+e50-e59 ed0-ed9 f20-f29 1040-1049 1090-1099 16ee-16f0 17e0-17e9 1810-1819 1946-194f 19d0-19d9 1a80-1a89
+1a90-1a99 1b50-1b59 1bb0-1bb9 1c40-1c49 1c50-1c59 2160-2182 2185-2188 a620-a629 a6e6-a6ef a8d0-a8d9 a900-a909
+a9d0-a9d9 a9f0-a9f9 aa50-aa59 abf0-abf9 ff10-ff19
+"""
+_LOWER = """
+61-7a aa b5 ba df-f6 f8-ff 101-135:2 137-138 13a-146:2 148-149 14b-177:2 17a 17c 17e-180 183 185 188 18c-18d 192
+195 199-19b 19e 1a1-1a5:2 1a8 1aa-1ab 1ad 1b0 1b4 1b6 1b9-1ba 1bd-1bf 1c6 1c9 1cc-1da:2 1dc-1dd 1df-1ed:2
+1ef-1f0 1f3 1f5 1f9-231:2 233-239 23c 23f-240 242 247-24d:2 24f-293 295-2b8 2c0-2c1 2e0-2e4 345 371 373 377
+37a-37d 390 3ac-3ce 3d0-3d1 3d5-3d7 3d9-3ed:2 3ef-3f3 3f5 3f8 3fb-3fc 430-45f 461-481:2 48b-4bf:2 4c2-4cc:2
+4ce-4cf 4d1-52f:2 561-587 13f8-13fd 1c80-1c88 1d00-1dbf 1e01-1e93:2 1e95-1e9d 1e9f-1efd:2 1eff-1f07 1f10-1f15
+1f20-1f27 1f30-1f37 1f40-1f45 1f50-1f57 1f60-1f67 1f70-1f7d 1f80-1f87 1f90-1f97 1fa0-1fa7 1fb0-1fb4 1fb6-1fb7
+1fbe 1fc2-1fc4 1fc6-1fc7 1fd0-1fd3 1fd6-1fd7 1fe0-1fe7 1ff2-1ff4 1ff6-1ff7 2071 207f 2090-209c 210a 210e-210f
+2113 212f 2134 2139 213c-213d 2146-2149 214e 2170-217f 2184 24d0-24e9 25cc 2c30-2c5e 2c61 2c65-2c66 2c68-2c6c:2
+2c71 2c73-2c74 2c76-2c7d 2c81-2ce1:2 2ce3-2ce4 2cec 2cee 2cf3 2d00-2d25 2d27 2d2d a641-a66d:2 a681-a699:2
+a69b-a69d a723-a72d:2 a72f-a731 a733-a76d:2 a76f-a778 a77a a77c a77f-a787:2 a78c a78e a791 a793-a795 a797-a7a9:2
+a7b5 a7b7 a7f8-a7fa ab30-ab5a ab5c-ab65 ab70-abbf fb00-fb06 fb13-fb17 ff41-ff5a 10428-1044f 104d8-104fb
+10cc0-10cf2 118c0-118df 1d41a-1d433 1d44e-1d454 1d456-1d467 1d482-1d49b 1d4b6-1d4b9 1d4bb 1d4bd-1d4c3
+1d4c5-1d4cf 1d4ea-1d503 1d51e-1d537 1d552-1d56b 1d586-1d59f 1d5ba-1d5d3 1d5ee-1d607 1d622-1d63b 1d656-1d66f
+1d68a-1d6a5 1d6c2-1d6da 1d6dc-1d6e1 1d6fc-1d714 1d716-1d71b 1d736-1d74e 1d750-1d755 1d770-1d788 1d78a-1d78f
+1d7aa-1d7c2 1d7c4-1d7c9 1d7cb 1e922-1e943
+"""
+_CURRENCY = "24 a2-a5 58f 60b 9f2-9f3 9fb af1 bf9 e3f 17db 20a0-20bd a838 fdfc fe69 ff04 ffe0-ffe1 ffe5-ffe6"
+
+_A = _parse_class(_ALPHA) + _parse_class(_VIRAMA)
+_D = _parse_class(_DIGIT)
+_AN = _A + _D
+_L = _parse_class(_LOWER)
+_WORD = _AN + r"'.,\-"
+
+_PREFIXES = (
+    "A B C D E F G H I J K L M N O P Q R S T U V W X Y Z Adj Adm Adv Asst Bart Bldg Brig Bros Capt Cmdr Col Comdr Con "
+    "Corp Cpl DR Dr Drs Ens Gen Gov Hon Hr Hosp Insp Lt MM MR MRS MS Maj Messrs Mlle Mme Mr Mrs Ms Msgr Op Ord Pfc Ph "
+    "Prof Pvt Rep Reps Res Rev Rt Sen Sens Sfc Sgt Sr St Supt Surg v vs i.e rev e.g Rs Nos Nr Jan Feb Mar Apr Jun Jul "
+    "Aug Sep Oct Nov Dec"
+)
+_NUMERIC_PREFIXES = "No Art pp"
+
+# Noncharacters: no text has them, so they can mark places between two rules.
+_MARK = "\ufdd0"
+_BORDER = "\ufdd1"
+
+
+def _moses_normalizers() -> list:
+    prefixes = "|".join(map(re.escape, _PREFIXES.split()))
+    numeric = "|".join(_NUMERIC_PREFIXES.split())
+    punctuation = [
+        ("[\x1c-\x1f]", " "),
+        ("\r", ""),
+        ("`", "'"),
+        ("''", ' " '),
+        ("[´‘‚’]", "'"),
+        ("''", '"'),
+        ("[„“”]|«\xa0?|\xa0»\xa0|»", '"'),
+        ("–", "-"),
+        ("—", " - "),
+        ("…", "..."),
+        # A quote stands after the commas and full stops that follow it.
+        ('"(?=[,.])', _MARK),
+        (_MARK + r"[,.]+\K", '"'),
+        (_MARK, ""),
+        # A no-break space between digits is a decimal point, unless the digit before it served one already.
+        (r"\d\x{a0}\d\K\x{a0}(?=\d)", " "),
+        (r"(?<=\d)\x{a0}(?=\d)", "."),
+        ("[\x00-\x08\x0e-\x1b]", ""),
+        (r"\A\s+|\s+\z", ""),
+    ]
+    words = [
+        ("@", " @ "),
+        (f"(?<=[{_AN}])-(?=[{_AN}])", " @-@ "),
+        (r"(?<!\.)(?=\.\.)|(?<=\.\.)(?!\.)", " "),
+        # A comma between digits stays. Of a run of commas Moses takes two at a time.
+        (rf",(?:(?![{_D}])|(?<!(?:[{_D}]|\A)(?:,,)*,|[^{_D},](?:,,)*,))", " , "),
+        # Apostrophes. Of `x'y'z` Moses sees the first, since `y` is taken.
+        (rf"[{_A}]'[{_A}]\K'(?=[{_A}])|[^{_A}]'(?:[{_D}.\-]|\s+)\K'(?=[^{_A}])", _MARK),
+        (rf"(?<=[^{_A}])'(?=[^{_A}])|(?<=[^{_AN}])'(?=[{_A}])|(?<=[{_A}])'(?=[^{_A}])", " ' "),
+        (rf"(?<=[{_A}])'(?=[{_A}])|(?<=[{_D}])'(?=s)", " '"),
+        (_MARK, "'"),
+        # A full stop ends a word but for abbreviations and before lower case.
+        (
+            rf"\.(?![{_WORD}])(?!\s*[{_L}])(?<=[{_WORD}]\.)(?<!\.\.)"
+            rf"(?<!(?:\A|[^{_WORD}])(?:{prefixes})\.)"
+            rf"(?!(?<=(?:\A|[^{_WORD}])(?:{numeric})\.)\s+[0-9])"
+            rf"(?<![{_A}][{_WORD}]*\.[{_WORD}]*\.|\.[{_WORD}]*[{_A}][{_WORD}]*\.)",
+            " .",
+        ),
+        (r"(?<!\.)\.'(?=\s*\z)", " . ' "),
+        (rf"(?<=[{_D}&&\d]),(?=[{_D}&&\d])", " @,@ "),
+        (rf"(?<=[{_D}&&\d])\.(?=[{_D}&&\d])", " @.@ "),
+    ]
+    return [normalizers.Replace(Regex(pattern), content) for pattern, content in punctuation + words]
+
+
+def _moses_pre_tokenizer():
+    # A character that is neither of a word nor white space is a symbol by itself, but for the joiners made above.
+    symbol = rf"@[-,.]@|[^{_WORD}\s]|[{_WORD}]+"
+    return pre_tokenizers.Split(Regex(symbol), behavior="removed", invert=True)
+
+
+# Chinese, Japanese and Korean writing, between whose words no space is set.
+_CJK = "\u1100-\u11ff\u2e80-\ua4cf\ua840-\ua87f\uac00-\ud7af\uf900-\ufaff\ufe30-\ufe4f\uff65-\uffdc"
+_CJK += "\U00016fe0-\U00018aff\U0001b000-\U0001b12f\U0001b170-\U0001b2ff\U00020000-\U0002ffff"
+
+_QUOTE = "'\"„“`"
+
+_XML = (
+    ("&bar;", "|"),
+    ("&#124;", "|"),
+    ("&lt;", "<"),
+    ("&gt;", ">"),
+    ("&bra;", "["),
+    ("&ket;", "]"),
+    ("&quot;", '"'),
+    ("&apos;", "'"),
+    ("&#91;", "["),
+    ("&#93;", "]"),
+    ("&amp;", "&"),
+)
+
+_CLEAN_UP = (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't")
+_CLEAN_UP += (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re")
+
+
+def _moses_decoder(symbols: list[str], outside: list[str]):
+    # The text is ` word word … word `. A special token from outside the vocabulary stands between borders: the legacy
+    # tokenizer detokenised the stretches between such tokens one by one.
+    steps = [decoders.Replace(Regex(r"\A"), " ")]
+    for token in outside:
+        steps.append(decoders.Replace(Regex(rf"\A {re.escape(token)}\z"), f" {_BORDER}{token}{_BORDER}"))
+    steps += [decoders.Fuse(), decoders.Replace(Regex(r"\z"), " "), decoders.Replace(" @-@ ", "-")]
+    steps += [decoders.Replace(entity, character) for entity, character in _XML]
+
+    # Every other quote of a kind closes and is marked; an apostrophe after an s at the start of a pair is a genitive.
+    kinds = {'"': '(?:"|[„“]+)', "'": "'", "``": "``", "`": "`", "''": "''"}
+    for symbol in symbols:
+        if re.fullmatch(f"[{_QUOTE}]+", symbol) and not re.fullmatch("[„“]+", symbol):
+            kinds.setdefault(symbol, re.escape(symbol))
+    for kind in kinds.values():
+        pair = rf"{kind}(?: (?!{kind} )[^ {_BORDER}]+)*? {kind}\K "
+        if kind == "'":
+            pair = rf"(?:(?<=s )'\K |{pair})"
+        steps.append(decoders.Replace(Regex(f"(?<= ){pair}"), f"{_MARK} "))
+
+    letter = _parse_class(_ALPHA)
+    currency = _parse_class(_CURRENCY) + r"(\[{¿¡"
+    no_space = "|".join(
+        [
+            rf" (?=[,.?!:;\\%}}\])]+ |'[{letter}]|[{_QUOTE}]+{_MARK} )",
+            rf"(?<= [{currency}]+| [{_QUOTE}]+) ",
+            rf"(?<=[{_CJK}]) (?=[{_CJK}])",
+        ]
+    )
+    steps += [
+        decoders.Replace(Regex(no_space), ""),
+        decoders.Replace(_MARK, ""),
+        decoders.Replace(Regex(rf" *{_BORDER}[ {_BORDER}]*"), _BORDER),
+        decoders.Replace(Regex(rf"\A[ {_BORDER}]+|[ {_BORDER}]+\z"), ""),
+        decoders.Replace(" @,@ ", ","),
+        decoders.Replace(" @.@ ", "."),
+        decoders.Replace(_BORDER, " "),
+    ]
+    steps += [decoders.Replace(before, after) for before, after in _CLEAN_UP]
+    return decoders.Sequence(steps)
+
+
+# ---- legacy vocabularies ----------------------------------------------------------------------------------------
+
+
+def read_vocab_text(path) -> list[str]:
+    """The symbols of a legacy `vocab.txt`: the first word of each line, in the order of the ids.
+
+    Args:
+        path (`str` or `os.PathLike`): the file.
+
+    Raises:
+        ValueError: the file is no UTF-8 text or has no symbols. Symbols that occur twice keep their first id, as in
+            the legacy tokenizer.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a UTF-8 text file with one symbol a line.") from error
+    symbols = list(dict.fromkeys(words[0] for line in text.split("\n") if (words := line.split())))
+    _check_symbols(symbols, str(path))
+    return symbols
+
+
+class _Inert:
+    """Stands for an object of the legacy tokenizer that its vocabulary file also holds; does nothing."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __setstate__(self, state):
+        pass
+
+
+# The python implementation: the C one takes any memory that an index in the file asks for.
+class _VocabularyUnpickler(pickle._Unpickler):
+    containers = {
+        ("builtins", "dict"): dict,
+        ("builtins", "list"): list,
+        ("builtins", "set"): set,
+        ("builtins", "tuple"): tuple,
+        ("builtins", "int"): int,
+        ("collections", "OrderedDict"): OrderedDict,
+        ("collections", "Counter"): Counter,
+        ("collections", "defaultdict"): defaultdict,
+    }
+    # What pickled legacy tokenizers are known to hold. They are never imported.
+    inert = re.compile(
+        r"(re|regex|regex\._regex_core)$|(sacremoses|transformers|tokenizers|pytorch_transformers)(\.|$)"
+    )
+
+    def find_class(self, module: str, name: str):
+        if (module, name) in self.containers:
+            return self.containers[module, name]
+        if self.inert.match(module) and "." not in name:
+            return _Inert
+        raise pickle.UnpicklingError(f"it holds {module}.{name}, which is no part of a vocabulary; nothing was run")
+
+    def persistent_load(self, pid):
+        raise pickle.UnpicklingError("it refers to objects outside itself, which no vocabulary does")
+
+
+_TORCH_MAGIC = 0x1950A86A20F9469CFC6C
+
+
+def read_vocab_pickle(path) -> list[str]:
+    """The symbols of a legacy `vocab.pkl` or `vocab.bin`, in the order of the ids. Executes nothing in the file.
+
+    Pickles and both formats of `torch.save` are read with an allow-list of containers; the legacy tokenizer's own
+    objects become inert stand-ins, anything else is refused.
+
+    Args:
+        path (`str` or `os.PathLike`): the file.
+
+    Raises:
+        ValueError: in one line, what the file holds and should not, or that it is no vocabulary.
+    """
+    try:
+        state = _unpickle(Path(path).read_bytes())
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{path}: not loaded as a vocabulary: {reason:.300}.") from None
+    if isinstance(state, dict):
+        symbols = state.get("idx2sym")
+        if symbols is None and isinstance(state.get("sym2idx"), dict):
+            symbols = list(state["sym2idx"])
+        if isinstance(symbols, list):
+            _check_symbols(symbols, str(path))
+            return symbols
+    found = f"a dict with the keys {sorted(map(str, state))[:8]}" if isinstance(state, dict) else type(state).__name__
+    raise ValueError(f"{path}: holds {found}, not a legacy vocabulary, which is a dict with idx2sym or sym2idx.")
+
+
+def _unpickle(data: bytes):
+    if data[:2] == b"PK":
+        with zipfile.ZipFile(BytesIO(data)) as archive:
+            entries = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
+            if len(entries) != 1 or entries[0].compress_type != zipfile.ZIP_STORED:
+                raise ValueError("a zip archive, but not one of torch.save")
+            data = archive.read(entries[0])
+    stream = BytesIO(data)
+    state = _VocabularyUnpickler(stream).load()
+    if state == _TORCH_MAGIC and isinstance(state, int):
+        for _ in ("protocol version", "system", "object"):
+            state = _VocabularyUnpickler(stream).load()
+    return state
