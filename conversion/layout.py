@@ -1,0 +1,278 @@
+"""The layout every family is converted to: the state dict of the legacy `transformers` implementation.
+
+`legacy_tensors` says which tensors a configuration has, under which names and in which shapes; a conversion must give
+exactly these. The other functions are what the families share: following a table of names, reading sizes off shapes,
+and leaving out the second copies that tied weights have in state dicts.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+
+class ConversionError(Exception):
+    """The checkpoint cannot be converted; the message is one line that says what was found and what was expected."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One tensor of an original checkpoint: `read` fetches it, `name` is what the original calls it."""
+
+    name: str
+    shape: tuple
+    read: Callable[[], torch.Tensor]
+
+    def transposed(self):
+        """TensorFlow's matrices are (in, out), torch's (out, in)."""
+        return Source(self.name, self.shape[::-1], lambda: self.read().t().contiguous())
+
+    def flipped(self):
+        """The PyTorch originals number the tail clusters from the last to the first (quirk 3)."""
+        return Source(self.name, self.shape, lambda: self.read().flip(0))
+
+    def layer(self, index):
+        """TensorFlow stacks what the layers have each: (n_layer, …) -> (…)."""
+        return Source(self.name, self.shape[1:], lambda: self.read()[index].clone())
+
+    def reshaped(self, shape):
+        return Source(self.name, shape, lambda: self.read().reshape(shape))
+
+
+@dataclass
+class Checkpoint:
+    """What a family's reader found.
+
+    `fields` are arguments of TransfoXLConfig; `explained` says for some of them where the value comes from; `tensors`
+    maps names of the legacy layout to `Source`; `origin` completes the model card's "The weights are those of". The
+    text side is a `vocabulary.Vocabulary`, or a folder that TransfoXLTokenizer loads, or neither. `classifier` is set
+    where the head is a classifier's.
+    """
+
+    fields: dict
+    tensors: dict
+    origin: str
+    vocabulary: object = None
+    tokenizer: Path | None = None
+    classifier: bool = False
+    explained: dict = field(default_factory=dict)
+
+
+def map_names(sources, table):
+    """Return {legacy name: Source} for `sources`, a list of Source, by `table`.
+
+    A row of the table is (original name, legacy name or None to leave it out, method of Source or None). `{i}` stands
+    for a number and `{name}` for anything; the first row that matches decides. A name that no row matches is an error.
+    """
+    rows = [(_pattern(original), target, change) for original, target, change in table]
+    tensors = {}
+    for source in sources:
+        for pattern, target, change in rows:
+            match = pattern.fullmatch(source.name)
+            if match is None:
+                continue
+            if target is not None:
+                tensors[target.format(**match.groupdict())] = change(source) if change else source
+            break
+        else:
+            raise ConversionError(f"the checkpoint has a tensor {source.name}, which the model has not")
+    return tensors
+
+
+def _pattern(original):
+    pattern = re.escape(original).replace(r"\{name\}", "(?P<name>.+)")
+    return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", pattern))
+
+
+def legacy_tensors(config, classifier=False):
+    """Return {name: shape} of the state dict that `config`, a TransfoXLConfig, describes.
+
+    `classifier`: with the head of TransfoXLForSequenceClassification in place of the softmax.
+    """
+    shapes = {}
+    last = 0 if config.div_val == 1 else len(config.bins) - 1
+    tables = [(config.vocab_size, config.d_embed)]
+    if config.div_val > 1:
+        tables = [(end - start, width) for start, end, width in config.bins]
+    for i, table in enumerate(tables):
+        shapes[f"transformer.word_emb.emb_layers.{i}.weight"] = table
+        if _projected(config, table[1]):
+            shapes[f"transformer.word_emb.emb_projs.{i}"] = (config.d_model, table[1])
+    shapes |= _position_tensors(config)
+    for number in range(config.n_layer):
+        shapes |= {f"transformer.layers.{number}.{name}": shape for name, shape in _layer_tensors(config).items()}
+    if classifier:
+        return shapes | {"score.weight": (config.num_labels, config.d_model)}
+    for i, table in enumerate(tables):
+        shapes[f"crit.out_layers.{i}.bias"] = table[:1]
+        if not config.tie_word_embeddings:
+            shapes[f"crit.out_layers.{i}.weight"] = table
+    for i in range(len(config.bins)):
+        width = tables[min(i, last)][1]
+        if _projected(config, width) and not config.tie_projs[i]:
+            shapes[f"crit.out_projs.{i}"] = (config.d_model, width)
+    if config.cutoffs:
+        shapes["crit.cluster_weight"] = (len(config.cutoffs), config.d_embed)
+        shapes["crit.cluster_bias"] = (len(config.cutoffs),)
+    return shapes
+
+
+def _projected(config, width):
+    return width != config.d_model or (config.div_val > 1 and config.proj_same_dim)
+
+
+def _position_tensors(config):
+    heads = (config.n_head, config.d_head)
+    if config.attn_type == 0 and not config.untie_r:
+        return {"transformer.r_w_bias": heads, "transformer.r_r_bias": heads}
+    if config.attn_type == 1:
+        rows = (config.n_layer, config.max_klen)
+        return {
+            "transformer.r_emb": (*rows, *heads),
+            "transformer.r_bias": (*rows, config.n_head),
+            "transformer.r_w_bias": (config.n_layer, *heads),
+        }
+    if config.attn_type == 3:
+        return {"transformer.r_emb": (config.n_layer, config.max_klen, *heads)}
+    return {}
+
+
+def _layer_tensors(config):
+    d_model, d_inner, d_heads = config.d_model, config.d_inner, config.n_head * config.d_head
+    shapes = {
+        "dec_attn.o_net.weight": (d_model, d_heads),
+        "pos_ff.CoreNet.0.weight": (d_inner, d_model),
+        "pos_ff.CoreNet.0.bias": (d_inner,),
+        "pos_ff.CoreNet.3.weight": (d_model, d_inner),
+        "pos_ff.CoreNet.3.bias": (d_model,),
+    }
+    for norm in ("dec_attn.layer_norm", "pos_ff.layer_norm"):
+        shapes |= {f"{norm}.weight": (d_model,), f"{norm}.bias": (d_model,)}
+    if config.attn_type in (2, 3):
+        shapes |= {"dec_attn.q_net.weight": (d_heads, d_model), "dec_attn.kv_net.weight": (2 * d_heads, d_model)}
+    else:
+        shapes["dec_attn.qkv_net.weight"] = (3 * d_heads, d_model)
+    if config.attn_type == 0:
+        shapes["dec_attn.r_net.weight"] = (d_heads, d_model)
+        if config.untie_r:
+            shapes |= {f"dec_attn.{name}": (config.n_head, config.d_head) for name in ("r_w_bias", "r_r_bias")}
+    return shapes
+
+
+def check_complete(tensors, config, classifier=False):
+    """Raise ConversionError, naming it, for the first tensor that is missing, left over or of another shape."""
+    expected = legacy_tensors(config, classifier)
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise ConversionError(f"the checkpoint has no tensor for {name} {list(shape)}")
+        if tuple(tensors[name].shape) != tuple(shape):
+            source = tensors[name]
+            raise ConversionError(f"{source.name} has shape {list(source.shape)} where {list(shape)} was expected")
+    for name in tensors.keys() - expected.keys():
+        raise ConversionError(f"the checkpoint has a tensor {tensors[name].name}, which the model has not")
+
+
+def fields_from_shapes(tensors):
+    """Return the TransfoXLConfig fields that the names and shapes of `tensors`, {legacy name: Source}, decide.
+
+    These are the sizes, the kind of attention, where the biases lie, and with several embedding tables the bins. One
+    table leaves `cutoffs` open, and `attn_type` 2 the heads.
+    """
+    shape = {name: source.shape for name, source in tensors.items()}
+    layers = {int(name.split(".")[2]) for name in shape if name.startswith("transformer.layers.")}
+    tables = sorted(int(name.split(".")[3]) for name in shape if name.startswith("transformer.word_emb.emb_layers."))
+    for name in (
+        "transformer.word_emb.emb_layers.0.weight",
+        "transformer.layers.0.dec_attn.o_net.weight",
+        "transformer.layers.0.pos_ff.CoreNet.0.weight",
+    ):
+        if len(shape.get(name, ())) != 2:
+            raise ConversionError(f"the checkpoint has no matrix for {name}")
+    if layers != set(range(len(layers))) or tables != list(range(len(tables))):
+        raise ConversionError("the checkpoint leaves out a layer or an embedding table")
+    fields = {
+        "n_layer": len(layers),
+        "d_model": shape["transformer.layers.0.dec_attn.o_net.weight"][0],
+        "d_inner": shape["transformer.layers.0.pos_ff.CoreNet.0.weight"][0],
+    }
+    return fields | _bin_fields(shape, len(tables), fields["d_model"]) | _attention_fields(shape)
+
+
+def _bin_fields(shape, n_tables, d_model):
+    tables = [shape[f"transformer.word_emb.emb_layers.{i}.weight"] for i in range(n_tables)]
+    ends = [sum(rows for rows, _ in tables[: i + 1]) for i in range(n_tables)]
+    fields = {"vocab_size": ends[-1], "d_embed": tables[0][1], "div_val": 1}
+    projected = "transformer.word_emb.emb_projs.0" in shape
+    if n_tables > 1:
+        fields["cutoffs"] = ends[:-1]
+        fields["div_val"] = tables[0][1] // max(tables[1][1], 1)
+        fields["proj_same_dim"] = projected or tables[0][1] != d_model
+    elif projected and tables[0][1] == d_model:
+        fields["div_val"] = 2  # only bins of falling width are projected at the model's own width
+    return fields
+
+
+def _attention_fields(shape):
+    if "transformer.r_emb" in shape:
+        n_head, d_head = shape["transformer.r_emb"][2:]
+        attn_type = 1 if "transformer.r_bias" in shape else 3
+        return {
+            "attn_type": attn_type,
+            "n_head": n_head,
+            "d_head": d_head,
+            "untie_r": False,
+            "max_klen": shape["transformer.r_emb"][1],
+        }
+    if "transformer.layers.0.dec_attn.r_net.weight" not in shape:
+        return {"attn_type": 2, "untie_r": False}
+    untied = "transformer.layers.0.dec_attn.r_w_bias"
+    name = untied if untied in shape else "transformer.r_w_bias"
+    if len(shape.get(name, ())) != 2:
+        raise ConversionError(f"the checkpoint has no bias of shape (heads, head size) for {name}")
+    n_head, d_head = shape[name]
+    return {"attn_type": 0, "n_head": n_head, "d_head": d_head, "untie_r": name == untied}
+
+
+def tying_fields(tensors, fields):
+    """Return `tie_word_embeddings` and `tie_projs` as the tensors show them: tied ones have the same values."""
+    weights = [name for name in tensors if re.fullmatch(r"crit\.out_layers\.[0-9]+\.weight", name)]
+    tie_projs = []
+    for i in range(len(fields["cutoffs"]) + 1):
+        name = f"crit.out_projs.{i}"
+        # Where there is no projection the flag decides nothing; the originals then tie all but the first.
+        tie_projs.append(_is_copy(tensors, name, fields) if name in tensors else i > 0)
+    return {"tie_word_embeddings": all(_is_copy(tensors, name, fields) for name in weights), "tie_projs": tie_projs}
+
+
+def drop_copies(tensors, fields):
+    """Remove from `tensors` the second copies that tied weights have in a state dict.
+
+    Raises ConversionError for one that has other values than the weight that `fields` tie it to.
+    """
+    for name in list(tensors):
+        if not _is_tied(name, fields):
+            continue
+        if not _is_copy(tensors, name, fields):
+            raise ConversionError(f"{tensors[name].name} is not equal to the weight that the settings tie it to")
+        del tensors[name]
+
+
+def _is_tied(name, fields):
+    if re.fullmatch(r"crit\.out_layers\.[0-9]+\.weight", name):
+        return fields["tie_word_embeddings"]
+    if match := re.fullmatch(r"crit\.out_projs\.([0-9]+)", name):
+        return int(match[1]) < len(fields["tie_projs"]) and fields["tie_projs"][int(match[1])]
+    return bool(re.fullmatch(r"transformer\.layers\.[0-9]+\.dec_attn\.r_[wr]_bias", name)) and not fields["untie_r"]
+
+
+def _is_copy(tensors, name, fields):
+    first = name.replace("crit.out_layers", "transformer.word_emb.emb_layers")
+    first = re.sub(r"^transformer\.layers\.[0-9]+\.dec_attn\.", "transformer.", first)
+    if name.startswith("crit.out_projs."):
+        # With one embedding table there is one projection, for all bins.
+        first = f"transformer.word_emb.emb_projs.{name.split('.')[2] if fields['div_val'] > 1 else 0}"
+    if first not in tensors or tensors[first].shape != tensors[name].shape:
+        return False
+    return torch.equal(tensors[first].read(), tensors[name].read())

@@ -1,0 +1,103 @@
+"""Checkpoints of NVIDIA's DeepLearningExamples (PyTorch/LanguageModeling/Transformer-XL): `checkpoint_best.pt`."""
+
+from pathlib import Path
+
+import kimiyoung_pytorch
+import unpickle
+import vocabulary
+from layout import ConversionError, Source
+
+# Name in model_state (pytorch/mem_transformer.py, utils/proj_adaptive_softmax.py), legacy tensor, what changes. The
+# rest is as in the original it derives from.
+TABLE = [
+    ("crit.out_layers_weights.{i}", "crit.out_layers.{i}.weight", None),
+    ("crit.out_layers_biases.{i}", "crit.out_layers.{i}.bias", None),
+    ("crit.shared_out_projs.{i}", None, None),  # a second name for word_emb.emb_projs.{i}
+    *kimiyoung_pytorch.TABLE,
+]
+EXPECTED = "expected checkpoint_best.pt or checkpoint_last.pt, a dictionary with model_config and model_state"
+# The arguments of the model's class, in model_config, that are fields of TransfoXLConfig, and their types.
+MODEL_CONFIG = {
+    "n_layer": int,
+    "n_head": int,
+    "d_model": int,
+    "d_head": int,
+    "d_inner": int,
+    "dropout": float | int,
+    "dropatt": float | int,
+    "div_val": int,
+    "pre_lnorm": bool,
+    "tgt_len": int,
+    "ext_len": int,
+    "mem_len": int,
+    "cutoffs": list,
+    "same_length": bool,
+    "attn_type": int,
+    "clamp_len": int,
+    "tie_projs": list,
+    "tie_weight": bool,
+}
+
+
+def read(checkpoint, corpus=None):
+    """Return the `Checkpoint` at `checkpoint`, NVIDIA's file or the folder that holds it.
+
+    The vocabulary is in the checkpoint; `corpus`, a pickled corpus or its folder, replaces it. Raises ConversionError
+    or UnsafePickleError.
+    """
+    path = kimiyoung_pytorch.find_file(Path(checkpoint), ("checkpoint_best.pt", "checkpoint_last.pt"), EXPECTED)
+    saved = unpickle.load(path)
+    if not (isinstance(saved, dict) and {"model_config", "model_state"} <= saved.keys()):
+        raise ConversionError(f"{path} holds {vocabulary.describe(saved)}; {EXPECTED}")
+    config, state = saved["model_config"], saved["model_state"]
+    if not (isinstance(config, dict) and isinstance(state, dict)):
+        raise ConversionError(f"{path} has a model_config or model_state that is no dictionary; {EXPECTED}")
+    for name, tensor in state.items():
+        if not isinstance(tensor, unpickle.StoredTensor):
+            raise ConversionError(f"{path} has {vocabulary.describe(tensor)} for tensor {name} of model_state")
+    fields = _fields(config)
+    sources = [Source(name, tensor.shape, tensor.read) for name, tensor in state.items()]
+    return kimiyoung_pytorch.from_state(
+        [_heads_apart(source, fields) for source in sources],
+        fields,
+        origin=f"the checkpoint `{path.name}` of NVIDIA's DeepLearningExamples, Transformer-XL for PyTorch",
+        symbols=_symbols(saved, corpus, path),
+        table=TABLE,
+    )
+
+
+def _fields(config):
+    if isinstance(config.get("sample_softmax"), int) and config["sample_softmax"] > 0:
+        raise ConversionError("the model was trained with a sampled softmax, which is not offered")
+    fields = {}
+    for name, kind in MODEL_CONFIG.items():
+        if not isinstance(config.get(name), kind):
+            raise ConversionError(f"model_config has no {name}, or one of the wrong kind")
+        fields[name] = config[name]
+    if not all(type(cutoff) is int for cutoff in fields["cutoffs"]):
+        raise ConversionError("model_config has cutoffs that are no list of numbers")
+    bins = len(fields["cutoffs"]) + 1
+    if len(fields["tie_projs"]) < bins or not all(type(flag) is bool for flag in fields["tie_projs"]):
+        raise ConversionError(f"model_config has no tie_projs of {bins} flags")
+    fields["tie_projs"] = fields["tie_projs"][:bins]
+    fields["tie_word_embeddings"] = fields.pop("tie_weight")
+    return fields | {"same_length_counts_self": False}
+
+
+def _heads_apart(source, fields):
+    """NVIDIA keeps the learned positions of attn_type 3 as (n_layer, K, D), the layout as (n_layer, K, H, D / H)."""
+    if source.name == "r_emb" and len(source.shape) == 3:
+        return source.reshaped((*source.shape[:2], fields["n_head"], fields["d_head"]))
+    return source
+
+
+def _symbols(saved, corpus, path):
+    arguments = saved.get("args")
+    dataset = arguments.attributes.get("dataset") if isinstance(arguments, unpickle.StandIn) else None
+    dataset = dataset if isinstance(dataset, str) else None
+    if corpus is not None:
+        return vocabulary.read_corpus(corpus, dataset)[0]
+    vocab = saved.get("vocab")
+    if isinstance(vocab, unpickle.StandIn) and "idx2sym" in vocab.attributes:
+        return vocabulary.from_stand_in(vocab, dataset, path.name)
+    return None

@@ -1,0 +1,92 @@
+"""Folders of the legacy `transformers` model: config.json, pytorch_model.bin or model.safetensors, vocab.pkl."""
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+import unpickle
+import vocabulary
+from kimiyoung_pytorch import find_file
+from layout import Checkpoint, ConversionError, Source, drop_copies, fields_from_shapes, map_names
+from txl_hf import TransfoXLConfig
+
+# Name in the state dict, the same in the layout. With shared biases (untie_r false) every layer lists the pair again.
+TABLE = [
+    ("transformer.pos_emb.inv_freq", None, None),
+    ("transformer.{name}", "transformer.{name}", None),
+    ("crit.{name}", "crit.{name}", None),
+    ("score.weight", "score.weight", None),
+]
+EXPECTED = "expected a folder with config.json and pytorch_model.bin or model.safetensors"
+TOKENIZER_FILES = ("vocab.pkl", "tokenizer.json")
+
+
+def read(checkpoint, corpus=None):
+    """Return the `Checkpoint` in the folder `checkpoint`; its tokenizer is left to TransfoXLTokenizer.
+
+    `corpus` must be None: these folders hold their vocabulary. Raises ConversionError or UnsafePickleError.
+    """
+    folder = Path(checkpoint)
+    if corpus is not None:
+        raise ConversionError("--corpus is for the other families: a transformers folder holds its own vocabulary")
+    if folder.is_file():
+        raise ConversionError(f"{folder} is a file; {EXPECTED}")
+    if not folder.is_dir():
+        raise ConversionError(f"{folder} does not exist; {EXPECTED}")
+    fields = _read_config(folder)
+    sources, weights = _read_weights(folder)
+    tensors = map_names(sources, TABLE)
+    sizes = fields_from_shapes(tensors)
+    if fields["n_layer"] != sizes["n_layer"]:
+        raise ConversionError(f"config.json says {fields['n_layer']} layers, the weights have {sizes['n_layer']}")
+    drop_copies(tensors, fields)
+    return Checkpoint(
+        fields,
+        tensors,
+        origin=f"the legacy transformers checkpoint `{folder.resolve().name}` ({weights})",
+        tokenizer=folder if any((folder / name).is_file() for name in TOKENIZER_FILES) else None,
+        classifier="score.weight" in tensors,
+    )
+
+
+def _read_config(folder):
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConversionError(f"{folder} has no config.json; {EXPECTED}")
+    try:
+        written = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ConversionError(f"{path} is no JSON: {error}") from None
+    if not isinstance(written, dict) or written.get("model_type", "transfo-xl") != "transfo-xl":
+        raise ConversionError(f"{path} is of another model; expected model_type transfo-xl")
+    # Not carried over: whose code the old folder ran, and what the converted one says of itself.
+    for name in ("auto_map", "architectures", "transformers_version", "trainer_compatible"):
+        written.pop(name, None)
+    try:
+        return TransfoXLConfig.from_dict(written).to_dict()
+    except Exception as error:  # the configuration's validators raise errors of several kinds
+        raise ConversionError(f"{path} describes no model: {' '.join(str(error).split())}") from None
+
+
+def _read_weights(folder):
+    """Return ([Source], file name)."""
+    if (folder / "model.safetensors").is_file():
+        path = folder / "model.safetensors"
+        try:
+            file = safe_open(path, framework="pt")
+            names = list(file.keys())
+        except SafetensorError as error:
+            raise ConversionError(f"{path} is no safetensors file: {' '.join(str(error).split())}") from None
+        return [
+            Source(name, tuple(file.get_slice(name).get_shape()), lambda name=name: file.get_tensor(name))
+            for name in names
+        ], path.name
+    path = find_file(folder, ("pytorch_model.bin",), EXPECTED)
+    state = unpickle.load(path)
+    if not isinstance(state, dict):
+        raise ConversionError(f"{path} holds {vocabulary.describe(state)}; expected a dictionary of tensors")
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, unpickle.StoredTensor):
+            raise ConversionError(f"{path} has {vocabulary.describe(tensor)} for tensor {name}")
+    return [Source(name, tensor.shape, tensor.read) for name, tensor in state.items()], path.name

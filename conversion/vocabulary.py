@@ -1,0 +1,99 @@
+"""The vocabularies that the originals pickle: in the corpus (`cache.pt`, `cache.pkl`) or in NVIDIA's checkpoint."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import unpickle
+from layout import ConversionError
+
+# How the text of each of the originals' data sets is split into symbols: a mode of TransfoXLTokenizer.
+MODES = {
+    "ptb": "whitespace",
+    "wt2": "whitespace",
+    "wt103": "whitespace",
+    "lm1b": "lm1b",
+    "enwik8": "bytes",
+    "text8": "characters",
+}
+END_OF_TEXT = ("<eos>", "<S>")
+UNKNOWN = ("<unk>", "<UNK>")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """`symbols[i]` is the symbol with id i; `mode` is how TransfoXLTokenizer splits text into them."""
+
+    symbols: list
+    mode: str
+    lower_case: bool
+
+    @property
+    def eos_token(self):
+        return next((symbol for symbol in END_OF_TEXT if symbol in self.symbols), None)
+
+    @property
+    def unk_token(self):
+        return next((symbol for symbol in UNKNOWN if symbol in self.symbols), None)
+
+    @property
+    def eos_token_id(self):
+        return None if self.eos_token is None else self.symbols.index(self.eos_token)
+
+
+def read_corpus(path, dataset=None):
+    """Return (Vocabulary, data set) from a pickled corpus, or from the folder that holds it as the originals name it.
+
+    `dataset` is used where the corpus does not say. Raises ConversionError.
+    """
+    path = Path(path)
+    if path.is_dir():
+        found = [path / name for name in ("cache.pt", "cache.pkl") if (path / name).is_file()]
+        if not found:
+            raise ConversionError(f"{path} is a folder without cache.pt or cache.pkl; expected the pickled corpus")
+        path = found[0]
+    if not path.is_file():
+        raise ConversionError(f"{path} does not exist; expected the pickled corpus, cache.pt or cache.pkl")
+    corpus = unpickle.load(path)
+    attributes = corpus.attributes if isinstance(corpus, unpickle.StandIn) else {}
+    if "vocab" not in attributes:
+        raise ConversionError(f"{path} holds {describe(corpus)}; expected a pickled corpus with a vocabulary")
+    if isinstance(attributes.get("dataset"), str):
+        dataset = attributes["dataset"]
+    return from_stand_in(attributes["vocab"], dataset, path.name), dataset
+
+
+def from_stand_in(vocab, dataset, where):
+    """Return the Vocabulary of an unpickled `Vocab` object; `dataset` decides the mode, `where` is named in errors."""
+    attributes = vocab.attributes if isinstance(vocab, unpickle.StandIn) else {}
+    symbols = attributes.get("idx2sym")
+    if not isinstance(symbols, list) or not symbols or not all(isinstance(symbol, str) for symbol in symbols):
+        raise ConversionError(f"{where} holds a vocabulary without a list of symbols (idx2sym)")
+    if len(set(symbols)) != len(symbols):
+        raise ConversionError(f"{where} holds a vocabulary with the same symbol twice")
+    return Vocabulary(symbols, MODES.get(dataset, "whitespace"), attributes.get("lower_case") is True)
+
+
+def describe(value):
+    """Return a few words for an unpickled value, for error messages."""
+    if isinstance(value, unpickle.StandIn):
+        return f"an object of class {str(value.name)[:80]}"
+    if isinstance(value, dict):
+        keys = ", ".join(str(key)[:40] for key in list(value)[:4] if isinstance(key, str))
+        return f"a dictionary with {len(value)} keys ({keys}, …)"
+    return f"a {type(value).__name__}"
+
+
+def read_corpus_info(folders):
+    """Return the first corpus-info.json in `folders` as a dict, {} where there is none."""
+    for folder in folders:
+        path = Path(folder) / "corpus-info.json"
+        if path.is_file():
+            try:
+                info = json.loads(path.read_text())
+            except (ValueError, RecursionError) as error:
+                raise ConversionError(f"{path} is no JSON: {error}") from None
+            if not isinstance(info, dict):
+                raise ConversionError(f"{path} holds no JSON object")
+            return info
+    return {}
