@@ -27,3 +27,8 @@ AutoConfig.register(TransfoXLConfig.model_type, TransfoXLConfig)
 AutoModel.register(TransfoXLConfig, TransfoXLModel)
 AutoModelForCausalLM.register(TransfoXLConfig, TransfoXLForCausalLM)
 AutoModelForSequenceClassification.register(TransfoXLConfig, TransfoXLForSequenceClassification)
+
+TransfoXLConfig.register_for_auto_class()
+TransfoXLModel.register_for_auto_class("AutoModel")
+TransfoXLForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+TransfoXLForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")

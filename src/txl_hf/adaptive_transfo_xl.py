@@ -15,7 +15,14 @@ from torch.nn import functional as F
 
 from .configuration_transfo_xl import TransfoXLConfig
 
-__all__ = ["AdaptiveEmbedding", "AdaptiveLogSoftmax", "InputProjection", "OutputProjection", "check_labels"]
+__all__ = [
+    "AdaptiveEmbedding",
+    "AdaptiveLogSoftmax",
+    "InputProjection",
+    "OutputLayer",
+    "OutputProjection",
+    "check_labels",
+]
 
 
 class InputProjection(nn.Linear):
@@ -37,6 +44,12 @@ class OutputLayer(nn.Linear):
 
     def forward(self, hidden_states: Tensor, start: int = 0, end: int | None = None) -> Tensor:
         return F.linear(hidden_states, self.weight[start:end], self.bias[start:end])
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> "OutputLayer":
+        layer = cls(linear.in_features, linear.out_features, device="meta")
+        layer.weight, layer.bias = linear.weight, linear.bias
+        return layer
 
 
 def _is_projected(config: TransfoXLConfig, width: int) -> bool:

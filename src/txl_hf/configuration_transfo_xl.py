@@ -156,7 +156,8 @@ class TransfoXLConfig(PreTrainedConfig):
             raise ValueError(f"attn_type={self.attn_type} must be 0, 1, 2 or 3")
         if self.attn_type in (2, 3) and self.mem_len > 0:
             raise ValueError(
-                f"attn_type={self.attn_type} has absolute positions and no recurrence: mem_len={self.mem_len} must be 0"
+                f"attn_type={self.attn_type} has absolute positions and no recurrence: "
+                f"mem_len={self.mem_len} must be 0"
             )
         if self.init not in ("normal", "uniform"):
             raise ValueError(f"init={self.init!r} must be 'normal' or 'uniform'")

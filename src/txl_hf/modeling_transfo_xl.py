@@ -10,9 +10,12 @@ Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m +
 Dh = `d_head`, V vocabulary. u and v are the paper's biases, `content_bias` and `position_bias`.
 """
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
@@ -27,6 +30,7 @@ from .adaptive_transfo_xl import (
     AdaptiveEmbedding,
     AdaptiveLogSoftmax,
     InputProjection,
+    OutputLayer,
     OutputProjection,
     check_labels,
 )
@@ -55,7 +59,6 @@ register_checkpoint_conversion_mapping(
         WeightRenaming("cluster_weight", "clusters.weight"),
         WeightRenaming("cluster_bias", "clusters.bias"),
         WeightRenaming("dec_attn.layer_norm", "self_attn_layer_norm"),
-        WeightRenaming("dec_attn.q_net", "self_attn.q_proj"),
         WeightRenaming("dec_attn.r_net", "self_attn.r_proj"),
         WeightRenaming("dec_attn.o_net", "self_attn.o_proj"),
         WeightRenaming("dec_attn.r_w_bias", "self_attn.content_bias"),
@@ -65,10 +68,12 @@ register_checkpoint_conversion_mapping(
         WeightRenaming("pos_ff.CoreNet.0", "mlp.up_proj"),
         WeightRenaming("pos_ff.CoreNet.3", "mlp.down_proj"),
         WeightRenaming("pos_ff.layer_norm", "mlp_layer_norm"),
-        # The PyTorch original has kv_net where positions are absolute; what is saved has qkv_net throughout.
+        # The PyTorch original has q_net and kv_net where positions are absolute. These are read but never written, as
+        # the pattern (?!), which matches nothing, says of the way back.
+        WeightRenaming("dec_attn.q_net", "self_attn.q_proj(?!)"),
         WeightConverter(
             "dec_attn.kv_net.weight",
-            ["self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+            ["self_attn.k_proj.weight(?!)", "self_attn.v_proj.weight(?!)"],
             operations=[Chunk(dim=0)],
         ),
         WeightConverter(
@@ -215,7 +220,11 @@ class TransfoXLAttention(nn.Module):
             key, value = past_key_values.update(key, value, self.layer_idx)
         rel_key = None
         if positions is not None:
-            rel_key = positions if self.r_proj is None else self.r_proj(positions).unflatten(-1, (self.config.n_head, self.config.d_head))
+            rel_key = (
+                positions
+                if self.r_proj is None
+                else self.r_proj(positions).unflatten(-1, (self.config.n_head, self.config.d_head))
+            )
             rel_key = rel_key.transpose(0, 1).to(query.dtype)
             # A cache that never forgets holds more than the memory.
             key, value = key[:, :, -rel_key.shape[1] :], value[:, :, -rel_key.shape[1] :]
@@ -268,6 +277,35 @@ class TransfoXLLayer(GradientCheckpointingLayer):
             return hidden_states + self.mlp(self.mlp_layer_norm(hidden_states))
         hidden_states = self.self_attn_layer_norm(hidden_states)
         return self.mlp_layer_norm(hidden_states + self.mlp(hidden_states))
+
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_transfo_xl.TransfoXLConfig",
+    "AutoModel": "modeling_transfo_xl.TransfoXLModel",
+    "AutoModelForCausalLM": "modeling_transfo_xl.TransfoXLForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_transfo_xl.TransfoXLForSequenceClassification",
+}
+HUB_ARGUMENTS = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
+MODEL_CARD = """---
+{metadata}
+---
+
+# {repo_id}
+
+A Transformer-XL model ([Dai et al., 2019](https://arxiv.org/abs/1901.02860)) with {config.n_layer} layers of width
+{config.d_model} over a vocabulary of {config.vocab_size}, which remembers {config.mem_len} hidden states per layer
+(initial memory: {config.initial_memory}).
+
+The code is in this repository, so nothing needs to be installed beside `transformers`:
+
+```python
+from transformers import {auto_class}
+
+model = {auto_class}.from_pretrained("{repo_id}", trust_remote_code=True)
+```
+
+With the package `txl-hf` installed, `import txl_hf` takes the place of `trust_remote_code=True`.
+"""
 
 
 class TransfoXLPreTrainedModel(PreTrainedModel):
@@ -337,6 +375,69 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
         if missing:
             raise ValueError(f"the checkpoint {pretrained_model_name_or_path} lacks {', '.join(sorted(missing))}")
         return (model, info) if output_loading_info else model
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, is_main_process: bool = True, *, push_to_hub: bool = False, **kwargs
+    ):
+        """As in `transformers`: weights, configuration, and what loads them where this package is not installed: the
+        code, and an `auto_map` for all heads. A model card is written unless there is one.
+        """
+        self.config.auto_map = dict(AUTO_MAP)
+        hub_arguments = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
+        repo_id = hub_arguments.pop("repo_id", Path(save_directory).name)
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        card = Path(save_directory, "README.md")
+        if is_main_process and not card.exists():
+            self._model_card(repo_id).save(card)
+        if push_to_hub and is_main_process:
+            self.push_to_hub(repo_id, **hub_arguments)
+
+    def push_to_hub(self, repo_id: str, **kwargs) -> str:
+        """As in `transformers`; a repository without a model card gets one that says how to load the model."""
+        api = HfApi(token=kwargs.get("token"))
+        repo_id = api.create_repo(repo_id, private=kwargs.get("private"), exist_ok=True).repo_id
+        if not api.file_exists(repo_id, "README.md"):
+            self._model_card(repo_id).push_to_hub(repo_id, token=kwargs.get("token"))
+        return super().push_to_hub(repo_id, **kwargs)
+
+    def _model_card(self, repo_id: str) -> ModelCard:
+        config = self.config
+        auto_class = type(self)._auto_class or "AutoModel"
+        data = ModelCardData(library_name="transformers", tags=["transformer-xl", config.model_type])
+        return ModelCard(
+            MODEL_CARD.format(metadata=data.to_yaml(), repo_id=repo_id, auto_class=auto_class, config=config)
+        )
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> AdaptiveEmbedding:
+        """As in `transformers`: tokens come and go at the end of the vocabulary, which is in the last bin.
+
+        Raises:
+            ValueError: fewer tokens than the last cutoff needs.
+        """
+        embeddings = self.get_input_embeddings()
+        if new_num_tokens is None and pad_to_multiple_of is None:
+            return embeddings
+        vocab_size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            vocab_size = -(-vocab_size // pad_to_multiple_of) * pad_to_multiple_of
+        last_cutoff = self.config.cutoffs[-1] if self.config.cutoffs else 0
+        if vocab_size <= last_cutoff:
+            raise ValueError(
+                f"new_num_tokens={vocab_size} leaves no token in the last bin, which starts at {last_cutoff}"
+            )
+        tokens = vocab_size if len(embeddings.emb_layers) == 1 else vocab_size - last_cutoff
+        old = embeddings.emb_layers[-1]
+        new = self._get_resized_embeddings(old, tokens, mean_resizing=mean_resizing)
+        embeddings.emb_layers[-1] = new.requires_grad_(old.weight.requires_grad)
+        if hasattr(self, "lm_head"):
+            old = self.lm_head.out_layers[-1]
+            new = self._get_resized_lm_head(old, tokens, mean_resizing=mean_resizing)
+            self.lm_head.out_layers[-1] = OutputLayer.from_linear(new).requires_grad_(old.weight.requires_grad)
+        self.config.vocab_size = vocab_size
+        self.tie_weights()
+        return embeddings
 
     def reset_memory_length(self, mem_len: int):
         """Remember `mem_len` states from now on, any number ≥ 0; longer mems are the caller's to cut."""
@@ -472,7 +573,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         attention_mask: Tensor | None,
         past_key_values: Cache | None,
     ) -> tuple[tuple[Tensor | None, ...], int, Tensor | None]:
-        """For each layer the states it remembers (None where a cache holds them), m, and which of the K keys are real."""
+        """For each layer the states it remembers (None where a cache holds them), m, and which keys are real."""
         batch_size, segment_length, _ = inputs_embeds.shape
         if past_key_values is not None and past_key_values.get_seq_length() > 0:
             if mems is not None:
@@ -811,7 +912,9 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
             attentions=outputs.attentions,
         )
 
-    def _last_real_token(self, input_ids: Tensor | None, attention_mask: Tensor | None, scores: Tensor) -> Tensor | int:
+    def _last_real_token(
+        self, input_ids: Tensor | None, attention_mask: Tensor | None, scores: Tensor
+    ) -> Tensor | int:
         segment_length = scores.shape[1]
         if attention_mask is not None:
             real = attention_mask[:, -segment_length:] != 0
