@@ -1,0 +1,68 @@
+import os
+
+# Two workers share two cores; without this each would start a thread for every core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Nothing is ever fetched: a test that tries fails at once instead of waiting for the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+from transformers.utils import logging
+
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+
+logging.disable_progress_bar()
+
+SMALL = {
+    "vocab_size": 61,
+    "cutoffs": [9, 30],
+    "d_model": 16,
+    "d_embed": 16,
+    "n_head": 2,
+    "d_head": 8,
+    "d_inner": 24,
+    "div_val": 2,
+    "n_layer": 2,
+    "mem_len": 6,
+    "clamp_len": -1,
+    "same_length": False,
+    "dropout": 0.0,
+    "initial_memory": "empty",
+    "init_std": 0.5,
+    "proj_init_std": 0.5,
+    "tgt_len": 5,
+}
+
+
+@pytest.fixture
+def make_config():
+    """A small configuration with large weights, so that an error anywhere shows: `make_config(mem_len=3)`."""
+
+    def make(**changes) -> TransfoXLConfig:
+        return TransfoXLConfig(**(SMALL | changes))
+
+    return make
+
+
+@pytest.fixture
+def make_model(make_config):
+    """A small causal model in evaluation mode: `make_model(mem_len=3, attn_implementation="eager")`."""
+
+    def make(attn_implementation="sdpa", model_class=TransfoXLForCausalLM, seed=0, **changes):
+        torch.manual_seed(seed)
+        config = make_config(**changes)
+        config._attn_implementation = attn_implementation
+        return model_class(config).eval()
+
+    return make
+
+
+@pytest.fixture
+def make_ids():
+    """Random tokens of the small vocabulary: `make_ids(2, 10)`."""
+
+    def make(batch_size, length, seed=0, vocab_size=SMALL["vocab_size"]):
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(vocab_size, (batch_size, length), generator=generator)
+
+    return make

@@ -1,0 +1,173 @@
+"""An fp64 reference for every equation, written as loops over i and j straight from the paper: no shift, no batching
+tricks, nothing shared with the package. It is slow on purpose; the tests compare small cases with it.
+"""
+
+import math
+
+import torch
+
+
+def sinusoid(distance: float, width: int) -> torch.Tensor:
+    """R_distance: (width,) fp64, sines then cosines."""
+    angles = [distance / 10000 ** (2 * f / width) for f in range(width // 2)]
+    return torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles], dtype=torch.float64)
+
+
+def relative_attention(
+    query, key, value, rel_key_of, content_bias=None, position_bias=None, rel_bias_of=None, key_mask=None, window=None
+):
+    """Section 3.3 for every pair (i, j).
+
+    query (B, H, L, Dh), key and value (B, H, K, Dh), fp64; rel_key_of(head, distance) → (Dh,) is W_R R_distance;
+    rel_bias_of(head, distance) a learned score. Returns (B, H, L, Dh) and probabilities (B, H, L, K).
+    """
+    B, H, L, Dh = query.shape
+    K = key.shape[2]
+    u = torch.zeros(H, Dh, dtype=torch.float64) if content_bias is None else content_bias
+    v = torch.zeros(H, Dh, dtype=torch.float64) if position_bias is None else position_bias
+    output = torch.zeros_like(query)
+    probabilities = query.new_zeros(B, H, L, K)
+    for b in range(B):
+        for h in range(H):
+            for i in range(L):
+                q = query[b, h, i]
+                scores = []
+                for j in range(K):
+                    distance = (K - L + i) - j
+                    hidden = distance < 0 or (window is not None and distance > window)
+                    hidden = hidden or (key_mask is not None and not key_mask[b, j] and distance != 0)
+                    if hidden:
+                        scores.append(torch.tensor(-math.inf, dtype=torch.float64))
+                        continue
+                    score = q @ key[b, h, j] + u[h] @ key[b, h, j]
+                    if rel_key_of is not None:
+                        score = score + q @ rel_key_of(h, distance) + v[h] @ rel_key_of(h, distance)
+                    if rel_bias_of is not None:
+                        score = score + rel_bias_of(h, distance)
+                    scores.append(score / math.sqrt(Dh))
+                weights = torch.softmax(torch.stack(scores), dim=0)
+                probabilities[b, h, i] = weights
+                output[b, h, i] = sum(weights[j] * value[b, h, j] for j in range(K))
+    return output, probabilities
+
+
+class ReferenceModel:
+    """A whole Transformer-XL in fp64 from a model's parameters: `ReferenceModel(model)(input_ids, mems)`.
+
+    For attn_type 0 and 1, without dropout; returns (log-probabilities (B, L, V), new mems).
+    """
+
+    def __init__(self, model):
+        self.config = model.config
+        self.parameters = {name: tensor.detach().double() for name, tensor in model.state_dict().items()}
+
+    def embed(self, token: int) -> torch.Tensor:
+        config = self.config
+        ends = [0, *config.cutoffs, config.vocab_size]
+        i = max(k for k in range(len(ends) - 1) if ends[k] <= token)
+        if config.div_val == 1:
+            i, row = 0, token
+        else:
+            row = token - ends[i]
+        embedding = self.parameters[f"transformer.embed_tokens.emb_layers.{i}.weight"][row]
+        projection = self.parameters.get(f"transformer.embed_tokens.emb_projs.{i}.weight")
+        if projection is not None:
+            embedding = projection @ embedding
+        return embedding * math.sqrt(config.d_model)
+
+    def log_prob(self, hidden: torch.Tensor) -> torch.Tensor:
+        """log P of each token, one token at a time: log P(cluster) + log P(token | cluster)."""
+        config = self.config
+        ends = [0, *config.cutoffs, config.vocab_size]
+        logits = []
+        for i in range(len(ends) - 1):
+            table, start = (0, ends[i]) if config.div_val == 1 else (i, 0)
+            rows = slice(start, start + ends[i + 1] - ends[i])
+            projection = self.parameters.get(f"lm_head.out_projs.{i}.weight")
+            projected = hidden if projection is None else projection.T @ hidden
+            weight = self.parameters[f"lm_head.out_layers.{table}.weight"][rows]
+            bin_logits = weight @ projected + self.parameters[f"lm_head.out_layers.{table}.bias"][rows]
+            if i == 0 and config.cutoffs:
+                clusters = self.parameters["lm_head.clusters.weight"] @ projected
+                bin_logits = torch.cat([bin_logits, clusters + self.parameters["lm_head.clusters.bias"]])
+            logits.append(bin_logits)
+        head = logits[0] - torch.logsumexp(logits[0], 0)
+        result = [head[: ends[1]]]
+        for i in range(1, len(ends) - 1):
+            result.append(head[ends[1] + i - 1] + logits[i] - torch.logsumexp(logits[i], 0))
+        return torch.cat(result)
+
+    def norm(self, states: torch.Tensor, name: str) -> torch.Tensor:
+        mean = states.mean(-1, keepdim=True)
+        variance = ((states - mean) ** 2).mean(-1, keepdim=True)
+        scaled = (states - mean) / torch.sqrt(variance + self.config.layer_norm_epsilon)
+        return scaled * self.parameters[f"{name}.weight"] + self.parameters[f"{name}.bias"]
+
+    def __call__(self, input_ids, mems=None):
+        config, parameters = self.config, self.parameters
+        B, L = input_ids.shape
+        H, Dh = config.n_head, config.d_head
+        if mems is None:
+            length = config.mem_len if config.initial_memory == "zeros" else 0
+            mems = [torch.zeros(B, length, config.d_model, dtype=torch.float64)] * config.n_layer
+        window = None
+        if config.same_length:
+            window = max(config.mem_len - 1, 0) if config.same_length_counts_self else config.mem_len
+        hidden = torch.stack([torch.stack([self.embed(int(token)) for token in row]) for row in input_ids])
+        new_mems = []
+        for n in range(config.n_layer):
+            name = f"transformer.layers.{n}"
+            memory = mems[n].double()
+            end = memory.shape[1] + max(0, L - config.ext_len)
+            new_mems.append(torch.cat([memory, hidden], 1)[:, max(0, end - config.mem_len) : end])
+            context = torch.cat([memory, hidden], 1)
+            if config.pre_lnorm:
+                context = self.norm(context, f"{name}.self_attn_layer_norm")
+
+            def heads(states, projection, name=name):
+                weight = parameters[f"{name}.self_attn.{projection}.weight"]
+                return (states @ weight.T).view(B, -1, H, Dh).transpose(1, 2)
+
+            rel_bias_of = None
+            if config.attn_type == 0:
+
+                def rel_key_of(h, distance, name=name):
+                    clamped = min(distance, config.clamp_len) if config.clamp_len > 0 else distance
+                    projected = parameters[f"{name}.self_attn.r_proj.weight"] @ sinusoid(clamped, config.d_model)
+                    return projected.view(H, Dh)[h]
+
+                owner = f"{name}.self_attn" if config.untie_r else "transformer"
+                u, v = parameters[f"{owner}.content_bias"], parameters[f"{owner}.position_bias"]
+            else:
+                rows = config.max_klen
+                furthest = min(rows, config.clamp_len) if config.clamp_len > 0 else rows
+
+                def rel_key_of(h, distance, n=n, rows=rows, furthest=furthest):
+                    return parameters["transformer.r_emb"][n, rows - 1 - min(distance, furthest - 1), h]
+
+                def rel_bias_of(h, distance, n=n, rows=rows, furthest=furthest):
+                    return parameters["transformer.r_bias"][n, rows - 1 - min(distance, furthest - 1), h]
+
+                u, v = parameters["transformer.content_bias"][n], None
+            attended, _ = relative_attention(
+                heads(context[:, -L:], "q_proj"),
+                heads(context, "k_proj"),
+                heads(context, "v_proj"),
+                rel_key_of,
+                u,
+                v,
+                rel_bias_of,
+                window=window,
+            )
+            attended = attended.transpose(1, 2).reshape(B, L, H * Dh)
+            hidden = hidden + attended @ parameters[f"{name}.self_attn.o_proj.weight"].T
+            if not config.pre_lnorm:
+                hidden = self.norm(hidden, f"{name}.self_attn_layer_norm")
+            inner = self.norm(hidden, f"{name}.mlp_layer_norm") if config.pre_lnorm else hidden
+            inner = inner @ parameters[f"{name}.mlp.up_proj.weight"].T + parameters[f"{name}.mlp.up_proj.bias"]
+            inner = inner.clamp(min=0) @ parameters[f"{name}.mlp.down_proj.weight"].T
+            hidden = hidden + inner + parameters[f"{name}.mlp.down_proj.bias"]
+            if not config.pre_lnorm:
+                hidden = self.norm(hidden, f"{name}.mlp_layer_norm")
+        log_probs = torch.stack([torch.stack([self.log_prob(state) for state in row]) for row in hidden])
+        return log_probs, new_mems

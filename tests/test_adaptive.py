@@ -1,0 +1,147 @@
+"""Adaptive input and softmax: probabilities, losses and embeddings for any bins."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+from txl_hf.adaptive_transfo_xl import AdaptiveEmbedding, AdaptiveLogSoftmax
+
+BINS = {
+    "no-cutoffs": {"cutoffs": [], "div_val": 1},
+    "no-cutoffs-projected": {"cutoffs": [], "div_val": 1, "d_embed": 8},
+    "div1": {"cutoffs": [9, 30], "div_val": 1},
+    "div1-projected": {"cutoffs": [9, 30], "div_val": 1, "d_embed": 8},
+    "div1-untied-projections": {"cutoffs": [9, 30], "div_val": 1, "d_embed": 8, "proj_share_all_but_first": False},
+    "div2": {"cutoffs": [9, 30], "div_val": 2},
+    "div4-one-wide": {"cutoffs": [9, 30], "div_val": 4},
+    "div2-untied": {"cutoffs": [9, 30], "div_val": 2, "tie_word_embeddings": False},
+    "div2-all-projections-tied": {"cutoffs": [9, 30], "div_val": 2, "tie_projs": [True, True, True]},
+    "div2-proj-same-dim": {"cutoffs": [9, 30], "div_val": 2, "proj_same_dim": False},
+}
+
+
+@st.composite
+def any_bins(draw):
+    vocab_size = draw(st.integers(2, 40))
+    cutoffs = sorted(draw(st.sets(st.integers(1, vocab_size - 1), max_size=4)))
+    div_val = draw(st.integers(1, 3))
+    d_embed = draw(st.sampled_from([81, 16, 100])) if div_val > 1 else draw(st.integers(1, 20))
+    return {
+        "vocab_size": vocab_size,
+        "cutoffs": cutoffs,
+        "div_val": div_val if d_embed // div_val ** len(cutoffs) else 1,
+        "d_embed": d_embed,
+        "proj_same_dim": draw(st.booleans()),
+    }
+
+
+@given(bins=any_bins(), seed=st.integers(0, 100))
+@settings(max_examples=100, deadline=None)
+def test_probabilities_sum_to_one_and_losses_are_theirs(bins, seed):
+    torch.manual_seed(seed)
+    config = TransfoXLConfig(d_model=16, n_layer=1, **bins)
+    softmax = AdaptiveLogSoftmax(config).double()
+    hidden = torch.randn(12, 16, dtype=torch.float64) * 3
+    log_probs = softmax.log_prob(hidden)
+    assert log_probs.shape == (12, config.vocab_size)
+    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(12), atol=1e-5, rtol=0)
+    targets = torch.randint(config.vocab_size, (12,))
+    targets[::5] = -100
+    losses = softmax(hidden, targets)
+    expected = -log_probs.gather(1, targets.clamp(min=0)[:, None])[:, 0].masked_fill(targets == -100, 0)
+    torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-5)
+    assert AdaptiveEmbedding(config)(targets.clamp(min=0)[None]).shape == (1, 12, 16)
+
+
+@pytest.mark.parametrize("changes", BINS.values(), ids=BINS)
+def test_tied_parameters_are_one(make_model, changes):
+    model = make_model(**changes)
+    config = model.config
+    embeddings, head = model.get_input_embeddings(), model.lm_head
+    for table, layer in zip(embeddings.emb_layers, head.out_layers, strict=True):
+        assert (table.weight is layer.weight) == config.tie_word_embeddings
+    for i, tied in enumerate(config.tie_projs):
+        projection = head.out_projs[i]
+        if isinstance(projection, torch.nn.Identity):
+            continue
+        source = embeddings.emb_projs[0 if config.div_val == 1 else i]
+        assert (projection.weight is source.weight) == tied
+
+
+def test_identity_projection_has_no_parameter(make_model):
+    """Quirk 6: bin 0 is projected even at equal width when div_val > 1, unless proj_same_dim=False."""
+    for proj_same_dim, expected in ((True, 3), (False, 2)):
+        model = make_model(proj_same_dim=proj_same_dim)
+        names = [name for name, _ in model.named_parameters() if "emb_projs" in name]
+        assert len(names) == expected, names
+
+
+@pytest.mark.parametrize("changes", BINS.values(), ids=BINS)
+def test_every_parameter_gets_a_gradient_without_targets_in_the_tail(make_model, make_ids, changes):
+    """Quirk 20: otherwise DistributedDataParallel stops."""
+    model = make_model(**changes).train()
+    ids = make_ids(2, 6, vocab_size=9)
+    model(ids, labels=ids).loss.backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+def test_resizing_changes_the_last_bin_and_keeps_the_others(make_model, make_ids):
+    """Quirk 18."""
+    for changes in BINS.values():
+        model = make_model(**changes)
+        ids = make_ids(2, 5)
+        with torch.no_grad():
+            before = model(ids).logits
+        assert model.resize_token_embeddings(70, mean_resizing=False) is model.get_input_embeddings()
+        with torch.no_grad():
+            after = model(ids).logits
+        assert after.shape[-1] == model.config.vocab_size == 70
+        torch.testing.assert_close(after.exp().sum(-1), torch.ones(2, 5), atol=1e-5, rtol=0)
+        shortlist = model.config.cutoffs[0] if model.config.cutoffs else 0
+        torch.testing.assert_close(after[..., :shortlist], before[..., :shortlist])
+        model.resize_token_embeddings(61)
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids).logits, before, atol=1e-5, rtol=1e-5)
+        model.resize_token_embeddings(pad_to_multiple_of=8)
+        assert model.config.vocab_size == 64
+    with pytest.raises(ValueError, match="new_num_tokens=30.*30"):
+        make_model().resize_token_embeddings(30)
+
+
+@pytest.mark.parametrize("changes", BINS.values(), ids=BINS)
+def test_resized_model_trains_saves_and_loads(make_model, make_ids, tmp_path, changes):
+    model = make_model(**changes)
+    model.resize_token_embeddings(77)
+    new = torch.full((1, 5), 76)
+    model(new, labels=new).loss.backward()
+    model.save_pretrained(tmp_path)
+    loaded = TransfoXLForCausalLM.from_pretrained(tmp_path).eval()
+    ids = make_ids(1, 5, vocab_size=77)
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("changes", BINS.values(), ids=BINS)
+def test_autocast_trains_and_evaluates(make_model, make_ids, changes, dtype):
+    """Quirk 19."""
+    model = make_model(**changes, init_std=0.1, proj_init_std=0.1).train()
+    ids = make_ids(2, 6)
+    with torch.autocast("cpu", dtype=dtype):
+        first = model(ids, shift_labels=ids)
+        second = model(ids, mems=first.mems, shift_labels=ids)
+    (first.loss + second.loss).backward()
+    assert first.losses.dtype == torch.float32
+    assert all(states.dtype == torch.float32 for states in first.mems)
+    exact = model(ids, shift_labels=ids)
+    torch.testing.assert_close(first.losses, exact.losses, atol=0.1, rtol=0.05)
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_log_probabilities_are_fp32_whatever_the_dtype(make_model, make_ids, dtype):
+    model = make_model(init_std=0.1, proj_init_std=0.1).to(dtype)
+    logits = model(make_ids(2, 6)).logits
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.exp().sum(-1), torch.ones(2, 6), atol=1e-5, rtol=0)

@@ -1,0 +1,117 @@
+"""The operation: eager against the fp64 loop over (i, j); every other backend against eager, with every gradient."""
+
+import oracle
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from txl_hf.attention_transfo_xl import (
+    RELATIVE_ATTENTION_FUNCTIONS,
+    relative_attention,
+    relative_shift,
+)
+
+SHAPES = {
+    "B2-H2-L5-M7-D8": (2, 2, 5, 7, 8),
+    "B1-H3-L1-M9-D6": (1, 3, 1, 9, 6),
+    "B2-H1-L7-M0-D5": (2, 1, 7, 0, 5),
+    "B1-H2-L11-M3-D41": (1, 2, 11, 3, 41),
+}
+
+
+def draw(shape, dtype=torch.float32, seed=0, masked=False):
+    B, H, L, M, D = shape
+    K = M + L
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size):
+        return torch.randn(*size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    tensors = {
+        "query": normal(B, H, L, D),
+        "key": normal(B, H, K, D),
+        "value": normal(B, H, K, D),
+        "rel_key": normal(H, K, D),
+        "content_bias": normal(H, D),
+        "position_bias": normal(H, D),
+        "rel_bias": normal(H, K),
+    }
+    key_mask = (torch.rand(B, K, generator=generator) > 0.3) if masked else None
+    return tensors, key_mask
+
+
+@pytest.mark.parametrize("window", [None, 0, 4], ids=lambda w: f"window{w}")
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_eager_is_the_loop_over_i_and_j(shape, masked, window):
+    tensors, key_mask = draw(shape, torch.float64, masked=masked)
+    K = shape[2] + shape[3]
+    expected, expected_probabilities = oracle.relative_attention(
+        tensors["query"],
+        tensors["key"],
+        tensors["value"],
+        lambda h, distance: tensors["rel_key"][h, K - 1 - distance],
+        tensors["content_bias"],
+        tensors["position_bias"],
+        lambda h, distance: tensors["rel_bias"][h, K - 1 - distance],
+        key_mask,
+        window,
+    )
+    output, probabilities = relative_attention(**tensors, key_mask=key_mask, window=window)
+    # The softmax runs in fp32 whatever comes in.
+    torch.testing.assert_close(output, expected, atol=2e-6, rtol=2e-6)
+    torch.testing.assert_close(probabilities, expected_probabilities, atol=2e-7, rtol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("window", [None, 3], ids=lambda w: f"window{w}")
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("implementation", [name for name in RELATIVE_ATTENTION_FUNCTIONS if name != "eager"])
+def test_backend_agrees_with_eager_in_outputs_and_gradients(implementation, shape, masked, window, dtype):
+    """A fast path may be off by at most twice what eager is off in the same dtype, measured against fp64."""
+    results = {}
+    for name, kind in (("exact", torch.float64), ("eager", dtype), (implementation, dtype)):
+        tensors, key_mask = draw(shape, dtype, masked=masked)
+        tensors = {k: t.detach().to(kind).requires_grad_() for k, t in tensors.items()}
+        output, _ = relative_attention(
+            **tensors, key_mask=key_mask, window=window, implementation="eager" if name == "exact" else name
+        )
+        cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(dtype).to(kind)
+        gradients = torch.autograd.grad(output, list(tensors.values()), cotangent)
+        results[name] = dict(zip(["output", *tensors], [output, *gradients], strict=True))
+
+    def error(name, quantity):
+        exact = results["exact"][quantity].double()
+        return (results[name][quantity].double() - exact).norm() / exact.norm().clamp(min=1e-30)
+
+    floor = {torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
+    for quantity in results["exact"]:
+        assert error(implementation, quantity) <= max(2 * error("eager", quantity), floor), quantity
+
+
+@given(L=st.integers(1, 9), m=st.integers(0, 9))
+@settings(max_examples=60, deadline=None)
+def test_shift_aligns_every_distance(L, m):
+    K = m + L
+    distances = torch.arange(K - 1, -1, -1).expand(L, K)
+    shifted = relative_shift(distances.float())
+    for i in range(L):
+        for j in range(i + m + 1):
+            assert shifted[i, j] == i + m - j
+
+
+def test_dropout_drops_probabilities_and_keeps_their_mean():
+    tensors, _ = draw((1, 2, 4, 3, 8))
+    tensors["value"] = torch.ones_like(tensors["value"])
+    torch.manual_seed(0)
+    outputs = torch.stack([relative_attention(**tensors, dropout=0.5)[0] for _ in range(500)])
+    assert outputs.std(0).min() > 0.1
+    assert abs(outputs.mean() - 1) < 0.02
+
+
+def test_unknown_backend_is_named():
+    tensors, _ = draw((1, 1, 2, 0, 4))
+    with pytest.raises(ValueError, match="'flash'.*eager, sdpa"):
+        relative_attention(**tensors, implementation="flash")
