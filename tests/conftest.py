@@ -28,15 +28,15 @@ SMALL = {
     "same_length": False,
     "dropout": 0.0,
     "initial_memory": "empty",
-    "init_std": 0.5,
-    "proj_init_std": 0.5,
+    "init_std": 0.3,
+    "proj_init_std": 0.3,
     "tgt_len": 5,
 }
 
 
 @pytest.fixture
 def make_config():
-    """A small configuration with large weights, so that an error anywhere shows: `make_config(mem_len=3)`."""
+    """A small configuration with weights so large that an error anywhere shows: `make_config(mem_len=3)`."""
 
     def make(**changes) -> TransfoXLConfig:
         return TransfoXLConfig(**(SMALL | changes))

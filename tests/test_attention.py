@@ -1,11 +1,11 @@
 """The operation: eager against the fp64 loop over (i, j); every other backend against eager, with every gradient."""
 
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import oracle
 from txl_hf.attention_transfo_xl import (
     RELATIVE_ATTENTION_FUNCTIONS,
     relative_attention,

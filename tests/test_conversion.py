@@ -1,4 +1,4 @@
-"""Every golden of every original, converted by the command line itself, gives the losses and memories of the original."""
+"""Every golden of every original, converted by the command line itself, gives the original's losses and memories."""
 
 import json
 import os
@@ -16,9 +16,6 @@ sys.path.insert(0, str(REPOSITORY / "conversion"))
 import convert  # noqa: E402  (conversion/ is a folder of scripts, not an installed package)
 import kimiyoung_pytorch  # noqa: E402
 import layout  # noqa: E402
-import unpickle  # noqa: E402
-import vocabulary  # noqa: E402
-
 from txl_hf import TransfoXLForCausalLM, TransfoXLForSequenceClassification  # noqa: E402
 
 FIXTURES = REPOSITORY / "tests" / "fixtures" / "conversion"

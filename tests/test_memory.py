@@ -1,0 +1,408 @@
+"""Segment-level recurrence: mems, past_key_values, masks, padding and every way of cutting a text."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache, StaticCache
+
+import oracle
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLModel
+
+VARIANTS = {
+    "plain": {},
+    "zeros": {"initial_memory": "zeros"},
+    "pre_lnorm": {"pre_lnorm": True, "initial_memory": "zeros"},
+    "same_length": {"same_length": True},
+    "same_length-besides-self": {"same_length": True, "same_length_counts_self": False},
+    "clamp": {"clamp_len": 3},
+    "tied-biases": {"untie_r": False},
+    "shaw": {"attn_type": 1},
+    "shaw-clamp-zeros": {"attn_type": 1, "clamp_len": 4, "initial_memory": "zeros"},
+    "wide-heads": {"n_head": 3, "d_head": 7},
+}
+BACKENDS = ["eager", "sdpa"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS)
+def variant(request):
+    return request.param
+
+
+def segments(ids, length):
+    return ids.split(length, dim=1)
+
+
+def close(actual, expected, tolerance=1e-5):
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@torch.no_grad()
+def test_model_is_the_papers_equations(make_model, make_ids, variant, backend):
+    model = make_model(backend, **variant)
+    reference = oracle.ReferenceModel(model)
+    mems = reference_mems = None
+    for ids in segments(make_ids(2, 14), 5):
+        output = model(ids, mems=mems)
+        expected, reference_mems = reference(ids, reference_mems)
+        close(output.logits.double(), expected, 2e-5)
+        mems = output.mems
+        for states, reference_states in zip(mems, reference_mems, strict=True):
+            close(states.double(), reference_states, 2e-5)
+
+
+@torch.no_grad()
+def test_projected_memory_equals_mems_at_every_step(make_model, make_ids, variant, backend):
+    model = make_model(backend, **variant)
+    mems = cache = None
+    for ids in make_ids(2, 23).split([5, 1, 1, 4, 1, 9, 1, 1], dim=1):
+        with_mems = model(ids, mems=mems)
+        cached = model(ids, past_key_values=cache, use_cache=True)
+        close(cached.logits, with_mems.logits)
+        mems, cache = with_mems.mems, cached.past_key_values
+        assert cached.mems is None and with_mems.past_key_values is None
+        assert all(layer.keys.shape[2] <= model.config.mem_len for layer in cache.layers)
+
+
+@pytest.mark.parametrize(
+    "make_cache", [lambda c: DynamicCache(), lambda c: StaticCache(config=c, max_cache_len=7)], ids=["full", "static"]
+)
+@torch.no_grad()
+def test_other_caches_of_transformers_equal_mems(make_model, make_ids, variant, make_cache):
+    """A cache that never forgets is cut to the memory; a static one starts with masked slots."""
+    model = make_model(**variant)
+    mems, cache = None, make_cache(model.config)
+    for ids in make_ids(2, 23).split([5, 1, 1, 4, 1, 9, 1, 1], dim=1):
+        with_mems = model(ids, mems=mems)
+        close(model(ids, past_key_values=cache).logits, with_mems.logits)
+        mems = with_mems.mems
+
+
+@torch.no_grad()
+def test_cache_starts_from_mems(make_model, make_ids, variant):
+    model = make_model(**variant)
+    first, *rest = segments(make_ids(2, 16), 4)
+    mems = model(first).mems
+    cache = None
+    for step, ids in enumerate(rest):
+        expected = model(ids, mems=mems)
+        actual = model(ids, mems=mems if step == 0 else None, past_key_values=cache, use_cache=True)
+        close(actual.logits, expected.logits)
+        mems, cache = expected.mems, actual.past_key_values
+
+
+@given(
+    cuts=st.lists(st.integers(1, 6), min_size=1, max_size=8),
+    shape=st.sampled_from(["plain", "pre_lnorm", "clamp", "shaw", "tied-biases"]),
+    cached=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_segmentation_gives_the_same_logits_while_memory_covers_it(cuts, shape, cached):
+    from conftest import SMALL
+
+    torch.manual_seed(0)
+    changes = VARIANTS[shape] | {"mem_len": sum(cuts), "initial_memory": "empty"}
+    model = TransfoXLForCausalLM(TransfoXLConfig(**(SMALL | changes))).eval()
+    ids = torch.randint(61, (2, sum(cuts)))
+    with torch.no_grad():
+        whole = model(ids).logits
+        mems, cache, parts = None, None, []
+        for part in ids.split(cuts, dim=1):
+            output = model(part, past_key_values=cache, use_cache=True) if cached else model(part, mems=mems)
+            mems, cache = output.mems, output.past_key_values
+            parts.append(output.logits)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-5, rtol=2e-5)
+
+
+@torch.no_grad()
+def test_same_length_makes_segmentation_irrelevant_beyond_the_memory(make_model, make_ids):
+    """Every query sees the same keys wherever the text is cut, in the first layer; so one layer is exact."""
+    model = make_model(same_length=True, n_layer=1)
+    ids = make_ids(2, 24)
+    results = []
+    for length in (1, 3, 8):
+        mems, parts = None, []
+        for part in segments(ids, length):
+            output = model(part, mems=mems)
+            mems = output.mems
+            parts.append(output.logits)
+        results.append(torch.cat(parts, 1))
+    close(results[0], results[1])
+    close(results[0], results[2])
+
+
+@pytest.mark.parametrize("counts_self, expected", [(True, 6), (False, 7)])
+@torch.no_grad()
+def test_same_length_keeps_so_many_keys(make_model, make_ids, counts_self, expected):
+    """Quirk 2."""
+    model = make_model(
+        "eager", same_length=True, same_length_counts_self=counts_self, initial_memory="zeros", init_std=0.1
+    )
+    attentions = model(make_ids(1, 9), output_attentions=True).attentions
+    assert ((attentions[0] > 0).sum(-1) == expected).all()
+
+
+@torch.no_grad()
+def test_initial_memory_is_attended_to_or_not(make_model, make_ids):
+    """Quirk 1."""
+    ids = make_ids(1, 3)
+    zeros = make_model("eager", initial_memory="zeros")(ids, output_attentions=True)
+    empty = make_model("eager", initial_memory="empty")(ids, output_attentions=True)
+    assert zeros.attentions[0].shape == (1, 2, 3, 6 + 3) and (zeros.attentions[0][..., :6] > 0).all()
+    assert empty.attentions[0].shape == (1, 2, 3, 3)
+    assert zeros.mems[0].shape == (1, 6, 16) and empty.mems[0].shape == (1, 3, 16)
+
+
+@pytest.mark.parametrize("attn_type", [0, 1])
+@torch.no_grad()
+def test_ext_len_stays_out_of_the_memory(make_model, make_ids, attn_type):
+    """Quirk 9: with ext_len the next segment repeats the last positions."""
+    ids = make_ids(2, 15)
+    plain = make_model(attn_type=attn_type, mem_len=30, max_klen=40)
+    extended = make_model(attn_type=attn_type, mem_len=30, max_klen=40, ext_len=3)
+    whole = plain(ids).logits
+    first = extended(ids[:, :8])
+    assert first.mems[0].shape[1] == 5
+    second = extended(ids[:, 5:], mems=first.mems)
+    close(second.logits, whole[:, 5:])
+    assert second.mems[0].shape[1] == 12
+
+
+# --- padding ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_padded_rows_equal_unpadded_ones(make_model, make_ids, variant, backend, side):
+    model = make_model(backend, **variant | {"initial_memory": "empty"})
+    ids, length, pad = make_ids(2, 5), 5, 3
+    alone = model(ids).logits
+    padding = torch.full((2, pad), 60)
+    parts = [padding, ids] if side == "left" else [ids, padding]
+    mask = torch.cat([torch.full_like(part, part is ids) for part in parts], 1)
+    padded = model(torch.cat(parts, 1), attention_mask=mask)
+    real = slice(pad, None) if side == "left" else slice(0, length)
+    close(padded.logits[:, real], alone)
+
+
+@pytest.mark.parametrize("how", ["segment", "memory+segment", "whole", "none"])
+@torch.no_grad()
+def test_padding_never_leaks_from_the_memory(make_model, make_ids, backend, how):
+    """What the first segment masked stays masked, whether or not later masks say so."""
+    model = make_model(backend, mem_len=4)
+    real = make_ids(1, 11, seed=1)
+    other = make_ids(1, 11, seed=2)
+    ids = torch.cat([torch.cat([torch.full((1, 2), 60), real[:, :9]], 1), other])
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    alone, batch = None, None
+    seen = 0
+    for length in (3, 4, 2, 2):
+        segment = ids[:, seen : seen + length]
+        given = {
+            "segment": mask[:, seen : seen + length],
+            "memory+segment": mask[:, max(0, seen - 4) : seen + length],
+            "whole": mask[:, : seen + length],
+            "none": mask[:, :length] if seen == 0 else None,
+        }[how]
+        batch = model(segment, mems=batch and batch.mems, attention_mask=given)
+        start = max(0, seen - 2)
+        alone = model(real[:, start : seen + length - 2], mems=alone and alone.mems)
+        close(batch.logits[:1, -alone.logits.shape[1] :], alone.logits)
+        seen += length
+
+
+@torch.no_grad()
+def test_masked_memory_starts_a_row_afresh_for_good(make_model, make_ids):
+    """A document boundary or an episode's end: say it once, with zeros over the memory."""
+    model = make_model()
+    before, first, second = make_ids(2, 4, 1), make_ids(2, 3, 2), make_ids(2, 2, 3)
+    mems = model(before).mems
+    mask = torch.ones(2, 4 + 3, dtype=torch.long)
+    mask[0, :4] = 0
+    output = model(first, mems=mems, attention_mask=mask)
+    close(output.logits[:1], model(first[:1]).logits)
+    close(output.logits[1:], model(first[1:], mems=tuple(m[1:] for m in mems)).logits)
+    fresh = model(first[:1])
+    close(
+        model(second, mems=output.mems).logits[:1],
+        model(second[:1], mems=fresh.mems).logits,
+    )
+
+
+@torch.no_grad()
+def test_garbage_in_padding_changes_nothing(make_model, make_ids, variant, backend):
+    model = make_model(backend, **variant)
+    ids = make_ids(3, 8)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    mask[1, 2:5] = 0
+    embeds = model.get_input_embeddings()(ids)
+    noisy = embeds.masked_fill(mask[..., None] == 0, 1e4)
+    first = model(inputs_embeds=embeds, attention_mask=mask)
+    second = model(inputs_embeds=noisy, attention_mask=mask)
+    keep = mask.bool()
+    close(second.logits[keep], first.logits[keep])
+    more = make_ids(3, 4, seed=5)
+    close(model(more, mems=second.mems).logits, model(more, mems=first.mems).logits)
+
+
+def test_padding_gets_no_gradient(make_model, make_ids, backend):
+    model = make_model(backend)
+    ids = make_ids(2, 6)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    labels = ids.clone()
+    labels[0, :4] = -100  # the first real token, too, would be predicted from padding
+    model(inputs_embeds=embeds, attention_mask=mask, labels=labels).loss.backward()
+    assert torch.isfinite(embeds.grad).all()
+    assert (embeds.grad[0, :3] == 0).all() and (embeds.grad[0, 3:5] != 0).any()
+
+
+@given(pads=st.lists(st.integers(0, 5), min_size=2, max_size=4), mem_len=st.integers(1, 8), cached=st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_any_left_padding_changes_nothing(pads, mem_len, cached):
+    from conftest import SMALL
+
+    torch.manual_seed(0)
+    model = TransfoXLForCausalLM(TransfoXLConfig(**(SMALL | {"mem_len": mem_len}))).eval()
+    total = 10
+    ids = torch.randint(61, (len(pads), total))
+    mask = torch.arange(total) >= torch.tensor(pads)[:, None]
+    with torch.no_grad():
+        batch, past = [], {}
+        for start, end in ((0, 6), (6, 7), (7, 10)):
+            output = model(ids[:, start:end], attention_mask=mask[:, :end], use_cache=cached, **past)
+            past = {"past_key_values": output.past_key_values} if cached else {"mems": output.mems}
+            batch.append(output.logits)
+        batch = torch.cat(batch, 1)
+        for row, pad in enumerate(pads):
+            past, alone = {}, []
+            for start, end in ((pad, 6), (6, 7), (7, 10)):
+                output = model(ids[row : row + 1, start:end], use_cache=cached, **past)
+                past = {"past_key_values": output.past_key_values} if cached else {"mems": output.mems}
+                alone.append(output.logits)
+            torch.testing.assert_close(batch[row, pad:], torch.cat(alone, 1)[0], atol=2e-5, rtol=2e-5)
+
+
+# --- the contract's details ------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_mems_are_the_inputs_of_the_layers(make_model, make_ids):
+    model = make_model()
+    output = model(make_ids(2, 9), output_hidden_states=True)
+    assert len(output.mems) == 2 and len(output.hidden_states) == 3
+    for states, hidden in zip(output.mems, output.hidden_states, strict=False):
+        assert torch.equal(states, hidden[:, -6:]) and not states.requires_grad
+    base = model.transformer(make_ids(2, 9))
+    assert torch.equal(base.last_hidden_state, output.hidden_states[-1])
+
+
+def test_inputs_are_never_modified(make_model, make_ids):
+    model = make_model().train()
+    ids = make_ids(2, 5)
+    mems = model(ids).mems
+    labels = ids.clone()
+    labels[0, 1:] = -100
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[0, :3] = 0
+    given = {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    copies = {name: tensor.clone() for name, tensor in given.items()}
+    mem_copies = [states.clone() for states in mems]
+    model(mems=mems, **given).loss.backward()
+    model(mems=mems, **given, use_cache=True)
+    assert all(torch.equal(given[name], copies[name]) for name in given)
+    assert all(torch.equal(a, b) for a, b in zip(mems, mem_copies, strict=True))
+
+
+def test_memory_lengths_change_after_training(make_model, make_ids):
+    model = make_model(initial_memory="zeros")
+    ids = make_ids(1, 9)
+    with torch.no_grad():
+        assert model(ids).mems[0].shape[1] == 6
+        model.reset_memory_length(11)
+        assert model(ids).mems[0].shape[1] == 11
+        model.reset_memory_length(0)
+        output = model(ids, use_cache=True)
+        assert output.mems is None and output.past_key_values is None
+        assert model.init_mems(3) is None
+    with pytest.raises(ValueError, match="mem_len=-1"):
+        model.reset_memory_length(-1)
+    with pytest.raises(ValueError, match="attn_type=2"):
+        make_model(attn_type=2, mem_len=0).reset_memory_length(5)
+
+
+def test_learned_positions_keep_their_rows_when_lengths_change(make_model, make_ids, tmp_path):
+    model = make_model(attn_type=1)
+    assert model.transformer.r_emb.shape == (2, 5 + 6, 2, 8)
+    model.save_pretrained(tmp_path)
+    longer = TransfoXLForCausalLM.from_pretrained(tmp_path, mem_len=20).eval()
+    assert longer.config.mem_len == 20 and longer.transformer.r_emb.shape == model.transformer.r_emb.shape
+    ids = make_ids(1, 8)
+    with torch.no_grad():
+        close(longer(ids).logits, model(ids).logits)
+        longer(make_ids(1, 30))
+
+
+@pytest.mark.parametrize("attn_type", [2, 3])
+@torch.no_grad()
+def test_absolute_baselines_count_from_the_segments_end(make_model, make_ids, attn_type):
+    model = make_model(attn_type=attn_type, mem_len=0, tgt_len=12)
+    ids = make_ids(2, 7)
+    alone = model(ids).logits
+    padded = torch.cat([torch.full((2, 4), 60), ids], 1)
+    mask = torch.cat([torch.zeros(2, 4), torch.ones(2, 7)], 1)
+    close(model(padded, attention_mask=mask).logits[:, 4:], alone)
+    assert model(ids, use_cache=True).past_key_values is None
+    if attn_type == 3:
+        with pytest.raises(ValueError, match="13 tokens.*max_klen=12"):
+            model(make_ids(1, 13))
+
+
+def test_positions_are_counted_in_fp32_in_every_dtype(make_model, make_ids):
+    """Quirk 11: in bf16 position 301 would become 300."""
+    model = make_model(model_class=TransfoXLModel, mem_len=400, init_std=0.02).to(torch.bfloat16)
+    embeds = torch.zeros(1, 1, 16, dtype=torch.bfloat16)
+    sinusoids = model._sinusoids(402, embeds)
+    assert sinusoids.dtype == torch.bfloat16
+    expected = oracle.sinusoid(301, 16)
+    close(sinusoids[402 - 1 - 301].double(), expected, 4e-3)
+    assert not torch.equal(sinusoids[402 - 1 - 301], sinusoids[402 - 1 - 300])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@torch.no_grad()
+def test_half_precision_follows_fp32(make_model, make_ids, backend, dtype):
+    exact = make_model(backend, init_std=0.1, proj_init_std=0.1)
+    half = make_model(backend, init_std=0.1, proj_init_std=0.1).to(dtype)
+    mems = half_mems = None
+    for ids in segments(make_ids(2, 12), 4):
+        expected, actual = exact(ids, mems=mems), half(ids, mems=half_mems)
+        torch.testing.assert_close(actual.logits, expected.logits, atol=0.1, rtol=0.05)
+        mems, half_mems = expected.mems, actual.mems
+        assert half_mems[0].dtype == dtype
+
+
+@torch.no_grad()
+def test_dropout_is_where_the_original_has_it(make_model, make_ids):
+    """Embedding, positions, attention output, feed-forward twice, final; attention probabilities by dropatt."""
+    import torch.nn as nn
+
+    model = make_model(dropout=0.1).train()
+    calls = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(lambda *_, name=name: calls.append(name))
+    model(make_ids(1, 3))
+    layer = ["self_attn", "mlp", "mlp"]
+    per_layer = [f"transformer.layers.{i}.{part}.dropout" for i in range(2) for part in layer]
+    assert calls == ["transformer.dropout"] * 2 + per_layer + ["transformer.dropout"]
+    drops = make_model(dropatt=0.5).train()
+    assert not torch.equal(drops(make_ids(1, 5)).logits, drops(make_ids(1, 5)).logits)
