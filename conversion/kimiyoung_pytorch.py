@@ -41,7 +41,7 @@ def read(checkpoint, corpus=None):
     if not {"word_emb", "layers"} <= _modules(model).keys():
         raise ConversionError(f"{path} holds {vocabulary.describe(model)}; {EXPECTED}")
     return from_state(
-        [Source(name, tensor.shape, tensor.read) for name, tensor in _named_tensors(model)],
+        [Source(name, tensor.shape, tensor.read, tensor.place) for name, tensor in _named_tensors(model)],
         _module_fields(model),
         origin=f"the PyTorch checkpoint `{path.name}` of kimiyoung/transformer-xl",
         symbols=vocabulary.read_corpus(corpus)[0] if corpus is not None else None,

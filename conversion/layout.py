@@ -19,11 +19,15 @@ class ConversionError(Exception):
 
 @dataclass(frozen=True)
 class Source:
-    """One tensor of an original checkpoint: `read` fetches it, `name` is what the original calls it."""
+    """One tensor of an original checkpoint: `read` fetches it, `name` is what the original calls it.
+
+    Sources with the same `place`, unless that is None, are the same memory.
+    """
 
     name: str
     shape: tuple
     read: Callable[[], torch.Tensor]
+    place: object = None
 
     def transposed(self):
         """TensorFlow's matrices are (in, out), torch's (out, in)."""
@@ -275,4 +279,6 @@ def _is_copy(tensors, name, fields):
         first = f"transformer.word_emb.emb_projs.{name.split('.')[2] if fields['div_val'] > 1 else 0}"
     if first not in tensors or tensors[first].shape != tensors[name].shape:
         return False
+    if tensors[name].place is not None and tensors[name].place == tensors[first].place:
+        return True
     return torch.equal(tensors[first].read(), tensors[name].read())

@@ -89,4 +89,4 @@ def _read_weights(folder):
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, unpickle.StoredTensor):
             raise ConversionError(f"{path} has {vocabulary.describe(tensor)} for tensor {name}")
-    return [Source(name, tensor.shape, tensor.read) for name, tensor in state.items()], path.name
+    return [Source(name, tensor.shape, tensor.read, tensor.place) for name, tensor in state.items()], path.name

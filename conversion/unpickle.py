@@ -8,7 +8,7 @@ the arguments and attributes and can do nothing.
 
 Three kinds of file are understood, as the originals wrote them over the years: a bare pickle (`vocab.pkl`,
 `cache.pkl`), the zip archives of torch >= 1.6, and the concatenated pickles that torch wrote before that. Tensors are
-not read until `StoredTensor.read` asks for them, one at a time, from the memory-mapped file.
+not read until `StoredTensor.read` asks for them, one at a time.
 """
 
 import io
@@ -96,11 +96,10 @@ class StoredTensor:
     def dtype(self):
         return self.storage.dtype
 
-    def same_memory(self, other):
-        return self._place() == other._place()
-
-    def _place(self):
-        return (id(self.storage.file), self.storage.key, self.storage.first + self.offset, self.shape, self.stride)
+    @property
+    def place(self):
+        """What tells whether two tensors of one file are the same memory."""
+        return (self.storage.key, self.storage.first + self.offset, self.shape, self.stride)
 
     def read(self):
         """Return the tensor, contiguous, in memory of its own.
@@ -126,10 +125,9 @@ def load(path):
     with path.open("rb") as file:
         if path.stat().st_size == 0:
             raise UnsafePickleError(f"{path.name} is empty")
-        # A private, writable mapping: torch wants writable buffers, the file stays as it is.
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     try:
-        return _load_archive(path, data) if data[:4] == b"PK\x03\x04" else _load_stream(data)
+        return _load_archive(path, data) if data[:4] == b"PK\x03\x04" else _load_stream(path, data)
     except UnsafePickleError as error:
         raise UnsafePickleError(f"{path.name}: {error}") from None
     except Exception as error:  # damaged bytes make the standard readers fail in a dozen ways
@@ -141,10 +139,10 @@ def _one_line(error):
 
 
 class StorageFile:
-    """Where the bytes of each storage lie in a mapped file. `places`: key -> (first byte, number of bytes)."""
+    """Where the bytes of each storage lie in the file. `places`: key -> (first byte, number of bytes)."""
 
-    def __init__(self, data):
-        self.data = data
+    def __init__(self, path):
+        self.path = path
         self.places = {}
 
     def read(self, storage):
@@ -156,7 +154,12 @@ class StorageFile:
         wanted = storage.numel * storage.dtype.itemsize
         if storage.first * storage.dtype.itemsize + wanted > length:
             raise UnsafePickleError(f"storage {storage.key} is shorter than it says")
-        return bytearray(self.data[begin : begin + wanted])
+        data = bytearray(wanted)
+        # Read, not mapped: pages of a mapping would count as memory on top of the tensors.
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            file.readinto(data)
+        return data
 
 
 def _load_archive(path, data):
@@ -172,7 +175,7 @@ def _load_archive(path, data):
         begin, length = _record(data, records[f"{root}byteorder"])
         if data[begin : begin + length] != b"little":
             raise UnsafePickleError("written on a big-endian machine")
-    file = StorageFile(data)
+    file = StorageFile(path)
     for name, info in records.items():
         if name.startswith(f"{root}data/"):
             file.places[name.removeprefix(f"{root}data/")] = _record(data, info)
@@ -195,8 +198,8 @@ def _record(data, info):
     return begin, info.file_size
 
 
-def _load_stream(data):
-    file = StorageFile(data)
+def _load_stream(path, data):
+    file = StorageFile(path)
     first = _Machine(file, len(data)).run(data)
     if first != LEGACY_MAGIC:
         return first
@@ -276,6 +279,7 @@ BUILDERS = {
     "builtins.frozenset": _set,
     "__builtin__.frozenset": _set,
     "_codecs.encode": _encode,
+    "__builtin__.bytes": lambda: b"",  # an empty one in protocols below 3; with arguments it is refused
     "torch.Size": lambda sizes=(): tuple(sizes),
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
