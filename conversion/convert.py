@@ -211,9 +211,11 @@ def write_tokenizer(folder, checkpoint, mode):
     if vocabulary is None and checkpoint.tokenizer is None:
         print("no tokenizer: no vocabulary at hand (--corpus)")
         return False
-    from txl_hf import TransfoXLTokenizer
+    from txl_hf.tokenization_transfo_xl import TransfoXLTokenizer
 
     if vocabulary is None:
+        if mode is not None:
+            raise ConversionError("--tokenizer-mode is for a vocabulary; this folder's tokenizer has its own mode")
         tokenizer = TransfoXLTokenizer.from_pretrained(checkpoint.tokenizer)
     else:
         tokenizer = TransfoXLTokenizer.from_symbols(

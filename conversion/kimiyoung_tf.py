@@ -72,6 +72,8 @@ def read(checkpoint, corpus=None):
     if dataset not in PUBLISHED_EVALUATION:
         dataset = _likely_dataset(fields)
     fields |= PUBLISHED_EVALUATION[dataset]
+    if dataset == "lm1b":
+        fields["eos_token_id"] = None  # its vocabulary comes from a file, in an order of its own
     fields |= {"initial_memory": "zeros", "same_length_counts_self": False, "layer_norm_epsilon": 1e-12}
     reason = f"what the original evaluates {dataset} with"
     return Checkpoint(

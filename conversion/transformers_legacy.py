@@ -19,7 +19,7 @@ TABLE = [
     ("score.weight", "score.weight", None),
 ]
 EXPECTED = "expected a folder with config.json and pytorch_model.bin or model.safetensors"
-TOKENIZER_FILES = ("vocab.pkl", "tokenizer.json")
+TOKENIZER_FILES = ("vocab.pkl", "vocab.bin", "vocab.txt", "tokenizer.json")
 
 
 def read(checkpoint, corpus=None):

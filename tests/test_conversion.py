@@ -2,8 +2,13 @@
 
 import json
 import os
+import pickle
+import re
+import shlex
+import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -13,10 +18,14 @@ from safetensors.torch import load_file
 REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY / "conversion"))
 
+from transformers import AutoModelForCausalLM  # noqa: E402
+
 import convert  # noqa: E402  (conversion/ is a folder of scripts, not an installed package)
 import kimiyoung_pytorch  # noqa: E402
 import layout  # noqa: E402
-from txl_hf import TransfoXLForCausalLM, TransfoXLForSequenceClassification  # noqa: E402
+import vocabulary  # noqa: E402
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLForSequenceClassification  # noqa: E402
+from txl_hf.tokenization_transfo_xl import TransfoXLTokenizer  # noqa: E402
 
 FIXTURES = REPOSITORY / "tests" / "fixtures" / "conversion"
 SHARED = REPOSITORY.parent / "shared" / "golden"
@@ -199,3 +208,277 @@ def test_transformers_golden_classifier(tmp_path):
     tensors = load_file(folder / "golden.safetensors")
     out = model(tensors["input_ids"])
     torch.testing.assert_close(out.logits, tensors["seg0.logits"], atol=TOLERANCE, rtol=0)
+
+
+# ---- vocabularies ----
+
+
+@pytest.mark.parametrize("name", ["cache.pt", "cache.pkl"])
+def test_pytorch_golden_corpus(name):
+    expected = json.loads(golden("kimiyoung_pytorch_corpus/expected.json").read_text())
+    symbols, dataset = vocabulary.read_corpus(golden(f"kimiyoung_pytorch_corpus/{name}"))
+    assert symbols.symbols == expected["idx2sym"] and dataset == "wt2"
+    assert (symbols.mode, symbols.lower_case, symbols.eos_token, symbols.unk_token) == (
+        "whitespace",
+        False,
+        "<eos>",
+        "<unk>",
+    )
+
+
+@pytest.mark.parametrize("name", ["cache.pt", "cache.pkl"])
+def test_pytorch_golden_corpus_through_the_command_line(name, tmp_path, monkeypatch):
+    expected = json.loads(golden("kimiyoung_pytorch_corpus/expected.json").read_text())
+    corpus = golden(f"kimiyoung_pytorch_corpus/{name}")
+    write_module(tmp_path / "model.pt", monkeypatch, n_token=len(expected["idx2sym"]))
+    result = convert_golden("kimiyoung-pytorch", tmp_path / "model.pt", tmp_path / "out", "--corpus", corpus)
+    assert "no tokenizer" not in result.stdout
+    tokenizer = TransfoXLTokenizer.from_pretrained(tmp_path / "out")
+    ids = expected["train_first_200"]
+    lines = " ".join(expected["idx2sym"][i] for i in ids).split(" <eos>")
+    assert [i for line in lines for i in [*tokenizer.encode(line), 0]][: len(ids)] == ids
+    model = TransfoXLForCausalLM.from_pretrained(tmp_path / "out")
+    assert (model.config.vocab_size, model.config.eos_token_id) == (len(expected["idx2sym"]), 0)
+    check_generates(model.eval())
+
+
+def test_legacy_tokenizer_comes_along(tmp_path):
+    folder = tmp_path / "legacy"
+    shutil.copytree(golden("hf_legacy/wt103_like"), folder)
+    for path in golden("tokenizer/cased").iterdir():
+        shutil.copy(path, folder / path.name)
+    convert_golden("transformers", folder, tmp_path / "out")
+    expected = json.loads((folder / "expected.json").read_text())
+    tokenizer = TransfoXLTokenizer.from_pretrained(tmp_path / "out")
+    assert all(tokenizer(line["text"])["input_ids"] == line["ids"] for line in expected[:20])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "AutoTokenizer.from_pretrained" in card and "`legacy` (pytorch_model.bin)" in card
+
+
+def pickle_class(monkeypatch, module, name):
+    """Return a class that pickles as `module.name`, of a module that is not there when the pickle is read."""
+    if module not in sys.modules:
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    made = type(name, (torch.nn.Module,) if module == "mem_transformer" else (), {"__module__": module})
+    setattr(sys.modules[module], name, made)
+    return made
+
+
+def write_corpus(path, monkeypatch, symbols, dataset):
+    """Pickle a corpus as the originals do; `path` is cache.pt or cache.pkl."""
+    corpus = pickle_class(monkeypatch, "data_utils", "Corpus")()
+    corpus.vocab = pickle_class(monkeypatch, "vocabulary_of_the_original", "Vocab")()
+    corpus.dataset = dataset
+    corpus.vocab.idx2sym, corpus.vocab.lower_case = symbols, False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(corpus, path) if path.suffix == ".pt" else path.write_bytes(pickle.dumps(corpus, protocol=2))
+
+
+def write_module(path, monkeypatch, n_token, d_model=8, n_head=2, d_head=4, d_inner=6):
+    """Pickle a module with the parts and attributes of the PyTorch original's."""
+    new = pickle_class(monkeypatch, "mem_transformer", "Part")
+    nn = torch.nn
+
+    def part(attributes=(), **children):
+        module = new()
+        for name, value in {**dict(attributes), **children}.items():
+            setattr(module, name, value)
+        return module
+
+    attention = part(
+        {"pre_lnorm": False},
+        qkv_net=nn.Linear(d_model, 3 * n_head * d_head, bias=False),
+        r_net=nn.Linear(d_model, n_head * d_head, bias=False),
+        o_net=nn.Linear(n_head * d_head, d_model, bias=False),
+        layer_norm=nn.LayerNorm(d_model),
+        dropatt=nn.Dropout(0.0),
+    )
+    feed_forward = part(
+        CoreNet=nn.Sequential(nn.Linear(d_model, d_inner), nn.ReLU(), nn.Dropout(), nn.Linear(d_inner, d_model)),
+        layer_norm=nn.LayerNorm(d_model),
+    )
+    embedding, softmax = nn.Embedding(n_token, d_model), nn.Linear(d_model, n_token)
+    softmax.weight = embedding.weight
+    sizes = {"n_head": n_head, "d_head": d_head, "n_layer": 1, "d_embed": d_model, "attn_type": 0}
+    lengths = {"tgt_len": 4, "ext_len": 0, "mem_len": 6, "clamp_len": -1, "same_length": False, "sample_softmax": -1}
+    torch.save(
+        part(
+            sizes | lengths,
+            r_w_bias=nn.Parameter(torch.randn(n_head, d_head)),
+            r_r_bias=nn.Parameter(torch.randn(n_head, d_head)),
+            word_emb=part({"cutoffs": [n_token], "div_val": 1}, emb_layers=nn.ModuleList([embedding])),
+            drop=nn.Dropout(0.1),
+            layers=nn.ModuleList([part(dec_attn=attention, pos_ff=feed_forward)]),
+            crit=part(out_layers=nn.ModuleList([softmax])),
+        ),
+        path,
+    )
+
+
+# ---- refusals ----
+
+
+def refusal(capfd, tmp_path, family, checkpoint, *options):
+    """Run the command line, which must refuse in one line and leave nothing; return the line."""
+    before = sorted(tmp_path.iterdir())
+    arguments = ["--from", family, "--checkpoint", checkpoint, "--output", tmp_path / "new" / "out", *options]
+    assert convert.main([str(argument) for argument in arguments]) == 1
+    lines = capfd.readouterr().err.splitlines()
+    lines = [line for line in lines if line.startswith("convert.py: ")]
+    assert len(lines) == 1
+    assert not (tmp_path / "new" / "out").exists()
+    assert [path for path in sorted(tmp_path.iterdir()) if path not in before and path.name != "new"] == []
+    assert not (tmp_path / "new").exists() or list((tmp_path / "new").iterdir()) == []
+    return lines[0]
+
+
+@pytest.mark.parametrize("family", convert.FAMILIES)
+def test_refuses_what_is_not_there(family, tmp_path, capfd):
+    assert "does not exist; expected" in refusal(capfd, tmp_path, family, tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("family", convert.FAMILIES)
+def test_refuses_a_folder_of_shards(family, tmp_path, capfd):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for i in (1, 2):
+        (folder / f"pytorch_model-0000{i}-of-00002.bin").write_bytes(b"x")
+    line = refusal(capfd, tmp_path, family, folder)
+    assert "expected" in line and ("pytorch_model-00001-of-00002.bin" in line or family == "kimiyoung-tf")
+
+
+@pytest.mark.parametrize("family", ["kimiyoung-pytorch", "nvidia"])
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"", "is empty"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "cannot be read as a pickle"),
+        (b"\x89HDF\r\n\x1a\n" + bytes(99), "cannot be read as a pickle"),
+        (b"\x1f\x8b\x08" + bytes(99), "cannot be read as a pickle"),
+        (b"\x10\x00\x00\x00\x00\x00\x00\x00{}              ", "cannot be read as a pickle"),
+    ],
+    ids=["empty", "lfs", "hdf5", "gzip", "safetensors"],
+)
+def test_refuses_other_file_types(family, content, found, tmp_path, capfd):
+    (tmp_path / "model.pt").write_bytes(content)
+    assert found in refusal(capfd, tmp_path, family, tmp_path / "model.pt")
+
+
+def test_refuses_another_family(tmp_path, capfd):
+    nvidia, module = golden("nvidia_pytorch/nv_large_like"), "kimiyoung_pytorch/word_adaptive_div2_proj.model.pt"
+    line = refusal(capfd, tmp_path, "kimiyoung-pytorch", nvidia / "checkpoint_best.pt")
+    assert "--from nvidia" in line
+    assert "MemTransformerLM; expected" in refusal(capfd, tmp_path, "nvidia", golden(module))
+
+
+def test_refuses_an_output_that_is_not_empty(tmp_path, capfd):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    arguments = ["--from", "nvidia", "--checkpoint", "x", "--output", str(tmp_path / "out")]
+    assert convert.main(arguments) == 1
+    assert "not empty" in capfd.readouterr().err
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+
+
+def test_refuses_a_vocabulary_of_another_size(tmp_path, capfd, monkeypatch):
+    write_corpus(tmp_path / "cache.pt", monkeypatch, ["<eos>", "a"], "wt103")
+    module = golden("kimiyoung_pytorch/word_adaptive_div2_proj.model.pt")
+    line = refusal(capfd, tmp_path, "kimiyoung-pytorch", module, "--corpus", tmp_path / "cache.pt")
+    assert "2 symbols, the model 120" in line
+
+
+CHANGES = {
+    "missing": lambda state: state.pop("transformer.layers.1.pos_ff.CoreNet.3.bias"),
+    "left over": lambda state: state.update({"transformer.layers.1.dec_attn.extra": torch.ones(2)}),
+    "unknown": lambda state: state.update({"optimizer.step": torch.ones(1)}),
+    "shape": lambda state: state.update({"crit.cluster_weight": torch.ones(2, 2)}),
+    "untied": lambda state: state.update({"crit.out_projs.1": torch.ones(32, 16)}),
+}
+NAMED = {
+    "missing": "no tensor for transformer.layers.1.pos_ff.CoreNet.3.bias",
+    "left over": "transformer.layers.1.dec_attn.extra, which the model has not",
+    "unknown": "optimizer.step, which the model has not",
+    "shape": "crit.cluster_weight has shape [2, 2] where [3, 32] was expected",
+    "untied": "crit.out_projs.1 is not equal",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_names_the_tensor_that_is_wrong(change, tmp_path, capfd):
+    folder = golden("hf_legacy/wt103_like")
+    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    CHANGES[change](state)
+    (tmp_path / "legacy").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "legacy")
+    torch.save(state, tmp_path / "legacy" / "pytorch_model.bin")
+    assert NAMED[change] in refusal(capfd, tmp_path, "transformers", tmp_path / "legacy")
+
+
+def test_a_failed_write_leaves_nothing(tmp_path, capfd, monkeypatch):
+    def full_disk(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full_disk)
+    line = refusal(capfd, tmp_path, "nvidia", golden("nvidia_pytorch/nv_large_like"))
+    assert "No space left" in line
+
+
+# ---- what the README shows ----
+
+
+def test_readme_commands(tmp_path, monkeypatch):
+    """The README's command for each family, word for word, in a folder laid out as it says."""
+    readme = REPOSITORY / "README.md"
+    commands = re.findall(r"^python conversion/convert\.py .*$", readme.read_text() if readme.exists() else "", re.M)
+    if not commands:
+        pytest.skip("the README shows no conversion yet")
+    sources = {
+        "transformers": golden("hf_legacy/wt103_like"),
+        "kimiyoung-pytorch": golden("kimiyoung_pytorch/word_adaptive_div2_proj.model.pt"),
+        "kimiyoung-tf": golden("kimiyoung_tf/tf_wt103_like"),
+        "nvidia": golden("nvidia_pytorch/nv_large_like/checkpoint_best.pt"),
+    }
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conversion").symlink_to(REPOSITORY / "conversion")
+    symbols = ["<eos>", "<unk>", *(f"word{i}" for i in range(118))]
+    seen = set()
+    for command in commands:
+        words = shlex.split(command)
+        options = dict(zip(words[2::2], words[3::2], strict=True))
+        checkpoint = Path(options["--checkpoint"])
+        checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint.symlink_to(sources[options["--from"]])
+        if "--corpus" in options:
+            corpus = Path(options["--corpus"])
+            write_corpus(corpus if corpus.suffix else corpus / "cache.pkl", monkeypatch, symbols, "wt103")
+        result = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
+        check_generates(AutoModelForCausalLM.from_pretrained(options["--output"]).eval())
+        seen.add(options["--from"])
+    assert seen == convert.FAMILIES.keys()
+
+
+@pytest.mark.slow
+def test_peak_memory_is_at_most_twice_the_checkpoint(tmp_path):
+    config = TransfoXLConfig(vocab_size=150_000, cutoffs=[], div_val=1, n_layer=4, mem_len=16)
+    state = {name: torch.randn(shape) for name, shape in layout.legacy_tensors(config).items()}
+    state["crit.out_layers.0.weight"] = state["transformer.word_emb.emb_layers.0.weight"]
+    config.save_pretrained(tmp_path / "large")
+    torch.save(state, tmp_path / "large" / "pytorch_model.bin")
+    script = (
+        "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=False);"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)"
+    )
+
+    def peak(*command):
+        result = subprocess.run(
+            [sys.executable, "-c", script, sys.executable, *command], capture_output=True, text=True
+        )
+        return int(result.stdout.splitlines()[-1])
+
+    idle = peak("-c", "from txl_hf import TransfoXLForCausalLM")
+    options = ["--from", "transformers", "--checkpoint", str(tmp_path / "large"), "--output", str(tmp_path / "out")]
+    used = peak(str(REPOSITORY / "conversion" / "convert.py"), *options)
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert used - idle < 2 * (tmp_path / "large" / "pytorch_model.bin").stat().st_size
