@@ -59,9 +59,9 @@ def make_model(make_config):
 
 @pytest.fixture
 def make_ids():
-    """Random tokens of the small vocabulary: `make_ids(2, 10)`."""
+    """Random tokens of the small vocabulary but its last, which stands for padding: `make_ids(2, 10)`."""
 
-    def make(batch_size, length, seed=0, vocab_size=SMALL["vocab_size"]):
+    def make(batch_size, length, seed=0, vocab_size=SMALL["vocab_size"] - 1):
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(vocab_size, (batch_size, length), generator=generator)
 

@@ -1,0 +1,287 @@
+"""`generate` in every mode: what it writes equals what the model says when it is asked token by token."""
+
+import pytest
+import torch
+from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers.generation.streamers import BaseStreamer
+
+from txl_hf import TransfoXLForCausalLM
+
+VARIANTS = {
+    "empty": {},
+    "zeros": {"initial_memory": "zeros"},
+    "zeros-pre_lnorm-same_length": {"initial_memory": "zeros", "pre_lnorm": True, "same_length": True},
+    "same_length-besides-self": {"same_length": True, "same_length_counts_self": False},
+    "shaw": {"attn_type": 1},
+    "no-memory": {"mem_len": 0},
+    "absolute": {"attn_type": 2, "mem_len": 0},
+    "absolute-learned": {"attn_type": 3, "mem_len": 0, "tgt_len": 40},
+}
+
+
+@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS)
+def model(request, make_model):
+    model = make_model(**request.param)
+    # No token ends the text, so that every length is the one asked for.
+    model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=60)
+    return model
+
+
+@pytest.fixture
+def memory_model(make_model):
+    model = make_model()
+    model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=60)
+    return model
+
+
+@torch.no_grad()
+def by_hand(model, ids, steps, mems=None):
+    """Greedy continuation with mems, one token at a time; without a memory by reading the whole text each time."""
+    text = ids
+    segment = ids
+    for _ in range(steps):
+        output = model(segment, mems=mems)
+        token = output.logits[:, -1:].argmax(-1)
+        text = torch.cat([text, token], 1)
+        mems = output.mems if model.config.mem_len else mems
+        segment = token if model.config.mem_len else text
+    return text
+
+
+@pytest.mark.parametrize("prompt", [1, 4, 13])
+def test_greedy(model, make_ids, prompt):
+    ids = make_ids(2, prompt)
+    assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), by_hand(model, ids, 12))
+
+
+def test_uncached_equals_cached_while_memory_covers_the_text(make_model, make_ids):
+    """Quirk 24."""
+    model = make_model(mem_len=40)
+    ids = make_ids(2, 5)
+    options = {"max_new_tokens": 15, "do_sample": False, "eos_token_id": None, "pad_token_id": 60}
+    assert torch.equal(model.generate(ids, use_cache=True, **options), model.generate(ids, use_cache=False, **options))
+
+
+def test_left_padded_batch_equals_one_by_one(model, make_ids):
+    if model.config.initial_memory == "zeros":
+        pytest.skip("the zero states stand before the padding, further away")
+    pads = (0, 3, 7)
+    ids = make_ids(3, 9)
+    mask = torch.stack([torch.arange(9) >= pad for pad in pads]).long()
+    batch = model.generate(ids, attention_mask=mask, max_new_tokens=14, do_sample=False)
+    for row, pad in enumerate(pads):
+        alone = model.generate(ids[row : row + 1, pad:], max_new_tokens=14, do_sample=False)
+        assert torch.equal(batch[row, pad:], alone[0])
+
+
+def test_beams(model, make_ids):
+    """The best beam's score is what the model gives its text, whatever the beams were reordered to."""
+    ids = make_ids(2, 4)
+    output = model.generate(
+        ids,
+        max_new_tokens=2,
+        num_beams=4,
+        num_return_sequences=4,
+        length_penalty=0.0,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    for text, score in zip(output.sequences, output.sequences_scores, strict=True):
+        with torch.no_grad():
+            prompt = model(text[None, :4])
+            second = model(text[None, 4:5], mems=prompt.mems) if model.config.mem_len else model(text[None, :5])
+        total = prompt.logits[0, -1, text[4]] + second.logits[0, -1, text[5]]
+        torch.testing.assert_close(total, score, atol=1e-4, rtol=1e-4)
+
+
+def test_sampling_draws_from_the_models_distribution(memory_model, make_ids):
+    ids = make_ids(1, 4)
+    torch.manual_seed(0)
+    texts = memory_model.generate(ids, max_new_tokens=1, do_sample=True, top_k=0, num_return_sequences=4000)
+    counts = torch.bincount(texts[:, -1], minlength=61) / 4000
+    with torch.no_grad():
+        expected = memory_model(ids).logits[0, -1].exp()
+    assert (counts - expected).abs().max() < 0.04
+    torch.manual_seed(1)
+    options = {"max_new_tokens": 9, "do_sample": True, "top_p": 0.9, "temperature": 0.7}
+    assert memory_model.generate(ids, **options).shape == (1, 13)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_mems_as_a_start(make_model, make_ids, beams):
+    for changes in ({}, {"initial_memory": "zeros", "same_length": True}, {"attn_type": 1}):
+        model = make_model(**changes)
+        context, prompt = make_ids(2, 5, seed=1), make_ids(2, 3, seed=2)
+        with torch.no_grad():
+            mems = model(context).mems
+        options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 60}
+        text = model.generate(prompt, mems=mems, num_beams=beams, **options)
+        if beams == 1:
+            assert torch.equal(text, by_hand(model, prompt, 9, mems))
+        one = model.generate(prompt[1:], mems=tuple(m[1:] for m in mems), num_beams=beams, **options)
+        assert torch.equal(text[1:], one)
+
+
+def test_padded_mems_as_a_start(memory_model, make_ids):
+    """What the memory holds as padding stays masked at every step of generate."""
+    context, prompt = make_ids(2, 4, seed=1), make_ids(2, 3, seed=2)
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    with torch.no_grad():
+        mems = memory_model(context, attention_mask=mask).mems
+        alone = memory_model(context[:1, 2:]).mems
+    options = {"max_new_tokens": 9, "do_sample": False}
+    text = memory_model.generate(prompt, mems=mems, **options)
+    assert torch.equal(text[:1], memory_model.generate(prompt[:1], mems=alone, **options))
+
+
+def test_generation_continues_a_cache(model, make_ids):
+    if model.config.mem_len == 0:
+        pytest.skip("nothing is remembered")
+    ids = make_ids(2, 4)
+    whole = model.generate(ids, max_new_tokens=14, do_sample=False)
+    first = model.generate(ids, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+    text = model.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=8, do_sample=False)
+    assert torch.equal(text, whole)
+
+
+def test_streamer(memory_model, make_ids):
+    class Collect(BaseStreamer):
+        def __init__(self):
+            self.tokens, self.ended = [], False
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    streamer = Collect()
+    text = memory_model.generate(make_ids(1, 4), max_new_tokens=9, do_sample=False, streamer=streamer)
+    assert streamer.tokens == text[0].tolist() and streamer.ended
+
+
+def test_chunked_prefill(memory_model, make_ids):
+    """Chunks are segments: while memory covers the prompt they change nothing."""
+    memory_model.reset_memory_length(30)
+    ids = make_ids(2, 11)
+    options = {"max_new_tokens": 9, "do_sample": False}
+    chunked = memory_model.generate(ids, prefill_chunk_size=4, **options)
+    assert torch.equal(chunked, memory_model.generate(ids, **options))
+
+
+def test_static_cache(model, make_ids):
+    if model.config.mem_len == 0:
+        pytest.skip("nothing is remembered")
+    for prompt in (2, 13):
+        ids = make_ids(2, prompt)
+        mask = torch.ones_like(ids)
+        if model.config.initial_memory == "empty":
+            mask[0, :1] = 0
+        options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "disable_compile": True}
+        static = model.generate(ids, cache_implementation="static", **options)
+        assert torch.equal(static, model.generate(ids, **options))
+
+
+@pytest.mark.parametrize("changes", [{}, {"initial_memory": "zeros"}], ids=["empty", "zeros"])
+def test_static_cache_compiled_without_graph_breaks(make_model, make_ids, changes):
+    model = make_model(**changes)
+    model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=60)
+    ids = make_ids(2, 3)
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)
+    torch.compiler.reset()
+    compiled = torch.compile(model.forward, fullgraph=True, backend="inductor")
+    steps = []
+
+    def forward(*args, **kwargs):
+        tokens = kwargs["input_ids"].shape[1]
+        steps.append(tokens)
+        return compiled(*args, **kwargs) if tokens == 1 else type(model).forward(model, *args, **kwargs)
+
+    model.forward = forward
+    # Not more than one compilation for the first step and one for a length that has turned out to change.
+    with torch._dynamo.config.patch(error_on_recompile=False, recompile_limit=2, fail_on_recompile_limit_hit=True):
+        text = model.generate(ids, max_new_tokens=12, do_sample=False, cache_implementation="static")
+    assert torch.equal(text, expected)
+    assert steps == [3] + [1] * 11
+
+
+@pytest.mark.parametrize("kind", ["assistant", "prompt-lookup"])
+@pytest.mark.parametrize("changes", [{}, {"initial_memory": "zeros"}], ids=["empty", "zeros"])
+def test_assisted_decoding(make_model, make_ids, changes, kind):
+    """Exact while the memory covers the text; beyond it, with one segment for each guess, as any segmentation is."""
+    model = make_model(mem_len=40, **changes)
+    assistant = make_model(mem_len=40, n_layer=1, seed=3, **changes)
+    for each in (model, assistant):
+        each.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=60)
+    ids = make_ids(1, 6)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(ids, **options)
+    how = {"assistant_model": assistant} if kind == "assistant" else {"prompt_lookup_num_tokens": 3}
+    assert torch.equal(model.generate(ids, **how, **options), expected)
+    short = make_model(same_length=True, n_layer=1)
+    short.generation_config = model.generation_config
+    if kind == "assistant":
+        how["assistant_model"] = make_model(same_length=True, n_layer=1, seed=3)
+        how["assistant_model"].generation_config = model.generation_config
+    assert torch.equal(short.generate(ids, **how, **options), short.generate(ids, **options))
+
+
+def test_logits_to_keep_and_return_dict(memory_model, make_ids):
+    ids = make_ids(2, 5)
+    with torch.no_grad():
+        everything = memory_model(ids)
+        assert torch.equal(memory_model(ids, logits_to_keep=2).logits, everything.logits[:, -2:])
+        kept = memory_model(ids, logits_to_keep=torch.tensor([0, 3])).logits
+        torch.testing.assert_close(kept, everything.logits[:, [0, 3]])
+        logits, mems = memory_model(ids, return_dict=False)
+        assert torch.equal(logits, everything.logits) and len(mems) == 2
+        loss, mems, losses = memory_model(ids, labels=ids, return_dict=False)
+        assert loss.dim() == 0 and len(mems) == 2 and losses.shape == (2, 4)
+        loss, logits, mems, losses = memory_model(ids, labels=ids, output_logits=True, return_dict=False)
+        assert logits.shape == (2, 5, 61)
+
+
+@pytest.mark.slow
+def test_twenty_thousand_tokens_take_no_more_memory_than_two_thousand(tmp_path):
+    """Peak resident memory of fresh processes, once the memory is full."""
+    import subprocess
+    import sys
+
+    script = (
+        "import resource, sys, torch\n"
+        "from txl_hf import TransfoXLConfig, TransfoXLForCausalLM\n"
+        "torch.set_num_threads(1)\n"
+        "torch.manual_seed(0)\n"
+        "model = TransfoXLForCausalLM(TransfoXLConfig(vocab_size=64, cutoffs=[], div_val=1, d_model=64, d_embed=64,"
+        " n_head=2, d_head=32, d_inner=64, n_layer=2, mem_len=512, initial_memory='empty')).eval()\n"
+        "text = model.generate(torch.zeros(1, 1, dtype=torch.long), max_new_tokens=int(sys.argv[1]), do_sample=True,"
+        " eos_token_id=None, pad_token_id=0)\n"
+        "assert text.shape[1] == int(sys.argv[1]) + 1\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
+    )
+    peaks = []
+    for tokens in (2_000, 20_000):
+        run = subprocess.run([sys.executable, "-c", script, str(tokens)], capture_output=True, text=True, check=True)
+        peaks.append(int(run.stdout.split()[-1]))
+    # The keys of 18,000 more tokens would take 18,000 · 2 layers · 2 · 64 · 4 bytes = 18 MB; the ids take 0.15 MB.
+    assert peaks[1] - peaks[0] < 6_000, peaks
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_cache_holds_no_more_than_the_memory(make_model, make_ids, cache):
+    model = make_model()
+    cache = (
+        DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(config=model.config, max_cache_len=99)
+    )
+    model.generate(make_ids(1, 3), past_key_values=cache, max_new_tokens=40, do_sample=False, eos_token_id=None)
+    assert all(layer.keys.untyped_storage().nbytes() <= 4 * 2 * 8 * (6 + 1) for layer in cache.layers)
+
+
+def test_saved_model_generates_the_same(make_model, make_ids, tmp_path):
+    model = make_model(initial_memory="zeros")
+    model.save_pretrained(tmp_path)
+    loaded = TransfoXLForCausalLM.from_pretrained(tmp_path)
+    ids = make_ids(2, 4)
+    options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 60}
+    assert torch.equal(loaded.generate(ids, **options), model.generate(ids, **options))
