@@ -151,8 +151,9 @@ def build_config(checkpoint: Checkpoint, arguments):
 
 
 def print_settings(config, checkpoint):
+    print("settings (--mem-len, --clamp-len and --same-length change them):")
     for name in SETTINGS:
-        print(f"{name} = {getattr(config, name)} ({checkpoint.explained.get(name, 'as in config.json')})")
+        print(f"  {name} = {getattr(config, name)} ({checkpoint.explained.get(name, 'as in config.json')})")
 
 
 @contextlib.contextmanager

@@ -106,7 +106,9 @@ def _prefix_in_folder(folder):
     indices = sorted(folder.glob("*.index"))
     if len(indices) == 1:
         return indices[0].with_suffix("")
-    found = f"{len(indices)} checkpoints ({', '.join(path.stem for path in indices[:4])})" if indices else "none"
+    found = (
+        f"{len(indices)} checkpoints ({', '.join(path.stem for path in indices[:4])})" if indices else "no .index file"
+    )
     raise ConversionError(f"{folder} is a folder with {found}; {EXPECTED}")
 
 

@@ -60,8 +60,8 @@ def _read_config(folder):
         raise ConversionError(f"{path} is no JSON: {error}") from None
     if not isinstance(written, dict) or written.get("model_type", "transfo-xl") != "transfo-xl":
         raise ConversionError(f"{path} is of another model; expected model_type transfo-xl")
-    # Not carried over: whose code the old folder ran, and what the converted one says of itself.
-    for name in ("auto_map", "architectures", "transformers_version", "trainer_compatible"):
+    # Not carried over: whose code and which library the old folder asks for, and what the new one says of itself.
+    for name in ("auto_map", "quantization_config", "architectures", "transformers_version", "trainer_compatible"):
         written.pop(name, None)
     try:
         return TransfoXLConfig.from_dict(written).to_dict()

@@ -424,6 +424,37 @@ def test_a_failed_write_leaves_nothing(tmp_path, capfd, monkeypatch):
     assert "No space left" in line
 
 
+# ---- the Hub ----
+
+
+class FakeHub:
+    """Records what HfApi is asked for; `fails` stands for a refused upload."""
+
+    calls, fails = [], False
+
+    def create_repo(self, repository, exist_ok):
+        self.calls.append(repository)
+
+    def upload_folder(self, repo_id, folder_path):
+        assert (folder_path / "model.safetensors").exists()
+        if self.fails:
+            raise ConnectionError("no network\nat all")
+        self.calls.append(repo_id)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["uploaded", "refused"])
+def test_push_to_hub_after_the_local_save(fails, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.HfApi", FakeHub)
+    monkeypatch.setattr(FakeHub, "fails", fails)
+    monkeypatch.setattr(FakeHub, "calls", [])
+    arguments = ["--from", "nvidia", "--checkpoint", str(golden("nvidia_pytorch/nv_large_like"))]
+    assert convert.main([*arguments, "--output", str(tmp_path / "out"), "--push-to-hub", "me/xl"]) == int(fails)
+    assert FakeHub.calls == ["me/xl"] * (1 if fails else 2)
+    assert 'from_pretrained("me/xl")' in (tmp_path / "out" / "README.md").read_text()
+    if fails:
+        assert "is complete, but was not uploaded: no network at all" in capfd.readouterr().err.splitlines()[-1]
+
+
 # ---- what the README shows ----
 
 

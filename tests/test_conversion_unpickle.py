@@ -159,6 +159,7 @@ HOSTILE = {
     "huge string": b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7fabc.",
     "huge integer": b"L" + b"9" * 100_000 + b"L\n.",
     "deep tuple as key": b"\x80\x02})" + b"\x85" * 200_000 + b"K\x01s.",
+    "deep stand-ins": b"\x80\x02" + b"cos\nsystem\n" * 50_000 + b")R" + b"\x85R" * 49_999 + b".",
     "deep list": b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b".",
     "copied again": b"\x80\x02(" + b"K\x01" * 5_000 + b"lq\x010" + b"c__builtin__\nset\nh\x01\x85R0" * 5_000 + b"N.",
     "no stop": b"\x80\x02K\x01",
