@@ -195,11 +195,6 @@ class TransfoXLConfig(PreTrainedConfig):
         ]
 
     @property
-    def max_position_embeddings(self) -> int:
-        """-1: relative positions set no limit to the length of a text."""
-        return -1
-
-    @property
     def sliding_window(self) -> int:
         """What transformers' sliding cache layers call a window: the M remembered keys and the query's own."""
         return self.mem_len + 1

@@ -810,35 +810,40 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         )
 
     def prepare_inputs_for_generation(
-        self, input_ids, next_sequence_length=None, past_key_values=None, is_first_iteration=False, **kwargs
+        self,
+        input_ids,
+        next_sequence_length=None,
+        past_key_values=None,
+        attention_mask=None,
+        is_first_iteration=False,
+        **kwargs,
     ):
         if past_key_values is not None and (length := past_key_values.get_seq_length()) > 0:
             kwargs.pop("mems", None)
             if is_first_iteration and next_sequence_length is not None:
                 # generate takes the whole cache for text; part of it may be memory from before the text.
                 next_sequence_length += length - _text_length(past_key_values)
+            if past_key_values.is_compileable:
+                # One shape at every step, made outside the compiled forward.
+                segment_length = next_sequence_length or input_ids.shape[1]
+                memory_length, key_mask = _cached_key_mask(
+                    attention_mask, past_key_values, self.config.mem_len, len(input_ids), segment_length
+                )
+                everything = torch.ones(len(input_ids), memory_length + segment_length, device=input_ids.device)
+                attention_mask = everything.bool() if key_mask is None else key_mask
         return super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
             past_key_values=past_key_values,
+            attention_mask=attention_mask,
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
 
     @staticmethod
-    def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, **kwargs) -> Tensor | None:
-        """For a static cache: (B, m + L) bool, of one shape at every step, made outside the compiled forward."""
-        if past_key_values.get_seq_length() == 0:
-            return attention_mask
-        batch_size, segment_length = inputs_embeds.shape[:2]
-        memory_length, key_mask = _cached_key_mask(
-            attention_mask, past_key_values, config.mem_len, batch_size, segment_length
-        )
-        if key_mask is None:
-            key_mask = torch.ones(
-                batch_size, memory_length + segment_length, dtype=torch.bool, device=inputs_embeds.device
-            )
-        return key_mask
+    def create_masks_for_generate(attention_mask=None, **kwargs) -> Tensor | None:
+        """Masks stay (B, n): what a query may see beside padding, the attention knows."""
+        return attention_mask
 
     def _expand_inputs_for_generation(self, expand_size=1, **kwargs):
         if kwargs.get("mems") is not None:

@@ -489,8 +489,9 @@ def _build_backend(symbols: list[str], mode: str, lower_case: bool, unk_token, s
     outside = [str(token) for token in specials if str(token) not in vocabulary]
     steps = [normalizers.Lowercase()] if lower_case else []
     if mode == "moses":
-        steps += _moses_normalizers()
-        backend.pre_tokenizer = _moses_pre_tokenizer()
+        protected = _protected(specials)
+        steps += _moses_normalizers(protected, lower_case)
+        backend.pre_tokenizer = _moses_pre_tokenizer(protected)
         backend.decoder = _moses_decoder(symbols, outside)
     elif mode == "characters":
         backend.pre_tokenizer = pre_tokenizers.FixedLength(length=1)
@@ -619,8 +620,14 @@ a7b5 a7b7 a7f8-a7fa ab30-ab5a ab5c-ab65 ab70-abbf fb00-fb06 fb13-fb17 ff41-ff5a 
 """
 _CURRENCY = "24 a2-a5 58f 60b 9f2-9f3 9fb af1 bf9 e3f 17db 20a0-20bd a838 fdfc fe69 ff04 ffe0-ffe1 ffe5-ffe6"
 
-_A = _parse_class(_ALPHA) + _parse_class(_VIRAMA)
-_D = _parse_class(_DIGIT)
+# Noncharacters: no text has them, so they can mark places between two rules.
+_MARK = "\ufdd0"
+_BORDER = "\ufdd1"
+_OPEN, _CLOSE = "\ufdd2", "\ufdd3"
+
+# Moses sets a placeholder for a protected `<unk>`, which starts with a letter and ends with a digit.
+_A = _parse_class(_ALPHA) + _parse_class(_VIRAMA) + _OPEN
+_D = _parse_class(_DIGIT) + _CLOSE
 _AN = _A + _D
 _L = _parse_class(_LOWER)
 _WORD = _AN + r"'.,\-"
@@ -633,12 +640,15 @@ _PREFIXES = (
 )
 _NUMERIC_PREFIXES = "No Art pp"
 
-# Noncharacters: no text has them, so they can mark places between two rules.
-_MARK = "\ufdd0"
-_BORDER = "\ufdd1"
+
+def _protected(specials: list) -> str:
+    """A regex for the insides of the special tokens `<…>`, which Moses keeps whole however they are capitalised."""
+    return "|".join(re.escape(str(token)[1:-1]) for token in specials if re.fullmatch(r"<\w+>", str(token))) or "(?!)"
 
 
-def _moses_normalizers() -> list:
+def _moses_normalizers(protected: str, lower_case: bool) -> list:
+    # Lower-cased, a `<UNK>` is a special token and stands by itself.
+    space = " " if lower_case else ""
     prefixes = "|".join(map(re.escape, _PREFIXES.split()))
     numeric = "|".join(_NUMERIC_PREFIXES.split())
     punctuation = [
@@ -663,13 +673,15 @@ def _moses_normalizers() -> list:
         (r"\A\s+|\s+\z", ""),
     ]
     words = [
+        (f"<(?=(?i:{protected})>)", space + _OPEN),
+        (f"{_OPEN}(?i:{protected})\\K>", _CLOSE + space),
         ("@", " @ "),
         (f"(?<=[{_AN}])-(?=[{_AN}])", " @-@ "),
         (r"(?<!\.)(?=\.\.)|(?<=\.\.)(?!\.)", " "),
         # A comma between digits stays. Of a run of commas Moses takes two at a time.
-        (rf",(?:(?![{_D}])|(?<!(?:[{_D}]|\A)(?:,,)*,|[^{_D},](?:,,)*,))", " , "),
+        (rf",(?:(?![{_D}])|(?<!(?:[{_D}]|\A)(?:,,)*,|[^{_D},](?:,,)+))", " , "),
         # Apostrophes. Of `x'y'z` Moses sees the first, since `y` is taken.
-        (rf"[{_A}]'[{_A}]\K'(?=[{_A}])|[^{_A}]'(?:[{_D}.\-]|\s+)\K'(?=[^{_A}])", _MARK),
+        (rf"[{_A}]'[{_A}]\K'(?=[{_A}])|[^{_A}]'(?:(?![{_A}])[{_D}.\-]|\s+)?\K'(?=[^{_A}])", _MARK),
         (rf"(?<=[^{_A}])'(?=[^{_A}])|(?<=[^{_AN}])'(?=[{_A}])|(?<=[{_A}])'(?=[^{_A}])", " ' "),
         (rf"(?<=[{_A}])'(?=[{_A}])|(?<=[{_D}])'(?=s)", " '"),
         (_MARK, "'"),
@@ -684,13 +696,15 @@ def _moses_normalizers() -> list:
         (r"(?<!\.)\.'(?=\s*\z)", " . ' "),
         (rf"(?<=[{_D}&&\d]),(?=[{_D}&&\d])", " @,@ "),
         (rf"(?<=[{_D}&&\d])\.(?=[{_D}&&\d])", " @.@ "),
+        (_OPEN, "<"),
+        (_CLOSE, ">"),
     ]
     return [normalizers.Replace(Regex(pattern), content) for pattern, content in punctuation + words]
 
 
-def _moses_pre_tokenizer():
+def _moses_pre_tokenizer(protected: str):
     # A character that is neither of a word nor white space is a symbol by itself, but for the joiners made above.
-    symbol = rf"@[-,.]@|[^{_WORD}\s]|[{_WORD}]+"
+    symbol = rf"@[-,.]@|(?:[{_WORD}]|<(?i:{protected})>)+|[^{_WORD}\s]"
     return pre_tokenizers.Split(Regex(symbol), behavior="removed", invert=True)
 
 

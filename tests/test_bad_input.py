@@ -1,0 +1,106 @@
+"""Every bad input gets an error that names it."""
+
+import pytest
+import torch
+
+from txl_hf import TransfoXLConfig, TransfoXLForSequenceClassification
+
+BAD_CONFIGS = {
+    "odd d_model": ({"d_model": 15}, "d_model=15"),
+    "decreasing cutoffs": ({"cutoffs": [30, 9]}, r"cutoffs=\[30, 9\]"),
+    "repeated cutoffs": ({"cutoffs": [9, 9]}, r"cutoffs=\[9, 9\]"),
+    "cutoffs beyond the vocabulary": ({"cutoffs": [9, 61]}, "vocab_size=61"),
+    "negative cutoff": ({"cutoffs": [-1, 9]}, "cutoffs"),
+    "no width left": ({"div_val": 5}, "div_val=5.*bin 2.*d_embed=16"),
+    "sampled softmax": ({"sample_softmax": 100}, "sample_softmax=100"),
+    "unknown attn_type": ({"attn_type": 4}, "attn_type=4"),
+    "memory without recurrence": ({"attn_type": 2, "mem_len": 5}, "mem_len=5"),
+    "unknown initial memory": ({"initial_memory": "full"}, "initial_memory='full'"),
+    "unknown init": ({"init": "xavier"}, "init='xavier'"),
+    "negative memory": ({"mem_len": -1}, "mem_len=-1"),
+    "no layers": ({"n_layer": 0}, "n_layer=0"),
+    "dropout beyond 1": ({"dropout": 1.5}, "dropout=1.5"),
+    "wrong tie_projs": ({"tie_projs": [False, True]}, "tie_projs.*3 bins"),
+}
+
+
+@pytest.mark.parametrize("changes, message", BAD_CONFIGS.values(), ids=BAD_CONFIGS)
+def test_config(make_config, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_config(**changes)
+
+
+def test_overriding_with_a_bad_value(make_model, tmp_path):
+    make_model().save_pretrained(tmp_path)
+    with pytest.raises(Exception, match="mem_len"):
+        TransfoXLConfig.from_pretrained(tmp_path, mem_len="long")
+
+
+def mems_of(length=3, batch=2, width=16, layers=2, dtype=torch.float32):
+    return tuple(torch.randn(batch, length, width, dtype=dtype) for _ in range(layers))
+
+
+BAD_INPUTS = {
+    "neither ids nor embeds": ({"input_ids": None}, "exactly one of input_ids and inputs_embeds"),
+    "both ids and embeds": ({"inputs_embeds": torch.zeros(2, 5, 16)}, "exactly one of input_ids and inputs_embeds"),
+    "narrow embeds": ({"input_ids": None, "inputs_embeds": torch.zeros(2, 5, 8)}, "8 wide, not d_model=16"),
+    "mems of fewer layers": ({"mems": mems_of(layers=1)}, "mems hold 1 layers.*n_layer=2"),
+    "mems of another width": ({"mems": mems_of(width=8)}, r"mems\[0\] is \(2, 3, 8\).*\(2, m, 16\)"),
+    "mems of another batch": ({"mems": mems_of(batch=3)}, r"mems\[0\] is \(3, 3, 16\)"),
+    "mems of another dtype": ({"mems": mems_of(dtype=torch.bfloat16)}, "bfloat16.*float32"),
+    "mems too long": ({"mems": mems_of(length=7)}, "7 states.*6"),
+    "mask too short": ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \(2, 4\).*\(2, 5\)"),
+    "mask too long": ({"attention_mask": torch.ones(2, 9)}, r"attention_mask is \(2, 9\).*\(2, 5\)"),
+    "mask between": ({"attention_mask": torch.ones(2, 7), "mems": mems_of()}, r"\(2, 5\) or \(2, 8\)"),
+    "mask of another batch": ({"attention_mask": torch.ones(1, 5)}, r"attention_mask is \(1, 5\)"),
+    "mask of four dimensions": ({"attention_mask": torch.ones(2, 1, 5, 5)}, r"\(2, 1, 5, 5\)"),
+    "labels beyond the vocabulary": ({"labels": torch.full((2, 5), 61)}, r"labels holds 61.*\[0, 61\)"),
+    "labels below": ({"labels": torch.full((2, 5), -1)}, "labels holds -1"),
+    "labels of another shape": ({"labels": torch.zeros(2, 4, dtype=torch.long)}, r"labels are \(2, 4\)"),
+    "shift_labels of another shape": (
+        {"shift_labels": torch.zeros(2, 4, dtype=torch.long)},
+        r"shift_labels are \(2, 4\)",
+    ),
+    "attentions without eager": ({"output_attentions": True}, "attn_implementation='eager'"),
+}
+
+
+@pytest.mark.parametrize("changes, message", BAD_INPUTS.values(), ids=BAD_INPUTS)
+@pytest.mark.parametrize("bins", [{}, {"cutoffs": [], "div_val": 1}], ids=["cutoffs", "no-cutoffs"])
+def test_forward(make_model, make_ids, bins, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_model(**bins)(**({"input_ids": make_ids(2, 5)} | changes))
+
+
+@pytest.mark.parametrize("bins", [{}, {"cutoffs": [], "div_val": 1}], ids=["cutoffs", "no-cutoffs"])
+@pytest.mark.parametrize("token", [61, -1])
+def test_ids_outside_the_vocabulary(make_model, bins, token):
+    with pytest.raises(IndexError, match=f"input_ids holds {token}"):
+        make_model(**bins)(torch.tensor([[1, token]]))
+
+
+def test_memory_given_twice_or_to_a_model_without(make_model, make_ids):
+    model = make_model()
+    ids = make_ids(2, 3)
+    cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="mems or past_key_values"):
+        model(ids, mems=model(ids).mems, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"attention_mask is \(2, 4\).*\(2, 3\) or \(2, 6\)"):
+        model(ids, past_key_values=cache, attention_mask=torch.ones(2, 4))
+    short = make_model(mem_len=0)
+    with pytest.raises(ValueError, match="mems were given, but mem_len=0"):
+        short(ids, mems=mems_of())
+    with pytest.raises(ValueError, match="past_key_values.*mem_len=0"):
+        short(ids, past_key_values=cache)
+
+
+def test_classifier_without_a_way_to_see_padding(make_model, make_ids):
+    model = make_model(model_class=TransfoXLForSequenceClassification)
+    assert model(make_ids(1, 5)).logits.shape == (1, 2)
+    with pytest.raises(ValueError, match="attention_mask.*pad_token_id"):
+        model(make_ids(2, 5))
+
+
+def test_unknown_backend(make_model):
+    with pytest.raises(ValueError, match="Flash Attention 2"):
+        make_model().set_attn_implementation("flash_attention_2")

@@ -1,0 +1,247 @@
+"""Losses and labels; plain Trainer; checkpointing, compilation and export."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import Trainer, TrainingArguments
+
+from txl_hf import TransfoXLForCausalLM, TransfoXLForSequenceClassification
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"cutoffs": [], "div_val": 1}], ids=["cutoffs", "no-cutoffs"])
+def test_labels_shift_inside_and_shift_labels_do_not(make_model, make_ids, changes):
+    """Quirks 13 and 14: in target order, and no boundary token is lost between segments."""
+    model = make_model(**changes)
+    stream = make_ids(2, 9)
+    ids, targets = stream[:, :-1], stream[:, 1:]
+    log_probs = model(ids).logits
+    expected = -log_probs.gather(-1, targets[..., None])[..., 0]
+    aligned = model(ids, shift_labels=targets)
+    torch.testing.assert_close(aligned.losses, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(aligned.loss, expected.mean(), atol=1e-5, rtol=1e-5)
+    shifted = model(ids, labels=ids)
+    torch.testing.assert_close(shifted.losses, expected[:, :-1], atol=1e-5, rtol=1e-5)
+    halves = [model(ids[:, :4], shift_labels=targets[:, :4])]
+    halves.append(model(ids[:, 4:], mems=halves[0].mems, shift_labels=targets[:, 4:]))
+    torch.testing.assert_close(torch.cat([half.losses for half in halves], 1), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"cutoffs": [], "div_val": 1}], ids=["cutoffs", "no-cutoffs"])
+def test_ignored_labels(make_model, make_ids, changes):
+    """Quirk 15: the sum over the count; all ignored is 0 with a gradient path."""
+    model = make_model(**changes).train()
+    ids = make_ids(2, 6)
+    labels = ids.clone()
+    labels[0] = -100
+    output = model(ids, labels=labels)
+    alone = model(ids[1:], labels=ids[1:])
+    torch.testing.assert_close(output.loss, alone.loss)
+    assert (output.losses[0] == 0).all()
+    nothing = model(ids, labels=torch.full_like(ids, -100))
+    assert nothing.loss == 0
+    nothing.loss.backward()
+    assert all((p.grad == 0).all() for p in model.parameters())
+
+
+def test_num_items_in_batch(make_model, make_ids):
+    model = make_model()
+    ids = make_ids(2, 6)
+    output = model(ids, labels=ids, num_items_in_batch=torch.tensor(40))
+    torch.testing.assert_close(output.loss, output.losses.sum() / 40)
+
+
+def test_logits_beside_a_loss(make_model, make_ids):
+    """Quirk 16."""
+    ids = make_ids(2, 6)
+    assert make_model()(ids, labels=ids).logits is None
+    assert make_model()(ids, labels=ids, output_logits=True).logits.shape == (2, 6, 61)
+    assert make_model(output_logits=True)(ids, labels=ids).logits.shape == (2, 6, 61)
+    assert make_model(cutoffs=[], div_val=1)(ids, labels=ids, logits_to_keep=2).logits.shape == (2, 2, 61)
+
+
+# --- classification --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["mask", "pad_token_id"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_classification_reads_the_last_real_token(make_model, make_ids, side, by):
+    """Quirk 22."""
+    model = make_model(
+        model_class=TransfoXLForSequenceClassification, d_embed=8, num_labels=3, pad_token_id=60, same_length=False
+    )
+    assert model.score.weight.shape == (3, 16)
+    ids = make_ids(2, 6)
+    alone = model(ids[:1, :4]).logits
+    pads = torch.full((1, 2), 60)
+    row = torch.cat([pads, ids[:1, :4]] if side == "left" else [ids[:1, :4], pads], 1)
+    batch = torch.cat([row, ids[1:]])
+    mask = (batch != 60).long()
+    if by == "mask":
+        model.config.pad_token_id = None
+    # Without a mask, padding on the left is text like any other.
+    given = {"attention_mask": mask} if by == "mask" or side == "left" else {}
+    logits = model(batch, **given).logits
+    torch.testing.assert_close(logits[:1], alone, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits[1:], model(ids[1:]).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "labels, num_labels",
+    [
+        (torch.tensor([0, 2]), 3),
+        (torch.tensor([0.5, -1.0]), 1),
+        (torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]), 3),
+    ],
+    ids=["single", "regression", "multi"],
+)
+def test_classification_losses(make_model, make_ids, labels, num_labels):
+    model = make_model(model_class=TransfoXLForSequenceClassification, num_labels=num_labels, pad_token_id=60)
+    output = model(make_ids(2, 5), labels=labels)
+    if num_labels == 1:
+        expected = F.mse_loss(output.logits[:, 0], labels)
+    elif labels.dim() == 1:
+        expected = F.cross_entropy(output.logits, labels)
+    else:
+        expected = F.binary_cross_entropy_with_logits(output.logits, labels)
+    torch.testing.assert_close(output.loss, expected)
+    output.loss.backward()
+
+
+# --- Trainer ---------------------------------------------------------------------------------------------------------
+
+
+def arguments(path, **changes):
+    defaults = {
+        "output_dir": str(path),
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "max_steps": 12,
+        "learning_rate": 1e-2,
+        "logging_steps": 4,
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 0,
+    }
+    return TrainingArguments(**(defaults | changes))
+
+
+@pytest.mark.parametrize("label", ["labels", "shift_labels"])
+def test_trainer_trains_and_evaluates(make_model, make_ids, tmp_path, label):
+    model = make_model(init_std=0.1, proj_init_std=0.1)
+    stream = make_ids(8, 9, vocab_size=12)
+    targets = stream[:, :-1] if label == "labels" else stream[:, 1:]
+    data = [{"input_ids": ids, label: target} for ids, target in zip(stream[:, :-1], targets, strict=True)]
+    trainer = Trainer(model, arguments(tmp_path, label_names=[label]), train_dataset=data, eval_dataset=data)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    after = trainer.evaluate()["eval_loss"]
+    assert after < before - 0.3
+    with torch.no_grad():
+        expected = sum(model(row["input_ids"][None], **{label: row[label][None]}).loss for row in data) / len(data)
+    assert abs(after - expected) < 1e-4
+
+
+def test_trainer_counts_targets_over_accumulated_batches(make_model, make_ids, tmp_path):
+    """Uneven padding: one step over two accumulated batches is the step over both at once."""
+    ids = make_ids(4, 8)
+    labels = ids.clone()
+    labels[0, 3:] = -100
+    labels[3, 5:] = -100
+    data = [{"input_ids": i, "labels": t} for i, t in zip(ids, labels, strict=True)]
+    results = []
+    for changes in ({"per_device_train_batch_size": 4}, {"gradient_accumulation_steps": 2}):
+        model = make_model()
+        options = arguments(
+            tmp_path, max_steps=1, optim="sgd", max_grad_norm=0.0, lr_scheduler_type="constant", **changes
+        )
+        Trainer(model, options, train_dataset=data).train()
+        results.append(model.state_dict())
+    for name, tensor in results[0].items():
+        torch.testing.assert_close(tensor, results[1][name], atol=1e-6, rtol=1e-5)
+
+
+def test_trainer_fine_tunes_a_classifier(make_model, make_ids, tmp_path):
+    model = make_model(model_class=TransfoXLForSequenceClassification, num_labels=2, pad_token_id=60, init_std=0.1)
+    ids = make_ids(16, 6)
+    data = [{"input_ids": row, "labels": int(row[-1] > 30)} for row in ids]
+    trainer = Trainer(model, arguments(tmp_path, max_steps=40), train_dataset=data, eval_dataset=data)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before
+    assert trainer.predict(data).predictions.shape == (16, 2)
+
+
+# --- checkpointing, compilation, export ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not-reentrant", "reentrant"])
+@pytest.mark.parametrize("changes", [{}, {"untie_r": False}, {"attn_type": 1}], ids=["plain", "tied", "shaw"])
+def test_gradient_checkpointing_changes_no_gradient(make_model, make_ids, changes, reentrant):
+    gradients = []
+    for checkpointing in (False, True):
+        model = make_model(**changes).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        first = model(make_ids(2, 5), labels=make_ids(2, 5))
+        second = model(make_ids(2, 5, 1), mems=first.mems, labels=make_ids(2, 5, 1), use_cache=checkpointing)
+        (first.loss + second.loss).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_compiled_training_step_has_no_graph_break(make_model, make_ids, backend):
+    torch.compiler.reset()
+    model = make_model(backend).train()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    stream = make_ids(2, 15)
+    mems = compiled_mems = None
+    for start in (0, 7):
+        ids, targets = stream[:, start : start + 7], stream[:, start + 1 : start + 8]
+        expected = model(ids, mems=mems, shift_labels=targets)
+        actual = compiled(ids, mems=compiled_mems, shift_labels=targets)
+        model.zero_grad()
+        expected.loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        actual.loss.backward()
+        torch.testing.assert_close(actual.losses, expected.losses, atol=1e-5, rtol=1e-5)
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, gradients[name], atol=1e-5, rtol=1e-4)
+        mems, compiled_mems = expected.mems, actual.mems
+
+
+def test_export_of_one_decoding_step(make_model, make_ids):
+    model = make_model(initial_memory="zeros")
+
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, token, mems):
+            output = self.model(token, mems=mems)
+            return output.logits, output.mems
+
+    with torch.no_grad():
+        mems = model(make_ids(1, 3)).mems
+        exported = torch.export.export(Step(), (make_ids(1, 1), mems)).module()
+        for token in make_ids(1, 4, seed=3).T[..., None]:
+            expected = model(token, mems=mems)
+            logits, mems = exported(token, mems)
+            torch.testing.assert_close(logits, expected.logits)
+
+
+def test_saved_and_reloaded_model_has_the_same_losses(make_model, make_ids, tmp_path):
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    loaded = TransfoXLForCausalLM.from_pretrained(tmp_path).eval()
+    ids = make_ids(2, 7)
+    assert torch.equal(loaded(ids, labels=ids).losses, model(ids, labels=ids).losses)
