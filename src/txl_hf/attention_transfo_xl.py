@@ -70,11 +70,13 @@ def eager_relative_attention(
     content_bias: Tensor | None,
     position_bias: Tensor | None,
     rel_bias: Tensor | None,
-    visible: Tensor,
+    key_mask: Tensor | None,
+    window: int | None,
     scaling: float,
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
     """The reference: every score is materialised, so the probabilities can be returned."""
+    visible = visible_keys(query.shape[-2], key.shape[-2], window, key_mask, query.device)
     scores = _add_bias(query, content_bias) @ key.transpose(-1, -2)
     if rel_key is not None:
         scores = scores + _position_scores(query, rel_key, position_bias, rel_bias)
@@ -92,15 +94,15 @@ def sdpa_relative_attention(
     content_bias: Tensor | None,
     position_bias: Tensor | None,
     rel_bias: Tensor | None,
-    visible: Tensor,
+    key_mask: Tensor | None,
+    window: int | None,
     scaling: float,
     dropout: float,
 ) -> tuple[Tensor, None]:
     """PyTorch's scaled_dot_product_attention, with (b) + (d) as its additive mask."""
-    if rel_key is None:
-        mask = visible
-    else:
-        mask = (_position_scores(query, rel_key, position_bias, rel_bias) * scaling).masked_fill(~visible, -torch.inf)
+    mask = visible_keys(query.shape[-2], key.shape[-2], window, key_mask, query.device)
+    if rel_key is not None:
+        mask = (_position_scores(query, rel_key, position_bias, rel_bias) * scaling).masked_fill(~mask, -torch.inf)
     query = _add_bias(query, content_bias)
     return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, scale=scaling), None
 
@@ -162,7 +164,6 @@ def relative_attention(
         raise ValueError(
             f"attn_implementation={implementation!r} is not one of {', '.join(RELATIVE_ATTENTION_FUNCTIONS)}"
         )
-    visible = visible_keys(query.shape[-2], key.shape[-2], window, key_mask, query.device)
     return RELATIVE_ATTENTION_FUNCTIONS[implementation](
         query,
         key,
@@ -171,7 +172,8 @@ def relative_attention(
         content_bias,
         position_bias,
         rel_bias,
-        visible,
+        key_mask,
+        window,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         dropout,
     )
