@@ -1,0 +1,177 @@
+"""Perplexity and bits per token of a text, read segment by segment with memory."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from .modeling_transfo_xl import TransfoXLForCausalLM
+from .streams import check_sizes, check_tokens, read_tokens
+
+__all__ = ["LanguageModelEvaluation", "evaluate_language_model"]
+
+
+@dataclass(frozen=True)
+class LanguageModelEvaluation:
+    """What a text costs under a model, and the settings that the figure depends on.
+
+    Attributes:
+        nll: mean negative log-likelihood of a token, in nats.
+        tokens: how many tokens were scored.
+        segment_length, memory_length, batch_size, ext_len, clamp_len, same_length: as they were in this evaluation.
+    """
+
+    nll: float
+    tokens: int
+    segment_length: int
+    memory_length: int
+    batch_size: int
+    ext_len: int
+    clamp_len: int
+    same_length: bool
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nll); infinite where that exceeds a float."""
+        return math.exp(self.nll) if self.nll < 709 else math.inf
+
+    @property
+    def bits_per_token(self) -> float:
+        """nll in bits: bits per character of a character-level model."""
+        return self.nll / math.log(2)
+
+
+def evaluate_language_model(
+    model: TransfoXLForCausalLM,
+    token_ids,
+    segment_length: int,
+    memory_length: int | None = None,
+    batch_size: int = 1,
+    *,
+    clamp_len: int | None = None,
+    same_length: bool | None = None,
+    progress: bool = False,
+) -> LanguageModelEvaluation:
+    """Score a text with memory.
+
+    The text is cut into `batch_size` contiguous streams whose lengths differ by one at most. Every token but the first
+    of each stream is scored exactly once. Each stream starts without history, so that more streams are faster and
+    score a little worse.
+
+    The memory is kept as projected keys and values. A model with `ext_len` reads the `ext_len` tokens before each
+    segment again, as in its training, and keeps its memory as hidden states; with `segment_length=1`,
+    `memory_length=0` and `ext_len = n - 1` that is the vanilla protocol of a sliding window of n tokens.
+
+    Args:
+        model: on any device, in any mode. Mode and settings are afterwards as they were before, also after an error.
+        token_ids: N token ids, N > batch_size: a list, an array, a CPU tensor, a memory-mapped array or whatever
+            slices alike.
+        segment_length: L ≥ 1, tokens scored in one pass and stream.
+        memory_length: M ≥ 0, states remembered per layer. None: the model's `mem_len`.
+        batch_size: B ≥ 1, streams read in parallel.
+        clamp_len, same_length: as in the configuration. None: the model's.
+        progress: show a progress bar.
+
+    Raises:
+        ValueError: the text is empty, leaves nothing to score, is no sequence of integers, or holds an id outside the
+            vocabulary; there are more streams than tokens; or a size is out of range.
+    """
+    check_sizes(segment_length=segment_length, batch_size=batch_size)
+    check_tokens(token_ids)
+    if len(token_ids) < batch_size:
+        raise ValueError(f"batch_size={batch_size} streams are more than the text has tokens ({len(token_ids)})")
+    if len(token_ids) == batch_size:
+        raise ValueError(
+            f"nothing to score: the text has {len(token_ids)} tokens, and the first of each of the "
+            f"batch_size={batch_size} streams is never scored"
+        )
+    _check_vocabulary(token_ids, model.config.vocab_size)
+    tokens = len(token_ids) - batch_size
+    with (
+        _settings(model, memory_length, clamp_len, same_length) as config,
+        tqdm(total=tokens, unit="token", desc="evaluate", disable=not progress) as bar,
+        torch.no_grad(),
+    ):
+        total, memory = 0.0, {}
+        for input_ids, shift_labels in _passes(token_ids, segment_length, batch_size, config.ext_len):
+            outputs = model(
+                input_ids=input_ids.to(model.device),
+                shift_labels=shift_labels.to(model.device),
+                use_cache=config.ext_len == 0,
+                **memory,
+            )
+            memory = {name: outputs[name] for name in ("mems", "past_key_values") if outputs.get(name) is not None}
+            total += outputs.losses.double().sum().item()
+            bar.update(int((shift_labels != -100).sum()))
+        return LanguageModelEvaluation(
+            nll=total / tokens,
+            tokens=tokens,
+            segment_length=segment_length,
+            memory_length=config.mem_len,
+            batch_size=batch_size,
+            ext_len=config.ext_len,
+            clamp_len=config.clamp_len,
+            same_length=config.same_length,
+        )
+
+
+def _passes(token_ids, segment_length: int, batch_size: int, ext_len: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """input_ids and shift_labels of each pass, both (B, e + L) with e ≤ ext_len tokens that are read again.
+
+    Streams one token shorter than the first end in a padding that nothing after it reads.
+    """
+    shorter, longer = divmod(len(token_ids), batch_size)
+    starts = [row * shorter + min(row, longer) for row in range(batch_size + 1)]
+    length = starts[1] - 1
+    for begin in range(0, length, segment_length):
+        end = min(begin + segment_length, length)
+        reread = max(0, begin - ext_len)
+        rows = torch.full((batch_size, end + 1 - reread), -100)
+        for row, (start, stop) in zip(rows, zip(starts, starts[1:], strict=False), strict=True):
+            tokens = read_tokens(token_ids, start + reread, min(start + end + 1, stop))
+            row[: len(tokens)] = tokens
+        shift_labels = rows[:, 1:].clone()
+        shift_labels[:, : begin - reread] = -100
+        yield rows[:, :-1].clamp(min=0), shift_labels
+
+
+@contextmanager
+def _settings(
+    model: TransfoXLForCausalLM, memory_length: int | None, clamp_len: int | None, same_length: bool | None
+) -> Iterator:
+    """The model in evaluation mode with other lengths; yields its configuration."""
+    config = model.config
+    found = {name: getattr(config, name) for name in ("mem_len", "clamp_len", "same_length")}
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        if memory_length is not None:
+            model.reset_memory_length(memory_length)
+        if clamp_len is not None:
+            config.clamp_len = clamp_len
+        if same_length is not None:
+            config.same_length = same_length
+        yield config
+    finally:
+        for name, value in found.items():
+            setattr(config, name, value)
+        # Module by module: parts of a model may be frozen in a mode of their own.
+        for module, training in modes.items():
+            module.training = training
+
+
+def _check_vocabulary(token_ids, vocab_size: int, chunk: int = 1 << 20) -> None:
+    """Before the first pass, because the last segment of a long text is hours away."""
+    for start in range(0, len(token_ids), chunk):
+        ids = np.asarray(token_ids[start : start + chunk])
+        outside = (ids < 0) | (ids >= vocab_size)
+        if outside.any():
+            position = int(outside.argmax())
+            raise ValueError(
+                f"token_ids[{start + position}] is {ids[position]}, outside the vocabulary [0, {vocab_size})"
+            )

@@ -1,0 +1,195 @@
+"""evaluate_language_model: every token scored once, whatever the segments, and the model left as it was."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+from txl_hf.evaluation import evaluate_language_model
+
+VOCAB_SIZE = 20
+
+
+def tiny_model(**settings) -> TransfoXLForCausalLM:
+    settings = {
+        "vocab_size": VOCAB_SIZE,
+        "cutoffs": [],
+        "div_val": 1,
+        "d_model": 16,
+        "d_embed": 16,
+        "n_head": 2,
+        "d_head": 8,
+        "d_inner": 16,
+        "n_layer": 2,
+        "mem_len": 64,
+        "clamp_len": -1,
+        "same_length": False,
+        "initial_memory": "empty",
+        # Large weights, so that the memory matters.
+        "init_std": 0.5,
+    } | settings
+    torch.manual_seed(0)
+    return TransfoXLForCausalLM(TransfoXLConfig(**settings))
+
+
+def text(length: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(length))
+
+
+@torch.no_grad()
+def token_losses(model: TransfoXLForCausalLM, token_ids: torch.Tensor) -> torch.Tensor:
+    """(N - 1,) losses of one forward over the whole text."""
+    return model.eval()(token_ids[None], labels=token_ids[None]).losses[0]
+
+
+MODEL = tiny_model()
+
+
+@settings(max_examples=30, deadline=None)
+@given(length=st.integers(2, 60), segment_length=st.integers(1, 70))
+def test_any_segmentation_scores_like_one_forward(length, segment_length):
+    expected = token_losses(MODEL, text(length)).double().mean().item()
+    result = evaluate_language_model(MODEL, text(length), segment_length)
+    assert result.nll == pytest.approx(expected, rel=1e-5)
+    assert result.tokens == length - 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(length=st.integers(2, 60), segment_length=st.integers(1, 20), data=st.data())
+def test_streams_of_uneven_length_are_scored_to_the_end(length, segment_length, data):
+    batch_size = data.draw(st.integers(1, length - 1))
+    streams = [torch.from_numpy(stream) for stream in np.array_split(text(length).numpy(), batch_size)]
+    losses = torch.cat([token_losses(MODEL, stream) for stream in streams if len(stream) > 1])
+    result = evaluate_language_model(MODEL, text(length), segment_length, batch_size=batch_size)
+    assert result.tokens == len(losses) == length - batch_size
+    assert result.nll == pytest.approx(losses.double().mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"initial_memory": "zeros"},
+        {"same_length": True},
+        {"same_length": True, "same_length_counts_self": False, "clamp_len": 5},
+        {"attn_type": 1},
+        {"attn_type": 2, "mem_len": 0},
+        {"attn_type": 3, "mem_len": 0},
+        {"cutoffs": [5, 10], "div_val": 2},
+        {"ext_len": 5},
+    ],
+    ids=str,
+)
+def test_equals_a_loop_over_mems(settings):
+    model, token_ids = tiny_model(**{"mem_len": 7} | settings).eval(), text(40)
+    ext_len, losses, mems = model.config.ext_len, [], None
+    for start in range(0, 39, 6):
+        reread = max(0, start - ext_len)
+        segment = token_ids[reread : start + 7]
+        with torch.no_grad():
+            outputs = model(segment[None, :-1], shift_labels=segment[None, 1:], mems=mems)
+        mems = outputs.mems
+        losses.append(outputs.losses[0, start - reread :])
+    expected = torch.cat(losses)
+    result = evaluate_language_model(model, token_ids, segment_length=6)
+    assert result.tokens == len(expected) == 39
+    assert result.nll == pytest.approx(expected.double().mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("memory_length", [0, 5, 64])
+def test_memory_length_sets_what_is_seen(memory_length):
+    """One token at a time sees exactly its memory and itself: in one layer, a window of the text."""
+    model, token_ids, expected = tiny_model(n_layer=1), text(30), []
+    for end in range(1, len(token_ids)):
+        window = token_ids[max(0, end - memory_length - 1) : end + 1]
+        expected.append(token_losses(model, window)[-1])
+    result = evaluate_language_model(model, token_ids, segment_length=1, memory_length=memory_length)
+    assert result.nll == pytest.approx(torch.stack(expected).double().mean().item(), rel=1e-5)
+    assert result.memory_length == memory_length
+
+
+def test_sliding_window_protocol():
+    """ext_len = n - 1 without memory computes every token again from its n last ones."""
+    model, token_ids, window = tiny_model(ext_len=4, mem_len=0), text(30), 5
+    expected = [token_losses(model, token_ids[max(0, end - window) : end + 1])[-1] for end in range(1, 30)]
+    result = evaluate_language_model(model, token_ids, segment_length=1)
+    assert result.nll == pytest.approx(torch.stack(expected).double().mean().item(), rel=1e-5)
+    assert result.ext_len == 4
+
+
+def test_settings_of_the_evaluation_only():
+    configured = tiny_model(mem_len=6, clamp_len=3, same_length=True)
+    expected = evaluate_language_model(configured, text(50), segment_length=4)
+    model = tiny_model()
+    result = evaluate_language_model(model, text(50), segment_length=4, memory_length=6, clamp_len=3, same_length=True)
+    assert result == expected
+    assert (result.clamp_len, result.same_length, result.segment_length, result.batch_size) == (3, True, 4, 1)
+    assert result != evaluate_language_model(model, text(50), segment_length=4)
+
+
+def test_measures_agree():
+    result = evaluate_language_model(MODEL, text(30), segment_length=8, batch_size=3)
+    assert result.perplexity == pytest.approx(math.exp(result.nll))
+    assert result.bits_per_token == pytest.approx(result.nll / math.log(2))
+
+
+def test_every_kind_of_text(tmp_path):
+    tokens = text(30)
+    tokens.numpy().astype(np.uint16).tofile(tmp_path / "tokens.bin")
+    memory_mapped = np.memmap(tmp_path / "tokens.bin", dtype=np.uint16, mode="r")
+    expected = evaluate_language_model(MODEL, tokens, segment_length=8)
+    for token_ids in (tokens.tolist(), tokens.numpy(), memory_mapped):
+        assert evaluate_language_model(MODEL, token_ids, segment_length=8) == expected
+
+
+@pytest.mark.parametrize("token_ids", [text(30), torch.tensor([1, 2, VOCAB_SIZE])], ids=["scored", "failed"])
+def test_the_model_is_left_as_it_was(token_ids):
+    model = tiny_model(dropout=0.5).train()
+    model.transformer.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    config = model.config.to_dict()
+    try:
+        evaluate_language_model(model, token_ids, 8, memory_length=3, clamp_len=2, same_length=True)
+    except ValueError:
+        assert len(token_ids) == 3
+    assert [module.training for module in model.modules()] == modes
+    assert model.config.to_dict() == config
+
+
+def test_the_model_is_left_as_it_was_by_an_error_half_way(monkeypatch):
+    model = tiny_model().train()
+    monkeypatch.setattr(model.lm_head, "log_prob", lambda hidden_states: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        evaluate_language_model(model, text(30), 8, memory_length=3)
+    assert model.training and model.config.mem_len == 64
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "arguments", "message"),
+    [
+        ([], {}, "the text is empty"),
+        ([3], {}, "nothing to score: the text has 1 tokens"),
+        ([3, 4], {"batch_size": 3}, r"batch_size=3 streams are more than the text has tokens \(2\)"),
+        ([3, 4], {"batch_size": 2}, "nothing to score"),
+        ([3, 4], {"batch_size": 0}, "batch_size=0"),
+        ([3, 4], {"segment_length": 0}, "segment_length=0"),
+        ([3, 4], {"memory_length": -1}, "mem_len=-1"),
+        ([3, 4, VOCAB_SIZE], {}, r"token_ids\[2\] is 20, outside the vocabulary \[0, 20\)"),
+        ([3, -4, 2], {}, r"token_ids\[1\] is -4, outside the vocabulary"),
+        ([0.5, 1.5], {}, "sequence of integers, but holds float64"),
+    ],
+)
+def test_bad_input_is_named(token_ids, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate_language_model(MODEL, token_ids, **{"segment_length": 4} | arguments)
+
+
+def test_progress_counts_scored_tokens(capsys):
+    evaluate_language_model(MODEL, text(30), segment_length=8, batch_size=3, progress=True)
+    assert "27/27" in capsys.readouterr().err
+    evaluate_language_model(MODEL, text(30), segment_length=8)
+    assert capsys.readouterr().err == ""
