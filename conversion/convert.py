@@ -186,11 +186,14 @@ def write_model(folder, config, checkpoint):
     logging.disable_progress_bar()
     staging = folder / "staging"
     config.save_pretrained(staging)
-    state = {}
+    state, left = {}, checkpoint.size
     for name, source in tqdm(checkpoint.tensors.items(), desc="reading", unit="tensor", disable=None):
         state[name] = source.read()
         if not state[name].is_floating_point():
             raise ConversionError(f"{source.name} holds {state[name].dtype}, which is no weight")
+        left -= state[name].nbytes
+        if left < 0:  # a hostile file can give the same bytes many names
+            raise ConversionError("the tensors would take more room than the checkpoint has")
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in state.values()))
     save_file(state, staging / "model.safetensors", metadata={"format": "pt"})
     # The tensors have to go before the model comes: both together would be twice the checkpoint.

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import unpickle
 import vocabulary
+from files import describe, find_file, state_dict_sources
 from layout import Checkpoint, ConversionError, Source, drop_copies, fields_from_shapes, map_names, tying_fields
 
 # Name in the module's state dict (pytorch/mem_transformer.py), tensor of the legacy layout, what changes.
@@ -24,7 +25,7 @@ TABLE = [
     ("layers.{l}.pos_ff.{name}", "transformer.layers.{l}.pos_ff.{name}", None),
 ]
 EXPECTED = "expected model.pt, the module pickled by the original's train.py"
-MAX_DEPTH = 16  # the original nests six modules; a hostile file may nest a module in itself
+MAX_MODULES, MAX_NAME = 10_000, 200  # the largest published model has 500 parts, in names of 40 characters
 
 
 def read(checkpoint, corpus=None):
@@ -36,48 +37,36 @@ def read(checkpoint, corpus=None):
     model = unpickle.load(path)
     if isinstance(model, dict) and "model_state" in model:
         raise ConversionError(f"{path} is a checkpoint of NVIDIA's (--from nvidia); {EXPECTED}")
-    while "module" in _modules(model):  # wrapped for several GPUs or for fp16
-        model = _modules(model)["module"]
+    for _ in range(2):  # wrapped for several GPUs, for fp16, or for both
+        model = _modules(model).get("module", model)
     if not {"word_emb", "layers"} <= _modules(model).keys():
-        raise ConversionError(f"{path} holds {vocabulary.describe(model)}; {EXPECTED}")
+        raise ConversionError(f"{path} holds {describe(model)}; {EXPECTED}")
     return from_state(
-        [Source(name, tensor.shape, tensor.read, tensor.place) for name, tensor in _named_tensors(model)],
+        state_dict_sources(_named_tensors(model), path),
         _module_fields(model),
         origin=f"the PyTorch checkpoint `{path.name}` of kimiyoung/transformer-xl",
+        size=path.stat().st_size,
         symbols=vocabulary.read_corpus(corpus)[0] if corpus is not None else None,
     )
 
 
-def from_state(sources, fields, origin, symbols=None, table=TABLE):
-    """Return the `Checkpoint` of a state dict of this original's layout.
+def from_state(sources, fields, origin, size, symbols=None, table=TABLE):
+    """Return the `Checkpoint` of a state dict of this original's layout, of `size` bytes.
 
     `sources` is a list of Source, `fields` what its shapes do not say: TransfoXLConfig fields, `cutoffs` among them.
     """
     tensors = map_names(sources, table)
     sizes = fields_from_shapes(tensors)
     for name, value in sizes.items():
-        if fields.get(name, value) != value and name not in ("attn_type", "div_val", "max_klen"):
+        # One table may stand for bins of one or of falling width without cutoffs; only the field knows.
+        if fields.get(name, value) != value and name != "div_val":
             raise ConversionError(f"the checkpoint says {name} {fields[name]}, its shapes say {value}")
     fields = {"initial_memory": "empty", "same_length_counts_self": True} | sizes | fields
     if "tie_projs" not in fields:
         fields |= tying_fields(tensors, fields)
     drop_copies(tensors, fields)
     explained = dict.fromkeys(("mem_len", "clamp_len", "same_length", "tgt_len"), "as the checkpoint was trained")
-    return Checkpoint(fields, tensors, origin, symbols, explained=explained)
-
-
-def find_file(path, names, expected):
-    """Return `path`, or the first of the file `names` in it where it is a folder."""
-    if path.is_file():
-        return path
-    if not path.exists():
-        raise ConversionError(f"{path} does not exist; {expected}")
-    for name in names:
-        if (path / name).is_file():
-            return path / name
-    content = sorted(entry.name for entry in path.iterdir())
-    listed = ", ".join(content[:4]) + (", …" if len(content) > 4 else "")
-    raise ConversionError(f"{path} is a folder of {len(content)} files ({listed}); {expected}")
+    return Checkpoint(fields, tensors, origin, size, symbols, explained=explained)
 
 
 def _modules(module):
@@ -85,17 +74,22 @@ def _modules(module):
     return modules if isinstance(modules, dict) else {}
 
 
-def _named_tensors(module, prefix="", depth=0):
-    """Yield (name, StoredTensor) as the module's state_dict() would name them."""
-    if depth > MAX_DEPTH:
-        raise ConversionError(f"the pickled modules are nested more than {MAX_DEPTH} deep")
-    for kind in ("_parameters", "_buffers"):
-        tensors = module.attributes.get(kind) if isinstance(module, unpickle.StandIn) else None
-        for name, tensor in tensors.items() if isinstance(tensors, dict) else ():
-            if isinstance(tensor, unpickle.StoredTensor):
-                yield f"{prefix}{name}", tensor
-    for name, child in _modules(module).items():
-        yield from _named_tensors(child, f"{prefix}{name}.", depth + 1)
+def _named_tensors(model):
+    """Return {name: StoredTensor} as the module's state_dict() would have it."""
+    tensors, pending, seen = {}, [("", model)], 0
+    while pending:
+        prefix, module = pending.pop()
+        seen += 1
+        for kind in ("_parameters", "_buffers"):
+            owned = module.attributes.get(kind) if isinstance(module, unpickle.StandIn) else None
+            for name, tensor in owned.items() if isinstance(owned, dict) else ():
+                if isinstance(tensor, unpickle.StoredTensor):
+                    tensors[f"{prefix}{name}"] = tensor
+        # A hostile file may nest a module in itself, or list one a million times.
+        if seen + len(pending) + len(_modules(module)) > MAX_MODULES or len(prefix) > MAX_NAME:
+            raise ConversionError(f"the pickled module has more than {MAX_MODULES} parts")
+        pending += [(f"{prefix}{name}.", child) for name, child in _modules(module).items()]
+    return tensors
 
 
 def _module_fields(model):

@@ -1,5 +1,6 @@
 """Checkpoints of the TensorFlow original (kimiyoung/transformer-xl, tf/): `model.ckpt-N.*` and `corpus-info.json`."""
 
+import glob
 import re
 from pathlib import Path
 
@@ -79,6 +80,7 @@ def read(checkpoint, corpus=None):
     return Checkpoint(
         fields=fields,
         tensors=tensors,
+        size=sum(path.stat().st_size for path in prefix.parent.glob(f"{glob.escape(prefix.name)}.data-*")),
         vocabulary=symbols,
         origin=f"the TensorFlow checkpoint `{prefix.name}` of kimiyoung/transformer-xl ({dataset})",
         explained=dict.fromkeys(PUBLISHED_EVALUATION[dataset], reason),

@@ -50,14 +50,15 @@ class Checkpoint:
     """What a family's reader found.
 
     `fields` are arguments of TransfoXLConfig; `explained` says for some of them where the value comes from; `tensors`
-    maps names of the legacy layout to `Source`; `origin` completes the model card's "The weights are those of". The
-    text side is a `vocabulary.Vocabulary`, or a folder that TransfoXLTokenizer loads, or neither. `classifier` is set
-    where the head is a classifier's.
+    maps names of the legacy layout to `Source`; `origin` completes the model card's "The weights are those of"; `size`
+    is that of the checkpoint on disk in bytes. The text side is a `vocabulary.Vocabulary`, or a folder that
+    TransfoXLTokenizer loads, or neither. `classifier` is set where the head is a classifier's.
     """
 
     fields: dict
     tensors: dict
     origin: str
+    size: int
     vocabulary: object = None
     tokenizer: Path | None = None
     classifier: bool = False

@@ -5,7 +5,8 @@ from pathlib import Path
 import kimiyoung_pytorch
 import unpickle
 import vocabulary
-from layout import ConversionError, Source
+from files import describe, find_file, state_dict_sources
+from layout import ConversionError
 
 # Name in model_state (pytorch/mem_transformer.py, utils/proj_adaptive_softmax.py), legacy tensor, what changes. The
 # rest is as in the original it derives from.
@@ -45,22 +46,19 @@ def read(checkpoint, corpus=None):
     The vocabulary is in the checkpoint; `corpus`, a pickled corpus or its folder, replaces it. Raises ConversionError
     or UnsafePickleError.
     """
-    path = kimiyoung_pytorch.find_file(Path(checkpoint), ("checkpoint_best.pt", "checkpoint_last.pt"), EXPECTED)
+    path = find_file(Path(checkpoint), ("checkpoint_best.pt", "checkpoint_last.pt"), EXPECTED)
     saved = unpickle.load(path)
     if not (isinstance(saved, dict) and {"model_config", "model_state"} <= saved.keys()):
-        raise ConversionError(f"{path} holds {vocabulary.describe(saved)}; {EXPECTED}")
-    config, state = saved["model_config"], saved["model_state"]
-    if not (isinstance(config, dict) and isinstance(state, dict)):
-        raise ConversionError(f"{path} has a model_config or model_state that is no dictionary; {EXPECTED}")
-    for name, tensor in state.items():
-        if not isinstance(tensor, unpickle.StoredTensor):
-            raise ConversionError(f"{path} has {vocabulary.describe(tensor)} for tensor {name} of model_state")
-    fields = _fields(config)
-    sources = [Source(name, tensor.shape, tensor.read) for name, tensor in state.items()]
+        raise ConversionError(f"{path} holds {describe(saved)}; {EXPECTED}")
+    if not isinstance(saved["model_config"], dict):
+        raise ConversionError(f"{path} has {describe(saved['model_config'])} for model_config; {EXPECTED}")
+    fields = _fields(saved["model_config"])
+    sources = state_dict_sources(saved["model_state"], f"model_state in {path}")
     return kimiyoung_pytorch.from_state(
         [_heads_apart(source, fields) for source in sources],
         fields,
         origin=f"the checkpoint `{path.name}` of NVIDIA's DeepLearningExamples, Transformer-XL for PyTorch",
+        size=path.stat().st_size,
         symbols=_symbols(saved, corpus, path),
         table=TABLE,
     )

@@ -1,13 +1,13 @@
 """Folders of the legacy `transformers` model: config.json, pytorch_model.bin or model.safetensors, vocab.pkl."""
 
+import functools
 import json
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 import unpickle
-import vocabulary
-from kimiyoung_pytorch import find_file
+from files import find_file, state_dict_sources
 from layout import Checkpoint, ConversionError, Source, drop_copies, fields_from_shapes, map_names
 from txl_hf import TransfoXLConfig
 
@@ -19,6 +19,7 @@ TABLE = [
     ("score.weight", "score.weight", None),
 ]
 EXPECTED = "expected a folder with config.json and pytorch_model.bin or model.safetensors"
+WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 TOKENIZER_FILES = ("vocab.pkl", "vocab.bin", "vocab.txt", "tokenizer.json")
 
 
@@ -35,7 +36,8 @@ def read(checkpoint, corpus=None):
     if not folder.is_dir():
         raise ConversionError(f"{folder} does not exist; {EXPECTED}")
     fields = _read_config(folder)
-    sources, weights = _read_weights(folder)
+    path = find_file(folder, WEIGHTS_FILES, EXPECTED)
+    sources = _safetensors_sources(path) if path.suffix == ".safetensors" else _pickled_sources(path)
     tensors = map_names(sources, TABLE)
     sizes = fields_from_shapes(tensors)
     if fields["n_layer"] != sizes["n_layer"]:
@@ -44,7 +46,8 @@ def read(checkpoint, corpus=None):
     return Checkpoint(
         fields,
         tensors,
-        origin=f"the legacy transformers checkpoint `{folder.resolve().name}` ({weights})",
+        origin=f"the legacy transformers checkpoint `{folder.resolve().name}` ({path.name})",
+        size=path.stat().st_size,
         tokenizer=folder if any((folder / name).is_file() for name in TOKENIZER_FILES) else None,
         classifier="score.weight" in tensors,
     )
@@ -66,27 +69,17 @@ def _read_config(folder):
     try:
         return TransfoXLConfig.from_dict(written).to_dict()
     except Exception as error:  # the configuration's validators raise errors of several kinds
-        raise ConversionError(f"{path} describes no model: {' '.join(str(error).split())}") from None
+        raise ConversionError(f"{path} describes no model: {error}") from None
 
 
-def _read_weights(folder):
-    """Return ([Source], file name)."""
-    if (folder / "model.safetensors").is_file():
-        path = folder / "model.safetensors"
-        try:
-            file = safe_open(path, framework="pt")
-            names = list(file.keys())
-        except SafetensorError as error:
-            raise ConversionError(f"{path} is no safetensors file: {' '.join(str(error).split())}") from None
-        return [
-            Source(name, tuple(file.get_slice(name).get_shape()), lambda name=name: file.get_tensor(name))
-            for name in names
-        ], path.name
-    path = find_file(folder, ("pytorch_model.bin",), EXPECTED)
-    state = unpickle.load(path)
-    if not isinstance(state, dict):
-        raise ConversionError(f"{path} holds {vocabulary.describe(state)}; expected a dictionary of tensors")
-    for name, tensor in state.items():
-        if not isinstance(name, str) or not isinstance(tensor, unpickle.StoredTensor):
-            raise ConversionError(f"{path} has {vocabulary.describe(tensor)} for tensor {name}")
-    return [Source(name, tensor.shape, tensor.read, tensor.place) for name, tensor in state.items()], path.name
+def _safetensors_sources(path):
+    try:
+        file = safe_open(path, framework="pt")
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+    except SafetensorError as error:
+        raise ConversionError(f"{path} is no safetensors file: {error}") from None
+    return [Source(name, shape, functools.partial(file.get_tensor, name)) for name, shape in shapes.items()]
+
+
+def _pickled_sources(path):
+    return state_dict_sources(unpickle.load(path), path)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import unpickle
+from files import describe
 from layout import ConversionError
 
 # How the text of each of the originals' data sets is split into symbols: a mode of TransfoXLTokenizer.
@@ -72,16 +73,6 @@ def from_stand_in(vocab, dataset, where):
     if len(set(symbols)) != len(symbols):
         raise ConversionError(f"{where} holds a vocabulary with the same symbol twice")
     return Vocabulary(symbols, MODES.get(dataset, "whitespace"), attributes.get("lower_case") is True)
-
-
-def describe(value):
-    """Return a few words for an unpickled value, for error messages."""
-    if isinstance(value, unpickle.StandIn):
-        return f"an object of class {str(value.name)[:80]}"
-    if isinstance(value, dict):
-        keys = ", ".join(str(key)[:40] for key in list(value)[:4] if isinstance(key, str))
-        return f"a dictionary with {len(value)} keys ({keys}, …)"
-    return f"a {type(value).__name__}"
 
 
 def read_corpus_info(folders):

@@ -1,5 +1,7 @@
 """Every golden of every original, converted by the command line itself, gives the original's losses and memories."""
 
+import contextlib
+import io
 import json
 import os
 import pickle
@@ -18,6 +20,8 @@ from safetensors.torch import load_file
 REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY / "conversion"))
 
+from hypothesis import HealthCheck, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import convert  # noqa: E402  (conversion/ is a folder of scripts, not an installed package)
@@ -171,7 +175,7 @@ def convert_state_dict(name, tmp_path):
     fields = {field: config[field] for field in [*known.split(), "pre_lnorm"]}
     if config["eval_len"]:
         fields["tgt_len"], fields["ext_len"], fields["mem_len"] = config["eval_len"]
-    checkpoint = kimiyoung_pytorch.from_state(sources, fields, origin="a golden")
+    checkpoint = kimiyoung_pytorch.from_state(sources, fields, origin="a golden", size=10**6)
     arguments = convert.parse_arguments(["--from", "kimiyoung-pytorch", "--checkpoint", "x", "--output", "y"])
     model_config = convert.build_config(checkpoint, arguments)
     layout.check_complete(checkpoint.tensors, model_config)
@@ -422,6 +426,51 @@ def test_a_failed_write_leaves_nothing(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr("safetensors.torch.save_file", full_disk)
     line = refusal(capfd, tmp_path, "nvidia", golden("nvidia_pytorch/nv_large_like"))
     assert "No space left" in line
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["root", "in module"])
+def test_a_module_nested_in_itself_ends(wrapped, tmp_path, capfd, monkeypatch):
+    module = pickle_class(monkeypatch, "mem_transformer", "Part")()
+    parts = {"word_emb": module, "layers": module, **({"module": module} if wrapped else {})}
+    module.__dict__["_modules"] = parts
+    torch.save(module, tmp_path / "model.pt")
+    assert "parts" in refusal(capfd, tmp_path, "kimiyoung-pytorch", tmp_path / "model.pt")
+
+
+def test_one_storage_under_many_names_is_not_multiplied(tmp_path, capfd):
+    config = TransfoXLConfig(vocab_size=9, cutoffs=[], div_val=1, d_model=64, d_embed=64, n_layer=40, mem_len=4)
+    shapes = layout.legacy_tensors(config)
+    storage = torch.zeros(max(torch.Size(shape).numel() for shape in shapes.values()))
+    state = {name: storage[: torch.Size(shape).numel()].view(shape) for name, shape in shapes.items()}
+    config.save_pretrained(tmp_path / "legacy")
+    torch.save(state, tmp_path / "legacy" / "pytorch_model.bin")
+    assert "more room than the checkpoint" in refusal(capfd, tmp_path, "transformers", tmp_path / "legacy")
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+@given(data=st.data())
+def test_150_mutated_checkpoints_end_in_one_line_or_a_model(data, tmp_path_factory):
+    """Damage to the goldens' pickles, where hyper-parameters, shapes and names are."""
+    tmp_path = tmp_path_factory.mktemp("mutated")
+    family = data.draw(st.sampled_from(["kimiyoung-pytorch", "nvidia"]))
+    path = {
+        "kimiyoung-pytorch": FIXTURES / "kimiyoung_pytorch" / "word_adaptive_div2_proj.model.pt",
+        "nvidia": FIXTURES / "nvidia_pytorch" / "nv_large_like" / "checkpoint_best.pt",
+    }[family]
+    content = bytearray(path.read_bytes())
+    start = content.index(b"\x80\x02")
+    for _ in range(data.draw(st.integers(1, 3))):
+        position = start + data.draw(st.integers(0, 10_000))
+        content[position] = data.draw(st.integers(0, 255))
+    (tmp_path / "model.pt").write_bytes(content)
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        arguments = ["--from", family, "--checkpoint", str(tmp_path / "model.pt"), "--output", str(tmp_path / "out")]
+        status = convert.main(arguments)
+    if status == 0:
+        assert (tmp_path / "out" / "model.safetensors").exists()
+    else:
+        assert len(errors.getvalue().splitlines()) == 1
+        assert [entry.name for entry in tmp_path.iterdir()] == ["model.pt"]
 
 
 # ---- the Hub ----

@@ -1,0 +1,43 @@
+"""What the readers of the families share about files: finding them, and saying what was found instead."""
+
+import unpickle
+from layout import ConversionError, Source
+
+
+def find_file(path, names, expected):
+    """Return `path`, or the first of the file `names` in it where it is a folder.
+
+    Raises ConversionError, with what was found and `expected`, where there is none.
+    """
+    if path.is_file():
+        return path
+    if not path.exists():
+        raise ConversionError(f"{path} does not exist; {expected}")
+    for name in names:
+        if (path / name).is_file():
+            return path / name
+    content = sorted(entry.name for entry in path.iterdir())
+    listed = ", ".join(content[:4]) + (", …" if len(content) > 4 else "")
+    raise ConversionError(f"{path} is a folder of {len(content)} files ({listed}); {expected}")
+
+
+def state_dict_sources(state, where):
+    """Return the unpickled state dict `state` as a list of Source; `where` is named in errors."""
+    if not isinstance(state, dict):
+        raise ConversionError(f"{where} holds {describe(state)}; expected a dictionary of tensors")
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, unpickle.StoredTensor):
+            raise ConversionError(f"{where} has {describe(tensor)} among its tensors, under {describe(name)}")
+    return [Source(name, tensor.shape, tensor.read, tensor.place) for name, tensor in state.items()]
+
+
+def describe(value):
+    """Return a few words for an unpickled value, for error messages."""
+    if isinstance(value, unpickle.StandIn):
+        return f"an object of class {str(value.name)[:80]}"
+    if isinstance(value, str):
+        return f"the text {value[:80]!r}"
+    if isinstance(value, dict):
+        keys = ", ".join(key[:40] for key in list(value)[:4] if isinstance(key, str))
+        return f"a dictionary with {len(value)} keys ({keys}, …)"
+    return f"a {type(value).__name__}"
