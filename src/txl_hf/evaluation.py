@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -97,7 +98,8 @@ def evaluate_language_model(
         tqdm(total=tokens, unit="token", desc="evaluate", disable=not progress) as bar,
         torch.no_grad(),
     ):
-        total, memory = 0.0, {}
+        total = 0.0
+        memory: dict[str, Any] = {}
         for input_ids, shift_labels in _passes(token_ids, segment_length, batch_size, config.ext_len):
             outputs = model(
                 input_ids=input_ids.to(model.device),

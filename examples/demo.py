@@ -1,0 +1,281 @@
+"""Train a small character-level Transformer-XL on real text, see what its memory is worth, save it and load it back.
+
+    make demo                     # the source of Python's standard library, about five minutes on two CPU cores
+    make demo TEXT=book.txt       # a text of your own
+    python examples/demo.py --help
+
+The output folder is ready for the Hub: the model with its code and tokenizer, a plot of bits per character against
+memory length, and a continuation of held-out text. It appears when all of it is complete, or not at all.
+"""
+
+# ruff: noqa: E402 -- Ctrl-C is answered from here on, because the imports below take seconds.
+import signal
+import sys
+
+
+def stop(*_):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print("\nInterrupted; no output was written.", file=sys.stderr)
+    sys.exit(130)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+
+import argparse
+import math
+import os
+import subprocess
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+import matplotlib
+import matplotlib.pyplot as plt
+import torch
+import transformers
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+from txl_hf.evaluation import LanguageModelEvaluation, evaluate_language_model
+from txl_hf.streams import TokenStream
+from txl_hf.tokenization_transfo_xl import TransfoXLTokenizer
+
+SEGMENT_LENGTH = 64
+BATCH_SIZE = 16
+MEMORY_LENGTH = 128
+EVALUATED_MEMORY_LENGTHS = (0, 16, 32, 64, 128, 256)
+LEARNING_RATE = 3e-3
+HELD_OUT = 50_000
+PROMPT = 600
+MINIMUM_TEXT = 10 * BATCH_SIZE * SEGMENT_LENGTH
+PLOT = "memory_length.png"
+
+
+def main():
+    arguments = parse_arguments()
+    started = time.monotonic()
+    torch.manual_seed(0)
+    # A model this small gains nothing from more threads.
+    torch.set_num_threads(min(4, torch.get_num_threads()))
+    transformers.logging.disable_progress_bar()
+    try:
+        text = standard_library() if arguments.text is None else read_text(arguments.text)
+        check_output(arguments.output)
+        with tempfile.TemporaryDirectory(dir=arguments.output.parent, prefix=f".{arguments.output.name}-") as scratch:
+            folder = run(text, arguments, Path(scratch))
+            replace(arguments.output, folder, Path(scratch))
+    except OSError as error:
+        sys.exit(f"error: {error}")
+    print(
+        f"\nDone in {time.monotonic() - started:.0f} s. {arguments.output}/ holds the model, {PLOT} and continuation.txt."
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--text", type=Path, help="a UTF-8 text file; default: Python's standard library")
+    parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder to write (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=3.0, help="training time (%(default)s)")
+    parser.add_argument("--steps", type=int, help="train for so many steps instead of --minutes")
+    parser.add_argument("--layers", type=int, default=4, help="(%(default)s)")
+    parser.add_argument("--width", type=int, default=160, help="d_model, a multiple of 8 (%(default)s)")
+    return parser.parse_args()
+
+
+def run(text: str, arguments: argparse.Namespace, scratch: Path) -> Path:
+    """The whole demo in a scratch folder; returns the folder of its output in there."""
+    held_out_length = min(HELD_OUT, len(text) // 10)
+    training, held_out = text[:-held_out_length], text[-held_out_length:]
+    # Characters too rare to be learned become <unk>.
+    tokenizer = TransfoXLTokenizer.train_from_iterator(
+        lines(training), mode="characters", unk_token="<unk>", min_freq=10
+    )
+    model = build_model(len(tokenizer), arguments.layers, arguments.width)
+    print(
+        f"Text: {len(text):,} characters, the last {len(held_out):,} of them held out; {len(tokenizer)} symbols.\n"
+        f"Model: {arguments.layers} layers of {arguments.width}, {model.num_parameters():,} parameters, segments of "
+        f"{SEGMENT_LENGTH} with a memory of {MEMORY_LENGTH}."
+    )
+    stream = TokenStream(tokenizer.encode_lines(lines(training)), SEGMENT_LENGTH, BATCH_SIZE)
+    train(model, stream, arguments.minutes, arguments.steps)
+
+    folder = scratch / "output"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+    evaluations = evaluate(model, tokenizer.encode_lines(lines(held_out)))
+    plot(evaluations, folder / PLOT)
+
+    prompt = held_out[:PROMPT]
+    continuation = reload(model, tokenizer, prompt, folder, scratch)
+    (folder / "continuation.txt").write_text(prompt + continuation, encoding="utf-8")
+    print(f"\nHeld-out text ...\n{indent(prompt[-200:])}\n... and how the model continues it:\n{indent(continuation)}")
+    return folder
+
+
+def standard_library() -> str:
+    """The modules of Python's standard library, one after the other in the order of their names."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")))
+    if len(text) < MINIMUM_TEXT:
+        sys.exit(f"error: this Python has no source of its standard library in {folder}: give a text with TEXT=path")
+    return text
+
+
+def read_text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        sys.exit(f"error: {path} is not a UTF-8 text")
+    if "\0" in text:
+        sys.exit(f"error: {path} is not a text: it contains zero bytes")
+    if len(text) < MINIMUM_TEXT:
+        sys.exit(f"error: {path} is too short: {len(text):,} characters, and the demo needs {MINIMUM_TEXT:,}")
+    return text
+
+
+def check_output(output: Path):
+    """Whatever is replaced was written by this demo."""
+    if output.exists() and not (output / PLOT).is_file():
+        sys.exit(f"error: {output} exists and is no output of this demo: choose another folder with --output")
+    output.parent.mkdir(parents=True, exist_ok=True)
+
+
+def replace(output: Path, folder: Path, scratch: Path):
+    """Put the complete folder in its place; an older one goes with the scratch folder."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if output.exists():
+        output.rename(scratch / "older")
+    folder.rename(output)
+
+
+def lines(text: str) -> list[str]:
+    return text.splitlines(keepends=True)
+
+
+def indent(text: str) -> str:
+    return "\n".join("    " + line for line in text.splitlines())
+
+
+def build_model(vocab_size: int, layers: int, width: int) -> TransfoXLForCausalLM:
+    return TransfoXLForCausalLM(
+        TransfoXLConfig(
+            vocab_size=vocab_size,
+            cutoffs=[],
+            div_val=1,
+            d_model=width,
+            d_embed=width,
+            n_head=4,
+            d_head=width // 4,
+            d_inner=4 * width,
+            n_layer=layers,
+            mem_len=MEMORY_LENGTH,
+            tgt_len=SEGMENT_LENGTH,
+            clamp_len=-1,
+            same_length=False,
+            # The text begins with nothing before it.
+            initial_memory="empty",
+            # Most of the text is read less than once: there is nothing to regularise.
+            dropout=0.0,
+            pre_lnorm=True,
+            eos_token_id=None,
+        ),
+    )
+
+
+def train(model: TransfoXLForCausalLM, stream: TokenStream, minutes: float, steps: int | None):
+    """AdamW with warm-up and cosine decay over `steps`, or else over the time there is."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    loader = DataLoader(stream, batch_size=stream.batch_size)
+    started, step, done, bits = time.monotonic(), 0, 0.0, math.nan
+    model.train()
+    with tqdm(
+        total=100, desc="train", bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed}<{remaining}{postfix}"
+    ) as bar:
+        while done < 1:
+            # Each pass over the text starts without memory; within it, each step reads on where the last one stopped.
+            mems = None
+            for batch in loader:
+                optimizer.param_groups[0]["lr"] = (
+                    LEARNING_RATE * min(1, 0.01 + 50 * done) * math.cos(math.pi / 2 * done) ** 2
+                )
+                outputs = model(**batch, mems=mems)
+                outputs.loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                mems = outputs.mems
+
+                step += 1
+                loss = outputs.loss.item() / math.log(2)
+                bits = loss if step == 1 else 0.98 * bits + 0.02 * loss
+                done = min(1, step / steps if steps else (time.monotonic() - started) / (60 * minutes))
+                bar.set_postfix_str(f"{bits:.2f} bits per character", refresh=False)
+                bar.update(100 * done - bar.n)
+                if done == 1:
+                    break
+    print(f"Trained for {step} steps, {step * stream.batch_size * stream.segment_length:,} characters.")
+
+
+def evaluate(model: TransfoXLForCausalLM, token_ids) -> list[LanguageModelEvaluation]:
+    """Score the held-out text with every memory length, and print a table."""
+    evaluations = []
+    for memory_length in tqdm(EVALUATED_MEMORY_LENGTHS, desc="evaluate", leave=False):
+        batch_size = min(8, len(token_ids) // 1000 + 1)
+        evaluations.append(
+            evaluate_language_model(model, token_ids, SEGMENT_LENGTH, memory_length, batch_size=batch_size)
+        )
+    print(f"\n{'memory':>8}   held-out bits per character ({evaluations[0].tokens:,} characters)")
+    for evaluation in evaluations:
+        gain = 1 - evaluation.bits_per_token / evaluations[0].bits_per_token
+        print(f"{evaluation.memory_length:>8}   {evaluation.bits_per_token:.3f}   {-gain:+.1%}")
+    return evaluations
+
+
+def plot(evaluations: list[LanguageModelEvaluation], path: Path):
+    matplotlib.use("Agg")
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    memory_lengths = [str(evaluation.memory_length) for evaluation in evaluations]
+    axes.plot(memory_lengths, [evaluation.bits_per_token for evaluation in evaluations], marker="o")
+    axes.set_xlabel("memory length (characters)")
+    axes.set_ylabel("held-out bits per character")
+    axes.set_title(f"Segments of {SEGMENT_LENGTH}, trained with a memory of {MEMORY_LENGTH}")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def reload(
+    model: TransfoXLForCausalLM, tokenizer: TransfoXLTokenizer, prompt: str, folder: Path, scratch: Path
+) -> str:
+    """Load the folder in new processes, with txl_hf and where it cannot be imported; returns the continuation."""
+    (scratch / "prompt.txt").write_text(prompt, encoding="utf-8")
+    # The folder's code goes through a cache of its own; nothing comes from elsewhere.
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(scratch / "modules")}
+    loaded = {}
+    for package in ("with", "without"):
+        command = [sys.executable, Path(__file__).with_name("demo_reload.py"), folder, scratch / "prompt.txt"]
+        process = subprocess.run(
+            [*command, scratch / package, package],
+            env=environment,
+            capture_output=True,
+            text=True,
+            start_new_session=True,
+        )
+        if process.returncode:
+            sys.exit(f"error: the saved folder does not load {package} txl_hf:\n{process.stderr}")
+        loaded[package] = torch.load(scratch / package)
+    with torch.no_grad():
+        expected = model.eval()(**tokenizer(prompt, return_tensors="pt")).logits
+    difference = max(float((expected - outputs["log_probs"]).abs().max()) for outputs in loaded.values())
+    if difference > 1e-5 or loaded["with"]["continuation"] != loaded["without"]["continuation"]:
+        sys.exit(f"error: the loaded model differs from the saved one: log-probabilities by up to {difference}")
+    print(f"\nSaved, and loaded in new processes with txl_hf and without it: equal to {difference:.0e}.")
+    return loaded["without"]["continuation"]
+
+
+if __name__ == "__main__":
+    main()
