@@ -3,9 +3,16 @@
 Importing the package registers Transformer-XL with the Auto classes of `transformers`.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 from .configuration_transfo_xl import TransfoXLConfig
+from .evaluation import evaluate_language_model
 from .modeling_transfo_xl import (
     TransfoXLForCausalLM,
     TransfoXLForSequenceClassification,
@@ -13,22 +20,29 @@ from .modeling_transfo_xl import (
     TransfoXLModel,
     TransfoXLPreTrainedModel,
 )
+from .streams import TokenStream
+from .tokenization_transfo_xl import TransfoXLTokenizer
 
 __all__ = [
+    "TokenStream",
     "TransfoXLConfig",
     "TransfoXLForCausalLM",
     "TransfoXLForSequenceClassification",
     "TransfoXLLMHeadModel",
     "TransfoXLModel",
     "TransfoXLPreTrainedModel",
+    "TransfoXLTokenizer",
+    "evaluate_language_model",
 ]
 
 AutoConfig.register(TransfoXLConfig.model_type, TransfoXLConfig)
 AutoModel.register(TransfoXLConfig, TransfoXLModel)
 AutoModelForCausalLM.register(TransfoXLConfig, TransfoXLForCausalLM)
 AutoModelForSequenceClassification.register(TransfoXLConfig, TransfoXLForSequenceClassification)
+AutoTokenizer.register(TransfoXLConfig, fast_tokenizer_class=TransfoXLTokenizer)
 
 TransfoXLConfig.register_for_auto_class()
 TransfoXLModel.register_for_auto_class("AutoModel")
 TransfoXLForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 TransfoXLForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+TransfoXLTokenizer.register_for_auto_class()
