@@ -489,9 +489,8 @@ def _build_backend(symbols: list[str], mode: str, lower_case: bool, unk_token, s
     outside = [str(token) for token in specials if str(token) not in vocabulary]
     steps = [normalizers.Lowercase()] if lower_case else []
     if mode == "moses":
-        protected = _protected(specials)
-        steps += _moses_normalizers(protected, lower_case)
-        backend.pre_tokenizer = _moses_pre_tokenizer(protected)
+        steps += _moses_normalizers()
+        backend.pre_tokenizer = _moses_pre_tokenizer(specials, lower_case)
         backend.decoder = _moses_decoder(symbols, outside)
     elif mode == "characters":
         backend.pre_tokenizer = pre_tokenizers.FixedLength(length=1)
@@ -623,11 +622,9 @@ _CURRENCY = "24 a2-a5 58f 60b 9f2-9f3 9fb af1 bf9 e3f 17db 20a0-20bd a838 fdfc f
 # Noncharacters: no text has them, so they can mark places between two rules.
 _MARK = "\ufdd0"
 _BORDER = "\ufdd1"
-_OPEN, _CLOSE = "\ufdd2", "\ufdd3"
 
-# Moses sets a placeholder for a protected `<unk>`, which starts with a letter and ends with a digit.
-_A = _parse_class(_ALPHA) + _parse_class(_VIRAMA) + _OPEN
-_D = _parse_class(_DIGIT) + _CLOSE
+_A = _parse_class(_ALPHA) + _parse_class(_VIRAMA)
+_D = _parse_class(_DIGIT)
 _AN = _A + _D
 _L = _parse_class(_LOWER)
 _WORD = _AN + r"'.,\-"
@@ -641,71 +638,75 @@ _PREFIXES = (
 _NUMERIC_PREFIXES = "No Art pp"
 
 
-def _protected(specials: list) -> str:
-    """A regex for the insides of the special tokens `<…>`, which Moses keeps whole however they are capitalised."""
-    return "|".join(re.escape(str(token)[1:-1]) for token in specials if re.fullmatch(r"<\w+>", str(token))) or "(?!)"
-
-
-def _moses_normalizers(protected: str, lower_case: bool) -> list:
-    # Lower-cased, a `<UNK>` is a special token and stands by itself.
-    space = " " if lower_case else ""
-    prefixes = "|".join(map(re.escape, _PREFIXES.split()))
-    numeric = "|".join(_NUMERIC_PREFIXES.split())
-    punctuation = [
-        ("[\x1c-\x1f]", " "),
-        ("\r", ""),
-        ("`", "'"),
-        ("''", ' " '),
-        ("[´‘‚’]", "'"),
-        ("''", '"'),
-        ("[„“”]|«\xa0?|\xa0»\xa0|»", '"'),
+def _moses_normalizers() -> list:
+    abbreviations = "".join(
+        rf"(?<!(?<![{_WORD}])(?:{'|'.join(map(re.escape, group))})\.)" for group in _by_length(_PREFIXES)
+    )
+    x = f"[{_A}]'"
+    before_number = "|".join(_NUMERIC_PREFIXES.split())
+    steps = [
+        # Punctuation. Two plain apostrophes make a quote that stays where it is, other pairs one that may move.
+        ("[`']{2}", ' " '),
+        ("´|‘|‚|’|`", "'"),
+        ("''|„|“|”|«\xa0?|\xa0»\xa0|»", '"'),
         ("–", "-"),
         ("—", " - "),
         ("…", "..."),
         # A quote stands after the commas and full stops that follow it.
         ('"(?=[,.])', _MARK),
         (_MARK + r"[,.]+\K", '"'),
-        (_MARK, ""),
         # A no-break space between digits is a decimal point, unless the digit before it served one already.
-        (r"\d\x{a0}\d\K\x{a0}(?=\d)", " "),
+        ("[\x1c-\x1f]|\xa0(?<=[0-9]\xa0[0-9]\xa0)(?<![0-9]\xa0[0-9]\xa0[0-9]\xa0)(?=[0-9])", " "),
         (r"(?<=\d)\x{a0}(?=\d)", "."),
-        ("[\x00-\x08\x0e-\x1b]", ""),
-        (r"\A\s+|\s+\z", ""),
-    ]
-    words = [
-        (f"<(?=(?i:{protected})>)", space + _OPEN),
-        (f"{_OPEN}(?i:{protected})\\K>", _CLOSE + space),
-        ("@", " @ "),
+        (f"[\x00-\x08\r\x0e-\x1b]|{_MARK}", ""),
+        # Words. A written `@-@` is no joiner.
+        ("@(?=[-,.]@)", "@ "),
         (f"(?<=[{_AN}])-(?=[{_AN}])", " @-@ "),
-        (r"(?<!\.)(?=\.\.)|(?<=\.\.)(?!\.)", " "),
+        (r"\.(?<!\.\.)(?=\.)", " ."),
+        (r"\.(?<=\.\.)(?!\.)", ". "),
         # A comma between digits stays. Of a run of commas Moses takes two at a time.
         (rf",(?:(?![{_D}])|(?<!(?:[{_D}]|\A)(?:,,)*,|[^{_D},](?:,,)+))", " , "),
         # Apostrophes. Of `x'y'z` Moses sees the first, since `y` is taken.
-        (rf"[{_A}]'[{_A}]\K'(?=[{_A}])|[^{_A}]'(?:(?![{_A}])[{_D}.\-]|\s+)?\K'(?=[^{_A}])", _MARK),
-        (rf"(?<=[^{_A}])'(?=[^{_A}])|(?<=[^{_AN}])'(?=[{_A}])|(?<=[{_A}])'(?=[^{_A}])", " ' "),
-        (rf"(?<=[{_A}])'(?=[{_A}])|(?<=[{_D}])'(?=s)", " '"),
-        (_MARK, "'"),
-        # A full stop ends a word but for abbreviations and before lower case.
         (
-            rf"\.(?![{_WORD}])(?!\s*[{_L}])(?<=[{_WORD}]\.)(?<!\.\.)"
-            rf"(?<!(?:\A|[^{_WORD}])(?:{prefixes})\.)"
-            rf"(?!(?<=(?:\A|[^{_WORD}])(?:{numeric})\.)\s+[0-9])"
-            rf"(?<![{_A}][{_WORD}]*\.[{_WORD}]*\.|\.[{_WORD}]*[{_A}][{_WORD}]*\.)",
+            rf"'(?:(?<=[^{_A}]')(?=[^{_A}])(?<![^{_A}]'(?:[{_D}.\-&&[^{_A}]]|\s)?')"
+            rf"|(?<=[^{_AN}]')(?=[{_A}])|(?<=[{_A}]')(?=[^{_A}]))",
+            " ' ",
+        ),
+        (
+            rf"'(?:(?<=[{_A}]')(?=[{_A}])(?:(?<!{x}{x})|(?<={x}{x}{x})(?<!{x}{x}{x}{x})|(?<={x}{x}{x}{x}{x}))"
+            rf"|(?<=[{_D}]')(?=s))",
+            " '",
+        ),
+        # A full stop ends a word, but not abbreviations with a full stop inside or known ones, or before lower case.
+        (rf"\.[{_WORD}]*\K(?<=[{_A}][{_WORD}]{{0,99}})\.(?![{_WORD}])", _MARK),
+        (
+            rf"\.(?![{_WORD}])(?!\s*[{_L}])(?<=[{_WORD}>]\.)(?<!\.\.){abbreviations}"
+            rf"(?:(?!\s+[0-9])|(?<!(?:\A|[^{_WORD}])(?:{before_number})\.))",
             " .",
         ),
-        (r"(?<!\.)\.'(?=\s*\z)", " . ' "),
+        (_MARK, "."),
+        (r"\.(?<!\.\.)(?='\s*\z)", " . "),
         (rf"(?<=[{_D}&&\d]),(?=[{_D}&&\d])", " @,@ "),
         (rf"(?<=[{_D}&&\d])\.(?=[{_D}&&\d])", " @.@ "),
-        (_OPEN, "<"),
-        (_CLOSE, ">"),
     ]
-    return [normalizers.Replace(Regex(pattern), content) for pattern, content in punctuation + words]
+    replaces = [normalizers.Replace(Regex(pattern), content) for pattern, content in steps]
+    return [*replaces[:11], normalizers.Strip(), *replaces[11:]]
 
 
-def _moses_pre_tokenizer(protected: str):
-    # A character that is neither of a word nor white space is a symbol by itself, but for the joiners made above.
-    symbol = rf"@[-,.]@|(?:[{_WORD}]|<(?i:{protected})>)+|[^{_WORD}\s]"
-    return pre_tokenizers.Split(Regex(symbol), behavior="removed", invert=True)
+def _by_length(words: str) -> list[list[str]]:
+    groups = defaultdict(list)
+    for word in words.split():
+        groups[len(word)].append(word)
+    return list(groups.values())
+
+
+def _moses_pre_tokenizer(specials: list, lower_case: bool):
+    # Moses keeps special tokens whole however they are capitalised; lower-cased, they stand by themselves. Any other
+    # character that is neither of a word nor white space is a symbol, but for the joiners made above.
+    names = "|".join(re.escape(str(token)[1:-1]) for token in specials if re.fullmatch(r"<\w+>", str(token)))
+    protected = f"<(?i:{names or '(?!)'})>"
+    word = f"{protected}|[{_WORD}]+" if lower_case else f"(?:[{_WORD}]|{protected})+"
+    return pre_tokenizers.Split(Regex(rf"@[-,.]@|{word}|[^{_WORD}\s]"), behavior="removed", invert=True)
 
 
 # Chinese, Japanese and Korean writing, between whose words no space is set.
