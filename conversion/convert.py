@@ -5,8 +5,9 @@
     python conversion/convert.py --from nvidia --checkpoint checkpoint_best.pt --output base
     python conversion/convert.py --from transformers --checkpoint transfo-xl-wt103 --output wt103
 
-The folder gets config.json, model.safetensors, the tokenizer where a vocabulary is at hand, and a model card. Nothing
-in a pickle is executed (`unpickle.py`). The exit status is 0 on success; otherwise the reason is one line on standard
+The folder gets config.json, model.safetensors, the tokenizer where a vocabulary is at hand, and a model card; where
+there is a vocabulary alone (a pickled corpus, a folder with vocab.pkl), only the tokenizer. Nothing in a pickle is
+executed (`unpickle.py`). The exit status is 0 on success; otherwise the reason is one line on standard
 error and no folder is left behind.
 """
 
@@ -112,14 +113,18 @@ def convert(arguments):
         raise ConversionError(f"{arguments.output} exists and is not empty; expected a new folder")
     family = importlib.import_module(FAMILIES[arguments.family])
     checkpoint = family.read(arguments.checkpoint, arguments.corpus)
-    config = build_config(checkpoint, arguments)
-    check_complete(checkpoint.tensors, config, checkpoint.classifier)
-    print_settings(config, checkpoint)
+    if checkpoint.tensors:
+        config = build_config(checkpoint, arguments)
+        check_complete(checkpoint.tensors, config, checkpoint.classifier)
+        print_settings(config, checkpoint)
+    else:
+        print("no weights there: converting the vocabulary alone")
     with unfinished(arguments.output) as folder:
-        model_class = write_model(folder, config, checkpoint)
+        model_class = write_model(folder, config, checkpoint) if checkpoint.tensors else None
         has_tokenizer = write_tokenizer(folder, checkpoint, arguments.tokenizer_mode)
-        card = model_card(arguments, config, checkpoint, model_class, has_tokenizer)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        if model_class is not None:
+            card = model_card(arguments, config, checkpoint, model_class, has_tokenizer)
+            (folder / "README.md").write_text(card, encoding="utf-8")
     print(f"wrote {arguments.output}")
     if arguments.push_to_hub:
         push(arguments.output, arguments.push_to_hub)
@@ -130,13 +135,12 @@ def build_config(checkpoint: Checkpoint, arguments):
     from txl_hf import TransfoXLConfig
 
     fields = dict(checkpoint.fields)
-    symbols = checkpoint.vocabulary.symbols if checkpoint.vocabulary else None
-    if symbols is not None:
-        if len(symbols) != fields["vocab_size"]:
-            raise ConversionError(
-                f"the vocabulary has {len(symbols)} symbols, the model {fields['vocab_size']}: it is of another corpus"
-            )
-        fields["eos_token_id"] = checkpoint.vocabulary.eos_token_id
+    if checkpoint.vocabulary is not None:
+        found, size = len(checkpoint.vocabulary.symbols), fields["vocab_size"]
+        if found != size:
+            print(f"warning: the vocabulary has {found} symbols, the model {size}: another corpus?", file=sys.stderr)
+        eos_token_id = checkpoint.vocabulary.eos_token_id
+        fields["eos_token_id"] = eos_token_id if eos_token_id is not None and eos_token_id < size else None
     # The originals' word corpora, which have cutoffs, begin with <eos>; symbol 0 of the others is a letter.
     fields.setdefault("eos_token_id", 0 if fields["cutoffs"] else None)
     for name in SETTINGS:
@@ -215,7 +219,7 @@ def write_tokenizer(folder, checkpoint, mode):
     if vocabulary is None and checkpoint.tokenizer is None:
         print("no tokenizer: no vocabulary at hand (--corpus)")
         return False
-    from txl_hf.tokenization_transfo_xl import TransfoXLTokenizer
+    from txl_hf import TransfoXLTokenizer
 
     if vocabulary is None:
         if mode is not None:

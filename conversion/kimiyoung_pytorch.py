@@ -29,12 +29,15 @@ MAX_MODULES, MAX_NAME = 10_000, 200  # the largest published model has 500 parts
 
 
 def read(checkpoint, corpus=None):
-    """Return the `Checkpoint` at `checkpoint`, a model.pt or the folder that holds it.
+    """Return the `Checkpoint` at `checkpoint`, a model.pt or the folder that holds it, or a pickled corpus alone.
 
     `corpus` is the pickled corpus (cache.pt, cache.pkl) or its folder. Raises ConversionError or UnsafePickleError.
     """
-    path = find_file(Path(checkpoint), ("model.pt",), EXPECTED)
+    path = find_file(Path(checkpoint), ("model.pt", "cache.pt", "cache.pkl"), EXPECTED)
     model = unpickle.load(path)
+    if isinstance(model, unpickle.StandIn) and "vocab" in model.attributes:
+        symbols, _ = vocabulary.read_corpus(path)
+        return Checkpoint({}, {}, origin=f"the corpus `{path.name}`", size=0, vocabulary=symbols)
     if isinstance(model, dict) and "model_state" in model:
         raise ConversionError(f"{path} is a checkpoint of NVIDIA's (--from nvidia); {EXPECTED}")
     for _ in range(2):  # wrapped for several GPUs, for fp16, or for both

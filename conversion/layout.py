@@ -53,6 +53,7 @@ class Checkpoint:
     maps names of the legacy layout to `Source`; `origin` completes the model card's "The weights are those of"; `size`
     is that of the checkpoint on disk in bytes. The text side is a `vocabulary.Vocabulary`, or a folder that
     TransfoXLTokenizer loads, or neither. `classifier` is set where the head is a classifier's.
+    Without `tensors` there is a vocabulary alone.
     """
 
     fields: dict

@@ -26,7 +26,8 @@ TOKENIZER_FILES = ("vocab.pkl", "vocab.bin", "vocab.txt", "tokenizer.json")
 def read(checkpoint, corpus=None):
     """Return the `Checkpoint` in the folder `checkpoint`; its tokenizer is left to TransfoXLTokenizer.
 
-    `corpus` must be None: these folders hold their vocabulary. Raises ConversionError or UnsafePickleError.
+    The folder may hold a tokenizer alone. `corpus` must be None: these folders hold their vocabulary. Raises
+    ConversionError or UnsafePickleError.
     """
     folder = Path(checkpoint)
     if corpus is not None:
@@ -35,6 +36,9 @@ def read(checkpoint, corpus=None):
         raise ConversionError(f"{folder} is a file; {EXPECTED}")
     if not folder.is_dir():
         raise ConversionError(f"{folder} does not exist; {EXPECTED}")
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    if has_tokenizer and not any((folder / name).is_file() for name in ("config.json", *WEIGHTS_FILES)):
+        return Checkpoint({}, {}, origin=f"the tokenizer `{folder.resolve().name}`", size=0, tokenizer=folder)
     fields = _read_config(folder)
     path = find_file(folder, WEIGHTS_FILES, EXPECTED)
     sources = _safetensors_sources(path) if path.suffix == ".safetensors" else _pickled_sources(path)
@@ -48,7 +52,7 @@ def read(checkpoint, corpus=None):
         tensors,
         origin=f"the legacy transformers checkpoint `{folder.resolve().name}` ({path.name})",
         size=path.stat().st_size,
-        tokenizer=folder if any((folder / name).is_file() for name in TOKENIZER_FILES) else None,
+        tokenizer=folder if has_tokenizer else None,
         classifier="score.weight" in tensors,
     )
 

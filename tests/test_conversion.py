@@ -22,14 +22,18 @@ sys.path.insert(0, str(REPOSITORY / "conversion"))
 
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 import convert  # noqa: E402  (conversion/ is a folder of scripts, not an installed package)
 import kimiyoung_pytorch  # noqa: E402
 import layout  # noqa: E402
 import vocabulary  # noqa: E402
-from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLForSequenceClassification  # noqa: E402
-from txl_hf.tokenization_transfo_xl import TransfoXLTokenizer  # noqa: E402
+from txl_hf import (  # noqa: E402
+    TransfoXLConfig,
+    TransfoXLForCausalLM,
+    TransfoXLForSequenceClassification,
+    TransfoXLTokenizer,
+)
 
 FIXTURES = REPOSITORY / "tests" / "fixtures" / "conversion"
 SHARED = REPOSITORY.parent / "shared" / "golden"
@@ -246,6 +250,57 @@ def test_pytorch_golden_corpus_through_the_command_line(name, tmp_path, monkeypa
     check_generates(model.eval())
 
 
+@pytest.mark.parametrize("name", ["cache.pt", "cache.pkl"])
+def test_pytorch_golden_corpus_alone(name, tmp_path):
+    expected = json.loads(golden("kimiyoung_pytorch_corpus/expected.json").read_text())
+    result = run_cli("kimiyoung-pytorch", golden(f"kimiyoung_pytorch_corpus/{name}"), tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == expected["idx2sym"]
+
+
+def test_corpus_of_another_size_is_warned_of(tmp_path, capfd, monkeypatch):
+    write_corpus(tmp_path / "cache.pt", monkeypatch, ["a", "<eos>"], "wt103")
+    module = str(golden("kimiyoung_pytorch/word_adaptive_div2_proj.model.pt"))
+    arguments = ["--checkpoint", module, "--corpus", str(tmp_path / "cache.pt"), "--output", str(tmp_path / "out")]
+    assert convert.main(["--from", "kimiyoung-pytorch", *arguments]) == 0
+    assert "2 symbols, the model 120: another corpus?" in capfd.readouterr().err
+
+
+TEXTS = {
+    "wt103": (["<eos>", "a", "b", "<unk>"], "a b x", [1, 2, 3], 0),
+    "lm1b": (["</S>", "<S>", "<UNK>", "a", "b"], "a b x", [1, 3, 4, 2, 1], 1),
+    "text8": (["_", "a", "b", "c"], "a bc", [1, 0, 2, 3], None),
+    "enwik8": (["32", "97", "98"], "a b", [1, 0, 2], None),
+}
+
+
+@pytest.mark.parametrize("dataset", TEXTS)
+def test_tokenizer_of_each_corpus(dataset, tmp_path, monkeypatch):
+    symbols, text, ids, eos_token_id = TEXTS[dataset]
+    write_corpus(tmp_path / "cache.pt", monkeypatch, symbols, dataset)
+    write_module(tmp_path / "model.pt", monkeypatch, n_token=len(symbols))
+    arguments = ["--checkpoint", str(tmp_path), "--corpus", str(tmp_path), "--output", str(tmp_path / "out")]
+    assert convert.main(["--from", "kimiyoung-pytorch", *arguments]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer(text)["input_ids"] == ids
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.eos_token_id == eos_token_id
+    written = model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=4, do_sample=False)
+    assert isinstance(tokenizer.decode(written[0]), str)
+
+
+@pytest.mark.parametrize("name", ["cased", "lower"])
+def test_legacy_tokenizer_alone(name, tmp_path):
+    folder = golden(f"tokenizer/{name}")
+    result = run_cli("transformers", folder, tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    for line in json.loads((folder / "expected.json").read_text()):
+        assert tokenizer(line["text"])["input_ids"] == line["ids"]
+        assert tokenizer.decode(line["ids"]) == line["decoded"]
+
+
 def test_legacy_tokenizer_comes_along(tmp_path):
     folder = tmp_path / "legacy"
     shutil.copytree(golden("hf_legacy/wt103_like"), folder)
@@ -383,13 +438,6 @@ def test_refuses_an_output_that_is_not_empty(tmp_path, capfd):
     assert convert.main(arguments) == 1
     assert "not empty" in capfd.readouterr().err
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
-
-
-def test_refuses_a_vocabulary_of_another_size(tmp_path, capfd, monkeypatch):
-    write_corpus(tmp_path / "cache.pt", monkeypatch, ["<eos>", "a"], "wt103")
-    module = golden("kimiyoung_pytorch/word_adaptive_div2_proj.model.pt")
-    line = refusal(capfd, tmp_path, "kimiyoung-pytorch", module, "--corpus", tmp_path / "cache.pt")
-    assert "2 symbols, the model 120" in line
 
 
 CHANGES = {
