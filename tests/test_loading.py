@@ -1,0 +1,605 @@
+"""Loading: legacy checkpoints, our folders in other processes and in transformers 4.35, devices, damaged files."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLModel
+
+REPOSITORY = Path(__file__).parents[1]
+FIXTURES = REPOSITORY / "tests" / "fixtures"
+SHARED = REPOSITORY.parent / "shared" / "golden"
+IMPLEMENTATIONS = ["eager", "sdpa"]
+IDS = torch.arange(1, 25).view(2, 12)
+
+
+def golden(path: str) -> Path:
+    """The copy of a golden among the fixtures, else the one in ../shared."""
+    for root in (FIXTURES, SHARED):
+        if (root / path).exists():
+            return root / path
+    pytest.skip(f"../shared/golden/{path} is not at hand")
+
+
+def assert_equal_to(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5):
+    """Relative to the largest entry."""
+    assert actual.shape == expected.shape
+    error = (actual.float() - expected.float()).abs().max() / expected.float().abs().max()
+    assert error <= tolerance, f"relative error {error:.2e}"
+
+
+@torch.no_grad()
+def outputs_of(model) -> dict[str, torch.Tensor]:
+    """Two segments, so that the memory counts."""
+    model.eval()
+    first = model(IDS, attention_mask=torch.ones_like(IDS))
+    second = model(IDS.flip(1), mems=first.mems, attention_mask=torch.ones_like(IDS))
+    outputs = {"logits": torch.stack([first.logits, second.logits])}
+    return outputs | {f"mems.{i}": states for i, states in enumerate(second.mems or ())}
+
+
+# ---- legacy checkpoints --------------------------------------------------------------------------------------------
+
+LEGACY = ["wt103_like_safetensors", "wt103_like", "enwik8_like", "div1_adaptive", "tied_bias_pre_lnorm"]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", LEGACY)
+def test_legacy_language_model(name, implementation):
+    folder = golden(f"hf_legacy/{name}")
+    expected = load_file(folder / "golden.safetensors")
+    layout = json.loads((folder / "golden.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation).eval()
+    assert type(model) is TransfoXLForCausalLM
+    mems = None
+    for k in range(layout["segments"]):
+        ids = expected["input_ids"][:, k * layout["segment_length"] : (k + 1) * layout["segment_length"]]
+        wanted = {"output_hidden_states": True, "output_attentions": implementation == "eager"}
+        with torch.no_grad():
+            outputs = model(ids, mems=mems, **wanted)
+        mems = outputs.mems
+        assert_equal_to(outputs.logits, expected[f"seg{k}.logits"])
+        for i, states in enumerate(mems):
+            assert_equal_to(states, expected[f"seg{k}.mems.{i}"])
+        for i, states in enumerate(outputs.hidden_states):
+            assert_equal_to(states, expected[f"seg{k}.hidden.{i}"])
+        if k == 1 and implementation == "eager":
+            for i, probabilities in enumerate(outputs.attentions):
+                assert_equal_to(probabilities, expected[f"seg1.attentions.{i}"])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_legacy_classifier(implementation):
+    folder = golden("hf_legacy/seq_classification")
+    expected = load_file(folder / "golden.safetensors")
+    auto = AutoModelForSequenceClassification
+    model = auto.from_pretrained(folder, attn_implementation=implementation).eval()
+    assert type(model) is TransfoXLForSequenceClassification
+    with torch.no_grad():
+        outputs = model(expected["input_ids"], output_hidden_states=True)
+    assert_equal_to(outputs.logits, expected["seg0.logits"])
+    for i, states in enumerate(outputs.mems):
+        assert_equal_to(states, expected[f"seg0.mems.{i}"])
+    for i, states in enumerate(outputs.hidden_states):
+        assert_equal_to(states, expected[f"seg0.hidden.{i}"])
+
+
+@pytest.mark.parametrize("prompt", [1, 5, 20])
+@pytest.mark.parametrize("name", LEGACY)
+def test_legacy_greedy_text(name, prompt):
+    folder = golden(f"hf_legacy/{name}")
+    expected = load_file(folder / "golden.safetensors")[f"greedy.prompt{prompt}"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = expected[:, :prompt]
+    text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+    # The goldens end where two tokens nearly tie.
+    torch.testing.assert_close(text[:, : expected.shape[1]], expected)
+
+
+@pytest.mark.parametrize("name", LEGACY)
+def test_legacy_beams(name):
+    folder = golden(f"hf_legacy/{name}")
+    expected = load_file(folder / "golden.safetensors")["beam3.prompt5"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    options = {"num_beams": 3, "max_new_tokens": 12, "do_sample": False}
+    if name == "div1_adaptive":
+        # Its best beam is short. transformers 4.35 divided a beam's sum of log-probabilities by its length with the
+        # prompt, 5 divides it by the length without, which favours long beams: a matter of `generate`, not of the
+        # model. Undivided, the sums are those of 4.35 and order these beams as it did.
+        options["length_penalty"] = 0.0
+    ids = expected[:, :5]
+    beams = model.generate(
+        ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, output_scores=True, **options
+    )
+    length = expected.shape[1]
+    torch.testing.assert_close(beams.sequences[:, :length], expected)
+    assert (beams.sequences[:, length:] == model.config.eos_token_id).all()
+    if name == "div1_adaptive":
+        with torch.no_grad():
+            log_probs = model.eval()(expected).logits[0, 4:-1].gather(-1, expected[0, 5:, None])
+        assert beams.sequences_scores[0].item() == pytest.approx(log_probs.sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", [*LEGACY, "seq_classification"])
+def test_legacy_base_model(name):
+    folder = golden(f"hf_legacy/{name}")
+    expected = load_file(folder / "golden.safetensors")
+    length = json.loads((folder / "golden.json").read_text())["segment_length"]
+    model = AutoModel.from_pretrained(folder).eval()
+    assert type(model) is TransfoXLModel
+    with torch.no_grad():
+        states = model(expected["input_ids"][:, :length]).last_hidden_state
+    assert_equal_to(states, expected["seg0.hidden.3"])
+
+
+def test_legacy_tensors_are_written_back(tmp_path):
+    folder = golden("hf_legacy/wt103_like_safetensors")
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
+    ours, legacy = load_file(tmp_path / "model.safetensors"), load_file(folder / "model.safetensors")
+    # The frequencies of the sinusoids are no weights.
+    assert set(ours) == set(legacy) - {"transformer.pos_emb.inv_freq"}
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, legacy[name], rtol=0, atol=0)
+
+
+# ---- a published configuration -------------------------------------------------------------------------------------
+
+PUBLISHED = {
+    "adaptive": True,
+    "architectures": ["TransfoXLLMHeadModel"],
+    "attn_type": 0,
+    "clamp_len": 1000,
+    "cutoffs": [20000, 40000, 200000],
+    "d_embed": 1024,
+    "d_head": 64,
+    "d_inner": 4096,
+    "d_model": 1024,
+    "div_val": 4,
+    "dropatt": 0.0,
+    "dropout": 0.1,
+    "eos_token_id": 0,
+    "ext_len": 0,
+    "init": "normal",
+    "init_range": 0.01,
+    "init_std": 0.02,
+    "layer_norm_epsilon": 1e-05,
+    "mem_len": 1600,
+    "model_type": "transfo-xl",
+    "n_head": 16,
+    "n_layer": 18,
+    "n_token": 267735,
+    "pre_lnorm": False,
+    "proj_init_std": 0.01,
+    "same_length": True,
+    "sample_softmax": -1,
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 250}},
+    "tgt_len": 128,
+    "tie_projs": [False, True, True, True],
+    "tie_weight": True,
+    "untie_r": True,
+    "vocab_size": 267735,
+}
+
+
+def test_published_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert type(config) is TransfoXLConfig
+    for name, value in PUBLISHED.items():
+        if name not in ("tie_weight", "task_specific_params"):
+            assert getattr(config, name) == value, name
+    assert config.tie_word_embeddings
+    assert config.initial_memory == "zeros" and config.same_length_counts_self
+    config.save_pretrained(tmp_path / "again")
+    assert AutoConfig.from_pretrained(tmp_path / "again").to_diff_dict() == config.to_diff_dict()
+
+
+def test_published_config_without_tied_weights(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | {"tie_weight": False}))
+    assert not AutoConfig.from_pretrained(tmp_path).tie_word_embeddings
+
+
+def test_published_config_builds_the_published_model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    # What transformers 4.35 counts for the same file.
+    assert sum(parameter.numel() for parameter in model.parameters()) == 285_205_322
+
+
+# ---- what we save, read by others ----------------------------------------------------------------------------------
+
+SMALL = {"d_model": 32, "d_embed": 32, "n_head": 4, "d_head": 8, "d_inner": 48, "n_layer": 2, "vocab_size": 99}
+SMALL |= {"cutoffs": [10, 50, 80], "div_val": 2, "mem_len": 8, "clamp_len": 6, "init_std": 0.2, "proj_init_std": 0.2}
+SMALL |= {"tgt_len": 12}
+CONFIGS = {
+    "div4": {"d_embed": 64, "d_model": 64, "div_val": 4},
+    "div2-embed-narrower": {"d_embed": 16},
+    "no-cutoffs": {"cutoffs": [], "div_val": 1, "same_length": False},
+    "shared-biases": {"untie_r": False},
+    "pre-lnorm": {"pre_lnorm": True},
+    "div1-cutoffs": {"div_val": 1},
+    "div1-projections": {"div_val": 1, "d_embed": 16},
+    "div1-projections-no-cutoffs": {"div_val": 1, "d_embed": 16, "cutoffs": []},
+    "untied-projections": {"tie_projs": [False] * 4},
+    "untied-embeddings": {"tie_word_embeddings": False, "clamp_len": -1},
+    "classifier": {"num_labels": 3, "pad_token_id": 0},
+}
+# What only the PyTorch original knows beside us.
+OWN_CONFIGS = {
+    "learned-relative": {"attn_type": 1},
+    "absolute": {"attn_type": 2, "mem_len": 0, "cutoffs": [], "div_val": 1},
+    "learned-absolute": {"attn_type": 3, "mem_len": 0, "cutoffs": [], "div_val": 1},
+    "empty-memory": {"initial_memory": "empty", "same_length_counts_self": False},
+}
+
+
+def build(name: str = "div2-embed-narrower", **changes):
+    torch.manual_seed(0)
+    config = TransfoXLConfig(**(SMALL | (CONFIGS | OWN_CONFIGS)[name] | changes))
+    model = TransfoXLForSequenceClassification(config) if name == "classifier" else TransfoXLForCausalLM(config)
+    for parameter in model.parameters():
+        # Biases start at zero, where nobody would notice that they were lost.
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+READER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+if sys.argv[2] == "without-package":
+    # An entry of None makes importing fail as for a package that is not installed.
+    sys.modules["txl_hf"] = sys.modules["triton"] = None
+elif sys.argv[2] == "with-package":
+    import txl_hf
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+IDS = torch.arange(1, 25).view(2, 12)
+options = {"trust_remote_code": True} if sys.argv[2] == "without-package" else {}
+legacy = sys.argv[2] == "transformers-4.35"
+for folder in Path(sys.argv[3]).iterdir():
+    auto = AutoModelForSequenceClassification if folder.name == "classifier" else AutoModelForCausalLM
+    model = auto.from_pretrained(folder, **options).eval()
+    # The legacy model has no mask.
+    mask = {} if legacy else {"attention_mask": torch.ones_like(IDS)}
+    with torch.no_grad():
+        first = model(IDS, **mask)
+        second = model(IDS.flip(1), mems=first.mems, **mask)
+    logits = [getattr(output, "logits", None) for output in (first, second)]
+    if logits[0] is None:
+        logits = [first.prediction_scores, second.prediction_scores]
+    outputs = {"logits": torch.stack(logits)}
+    for i, states in enumerate(second.mems or ()):
+        outputs[f"mems.{i}"] = (states.transpose(0, 1) if legacy else states).contiguous()
+    save_file(outputs, folder / "outputs.safetensors")
+"""
+
+
+def read_elsewhere(python, how: str, root: Path):
+    command = [python, "-c", READER, REPOSITORY / "src" if how == "with-package" else root, how, root]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(root.parent / f"home-{how}")}
+    subprocess.run(command, check=True, env=environment, stdin=subprocess.DEVNULL, timeout=300)
+
+
+@pytest.fixture(scope="module", params=["with-package", "without-package"])
+def read_folders(request, tmp_path_factory):
+    root = tmp_path_factory.mktemp(request.param) / "folders"
+    for name in CONFIGS | OWN_CONFIGS:
+        build(name).save_pretrained(root / name)
+    read_elsewhere(sys.executable, request.param, root)
+    return root
+
+
+@pytest.mark.parametrize("name", CONFIGS | OWN_CONFIGS)
+def test_saved_folder_in_another_process(read_folders, name):
+    actual, expected = load_file(read_folders / name / "outputs.safetensors"), outputs_of(build(name))
+    for key, tensor in expected.items():
+        torch.testing.assert_close(actual[key], tensor, rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def legacy_python(tmp_path_factory):
+    """An interpreter with transformers 4.35.2: that of TXL_LEGACY_PYTHON, or of an environment built for the test."""
+    if python := os.environ.get("TXL_LEGACY_PYTHON"):
+        return python
+    folder = tmp_path_factory.mktemp("legacy") / "venv"
+    venv.create(folder, with_pip=True, symlinks=True)
+    python = folder / "bin" / "python"
+    install = [python, "-m", "pip", "install", "--quiet", "transformers==4.35.2", "safetensors"]
+    result = subprocess.run(install, capture_output=True, text=True)
+    if result.returncode:
+        pytest.skip(f"transformers 4.35.2 cannot be installed here: {result.stderr.strip().splitlines()[-1]}")
+    # Its own packages come first; torch is the one at hand.
+    site = next((folder / "lib").glob("python*/site-packages"))
+    (site / "torch_at_hand.pth").write_text(str(Path(torch.__file__).parents[1]))
+    return python
+
+
+@pytest.fixture(scope="module")
+def legacy_folders(legacy_python, tmp_path_factory):
+    root = tmp_path_factory.mktemp("legacy") / "folders"
+    for name in CONFIGS:
+        build(name).save_pretrained(root / name)
+    read_elsewhere(legacy_python, "transformers-4.35", root)
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_saved_folder_in_transformers_4_35(legacy_folders, name):
+    actual, expected = load_file(legacy_folders / name / "outputs.safetensors"), outputs_of(build(name))
+    for key, tensor in expected.items():
+        assert_equal_to(actual[key], tensor)
+
+
+# ---- checkpoints that are not what they should be ------------------------------------------------------------------
+
+LOADERS = [AutoModelForCausalLM, TransfoXLForCausalLM, AutoModel]
+
+
+@pytest.fixture
+def damage(tmp_path):
+    """Save a model, change its tensors by a function, and return the folder."""
+
+    def change_tensors(change, name="div2-embed-narrower"):
+        build(name).save_pretrained(tmp_path / "model")
+        tensors = load_file(tmp_path / "model" / "model.safetensors")
+        change(tensors)
+        save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+        return tmp_path / "model"
+
+    return change_tensors
+
+
+# (on disk, what the message must name)
+TENSORS = [
+    ("transformer.layers.1.dec_attn.qkv_net.weight", r"layers\.1\..*(qkv_net|v_proj)"),
+    ("transformer.layers.0.pos_ff.layer_norm.bias", r"layers\.0\..*layer_norm\.bias"),
+    ("transformer.word_emb.emb_layers.2.weight", r"emb_layers\.2\.weight"),
+    ("crit.out_layers.1.bias", r"out_layers\.1\.bias"),
+    ("crit.cluster_weight", r"cluster"),
+]
+
+
+@pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loader.__name__)
+@pytest.mark.parametrize("tensor, named", TENSORS, ids=[name for name, _ in TENSORS])
+def test_missing_tensor_is_named(damage, loader, tensor, named):
+    folder = damage(lambda tensors: tensors.pop(tensor))
+    if loader is AutoModel and tensor.startswith("crit."):
+        loader.from_pretrained(folder)  # which has no softmax
+    else:
+        with pytest.raises(ValueError, match=named):
+            loader.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loader.__name__)
+@pytest.mark.parametrize("tensor, named", TENSORS[:4], ids=[name for name, _ in TENSORS[:4]])
+def test_misshapen_tensor_is_named(damage, loader, tensor, named):
+    folder = damage(lambda tensors: tensors.update({tensor: tensors[tensor][:-3].clone()}))
+    if loader is AutoModel and tensor.startswith("crit."):
+        loader.from_pretrained(folder)
+    else:
+        with pytest.raises(ValueError, match=named):
+            loader.from_pretrained(folder)
+
+
+def test_misshapen_head_can_be_replaced(tmp_path):
+    build("classifier").save_pretrained(tmp_path)
+    loader = AutoModelForSequenceClassification
+    with pytest.raises(ValueError, match="score"):
+        loader.from_pretrained(tmp_path, num_labels=7)
+    model, info = loader.from_pretrained(
+        tmp_path, num_labels=7, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    assert model.score.weight.shape == (7, 32)
+    assert {name for name, *_ in info["mismatched_keys"]} == {"score.weight"}
+
+
+@pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loader.__name__)
+@pytest.mark.parametrize("left", [-500, 20, 0], ids=["tail-lost", "header-lost", "empty"])
+def test_truncated_file_is_named(tmp_path, loader, left):
+    build().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:left])
+    with pytest.raises(ValueError, match="model.safetensors.*(truncated|damaged)"):
+        loader.from_pretrained(tmp_path)
+
+
+def test_truncated_shard_is_named(tmp_path):
+    build().save_pretrained(tmp_path, max_shard_size="20KB")
+    path = sorted(tmp_path.glob("*.safetensors"))[1]
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=path.name):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    path.unlink()
+    with pytest.raises(OSError, match=path.name):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_whole_head_may_be_missing(tmp_path):
+    build().save_pretrained(tmp_path)
+    model, info = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {"score.weight"}
+    expected = build()
+    torch.testing.assert_close(model.transformer(IDS).mems, expected.transformer(IDS).mems, rtol=0, atol=0)
+
+
+def test_foreign_tensors_are_reported(damage):
+    folder = damage(lambda tensors: tensors.update({"transformer.layers.7.foreign": torch.zeros(2)}))
+    _, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert info["unexpected_keys"] == {"transformer.layers.7.foreign"}
+
+
+# ---- other lengths, types, devices ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loader.__name__)
+def test_lengths_change_while_loading(tmp_path, loader):
+    build().save_pretrained(tmp_path)
+    model = loader.from_pretrained(tmp_path, mem_len=20, clamp_len=15, same_length=False).eval()
+    assert (model.config.mem_len, model.config.clamp_len, model.config.same_length) == (20, 15, False)
+    with torch.no_grad():
+        expected = build(mem_len=20, clamp_len=15, same_length=False)(IDS)
+        outputs = model(IDS)
+    assert outputs.mems[0].shape[1] == 20
+    torch.testing.assert_close(outputs.mems, expected.mems, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["learned-relative", "learned-absolute"])
+def test_learned_positions_outlive_another_length(tmp_path, name):
+    build(name).save_pretrained(tmp_path)
+    rows = build(name).transformer.r_emb
+    lengths = {"mem_len": 30} if name == "learned-relative" else {"tgt_len": 40}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, **lengths).eval()
+    torch.testing.assert_close(model.transformer.r_emb, rows, rtol=0, atol=0)
+    mems = model(IDS).mems
+    assert name == "learned-absolute" or mems[0].shape[1] == 30
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+    torch.testing.assert_close(again(IDS).logits, model(IDS).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["div2-embed-narrower", "div1-projections", "no-cutoffs", "learned-relative"])
+def test_narrow_types(tmp_path, name, dtype):
+    build(name).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    outputs = outputs_of(model)
+    assert outputs["logits"].dtype == torch.float32  # log-probabilities are
+    # Three and eleven bits of mantissa through two layers and a softmax.
+    assert_equal_to(outputs["logits"], outputs_of(build(name))["logits"], 0.1 if dtype is torch.bfloat16 else 0.02)
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto")
+    torch.testing.assert_close(outputs_of(again), outputs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["div4", "div2-embed-narrower", "no-cutoffs", "div1-projections", "learned-relative"])
+def test_shards(tmp_path, name):
+    build(name).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(outputs_of(model), outputs_of(build(name)), rtol=0, atol=0)
+
+
+PLACEMENTS = {
+    "roomy": {"device_map": "auto"},
+    "tight": {"device_map": "auto", "max_memory": {"cpu": 40_000}},
+    "disk": {"device_map": {"": "disk"}},
+}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("name", ["div4", "div2-embed-narrower", "no-cutoffs", "shared-biases", "untied-embeddings"])
+def test_device_map(tmp_path, name, placement):
+    pytest.importorskip("accelerate")
+    build(name).save_pretrained(tmp_path)
+    options = PLACEMENTS[placement] | {"offload_folder": tmp_path / "offload"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    # Where all fits on one device there is no map to speak of.
+    assert ("disk" in getattr(model, "hf_device_map", {}).values()) == (placement != "roomy")
+    expected = build(name)
+    torch.testing.assert_close(outputs_of(model), outputs_of(expected), rtol=0, atol=0)
+    options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
+    torch.testing.assert_close(model.generate(IDS, **options), expected.generate(IDS, **options))
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    torch.testing.assert_close(outputs_of(again), outputs_of(expected), rtol=0, atol=0)
+
+
+# ---- adapters ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["div2-embed-narrower", "learned-relative"])
+def test_lora(tmp_path, name):
+    peft = pytest.importorskip("peft")
+    build(name).save_pretrained(tmp_path / "base")
+
+    def load_base():
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+
+    model = peft.get_peft_model(load_base(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 2 * 2  # two matrices for each of two projections in each of two layers
+    optimizer = torch.optim.SGD(trained, lr=1.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(IDS, labels=IDS).loss.backward()
+        assert all(parameter.grad is not None for parameter in trained)
+        optimizer.step()
+    expected = outputs_of(model)
+    assert (expected["logits"] - outputs_of(load_base())["logits"]).abs().max() > 1e-3
+
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(load_base(), tmp_path / "adapter")
+    torch.testing.assert_close(outputs_of(loaded), expected, rtol=0, atol=0)
+    merged = loaded.merge_and_unload()
+    assert_equal_to(outputs_of(merged)["logits"], expected["logits"])
+    merged.save_pretrained(tmp_path / "merged")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(outputs_of(again), outputs_of(merged), rtol=0, atol=0)
+
+
+# ---- the names of the PyTorch original -----------------------------------------------------------------------------
+
+ORIGINALS = ["shaw_attn_type1", "absolute_attn_type2_nomem", "alrfou_attn_type3_nomem", "word_adaptive_div2_proj"]
+
+
+@torch.no_grad()
+def original_losses(model, golden_io, layout) -> list[torch.Tensor]:
+    losses, mems, length = [], None, layout["tgt_len"]
+    for k in range(layout["segments"]):
+        segment = golden_io["io.stream"][:, k * length : (k + 1) * length + 1]
+        outputs = model.eval()(segment[:, :-1], mems=mems, shift_labels=segment[:, 1:])
+        mems = outputs.mems
+        losses.append(outputs.losses)
+    return losses
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_names_of_the_original(tmp_path, name):
+    """Its state dict loads as it is, but for the prefix and the order of the clusters, and is saved in our layout."""
+    layout = json.loads(golden(f"kimiyoung_pytorch/{name}.json").read_text())
+    tensors = load_file(golden(f"kimiyoung_pytorch/{name}.safetensors"))
+    state = {}
+    for key, tensor in tensors.items():
+        if key.startswith("state."):
+            key = key.removeprefix("state.")
+            flipped = tensor.flip(0).contiguous() if key.startswith("crit.cluster") else tensor
+            state[key if key.startswith("crit.") else f"transformer.{key}"] = flipped
+    fields = {
+        key: layout[key] for key in layout if key not in ("n_token", "tie_weight", "eval_len", "segments", "batch")
+    }
+    fields |= {"vocab_size": layout["n_token"], "untie_r": False, "initial_memory": "empty"}
+    TransfoXLConfig(**fields).save_pretrained(tmp_path)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "again")
+    saved = load_file(tmp_path / "again" / "model.safetensors")
+    assert not [key for key in saved if ".q_net." in key or ".kv_net." in key]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    for loaded in (model, again):
+        for k, losses in enumerate(original_losses(loaded, tensors, layout)):
+            assert_equal_to(losses, tensors[f"io.seg{k}.nll"])
+
+
+def test_folders_are_left_as_they_were(tmp_path):
+    """Loading writes nothing beside what it reads."""
+    folder = tmp_path / "copy"
+    shutil.copytree(golden("hf_legacy/wt103_like_safetensors"), folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
