@@ -50,10 +50,12 @@ SEGMENT_LENGTH = 64
 BATCH_SIZE = 16
 MEMORY_LENGTH = 128
 EVALUATED_MEMORY_LENGTHS = (0, 16, 32, 64, 128, 256)
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 2e-3
 HELD_OUT = 50_000
 PROMPT = 600
 MINIMUM_TEXT = 10 * BATCH_SIZE * SEGMENT_LENGTH
+# More than minutes of training can read.
+MAXIMUM_TEXT = 10_000_000
 PLOT = "memory_length.png"
 
 
@@ -84,7 +86,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="train for so many steps instead of --minutes")
     parser.add_argument("--layers", type=int, default=4, help="(%(default)s)")
     parser.add_argument("--width", type=int, default=160, help="d_model, a multiple of 8 (%(default)s)")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if min(arguments.minutes, arguments.layers, arguments.width, arguments.steps or 1) <= 0 or arguments.width % 8:
+        parser.error("sizes and times must be positive, and the width a multiple of 8")
+    return arguments
 
 
 def run(text: str, arguments: argparse.Namespace, scratch: Path) -> Path:
@@ -129,7 +134,8 @@ def standard_library() -> str:
 
 def read_text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAXIMUM_TEXT)
     except UnicodeDecodeError:
         sys.exit(f"error: {path} is not a UTF-8 text")
     if "\0" in text:
@@ -148,7 +154,8 @@ def check_output(output: Path):
 
 def replace(output: Path, folder: Path, scratch: Path):
     """Put the complete folder in its place; an older one goes with the scratch folder."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     if output.exists():
         output.rename(scratch / "older")
     folder.rename(output)
@@ -188,22 +195,24 @@ def build_model(vocab_size: int, layers: int, width: int) -> TransfoXLForCausalL
     )
 
 
+def learning_rate(done: float) -> float:
+    """Warm-up over the first 2 % of training, then cosine decay to 0."""
+    return LEARNING_RATE * min(1, 0.01 + 50 * done) * math.cos(math.pi / 2 * done) ** 2
+
+
 def train(model: TransfoXLForCausalLM, stream: TokenStream, minutes: float, steps: int | None):
-    """AdamW with warm-up and cosine decay over `steps`, or else over the time there is."""
+    """Train for so many steps, or else for so many minutes; the learning rate follows what is done of either."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     loader = DataLoader(stream, batch_size=stream.batch_size)
     started, step, done, bits = time.monotonic(), 0, 0.0, math.nan
     model.train()
-    with tqdm(
-        total=100, desc="train", bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed}<{remaining}{postfix}"
-    ) as bar:
+    bar_format = "{desc} {percentage:3.0f}% |{bar}| {elapsed}<{remaining}{postfix}"
+    with tqdm(total=100, desc="train", bar_format=bar_format) as bar:
         while done < 1:
             # Each pass over the text starts without memory; within it, each step reads on where the last one stopped.
             mems = None
             for batch in loader:
-                optimizer.param_groups[0]["lr"] = (
-                    LEARNING_RATE * min(1, 0.01 + 50 * done) * math.cos(math.pi / 2 * done) ** 2
-                )
+                optimizer.param_groups[0]["lr"] = learning_rate(done)
                 outputs = model(**batch, mems=mems)
                 outputs.loss.backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -232,8 +241,8 @@ def evaluate(model: TransfoXLForCausalLM, token_ids) -> list[LanguageModelEvalua
         )
     print(f"\n{'memory':>8}   held-out bits per character ({evaluations[0].tokens:,} characters)")
     for evaluation in evaluations:
-        gain = 1 - evaluation.bits_per_token / evaluations[0].bits_per_token
-        print(f"{evaluation.memory_length:>8}   {evaluation.bits_per_token:.3f}   {-gain:+.1%}")
+        change = evaluation.bits_per_token / evaluations[0].bits_per_token - 1
+        print(f"{evaluation.memory_length:>8}   {evaluation.bits_per_token:.3f}   {change:+.1%}")
     return evaluations
 
 
