@@ -11,7 +11,7 @@ Dh = `d_head`, V vocabulary. u and v are the paper's biases, `content_bias` and 
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -193,7 +193,9 @@ class TransfoXLAttention(nn.Module):
         self,
         hidden_states: Tensor,
         context: Tensor,
+        key_length: int,
         positions: Tensor | None = None,
+        rel_keys: dict[int, Tensor] | None = None,
         content_bias: Tensor | None = None,
         position_bias: Tensor | None = None,
         rel_bias: Tensor | None = None,
@@ -206,7 +208,9 @@ class TransfoXLAttention(nn.Module):
         Args:
             hidden_states: (B, L, D), what the queries are made of.
             context: (B, n, D), what new keys and values are made of: the segment, after the memory if there is one.
-            positions: (K, D) sinusoids or (K, H, Dh) learned keys, furthest distance first.
+            key_length: K.
+            positions: (≥ K, D) sinusoids or (≥ K, H, Dh) learned keys, furthest distance first.
+            rel_keys: the positions as projected by each layer before; this layer adds its own.
             content_bias, position_bias, rel_bias, key_mask, window: see `relative_attention`.
             past_key_values: holds the keys and values of the memory and takes those of `context`.
 
@@ -218,16 +222,9 @@ class TransfoXLAttention(nn.Module):
         value = self._split_heads(self.v_proj(context))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        rel_key = None
-        if positions is not None:
-            rel_key = (
-                positions
-                if self.r_proj is None
-                else self.r_proj(positions).unflatten(-1, (self.config.n_head, self.config.d_head))
-            )
-            rel_key = rel_key.transpose(0, 1).to(query.dtype)
-            # A cache that never forgets holds more than the memory.
-            key, value = key[:, :, -rel_key.shape[1] :], value[:, :, -rel_key.shape[1] :]
+        # A cache that never forgets holds more than the memory.
+        key, value = key[:, :, -key_length:], value[:, :, -key_length:]
+        rel_key = None if positions is None else self._rel_key(positions, rel_keys)[:, -key_length:].to(query.dtype)
         attended, probabilities = relative_attention(
             query,
             key,
@@ -242,6 +239,17 @@ class TransfoXLAttention(nn.Module):
             implementation=self.config._attn_implementation,
         )
         return self.dropout(self.o_proj(attended.transpose(1, 2).flatten(2))), probabilities
+
+    def _rel_key(self, positions: Tensor, rel_keys: dict[int, Tensor] | None) -> Tensor:
+        """(n, D) sinusoids or (n, H, Dh) learned keys → (H, n, Dh), W_R R of the paper."""
+        if rel_keys is not None and self.layer_idx in rel_keys:
+            return rel_keys[self.layer_idx]
+        if self.r_proj is not None:
+            positions = self.r_proj(positions).unflatten(-1, (self.config.n_head, self.config.d_head))
+        rel_key = positions.transpose(0, 1)
+        if rel_keys is not None:
+            rel_keys[self.layer_idx] = rel_key
+        return rel_key
 
     def _split_heads(self, projected: Tensor) -> Tensor:
         """(B, n, H·Dh) → (B, H, n, Dh)."""
@@ -532,7 +540,10 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         memory, memory_length, key_mask = self._open_memory(inputs_embeds, mems, attention_mask, past_key_values)
 
         hidden_states = self._embed_positions(inputs_embeds)
-        encodings = self._relative_encodings(memory_length + inputs_embeds.shape[1], inputs_embeds)
+        key_length = memory_length + inputs_embeds.shape[1]
+        # What is projected without dropout or gradient can be used again.
+        state = None if past_key_values is None or torch.is_grad_enabled() else _decoding_state(past_key_values)
+        encodings = self._relative_encodings(key_length, inputs_embeds, state)
         window = self._window()
         states = []
         for i, layer in enumerate(self.layers):
@@ -542,6 +553,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             hidden_states = layer(
                 hidden_states,
                 memory[i],
+                key_length=key_length,
                 key_mask=key_mask,
                 window=window,
                 past_key_values=past_key_values,
@@ -594,8 +606,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         memory_length = memory[0].shape[1]
         memory_mask = None if memory_length == 0 else ~is_padding(memory)
         if past_key_values is not None:
-            # Part of the memory is older than the text that later masks cover.
-            past_key_values.initial_mask = memory_mask
+            past_key_values.decoding_state = DecodingState(memory_mask)
         lengths = (segment_length, memory_length + segment_length)
         longer = mems is not None and memory_length == self.config.mem_len
         key_mask = _key_mask(attention_mask, memory_mask, batch_size, segment_length, memory_length, lengths, longer)
@@ -645,11 +656,20 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             )
         return self.dropout(inputs_embeds)
 
-    def _relative_encodings(self, key_length: int, embeds: Tensor) -> list[dict[str, Tensor]]:
+    def _relative_encodings(
+        self, key_length: int, embeds: Tensor, state: "DecodingState | None"
+    ) -> list[dict[str, Tensor | dict[int, Tensor]]]:
         """For each layer the arguments of its attention that encode distance."""
         config = self.config
         if config.attn_type == 0:
-            shared = {"positions": self.dropout(self._sinusoids(key_length, embeds))}
+            if state is None:
+                shared = {"positions": self.dropout(self._sinusoids(key_length, embeds))}
+            else:
+                if state.positions is None or len(state.positions) < key_length:
+                    # At once as many as a full memory needs, so that a growing one asks for them only once.
+                    rows = max(key_length, config.sliding_window)
+                    state.positions, state.rel_keys = self.dropout(self._sinusoids(rows, embeds)), {}
+                shared = {"positions": state.positions, "rel_keys": state.rel_keys}
             if not config.untie_r:
                 shared |= {"content_bias": self.content_bias, "position_bias": self.position_bias}
             return [shared] * config.n_layer
@@ -949,9 +969,32 @@ def _pad_memory(states: Tensor, length: int) -> Tensor:
     return nn.functional.pad(states, (0, 0, length - states.shape[1], 0), value=PADDING)
 
 
+@dataclass
+class DecodingState:
+    """What decoding needs beside the keys and values of a cache; `TransfoXLModel` attaches it as `decoding_state`.
+
+    Args:
+        initial_mask: (B, m) bool, which states of the memory that the cache started from are real, or None for an
+            empty memory. They are older than the text, which alone later masks cover.
+        positions: (n, D) sinusoids, furthest distance first.
+        rel_keys: for each layer W_R R, (H, n, Dh): it depends on the distances alone, so it is projected once.
+    """
+
+    initial_mask: Tensor | None = None
+    positions: Tensor | None = None
+    rel_keys: dict[int, Tensor] = field(default_factory=dict)
+
+
+def _decoding_state(cache: Cache) -> DecodingState:
+    if not hasattr(cache, "decoding_state"):
+        # The cache was filled by another process or program.
+        cache.decoding_state = DecodingState()
+    return cache.decoding_state
+
+
 def _text_length(cache: Cache) -> int:
     """How many tokens the cache has seen besides the memory that it started from."""
-    initial_mask = getattr(cache, "initial_mask", None)
+    initial_mask = _decoding_state(cache).initial_mask
     return cache.get_seq_length() - (0 if initial_mask is None else initial_mask.shape[1])
 
 
@@ -966,7 +1009,7 @@ def _cached_key_mask(
     seen = _text_length(cache)
     memory_mask = None
     if memory_length > seen:
-        initial = cache.initial_mask[:, seen - memory_length :]
+        initial = _decoding_state(cache).initial_mask[:, seen - memory_length :]
         memory_mask = nn.functional.pad(initial, (0, memory_length - initial.shape[1]), value=True)
     lengths = (segment_length, key_length, seen + segment_length)
     longer = memory_length == mem_len
