@@ -19,6 +19,7 @@ import importlib
 import shutil
 import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -69,7 +70,7 @@ Lengths can be set when loading: `from_pretrained("{title}", mem_len=640, clamp_
 """
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     arguments = parse_arguments(argv)
     try:
@@ -83,13 +84,13 @@ def main(argv=None):
     return 0
 
 
-def fail(reason):
+def fail(reason: str) -> int:
     line = " ".join(reason.split())
     print(f"convert.py: {line[:600]}", file=sys.stderr)
     return 1
 
 
-def parse_arguments(argv=None):
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="convert.py", description=__doc__.split("\n")[0], epilog="Nothing in a pickle is executed."
     )
@@ -107,22 +108,21 @@ def parse_arguments(argv=None):
     return parser.parse_args(argv)
 
 
-def convert(arguments):
+def convert(arguments: argparse.Namespace) -> None:
     """Convert as `arguments`, of `parse_arguments`, say. Raises ConversionError or what reading and writing raise."""
     if arguments.output.exists() and (not arguments.output.is_dir() or any(arguments.output.iterdir())):
         raise ConversionError(f"{arguments.output} exists and is not empty; expected a new folder")
     family = importlib.import_module(FAMILIES[arguments.family])
     checkpoint = family.read(arguments.checkpoint, arguments.corpus)
+    config = None
     if checkpoint.tensors:
         config = build_config(checkpoint, arguments)
         check_complete(checkpoint.tensors, config, checkpoint.classifier)
         print_settings(config, checkpoint)
-    else:
-        print("no weights there: converting the vocabulary alone")
     with unfinished(arguments.output) as folder:
-        model_class = write_model(folder, config, checkpoint) if checkpoint.tensors else None
         has_tokenizer = write_tokenizer(folder, checkpoint, arguments.tokenizer_mode)
-        if model_class is not None:
+        if config is not None:
+            model_class = write_model(folder, config, checkpoint)
             card = model_card(arguments, config, checkpoint, model_class, has_tokenizer)
             (folder / "README.md").write_text(card, encoding="utf-8")
     print(f"wrote {arguments.output}")
@@ -130,7 +130,7 @@ def convert(arguments):
         push(arguments.output, arguments.push_to_hub)
 
 
-def build_config(checkpoint: Checkpoint, arguments):
+def build_config(checkpoint: Checkpoint, arguments: argparse.Namespace):
     """Return the TransfoXLConfig: the checkpoint's fields, then what the command line sets."""
     from txl_hf import TransfoXLConfig
 
@@ -154,14 +154,14 @@ def build_config(checkpoint: Checkpoint, arguments):
         raise ConversionError(f"the settings describe no model: {error}") from None
 
 
-def print_settings(config, checkpoint):
+def print_settings(config, checkpoint: Checkpoint) -> None:
     print("settings (--mem-len, --clamp-len and --same-length change them):")
     for name in SETTINGS:
         print(f"  {name} = {getattr(config, name)} ({checkpoint.explained.get(name, 'as in config.json')})")
 
 
 @contextlib.contextmanager
-def unfinished(output):
+def unfinished(output: Path) -> Iterator[Path]:
     """Give a folder beside `output` that takes its name when the block ends, and is removed when it raises."""
     output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ def unfinished(output):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_model(folder, config, checkpoint):
+def write_model(folder: Path, config, checkpoint: Checkpoint) -> type:
     """Write config.json, model.safetensors and the model's code to `folder`; return the model's class.
 
     The tensors go through a file that `from_pretrained` reads, so that no weight can stay random unseen.
@@ -213,7 +213,7 @@ def write_model(folder, config, checkpoint):
     return model_class
 
 
-def write_tokenizer(folder, checkpoint, mode):
+def write_tokenizer(folder: Path, checkpoint: Checkpoint, mode: str | None) -> bool:
     """Write the tokenizer's files to `folder` if there is a vocabulary; return whether there is."""
     vocabulary = checkpoint.vocabulary
     if vocabulary is None and checkpoint.tokenizer is None:
@@ -237,7 +237,7 @@ def write_tokenizer(folder, checkpoint, mode):
     return True
 
 
-def model_card(arguments, config, checkpoint, model_class, has_tokenizer):
+def model_card(arguments, config, checkpoint: Checkpoint, model_class: type, has_tokenizer: bool) -> str:
     """Return the text of README.md: origin, settings and how to load."""
     rows = [f"| {name} | {value} |" for name, value in describe_settings(config).items()]
     title = arguments.push_to_hub or arguments.output.absolute().name
@@ -254,7 +254,7 @@ def model_card(arguments, config, checkpoint, model_class, has_tokenizer):
     )
 
 
-def describe_settings(config):
+def describe_settings(config) -> dict:
     bins = f", cutoffs {', '.join(map(str, config.cutoffs))}" if config.cutoffs else ""
     return {
         "layers": config.n_layer,
@@ -268,7 +268,7 @@ def describe_settings(config):
     }
 
 
-def push(folder, repository):
+def push(folder: Path, repository: str) -> None:
     """Upload the finished `folder` to the Hub's `repository` with the user's own login."""
     from huggingface_hub import HfApi
 

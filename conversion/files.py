@@ -1,10 +1,12 @@
 """What the readers of the families share about files: finding them, and saying what was found instead."""
 
+from pathlib import Path
+
 import unpickle
 from layout import ConversionError, Source
 
 
-def find_file(path, names, expected):
+def find_file(path: Path, names: tuple, expected: str) -> Path:
     """Return `path`, or the first of the file `names` in it where it is a folder.
 
     Raises ConversionError, with what was found and `expected`, where there is none.
@@ -21,7 +23,7 @@ def find_file(path, names, expected):
     raise ConversionError(f"{path} is a folder of {len(content)} files ({listed}); {expected}")
 
 
-def state_dict_sources(state, where):
+def state_dict_sources(state: object, where: object) -> list[Source]:
     """Return the unpickled state dict `state` as a list of Source; `where` is named in errors."""
     if not isinstance(state, dict):
         raise ConversionError(f"{where} holds {describe(state)}; expected a dictionary of tensors")
@@ -31,7 +33,7 @@ def state_dict_sources(state, where):
     return [Source(name, tensor.shape, tensor.read, tensor.place) for name, tensor in state.items()]
 
 
-def describe(value):
+def describe(value: object) -> str:
     """Return a few words for an unpickled value, for error messages."""
     if isinstance(value, unpickle.StandIn):
         return f"an object of class {str(value.name)[:80]}"

@@ -28,7 +28,7 @@ EXPECTED = "expected model.pt, the module pickled by the original's train.py"
 MAX_MODULES, MAX_NAME = 10_000, 200  # the largest published model has 500 parts, in names of 40 characters
 
 
-def read(checkpoint, corpus=None):
+def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     """Return the `Checkpoint` at `checkpoint`, a model.pt or the folder that holds it, or a pickled corpus alone.
 
     `corpus` is the pickled corpus (cache.pt, cache.pkl) or its folder. Raises ConversionError or UnsafePickleError.
@@ -53,10 +53,12 @@ def read(checkpoint, corpus=None):
     )
 
 
-def from_state(sources, fields, origin, size, symbols=None, table=TABLE):
+def from_state(
+    sources: list[Source], fields: dict, origin: str, size: int, symbols=None, table: list[tuple] = TABLE
+) -> Checkpoint:
     """Return the `Checkpoint` of a state dict of this original's layout, of `size` bytes.
 
-    `sources` is a list of Source, `fields` what its shapes do not say: TransfoXLConfig fields, `cutoffs` among them.
+    `fields` are TransfoXLConfig fields that its shapes do not say, `cutoffs` among them; `symbols` is the Vocabulary.
     """
     tensors = map_names(sources, table)
     sizes = fields_from_shapes(tensors)

@@ -48,7 +48,7 @@ PUBLISHED_EVALUATION = {
 EXPECTED = "expected model.ckpt-N (its .index and .data files) or the folder that holds it"
 
 
-def read(checkpoint, corpus=None):
+def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     """Return the `Checkpoint` at `checkpoint`, a prefix such as `model.ckpt-0`, its `.index` file or its folder.
 
     `corpus` is the pickled corpus (cache.pkl) or the folder with it and corpus-info.json. Raises ConversionError,
@@ -87,7 +87,7 @@ def read(checkpoint, corpus=None):
     )
 
 
-def find_prefix(path):
+def find_prefix(path: Path) -> Path:
     """Return the checkpoint's path without `.index`, for any of the paths a user may give."""
     if path.is_dir():
         return _prefix_in_folder(path)

@@ -29,19 +29,19 @@ class Source:
     read: Callable[[], torch.Tensor]
     place: object = None
 
-    def transposed(self):
+    def transposed(self) -> "Source":
         """TensorFlow's matrices are (in, out), torch's (out, in)."""
         return Source(self.name, self.shape[::-1], lambda: self.read().t().contiguous())
 
-    def flipped(self):
+    def flipped(self) -> "Source":
         """The PyTorch originals number the tail clusters from the last to the first (quirk 3)."""
         return Source(self.name, self.shape, lambda: self.read().flip(0))
 
-    def layer(self, index):
+    def layer(self, index: int) -> "Source":
         """TensorFlow stacks what the layers have each: (n_layer, …) -> (…)."""
         return Source(self.name, self.shape[1:], lambda: self.read()[index].clone())
 
-    def reshaped(self, shape):
+    def reshaped(self, shape: tuple) -> "Source":
         return Source(self.name, shape, lambda: self.read().reshape(shape))
 
 
@@ -66,8 +66,8 @@ class Checkpoint:
     explained: dict = field(default_factory=dict)
 
 
-def map_names(sources, table):
-    """Return {legacy name: Source} for `sources`, a list of Source, by `table`.
+def map_names(sources: list[Source], table: list[tuple]) -> dict[str, Source]:
+    """Return {legacy name: Source} for `sources` by `table`.
 
     A row of the table is (original name, legacy name or None to leave it out, method of Source or None). `{i}` stands
     for a number and `{name}` for anything; the first row that matches decides. A name that no row matches is an error.
@@ -92,7 +92,7 @@ def _pattern(original):
     return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", pattern))
 
 
-def legacy_tensors(config, classifier=False):
+def legacy_tensors(config, classifier: bool = False) -> dict[str, tuple]:
     """Return {name: shape} of the state dict that `config`, a TransfoXLConfig, describes.
 
     `classifier`: with the head of TransfoXLForSequenceClassification in place of the softmax.
@@ -167,7 +167,7 @@ def _layer_tensors(config):
     return shapes
 
 
-def check_complete(tensors, config, classifier=False):
+def check_complete(tensors: dict[str, Source], config, classifier: bool = False) -> None:
     """Raise ConversionError, naming it, for the first tensor that is missing, left over or of another shape."""
     expected = legacy_tensors(config, classifier)
     for name, shape in expected.items():
@@ -180,8 +180,8 @@ def check_complete(tensors, config, classifier=False):
         raise ConversionError(f"the checkpoint has a tensor {tensors[name].name}, which the model has not")
 
 
-def fields_from_shapes(tensors):
-    """Return the TransfoXLConfig fields that the names and shapes of `tensors`, {legacy name: Source}, decide.
+def fields_from_shapes(tensors: dict[str, Source]) -> dict:
+    """Return the TransfoXLConfig fields that the names and shapes of `tensors` decide.
 
     These are the sizes, the kind of attention, where the biases lie, and with several embedding tables the bins. One
     table leaves `cutoffs` open, and `attn_type` 2 the heads.
@@ -241,7 +241,7 @@ def _attention_fields(shape):
     return {"attn_type": 0, "n_head": n_head, "d_head": d_head, "untie_r": name == untied}
 
 
-def tying_fields(tensors, fields):
+def tying_fields(tensors: dict[str, Source], fields: dict) -> dict:
     """Return `tie_word_embeddings` and `tie_projs` as the tensors show them: tied ones have the same values."""
     weights = [name for name in tensors if re.fullmatch(r"crit\.out_layers\.[0-9]+\.weight", name)]
     tie_projs = []
@@ -252,7 +252,7 @@ def tying_fields(tensors, fields):
     return {"tie_word_embeddings": all(_is_copy(tensors, name, fields) for name in weights), "tie_projs": tie_projs}
 
 
-def drop_copies(tensors, fields):
+def drop_copies(tensors: dict[str, Source], fields: dict) -> None:
     """Remove from `tensors` the second copies that tied weights have in a state dict.
 
     Raises ConversionError for one that has other values than the weight that `fields` tie it to.

@@ -6,7 +6,7 @@ import kimiyoung_pytorch
 import unpickle
 import vocabulary
 from files import describe, find_file, state_dict_sources
-from layout import ConversionError
+from layout import Checkpoint, ConversionError
 
 # Name in model_state (pytorch/mem_transformer.py, utils/proj_adaptive_softmax.py), legacy tensor, what changes. The
 # rest is as in the original it derives from.
@@ -40,7 +40,7 @@ MODEL_CONFIG = {
 }
 
 
-def read(checkpoint, corpus=None):
+def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     """Return the `Checkpoint` at `checkpoint`, NVIDIA's file or the folder that holds it.
 
     The vocabulary is in the checkpoint; `corpus`, a pickled corpus or its folder, replaces it. Raises ConversionError

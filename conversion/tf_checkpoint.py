@@ -60,7 +60,7 @@ class TensorBundle:
     `entries` maps variable names to `Entry`; `read` fetches one of them. Raises TensorBundleError.
     """
 
-    def __init__(self, prefix):
+    def __init__(self, prefix: str | Path):
         self.prefix = Path(prefix)
         index = self.prefix.with_name(f"{self.prefix.name}.index").read_bytes()
         try:
@@ -75,7 +75,7 @@ class TensorBundle:
         if _number(header, 2) != LITTLE_ENDIAN:
             raise TensorBundleError(f"{self.prefix.name}.index was written on a big-endian machine")
 
-    def read(self, name):
+    def read(self, name: str) -> torch.Tensor:
         """Return variable `name` as a tensor, after checking its size and checksum."""
         entry = self.entries[name]
         if entry.partitioned:
@@ -213,13 +213,13 @@ MASK_DELTA = 0xA282EAD8  # tensorflow/core/lib/hash/crc32c.h
 LANES = 1 << 14
 
 
-def masked_crc32c(data):
+def masked_crc32c(data) -> int:
     """Return the CRC-32C of `data` (bytes-like), rotated and shifted as LevelDB and TensorFlow store it."""
     crc = crc32c(data)
     return (((crc >> 15) | (crc << 17)) + MASK_DELTA) & 0xFFFFFFFF
 
 
-def crc32c(data):
+def crc32c(data) -> int:
     """Return the CRC-32C (Castagnoli) of `data`.
 
     The polynomial's remainder is linear, so that the data can be cut into lanes whose remainders are computed side by

@@ -23,7 +23,7 @@ WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 TOKENIZER_FILES = ("vocab.pkl", "vocab.bin", "vocab.txt", "tokenizer.json")
 
 
-def read(checkpoint, corpus=None):
+def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     """Return the `Checkpoint` in the folder `checkpoint`; its tokenizer is left to TransfoXLTokenizer.
 
     The folder may hold a tokenizer alone. `corpus` must be None: these folders hold their vocabulary. Raises

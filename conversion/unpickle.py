@@ -93,15 +93,15 @@ class StoredTensor:
     stride: tuple
 
     @property
-    def dtype(self):
+    def dtype(self) -> torch.dtype:
         return self.storage.dtype
 
     @property
-    def place(self):
+    def place(self) -> tuple:
         """What tells whether two tensors of one file are the same memory."""
         return (self.storage.key, self.storage.first + self.offset, self.shape, self.stride)
 
-    def read(self):
+    def read(self) -> torch.Tensor:
         """Return the tensor, contiguous, in memory of its own.
 
         Raises UnsafePickleError if the file has not enough bytes for it.
@@ -116,7 +116,7 @@ class StoredTensor:
         return flat.as_strided(self.shape, self.stride, self.offset).contiguous()
 
 
-def load(path):
+def load(path: str | Path) -> object:
     """Return the object pickled in `path`: plain values, lists, dicts, `StandIn`s and `StoredTensor`s.
 
     Raises UnsafePickleError with a one-line reason for anything but a whole, uncompressed file of the three kinds.
@@ -145,7 +145,7 @@ class StorageFile:
         self.path = path
         self.places = {}
 
-    def read(self, storage):
+    def read(self, storage: "Storage") -> bytearray:
         """Return the bytes of `storage` as a bytearray of its own."""
         if storage.key not in self.places:
             raise UnsafePickleError(f"storage {storage.key} is missing from the file")

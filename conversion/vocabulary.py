@@ -42,7 +42,7 @@ class Vocabulary:
         return None if self.eos_token is None else self.symbols.index(self.eos_token)
 
 
-def read_corpus(path, dataset=None):
+def read_corpus(path: Path, dataset: str | None = None) -> tuple[Vocabulary, str | None]:
     """Return (Vocabulary, data set) from a pickled corpus, or from the folder that holds it as the originals name it.
 
     `dataset` is used where the corpus does not say. Raises ConversionError.
@@ -64,7 +64,7 @@ def read_corpus(path, dataset=None):
     return from_stand_in(attributes["vocab"], dataset, path.name), dataset
 
 
-def from_stand_in(vocab, dataset, where):
+def from_stand_in(vocab: object, dataset: str | None, where: str) -> Vocabulary:
     """Return the Vocabulary of an unpickled `Vocab` object; `dataset` decides the mode, `where` is named in errors."""
     attributes = vocab.attributes if isinstance(vocab, unpickle.StandIn) else {}
     symbols = attributes.get("idx2sym")
@@ -75,7 +75,7 @@ def from_stand_in(vocab, dataset, where):
     return Vocabulary(symbols, MODES.get(dataset, "whitespace"), attributes.get("lower_case") is True)
 
 
-def read_corpus_info(folders):
+def read_corpus_info(folders: list[Path]) -> dict:
     """Return the first corpus-info.json in `folders` as a dict, {} where there is none."""
     for folder in folders:
         path = Path(folder) / "corpus-info.json"
