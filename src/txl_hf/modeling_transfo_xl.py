@@ -343,8 +343,11 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
             init.normal_(module.weight, 1.0, self.config.init_std)
             init.zeros_(module.bias)
         elif isinstance(module, TransfoXLAttention | TransfoXLModel):
-            for parameter in module.parameters(recurse=False):
-                self._init_weight(parameter)
+            for name, parameter in module.named_parameters(recurse=False):
+                if name == "r_bias":
+                    init.zeros_(parameter)
+                else:
+                    self._init_weight(parameter)
 
     def _init_weight(self, weight: Tensor):
         if self.config.init == "uniform":
