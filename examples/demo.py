@@ -41,10 +41,14 @@ import transformers
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
-from txl_hf.evaluation import LanguageModelEvaluation, evaluate_language_model
-from txl_hf.streams import TokenStream
-from txl_hf.tokenization_transfo_xl import TransfoXLTokenizer
+from txl_hf import (
+    TokenStream,
+    TransfoXLConfig,
+    TransfoXLForCausalLM,
+    TransfoXLTokenizer,
+    evaluate_language_model,
+)
+from txl_hf.evaluation import LanguageModelEvaluation
 
 SEGMENT_LENGTH = 64
 BATCH_SIZE = 16

@@ -33,7 +33,7 @@ def main():
     with torch.no_grad():
         log_probs = model(**inputs).logits
     torch.manual_seed(0)
-    text = model.generate(**inputs, max_new_tokens=400, do_sample=True, temperature=0.7)
+    text = model.generate(**inputs, max_new_tokens=400, do_sample=True, temperature=0.9)
     continuation = tokenizer.decode(text[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     torch.save({"log_probs": log_probs, "continuation": continuation}, arguments.output)
 

@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
-from txl_hf.evaluation import evaluate_language_model
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model
 
 VOCAB_SIZE = 20
 

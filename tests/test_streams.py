@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from txl_hf.streams import TokenStream
+from txl_hf import TokenStream
 
 
 @st.composite
