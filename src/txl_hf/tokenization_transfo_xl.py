@@ -182,8 +182,13 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             ValueError: a symbol occurs twice, is no string or no byte's number, or a special token other than the
                 defaults is not among them.
         """
+        return cls._assemble(list(symbols), mode, lower_case, True, unk_token=unk_token, eos_token=eos_token, **kwargs)
+
+    @classmethod
+    def _assemble(
+        cls, symbols: list, mode: str, lower_case: bool, as_published: bool, unk_token=None, eos_token=None, **kwargs
+    ) -> "TransfoXLTokenizer":
         _check_mode(mode)
-        symbols = list(symbols)
         _check_symbols(symbols, "symbols")
         vocabulary = set(symbols)
         unk_token = _default_special(unk_token, ("<unk>", "<UNK>"), vocabulary)
@@ -199,7 +204,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         if mode == "moses" and "<formula>" in vocabulary:
             kwargs.setdefault("extra_special_tokens", ["<formula>"])
         specials += kwargs.get("extra_special_tokens") or ()
-        backend = _build_backend(symbols, mode, lower_case, unk_token, specials)
+        backend = _build_backend(symbols, mode, lower_case, unk_token, specials, as_published)
         return cls(
             tokenizer_object=backend,
             mode=mode,
@@ -255,7 +260,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         symbols = list(dict.fromkeys([*first, *frequent]))
         if not counted:
             raise ValueError(f"no symbol occurs at least min_freq={min_freq} times in the text: nothing to train on.")
-        return cls.from_symbols(symbols, mode=mode, lower_case=lower_case, **kwargs)
+        return cls._assemble(symbols, mode, lower_case, False, **kwargs)
 
     def train_new_from_iterator(
         self,
@@ -479,7 +484,10 @@ def _count_symbols(lines, mode: str, lower_case: bool, specials: list[str]) -> C
 # ---- the backend: one function a mode -------------------------------------------------------------------------
 
 
-def _build_backend(symbols: list[str], mode: str, lower_case: bool, unk_token, specials) -> Tokenizer:
+def _build_backend(
+    symbols: list[str], mode: str, lower_case: bool, unk_token, specials, as_published: bool = False
+) -> Tokenizer:
+    # `as_published`: read a given alphabet as the originals wrote their data, `_` for a space and lines without ends.
     names = symbols
     if mode == "bytes":
         names = [_byte_character(symbol, specials) for symbol in symbols]
@@ -495,11 +503,11 @@ def _build_backend(symbols: list[str], mode: str, lower_case: bool, unk_token, s
     elif mode == "characters":
         backend.pre_tokenizer = pre_tokenizers.FixedLength(length=1)
         backend.decoder = decoders.Fuse()
-        if "_" in vocabulary and " " not in vocabulary:
+        if as_published and "_" in vocabulary and " " not in vocabulary:
             steps.append(normalizers.Replace(" ", "_"))
             backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("_", " ")])
     elif mode == "bytes":
-        if _BYTE_CHARACTERS["10"] not in vocabulary:
+        if as_published and _BYTE_CHARACTERS["10"] not in vocabulary:
             steps.append(normalizers.Replace("\n", ""))
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([byte_level, pre_tokenizers.FixedLength(length=1)])
@@ -645,6 +653,9 @@ def _moses_normalizers() -> list:
     x = f"[{_A}]'"
     before_number = "|".join(_NUMERIC_PREFIXES.split())
     steps = [
+        # A no-break space between digits is a decimal point, unless the digit before it served one already.
+        ("[\x1c-\x1f]|\xa0(?<=[0-9]\xa0[0-9]\xa0)(?<![0-9]\xa0[0-9]\xa0[0-9]\xa0)(?=[0-9])", " "),
+        (r"(?<=\d)\x{a0}(?=\d)", "."),
         # Punctuation. Two plain apostrophes make a quote that stays where it is, other pairs one that may move.
         ("[`']{2}", ' " '),
         ("´|‘|‚|’|`", "'"),
@@ -655,9 +666,6 @@ def _moses_normalizers() -> list:
         # A quote stands after the commas and full stops that follow it.
         ('"(?=[,.])', _MARK),
         (_MARK + r"[,.]+\K", '"'),
-        # A no-break space between digits is a decimal point, unless the digit before it served one already.
-        ("[\x1c-\x1f]|\xa0(?<=[0-9]\xa0[0-9]\xa0)(?<![0-9]\xa0[0-9]\xa0[0-9]\xa0)(?=[0-9])", " "),
-        (r"(?<=\d)\x{a0}(?=\d)", "."),
         (f"[\x00-\x08\r\x0e-\x1b]|{_MARK}", ""),
         # Words. A written `@-@` is no joiner.
         ("@(?=[-,.]@)", "@ "),
@@ -668,7 +676,7 @@ def _moses_normalizers() -> list:
         (rf",(?:(?![{_D}])|(?<!(?:[{_D}]|\A)(?:,,)*,|[^{_D},](?:,,)+))", " , "),
         # Apostrophes. Of `x'y'z` Moses sees the first, since `y` is taken.
         (
-            rf"'(?:(?<=[^{_A}]')(?=[^{_A}])(?<![^{_A}]'(?:[{_D}.\-&&[^{_A}]]|\s)?')"
+            rf"'(?:(?<=[^{_A}]')(?=[^{_A}])(?<![^{_A}]'(?:[{_D}.\-&&[^{_A}]]|\s{{1,9}})?')"
             rf"|(?<=[^{_AN}]')(?=[{_A}])|(?<=[{_A}]')(?=[^{_A}]))",
             " ' ",
         ),
@@ -690,7 +698,7 @@ def _moses_normalizers() -> list:
         (rf"(?<=[{_D}&&\d])\.(?=[{_D}&&\d])", " @.@ "),
     ]
     replaces = [normalizers.Replace(Regex(pattern), content) for pattern, content in steps]
-    return [*replaces[:11], normalizers.Strip(), *replaces[11:]]
+    return [*replaces[:2], normalizers.Strip(), *replaces[2:]]
 
 
 def _by_length(words: str) -> list[list[str]]:
@@ -815,6 +823,7 @@ class _VocabularyUnpickler(pickle._Unpickler):
         ("builtins", "set"): set,
         ("builtins", "tuple"): tuple,
         ("builtins", "int"): int,
+        ("builtins", "long"): int,
         ("collections", "OrderedDict"): OrderedDict,
         ("collections", "Counter"): Counter,
         ("collections", "defaultdict"): defaultdict,
@@ -825,6 +834,7 @@ class _VocabularyUnpickler(pickle._Unpickler):
     )
 
     def find_class(self, module: str, name: str):
+        module = "builtins" if module == "__builtin__" else module
         if (module, name) in self.containers:
             return self.containers[module, name]
         if self.inert.match(module) and "." not in name:
