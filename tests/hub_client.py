@@ -88,6 +88,19 @@ def push_beside_main(folder: Path):
     model.push_to_hub("user/branches", create_pr=True)
 
 
+def push_from_trainer(folder: Path):
+    from transformers import Trainer, TrainingArguments
+
+    arguments = {"push_to_hub": True, "hub_model_id": "user/trained", "save_strategy": "no", "report_to": "none"}
+    arguments |= {"max_steps": 2, "use_cpu": True, "disable_tqdm": True}
+    data = [{"input_ids": row, "labels": row} for row in IDS]
+    trainer = Trainer(build()[0], TrainingArguments(str(folder / "trained"), **arguments), train_dataset=data)
+    trainer.train()
+    trainer.push_to_hub()
+    with torch.no_grad():
+        return trainer.model.eval()(IDS).logits
+
+
 def push_without_rights(folder: Path):
     token = os.environ["HF_TOKEN"]
     os.environ["HF_TOKEN"] = "hf_token_of_guest"
@@ -136,6 +149,13 @@ def read(folder: Path):
     return outputs_of(*load("user/name", "user/classifier"))
 
 
+def read_trained(folder: Path):
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained("user/trained", **OPTIONS).eval()(IDS).logits
+
+
 def read_config(folder: Path):
     from transformers import AutoConfig
 
@@ -177,10 +197,11 @@ ROLES = {
         push_while_saving,
         push_in_shards,
         push_beside_main,
+        push_from_trainer,
         push_without_rights,
     ],
-    "reader": [read, read_config, read_tokenizer],
-    "stranger": [load_without_trust, read, read_config, read_tokenizer, save_again],
+    "reader": [read, read_trained, read_config, read_tokenizer],
+    "stranger": [load_without_trust, read, read_trained, read_config, read_tokenizer, save_again],
     "next_stranger": [read_again_from_folder, read_again_from_hub],
 }
 

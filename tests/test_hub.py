@@ -116,6 +116,13 @@ def test_loads_from_the_hub(author, reader, output):
     torch.testing.assert_close(reader("read")[output], author("push")[output], rtol=0, atol=0)
 
 
+def test_what_trainer_pushed_loads(author, reader, hub):
+    trained = author("push_from_trainer")
+    assert (trained - author("push")["AutoModelForCausalLM"]).abs().max() > 0
+    assert set(hub.repos["user/trained"].files()) >= MODEL
+    torch.testing.assert_close(reader("read_trained"), trained, rtol=0, atol=0)
+
+
 def test_config_loads_from_the_hub(reader):
     assert reader("read_config") == ("TransfoXLConfig", 32, [10, 30])
 
