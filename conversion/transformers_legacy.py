@@ -37,6 +37,10 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     if not folder.is_dir():
         raise ConversionError(f"{folder} does not exist; {EXPECTED}")
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    for name in TOKENIZER_FILES[:2]:
+        # The tokenizer reads these again by itself; this reader also refuses what would exhaust stack or memory.
+        if (folder / name).is_file():
+            unpickle.load(folder / name)
     if has_tokenizer and not any((folder / name).is_file() for name in ("config.json", *WEIGHTS_FILES)):
         return Checkpoint({}, {}, origin=f"the tokenizer `{folder.resolve().name}`", size=0, tokenizer=folder)
     fields = _read_config(folder)

@@ -159,8 +159,8 @@ HOSTILE = {
     "huge string": b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7fabc.",
     "huge integer": b"L" + b"9" * 100_000 + b"L\n.",
     "deep tuple as key": b"\x80\x02})" + b"\x85" * 200_000 + b"K\x01s.",
-    "deep stand-ins": b"\x80\x02" + b"cos\nsystem\n" * 50_000 + b")R" + b"\x85R" * 49_999 + b".",
-    "deep list": b"\x80\x02" + b"]" * 50_000 + b"a" * 49_999 + b".",
+    "deep stand-ins": b"\x80\x02" + b"cos\nsystem\n" * 20_000 + b")R" + b"\x85R" * 19_999 + b".",
+    "deep list": b"\x80\x02" + b"]" * 20_000 + b"a" * 19_999 + b".",
     "copied again": b"\x80\x02(" + b"K\x01" * 5_000 + b"lq\x010" + b"c__builtin__\nset\nh\x01\x85R0" * 5_000 + b"N.",
     "no stop": b"\x80\x02K\x01",
     "only a mark": b"\x80\x02(.",
@@ -171,18 +171,31 @@ HOSTILE = {
 }  # fmt: skip
 
 
+CHECKPOINTS = [
+    ("kimiyoung-pytorch", "file.pkl"),
+    ("nvidia", "file.pkl"),
+    ("transformers", "model"),
+    ("transformers", "tokenizer"),
+]
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_pickle_runs_nothing(name, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     value = load_watched(write(tmp_path, HOSTILE[name]))
     assert not (tmp_path / "pwned").exists()
     assert isinstance(value, unpickle.UnsafePickleError | unpickle.StandIn | list | dict) or value is None
-    for family in ("kimiyoung-pytorch", "nvidia"):
-        arguments = ["--from", family, "--checkpoint", "file.pkl", "--output", "out/model"]
-        assert convert.main(arguments) == 1
-    out, err = capfd.readouterr()
-    assert len(err.splitlines()) == 2 and "Traceback" not in err
-    assert [path.name for path in tmp_path.iterdir()] == ["file.pkl"]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "tokenizer").mkdir()
+    for copy in ("model/pytorch_model.bin", "tokenizer/vocab.pkl"):
+        (tmp_path / copy).write_bytes(HOSTILE[name])
+    before = sorted(tmp_path.rglob("*"))
+    for family, checkpoint in CHECKPOINTS:
+        assert convert.main(["--from", family, "--checkpoint", checkpoint, "--output", "out"]) == 1
+        err = capfd.readouterr().err
+        assert len(err.splitlines()) == 1 and "Traceback" not in err
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def archive(tmp_path, records, compression=zipfile.ZIP_STORED):
