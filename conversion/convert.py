@@ -32,7 +32,7 @@ FAMILIES = {
     "transformers": "transformers_legacy",
     "kimiyoung-pytorch": "kimiyoung_pytorch",
     "kimiyoung-tf": "kimiyoung_tf",
-    "nvidia": "nvidia",
+    "nvidia": "nvidia_pytorch",
 }
 SETTINGS = ("mem_len", "clamp_len", "same_length", "tgt_len")
 TOKENIZER_MODES = ("moses", "whitespace", "characters", "bytes", "lm1b")
