@@ -1,0 +1,825 @@
+r"""Relative attention as Triton kernels that never hold an L × K tensor (flash attention with the paper's four terms).
+
+A program owns BLOCK_M queries of one head and walks over blocks of BLOCK_N keys with a running softmax. The terms
+(a) + (c) = (q + u)·k of a tile are one product. The terms (b) + (d) = (q + v)·W_R R depend on the distance, which is
+another one in every entry of the tile: entry (i, j) wants the rel_key row
+
+    c = (L - 1 - i) + j,
+
+so the tile touches the BLOCK_M + BLOCK_N - 1 rows from `first` = L - BLOCK_M - i0 + j0 on, where i0 and j0 are its
+first query and key. With i and j counted within the tile, the entry wants row `first` + BLOCK_M - 1 - i + j.
+
+**Rotation.** Multiply q + v with BLOCK_N rows at a time: `low` has the scores of rows `first` … `first` + BLOCK_N - 1,
+`high` those of the next BLOCK_N. What row i of the tile wants is a piece of [low, high] that starts at column
+BLOCK_M - 1 - i: the end of `low`, then the beginning of `high`. Joined in place they fill BLOCK_N columns with nothing to
+spare, in an order that is merely rotated:
+
+    joined[i, x] = low[i, x] if x ≥ BLOCK_M - 1 - i else high[i, x]
+    (b) + (d) of (i, j) = joined[i, (j + BLOCK_M - 1 - i) mod BLOCK_N]
+
+which is one gather along the row. The next block of keys starts BLOCK_N rows further, so its `low` is this one's
+`high`: one new product a tile, three in all where flash attention has two.
+
+**Backward.** The gradient of the scores is rotated back and split by the same condition: where x ≥ BLOCK_M - 1 - i it
+belongs to the rows of `low`, elsewhere to those of `high`, whose other part comes with the next block of keys. One
+kernel walks as the forward does and gives the gradients of queries, rel_key and the biases; the other owns a block of
+keys, walks over the queries, and gives the gradients of keys and values. rel_key and the biases receive a share from
+every batch row and block of queries: these are added atomically, or, where PyTorch is told to be deterministic, in a
+fixed order into a few partial sums.
+
+Scores are kept in units of log 2, as the hardware has the exponential of base two.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+__all__ = ["triton_relative_attention", "why_not_triton"]
+
+LOG2_E = 1.4426950408889634
+# Kernels built under Triton's interpreter run on the CPU; Triton decides at the same moment, when it decorates them.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+# Tests make it smaller, so that short sequences span several tiles.
+LARGEST_TILE = 128
+
+
+def why_not_triton(query: Tensor) -> str | None:
+    """The reason why `triton_relative_attention` cannot take this query (B, H, L, Dh), or None if it can."""
+    if triton is None:
+        return "Triton is not installed"
+    if not hasattr(tl, "gather"):
+        return f"Triton {triton.__version__} has no gather"
+    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"{query.dtype} is not supported"
+    if query.shape[-1] > 128:
+        return f"heads are {query.shape[-1]} wide, more than 128"
+    if INTERPRETED:
+        return None
+    if query.device.type != "cuda":
+        return f"the tensors are on {query.device.type}, not on a GPU"
+    if torch.version.hip is None and torch.cuda.get_device_capability(query.device) < (8, 0):
+        return "the GPU is older than compute capability 8.0"
+    return None
+
+
+def triton_relative_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rel_key: Tensor | None,
+    content_bias: Tensor | None,
+    position_bias: Tensor | None,
+    rel_bias: Tensor | None,
+    key_mask: Tensor | None,
+    window: int | None,
+    scaling: float,
+    dropout: float,
+) -> tuple[Tensor, None]:
+    """Relative attention without an L × K tensor; arguments as for every backend, see `relative_attention`.
+
+    Dropout draws one seed from PyTorch's generator of the device, so that `torch.manual_seed` repeats it; the kernels
+    derive the same mask from it, forward and backward, whatever their tiles.
+
+    Raises:
+        ValueError: these tensors cannot be taken, for the reason that `why_not_triton` gives.
+    """
+    device_type = query.device.type
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else query.dtype
+    if reason := why_not_triton(query.to(dtype)):
+        raise ValueError(f"txl_triton cannot be used: {reason}")
+    # The interpreter multiplies the bits of bfloat16 numbers as if they were integers.
+    inner_dtype = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
+    query, key, value = query.to(inner_dtype), key.to(inner_dtype), value.to(inner_dtype)
+    if rel_key is None:
+        position_bias = rel_bias = None
+    else:
+        rel_key = rel_key.to(inner_dtype)
+    seed = torch.randint(2**62, (1,), device=query.device) if dropout > 0 else None
+    output, _ = relative_attention_op(
+        query,
+        key,
+        value,
+        rel_key,
+        content_bias,
+        position_bias,
+        rel_bias,
+        key_mask,
+        seed,
+        window,
+        scaling,
+        dropout,
+    )
+    return output.to(dtype), None
+
+
+if triton is not None:
+    # ------------------------------------------------------------------------------------------------- tiles
+
+    @triton.jit
+    def _load_rows(pointer, rows, row_count, stride, D: tl.constexpr, WIDTH: tl.constexpr):
+        """(len(rows), WIDTH), zero in rows outside 0 … row_count - 1 and in columns from D on."""
+        columns = tl.arange(0, WIDTH)
+        inside = (rows >= 0) & (rows < row_count)
+        return tl.load(
+            pointer + rows[:, None] * stride + columns[None, :],
+            mask=inside[:, None] & (columns < D)[None, :],
+            other=0.0,
+        )
+
+    @triton.jit
+    def _store_rows(pointer, tile, rows, row_count, stride, D: tl.constexpr, WIDTH: tl.constexpr):
+        columns = tl.arange(0, WIDTH)
+        tl.store(
+            pointer + rows[:, None] * stride + columns[None, :],
+            tile.to(pointer.dtype.element_ty),
+            mask=(rows < row_count)[:, None] & (columns < D)[None, :],
+        )
+
+    @triton.jit
+    def _with_bias(query, bias, head, D: tl.constexpr, WIDTH: tl.constexpr):
+        """q + u or q + v, rounded to the type of q as a product needs it."""
+        if bias is not None:
+            columns = tl.arange(0, WIDTH)
+            row = tl.load(bias + head * D + columns, mask=columns < D, other=0.0)
+            biased = (query.to(tl.float32) + row.to(tl.float32)[None, :]).to(query.dtype)
+        else:
+            biased = query
+        return biased
+
+    @triton.jit
+    def _visible(i, j, key_mask, batch, L, K, window):
+        """Which of the keys j (1 × n or n × 1) the queries i (n × 1 or 1 × n) see, as `visible_keys` has it."""
+        distance = i + (K - L) - j
+        visible = distance >= 0
+        if window is not None:
+            visible = visible & (distance <= window)
+        if key_mask is not None:
+            real = tl.load(key_mask + batch * K + j, mask=j < K, other=0) != 0
+            visible = (visible & real) | (distance == 0)
+        return visible
+
+    @triton.jit
+    def _key_range(i0, L, K, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+        """The keys that a block of queries sees: from a multiple of BLOCK_N up to the last one's own."""
+        start = 0
+        if window is not None:
+            start = tl.maximum(i0 + (K - L) - window, 0) // BLOCK_N * BLOCK_N
+        return start, tl.minimum(i0 + BLOCK_M + (K - L), K)
+
+    @triton.jit
+    def _distance_scores(
+        query, rel_key, rel_bias, first, K, stride, D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
+    ):
+        """(b) + (d) by distance, before they are shifted into place: (queries, BLOCK) for rows `first` and on."""
+        rows = first + tl.arange(0, BLOCK)
+        relative = _load_rows(rel_key, rows, K, stride, D, query.shape[1])
+        scores = tl.dot(query, tl.trans(relative), input_precision=PRECISION)
+        if rel_bias is not None:
+            row = tl.load(rel_bias + rows, mask=(rows >= 0) & (rows < K), other=0.0)
+            scores += row.to(tl.float32)[None, :]
+        return scores
+
+    @triton.jit
+    def _in_low(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+        """(BLOCK_M, BLOCK_N): whether column x of the joined tile comes from `low`."""
+        return tl.arange(0, BLOCK_N)[None, :] >= BLOCK_M - 1 - tl.arange(0, BLOCK_M)[:, None]
+
+    @triton.jit
+    def _rotate(low, high, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+        """Scores by distance, two blocks of rows, → scores by key (Appendix B within a tile)."""
+        source = tl.arange(0, BLOCK_N)[None, :] + (BLOCK_M - 1 - tl.arange(0, BLOCK_M))[:, None]
+        return tl.gather(tl.where(_in_low(BLOCK_M, BLOCK_N), low, high), source % BLOCK_N, axis=1)
+
+    @triton.jit
+    def _rotate_back(gradient, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+        """Gradient by key → gradient by distance of the joined tile."""
+        source = tl.arange(0, BLOCK_N)[None, :] + (BLOCK_N - BLOCK_M + 1 + tl.arange(0, BLOCK_M))[:, None]
+        return tl.gather(gradient, source % BLOCK_N, axis=1)
+
+    @triton.jit
+    def _kept(seed, dropout, pair, i0, j0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+        """(BLOCK_M, BLOCK_N): which probabilities survive dropout.
+
+        A function of seed, batch row and head (`pair`), i and j alone: every kernel finds the same. One call of Philox
+        serves four neighbouring keys.
+        """
+        zeros = tl.zeros((BLOCK_M, BLOCK_N // 4), tl.int32)
+        quads = zeros + (j0 // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
+        rows = zeros + (i0 + tl.arange(0, BLOCK_M))[:, None]
+        a, b, c, d = tl.philox(tl.load(seed), quads, rows, zeros + pair, zeros)
+        even = tl.interleave(tl.uint_to_uniform_float(a), tl.uint_to_uniform_float(c))
+        odd = tl.interleave(tl.uint_to_uniform_float(b), tl.uint_to_uniform_float(d))
+        return tl.interleave(even, odd) >= dropout
+
+    # ----------------------------------------------------------------------------------------------- forward
+
+    @triton.jit(do_not_specialize=["L", "K", "window"])
+    def _forward_kernel(
+        query,
+        key,
+        value,
+        rel_key,
+        content_bias,
+        position_bias,
+        rel_bias,
+        key_mask,
+        seed,
+        output,
+        log_sum,
+        query_strides,
+        key_strides,
+        value_strides,
+        rel_key_strides,
+        output_strides,
+        H,
+        L,
+        K,
+        window,
+        scaling_log2,
+        dropout,
+        keep_scale,
+        D: tl.constexpr,
+        WIDTH: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):
+        """A block of queries of one batch row and head: attended values and log2 of the softmax's denominator."""
+        blocks = tl.cdiv(L, BLOCK_M)
+        # The last queries see most: they go first.
+        i0 = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_M
+        pair = tl.program_id(0) // blocks
+        batch = (pair // H).to(tl.int64)
+        head = (pair % H).to(tl.int64)
+        query += batch * query_strides[0] + head * query_strides[1]
+        key += batch * key_strides[0] + head * key_strides[1]
+        value += batch * value_strides[0] + head * value_strides[1]
+        output += batch * output_strides[0] + head * output_strides[1]
+
+        i = i0 + tl.arange(0, BLOCK_M)
+        q = _load_rows(query, i, L, query_strides[2], D, WIDTH)
+        q_content = _with_bias(q, content_bias, head, D, WIDTH)
+        start, end = _key_range(i0, L, K, window, BLOCK_M, BLOCK_N)
+        if rel_key is not None:
+            rel_key += head * rel_key_strides[0]
+            if rel_bias is not None:
+                rel_bias += head * K
+            q_position = _with_bias(q, position_bias, head, D, WIDTH)
+            first = L - BLOCK_M - i0 + start
+            low = _distance_scores(q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION)
+
+        maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        attended = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+        for j0 in range(start, end, BLOCK_N):
+            j = j0 + tl.arange(0, BLOCK_N)
+            k = _load_rows(key, j, K, key_strides[2], D, WIDTH)
+            scores = tl.dot(q_content, tl.trans(k), input_precision=PRECISION)
+            if rel_key is not None:
+                first += BLOCK_N
+                high = _distance_scores(
+                    q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
+                )
+                scores += _rotate(low, high, BLOCK_M, BLOCK_N)
+                low = high
+            visible = _visible(i[:, None], j[None, :], key_mask, batch, L, K, window)
+            scores = tl.where(visible, scores * scaling_log2, -float("inf"))
+
+            new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+            # A row may see nothing until its last tiles; ∞ - ∞ must not reach the exponential.
+            shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+            weights = tl.exp2(scores - shift[:, None])
+            rescale = tl.exp2(maximum - shift)
+            maximum = new_maximum
+            total = total * rescale + tl.sum(weights, 1)
+            if seed is not None:
+                weights = tl.where(_kept(seed, dropout, pair, i0, j0, BLOCK_M, BLOCK_N), weights, 0.0)
+            v = _load_rows(value, j, K, value_strides[2], D, WIDTH)
+            attended = tl.dot(weights.to(v.dtype), v, attended * rescale[:, None], input_precision=PRECISION)
+
+        if seed is not None:
+            attended *= keep_scale
+        _store_rows(output, attended / total[:, None], i, L, output_strides[2], D, WIDTH)
+        tl.store(log_sum + pair.to(tl.int64) * L + i, maximum + tl.log2(total), mask=i < L)
+
+    # ---------------------------------------------------------------------------------------------- backward
+
+    @triton.jit
+    def _add_distance_gradient(
+        gradient, query, d_rel_key, d_rel_bias, first, K, scaling, D: tl.constexpr, PRECISION: tl.constexpr
+    ):
+        """Add a tile's share to the gradients of rel_key rows and rel_bias entries `first` and on."""
+        rows = first + tl.arange(0, gradient.shape[1])
+        inside = (rows >= 0) & (rows < K)
+        if d_rel_bias is not None:
+            tl.atomic_add(d_rel_bias + rows, tl.sum(gradient, 0) * scaling, mask=inside, sem="relaxed")
+        if d_rel_key is not None:
+            columns = tl.arange(0, query.shape[1])
+            share = tl.dot(tl.trans(gradient.to(query.dtype)), query, input_precision=PRECISION) * scaling
+            tl.atomic_add(
+                d_rel_key + rows[:, None] * D + columns[None, :],
+                share,
+                mask=inside[:, None] & (columns < D)[None, :],
+                sem="relaxed",
+            )
+
+    @triton.jit
+    def _add_bias_gradient(pointer, gradient, scaling, D: tl.constexpr):
+        columns = tl.arange(0, gradient.shape[1])
+        tl.atomic_add(pointer + columns, tl.sum(gradient, 0) * scaling, mask=columns < D, sem="relaxed")
+
+    @triton.jit(do_not_specialize=["L", "K", "window", "B"])
+    def _backward_query_kernel(
+        query,
+        key,
+        value,
+        rel_key,
+        content_bias,
+        position_bias,
+        rel_bias,
+        key_mask,
+        seed,
+        output,
+        log_sum,
+        d_output,
+        delta,
+        d_query,
+        d_rel_key,
+        d_content_bias,
+        d_position_bias,
+        d_rel_bias,
+        query_strides,
+        key_strides,
+        value_strides,
+        rel_key_strides,
+        output_strides,
+        d_output_strides,
+        d_query_strides,
+        B,
+        H,
+        L,
+        K,
+        window,
+        scaling,
+        scaling_log2,
+        dropout,
+        keep_scale,
+        PARTIAL: tl.constexpr,
+        D: tl.constexpr,
+        WIDTH: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):
+        """Blocks of queries of one head: gradients of queries, rel_key and biases, and delta = Σ d_output · output.
+
+        Each program takes every num_programs(0)-th block of queries of the batch, in order. With PARTIAL it adds to
+        sums of its own, else all share one.
+        """
+        blocks = tl.cdiv(L, BLOCK_M)
+        head = tl.program_id(1).to(tl.int64)
+        owner = head
+        if PARTIAL:
+            owner += tl.program_id(0).to(tl.int64) * H
+        if rel_key is not None:
+            rel_key += head * rel_key_strides[0]
+            if rel_bias is not None:
+                rel_bias += head * K
+            if d_rel_key is not None:
+                d_rel_key += owner * K * D
+            if d_rel_bias is not None:
+                d_rel_bias += owner * K
+        in_low = _in_low(BLOCK_M, BLOCK_N)
+
+        for item in range(tl.program_id(0), B * blocks, tl.num_programs(0)):
+            i0 = (blocks - 1 - item % blocks) * BLOCK_M
+            batch = (item // blocks).to(tl.int64)
+            pair = batch * H + head
+            key_head = key + batch * key_strides[0] + head * key_strides[1]
+            value_head = value + batch * value_strides[0] + head * value_strides[1]
+
+            i = i0 + tl.arange(0, BLOCK_M)
+            q = _load_rows(
+                query + batch * query_strides[0] + head * query_strides[1], i, L, query_strides[2], D, WIDTH
+            )
+            q_content = _with_bias(q, content_bias, head, D, WIDTH)
+            d_out = _load_rows(
+                d_output + batch * d_output_strides[0] + head * d_output_strides[1],
+                i,
+                L,
+                d_output_strides[2],
+                D,
+                WIDTH,
+            )
+            out = _load_rows(
+                output + batch * output_strides[0] + head * output_strides[1], i, L, output_strides[2], D, WIDTH
+            )
+            row_delta = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
+            tl.store(delta + pair * L + i, row_delta, mask=i < L)
+            # Rows from L on get probability 0, hence no gradient.
+            row_log_sum = tl.load(log_sum + pair * L + i, mask=i < L, other=float("inf"))
+
+            start, end = _key_range(i0, L, K, window, BLOCK_M, BLOCK_N)
+            d_q_content = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+            if rel_key is not None:
+                q_position = _with_bias(q, position_bias, head, D, WIDTH)
+                first = L - BLOCK_M - i0 + start
+                low = _distance_scores(
+                    q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
+                )
+                d_joined_before = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                d_q_position = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+
+            for j0 in range(start, end, BLOCK_N):
+                j = j0 + tl.arange(0, BLOCK_N)
+                k = _load_rows(key_head, j, K, key_strides[2], D, WIDTH)
+                scores = tl.dot(q_content, tl.trans(k), input_precision=PRECISION)
+                if rel_key is not None:
+                    high = _distance_scores(
+                        q_position, rel_key, rel_bias, first + BLOCK_N, K, rel_key_strides[1], D, BLOCK_N, PRECISION
+                    )
+                    scores += _rotate(low, high, BLOCK_M, BLOCK_N)
+                    low = high
+                visible = _visible(i[:, None], j[None, :], key_mask, batch, L, K, window)
+                scores = tl.where(visible, scores * scaling_log2, -float("inf"))
+                probabilities = tl.exp2(scores - row_log_sum[:, None])
+
+                v = _load_rows(value_head, j, K, value_strides[2], D, WIDTH)
+                d_probabilities = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
+                if seed is not None:
+                    kept = _kept(seed, dropout, pair.to(tl.int32), i0, j0, BLOCK_M, BLOCK_N)
+                    d_probabilities = tl.where(kept, d_probabilities * keep_scale, 0.0)
+                d_scores = probabilities * (d_probabilities - row_delta[:, None])
+                d_q_content = tl.dot(d_scores.to(k.dtype), k, d_q_content, input_precision=PRECISION)
+
+                if rel_key is not None:
+                    d_joined = _rotate_back(d_scores, BLOCK_M, BLOCK_N)
+                    # The rows of `low` have their other part from the block before.
+                    d_low = tl.where(in_low, d_joined, d_joined_before)
+                    d_joined_before = d_joined
+                    relative = _load_rows(rel_key, first + tl.arange(0, BLOCK_N), K, rel_key_strides[1], D, WIDTH)
+                    d_q_position = tl.dot(d_low.to(relative.dtype), relative, d_q_position, input_precision=PRECISION)
+                    _add_distance_gradient(d_low, q_position, d_rel_key, d_rel_bias, first, K, scaling, D, PRECISION)
+                    first += BLOCK_N
+
+            d_q = d_q_content
+            if rel_key is not None:
+                d_low = tl.where(in_low, 0.0, d_joined_before)
+                relative = _load_rows(rel_key, first + tl.arange(0, BLOCK_N), K, rel_key_strides[1], D, WIDTH)
+                d_q_position = tl.dot(d_low.to(relative.dtype), relative, d_q_position, input_precision=PRECISION)
+                _add_distance_gradient(d_low, q_position, d_rel_key, d_rel_bias, first, K, scaling, D, PRECISION)
+                if d_position_bias is not None:
+                    _add_bias_gradient(d_position_bias + owner * D, d_q_position, scaling, D)
+                d_q += d_q_position
+            if d_content_bias is not None:
+                _add_bias_gradient(d_content_bias + owner * D, d_q_content, scaling, D)
+            _store_rows(
+                d_query + batch * d_query_strides[0] + head * d_query_strides[1],
+                d_q * scaling,
+                i,
+                L,
+                d_query_strides[2],
+                D,
+                WIDTH,
+            )
+            if PARTIAL:
+                # The next block adds to the same sums from other threads: not before these have been added.
+                tl.debug_barrier()
+
+    @triton.jit(do_not_specialize=["L", "K", "window"])
+    def _backward_key_kernel(
+        query,
+        key,
+        value,
+        rel_key,
+        content_bias,
+        position_bias,
+        rel_bias,
+        key_mask,
+        seed,
+        log_sum,
+        d_output,
+        delta,
+        d_key,
+        d_value,
+        query_strides,
+        key_strides,
+        value_strides,
+        rel_key_strides,
+        d_output_strides,
+        d_key_strides,
+        d_value_strides,
+        H,
+        L,
+        K,
+        window,
+        scaling,
+        scaling_log2,
+        dropout,
+        keep_scale,
+        D: tl.constexpr,
+        WIDTH: tl.constexpr,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):
+        """A block of keys of one batch row and head: gradients of keys and values.
+
+        Other queries have other scores by distance, so `low` and `high` are both computed anew.
+        """
+        blocks = tl.cdiv(K, BLOCK_N)
+        j0 = tl.program_id(0) % blocks * BLOCK_N
+        pair = tl.program_id(0) // blocks
+        batch = (pair // H).to(tl.int64)
+        head = (pair % H).to(tl.int64)
+        query += batch * query_strides[0] + head * query_strides[1]
+        key += batch * key_strides[0] + head * key_strides[1]
+        value += batch * value_strides[0] + head * value_strides[1]
+        d_output += batch * d_output_strides[0] + head * d_output_strides[1]
+        d_key += batch * d_key_strides[0] + head * d_key_strides[1]
+        d_value += batch * d_value_strides[0] + head * d_value_strides[1]
+        log_sum += pair.to(tl.int64) * L
+        delta += pair.to(tl.int64) * L
+        if rel_key is not None:
+            rel_key += head * rel_key_strides[0]
+            if rel_bias is not None:
+                rel_bias += head * K
+
+        j = j0 + tl.arange(0, BLOCK_N)
+        k = _load_rows(key, j, K, key_strides[2], D, WIDTH)
+        v = _load_rows(value, j, K, value_strides[2], D, WIDTH)
+        d_k = tl.zeros((BLOCK_N, WIDTH), tl.float32)
+        d_v = tl.zeros((BLOCK_N, WIDTH), tl.float32)
+        # The first query at or after the first key, and the last that sees the last key.
+        start = tl.maximum(j0 - (K - L), 0) // BLOCK_M * BLOCK_M
+        end = L
+        if window is not None:
+            end = tl.minimum(j0 + BLOCK_N + window - (K - L), L)
+        for i0 in range(start, end, BLOCK_M):
+            i = i0 + tl.arange(0, BLOCK_M)
+            q = _load_rows(query, i, L, query_strides[2], D, WIDTH)
+            q_content = _with_bias(q, content_bias, head, D, WIDTH)
+            scores = tl.dot(q_content, tl.trans(k), input_precision=PRECISION)
+            if rel_key is not None:
+                q_position = _with_bias(q, position_bias, head, D, WIDTH)
+                first = L - BLOCK_M - i0 + j0
+                stride = rel_key_strides[1]
+                low = _distance_scores(q_position, rel_key, rel_bias, first, K, stride, D, BLOCK_N, PRECISION)
+                high = _distance_scores(
+                    q_position, rel_key, rel_bias, first + BLOCK_N, K, stride, D, BLOCK_N, PRECISION
+                )
+                scores += _rotate(low, high, BLOCK_M, BLOCK_N)
+            visible = _visible(i[:, None], j[None, :], key_mask, batch, L, K, window)
+            scores = tl.where(visible, scores * scaling_log2, -float("inf"))
+            row_log_sum = tl.load(log_sum + i, mask=i < L, other=float("inf"))
+            probabilities = tl.exp2(scores - row_log_sum[:, None])
+
+            d_out = _load_rows(d_output, i, L, d_output_strides[2], D, WIDTH)
+            d_probabilities = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
+            weights = probabilities
+            if seed is not None:
+                kept = _kept(seed, dropout, pair, i0, j0, BLOCK_M, BLOCK_N)
+                weights = tl.where(kept, probabilities * keep_scale, 0.0)
+                d_probabilities = tl.where(kept, d_probabilities * keep_scale, 0.0)
+            d_v = tl.dot(tl.trans(weights.to(d_out.dtype)), d_out, d_v, input_precision=PRECISION)
+            row_delta = tl.load(delta + i, mask=i < L, other=0.0)
+            d_scores = probabilities * (d_probabilities - row_delta[:, None])
+            d_k = tl.dot(tl.trans(d_scores.to(q.dtype)), q_content, d_k, input_precision=PRECISION)
+        _store_rows(d_key, d_k * scaling, j, K, d_key_strides[2], D, WIDTH)
+        _store_rows(d_value, d_v, j, K, d_value_strides[2], D, WIDTH)
+
+    # ---------------------------------------------------------------------------------------------- launching
+
+    def _tile(D: int, L: int, dtype: torch.dtype) -> dict[str, int]:
+        """Block sizes, warps and stages, chosen by register spills and shared memory when compiled for sm_90."""
+        width = max(16, triton.next_power_of_2(D))
+        size, warps, stages = 64, 4, 2
+        if dtype == torch.float32:
+            # Without tensor cores a product holds its operands in registers.
+            size, stages = 32, 1
+        elif width > 64:
+            warps = 8
+        size = min(size, LARGEST_TILE)
+        return {
+            "WIDTH": width,
+            "BLOCK_M": min(size, max(16, triton.next_power_of_2(L))),
+            "BLOCK_N": size,
+            "num_warps": warps,
+            "num_stages": stages,
+        }
+
+    def _rows_in_order(tensor: Tensor) -> Tensor:
+        """The kernels take any strides but that of the columns."""
+        return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+    def _strides(tensor: Tensor | None) -> tuple[int, ...]:
+        return (0, 0) if tensor is None else tensor.stride()[:-1]
+
+    def _shared_arguments(
+        query, key, value, rel_key, content_bias, position_bias, rel_bias, key_mask, seed, window, scaling, dropout
+    ) -> dict:
+        """The arguments that all kernels have in common, tensors in a layout they can read."""
+        query, key, value = _rows_in_order(query), _rows_in_order(key), _rows_in_order(value)
+        rel_key = None if rel_key is None else _rows_in_order(rel_key)
+        small = {
+            "content_bias": content_bias,
+            "position_bias": position_bias,
+            "rel_bias": rel_bias,
+            "key_mask": key_mask,
+        }
+        return {
+            "query": query,
+            "key": key,
+            "value": value,
+            "rel_key": rel_key,
+            **{name: None if tensor is None else tensor.contiguous() for name, tensor in small.items()},
+            "seed": seed,
+            "query_strides": _strides(query),
+            "key_strides": _strides(key),
+            "value_strides": _strides(value),
+            "rel_key_strides": _strides(rel_key),
+            "H": query.shape[1],
+            "L": query.shape[2],
+            "K": key.shape[2],
+            "window": window,
+            "scaling_log2": scaling * LOG2_E,
+            "dropout": dropout,
+            "keep_scale": 1 / (1 - dropout) if dropout < 1 else 0.0,
+            "D": query.shape[3],
+            "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+        }
+
+    def _empty_output(query: Tensor) -> tuple[Tensor, Tensor]:
+        B, H, L, D = query.shape
+        # Heads side by side for each position, as the output projection wants them.
+        output = torch.empty((B, L, H, D), dtype=query.dtype, device=query.device).transpose(1, 2)
+        return output, torch.empty((B, H, L), dtype=torch.float32, device=query.device)
+
+    # The package and copies of this file that came with a checkpoint can live in one process, each with its operators.
+    _NAMESPACE = __name__.replace(".", "_")
+    _SCHEMA = (
+        "Tensor query, Tensor key, Tensor value, Tensor? rel_key, Tensor? content_bias, Tensor? position_bias, "
+        "Tensor? rel_bias, Tensor? key_mask, Tensor? seed, SymInt? window, float scaling, float dropout"
+    )
+
+    @torch.library.custom_op(
+        f"{_NAMESPACE}::relative_attention", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)"
+    )
+    def relative_attention_op(
+        query, key, value, rel_key, content_bias, position_bias, rel_bias, key_mask, seed, window, scaling, dropout
+    ):
+        """The attended values, and log2 of the softmax's denominators (B, H, L) for the backward pass.
+
+        An operator to PyTorch, so that torch.compile takes it as it is.
+        """
+        shared = _shared_arguments(
+            query, key, value, rel_key, content_bias, position_bias, rel_bias, key_mask, seed, window, scaling, dropout
+        )
+        B, H, L, D = query.shape
+        output, log_sum = _empty_output(query)
+        tile = _tile(D, L, query.dtype)
+        with torch.cuda.device_of(query):
+            _forward_kernel[(triton.cdiv(L, tile["BLOCK_M"]) * B * H,)](
+                **shared, output=output, log_sum=log_sum, output_strides=_strides(output), **tile
+            )
+        return output, log_sum
+
+    @relative_attention_op.register_fake
+    def _(query, *_):
+        return _empty_output(query)
+
+    @torch.library.custom_op(
+        f"{_NAMESPACE}::relative_attention_backward",
+        mutates_args=(),
+        schema=f"({_SCHEMA}, Tensor output, Tensor log_sum, Tensor d_output, bool[] needed)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    )
+    def relative_attention_backward_op(
+        query,
+        key,
+        value,
+        rel_key,
+        content_bias,
+        position_bias,
+        rel_bias,
+        key_mask,
+        seed,
+        window,
+        scaling,
+        dropout,
+        output,
+        log_sum,
+        d_output,
+        needed,
+    ):
+        """Gradients of the first seven arguments; an empty tensor for one that is None or not needed."""
+        shared = _shared_arguments(
+            query, key, value, rel_key, content_bias, position_bias, rel_bias, key_mask, seed, window, scaling, dropout
+        )
+        d_output = _rows_in_order(d_output)
+        d_query, d_key, d_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        shared |= {
+            "log_sum": log_sum,
+            "d_output": d_output,
+            "delta": torch.empty_like(log_sum),
+            "d_output_strides": _strides(d_output),
+            "scaling": scaling,
+            **_tile(query.shape[3], query.shape[2], query.dtype),
+        }
+        with torch.cuda.device_of(query):
+            sums = _launch_backward_query(
+                shared, output, d_query, (rel_key, content_bias, position_bias, rel_bias), needed[3:]
+            )
+            if needed[1] or needed[2]:
+                # After the other, which leaves delta behind.
+                _launch_backward_key(shared, d_key, d_value)
+        return d_query, d_key, d_value, *sums
+
+    @relative_attention_backward_op.register_fake
+    def _(query, key, value, rel_key, content_bias, position_bias, rel_bias, *rest):
+        needed = rest[-1]
+        shared_by_batch = (rel_key, content_bias, position_bias, rel_bias)
+        return (
+            torch.empty_like(query),
+            torch.empty_like(key),
+            torch.empty_like(value),
+            *(
+                torch.empty(tensor.shape if need else (0,), dtype=tensor.dtype, device=query.device)
+                if tensor is not None
+                else query.new_empty(0)
+                for tensor, need in zip(shared_by_batch, needed[3:], strict=True)
+            ),
+        )
+
+    def _launch_backward_query(
+        shared: dict, output: Tensor, d_query: Tensor, tensors: tuple[Tensor | None, ...], needed: list[bool]
+    ) -> list[Tensor]:
+        """Fill `d_query` and delta; return the gradients of rel_key and the biases, empty where not needed."""
+        query = shared["query"]
+        B, H, L, D = query.shape
+        work = B * triton.cdiv(L, shared["BLOCK_M"])
+        partial = torch.are_deterministic_algorithms_enabled()
+        programs = min(work, _partial_sums(H, shared["K"], D)) if partial else work
+        sums = [
+            torch.zeros((programs if partial else 1, *tensor.shape), dtype=torch.float32, device=query.device)
+            if tensor is not None and need
+            else None
+            for tensor, need in zip(tensors, needed, strict=True)
+        ]
+        d_rel_key, d_content_bias, d_position_bias, d_rel_bias = sums
+        _backward_query_kernel[(programs, H)](
+            **shared,
+            output=output,
+            d_query=d_query,
+            d_rel_key=d_rel_key,
+            d_content_bias=d_content_bias,
+            d_position_bias=d_position_bias,
+            d_rel_bias=d_rel_bias,
+            output_strides=_strides(output),
+            d_query_strides=_strides(d_query),
+            B=B,
+            PARTIAL=partial,
+        )
+        return [
+            query.new_empty(0) if total is None else total.sum(0).to(tensor.dtype)
+            for total, tensor in zip(sums, tensors, strict=True)
+        ]
+
+    def _partial_sums(H: int, K: int, D: int) -> int:
+        """How many programs may keep sums of their own: enough to fill a GPU, in at most 256 MiB."""
+        return max(1, min(256 // H, 2**26 // (H * K * D)))
+
+    def _launch_backward_key(shared: dict, d_key: Tensor, d_value: Tensor) -> None:
+        B, H = shared["query"].shape[:2]
+        _backward_key_kernel[(triton.cdiv(shared["K"], shared["BLOCK_N"]) * B * H,)](
+            **shared,
+            d_key=d_key,
+            d_value=d_value,
+            d_key_strides=_strides(d_key),
+            d_value_strides=_strides(d_value),
+        )
+
+    def _save_for_backward(ctx, inputs, output):
+        *tensors, window, scaling, dropout = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.constants = window, scaling, dropout
+        ctx.set_materialize_grads(False)
+
+    def _backward(ctx, d_output, _):
+        *tensors, output, log_sum = ctx.saved_tensors
+        if d_output is None:
+            return (None,) * 12
+        needed = list(ctx.needs_input_grad[:7])
+        gradients = relative_attention_backward_op(*tensors, *ctx.constants, output, log_sum, d_output, needed)
+        return *(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), *(None,) * 5
+
+    relative_attention_op.register_autograd(_backward, setup_context=_save_for_backward)
