@@ -11,7 +11,7 @@ Dh = `d_head`, V vocabulary. u and v are the paper's biases, `content_bias` and 
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,6 +36,17 @@ from .adaptive_transfo_xl import (
 )
 from .attention_transfo_xl import relative_attention
 from .configuration_transfo_xl import TransfoXLConfig
+from .memory_transfo_xl import (
+    PADDING,
+    DecodingState,
+    cached_key_mask,
+    decoding_state_of,
+    is_padding,
+    make_key_mask,
+    memory_cache,
+    pad_memory,
+    text_length,
+)
 
 __all__ = [
     "TransfoXLForCausalLM",
@@ -545,7 +556,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         hidden_states = self._embed_positions(inputs_embeds)
         key_length = memory_length + inputs_embeds.shape[1]
         # What is projected without dropout or gradient can be used again.
-        state = None if past_key_values is None or torch.is_grad_enabled() else _decoding_state(past_key_values)
+        state = None if past_key_values is None or torch.is_grad_enabled() else decoding_state_of(past_key_values)
         encodings = self._relative_encodings(key_length, inputs_embeds, state)
         window = self._window()
         states = []
@@ -578,7 +589,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             logger.warning_once("gradient checkpointing runs a layer twice and cannot fill a cache: use_cache=False")
             return None
         if use_cache and past_key_values is None:
-            return DynamicCache(config=self.config)
+            return memory_cache(self.config)
         return past_key_values
 
     def _open_memory(
@@ -593,7 +604,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         if past_key_values is not None and past_key_values.get_seq_length() > 0:
             if mems is not None:
                 raise ValueError("give mems or past_key_values that hold a memory already, not both")
-            memory_length, key_mask = _cached_key_mask(
+            memory_length, key_mask = cached_key_mask(
                 attention_mask, past_key_values, self.config.mem_len, batch_size, segment_length
             )
             return (None,) * self.config.n_layer, memory_length, key_mask
@@ -602,17 +613,19 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             self._check_mems(mems, inputs_embeds)
         memory = self.init_mems(batch_size) if mems is None else mems
         if memory is None:
-            key_mask = _key_mask(attention_mask, None, batch_size, segment_length, 0, (segment_length,))
+            key_mask = make_key_mask(attention_mask, None, batch_size, segment_length, 0, (segment_length,))
             return (None,) * self.config.n_layer, 0, key_mask
         if past_key_values is not None and past_key_values.is_compileable:
-            memory = tuple(_pad_memory(states, self.config.mem_len) for states in memory)
+            memory = tuple(pad_memory(states, self.config.mem_len) for states in memory)
         memory_length = memory[0].shape[1]
         memory_mask = None if memory_length == 0 else ~is_padding(memory)
         if past_key_values is not None:
             past_key_values.decoding_state = DecodingState(memory_mask)
         lengths = (segment_length, memory_length + segment_length)
         longer = mems is not None and memory_length == self.config.mem_len
-        key_mask = _key_mask(attention_mask, memory_mask, batch_size, segment_length, memory_length, lengths, longer)
+        key_mask = make_key_mask(
+            attention_mask, memory_mask, batch_size, segment_length, memory_length, lengths, longer
+        )
         return memory, memory_length, key_mask
 
     def _check_mems(self, mems: tuple[Tensor, ...], inputs_embeds: Tensor):
@@ -828,9 +841,12 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             generation_config.use_cache = model_kwargs["use_cache"] = False
         # A static cache holds all of the memory from the first step on: its shapes never change.
         max_length = max(max_length, self.config.sliding_window)
-        return super()._prepare_cache_for_generation(
-            generation_config, model_kwargs, generation_mode, batch_size, max_length
-        )
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, batch_size, max_length)
+        cache = model_kwargs.get("past_key_values")
+        if type(cache) is DynamicCache and not cache.offloading and not hasattr(cache, "_is_user_defined"):
+            cache = model_kwargs["past_key_values"] = memory_cache(self.config)
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
 
     def prepare_inputs_for_generation(
         self,
@@ -845,11 +861,11 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             kwargs.pop("mems", None)
             if is_first_iteration and next_sequence_length is not None:
                 # generate takes the whole cache for text; part of it may be memory from before the text.
-                next_sequence_length += length - _text_length(past_key_values)
+                next_sequence_length += length - text_length(past_key_values)
             if past_key_values.is_compileable:
                 # One shape at every step, made outside the compiled forward.
                 segment_length = next_sequence_length or input_ids.shape[1]
-                memory_length, key_mask = _cached_key_mask(
+                memory_length, key_mask = cached_key_mask(
                     attention_mask, past_key_values, self.config.mem_len, len(input_ids), segment_length
                 )
                 everything = torch.ones(len(input_ids), memory_length + segment_length, device=input_ids.device)
@@ -955,107 +971,6 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 "a batch of several rows may hold padding: give attention_mask, or set config.pad_token_id"
             )
         return (torch.arange(segment_length, device=scores.device) * real.to(scores.device)).argmax(-1)
-
-
-# Padding in the memory is stored as -0, in every channel of every layer, which no layer computes: so a memory carries
-# its own mask wherever it is gathered, saved or moved, and what was masked once stays masked.
-PADDING = -0.0
-
-
-def is_padding(mems: tuple[Tensor, ...]) -> Tensor:
-    """(B, m) bool: which states of the memory are padding."""
-    return ((mems[0] == 0) & mems[0].signbit()).all(dim=-1)
-
-
-def _pad_memory(states: Tensor, length: int) -> Tensor:
-    """(B, m, D) → (B, length, D) with padding in front."""
-    return nn.functional.pad(states, (0, 0, length - states.shape[1], 0), value=PADDING)
-
-
-@dataclass
-class DecodingState:
-    """What decoding needs beside the keys and values of a cache; `TransfoXLModel` attaches it as `decoding_state`.
-
-    Args:
-        initial_mask: (B, m) bool, which states of the memory that the cache started from are real, or None for an
-            empty memory. They are older than the text, which alone later masks cover.
-        positions: (n, D) sinusoids, furthest distance first.
-        rel_keys: for each layer W_R R, (H, n, Dh): it depends on the distances alone, so it is projected once.
-    """
-
-    initial_mask: Tensor | None = None
-    positions: Tensor | None = None
-    rel_keys: dict[int, Tensor] = field(default_factory=dict)
-
-
-def _decoding_state(cache: Cache) -> DecodingState:
-    if not hasattr(cache, "decoding_state"):
-        # The cache was filled by another process or program.
-        cache.decoding_state = DecodingState()
-    return cache.decoding_state
-
-
-def _text_length(cache: Cache) -> int:
-    """How many tokens the cache has seen besides the memory that it started from."""
-    initial_mask = _decoding_state(cache).initial_mask
-    return cache.get_seq_length() - (0 if initial_mask is None else initial_mask.shape[1])
-
-
-def _cached_key_mask(
-    attention_mask: Tensor | None, cache: Cache, mem_len: int, batch_size: int, segment_length: int
-) -> tuple[int, Tensor | None]:
-    """m and which of the m + L keys are real, (B, m + L) bool or None, for a cache that holds a memory."""
-    memory_length = min(cache.get_mask_sizes(segment_length, 0)[0] - segment_length, mem_len)
-    key_length = memory_length + segment_length
-    if attention_mask is not None and attention_mask.shape[-1] == key_length:
-        return memory_length, _key_mask(attention_mask, None, batch_size, segment_length, memory_length, (key_length,))
-    seen = _text_length(cache)
-    memory_mask = None
-    if memory_length > seen:
-        initial = _decoding_state(cache).initial_mask[:, seen - memory_length :]
-        memory_mask = nn.functional.pad(initial, (0, memory_length - initial.shape[1]), value=True)
-    lengths = (segment_length, key_length, seen + segment_length)
-    longer = memory_length == mem_len
-    return memory_length, _key_mask(
-        attention_mask, memory_mask, batch_size, segment_length, memory_length, lengths, longer
-    )
-
-
-def _key_mask(
-    attention_mask: Tensor | None,
-    memory_mask: Tensor | None,
-    batch_size: int,
-    segment_length: int,
-    memory_length: int,
-    lengths: tuple[int, ...],
-    longer: bool = False,
-) -> Tensor | None:
-    """Which of the m + L keys are real: (B, m + L) bool, or None for all of them.
-
-    Args:
-        attention_mask: (B, n), 1 = real, for the last n of the keys, or for more than the keys. None: all real.
-        memory_mask: (B, m) bool, what the memory itself says. None: all real.
-        lengths: the n that are right here. longer: whether any n beyond m + L is.
-
-    Raises:
-        ValueError: the mask has another shape.
-    """
-    if attention_mask is None:
-        return None if memory_mask is None else nn.functional.pad(memory_mask, (0, segment_length), value=True)
-    key_length = memory_length + segment_length
-    length = attention_mask.shape[-1]
-    fits = length in lengths or (longer and length > key_length)
-    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size or not fits:
-        expected = " or ".join(f"({batch_size}, {n})" for n in sorted(set(lengths)))
-        raise ValueError(
-            f"attention_mask is {tuple(attention_mask.shape)}, but a segment of {segment_length} after a memory of "
-            f"{memory_length} needs {expected}"
-        )
-    mask = attention_mask[:, -key_length:].bool()
-    mask = nn.functional.pad(mask, (key_length - mask.shape[1], 0), value=True)
-    if memory_mask is not None:
-        mask = mask & nn.functional.pad(memory_mask, (0, segment_length), value=True)
-    return mask
 
 
 def _targets(labels: Tensor | None, shift_labels: Tensor | None, shape: torch.Size) -> Tensor | None:

@@ -546,6 +546,9 @@ def _byte_character(symbol: str, specials) -> str:
 # detokenizer.perl as the legacy tokenizer ran them. Moses rewrites the text dozens of times with captured groups; a
 # `Replace` writes a constant, so each rule here says with look-arounds (or `\K`, which keeps what was matched so far)
 # where a space is inserted. Spaces matter only in that they part symbols, so rules that tidy them are left out.
+# What differs from Moses: it takes `<UNK>`, a special token in other letters, for a word when it decides on an
+# apostrophe, hyphen, comma or full stop beside it; here it is punctuation. Of five single letters parted by
+# apostrophes and more, and words of a hundred letters and more with a full stop inside, the far end is not looked at.
 
 
 def _parse_class(ranges: str) -> str:
@@ -686,7 +689,7 @@ def _moses_normalizers() -> list:
             " '",
         ),
         # A full stop ends a word, but not abbreviations with a full stop inside or known ones, or before lower case.
-        (rf"\.[{_WORD}]*\K(?<=[{_A}][{_WORD}]{{0,99}})\.(?![{_WORD}])", _MARK),
+        (rf"\.(?=[{_WORD}])[{_WORD}]*\K(?<=[{_A}][{_WORD}]{{0,99}})\.(?![{_WORD}])", _MARK),
         (
             rf"\.(?![{_WORD}])(?!\s*[{_L}])(?<=[{_WORD}>]\.)(?<!\.\.){abbreviations}"
             rf"(?:(?!\s+[0-9])|(?<!(?:\A|[^{_WORD}])(?:{before_number})\.))",

@@ -1,0 +1,184 @@
+"""The memory as a thing of its own: its padding, its masks, and the cache that holds it projected.
+
+Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, D = `d_model`, H heads, Dh = `d_head`.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from .configuration_transfo_xl import TransfoXLConfig
+
+__all__ = [
+    "PADDING",
+    "DecodingState",
+    "MemoryCacheLayer",
+    "cached_key_mask",
+    "decoding_state_of",
+    "is_padding",
+    "make_key_mask",
+    "memory_cache",
+    "pad_memory",
+    "text_length",
+]
+
+# Padding in the memory is stored as -0, in every channel of every layer, which no layer computes: so a memory carries
+# its own mask wherever it is gathered, saved or moved, and what was masked once stays masked.
+PADDING = -0.0
+
+
+def is_padding(mems: tuple[Tensor, ...]) -> Tensor:
+    """(B, m) bool: which states of the memory are padding."""
+    return ((mems[0] == 0) & mems[0].signbit()).all(dim=-1)
+
+
+def pad_memory(states: Tensor, length: int) -> Tensor:
+    """(B, m, D) → (B, length, D) with padding in front."""
+    return F.pad(states, (0, 0, length - states.shape[1], 0), value=PADDING)
+
+
+class MemoryCacheLayer(DynamicSlidingWindowLayer):
+    """A sliding layer that does not copy its M keys for every token.
+
+    The keys lie in a buffer with room for M more behind them, so that a token is written once; when the room is used
+    up, what is remembered moves to the front of a new buffer. Everything but `update` is the sliding layer's.
+    """
+
+    def __init__(self, sliding_window: int):
+        self._room = 0
+        super().__init__(sliding_window)
+
+    @property
+    def keys(self) -> Tensor | None:
+        """(B, H, ≤ M, Dh), a view of the buffer."""
+        return self._keys
+
+    @keys.setter
+    def keys(self, keys: Tensor | None):
+        # Whoever sets them (to reorder beams, to crop, to move them) leaves the buffers behind.
+        self._keys, self._room = keys, 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Take (B, H, L, Dh) keys and values; return them behind those of the memory, and remember the last M."""
+        length, memory_length = key_states.shape[2], self.sliding_window - 1
+        if length > self._room or self.record_past or key_states.requires_grad:
+            keys, values = super().update(key_states, value_states, *args, **kwargs)
+            if not self.record_past and not key_states.requires_grad:
+                self._make_room(memory_length)
+            return keys, values
+        self.cumulative_length += length
+        start = self._end - self.keys.shape[2]
+        self._end += length
+        room = self._room - length
+        for buffer, states in ((self._key_buffer, key_states), (self._value_buffer, value_states)):
+            buffer[:, :, self._end - length : self._end] = states
+        kept = slice(max(start, self._end - memory_length), self._end)
+        self.keys, self.values, self._room = self._key_buffer[:, :, kept], self._value_buffer[:, :, kept], room
+        return self._key_buffer[:, :, start : self._end], self._value_buffer[:, :, start : self._end]
+
+    def _make_room(self, room: int):
+        self._end = self.keys.shape[2]
+        self._key_buffer, self._value_buffer = (F.pad(states, (0, 0, 0, room)) for states in (self.keys, self.values))
+        self.keys, self.values, self._room = (
+            self._key_buffer[:, :, : self._end],
+            self._value_buffer[:, :, : self._end],
+            room,
+        )
+
+
+def memory_cache(config: TransfoXLConfig) -> DynamicCache:
+    """An empty cache for the projected memory of every layer."""
+    cache = DynamicCache(config=config)
+    cache.layers = [MemoryCacheLayer(config.sliding_window) for _ in range(config.n_layer)]
+    return cache
+
+
+@dataclass
+class DecodingState:
+    """What decoding needs beside the keys and values of a cache; `TransfoXLModel` attaches it as `decoding_state`.
+
+    Args:
+        initial_mask: (B, m) bool, which states of the memory that the cache started from are real, or None for an
+            empty memory. They are older than the text, which alone later masks cover.
+        positions: (n, D) sinusoids, furthest distance first.
+        rel_keys: for each layer W_R R, (H, n, Dh): it depends on the distances alone, so it is projected once.
+    """
+
+    initial_mask: Tensor | None = None
+    positions: Tensor | None = None
+    rel_keys: dict[int, Tensor] = field(default_factory=dict)
+
+
+def decoding_state_of(cache: Cache) -> DecodingState:
+    if not hasattr(cache, "decoding_state"):
+        # The cache was filled by another process or program.
+        cache.decoding_state = DecodingState()
+    return cache.decoding_state
+
+
+def text_length(cache: Cache) -> int:
+    """How many tokens the cache has seen besides the memory that it started from."""
+    initial_mask = decoding_state_of(cache).initial_mask
+    return cache.get_seq_length() - (0 if initial_mask is None else initial_mask.shape[1])
+
+
+def cached_key_mask(
+    attention_mask: Tensor | None, cache: Cache, mem_len: int, batch_size: int, segment_length: int
+) -> tuple[int, Tensor | None]:
+    """m and which of the m + L keys are real, (B, m + L) bool or None, for a cache that holds a memory."""
+    memory_length = min(cache.get_mask_sizes(segment_length, 0)[0] - segment_length, mem_len)
+    key_length = memory_length + segment_length
+    if attention_mask is not None and attention_mask.shape[-1] == key_length:
+        return memory_length, make_key_mask(
+            attention_mask, None, batch_size, segment_length, memory_length, (key_length,)
+        )
+    seen = text_length(cache)
+    memory_mask = None
+    if memory_length > seen:
+        initial = decoding_state_of(cache).initial_mask[:, seen - memory_length :]
+        memory_mask = F.pad(initial, (0, memory_length - initial.shape[1]), value=True)
+    lengths = (segment_length, key_length, seen + segment_length)
+    longer = memory_length == mem_len
+    return memory_length, make_key_mask(
+        attention_mask, memory_mask, batch_size, segment_length, memory_length, lengths, longer
+    )
+
+
+def make_key_mask(
+    attention_mask: Tensor | None,
+    memory_mask: Tensor | None,
+    batch_size: int,
+    segment_length: int,
+    memory_length: int,
+    lengths: tuple[int, ...],
+    longer: bool = False,
+) -> Tensor | None:
+    """Which of the m + L keys are real: (B, m + L) bool, or None for all of them.
+
+    Args:
+        attention_mask: (B, n), 1 = real, for the last n of the keys, or for more than the keys. None: all real.
+        memory_mask: (B, m) bool, what the memory itself says. None: all real.
+        lengths: the n that are right here. longer: whether any n beyond m + L is.
+
+    Raises:
+        ValueError: the mask has another shape.
+    """
+    if attention_mask is None:
+        return None if memory_mask is None else F.pad(memory_mask, (0, segment_length), value=True)
+    key_length = memory_length + segment_length
+    length = attention_mask.shape[-1]
+    fits = length in lengths or (longer and length > key_length)
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size or not fits:
+        expected = " or ".join(f"({batch_size}, {n})" for n in sorted(set(lengths)))
+        raise ValueError(
+            f"attention_mask is {tuple(attention_mask.shape)}, but a segment of {segment_length} after a memory of "
+            f"{memory_length} needs {expected}"
+        )
+    mask = attention_mask[:, -key_length:].bool()
+    mask = F.pad(mask, (key_length - mask.shape[1], 0), value=True)
+    if memory_mask is not None:
+        mask = mask & F.pad(memory_mask, (0, segment_length), value=True)
+    return mask
