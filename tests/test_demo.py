@@ -57,13 +57,6 @@ def test_the_whole_demo(text, tmp_path):
     assert tokenizer.decode(tokenizer("def f():\n    return 1\n")["input_ids"]) == "def f():\n    return 1\n"
     assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == len(tokenizer)
 
-    # A second run replaces the first.
-    (folder / "stale").touch()
-    process = run("--text", text, "--steps", "1", *TINY, cwd=tmp_path)
-    assert process.returncode == 0, process.stderr
-    assert {path.name for path in folder.iterdir()} == names
-    assert [path.name for path in tmp_path.iterdir()] == ["demo-output"]
-
 
 @pytest.mark.parametrize("moment", ["imports", "train"])
 def test_interrupted_it_leaves_nothing(moment, text, tmp_path):
@@ -90,19 +83,34 @@ def test_interrupted_it_leaves_nothing(moment, text, tmp_path):
 
 
 @pytest.fixture
-def demo_main(monkeypatch):
-    """main() of the demo in this process, as a function of its arguments."""
+def demo(monkeypatch):
+    """The script as a module; what it changes in this process is put back."""
     monkeypatch.syspath_prepend(DEMO.parent)
-    main = importlib.import_module("demo").main
-    threads = torch.get_num_threads()
-
-    def call(*arguments: str | Path):
-        monkeypatch.setattr(sys, "argv", ["demo.py", *map(str, arguments)])
-        main()
-
-    yield call
+    threads, handlers = (
+        torch.get_num_threads(),
+        {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)},
+    )
+    yield importlib.import_module("demo")
     torch.set_num_threads(threads)
     transformers.logging.enable_progress_bar()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_a_second_run_replaces_the_output_of_the_first(demo, tmp_path):
+    for name in ("demo-output", "scratch/output"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "memory_length.png").write_text(name)
+    (tmp_path / "demo-output" / "stale").touch()
+    demo.check_output(tmp_path / "demo-output")
+    demo.replace(tmp_path / "demo-output", tmp_path / "scratch" / "output", tmp_path / "scratch")
+    assert [path.read_text() for path in (tmp_path / "demo-output").iterdir()] == ["scratch/output"]
+
+
+def call(demo, monkeypatch, *arguments: str | Path):
+    """main() with these arguments, in this process."""
+    monkeypatch.setattr(sys, "argv", ["demo.py", *map(str, arguments)])
+    demo.main()
 
 
 @pytest.mark.parametrize(
@@ -116,23 +124,34 @@ def demo_main(monkeypatch):
     ],
     ids=["missing", "empty", "short", "other encoding", "binary"],
 )
-def test_a_bad_text_is_refused_in_one_line(content, message, demo_main, tmp_path):
+def test_a_bad_text_is_refused_in_one_line(content, message, demo, monkeypatch, tmp_path):
     path = tmp_path / "text.txt"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(SystemExit) as stopped:
-        demo_main("--text", path, "--output", tmp_path / "demo-output")
+        call(demo, monkeypatch, "--text", path, "--output", tmp_path / "demo-output")
     assert stopped.value.code.startswith("error: ") and "\n" not in stopped.value.code
     assert message in stopped.value.code and "text.txt" in stopped.value.code
     assert not (tmp_path / "demo-output").exists()
 
 
-def test_a_folder_of_somebody_else_is_not_replaced(text, demo_main, tmp_path):
+def test_a_folder_of_somebody_else_is_not_replaced(text, demo, monkeypatch, tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter").touch()
     with pytest.raises(SystemExit, match="thesis exists and is no output of this demo"):
-        demo_main("--text", text, "--output", tmp_path / "thesis")
+        call(demo, monkeypatch, "--text", text, "--output", tmp_path / "thesis")
     assert (tmp_path / "thesis" / "chapter").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--steps", "-1"], ["--minutes", "0"], ["--layers", "0"], ["--width", "12"], ["--width", "-8"]],
+    ids=" ".join,
+)
+def test_bad_sizes_are_refused(arguments, text, demo, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        call(demo, monkeypatch, "--text", text, *arguments)
+    assert "sizes and times must be positive" in capsys.readouterr().err
 
 
 @pytest.mark.slow
