@@ -19,7 +19,8 @@ from hub_server import HubServer
 
 HEADS = ["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"]
 SOURCES = Path(txl_hf.__file__).parent
-CODE = {"configuration_transfo_xl.py", "modeling_transfo_xl.py", "attention_transfo_xl.py", "adaptive_transfo_xl.py"}
+# Flat siblings: what remote code can import.
+CODE = {path.name for path in SOURCES.glob("*_transfo_xl*.py")} - {"tokenization_transfo_xl.py"}
 MODEL = CODE | {"README.md", "config.json", "generation_config.json", "model.safetensors"}
 
 

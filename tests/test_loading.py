@@ -552,6 +552,16 @@ def test_lora(tmp_path, name):
     torch.testing.assert_close(outputs_of(again), outputs_of(merged), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["div2-embed-narrower", "div1-projections"])
+def test_lora_on_all_linear_layers(name):
+    """PEFT wraps whatever is an `nn.Linear`: nothing may be one in name alone."""
+    peft = pytest.importorskip("peft")
+    expected = outputs_of(build(name))
+    model = peft.get_peft_model(build(name), peft.LoraConfig(r=2, target_modules="all-linear"))
+    torch.testing.assert_close(outputs_of(model), expected)  # B starts at zero
+    model(IDS, labels=IDS).loss.backward()
+
+
 # ---- the names of the PyTorch original -----------------------------------------------------------------------------
 
 ORIGINALS = ["shaw_attn_type1", "absolute_attn_type2_nomem", "alrfou_attn_type3_nomem", "word_adaptive_div2_proj"]
