@@ -194,15 +194,15 @@ if triton is not None:
         return tl.arange(0, BLOCK_N)[None, :] >= BLOCK_M - 1 - tl.arange(0, BLOCK_M)[:, None]
 
     @triton.jit
-    def _rotate(low, high, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    def _rotate(low, high, j0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
         """Scores by distance, two blocks of rows, → scores by key (Appendix B within a tile)."""
-        source = tl.arange(0, BLOCK_N)[None, :] + (BLOCK_M - 1 - tl.arange(0, BLOCK_M))[:, None]
+        source = j0 + tl.arange(0, BLOCK_N)[None, :] + (BLOCK_M - 1 - tl.arange(0, BLOCK_M))[:, None]
         return tl.gather(tl.where(_in_low(BLOCK_M, BLOCK_N), low, high), source % BLOCK_N, axis=1)
 
     @triton.jit
-    def _rotate_back(gradient, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    def _rotate_back(gradient, j0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
         """Gradient by key → gradient by distance of the joined tile."""
-        source = tl.arange(0, BLOCK_N)[None, :] + (BLOCK_N - BLOCK_M + 1 + tl.arange(0, BLOCK_M))[:, None]
+        source = j0 + tl.arange(0, BLOCK_N)[None, :] + (BLOCK_N - BLOCK_M + 1 + tl.arange(0, BLOCK_M))[:, None]
         return tl.gather(gradient, source % BLOCK_N, axis=1)
 
     @triton.jit
@@ -289,7 +289,7 @@ if triton is not None:
                 high = _distance_scores(
                     q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
                 )
-                scores += _rotate(low, high, BLOCK_M, BLOCK_N)
+                scores += _rotate(low, high, j0, BLOCK_M, BLOCK_N)
                 low = high
             visible = _visible(i[:, None], j[None, :], key_mask, batch, L, K, window)
             scores = tl.where(visible, scores * scaling_log2, -float("inf"))
@@ -321,10 +321,10 @@ if triton is not None:
         rows = first + tl.arange(0, gradient.shape[1])
         inside = (rows >= 0) & (rows < K)
         if d_rel_bias is not None:
-            tl.atomic_add(d_rel_bias + rows, tl.sum(gradient, 0) * scaling, mask=inside, sem="relaxed")
+            tl.atomic_add(d_rel_bias + rows, tl.sum(gradient.to(tl.float32), 0) * scaling, mask=inside, sem="relaxed")
         if d_rel_key is not None:
             columns = tl.arange(0, query.shape[1])
-            share = tl.dot(tl.trans(gradient.to(query.dtype)), query, input_precision=PRECISION) * scaling
+            share = tl.dot(tl.trans(gradient), query, input_precision=PRECISION) * scaling
             tl.atomic_add(
                 d_rel_key + rows[:, None] * D + columns[None, :],
                 share,
@@ -436,7 +436,7 @@ if triton is not None:
                 low = _distance_scores(
                     q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
                 )
-                d_joined_before = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                d_joined_before = tl.zeros((BLOCK_M, BLOCK_N), q.dtype)
                 d_q_position = tl.zeros((BLOCK_M, WIDTH), tl.float32)
 
             for j0 in range(start, end, BLOCK_N):
@@ -447,7 +447,7 @@ if triton is not None:
                     high = _distance_scores(
                         q_position, rel_key, rel_bias, first + BLOCK_N, K, rel_key_strides[1], D, BLOCK_N, PRECISION
                     )
-                    scores += _rotate(low, high, BLOCK_M, BLOCK_N)
+                    scores += _rotate(low, high, j0, BLOCK_M, BLOCK_N)
                     low = high
                 visible = _visible(i[:, None], j[None, :], key_mask, batch, L, K, window)
                 scores = tl.where(visible, scores * scaling_log2, -float("inf"))
@@ -459,23 +459,24 @@ if triton is not None:
                     kept = _kept(seed, dropout, pair.to(tl.int32), i0, j0, BLOCK_M, BLOCK_N)
                     d_probabilities = tl.where(kept, d_probabilities * keep_scale, 0.0)
                 d_scores = probabilities * (d_probabilities - row_delta[:, None])
-                d_q_content = tl.dot(d_scores.to(k.dtype), k, d_q_content, input_precision=PRECISION)
+                d_scores = d_scores.to(k.dtype)
+                d_q_content = tl.dot(d_scores, k, d_q_content, input_precision=PRECISION)
 
                 if rel_key is not None:
-                    d_joined = _rotate_back(d_scores, BLOCK_M, BLOCK_N)
+                    d_joined = _rotate_back(d_scores, j0, BLOCK_M, BLOCK_N)
                     # The rows of `low` have their other part from the block before.
                     d_low = tl.where(in_low, d_joined, d_joined_before)
                     d_joined_before = d_joined
                     relative = _load_rows(rel_key, first + tl.arange(0, BLOCK_N), K, rel_key_strides[1], D, WIDTH)
-                    d_q_position = tl.dot(d_low.to(relative.dtype), relative, d_q_position, input_precision=PRECISION)
+                    d_q_position = tl.dot(d_low, relative, d_q_position, input_precision=PRECISION)
                     _add_distance_gradient(d_low, q_position, d_rel_key, d_rel_bias, first, K, scaling, D, PRECISION)
                     first += BLOCK_N
 
             d_q = d_q_content
             if rel_key is not None:
-                d_low = tl.where(in_low, 0.0, d_joined_before)
+                d_low = tl.where(in_low, tl.zeros_like(d_joined_before), d_joined_before)
                 relative = _load_rows(rel_key, first + tl.arange(0, BLOCK_N), K, rel_key_strides[1], D, WIDTH)
-                d_q_position = tl.dot(d_low.to(relative.dtype), relative, d_q_position, input_precision=PRECISION)
+                d_q_position = tl.dot(d_low, relative, d_q_position, input_precision=PRECISION)
                 _add_distance_gradient(d_low, q_position, d_rel_key, d_rel_bias, first, K, scaling, D, PRECISION)
                 if d_position_bias is not None:
                     _add_bias_gradient(d_position_bias + owner * D, d_q_position, scaling, D)
@@ -568,32 +569,28 @@ if triton is not None:
             i = i0 + tl.arange(0, BLOCK_M)
             q = _load_rows(query, i, L, query_strides[2], D, WIDTH)
             q_content = _with_bias(q, content_bias, head, D, WIDTH)
-            scores = tl.dot(q_content, tl.trans(k), input_precision=PRECISION)
+            scores = tl.dot(k, tl.trans(q_content), input_precision=PRECISION)
             if rel_key is not None:
                 q_position = _with_bias(q, position_bias, head, D, WIDTH)
-                first = L - BLOCK_M - i0 + j0
-                stride = rel_key_strides[1]
-                low = _distance_scores(q_position, rel_key, rel_bias, first, K, stride, D, BLOCK_N, PRECISION)
-                high = _distance_scores(
-                    q_position, rel_key, rel_bias, first + BLOCK_N, K, stride, D, BLOCK_N, PRECISION
-                )
-                scores += _rotate(low, high, BLOCK_M, BLOCK_N)
-            visible = _visible(i[:, None], j[None, :], key_mask, batch, L, K, window)
+                rows = L - BLOCK_M - i0 + j0 + tl.arange(0, BLOCK_N)
+                rl = _load_rows(rel_key, rows, K, rel_key_strides[1], D, WIDTH)
+                low = tl.dot(rl, tl.trans(q_position), input_precision=PRECISION)
+                rh = _load_rows(rel_key, rows + BLOCK_N, K, rel_key_strides[1], D, WIDTH)
+                high = tl.dot(rh, tl.trans(q_position), input_precision=PRECISION)
+                sel = tl.arange(0, BLOCK_N)[:, None] >= BLOCK_M - 1 - tl.arange(0, BLOCK_M)[None, :]
+                source = i0*BLOCK_N + tl.arange(0, BLOCK_N)[:, None] + (BLOCK_M - 1 - tl.arange(0, BLOCK_M))[None, :]
+                scores += tl.gather(tl.where(sel, low, high), source % BLOCK_N, axis=0)
+            visible = _visible(i[None, :], j[:, None], key_mask, batch, L, K, window)
             scores = tl.where(visible, scores * scaling_log2, -float("inf"))
             row_log_sum = tl.load(log_sum + i, mask=i < L, other=float("inf"))
-            probabilities = tl.exp2(scores - row_log_sum[:, None])
+            probabilities = tl.exp2(scores - row_log_sum[None, :])
 
             d_out = _load_rows(d_output, i, L, d_output_strides[2], D, WIDTH)
-            d_probabilities = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
-            weights = probabilities
-            if seed is not None:
-                kept = _kept(seed, dropout, pair, i0, j0, BLOCK_M, BLOCK_N)
-                weights = tl.where(kept, probabilities * keep_scale, 0.0)
-                d_probabilities = tl.where(kept, d_probabilities * keep_scale, 0.0)
-            d_v = tl.dot(tl.trans(weights.to(d_out.dtype)), d_out, d_v, input_precision=PRECISION)
+            d_v = tl.dot(probabilities.to(d_out.dtype), d_out, d_v, input_precision=PRECISION)
+            d_probabilities = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
             row_delta = tl.load(delta + i, mask=i < L, other=0.0)
-            d_scores = probabilities * (d_probabilities - row_delta[:, None])
-            d_k = tl.dot(tl.trans(d_scores.to(q.dtype)), q_content, d_k, input_precision=PRECISION)
+            d_scores = probabilities * (d_probabilities - row_delta[None, :])
+            d_k = tl.dot(d_scores.to(q.dtype), q_content, d_k, input_precision=PRECISION)
         _store_rows(d_key, d_k * scaling, j, K, d_key_strides[2], D, WIDTH)
         _store_rows(d_value, d_v, j, K, d_value_strides[2], D, WIDTH)
 

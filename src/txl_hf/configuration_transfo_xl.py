@@ -199,6 +199,10 @@ class TransfoXLConfig(PreTrainedConfig):
         """What transformers' sliding cache layers call a window: the M remembered keys and the query's own."""
         return self.mem_len + 1
 
+    @sliding_window.setter
+    def sliding_window(self, value: int):
+        self.mem_len = value - 1
+
     @property
     def layer_types(self) -> list[str]:
         """Every layer's projected memory is a sliding window."""

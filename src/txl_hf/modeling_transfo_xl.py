@@ -74,8 +74,9 @@ register_checkpoint_conversion_mapping(
         WeightRenaming("dec_attn.o_net", "self_attn.o_proj"),
         WeightRenaming("dec_attn.r_w_bias", "self_attn.content_bias"),
         WeightRenaming("dec_attn.r_r_bias", "self_attn.position_bias"),
-        WeightRenaming("transformer.r_w_bias", "transformer.content_bias"),
-        WeightRenaming("transformer.r_r_bias", "transformer.position_bias"),
+        # Those that all layers share, also in the checkpoint of a TransfoXLModel, whose names have no prefix.
+        WeightRenaming("(?<!dec_attn.)r_w_bias", "(?<!self_attn.)content_bias"),
+        WeightRenaming("(?<!dec_attn.)r_r_bias", "(?<!self_attn.)position_bias"),
         WeightRenaming("pos_ff.CoreNet.0", "mlp.up_proj"),
         WeightRenaming("pos_ff.CoreNet.3", "mlp.down_proj"),
         WeightRenaming("pos_ff.layer_norm", "mlp_layer_norm"),
@@ -342,6 +343,11 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
     # biases in each layer.
     _keys_to_ignore_on_load_unexpected = [r"pos_emb\.inv_freq", r"self_attn\.(content|position)_bias"]
 
+    def __init__(self, config: TransfoXLConfig, *args, **kwargs):
+        # Again, because what `from_pretrained` is given was set after the configuration had been checked.
+        config.validate_architecture()
+        super().__init__(config, *args, **kwargs)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         if isinstance(module, InputProjection | OutputProjection):
@@ -374,7 +380,8 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
         """As in `transformers`, but a checkpoint that lacks a tensor of the model is an error.
 
-        A head that the checkpoint lacks as a whole is new and is initialised, as usual.
+        A head that the checkpoint lacks as a whole is new and is initialised, as usual. With `output_loading_info` the
+        missing tensors are listed there and are no error, nor are they where there is no checkpoint at all.
 
         Raises:
             ValueError: tensors are missing, or a safetensors file is broken; the message names them.
@@ -394,7 +401,7 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
                 names = {f"{head}.{name}" for name, _ in getattr(model, head).named_parameters()}
                 names -= set(model.all_tied_weights_keys)
                 missing -= names if names <= missing else set()
-        if missing:
+        if missing and not output_loading_info and pretrained_model_name_or_path is not None:
             raise ValueError(f"the checkpoint {pretrained_model_name_or_path} lacks {', '.join(sorted(missing))}")
         return (model, info) if output_loading_info else model
 
@@ -731,16 +738,11 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
 class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
     """Transformer-XL with the adaptive softmax over the next token."""
 
-    # Which of these are tied, the configuration says: see `get_expanded_tied_weights_keys`.
-    _tied_weights_keys = {
-        r"lm_head.out_layers.\d+.weight": r"transformer.embed_tokens.emb_layers.\d+.weight",
-        r"lm_head.out_projs.\d+.weight": r"transformer.embed_tokens.emb_projs.\d+.weight",
-    }
-
     def __init__(self, config: TransfoXLConfig):
         super().__init__(config)
         self.transformer = TransfoXLModel(config)
         self.lm_head = AdaptiveLogSoftmax(config)
+        self._tied_weights_keys = self.get_expanded_tied_weights_keys()
         self.post_init()
 
     def get_input_embeddings(self) -> AdaptiveEmbedding:
@@ -854,6 +856,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         next_sequence_length=None,
         past_key_values=None,
         attention_mask=None,
+        inputs_embeds=None,
         is_first_iteration=False,
         **kwargs,
     ):
@@ -864,7 +867,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
                 next_sequence_length += length - text_length(past_key_values)
             if past_key_values.is_compileable:
                 # One shape at every step, made outside the compiled forward.
-                segment_length = next_sequence_length or input_ids.shape[1]
+                text = input_ids if inputs_embeds is None or not is_first_iteration else inputs_embeds
+                segment_length = next_sequence_length or text.shape[1]
                 memory_length, key_mask = cached_key_mask(
                     attention_mask, past_key_values, self.config.mem_len, len(input_ids), segment_length
                 )
@@ -875,6 +879,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             next_sequence_length=next_sequence_length,
             past_key_values=past_key_values,
             attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
