@@ -43,6 +43,8 @@ def test_probabilities_sum_to_one_and_losses_are_theirs(bins, seed):
     torch.manual_seed(seed)
     config = TransfoXLConfig(d_model=16, n_layer=1, **bins)
     softmax = AdaptiveLogSoftmax(config).double()
+    for parameter in softmax.parameters():
+        torch.nn.init.normal_(parameter)
     hidden = torch.randn(12, 16, dtype=torch.float64) * 3
     log_probs = softmax.log_prob(hidden)
     assert log_probs.shape == (12, config.vocab_size)

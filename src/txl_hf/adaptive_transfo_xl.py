@@ -29,27 +29,36 @@ class InputProjection(nn.Linear):
     """From the width of a bin, (..., d_i), to that of the model, (..., D)."""
 
 
-class OutputProjection(nn.Linear):
+class OutputProjection(nn.Module):
     """From the width of the model, (..., D), to that of a bin, (..., d_i).
 
-    The weight is stored as (D, d_i), as `InputProjection` stores it, so that the two can be tied.
+    The weight is stored as (D, d_i), as `InputProjection` stores it, so that the two can be tied. It is no
+    `nn.Linear`: whoever adapts or replaces those would take its weight for (d_i, D).
     """
+
+    def __init__(self, width: int, d_model: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d_model, width))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return F.linear(hidden_states, self.weight.T)
 
 
-class OutputLayer(nn.Linear):
+class OutputLayer(nn.Module):
     """Logits of the tokens [start, end) of a table, so that one table can serve all bins."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter):
+        super().__init__()
+        self.weight, self.bias = weight, bias
 
     def forward(self, hidden_states: Tensor, start: int = 0, end: int | None = None) -> Tensor:
         return F.linear(hidden_states, self.weight[start:end], self.bias[start:end])
 
-    @classmethod
-    def from_linear(cls, linear: nn.Linear) -> "OutputLayer":
-        layer = cls(linear.in_features, linear.out_features, device="meta")
-        layer.weight, layer.bias = linear.weight, linear.bias
-        return layer
+    def to_linear(self) -> nn.Linear:
+        """The whole table as the layer that `transformers` can resize; the parameters are shared."""
+        linear = nn.Linear(self.weight.shape[1], self.weight.shape[0], device="meta")
+        linear.weight, linear.bias = self.weight, self.bias
+        return linear
 
 
 def _is_projected(config: TransfoXLConfig, width: int) -> bool:
@@ -110,10 +119,13 @@ class AdaptiveLogSoftmax(nn.Module):
     def __init__(self, config: TransfoXLConfig):
         super().__init__()
         self.config = config
-        self.out_layers = nn.ModuleList(OutputLayer(width, tokens) for tokens, width in _tables(config))
+        self.out_layers = nn.ModuleList(
+            OutputLayer(nn.Parameter(torch.empty(tokens, width)), nn.Parameter(torch.zeros(tokens)))
+            for tokens, width in _tables(config)
+        )
         # The softmax can have a projection for each bin though the tokens share one table.
         self.out_projs = nn.ModuleList(
-            OutputProjection(width, config.d_model, bias=False) if _is_projected(config, width) else nn.Identity()
+            OutputProjection(width, config.d_model) if _is_projected(config, width) else nn.Identity()
             for _, _, width in config.bins
         )
         if config.cutoffs:

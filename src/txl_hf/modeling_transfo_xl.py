@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi, ModelCard, ModelCardData
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
@@ -333,7 +333,8 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
     config_class = TransfoXLConfig
     base_model_prefix = "transformer"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["TransfoXLLayer"]
+    # Tables that are tied go together: a device map cannot follow ties between parts of modules.
+    _no_split_modules = ["TransfoXLLayer", "AdaptiveEmbedding", "AdaptiveLogSoftmax"]
     _skip_keys_device_placement = ["past_key_values"]
     _supports_sdpa = True
     _supports_attention_backend = True
@@ -352,7 +353,7 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module):
         if isinstance(module, InputProjection | OutputProjection):
             init.normal_(module.weight, 0.0, self.config.proj_init_std)
-        elif isinstance(module, nn.Linear | nn.Embedding):
+        elif isinstance(module, nn.Linear | nn.Embedding | OutputLayer):
             self._init_weight(module.weight)
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
@@ -384,25 +385,28 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
         missing tensors are listed there and are no error, nor are they where there is no checkpoint at all.
 
         Raises:
-            ValueError: tensors are missing, or a safetensors file is broken; the message names them.
+            ValueError: tensors are missing or have another shape, or a file is broken; the message names them.
         """
+        name = pretrained_model_name_or_path
+        ignore_mismatched_sizes = kwargs.pop("ignore_mismatched_sizes", False)
         try:
             model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+                name, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )
         except SafetensorError as error:
-            raise ValueError(
-                f"a safetensors file of {pretrained_model_name_or_path} is truncated or damaged ({error}): "
-                "copy or download it again"
-            ) from error
+            damaged = ", ".join(_damaged_files(name)) or name
+            raise ValueError(f"{damaged} is truncated or damaged ({error}): copy or download it again") from error
+        if info["mismatched_keys"] and not ignore_mismatched_sizes:
+            shapes = [f"{key} is {tuple(found)}, not {tuple(right)}" for key, found, right in info["mismatched_keys"]]
+            raise ValueError(f"the checkpoint {name} does not fit the model: {'; '.join(sorted(shapes))}")
         missing = set(info["missing_keys"])
         for head in ("lm_head", "score"):
             if hasattr(model, head):
                 names = {f"{head}.{name}" for name, _ in getattr(model, head).named_parameters()}
                 names -= set(model.all_tied_weights_keys)
                 missing -= names if names <= missing else set()
-        if missing and not output_loading_info and pretrained_model_name_or_path is not None:
-            raise ValueError(f"the checkpoint {pretrained_model_name_or_path} lacks {', '.join(sorted(missing))}")
+        if missing and not output_loading_info and name is not None:
+            raise ValueError(f"the checkpoint {name} lacks {', '.join(sorted(missing))}")
         return (model, info) if output_loading_info else model
 
     def save_pretrained(
@@ -462,8 +466,8 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
         embeddings.emb_layers[-1] = new.requires_grad_(old.weight.requires_grad)
         if hasattr(self, "lm_head"):
             old = self.lm_head.out_layers[-1]
-            new = self._get_resized_lm_head(old, tokens, mean_resizing=mean_resizing)
-            self.lm_head.out_layers[-1] = OutputLayer.from_linear(new).requires_grad_(old.weight.requires_grad)
+            new = self._get_resized_lm_head(old.to_linear(), tokens, mean_resizing=mean_resizing)
+            self.lm_head.out_layers[-1] = OutputLayer(new.weight, new.bias).requires_grad_(old.weight.requires_grad)
         self.config.vocab_size = vocab_size
         self.tie_weights()
         return embeddings
@@ -477,16 +481,18 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
             )
         self.config.mem_len = mem_len
 
-    def init_mems(self, batch_size: int) -> tuple[Tensor, ...] | None:
+    def init_mems(self, batch_size: int, device: torch.device | None = None) -> tuple[Tensor, ...] | None:
         """What precedes the first segment: n_layer tensors (B, M, D) of zeros or (B, 0, D), or None if M = 0.
 
-        Device and type are those of the embeddings.
+        The device is that of the embeddings unless another is given, the type theirs.
         """
         if self.config.mem_len == 0:
             return None
         weight = self.get_input_embeddings().emb_layers[0].weight
         length = self.config.mem_len if self.config.initial_memory == "zeros" else 0
-        zeros = torch.zeros(batch_size, length, self.config.d_model, dtype=weight.dtype, device=weight.device)
+        zeros = torch.zeros(
+            batch_size, length, self.config.d_model, dtype=weight.dtype, device=device or weight.device
+        )
         return (zeros,) * self.config.n_layer
 
 
@@ -618,7 +624,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
 
         if mems is not None:
             self._check_mems(mems, inputs_embeds)
-        memory = self.init_mems(batch_size) if mems is None else mems
+        memory = self.init_mems(batch_size, inputs_embeds.device) if mems is None else mems
         if memory is None:
             key_mask = make_key_mask(attention_mask, None, batch_size, segment_length, 0, (segment_length,))
             return (None,) * self.config.n_layer, 0, key_mask
@@ -976,6 +982,17 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 "a batch of several rows may hold padding: give attention_mask, or set config.pad_token_id"
             )
         return (torch.arange(segment_length, device=scores.device) * real.to(scores.device)).argmax(-1)
+
+
+def _damaged_files(folder: str | os.PathLike) -> list[str]:
+    """The safetensors files in a folder that cannot be opened."""
+    damaged = []
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            safe_open(path, "pt")
+        except SafetensorError:
+            damaged.append(str(path))
+    return damaged
 
 
 def _targets(labels: Tensor | None, shift_labels: Tensor | None, shape: torch.Size) -> Tensor | None:
