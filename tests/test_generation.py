@@ -54,6 +54,17 @@ def test_greedy(model, make_ids, prompt):
     assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), by_hand(model, ids, 12))
 
 
+def test_prompt_as_embeddings(model, make_ids):
+    ids = make_ids(2, 5)
+    embeds = model.get_input_embeddings()(ids)
+    options = {"max_new_tokens": 9, "do_sample": False}
+    if model.config.mem_len == 0:
+        with pytest.raises(ValueError, match="mem_len=0.*input_ids"):
+            model.generate(inputs_embeds=embeds, **options)
+    else:
+        assert torch.equal(model.generate(inputs_embeds=embeds, **options), model.generate(ids, **options)[:, 5:])
+
+
 def test_uncached_equals_cached_while_memory_covers_the_text(make_model, make_ids):
     """Quirk 24."""
     model = make_model(mem_len=40)

@@ -305,7 +305,6 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_transfo_xl.TransfoXLForCausalLM",
     "AutoModelForSequenceClassification": "modeling_transfo_xl.TransfoXLForSequenceClassification",
 }
-HUB_ARGUMENTS = ("repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags")
 MODEL_CARD = """---
 {metadata}
 ---
@@ -326,6 +325,10 @@ model = {auto_class}.from_pretrained("{repo_id}", trust_remote_code=True)
 
 With the package `txl-hf` installed, `import txl_hf` takes the place of `trust_remote_code=True`.
 """
+
+
+class CheckpointError(ValueError, RuntimeError):
+    """A checkpoint that does not fit the model; `transformers` raises a RuntimeError where shapes differ."""
 
 
 class TransfoXLPreTrainedModel(PreTrainedModel):
@@ -385,7 +388,7 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
         missing tensors are listed there and are no error, nor are they where there is no checkpoint at all.
 
         Raises:
-            ValueError: tensors are missing or have another shape, or a file is broken; the message names them.
+            CheckpointError: tensors are missing or have another shape, or a file is broken; the message names them.
         """
         name = pretrained_model_name_or_path
         ignore_mismatched_sizes = kwargs.pop("ignore_mismatched_sizes", False)
@@ -395,10 +398,10 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
             )
         except SafetensorError as error:
             damaged = ", ".join(_damaged_files(name)) or name
-            raise ValueError(f"{damaged} is truncated or damaged ({error}): copy or download it again") from error
+            raise CheckpointError(f"{damaged} is truncated or damaged ({error}): copy or download it again") from error
         if info["mismatched_keys"] and not ignore_mismatched_sizes:
             shapes = [f"{key} is {tuple(found)}, not {tuple(right)}" for key, found, right in info["mismatched_keys"]]
-            raise ValueError(f"the checkpoint {name} does not fit the model: {'; '.join(sorted(shapes))}")
+            raise CheckpointError(f"the checkpoint {name} does not fit the model: {'; '.join(sorted(shapes))}")
         missing = set(info["missing_keys"])
         for head in ("lm_head", "score"):
             if hasattr(model, head):
@@ -406,32 +409,24 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
                 names -= set(model.all_tied_weights_keys)
                 missing -= names if names <= missing else set()
         if missing and not output_loading_info and name is not None:
-            raise ValueError(f"the checkpoint {name} lacks {', '.join(sorted(missing))}")
+            raise CheckpointError(f"the checkpoint {name} lacks {', '.join(sorted(missing))}")
         return (model, info) if output_loading_info else model
 
-    def save_pretrained(
-        self, save_directory: str | os.PathLike, is_main_process: bool = True, *, push_to_hub: bool = False, **kwargs
-    ):
+    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs):
         """As in `transformers`: weights, configuration, and what loads them where this package is not installed: the
         code, and an `auto_map` for all heads. A model card is written unless there is one.
         """
         self.config.auto_map = dict(AUTO_MAP)
-        hub_arguments = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if name in kwargs}
-        repo_id = hub_arguments.pop("repo_id", Path(save_directory).name)
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         card = Path(save_directory, "README.md")
         if is_main_process and not card.exists():
-            self._model_card(repo_id).save(card)
-        if push_to_hub and is_main_process:
-            self.push_to_hub(repo_id, **hub_arguments)
+            self._model_card(kwargs.get("repo_id") or Path(save_directory).name).save(card)
 
-    def push_to_hub(self, repo_id: str, **kwargs) -> str:
-        """As in `transformers`; a repository without a model card gets one that says how to load the model."""
-        api = HfApi(token=kwargs.get("token"))
-        repo_id = api.create_repo(repo_id, private=kwargs.get("private"), exist_ok=True).repo_id
-        if not api.file_exists(repo_id, "README.md"):
-            self._model_card(repo_id).push_to_hub(repo_id, token=kwargs.get("token"))
-        return super().push_to_hub(repo_id, **kwargs)
+    def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args, **kwargs):
+        # Where the repository has no card, `transformers` writes one that does not say how to load the model.
+        if not HfApi(token=kwargs.get("token")).file_exists(repo_id, "README.md"):
+            self._model_card(repo_id).save(Path(working_dir, "README.md"))
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
     def _model_card(self, repo_id: str) -> ModelCard:
         config = self.config
@@ -846,6 +841,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, max_length):
         if self.config.mem_len == 0:
             # Nothing is remembered from step to step, so that every step reads the whole text.
+            if model_kwargs.get("inputs_embeds") is not None:
+                raise ValueError("mem_len=0 remembers no inputs_embeds from step to step: give generate input_ids")
             generation_config.use_cache = model_kwargs["use_cache"] = False
         # A static cache holds all of the memory from the first step on: its shapes never change.
         max_length = max(max_length, self.config.sliding_window)
