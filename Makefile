@@ -13,11 +13,11 @@ demo: $(VENV)/demo-installed
 
 # The suite, within minutes on two cores.
 test: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
 
 # The suite with its long tests.
 test-all: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu"
 
 test-gpu: venv
 	$(BIN)/python -m pytest -m gpu

@@ -43,7 +43,8 @@ def test_probabilities_sum_to_one_and_losses_are_theirs(bins, seed):
     torch.manual_seed(seed)
     config = TransfoXLConfig(d_model=16, n_layer=1, **bins)
     softmax = AdaptiveLogSoftmax(config).double()
-    for parameter in softmax.parameters():
+    embedding = AdaptiveEmbedding(config)
+    for parameter in [*softmax.parameters(), *embedding.parameters()]:
         torch.nn.init.normal_(parameter)
     hidden = torch.randn(12, 16, dtype=torch.float64) * 3
     log_probs = softmax.log_prob(hidden)
@@ -54,7 +55,7 @@ def test_probabilities_sum_to_one_and_losses_are_theirs(bins, seed):
     losses = softmax(hidden, targets)
     expected = -log_probs.gather(1, targets.clamp(min=0)[:, None])[:, 0].masked_fill(targets == -100, 0)
     torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-5)
-    assert AdaptiveEmbedding(config)(targets.clamp(min=0)[None]).shape == (1, 12, 16)
+    assert embedding(targets.clamp(min=0)[None]).shape == (1, 12, 16)
 
 
 @pytest.mark.parametrize("changes", BINS.values(), ids=BINS)

@@ -407,3 +407,23 @@ def test_vocabulary_and_length_of(path, size, tokens):
     assert tokenizer.symbols == ["<eos>", *(word for word, _ in words.most_common())]
     assert len(tokenizer) == size
     assert len(tokenizer.encode_file(path, add_eos=True)) == tokens
+
+
+NESTED = b"N" + b"\x85" * 200_000  # a tuple in a tuple in a tuple …
+DEEP_KEYS = {
+    "item": b"}" + NESTED + b"K\x01s.",
+    "items": b"}(" + NESTED + b"K\x01u.",
+    "dict": b"(" + NESTED + b"K\x01d.",
+    "set": b"\x8f(" + NESTED + b"\x90.",
+    "frozenset": b"(" + NESTED + b"\x91.",
+    "OrderedDict": b"ccollections\nOrderedDict\n((" + NESTED + b"K\x01\x86l\x85R.",
+    "Counter": b"ccollections\nCounter\n((" + NESTED + b"K\x01\x86t\x85R.",
+}
+
+
+@pytest.mark.parametrize("program", DEEP_KEYS.values(), ids=DEEP_KEYS)
+def test_deep_keys_do_not_overflow_the_stack(tmp_path, program):
+    path = tmp_path / "vocab.pkl"
+    path.write_bytes(b"\x80\x04" + program)
+    with pytest.raises(ValueError, match="tuples for keys"):
+        read_vocab_pickle(path)

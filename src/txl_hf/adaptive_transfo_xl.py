@@ -25,20 +25,23 @@ __all__ = [
 ]
 
 
-class InputProjection(nn.Linear):
-    """From the width of a bin, (..., d_i), to that of the model, (..., D)."""
+class InputProjection(nn.Module):
+    """From the width of a bin, (..., d_i), to that of the model, (..., D).
 
-
-class OutputProjection(nn.Module):
-    """From the width of the model, (..., D), to that of a bin, (..., d_i).
-
-    The weight is stored as (D, d_i), as `InputProjection` stores it, so that the two can be tied. It is no
-    `nn.Linear`: whoever adapts or replaces those would take its weight for (d_i, D).
+    This and `OutputProjection` store (D, d_i), so that the two can be tied. They are no `nn.Linear`: whoever adapts or
+    replaces those would change both ends of a tie in different ways.
     """
 
     def __init__(self, width: int, d_model: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(d_model, width))
+
+    def forward(self, embeds: Tensor) -> Tensor:
+        return F.linear(embeds, self.weight)
+
+
+class OutputProjection(InputProjection):
+    """From the width of the model, (..., D), to that of a bin, (..., d_i)."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return F.linear(hidden_states, self.weight.T)
@@ -82,7 +85,7 @@ class AdaptiveEmbedding(nn.Module):
         self.scale = config.d_model**0.5
         self.emb_layers = nn.ModuleList(nn.Embedding(tokens, width) for tokens, width in _tables(config))
         self.emb_projs = nn.ModuleList(
-            InputProjection(width, config.d_model, bias=False) if _is_projected(config, width) else nn.Identity()
+            InputProjection(width, config.d_model) if _is_projected(config, width) else nn.Identity()
             for _, width in _tables(config)
         )
 

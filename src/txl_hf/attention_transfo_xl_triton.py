@@ -177,33 +177,60 @@ if triton is not None:
 
     @triton.jit
     def _distance_scores(
-        query, rel_key, rel_bias, first, K, stride, D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
+        query,
+        rel_key,
+        rel_bias,
+        first,
+        K,
+        stride,
+        D: tl.constexpr,
+        BLOCK: tl.constexpr,
+        AXIS: tl.constexpr,
+        PRECISION: tl.constexpr,
     ):
-        """(b) + (d) by distance, before they are shifted into place: (queries, BLOCK) for rows `first` and on."""
+        """(b) + (d) by distance, before they are shifted into place: rel_key rows `first` … `first` + BLOCK - 1.
+
+        (queries, BLOCK) if AXIS is 1, (BLOCK, queries) if it is 0: it is the axis along which keys and distances run.
+        """
         rows = first + tl.arange(0, BLOCK)
         relative = _load_rows(rel_key, rows, K, stride, D, query.shape[1])
-        scores = tl.dot(query, tl.trans(relative), input_precision=PRECISION)
+        if AXIS == 1:
+            scores = tl.dot(query, tl.trans(relative), input_precision=PRECISION)
+        else:
+            scores = tl.dot(relative, tl.trans(query), input_precision=PRECISION)
         if rel_bias is not None:
             row = tl.load(rel_bias + rows, mask=(rows >= 0) & (rows < K), other=0.0)
-            scores += row.to(tl.float32)[None, :]
+            scores += tl.expand_dims(row.to(tl.float32), 1 - AXIS)
         return scores
 
     @triton.jit
-    def _in_low(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-        """(BLOCK_M, BLOCK_N): whether column x of the joined tile comes from `low`."""
-        return tl.arange(0, BLOCK_N)[None, :] >= BLOCK_M - 1 - tl.arange(0, BLOCK_M)[:, None]
+    def _piece_start(BLOCK_M: tl.constexpr, AXIS: tl.constexpr):
+        """Where in [low, high] the piece of each of the tile's queries starts."""
+        return tl.expand_dims(BLOCK_M - 1 - tl.arange(0, BLOCK_M), AXIS)
 
     @triton.jit
-    def _rotate(low, high, j0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-        """Scores by distance, two blocks of rows, → scores by key (Appendix B within a tile)."""
-        source = j0 + tl.arange(0, BLOCK_N)[None, :] + (BLOCK_M - 1 - tl.arange(0, BLOCK_M))[:, None]
-        return tl.gather(tl.where(_in_low(BLOCK_M, BLOCK_N), low, high), source % BLOCK_N, axis=1)
+    def _in_low(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AXIS: tl.constexpr):
+        """Whether an entry of the joined tile comes from `low`."""
+        return tl.expand_dims(tl.arange(0, BLOCK_N), 1 - AXIS) >= _piece_start(BLOCK_M, AXIS)
 
     @triton.jit
-    def _rotate_back(gradient, j0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-        """Gradient by key → gradient by distance of the joined tile."""
-        source = j0 + tl.arange(0, BLOCK_N)[None, :] + (BLOCK_N - BLOCK_M + 1 + tl.arange(0, BLOCK_M))[:, None]
-        return tl.gather(gradient, source % BLOCK_N, axis=1)
+    def _rotate(low, high, turn, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AXIS: tl.constexpr):
+        """Scores by distance, two blocks of rows, → scores by key (Appendix B within a tile).
+
+        `turn` is a multiple of BLOCK_N, so it changes nothing; but as it is another one for each tile, the indices
+        are computed anew each time instead of occupying registers from tile to tile.
+        """
+        source = turn + tl.expand_dims(tl.arange(0, BLOCK_N), 1 - AXIS) + _piece_start(BLOCK_M, AXIS)
+        joined = tl.where(_in_low(BLOCK_M, BLOCK_N, AXIS), low, high)
+        index = (source & (BLOCK_N - 1)) + BLOCK_N * tl.arange(0, BLOCK_M)[:, None]
+        flat = tl.gather(tl.reshape(joined, (BLOCK_M * BLOCK_N,)), tl.reshape(index, (BLOCK_M * BLOCK_N,)), axis=0)
+        return tl.reshape(flat, (BLOCK_M, BLOCK_N))
+
+    @triton.jit
+    def _rotate_back(gradient, turn, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AXIS: tl.constexpr):
+        """Gradient by key → gradient by distance of the joined tile; `turn` as above."""
+        source = turn + BLOCK_N + tl.expand_dims(tl.arange(0, BLOCK_N), 1 - AXIS) - _piece_start(BLOCK_M, AXIS)
+        return tl.gather(gradient, source & (BLOCK_N - 1), axis=AXIS)
 
     @triton.jit
     def _kept(seed, dropout, pair, i0, j0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -275,7 +302,9 @@ if triton is not None:
                 rel_bias += head * K
             q_position = _with_bias(q, position_bias, head, D, WIDTH)
             first = L - BLOCK_M - i0 + start
-            low = _distance_scores(q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION)
+            low = _distance_scores(
+                q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, 1, PRECISION
+            )
 
         maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
@@ -287,9 +316,9 @@ if triton is not None:
             if rel_key is not None:
                 first += BLOCK_N
                 high = _distance_scores(
-                    q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
+                    q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, 1, PRECISION
                 )
-                scores += _rotate(low, high, j0, BLOCK_M, BLOCK_N)
+                scores += _rotate(low, high, j0, BLOCK_M, BLOCK_N, 1)
                 low = high
             visible = _visible(i[:, None], j[None, :], key_mask, batch, L, K, window)
             scores = tl.where(visible, scores * scaling_log2, -float("inf"))
@@ -317,14 +346,15 @@ if triton is not None:
     def _add_distance_gradient(
         gradient, query, d_rel_key, d_rel_bias, first, K, scaling, D: tl.constexpr, PRECISION: tl.constexpr
     ):
-        """Add a tile's share to the gradients of rel_key rows and rel_bias entries `first` and on."""
-        rows = first + tl.arange(0, gradient.shape[1])
+        """Add a (distances, queries) tile's share to the gradients of rel_key and rel_bias from row `first` on."""
+        rows = first + tl.arange(0, gradient.shape[0])
         inside = (rows >= 0) & (rows < K)
         if d_rel_bias is not None:
-            tl.atomic_add(d_rel_bias + rows, tl.sum(gradient.to(tl.float32), 0) * scaling, mask=inside, sem="relaxed")
+            share = tl.sum(gradient.to(tl.float32), 1) * scaling
+            tl.atomic_add(d_rel_bias + rows, share, mask=inside, sem="relaxed")
         if d_rel_key is not None:
             columns = tl.arange(0, query.shape[1])
-            share = tl.dot(tl.trans(gradient), query, input_precision=PRECISION) * scaling
+            share = tl.dot(gradient, query, input_precision=PRECISION) * scaling
             tl.atomic_add(
                 d_rel_key + rows[:, None] * D + columns[None, :],
                 share,
@@ -334,8 +364,9 @@ if triton is not None:
 
     @triton.jit
     def _add_bias_gradient(pointer, gradient, scaling, D: tl.constexpr):
-        columns = tl.arange(0, gradient.shape[1])
-        tl.atomic_add(pointer + columns, tl.sum(gradient, 0) * scaling, mask=columns < D, sem="relaxed")
+        """Add the sum over a (WIDTH, queries) tile's queries."""
+        columns = tl.arange(0, gradient.shape[0])
+        tl.atomic_add(pointer + columns, tl.sum(gradient, 1) * scaling, mask=columns < D, sem="relaxed")
 
     @triton.jit(do_not_specialize=["L", "K", "window", "B"])
     def _backward_query_kernel(
@@ -398,7 +429,7 @@ if triton is not None:
                 d_rel_key += owner * K * D
             if d_rel_bias is not None:
                 d_rel_bias += owner * K
-        in_low = _in_low(BLOCK_M, BLOCK_N)
+        in_low = _in_low(BLOCK_M, BLOCK_N, 0)
 
         for item in range(tl.program_id(0), B * blocks, tl.num_programs(0)):
             i0 = (blocks - 1 - item % blocks) * BLOCK_M
@@ -411,7 +442,7 @@ if triton is not None:
             q = _load_rows(
                 query + batch * query_strides[0] + head * query_strides[1], i, L, query_strides[2], D, WIDTH
             )
-            q_content = _with_bias(q, content_bias, head, D, WIDTH)
+            q_content = tl.trans(_with_bias(q, content_bias, head, D, WIDTH))
             d_out = _load_rows(
                 d_output + batch * d_output_strides[0] + head * d_output_strides[1],
                 i,
@@ -423,52 +454,53 @@ if triton is not None:
             out = _load_rows(
                 output + batch * output_strides[0] + head * output_strides[1], i, L, output_strides[2], D, WIDTH
             )
+            d_out_columns = tl.trans(d_out)
             row_delta = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
             tl.store(delta + pair * L + i, row_delta, mask=i < L)
             # Rows from L on get probability 0, hence no gradient.
             row_log_sum = tl.load(log_sum + pair * L + i, mask=i < L, other=float("inf"))
 
             start, end = _key_range(i0, L, K, window, BLOCK_M, BLOCK_N)
-            d_q_content = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+            d_q_content = tl.zeros((WIDTH, BLOCK_M), tl.float32)
             if rel_key is not None:
                 q_position = _with_bias(q, position_bias, head, D, WIDTH)
                 first = L - BLOCK_M - i0 + start
                 low = _distance_scores(
-                    q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
+                    q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, 0, PRECISION
                 )
-                d_joined_before = tl.zeros((BLOCK_M, BLOCK_N), q.dtype)
-                d_q_position = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+                d_joined_before = tl.zeros((BLOCK_N, BLOCK_M), q.dtype)
+                d_q_position = tl.zeros((WIDTH, BLOCK_M), tl.float32)
 
             for j0 in range(start, end, BLOCK_N):
                 j = j0 + tl.arange(0, BLOCK_N)
                 k = _load_rows(key_head, j, K, key_strides[2], D, WIDTH)
-                scores = tl.dot(q_content, tl.trans(k), input_precision=PRECISION)
+                scores = tl.dot(k, q_content, input_precision=PRECISION)
                 if rel_key is not None:
                     high = _distance_scores(
-                        q_position, rel_key, rel_bias, first + BLOCK_N, K, rel_key_strides[1], D, BLOCK_N, PRECISION
+                        q_position, rel_key, rel_bias, first + BLOCK_N, K, rel_key_strides[1], D, BLOCK_N, 0, PRECISION
                     )
-                    scores += _rotate(low, high, j0, BLOCK_M, BLOCK_N)
+                    scores += _rotate(low, high, j0, BLOCK_M, BLOCK_N, 0)
                     low = high
-                visible = _visible(i[:, None], j[None, :], key_mask, batch, L, K, window)
+                visible = _visible(i[None, :], j[:, None], key_mask, batch, L, K, window)
                 scores = tl.where(visible, scores * scaling_log2, -float("inf"))
-                probabilities = tl.exp2(scores - row_log_sum[:, None])
+                probabilities = tl.exp2(scores - row_log_sum[None, :])
 
                 v = _load_rows(value_head, j, K, value_strides[2], D, WIDTH)
-                d_probabilities = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
+                d_probabilities = tl.dot(v, d_out_columns, input_precision=PRECISION)
                 if seed is not None:
-                    kept = _kept(seed, dropout, pair.to(tl.int32), i0, j0, BLOCK_M, BLOCK_N)
+                    kept = tl.trans(_kept(seed, dropout, pair.to(tl.int32), i0, j0, BLOCK_M, BLOCK_N))
                     d_probabilities = tl.where(kept, d_probabilities * keep_scale, 0.0)
-                d_scores = probabilities * (d_probabilities - row_delta[:, None])
+                d_scores = probabilities * (d_probabilities - row_delta[None, :])
                 d_scores = d_scores.to(k.dtype)
-                d_q_content = tl.dot(d_scores, k, d_q_content, input_precision=PRECISION)
+                d_q_content = tl.dot(tl.trans(k), d_scores, d_q_content, input_precision=PRECISION)
 
                 if rel_key is not None:
-                    d_joined = _rotate_back(d_scores, j0, BLOCK_M, BLOCK_N)
+                    d_joined = _rotate_back(d_scores, j0, BLOCK_M, BLOCK_N, 0)
                     # The rows of `low` have their other part from the block before.
                     d_low = tl.where(in_low, d_joined, d_joined_before)
                     d_joined_before = d_joined
                     relative = _load_rows(rel_key, first + tl.arange(0, BLOCK_N), K, rel_key_strides[1], D, WIDTH)
-                    d_q_position = tl.dot(d_low, relative, d_q_position, input_precision=PRECISION)
+                    d_q_position = tl.dot(tl.trans(relative), d_low, d_q_position, input_precision=PRECISION)
                     _add_distance_gradient(d_low, q_position, d_rel_key, d_rel_bias, first, K, scaling, D, PRECISION)
                     first += BLOCK_N
 
@@ -476,7 +508,7 @@ if triton is not None:
             if rel_key is not None:
                 d_low = tl.where(in_low, tl.zeros_like(d_joined_before), d_joined_before)
                 relative = _load_rows(rel_key, first + tl.arange(0, BLOCK_N), K, rel_key_strides[1], D, WIDTH)
-                d_q_position = tl.dot(d_low, relative, d_q_position, input_precision=PRECISION)
+                d_q_position = tl.dot(tl.trans(relative), d_low, d_q_position, input_precision=PRECISION)
                 _add_distance_gradient(d_low, q_position, d_rel_key, d_rel_bias, first, K, scaling, D, PRECISION)
                 if d_position_bias is not None:
                     _add_bias_gradient(d_position_bias + owner * D, d_q_position, scaling, D)
@@ -485,7 +517,7 @@ if triton is not None:
                 _add_bias_gradient(d_content_bias + owner * D, d_q_content, scaling, D)
             _store_rows(
                 d_query + batch * d_query_strides[0] + head * d_query_strides[1],
-                d_q * scaling,
+                tl.trans(d_q * scaling),
                 i,
                 L,
                 d_query_strides[2],
@@ -572,22 +604,26 @@ if triton is not None:
             scores = tl.dot(k, tl.trans(q_content), input_precision=PRECISION)
             if rel_key is not None:
                 q_position = _with_bias(q, position_bias, head, D, WIDTH)
-                rows = L - BLOCK_M - i0 + j0 + tl.arange(0, BLOCK_N)
-                rl = _load_rows(rel_key, rows, K, rel_key_strides[1], D, WIDTH)
-                low = tl.dot(rl, tl.trans(q_position), input_precision=PRECISION)
-                rh = _load_rows(rel_key, rows + BLOCK_N, K, rel_key_strides[1], D, WIDTH)
-                high = tl.dot(rh, tl.trans(q_position), input_precision=PRECISION)
-                sel = tl.arange(0, BLOCK_N)[:, None] >= BLOCK_M - 1 - tl.arange(0, BLOCK_M)[None, :]
-                source = i0*BLOCK_N + tl.arange(0, BLOCK_N)[:, None] + (BLOCK_M - 1 - tl.arange(0, BLOCK_M))[None, :]
-                scores += tl.gather(tl.where(sel, low, high), source % BLOCK_N, axis=0)
+                first = L - BLOCK_M - i0 + j0
+                stride = rel_key_strides[1]
+                low = _distance_scores(q_position, rel_key, rel_bias, first, K, stride, D, BLOCK_N, 0, PRECISION)
+                high = _distance_scores(
+                    q_position, rel_key, rel_bias, first + BLOCK_N, K, stride, D, BLOCK_N, 0, PRECISION
+                )
+                scores += _rotate(low, high, i0 * BLOCK_N, BLOCK_M, BLOCK_N, 0)
             visible = _visible(i[None, :], j[:, None], key_mask, batch, L, K, window)
             scores = tl.where(visible, scores * scaling_log2, -float("inf"))
             row_log_sum = tl.load(log_sum + i, mask=i < L, other=float("inf"))
             probabilities = tl.exp2(scores - row_log_sum[None, :])
 
             d_out = _load_rows(d_output, i, L, d_output_strides[2], D, WIDTH)
-            d_v = tl.dot(probabilities.to(d_out.dtype), d_out, d_v, input_precision=PRECISION)
             d_probabilities = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
+            weights = probabilities
+            if seed is not None:
+                kept = tl.trans(_kept(seed, dropout, pair, i0, j0, BLOCK_M, BLOCK_N))
+                weights = tl.where(kept, probabilities * keep_scale, 0.0)
+                d_probabilities = tl.where(kept, d_probabilities * keep_scale, 0.0)
+            d_v = tl.dot(weights.to(d_out.dtype), d_out, d_v, input_precision=PRECISION)
             row_delta = tl.load(delta + i, mask=i < L, other=0.0)
             d_scores = probabilities * (d_probabilities - row_delta[None, :])
             d_k = tl.dot(d_scores.to(q.dtype), q_content, d_k, input_precision=PRECISION)

@@ -354,7 +354,7 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
-        if isinstance(module, InputProjection | OutputProjection):
+        if isinstance(module, InputProjection):
             init.normal_(module.weight, 0.0, self.config.proj_init_std)
         elif isinstance(module, nn.Linear | nn.Embedding | OutputLayer):
             self._init_weight(module.weight)

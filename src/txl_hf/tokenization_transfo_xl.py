@@ -847,6 +847,48 @@ class _VocabularyUnpickler(pickle._Unpickler):
     def persistent_load(self, pid):
         raise pickle.UnpicklingError("it refers to objects outside itself, which no vocabulary does")
 
+    # Hashing a tuple within a tuple, and so on, overflows the interpreter's stack: no key or member may be one.
+    dispatch = dict(pickle._Unpickler.dispatch)
+
+    def load_setitem(self):
+        _check_hashable(self.stack[-2:-1])
+        super().load_setitem()
+
+    def load_setitems(self):
+        _check_hashable(self.stack[::2])
+        super().load_setitems()
+
+    def load_additems(self):
+        _check_hashable(self.stack)
+        super().load_additems()
+
+    def load_frozenset(self):
+        _check_hashable(self.stack)
+        super().load_frozenset()
+
+    def load_dict(self):
+        _check_hashable(self.stack[::2])
+        super().load_dict()
+
+    def load_reduce(self):
+        for argument in self.stack[-1]:
+            if isinstance(argument, list | tuple):
+                members = [item[0] if isinstance(item, list | tuple) and len(item) == 2 else item for item in argument]
+                _check_hashable(members)
+        super().load_reduce()
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+    dispatch[pickle.ADDITEMS[0]] = load_additems
+    dispatch[pickle.FROZENSET[0]] = load_frozenset
+    dispatch[pickle.DICT[0]] = load_dict
+    dispatch[pickle.REDUCE[0]] = load_reduce
+
+
+def _check_hashable(keys: Iterable) -> None:
+    if any(isinstance(key, tuple | frozenset) for key in keys):
+        raise pickle.UnpicklingError("it has tuples for keys, which no vocabulary has")
+
 
 _TORCH_MAGIC = 0x1950A86A20F9469CFC6C
 
