@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.utils import logging
 
 import oracle
 from txl_hf.attention_transfo_xl import (
@@ -102,6 +103,26 @@ def test_shift_aligns_every_distance(L, m):
             assert shifted[i, j] == i + m - j
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+@pytest.mark.parametrize("shape", list(SHAPES.values())[::2], ids=list(SHAPES)[::2])
+def test_flex_attention_without_gradient(shape, masked):
+    tensors, key_mask = draw(shape, masked=masked)
+    tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+    with torch.no_grad():
+        expected, _ = relative_attention(**tensors, key_mask=key_mask, window=4)
+        actual, _ = relative_attention(**tensors, key_mask=key_mask, window=4, implementation="flex_attention")
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_fallback_warns_once(caplog):
+    logging.get_logger("transformers").propagate = True
+    tensors, _ = draw((1, 1, 3, 2, 8))
+    for _ in range(2):
+        relative_attention(**tensors, implementation="flex_attention", dropout=0.1)
+    warnings = [record.message for record in caplog.records if "dropout of probabilities" in record.message]
+    assert len(warnings) == 1 and "'flex_attention' falls back to 'sdpa'" in warnings[0]
+
+
 def test_dropout_drops_probabilities_and_keeps_their_mean():
     tensors, _ = draw((1, 2, 4, 3, 8))
     tensors["value"] = torch.ones_like(tensors["value"])
@@ -113,5 +134,5 @@ def test_dropout_drops_probabilities_and_keeps_their_mean():
 
 def test_unknown_backend_is_named():
     tensors, _ = draw((1, 1, 2, 0, 4))
-    with pytest.raises(ValueError, match="'flash'.*eager, sdpa"):
+    with pytest.raises(ValueError, match="'flash'.*eager, sdpa, flex_attention, txl_triton"):
         relative_attention(**tensors, implementation="flash")

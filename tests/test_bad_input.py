@@ -104,3 +104,16 @@ def test_classifier_without_a_way_to_see_padding(make_model, make_ids):
 def test_unknown_backend(make_model):
     with pytest.raises(ValueError, match="Flash Attention 2"):
         make_model().set_attn_implementation("flash_attention_2")
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flex_attention", "txl_triton"])
+def test_every_backend_can_be_chosen_when_loading_and_later(make_model, make_ids, tmp_path, name):
+    model = make_model()
+    with torch.no_grad():
+        expected = model(make_ids(1, 4)).logits
+        model.set_attn_implementation(name)
+        torch.testing.assert_close(model(make_ids(1, 4)).logits, expected, atol=1e-5, rtol=1e-5)
+        model.save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path, attn_implementation=name).eval()
+        assert loaded.config._attn_implementation == name
+        torch.testing.assert_close(loaded(make_ids(1, 4)).logits, expected, atol=1e-5, rtol=1e-5)

@@ -12,13 +12,20 @@ shifted into place (Appendix B).
 Shapes: B batch, H heads, Dh head width, L queries (the segment), K = m + L keys (memory, then segment).
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
+from transformers.utils import logging
+
+from .attention_transfo_xl_triton import triton_relative_attention, why_not_triton
 
 __all__ = ["RELATIVE_ATTENTION_FUNCTIONS", "relative_attention", "relative_shift", "visible_keys"]
+
+logger = logging.get_logger(__name__)
 
 
 def relative_shift(scores: Tensor) -> Tensor:
@@ -107,6 +114,61 @@ def sdpa_relative_attention(
     return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, scale=scaling), None
 
 
+def flex_relative_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rel_key: Tensor | None,
+    content_bias: Tensor | None,
+    position_bias: Tensor | None,
+    rel_bias: Tensor | None,
+    key_mask: Tensor | None,
+    window: int | None,
+    scaling: float,
+    dropout: float,
+) -> tuple[Tensor, None]:
+    """PyTorch's FlexAttention, compiled, with (b) + (d) as a captured L × K tensor."""
+    visible = visible_keys(query.shape[-2], key.shape[-2], window, key_mask, query.device)
+    if rel_key is None:
+        bias = torch.zeros(visible.shape, device=query.device, dtype=query.dtype).masked_fill(~visible, -torch.inf)
+    else:
+        bias = (_position_scores(query, rel_key, position_bias, rel_bias) * scaling).masked_fill(~visible, -torch.inf)
+    bias = bias.expand(*query.shape[:3], key.shape[2])
+
+    def add_bias(score, b, h, i, j):
+        return score + bias[b, h, i, j]
+
+    query = _add_bias(query, content_bias)
+    return _compiled_flex_attention()(query, key, value, score_mod=add_bias, scale=scaling), None
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _why_not_flex(query: Tensor, dropout: float) -> str | None:
+    if dropout > 0:
+        return "FlexAttention has no dropout of probabilities"
+    if query.device.type == "cpu" and torch.is_grad_enabled() and query.requires_grad:
+        return "FlexAttention has no backward on CPU"
+    return None
+
+
+def _with_fallback(name: str, function: Callable, why_not: Callable[[Tensor, float], str | None]) -> Callable:
+    """A backend that hands over to sdpa, with one warning, what it cannot do."""
+
+    @functools.wraps(function)
+    def attend(query: Tensor, *args):
+        reason = why_not(query, args[-1])
+        if reason is None:
+            return function(query, *args)
+        logger.warning_once(f"attn_implementation={name!r} falls back to 'sdpa': {reason}")
+        return sdpa_relative_attention(query, *args)
+
+    return attend
+
+
 def _add_bias(query: Tensor, bias: Tensor | None) -> Tensor:
     return query if bias is None else query + bias[:, None].to(query.dtype)
 
@@ -121,6 +183,8 @@ def _position_scores(query: Tensor, rel_key: Tensor, position_bias: Tensor | Non
 RELATIVE_ATTENTION_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
     "eager": eager_relative_attention,
     "sdpa": sdpa_relative_attention,
+    "flex_attention": _with_fallback("flex_attention", flex_relative_attention, _why_not_flex),
+    "txl_triton": _with_fallback("txl_triton", triton_relative_attention, lambda query, _: why_not_triton(query)),
 }
 
 

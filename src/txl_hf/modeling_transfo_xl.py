@@ -34,7 +34,7 @@ from .adaptive_transfo_xl import (
     OutputProjection,
     check_labels,
 )
-from .attention_transfo_xl import relative_attention
+from .attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, relative_attention
 from .configuration_transfo_xl import TransfoXLConfig
 from .memory_transfo_xl import (
     PADDING,
@@ -379,6 +379,12 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         return True
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """The backend's name; what `transformers` does not know of is ours."""
+        if requested_attention in RELATIVE_ATTENTION_FUNCTIONS:
+            return requested_attention
+        return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
