@@ -177,60 +177,56 @@ if triton is not None:
 
     @triton.jit
     def _distance_scores(
-        query,
-        rel_key,
-        rel_bias,
-        first,
-        K,
-        stride,
-        D: tl.constexpr,
-        BLOCK: tl.constexpr,
-        AXIS: tl.constexpr,
-        PRECISION: tl.constexpr,
+        query, rel_key, rel_bias, first, K, stride, D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
     ):
-        """(b) + (d) by distance, before they are shifted into place: rel_key rows `first` … `first` + BLOCK - 1.
-
-        (queries, BLOCK) if AXIS is 1, (BLOCK, queries) if it is 0: it is the axis along which keys and distances run.
-        """
+        """(b) + (d) by distance, before they are shifted into place: (queries, BLOCK) for rows `first` and on."""
         rows = first + tl.arange(0, BLOCK)
         relative = _load_rows(rel_key, rows, K, stride, D, query.shape[1])
-        if AXIS == 1:
-            scores = tl.dot(query, tl.trans(relative), input_precision=PRECISION)
-        else:
-            scores = tl.dot(relative, tl.trans(query), input_precision=PRECISION)
+        scores = tl.dot(query, tl.trans(relative), input_precision=PRECISION)
         if rel_bias is not None:
             row = tl.load(rel_bias + rows, mask=(rows >= 0) & (rows < K), other=0.0)
-            scores += tl.expand_dims(row.to(tl.float32), 1 - AXIS)
+            scores += row.to(tl.float32)[None, :]
         return scores
 
     @triton.jit
-    def _piece_start(BLOCK_M: tl.constexpr, AXIS: tl.constexpr):
-        """Where in [low, high] the piece of each of the tile's queries starts."""
-        return tl.expand_dims(BLOCK_M - 1 - tl.arange(0, BLOCK_M), AXIS)
+    def _pieces(left, right, start):
+        """(M, N): of row i of [left, right] the N entries from column `start`[i] on.
 
-    @triton.jit
-    def _in_low(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AXIS: tl.constexpr):
-        """Whether an entry of the joined tile comes from `low`."""
-        return tl.expand_dims(tl.arange(0, BLOCK_N), 1 - AXIS) >= _piece_start(BLOCK_M, AXIS)
-
-    @triton.jit
-    def _rotate(low, high, turn, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AXIS: tl.constexpr):
-        """Scores by distance, two blocks of rows, → scores by key (Appendix B within a tile).
-
-        `turn` is a multiple of BLOCK_N, so it changes nothing; but as it is another one for each tile, the indices
-        are computed anew each time instead of occupying registers from tile to tile.
+        A gather from one long vector goes through shared memory and comes back in the layout of the products. The
+        vector holds squares of 8 × 8 entries, so that threads side by side and those below them use different banks;
+        of a thread's many addresses only those within a square differ by more than a constant.
         """
-        source = turn + tl.expand_dims(tl.arange(0, BLOCK_N), 1 - AXIS) + _piece_start(BLOCK_M, AXIS)
-        joined = tl.where(_in_low(BLOCK_M, BLOCK_N, AXIS), low, high)
-        index = (source & (BLOCK_N - 1)) + BLOCK_N * tl.arange(0, BLOCK_M)[:, None]
-        flat = tl.gather(tl.reshape(joined, (BLOCK_M * BLOCK_N,)), tl.reshape(index, (BLOCK_M * BLOCK_N,)), axis=0)
-        return tl.reshape(flat, (BLOCK_M, BLOCK_N))
+        M: tl.constexpr = left.shape[0]
+        N: tl.constexpr = left.shape[1]
+        squares = tl.reshape(tl.join(left, right), (M // 8, 8, N // 8, 8, 2))
+        vector = tl.reshape(tl.permute(squares, (0, 4, 2, 1, 3)), (2 * M * N,))
+        i = tl.arange(0, M)
+        j = tl.arange(0, N)
+        column = start[:, None] + (j % 8)[None, :]
+        place = (i // 8 * 16 * N + i % 8 * 8)[:, None] + column // 8 * 64 + column % 8 + (j // 8 * 64)[None, :]
+        return tl.reshape(tl.gather(vector, tl.reshape(place, (M * N,)), axis=0), (M, N))
 
     @triton.jit
-    def _rotate_back(gradient, turn, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AXIS: tl.constexpr):
-        """Gradient by key → gradient by distance of the joined tile; `turn` as above."""
-        source = turn + BLOCK_N + tl.expand_dims(tl.arange(0, BLOCK_N), 1 - AXIS) - _piece_start(BLOCK_M, AXIS)
-        return tl.gather(gradient, source & (BLOCK_N - 1), axis=AXIS)
+    def _shift(low, high):
+        """Scores by distance, two blocks of rows, → scores by key (Appendix B within a tile)."""
+        M: tl.constexpr = low.shape[0]
+        return _pieces(low, high, -tl.arange(0, M) + (M - 1))
+
+    @triton.jit
+    def _position_scores(
+        query, rel_key, rel_bias, first, K, stride, D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
+    ):
+        """(b) + (d) of a tile by key, both of its blocks of rows computed."""
+        low = _distance_scores(query, rel_key, rel_bias, first, K, stride, D, BLOCK, PRECISION)
+        high = _distance_scores(query, rel_key, rel_bias, first + BLOCK, K, stride, D, BLOCK, PRECISION)
+        return _shift(low, high)
+
+    @triton.jit
+    def _shift_back(gradient):
+        """Gradient by key → gradient by distance, the parts of `low` and `high` joined in one tile."""
+        M: tl.constexpr = gradient.shape[0]
+        N: tl.constexpr = gradient.shape[1]
+        return _pieces(gradient, gradient, tl.arange(0, M) + (N - M + 1))
 
     @triton.jit
     def _kept(seed, dropout, pair, i0, j0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -302,9 +298,7 @@ if triton is not None:
                 rel_bias += head * K
             q_position = _with_bias(q, position_bias, head, D, WIDTH)
             first = L - BLOCK_M - i0 + start
-            low = _distance_scores(
-                q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, 1, PRECISION
-            )
+            low = _distance_scores(q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION)
 
         maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
@@ -316,9 +310,9 @@ if triton is not None:
             if rel_key is not None:
                 first += BLOCK_N
                 high = _distance_scores(
-                    q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, 1, PRECISION
+                    q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
                 )
-                scores += _rotate(low, high, j0, BLOCK_M, BLOCK_N, 1)
+                scores += _shift(low, high)
                 low = high
             visible = _visible(i[:, None], j[None, :], key_mask, batch, L, K, window)
             scores = tl.where(visible, scores * scaling_log2, -float("inf"))
@@ -346,15 +340,15 @@ if triton is not None:
     def _add_distance_gradient(
         gradient, query, d_rel_key, d_rel_bias, first, K, scaling, D: tl.constexpr, PRECISION: tl.constexpr
     ):
-        """Add a (distances, queries) tile's share to the gradients of rel_key and rel_bias from row `first` on."""
-        rows = first + tl.arange(0, gradient.shape[0])
+        """Add a (queries, distances) tile's share to the gradients of rel_key and rel_bias from row `first` on."""
+        rows = first + tl.arange(0, gradient.shape[1])
         inside = (rows >= 0) & (rows < K)
         if d_rel_bias is not None:
-            share = tl.sum(gradient.to(tl.float32), 1) * scaling
+            share = tl.sum(gradient.to(tl.float32), 0) * scaling
             tl.atomic_add(d_rel_bias + rows, share, mask=inside, sem="relaxed")
         if d_rel_key is not None:
             columns = tl.arange(0, query.shape[1])
-            share = tl.dot(gradient, query, input_precision=PRECISION) * scaling
+            share = tl.dot(tl.trans(gradient), query, input_precision=PRECISION) * scaling
             tl.atomic_add(
                 d_rel_key + rows[:, None] * D + columns[None, :],
                 share,
@@ -364,9 +358,8 @@ if triton is not None:
 
     @triton.jit
     def _add_bias_gradient(pointer, gradient, scaling, D: tl.constexpr):
-        """Add the sum over a (WIDTH, queries) tile's queries."""
-        columns = tl.arange(0, gradient.shape[0])
-        tl.atomic_add(pointer + columns, tl.sum(gradient, 1) * scaling, mask=columns < D, sem="relaxed")
+        columns = tl.arange(0, gradient.shape[1])
+        tl.atomic_add(pointer + columns, tl.sum(gradient, 0) * scaling, mask=columns < D, sem="relaxed")
 
     @triton.jit(do_not_specialize=["L", "K", "window", "B"])
     def _backward_query_kernel(
@@ -429,7 +422,7 @@ if triton is not None:
                 d_rel_key += owner * K * D
             if d_rel_bias is not None:
                 d_rel_bias += owner * K
-        in_low = _in_low(BLOCK_M, BLOCK_N, 0)
+        in_low = tl.arange(0, BLOCK_N)[None, :] >= BLOCK_M - 1 - tl.arange(0, BLOCK_M)[:, None]
 
         for item in range(tl.program_id(0), B * blocks, tl.num_programs(0)):
             i0 = (blocks - 1 - item % blocks) * BLOCK_M
@@ -442,7 +435,7 @@ if triton is not None:
             q = _load_rows(
                 query + batch * query_strides[0] + head * query_strides[1], i, L, query_strides[2], D, WIDTH
             )
-            q_content = tl.trans(_with_bias(q, content_bias, head, D, WIDTH))
+            q_content = _with_bias(q, content_bias, head, D, WIDTH)
             d_out = _load_rows(
                 d_output + batch * d_output_strides[0] + head * d_output_strides[1],
                 i,
@@ -454,53 +447,47 @@ if triton is not None:
             out = _load_rows(
                 output + batch * output_strides[0] + head * output_strides[1], i, L, output_strides[2], D, WIDTH
             )
-            d_out_columns = tl.trans(d_out)
             row_delta = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
             tl.store(delta + pair * L + i, row_delta, mask=i < L)
             # Rows from L on get probability 0, hence no gradient.
             row_log_sum = tl.load(log_sum + pair * L + i, mask=i < L, other=float("inf"))
 
             start, end = _key_range(i0, L, K, window, BLOCK_M, BLOCK_N)
-            d_q_content = tl.zeros((WIDTH, BLOCK_M), tl.float32)
+            d_q_content = tl.zeros((BLOCK_M, WIDTH), tl.float32)
             if rel_key is not None:
                 q_position = _with_bias(q, position_bias, head, D, WIDTH)
                 first = L - BLOCK_M - i0 + start
-                low = _distance_scores(
-                    q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, 0, PRECISION
-                )
-                d_joined_before = tl.zeros((BLOCK_N, BLOCK_M), q.dtype)
-                d_q_position = tl.zeros((WIDTH, BLOCK_M), tl.float32)
+                d_joined_before = tl.zeros((BLOCK_M, BLOCK_N), q.dtype)
+                d_q_position = tl.zeros((BLOCK_M, WIDTH), tl.float32)
 
             for j0 in range(start, end, BLOCK_N):
                 j = j0 + tl.arange(0, BLOCK_N)
                 k = _load_rows(key_head, j, K, key_strides[2], D, WIDTH)
-                scores = tl.dot(k, q_content, input_precision=PRECISION)
+                scores = tl.dot(q_content, tl.trans(k), input_precision=PRECISION)
                 if rel_key is not None:
-                    high = _distance_scores(
-                        q_position, rel_key, rel_bias, first + BLOCK_N, K, rel_key_strides[1], D, BLOCK_N, 0, PRECISION
+                    scores += _position_scores(
+                        q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
                     )
-                    scores += _rotate(low, high, j0, BLOCK_M, BLOCK_N, 0)
-                    low = high
-                visible = _visible(i[None, :], j[:, None], key_mask, batch, L, K, window)
+                visible = _visible(i[:, None], j[None, :], key_mask, batch, L, K, window)
                 scores = tl.where(visible, scores * scaling_log2, -float("inf"))
-                probabilities = tl.exp2(scores - row_log_sum[None, :])
+                probabilities = tl.exp2(scores - row_log_sum[:, None])
 
                 v = _load_rows(value_head, j, K, value_strides[2], D, WIDTH)
-                d_probabilities = tl.dot(v, d_out_columns, input_precision=PRECISION)
+                d_probabilities = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
                 if seed is not None:
-                    kept = tl.trans(_kept(seed, dropout, pair.to(tl.int32), i0, j0, BLOCK_M, BLOCK_N))
+                    kept = _kept(seed, dropout, pair.to(tl.int32), i0, j0, BLOCK_M, BLOCK_N)
                     d_probabilities = tl.where(kept, d_probabilities * keep_scale, 0.0)
-                d_scores = probabilities * (d_probabilities - row_delta[None, :])
+                d_scores = probabilities * (d_probabilities - row_delta[:, None])
                 d_scores = d_scores.to(k.dtype)
-                d_q_content = tl.dot(tl.trans(k), d_scores, d_q_content, input_precision=PRECISION)
+                d_q_content = tl.dot(d_scores, k, d_q_content, input_precision=PRECISION)
 
                 if rel_key is not None:
-                    d_joined = _rotate_back(d_scores, j0, BLOCK_M, BLOCK_N, 0)
+                    d_joined = _shift_back(d_scores)
                     # The rows of `low` have their other part from the block before.
                     d_low = tl.where(in_low, d_joined, d_joined_before)
                     d_joined_before = d_joined
                     relative = _load_rows(rel_key, first + tl.arange(0, BLOCK_N), K, rel_key_strides[1], D, WIDTH)
-                    d_q_position = tl.dot(tl.trans(relative), d_low, d_q_position, input_precision=PRECISION)
+                    d_q_position = tl.dot(d_low, relative, d_q_position, input_precision=PRECISION)
                     _add_distance_gradient(d_low, q_position, d_rel_key, d_rel_bias, first, K, scaling, D, PRECISION)
                     first += BLOCK_N
 
@@ -508,7 +495,7 @@ if triton is not None:
             if rel_key is not None:
                 d_low = tl.where(in_low, tl.zeros_like(d_joined_before), d_joined_before)
                 relative = _load_rows(rel_key, first + tl.arange(0, BLOCK_N), K, rel_key_strides[1], D, WIDTH)
-                d_q_position = tl.dot(tl.trans(relative), d_low, d_q_position, input_precision=PRECISION)
+                d_q_position = tl.dot(d_low, relative, d_q_position, input_precision=PRECISION)
                 _add_distance_gradient(d_low, q_position, d_rel_key, d_rel_bias, first, K, scaling, D, PRECISION)
                 if d_position_bias is not None:
                     _add_bias_gradient(d_position_bias + owner * D, d_q_position, scaling, D)
@@ -517,7 +504,7 @@ if triton is not None:
                 _add_bias_gradient(d_content_bias + owner * D, d_q_content, scaling, D)
             _store_rows(
                 d_query + batch * d_query_strides[0] + head * d_query_strides[1],
-                tl.trans(d_q * scaling),
+                d_q * scaling,
                 i,
                 L,
                 d_query_strides[2],
@@ -601,51 +588,51 @@ if triton is not None:
             i = i0 + tl.arange(0, BLOCK_M)
             q = _load_rows(query, i, L, query_strides[2], D, WIDTH)
             q_content = _with_bias(q, content_bias, head, D, WIDTH)
-            scores = tl.dot(k, tl.trans(q_content), input_precision=PRECISION)
+            scores = tl.dot(q_content, tl.trans(k), input_precision=PRECISION)
             if rel_key is not None:
                 q_position = _with_bias(q, position_bias, head, D, WIDTH)
                 first = L - BLOCK_M - i0 + j0
-                stride = rel_key_strides[1]
-                low = _distance_scores(q_position, rel_key, rel_bias, first, K, stride, D, BLOCK_N, 0, PRECISION)
-                high = _distance_scores(
-                    q_position, rel_key, rel_bias, first + BLOCK_N, K, stride, D, BLOCK_N, 0, PRECISION
+                scores += _position_scores(
+                    q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
                 )
-                scores += _rotate(low, high, i0 * BLOCK_N, BLOCK_M, BLOCK_N, 0)
-            visible = _visible(i[None, :], j[:, None], key_mask, batch, L, K, window)
+            visible = _visible(i[:, None], j[None, :], key_mask, batch, L, K, window)
             scores = tl.where(visible, scores * scaling_log2, -float("inf"))
             row_log_sum = tl.load(log_sum + i, mask=i < L, other=float("inf"))
-            probabilities = tl.exp2(scores - row_log_sum[None, :])
+            probabilities = tl.exp2(scores - row_log_sum[:, None])
 
             d_out = _load_rows(d_output, i, L, d_output_strides[2], D, WIDTH)
-            d_probabilities = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
+            d_probabilities = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
             weights = probabilities
             if seed is not None:
-                kept = tl.trans(_kept(seed, dropout, pair, i0, j0, BLOCK_M, BLOCK_N))
+                kept = _kept(seed, dropout, pair, i0, j0, BLOCK_M, BLOCK_N)
                 weights = tl.where(kept, probabilities * keep_scale, 0.0)
                 d_probabilities = tl.where(kept, d_probabilities * keep_scale, 0.0)
-            d_v = tl.dot(weights.to(d_out.dtype), d_out, d_v, input_precision=PRECISION)
+            d_v = tl.dot(tl.trans(weights.to(d_out.dtype)), d_out, d_v, input_precision=PRECISION)
             row_delta = tl.load(delta + i, mask=i < L, other=0.0)
-            d_scores = probabilities * (d_probabilities - row_delta[None, :])
-            d_k = tl.dot(d_scores.to(q.dtype), q_content, d_k, input_precision=PRECISION)
+            d_scores = probabilities * (d_probabilities - row_delta[:, None])
+            d_k = tl.dot(tl.trans(d_scores.to(q.dtype)), q_content, d_k, input_precision=PRECISION)
         _store_rows(d_key, d_k * scaling, j, K, d_key_strides[2], D, WIDTH)
         _store_rows(d_value, d_v, j, K, d_value_strides[2], D, WIDTH)
 
     # ---------------------------------------------------------------------------------------------- launching
 
-    def _tile(D: int, L: int, dtype: torch.dtype) -> dict[str, int]:
-        """Block sizes, warps and stages, chosen by register spills and shared memory when compiled for sm_90."""
+    # Queries and keys of a tile, warps, stages: by spilled registers, shared memory and instructions when compiled for
+    # sm_90, as no product of larger tiles fits. One row for heads up to 64 wide and one for those up to 128; without
+    # tensor cores, in fp32, a product holds its operands in registers.
+    _TILES = {
+        "forward": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), "fp32": (32, 32, 4, 1)},
+        "backward_query": {64: (64, 64, 8, 2), 128: (64, 64, 8, 1), "fp32": (16, 32, 4, 1)},
+        "backward_key": {64: (64, 64, 4, 2), 128: (64, 64, 8, 1), "fp32": (16, 32, 4, 1)},
+    }
+
+    def _tile(kernel: str, D: int, L: int, dtype: torch.dtype) -> dict[str, int]:
         width = max(16, triton.next_power_of_2(D))
-        size, warps, stages = 64, 4, 2
-        if dtype == torch.float32:
-            # Without tensor cores a product holds its operands in registers.
-            size, stages = 32, 1
-        elif width > 64:
-            warps = 8
-        size = min(size, LARGEST_TILE)
+        row = "fp32" if dtype == torch.float32 else max(width, 64)
+        queries, keys, warps, stages = _TILES[kernel][row]
         return {
             "WIDTH": width,
-            "BLOCK_M": min(size, max(16, triton.next_power_of_2(L))),
-            "BLOCK_N": size,
+            "BLOCK_M": min(queries, LARGEST_TILE, max(16, triton.next_power_of_2(L))),
+            "BLOCK_N": min(keys, LARGEST_TILE),
             "num_warps": warps,
             "num_stages": stages,
         }
@@ -719,7 +706,7 @@ if triton is not None:
         )
         B, H, L, D = query.shape
         output, log_sum = _empty_output(query)
-        tile = _tile(D, L, query.dtype)
+        tile = _tile("forward", D, L, query.dtype)
         with torch.cuda.device_of(query):
             _forward_kernel[(triton.cdiv(L, tile["BLOCK_M"]) * B * H,)](
                 **shared, output=output, log_sum=log_sum, output_strides=_strides(output), **tile
@@ -766,7 +753,6 @@ if triton is not None:
             "delta": torch.empty_like(log_sum),
             "d_output_strides": _strides(d_output),
             "scaling": scaling,
-            **_tile(query.shape[3], query.shape[2], query.dtype),
         }
         with torch.cuda.device_of(query):
             sums = _launch_backward_query(
@@ -799,7 +785,8 @@ if triton is not None:
         """Fill `d_query` and delta; return the gradients of rel_key and the biases, empty where not needed."""
         query = shared["query"]
         B, H, L, D = query.shape
-        work = B * triton.cdiv(L, shared["BLOCK_M"])
+        tile = _tile("backward_query", D, L, query.dtype)
+        work = B * triton.cdiv(L, tile["BLOCK_M"])
         partial = torch.are_deterministic_algorithms_enabled()
         programs = min(work, _partial_sums(H, shared["K"], D)) if partial else work
         sums = [
@@ -821,6 +808,7 @@ if triton is not None:
             d_query_strides=_strides(d_query),
             B=B,
             PARTIAL=partial,
+            **tile,
         )
         return [
             query.new_empty(0) if total is None else total.sum(0).to(tensor.dtype)
@@ -832,13 +820,15 @@ if triton is not None:
         return max(1, min(256 // H, 2**26 // (H * K * D)))
 
     def _launch_backward_key(shared: dict, d_key: Tensor, d_value: Tensor) -> None:
-        B, H = shared["query"].shape[:2]
-        _backward_key_kernel[(triton.cdiv(shared["K"], shared["BLOCK_N"]) * B * H,)](
+        B, H, L, D = shared["query"].shape
+        tile = _tile("backward_key", D, L, shared["query"].dtype)
+        _backward_key_kernel[(triton.cdiv(shared["K"], tile["BLOCK_N"]) * B * H,)](
             **shared,
             d_key=d_key,
             d_value=d_value,
             d_key_strides=_strides(d_key),
             d_value_strides=_strides(d_value),
+            **tile,
         )
 
     def _save_for_backward(ctx, inputs, output):
