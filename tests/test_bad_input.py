@@ -106,7 +106,7 @@ def test_unknown_backend(make_model):
         make_model().set_attn_implementation("flash_attention_2")
 
 
-@pytest.mark.parametrize("name", ["eager", "sdpa", "flex_attention", "txl_triton"])
+@pytest.mark.parametrize("name", ["eager", "sdpa", "txl_triton"])
 def test_every_backend_can_be_chosen_when_loading_and_later(make_model, make_ids, tmp_path, name):
     model = make_model()
     with torch.no_grad():

@@ -9,6 +9,8 @@ With div_val = 1 all bins have one width and share one table of embeddings.
 Every parameter is read in the forward of the module that owns it, so that offloading and sharding hooks see it.
 """
 
+from functools import reduce
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -106,14 +108,13 @@ class AdaptiveEmbedding(nn.Module):
             return self.emb_projs[0](self.emb_layers[0](input_ids)).to(dtype) * self.scale
         # Every bin embeds every token and the right one is kept: the projections are small beside the layers, and
         # selecting tokens by bin would make the host wait for the device once for each bin.
-        embeds = None
+        parts = []
         for (start, end, _), embed, project in zip(self.config.bins, self.emb_layers, self.emb_projs, strict=True):
             outside = (input_ids < start) | (input_ids >= end)
             bin_embeds = project(embed((input_ids - start).clamp(0, end - start - 1)))
-            bin_embeds = bin_embeds.masked_fill(outside[..., None], 0)
-            embeds = bin_embeds if embeds is None else embeds + bin_embeds
+            parts.append(bin_embeds.masked_fill(outside[..., None], 0))
         # Under autocast the projections return a narrower type than the memory has.
-        return embeds.to(dtype) * self.scale
+        return reduce(torch.add, parts).to(dtype) * self.scale
 
 
 class AdaptiveLogSoftmax(nn.Module):

@@ -195,6 +195,11 @@ class TransfoXLConfig(PreTrainedConfig):
         ]
 
     @property
+    def learned_positions(self) -> int:
+        """Rows of the learned positions of `attn_type` 1 and 3."""
+        return self.max_klen or 0
+
+    @property
     def sliding_window(self) -> int:
         """What transformers' sliding cache layers call a window: the M remembered keys and the query's own."""
         return self.mem_len + 1

@@ -47,17 +47,21 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
     up, what is remembered moves to the front of a new buffer. Everything but `update` is the sliding layer's.
     """
 
+    _keys: Tensor
+    _key_buffer: Tensor
+    _value_buffer: Tensor
+
     def __init__(self, sliding_window: int):
         self._room = 0
         super().__init__(sliding_window)
 
     @property
-    def keys(self) -> Tensor | None:
-        """(B, H, ≤ M, Dh), a view of the buffer."""
+    def keys(self) -> Tensor:
+        """(B, H, ≤ M, Dh), a view of the buffer; None before the first update."""
         return self._keys
 
     @keys.setter
-    def keys(self, keys: Tensor | None):
+    def keys(self, keys: Tensor):
         # Whoever sets them (to reorder beams, to crop, to move them) leaves the buffers behind.
         self._keys, self._room = keys, 0
 
@@ -136,9 +140,9 @@ def cached_key_mask(
             attention_mask, None, batch_size, segment_length, memory_length, (key_length,)
         )
     seen = text_length(cache)
-    memory_mask = None
-    if memory_length > seen:
-        initial = decoding_state_of(cache).initial_mask[:, seen - memory_length :]
+    initial, memory_mask = decoding_state_of(cache).initial_mask, None
+    if initial is not None and memory_length > seen:
+        initial = initial[:, seen - memory_length :]
         memory_mask = F.pad(initial, (0, memory_length - initial.shape[1]), value=True)
     lengths = (segment_length, key_length, seen + segment_length)
     longer = memory_length == mem_len

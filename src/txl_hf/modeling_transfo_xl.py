@@ -511,10 +511,10 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             self.position_bias = nn.Parameter(torch.empty(heads))
         elif config.attn_type == 1:
             self.content_bias = nn.Parameter(torch.empty(config.n_layer, *heads))
-            self.r_emb = nn.Parameter(torch.empty(config.n_layer, config.max_klen, *heads))
-            self.r_bias = nn.Parameter(torch.empty(config.n_layer, config.max_klen, config.n_head))
+            self.r_emb = nn.Parameter(torch.empty(config.n_layer, config.learned_positions, *heads))
+            self.r_bias = nn.Parameter(torch.empty(config.n_layer, config.learned_positions, config.n_head))
         elif config.attn_type == 3:
-            self.r_emb = nn.Parameter(torch.empty(config.n_layer, config.max_klen, *heads))
+            self.r_emb = nn.Parameter(torch.empty(config.n_layer, config.learned_positions, *heads))
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -612,7 +612,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         mems: tuple[Tensor, ...] | None,
         attention_mask: Tensor | None,
         past_key_values: Cache | None,
-    ) -> tuple[tuple[Tensor | None, ...], int, Tensor | None]:
+    ) -> tuple[tuple, int, Tensor | None]:
         """For each layer the states it remembers (None where a cache holds them), m, and which keys are real."""
         batch_size, segment_length, _ = inputs_embeds.shape
         if past_key_values is not None and past_key_values.get_seq_length() > 0:
@@ -679,7 +679,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         segment_length = inputs_embeds.shape[1]
         if self.config.attn_type == 2:
             inputs_embeds = inputs_embeds + self._sinusoids(segment_length, inputs_embeds)
-        if self.config.attn_type == 3 and segment_length > self.config.max_klen:
+        if self.config.attn_type == 3 and segment_length > self.config.learned_positions:
             raise ValueError(
                 f"the segment has {segment_length} tokens, but the model learned max_klen={self.config.max_klen} "
                 "absolute positions"
@@ -704,13 +704,14 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 shared |= {"content_bias": self.content_bias, "position_bias": self.position_bias}
             return [shared] * config.n_layer
         if config.attn_type == 1:
-            furthest = min(config.clamp_len, config.max_klen) if config.clamp_len > 0 else config.max_klen
+            learned = config.learned_positions
+            furthest = min(config.clamp_len, learned) if config.clamp_len > 0 else learned
             distances = torch.arange(key_length - 1, -1, -1, device=embeds.device).clamp(max=furthest - 1)
-            rows = config.max_klen - 1 - distances
+            distance_rows = learned - 1 - distances
             return [
                 {
-                    "positions": self.r_emb[i, rows],
-                    "rel_bias": self.r_bias[i, rows].T,
+                    "positions": self.r_emb[i, distance_rows],
+                    "rel_bias": self.r_bias[i, distance_rows].T,
                     "content_bias": self.content_bias[i],
                 }
                 for i in range(config.n_layer)
@@ -773,7 +774,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         if self.config.tie_word_embeddings:
             for i in range(len(self.lm_head.out_layers)):
                 tied[f"{target}.out_layers.{i}.weight"] = f"{source}.emb_layers.{i}.weight"
-        for i, tie in enumerate(self.config.tie_projs):
+        for i, tie in enumerate(self.config.tie_projs or ()):
             if tie and isinstance(self.lm_head.out_projs[i], OutputProjection):
                 table = 0 if self.config.div_val == 1 else i
                 tied[f"{target}.out_projs.{i}.weight"] = f"{source}.emb_projs.{table}.weight"

@@ -27,10 +27,11 @@ import pickle
 import re
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from io import BytesIO
 from itertools import chain, islice
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -40,7 +41,7 @@ from transformers import PreTrainedTokenizerFast
 MODES = ("moses", "whitespace", "lm1b", "characters", "bytes")
 
 # Special tokens of a vocabulary trained from text, per mode. A closed alphabet has neither an unknown nor an end.
-_TRAINING_SPECIALS = {
+_TRAINING_SPECIALS: dict[str, dict[str, str | None]] = {
     "moses": {"eos_token": "<eos>", "unk_token": "<unk>"},
     "whitespace": {"eos_token": "<eos>", "unk_token": "<unk>"},
     "lm1b": {"bos_token": "<S>", "eos_token": "<S>", "unk_token": "<UNK>"},
@@ -286,8 +287,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             ValueError: as for `train_from_iterator`, or `vocab_size` leaves no room beside the special tokens.
         """
         rename = special_tokens_map or {}
-        specials = {name: rename.get(str(token), str(token)) for name, token in self.special_tokens_map.items()}
-        specials = {name: specials.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        renamed = {name: rename.get(str(token), str(token)) for name, token in self.special_tokens_map.items()}
+        specials = {name: renamed.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         extra = [rename.get(str(token), str(token)) for token in self.extra_special_tokens]
         extra += [str(token) for token in new_special_tokens or ()]
         max_size = None
@@ -411,7 +412,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             return
         known = self._tokenizer.get_vocab()
         for line in _flatten(text):
-            for symbol in _split_symbols(self._tokenizer, line):
+            for symbol in _split_symbols(self.backend_tokenizer, line):
                 if symbol not in known:
                     shown = f"byte {_BYTE_SYMBOLS[symbol]}" if self.mode == "bytes" else repr(symbol)
                     raise ValueError(
@@ -465,16 +466,17 @@ def _between(specials: Iterable[str]) -> re.Pattern:
 
 def _count_symbols(lines, mode: str, lower_case: bool, specials: list[str]) -> Counter:
     backend = _build_backend(["<unk>"], mode, lower_case, None, ["<unk>"])
-    split = {
+    splitters: dict[str, Callable[[str], Iterable[str]]] = {
         "whitespace": str.split,
         "lm1b": str.split,
         "characters": list,
         "bytes": lambda text: map(str, text.encode()),
         "moses": lambda text: _split_symbols(backend, text),
-    }[mode]
+    }
+    split = splitters[mode]
     lower = normalizers.Lowercase().normalize_str if lower_case else str
     between = _between(specials)
-    counter = Counter()
+    counter: Counter[str] = Counter()
     for line in _flatten(lines):
         for index, part in enumerate(between.split(line)):
             counter.update([part] if index % 2 else split(lower(part)))
@@ -495,7 +497,7 @@ def _build_backend(
     backend = Tokenizer(WordLevel(vocabulary, unk_token="" if unk_token is None else str(unk_token)))
     specials = [token for token in specials if token is not None]
     outside = [str(token) for token in specials if str(token) not in vocabulary]
-    steps = [normalizers.Lowercase()] if lower_case else []
+    steps: list[normalizers.Normalizer] = [normalizers.Lowercase()] if lower_case else []
     if mode == "moses":
         steps += _moses_normalizers()
         backend.pre_tokenizer = _moses_pre_tokenizer(specials, lower_case)
@@ -553,11 +555,11 @@ def _byte_character(symbol: str, specials) -> str:
 
 def _parse_class(ranges: str) -> str:
     """Hexadecimal ranges `a-b`, or `a-b:2` for every other character, as the inside of a regex class."""
-    members = []
+    members: list[str] = []
     for part in ranges.split():
         span, _, step = part.partition(":")
-        first, _, last = span.partition("-")
-        first, last = int(first, 16), int(last or first, 16)
+        start, _, end = span.partition("-")
+        first, last = int(start, 16), int(end or start, 16)
         if step:
             members += map(chr, range(first, last + 1, int(step)))
         else:
@@ -740,14 +742,24 @@ _XML = (
     ("&amp;", "&"),
 )
 
-_CLEAN_UP = (" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't")
-_CLEAN_UP += (" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re")
+_CLEAN_UP = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
 
 
 def _moses_decoder(symbols: list[str], outside: list[str]):
     # The text is ` word word … word `. A special token from outside the vocabulary stands between borders: the legacy
     # tokenizer detokenised the stretches between such tokens one by one.
-    steps = [decoders.Replace(Regex(r"\A"), " ")]
+    steps: list[decoders.Decoder] = [decoders.Replace(Regex(r"\A"), " ")]
     for token in outside:
         steps.append(decoders.Replace(Regex(rf"\A {re.escape(token)}\z"), f" {_BORDER}{token}{_BORDER}"))
     steps += [decoders.Fuse(), decoders.Replace(Regex(r"\z"), " "), decoders.Replace(" @-@ ", "-")]
@@ -848,7 +860,7 @@ class _VocabularyUnpickler(pickle._Unpickler):
         raise pickle.UnpicklingError("it refers to objects outside itself, which no vocabulary does")
 
     # Hashing a tuple within a tuple, and so on, overflows the interpreter's stack: no key or member may be one.
-    dispatch = dict(pickle._Unpickler.dispatch)
+    dispatch: ClassVar[dict[int, Callable]] = dict(pickle._Unpickler.dispatch)
 
     def load_setitem(self):
         _check_hashable(self.stack[-2:-1])
