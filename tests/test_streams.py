@@ -1,4 +1,4 @@
-"""TokenStream: contiguous, step-major, nothing lost but one remainder."""
+"""TokenStream: contiguous, step-major, nothing lost but one remainder; loaders that keep it so."""
 
 import numpy as np
 import pytest
@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from txl_hf import TokenStream
+from txl_hf.streams import check_loader
 
 
 @st.composite
@@ -41,6 +42,48 @@ def test_only_a_remainder_is_dropped(size):
     assert stream.dropped_tokens == tokens - len(read) < batch_size * segment_length
 
 
+@settings(deadline=None)
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(1, 5), st.sampled_from([None, 0, 1]))
+def test_evaluation_trims_no_token(labels, segment_length, batch_size, varlen_seed):
+    batch_size = min(batch_size, labels)
+    stream = TokenStream(range(labels + 1), segment_length, batch_size, keep_remainder=True, varlen_seed=varlen_seed)
+    batches = list(DataLoader(stream, batch_size=batch_size))
+    rows = torch.cat([batch["shift_labels"] for batch in batches], dim=1)
+    inputs = torch.cat([batch["input_ids"] for batch in batches], dim=1)
+    assert rows[rows != -100].tolist() == list(range(1, labels + 1))
+    assert torch.equal(inputs[rows != -100], rows[rows != -100] - 1)
+    assert (rows != -100).sum(1).max() - (rows != -100).sum(1).min() <= 1
+    assert ((rows == -100).nonzero()[:, 1] == rows.shape[1] - 1).all(), "padding ends a stream"
+    assert stream.dropped_tokens == 0
+
+
+def test_segments_of_varying_length():
+    """The original's --varlen: contiguous, one length a step, the same in every epoch, other with another seed."""
+    stream = TokenStream(range(20001), segment_length=40, batch_size=4, varlen_seed=1)
+    batches = list(DataLoader(stream, batch_size=4))
+    rows = torch.cat([batch["input_ids"] for batch in batches], dim=1)
+    assert torch.equal(rows, torch.arange(20000).view(4, -1))
+    lengths = [batch["input_ids"].shape[1] for batch in batches]
+    assert len(lengths) == stream.steps and max(lengths) <= 55 and min(lengths[:-1]) >= 5
+    halves = [length for length in lengths[:-1] if length < 28]
+    assert 0 < len(halves) < len(lengths) / 8 and len(set(lengths)) > 10
+    again = TokenStream(range(20001), 40, 4, varlen_seed=1)
+    other = TokenStream(range(20001), 40, 4, varlen_seed=2)
+    assert [len(again[4 * i]["input_ids"]) for i in range(again.steps)] == lengths
+    assert [len(other[4 * i]["input_ids"]) for i in range(other.steps)] != lengths
+
+
+@pytest.mark.parametrize("changes", [{}, {"varlen_seed": 0}, {"keep_remainder": True}])
+def test_resuming_from_a_step(changes):
+    whole = TokenStream(range(500), 8, 3, **changes)
+    rest = TokenStream(range(500), 8, 3, first_step=5, **changes)
+    assert len(rest) == len(whole) - 15 and rest.steps == whole.steps
+    for i in range(len(rest)):
+        assert torch.equal(rest[i]["input_ids"], whole[15 + i]["input_ids"])
+    with pytest.raises(ValueError, match="first_step=99 must be an integer in"):
+        TokenStream(range(500), 8, 3, first_step=99)
+
+
 def test_the_shortest_text():
     stream = TokenStream([5, 6, 7, 8, 9], segment_length=2, batch_size=2)
     assert [item["input_ids"].tolist() for item in stream] == [[5, 6], [7, 8]]
@@ -62,6 +105,15 @@ def test_every_kind_of_text(tmp_path):
         item = TokenStream(token_ids, segment_length=8, batch_size=2)[3]
         assert item["input_ids"].tolist() == list(range(32, 40)), kind
         assert {tensor.dtype for tensor in item.values()} == {torch.int64}, kind
+
+
+def test_memory_mapped_arrow(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"token": list(range(50))}).save_to_disk(tmp_path / "corpus")
+    corpus = datasets.load_from_disk(tmp_path / "corpus")
+    for column in (corpus["token"], corpus.with_format("numpy")["token"]):
+        stream = TokenStream(column, segment_length=8, batch_size=2)
+        assert stream[3]["input_ids"].tolist() == list(range(32, 40))
 
 
 def test_items_are_copies():
@@ -94,3 +146,81 @@ def test_bad_input_is_named(token_ids, segment_length, batch_size, message):
 def test_items_outside_the_stream(index):
     with pytest.raises(IndexError, match=f"item {index} of a TokenStream of 4"):
         TokenStream(range(17), segment_length=4, batch_size=2)[index]
+
+
+# --- loaders ---------------------------------------------------------------------------------------------------------
+
+
+def prepared(stream, batch_size, num_processes=1, process_index=0, split_batches=False, **options):
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    return data_loader.prepare_data_loader(
+        DataLoader(stream, batch_size=batch_size, **options),
+        num_processes=num_processes,
+        process_index=process_index,
+        split_batches=split_batches,
+        put_on_device=False,
+    )
+
+
+@pytest.mark.parametrize("skipped", [0, 2])
+@pytest.mark.parametrize("split_batches", [False, True])
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_rows_stay_together_over_processes_and_accumulation(num_processes, accumulation_steps, split_batches, skipped):
+    rows = 2
+    stream = TokenStream(range(201), 5, rows * num_processes * accumulation_steps)
+    streams = torch.arange(stream.steps * 5 * stream.batch_size).view(stream.batch_size, -1)
+    for process_index in range(num_processes):
+        batch_size = rows * num_processes if split_batches else rows
+        loader = prepared(stream, batch_size, num_processes, process_index, split_batches)
+        check_loader(
+            loader,
+            num_processes=num_processes,
+            process_index=process_index,
+            accumulation_steps=accumulation_steps,
+        )
+        if skipped:
+            from accelerate import skip_first_batches
+
+            loader = skip_first_batches(loader, skipped * accumulation_steps)
+        batches = [batch["input_ids"] for batch in loader]
+        assert len(batches) == (stream.steps - skipped) * accumulation_steps
+        for micro in range(accumulation_steps):
+            first = (micro * num_processes + process_index) * rows
+            read = torch.cat(batches[micro::accumulation_steps], dim=1)
+            assert torch.equal(read, streams[first : first + rows, skipped * 5 :])
+
+
+@pytest.mark.parametrize(
+    ("loader", "layout", "message"),
+    [
+        ({"batch_size": 8, "shuffle": True}, {}, "shuffles.*shuffle=False"),
+        ({"batch_size": 4}, {}, "Set the loader's batch size to 8 .*batch_size=4"),
+        ({"batch_size": 8}, {"accumulation_steps": 2}, "Set the loader's batch size to 4"),
+        ({"batch_size": 8}, {"num_processes": 2}, "Set the loader's batch size to 4 .*split_batches=True to 8"),
+        ({"batch_size": 8}, {"num_processes": 3}, "make it a multiple of 3"),
+        ({"batch_size": 8, "num_workers": 1, "in_order": False}, {}, "set in_order=True"),
+    ],
+)
+def test_loaders_that_break_continuity_name_the_fix(loader, layout, message):
+    stream = TokenStream(range(401), 5, 8)
+    for process_index in range(layout.get("num_processes", 1)):
+        prepare = prepared if "num_processes" in layout else DataLoader
+        options = {"num_processes": 2, "process_index": process_index} if prepare is prepared else {}
+        with pytest.raises(ValueError, match=message):
+            check_loader(prepare(stream, **loader, **options), process_index=process_index, **layout)
+
+
+def test_a_loader_that_leaves_items_out():
+    stream = TokenStream(range(401), 5, 8)
+    part = DataLoader(stream, sampler=range(32), batch_size=8)
+    with pytest.raises(ValueError, match="4 batches of 8 rows .* are not the 80 items"):
+        check_loader(part)
+
+
+def test_checking_draws_no_random_number():
+    stream = TokenStream(range(401), 5, 8)
+    before = torch.random.get_rng_state()
+    with pytest.raises(ValueError, match="shuffles"):
+        check_loader(DataLoader(stream, batch_size=8, shuffle=True))
+    assert torch.equal(torch.random.get_rng_state(), before)

@@ -1,11 +1,13 @@
 """Text as parallel streams of contiguous segments, for training with memory."""
 
+from itertools import islice
+
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-__all__ = ["TokenStream"]
+__all__ = ["TokenStream", "check_loader"]
 
 
 class TokenStream(Dataset):
@@ -13,52 +15,180 @@ class TokenStream(Dataset):
 
     Items are step-major: item `step * G + row` is segment `step` of stream `row`. Read in order in batches of G, row b
     of one batch continues in row b of the next, so that the memory of one step belongs to the segments of the next.
+    With several processes and accumulation, micro-batch a of a step holds rows [aG/A, (a + 1)G/A) of all processes;
+    `check_loader` tells whether a loader keeps to that.
 
-    An item is {"input_ids", "shift_labels"}, each (S,) int64; shift_labels[i] is the token after input_ids[i], so that
+    An item is {"input_ids", "shift_labels"}, each (L,) int64; shift_labels[i] is the token after input_ids[i], so that
     the last token of a segment predicts the first of the next one. Streams follow one another in the text without a
-    gap. What is left at the end, less than one segment per stream, is not read.
+    gap. L = S, and what is left at the end, less than one segment per stream, is not read, unless:
+
+    * `keep_remainder`, for evaluation: every token but the first is a label of exactly one item. The last segments are
+      shorter; streams that are one token shorter than others end in the input 0 with the label -100.
+    * `varlen_seed`, the original's `--varlen`: all streams change their L together from step to step, the same way in
+      every epoch. Less than one token per stream is not read.
 
     Args:
-        token_ids: N token ids: a list, an array, a CPU tensor, a memory-mapped array or whatever slices alike. It is
-            read item by item, never copied as a whole.
+        token_ids: N token ids: a list, an array, a CPU tensor, a memory-mapped array, a column of a
+            `datasets.Dataset` with one token a row, or whatever slices alike. It is read item by item, never copied
+            as a whole.
         segment_length: S ≥ 1.
         batch_size: G ≥ 1, the streams of one optimiser step: rows per process × processes × accumulation steps.
+        keep_remainder: read what is left at the end too.
+        varlen_seed: seed of segment lengths that vary: L is normal with deviation 5 around S, or around S / 2 in one
+            step of twenty, within [5, S + 15]. None: L = S.
+        first_step: begin with this segment of every stream, to resume where nothing skips what was read before.
 
     Attributes:
-        steps: segments per stream.
+        steps: segments per stream, those before `first_step` included.
         dropped_tokens: tokens at the end of the text that are in no segment, neither as input nor as label.
 
     Raises:
         ValueError: the text is not a sequence of integers, or too short for one segment per stream; or a size is
-            below 1.
+            out of range.
     """
 
-    def __init__(self, token_ids, segment_length: int, batch_size: int):
+    def __init__(
+        self,
+        token_ids,
+        segment_length: int,
+        batch_size: int,
+        *,
+        keep_remainder: bool = False,
+        varlen_seed: int | None = None,
+        first_step: int = 0,
+    ):
         check_sizes(segment_length=segment_length, batch_size=batch_size)
         check_tokens(token_ids)
-        needed = batch_size * segment_length + 1
-        if len(token_ids) < needed:
-            raise ValueError(
-                f"the text has {len(token_ids)} tokens, but batch_size={batch_size} streams of at least one segment "
-                f"of segment_length={segment_length} need {needed}"
-            )
         self.token_ids = token_ids
         self.segment_length = segment_length
         self.batch_size = batch_size
         # The very last token is a label only.
-        self.steps = (len(token_ids) - 1) // (batch_size * segment_length)
-        self.dropped_tokens = len(token_ids) - 1 - len(self) * segment_length
+        labels = len(token_ids) - 1
+        self._stream_length, longer = divmod(labels, batch_size)
+        shortest = 1 if keep_remainder or varlen_seed is not None else segment_length
+        if self._stream_length < shortest:
+            segment = f" of at least one segment of segment_length={segment_length}" if shortest > 1 else ""
+            raise ValueError(
+                f"the text has {len(token_ids)} tokens, but batch_size={batch_size} streams{segment} need "
+                f"{batch_size * shortest + 1}"
+            )
+        # The first `longer` streams are one token longer than the others.
+        self._longer = longer if keep_remainder else 0
+        longest = self._stream_length + (self._longer > 0)
+        if varlen_seed is not None:
+            self._ends = varying_ends(longest, segment_length, varlen_seed)
+            self.steps = len(self._ends)
+        else:
+            self._ends = None
+            self.steps = -(-longest // segment_length) if keep_remainder else longest // segment_length
+            if not keep_remainder:
+                self._stream_length = self.steps * segment_length
+        self.dropped_tokens = labels - self._stream_length * batch_size - self._longer
+        if not isinstance(first_step, int) or not 0 <= first_step < self.steps:
+            raise ValueError(f"first_step={first_step!r} must be an integer in [0, {self.steps}), the steps there are")
+        self.first_step = first_step
 
     def __len__(self) -> int:
-        return self.steps * self.batch_size
+        return (self.steps - self.first_step) * self.batch_size
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"item {index} of a TokenStream of {len(self)}")
         step, row = divmod(index, self.batch_size)
-        start = (row * self.steps + step) * self.segment_length
-        tokens = read_tokens(self.token_ids, start, start + self.segment_length + 1)
-        return {"input_ids": tokens[:-1], "shift_labels": tokens[1:]}
+        begin, end = self._segment(self.first_step + step)
+        start = row * self._stream_length + min(row, self._longer)
+        stop = min(start + end, start + self._stream_length + (row < self._longer))
+        tokens = read_tokens(self.token_ids, start + begin, stop + 1)
+        input_ids, shift_labels = tokens[:-1], tokens[1:]
+        missing = start + end - stop
+        if missing:
+            input_ids = torch.cat([input_ids, input_ids.new_zeros(missing)])
+            shift_labels = torch.cat([shift_labels, shift_labels.new_full((missing,), -100)])
+        return {"input_ids": input_ids, "shift_labels": shift_labels}
+
+    def _segment(self, step: int) -> tuple[int, int]:
+        """Where segment `step` begins and ends in every stream."""
+        if self._ends is not None:
+            return int(self._ends[step - 1]) if step else 0, int(self._ends[step])
+        begin = step * self.segment_length
+        return begin, min(begin + self.segment_length, self._stream_length + (self._longer > 0))
+
+
+def varying_ends(length: int, segment_length: int, seed: int) -> np.ndarray:
+    """Where segments of varying lengths end that together are `length` long: (steps,) int64, the last is `length`."""
+    generator = np.random.default_rng(seed)
+    ends = np.zeros(0, dtype=np.int64)
+    while (reached := ends[-1] if len(ends) else 0) < length:
+        draws = 1 + 2 * (length - reached) // segment_length
+        means = np.where(generator.random(draws) < 0.95, segment_length, segment_length / 2)
+        lengths = np.clip(generator.normal(means, 5).astype(np.int64), 5, segment_length + 15)
+        ends = np.concatenate([ends, reached + lengths.cumsum()])
+    steps = int(np.searchsorted(ends, length)) + 1
+    ends = ends[:steps]
+    ends[-1] = length
+    return ends
+
+
+def check_loader(
+    loader: DataLoader,
+    *,
+    num_processes: int = 1,
+    process_index: int = 0,
+    accumulation_steps: int = 1,
+    batch_size: int | None = None,
+) -> None:
+    """Raise a ValueError that names the fix unless a loader keeps the streams of its dataset together.
+
+    Batch k of process p must hold the rows of micro-batch a = k mod A of step k // A, as memory carried from step to
+    step needs it: rows aG/A + pR, …, aG/A + (p + 1)R - 1 with R = G / (P A). No item is read for that: the loader's
+    batch sampler is asked for the first batches. An iterable dataset has none, so that it is trusted.
+
+    Args:
+        loader: over a dataset with step-major items, as accelerate or Trainer prepared it, before skipping.
+        num_processes, process_index: P and p.
+        accumulation_steps: A.
+        batch_size: G. None: the dataset's `batch_size`.
+    """
+    dataset = loader.dataset
+    streams = dataset.batch_size if batch_size is None else batch_size
+    rows, left = divmod(streams, num_processes * accumulation_steps)
+    layout = f"{num_processes} process(es) × {accumulation_steps} accumulation step(s)"
+    if left:
+        raise ValueError(
+            f"the stream has batch_size={streams}, which {layout} cannot share: make it a multiple of "
+            f"{num_processes * accumulation_steps}"
+        )
+    if loader.num_workers > 0 and not getattr(loader, "in_order", True):
+        raise ValueError("the loader's workers may return batches out of order: set in_order=True")
+    if isinstance(dataset, IterableDataset):
+        return
+    if num_processes > 1 and any(kind.__name__ == "DataLoaderDispatcher" for kind in type(loader).__mro__):
+        raise ValueError("dispatch_batches=True skips to another place on resuming: set dispatch_batches=False")
+    # A sampler that shuffles draws its seed here, which must not move the generator of the training.
+    with torch.random.fork_rng(devices=[]):
+        batches = [list(batch) for batch in islice(loader.batch_sampler, max(256, 2 * accumulation_steps))]
+    for k, batch in enumerate(batches):
+        step, micro = divmod(k, accumulation_steps)
+        first = (step * accumulation_steps + micro) * num_processes * rows + process_index * rows
+        if batch == list(range(first, first + rows)):
+            continue
+        if batch != list(range(batch[0], batch[0] + len(batch))):
+            raise ValueError(
+                "the loader shuffles, but memory needs segments in their order: use shuffle=False, or "
+                "train_sampling_strategy='sequential' in TrainingArguments"
+            )
+        raise ValueError(
+            f"batch {k} of process {process_index} holds items {batch[0]} to {batch[-1]} instead of {first} to "
+            f"{first + rows - 1}, so that rows would go on with the memory of others: {rows} rows per process × "
+            f"{layout} must be the stream's batch_size={streams}. Set the loader's batch size to {rows} (with "
+            f"split_batches=True to {rows * num_processes}), or make the stream with "
+            f"batch_size={len(batch) * num_processes * accumulation_steps}"
+        )
+    if len(loader) * rows * num_processes != len(dataset):
+        raise ValueError(
+            f"{len(loader)} batches of {rows} rows on {num_processes} process(es) are not the {len(dataset)} items of "
+            f"the stream: they must be whole steps of {streams} rows, all of which are read"
+        )
 
 
 def read_tokens(token_ids, start: int, stop: int) -> Tensor:
