@@ -114,7 +114,7 @@ def run(text: str, arguments: argparse.Namespace, scratch: Path) -> Path:
     train(model, stream, arguments.minutes, arguments.steps)
 
     folder = scratch / "output"
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, repo_id=arguments.output.name)
     tokenizer.save_pretrained(folder)
 
     evaluations = evaluate(model, tokenizer.encode_lines(lines(held_out)))

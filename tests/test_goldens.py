@@ -1,0 +1,86 @@
+"""The PyTorch original's models: token losses and memories from its own weights, segment by segment.
+
+Its state dicts have the names of the legacy layout, less the prefix `transformer.`; clusters stand in reverse order
+(quirk 3).
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+
+FOLDERS = [
+    Path(__file__).parent / "fixtures/kimiyoung_pytorch",
+    Path(__file__).parents[2] / "shared/golden/kimiyoung_pytorch",
+]
+NAMES = [
+    "absolute_attn_type2_nomem",
+    "alrfou_attn_type3_nomem",
+    "char_base",
+    "div1_embed_ne_model",
+    "ext_len",
+    "pre_lnorm_longer_eval",
+    "shaw_attn_type1",
+    "word_adaptive_div1",
+    "word_adaptive_div2_proj",
+]
+SAME_NAME = (
+    "cutoffs d_model d_embed n_head d_head d_inner div_val pre_lnorm n_layer mem_len clamp_len same_length attn_type "
+    "tie_projs tgt_len ext_len dropout"
+).split()
+
+
+@pytest.fixture(params=NAMES)
+def golden(request):
+    """(constructor arguments, tensors) of a golden."""
+    for folder in FOLDERS:
+        if (folder / f"{request.param}.json").exists():
+            arguments = json.loads((folder / f"{request.param}.json").read_text())
+            return arguments, load_file(folder / f"{request.param}.safetensors")
+    pytest.skip(f"../shared/golden/kimiyoung_pytorch/{request.param} is not at hand")
+
+
+def load(arguments, tensors, folder, backend):
+    config = {name: arguments[name] for name in SAME_NAME}
+    config |= {"vocab_size": arguments["n_token"], "untie_r": False, "initial_memory": "empty"}
+    TransfoXLConfig(**config).save_pretrained(folder)
+    state = {}
+    for name, tensor in tensors.items():
+        if name.startswith("state."):
+            name = name.removeprefix("state.")
+            clusters = name.startswith("crit.cluster")
+            name = name if name.startswith("crit.") else f"transformer.{name}"
+            state[name] = tensor.flip(0).contiguous() if clusters else tensor
+    save_file(state, folder / "model.safetensors")
+    model, info = TransfoXLForCausalLM.from_pretrained(folder, attn_implementation=backend, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    if arguments["eval_len"]:
+        model.reset_memory_length(arguments["eval_len"][2])
+    return model.eval()
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@torch.no_grad()
+def test_token_losses_and_memories(golden, tmp_path, backend):
+    arguments, tensors = golden
+    model = load(arguments, tensors, tmp_path, backend)
+    length = (arguments["eval_len"] or [arguments["tgt_len"]])[0]
+    stream, mems = tensors["io.stream"], None
+    for k in range(arguments["segments"]):
+        extended = arguments["ext_len"] if k > 0 else 0
+        start = k * length - extended
+        end = (k + 1) * length
+        output = model(stream[:, start:end], mems=mems, shift_labels=stream[:, start + 1 : end + 1])
+        expected = tensors[f"io.seg{k}.nll"]
+        torch.testing.assert_close(output.losses[:, extended:], expected, rtol=2e-5, atol=1e-6)
+        mems = output.mems
+        if k == 0 and arguments["ext_len"]:
+            # Quirk 9: the original keeps more states after its first segment; the next one starts from its own.
+            mems = tuple(tensors[f"io.seg0.mems.{i}"] for i in range(arguments["n_layer"]))
+        for i, states in enumerate(mems or ()):
+            expected = tensors[f"io.seg{k}.mems.{i}"]
+            torch.testing.assert_close(states, expected, rtol=2e-5, atol=2e-5 * expected.abs().max().item())
