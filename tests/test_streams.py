@@ -118,7 +118,10 @@ def test_memory_mapped_arrow(tmp_path):
 
 def test_items_are_copies():
     tokens = torch.arange(20)
-    TokenStream(tokens, segment_length=4, batch_size=2)[0]["input_ids"].fill_(-1)
+    item = TokenStream(tokens, segment_length=4, batch_size=2)[0]
+    item["shift_labels"].fill_(-100)
+    assert torch.equal(item["input_ids"], torch.arange(4))
+    item["input_ids"].fill_(-1)
     assert torch.equal(tokens, torch.arange(20))
 
 

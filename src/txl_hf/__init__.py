@@ -3,6 +3,8 @@
 Importing the package registers Transformer-XL with the Auto classes of `transformers`.
 """
 
+from typing import TYPE_CHECKING
+
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -23,6 +25,9 @@ from .modeling_transfo_xl import (
 from .streams import TokenStream
 from .tokenization_transfo_xl import TransfoXLTokenizer
 
+if TYPE_CHECKING:
+    from .trainer import TransfoXLTrainer
+
 __all__ = [
     "TokenStream",
     "TransfoXLConfig",
@@ -32,6 +37,7 @@ __all__ = [
     "TransfoXLModel",
     "TransfoXLPreTrainedModel",
     "TransfoXLTokenizer",
+    "TransfoXLTrainer",
     "evaluate_language_model",
 ]
 
@@ -46,3 +52,12 @@ TransfoXLModel.register_for_auto_class("AutoModel")
 TransfoXLForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 TransfoXLForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
 TransfoXLTokenizer.register_for_auto_class()
+
+
+def __getattr__(name: str):
+    # Training alone needs what `transformers.Trainer` imports.
+    if name == "TransfoXLTrainer":
+        from .trainer import TransfoXLTrainer
+
+        return TransfoXLTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

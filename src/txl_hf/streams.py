@@ -1,6 +1,7 @@
 """Text as parallel streams of contiguous segments, for training with memory."""
 
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,11 +76,10 @@ class TokenStream(Dataset):
         # The first `longer` streams are one token longer than the others.
         self._longer = longer if keep_remainder else 0
         longest = self._stream_length + (self._longer > 0)
-        if varlen_seed is not None:
-            self._ends = varying_ends(longest, segment_length, varlen_seed)
+        self._ends = None if varlen_seed is None else varying_ends(longest, segment_length, varlen_seed)
+        if self._ends is not None:
             self.steps = len(self._ends)
         else:
-            self._ends = None
             self.steps = -(-longest // segment_length) if keep_remainder else longest // segment_length
             if not keep_remainder:
                 self._stream_length = self.steps * segment_length
@@ -99,7 +99,8 @@ class TokenStream(Dataset):
         start = row * self._stream_length + min(row, self._longer)
         stop = min(start + end, start + self._stream_length + (row < self._longer))
         tokens = read_tokens(self.token_ids, start + begin, stop + 1)
-        input_ids, shift_labels = tokens[:-1], tokens[1:]
+        # Apart, so that masking labels in place does not mask the inputs too.
+        input_ids, shift_labels = tokens[:-1], tokens[1:].clone()
         missing = start + end - stop
         if missing:
             input_ids = torch.cat([input_ids, input_ids.new_zeros(missing)])
@@ -149,7 +150,7 @@ def check_loader(
         accumulation_steps: A.
         batch_size: G. None: the dataset's `batch_size`.
     """
-    dataset = loader.dataset
+    dataset: Any = loader.dataset
     streams = dataset.batch_size if batch_size is None else batch_size
     rows, left = divmod(streams, num_processes * accumulation_steps)
     layout = f"{num_processes} process(es) × {accumulation_steps} accumulation step(s)"
@@ -166,7 +167,8 @@ def check_loader(
         raise ValueError("dispatch_batches=True skips to another place on resuming: set dispatch_batches=False")
     # A sampler that shuffles draws its seed here, which must not move the generator of the training.
     with torch.random.fork_rng(devices=[]):
-        batches = [list(batch) for batch in islice(loader.batch_sampler, max(256, 2 * accumulation_steps))]
+        sampler: Any = loader.batch_sampler
+        batches = [list(batch) for batch in islice(sampler, max(256, 2 * accumulation_steps))]
     for k, batch in enumerate(batches):
         step, micro = divmod(k, accumulation_steps)
         first = (step * accumulation_steps + micro) * num_processes * rows + process_index * rows

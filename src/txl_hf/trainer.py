@@ -1,0 +1,440 @@
+"""`Trainer` with memory: what each stream remembers is carried from step to step, evaluated apart, and saved."""
+
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints
+from transformers.utils import logging
+
+from .modeling_transfo_xl import TransfoXLPreTrainedModel
+from .streams import check_loader
+
+__all__ = ["TransfoXLTrainer", "last_checkpoint"]
+
+logger = logging.get_logger(__name__)
+
+MEMS_NAME = "mems.safetensors"
+# Written last: the files of a complete checkpoint and their sizes.
+MANIFEST_NAME = "checkpoint_files.json"
+# Where checkpoints are written until they are complete; uploads of the output directory leave out what begins so.
+UNFINISHED_PREFIX = "_unfinished"
+
+
+@dataclass
+class _Memory:
+    """The mems of each micro-batch of a step, and what an evaluation has summed up.
+
+    Args:
+        mems: for each micro-batch the mems of its rows on this process, or None at the beginning of the text.
+        micro_batch: which of them is next.
+        nll, targets: of all targets so far on this process, in nats.
+    """
+
+    mems: list[tuple[Tensor, ...] | None] = field(default_factory=lambda: [None])
+    micro_batch: int = 0
+    nll: float = 0.0
+    targets: int = 0
+
+    def replace(self, mems: tuple[Tensor, ...] | None):
+        """Keep the mems of the current micro-batch and go on to the next one."""
+        self.mems[self.micro_batch] = mems
+        self.micro_batch = (self.micro_batch + 1) % len(self.mems)
+
+
+class _EpochMemory(TrainerCallback):
+    """An epoch begins at the beginning of the text."""
+
+    def __init__(self, trainer: "TransfoXLTrainer"):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer._tokens, self.trainer._counted_since = 0, time.perf_counter()
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.trainer._begin_epoch()
+
+
+class TransfoXLTrainer(Trainer):
+    """transformers' `Trainer` whose steps go on with the memory of the step before.
+
+    Datasets, for training and for evaluation, are `TokenStream`s or others whose items are step-major and which say in
+    `batch_size` how many streams G there are. An optimiser step of training reads one segment of every stream: rows
+    per process × processes × accumulation steps = G; a batch of evaluation likewise, without accumulation. They are
+    read in order, whatever `train_sampling_strategy` says. A loader that breaks continuity is refused.
+
+    * Memory begins empty (see `initial_memory`) in every epoch and every evaluation; evaluation leaves that of the
+      training as it was.
+    * The loss of a step is the mean over its targets in all micro-batches and processes, however many are -100.
+      `eval_loss` is the mean over all targets likewise.
+    * Logs gain `perplexity`, `bits_per_token` (bits per character of a character-level model) and
+      `tokens_per_second`, without the time for evaluating and saving; evaluations gain the same and `tokens`.
+    * Checkpoints hold the memory, in the order of the streams so that another number of processes or of accumulation
+      steps can go on, and appear under their name when they are complete. Older ones go only after that.
+      `train(resume_from_checkpoint=True)` takes the last complete one.
+
+    Raises:
+        ValueError: settings under which memory cannot be carried; the message names the fix.
+    """
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        _check_arguments(self.args)
+        if self.args.label_names is None:
+            self.label_names = ["shift_labels"]
+        self._memory = _Memory()
+        self._resumed_from: Path | None = None
+        self._writing_to: Path | None = None
+        self._tokens: Tensor | int = 0
+        self._counted_since = time.perf_counter()
+        self.add_callback(_EpochMemory(self))
+
+    def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None, *args, **kwargs):
+        """As `Trainer.train`, but only a complete checkpoint is resumed; with True, the last complete one.
+
+        Raises:
+            ValueError: there is no complete checkpoint, or the one that is named is not complete.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(
+                    f"{self.args.output_dir} holds no complete checkpoint of TransfoXLTrainer: train without "
+                    "resume_from_checkpoint"
+                )
+        elif resume_from_checkpoint and (problem := _problem(Path(resume_from_checkpoint))):
+            raise ValueError(
+                f"{resume_from_checkpoint} cannot be resumed: {problem}; resume_from_checkpoint=True takes the last "
+                "complete one, from_pretrained its weights alone"
+            )
+        self._resumed_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        try:
+            return super().train(str(self._resumed_from) if self._resumed_from else None, *args, **kwargs)
+        finally:
+            self._memory, self._resumed_from = _Memory(), None
+
+    # --- data --------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader:
+        loader = super().get_train_dataloader()
+        self._check_loader(loader, self.train_dataset, "train_dataset", self.args.gradient_accumulation_steps)
+        return loader
+
+    def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
+        loader = super().get_eval_dataloader(eval_dataset)
+        if eval_dataset is None:
+            eval_dataset = self.eval_dataset
+        elif isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        self._check_loader(loader, eval_dataset, "eval_dataset")
+        return loader
+
+    def get_test_dataloader(self, test_dataset) -> DataLoader:
+        loader = super().get_test_dataloader(test_dataset)
+        self._check_loader(loader, test_dataset, "test_dataset")
+        return loader
+
+    def _get_train_sampler(self, train_dataset=None):
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        return None if isinstance(dataset, IterableDataset) else SequentialSampler(dataset)
+
+    def _check_loader(self, loader: DataLoader, dataset, name: str, accumulation_steps: int = 1):
+        if not isinstance(getattr(dataset, "batch_size", None), int):
+            raise ValueError(
+                f"{name} is a {type(dataset).__name__} without batch_size, so that nothing says which items continue "
+                "which: give a TokenStream of the tokens, or use Trainer to train without memory"
+            )
+        try:
+            check_loader(
+                loader,
+                num_processes=self.args.world_size,
+                process_index=self.args.process_index,
+                accumulation_steps=accumulation_steps,
+                batch_size=dataset.batch_size,
+            )
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def _begin_epoch(self):
+        self._memory = _Memory([None] * self.args.gradient_accumulation_steps)
+        if self._resumed_from is not None and not self.args.ignore_data_skip:
+            self._memory.mems = self._load_memory(self._resumed_from)
+        self._resumed_from = None
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        self._memory.micro_batch = 0
+        batches, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._tokens = self._tokens + (0 if targets is None else targets)
+        return batches, targets
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device):
+        # Trainer counts nothing in batches without `labels`, and then takes the mean of means.
+        batches = [
+            {"labels": batch["shift_labels"], "shift_labels": batch["shift_labels"]}
+            if "shift_labels" in batch
+            else batch
+            for batch in batch_samples
+        ]
+        targets = super()._get_num_items_in_batch(batches, device)
+        return None if targets is None else targets.clamp(min=1)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """As in `Trainer`, with the memory of these rows, which the call replaces by what it returns."""
+        mems = self._memory.mems[self._memory.micro_batch]
+        if mems is not None:
+            inputs = {**inputs, "mems": mems}
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        self._memory.replace(self._detach(outputs.get("mems")))
+        if not model.training and outputs.get("losses") is not None:
+            targets = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
+            self._memory.nll += outputs["losses"].sum().item()
+            self._memory.targets += int((targets != -100).sum())
+        return (loss, outputs) if return_outputs else loss
+
+    def _detach(self, mems: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+        if mems is None:
+            return None
+        # Mixed precision returns everything in fp32, also what a model in bf16 wants back in bf16.
+        dtype = self.model.get_input_embeddings().emb_layers[0].weight.dtype
+        mems = tuple(states.detach().to(dtype) for states in mems)
+        # A captured graph writes its outputs to the same place at every step.
+        return tuple(states.clone() for states in mems) if self.args.torch_compile else mems
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            seconds = time.perf_counter() - self._counted_since
+            logs |= _figures(logs["loss"])
+            logs["tokens_per_second"] = float(self._tokens) / seconds
+            self._tokens, self._counted_since = 0, time.perf_counter()
+        super().log(logs, start_time)
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        """Time that does not count in tokens per second."""
+        start = time.perf_counter()
+        yield
+        self._counted_since += time.perf_counter() - start
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ) -> EvalLoopOutput:
+        training, self._memory = self._memory, _Memory()
+        start = time.perf_counter()
+        try:
+            with self._uncounted():
+                output = super().evaluation_loop(
+                    dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+                )
+            sums = torch.tensor([self._memory.nll, self._memory.targets], dtype=torch.float64)
+        finally:
+            self._memory = training
+        if self.args.world_size > 1:
+            sums = self.accelerator.reduce(sums.to(self.args.device), "sum")
+        nll, targets = sums.tolist()
+        if targets > 0:
+            loss = nll / targets
+            figures = {"loss": loss, **_figures(loss), "tokens": int(targets)}
+            figures["tokens_per_second"] = targets / (time.perf_counter() - start)
+            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
+        return output
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        if self.args.label_names is None:
+            self.label_names = [name for name in ("shift_labels", "labels") if name in inputs][:1]
+            if not self.label_names:
+                raise ValueError("an evaluation with memory needs items with shift_labels or labels")
+        if ignore_keys is None:
+            # Memory is no prediction.
+            ignore_keys = ["past_key_values", "mems", "losses"]
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial) -> str:
+        return super()._get_output_dir(trial) if self._writing_to is None else str(self._writing_to)
+
+    def _save_checkpoint(self, model, trial):
+        """Write aside, rename when complete, and only then let go of older checkpoints."""
+        with self._uncounted():
+            run = Path(self._get_output_dir(trial))
+            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            aside = run / f"{UNFINISHED_PREFIX}-{self.state.global_step}"
+            if self.args.should_save:
+                shutil.rmtree(aside, ignore_errors=True)
+            self.accelerator.wait_for_everyone()
+            self._writing_to = aside
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._writing_to = None
+            if not self.args.save_only_model:
+                self._save_memory(aside / name)
+            if self.state.best_model_checkpoint == str(aside / name):
+                self.state.best_model_checkpoint = str(run / name)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                self.state.save_to_json(str(aside / name / TRAINER_STATE_NAME))
+                _finish(aside / name, run / name)
+                if self.args.push_to_hub:
+                    self._push_from_checkpoint(str(run / name))
+                rotate_checkpoints(
+                    output_dir=str(run),
+                    save_total_limit=self.args.save_total_limit,
+                    best_model_checkpoint=self.state.best_model_checkpoint,
+                    use_mtime=True,
+                )
+                for leftover in run.glob(f"{UNFINISHED_PREFIX}-*"):
+                    shutil.rmtree(leftover, ignore_errors=True)
+            self.accelerator.wait_for_everyone()
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        # An upload runs on while the folder would be renamed.
+        if self._writing_to is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+        if self._has_own_layout():
+            self._load_weights(resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if self._has_own_layout():
+            self._load_weights(self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    def _has_own_layout(self) -> bool:
+        """Whether checkpoints hold what `save_pretrained` writes: not sharded, and no adapters."""
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        return isinstance(self.model, TransfoXLPreTrainedModel) and not sharded
+
+    def _load_weights(self, folder: str) -> None:
+        """Trainer would look for the names in memory, which are others on disk, and go on with the weights it has."""
+        loaded = type(self.model).from_pretrained(folder, dtype=self.model.dtype)
+        self.model.load_state_dict(loaded.state_dict())
+
+    def _position(self) -> dict[str, int]:
+        """Where the training is in its stream: derived from the steps done, because loaders read ahead."""
+        streams = self.train_dataset.batch_size
+        position = {"batch_size": streams, "step": self.state.global_step}
+        if not isinstance(self.train_dataset, IterableDataset):
+            position["steps"] = len(self.train_dataset) // streams
+            position["step"] %= position["steps"]
+        return position
+
+    def _save_memory(self, folder: Path):
+        """Write the mems of all streams, (G, m, D) for each layer, row g those of stream g."""
+        position, tensors = self._position(), {}
+        if position["step"] > 0 and self._memory.mems[0] is not None:
+            for layer in range(len(self._memory.mems[0])):
+                states = torch.cat([self.accelerator.gather(mems[layer].contiguous()) for mems in self._memory.mems])
+                if self.args.should_save:
+                    tensors[str(layer)] = states.cpu()
+        if self.args.should_save:
+            save_file(tensors, folder / MEMS_NAME, metadata={"position": json.dumps(position)})
+
+    def _load_memory(self, folder: Path) -> list[tuple[Tensor, ...] | None]:
+        """The mems of each micro-batch of this process."""
+        micro_batches, position = self.args.gradient_accumulation_steps, self._position()
+        rows = position["batch_size"] // (micro_batches * self.args.world_size)
+        with safe_open(folder / MEMS_NAME, "pt") as file:
+            saved = json.loads(file.metadata()["position"])
+            if saved != position:
+                raise ValueError(
+                    f"{folder} is from a stream at {saved}, but the train_dataset would go on at {position}: resume "
+                    "with the same text, segment_length and batch_size"
+                )
+            layers = [file.get_slice(str(layer)) for layer in range(len(file.keys()))]
+            if not layers:
+                return [None] * micro_batches
+            starts = [(a * self.args.world_size + self.args.process_index) * rows for a in range(micro_batches)]
+            return [tuple(states[start : start + rows].to(self.args.device) for states in layers) for start in starts]
+
+
+def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
+    """The complete checkpoint of the most steps in a directory, or None. Incomplete ones are warned of."""
+    checkpoints = []
+    for pattern in (f"{PREFIX_CHECKPOINT_DIR}-*", f"{UNFINISHED_PREFIX}-*/{PREFIX_CHECKPOINT_DIR}-*"):
+        for path in Path(output_dir).glob(pattern):
+            if match := re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name):
+                checkpoints.append((int(match[1]), path))
+    # Stable, so that of two with the same steps the renamed one comes first.
+    for _, path in sorted(checkpoints, key=lambda checkpoint: -checkpoint[0]):
+        problem = _problem(path)
+        if problem is None:
+            return str(path)
+        logger.warning(f"skipping {path}: {problem}")
+    return None
+
+
+def _problem(folder: Path) -> str | None:
+    """Why training cannot go on from a checkpoint, or None."""
+    if not folder.is_dir():
+        return "it does not exist"
+    try:
+        sizes = json.loads((folder / MANIFEST_NAME).read_text())
+    except (OSError, ValueError):
+        return f"it is incomplete, or not of TransfoXLTrainer ({MANIFEST_NAME} is missing)"
+    for name, size in sizes.items():
+        file = folder / name
+        if not file.is_file() or file.stat().st_size != size:
+            return f"it is incomplete ({name} is missing or truncated)"
+    if MEMS_NAME not in sizes:
+        return "it holds the model only (save_only_model=True)"
+    return None
+
+
+def _finish(written: Path, final: Path):
+    """Give a checkpoint that is written its list of files and its name."""
+    sizes = {
+        path.relative_to(written).as_posix(): path.stat().st_size for path in written.rglob("*") if path.is_file()
+    }
+    (written / MANIFEST_NAME).write_text(json.dumps(sizes, indent=1))
+    if final.exists():
+        # From an earlier run. A folder cannot take the place of another in one go; killed in between,
+        # `last_checkpoint` finds the new one where it was written.
+        os.replace(final, written.parent / "replaced")
+    os.replace(written, final)
+
+
+def _figures(nll: float) -> dict[str, float]:
+    """Other ways to say a mean negative log-likelihood in nats."""
+    return {"perplexity": math.exp(nll) if nll < 709 else math.inf, "bits_per_token": nll / math.log(2)}
+
+
+def _check_arguments(args: TrainingArguments):
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        raise ValueError(
+            f"train_sampling_strategy={str(args.train_sampling_strategy)!r} reorders segments that continue one "
+            "another: use 'sequential'"
+        )
+    if args.dataloader_drop_last:
+        raise ValueError("dataloader_drop_last=True would drop segments in the middle of a text: set it to False")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"DataParallel over {args.n_gpu} GPUs mixes the rows of streams: start one process per GPU with torchrun "
+            "or accelerate launch, or show one GPU with CUDA_VISIBLE_DEVICES"
+        )
+    if args.label_smoothing_factor:
+        raise ValueError(
+            f"label_smoothing_factor={args.label_smoothing_factor} does not reach shift_labels: set it to 0"
+        )

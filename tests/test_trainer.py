@@ -1,0 +1,419 @@
+"""TransfoXLTrainer: memory from step to step, exact means, refusals, evaluation, checkpoints, two processes."""
+
+import json
+import math
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+
+from transformers import EarlyStoppingCallback
+
+import txl_hf.trainer
+from trainer_process import UnevenStream, make_arguments, make_model, make_text, read_losses, run, start
+from txl_hf import TokenStream, TransfoXLTrainer, evaluate_language_model
+from txl_hf.trainer import last_checkpoint
+
+SGD = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "learning_rate": 0.1}
+
+
+def logged(trainer: TransfoXLTrainer, name: str = "loss") -> list[float]:
+    return [logs[name] for logs in trainer.state.log_history if name in logs]
+
+
+def make_trainer(path, model=None, stream=None, model_changes=None, trainer=None, **changes) -> TransfoXLTrainer:
+    return TransfoXLTrainer(
+        model or make_model(**(model_changes or {})),
+        make_arguments(path, **changes),
+        train_dataset=TokenStream(make_text(301), 5, 4) if stream is None else stream,
+        **(trainer or {}),
+    )
+
+
+def losses_by_hand(stream, steps: int, **model_changes) -> list[float]:
+    """SGD with memory written out: what one process with all streams in one batch gives."""
+    model, losses = make_model(**model_changes).train(), []
+    for step in range(steps):
+        if step % stream.steps == 0:
+            mems = None
+        first = step % stream.steps * stream.batch_size
+        items = [stream[first + row] for row in range(stream.batch_size)]
+        batch = {name: torch.stack([item[name] for item in items]) for name in items[0]}
+        output = model(**batch, mems=mems)
+        mems = output.mems
+        output.loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= SGD["learning_rate"] * parameter.grad
+                parameter.grad = None
+        losses.append(output.loss.item())
+    return losses
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("kind", [TokenStream, UnevenStream], ids=["all-targets", "uneven-targets"])
+def test_steps_go_on_with_the_memory_of_their_streams(tmp_path, kind, accumulation):
+    """Over the end of an epoch, where memory begins anew; the exact mean however uneven the micro-batches."""
+    stream = kind(make_text(301), 5, 4)
+    trainer = make_trainer(
+        tmp_path,
+        stream=stream,
+        per_device_train_batch_size=4 // accumulation,
+        gradient_accumulation_steps=accumulation,
+        **SGD,
+    )
+    trainer.train()
+    expected = losses_by_hand(stream, 20)
+    assert stream.steps == 15
+    np.testing.assert_allclose(logged(trainer), expected, rtol=1e-5)
+    without = losses_by_hand(stream, 20, mem_len=0)
+    assert abs(without[3] / expected[3] - 1) > 1e-3, "memory matters here"
+
+
+@pytest.mark.parametrize(
+    "model_changes",
+    [{"mem_len": 0}, {"initial_memory": "zeros"}, {"attn_type": 1}, {"pre_lnorm": True}, {"mem_len": 3}],
+    ids=["no-memory", "zeros", "shaw", "pre-norm", "short-memory"],
+)
+def test_other_models(tmp_path, model_changes):
+    trainer = make_trainer(tmp_path, model_changes=model_changes, max_steps=8, **SGD)
+    trainer.train()
+    np.testing.assert_allclose(logged(trainer), losses_by_hand(trainer.train_dataset, 8, **model_changes), rtol=1e-5)
+
+
+def test_segments_of_varying_length(tmp_path):
+    stream = TokenStream(make_text(601), 12, 4, varlen_seed=0)
+    trainer = make_trainer(tmp_path, stream=stream, max_steps=8, **SGD)
+    trainer.train()
+    np.testing.assert_allclose(logged(trainer), losses_by_hand(stream, 8), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient_checkpointing": True},
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        {"dataloader_num_workers": 1},
+        {"train_sampling_strategy": "sequential"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_settings_that_change_no_loss(tmp_path, changes):
+    torch.compiler.reset()
+    trainer = make_trainer(tmp_path, max_steps=6, **SGD, **changes)
+    trainer.train()
+    np.testing.assert_allclose(logged(trainer), losses_by_hand(trainer.train_dataset, 6), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bf16(tmp_path, dtype):
+    """Under autocast, with weights in fp32 and in bf16: memory comes back in what the model computes."""
+    trainer = make_trainer(tmp_path, model=make_model().to(dtype), max_steps=6, bf16=True, **SGD)
+    trainer.train()
+    np.testing.assert_allclose(logged(trainer), losses_by_hand(trainer.train_dataset, 6), rtol=0.05)
+
+
+def test_a_batch_without_targets_is_no_nan(tmp_path):
+    class Silent(TokenStream):
+        def __getitem__(self, index):
+            item = super().__getitem__(index)
+            return {"input_ids": item["input_ids"], "shift_labels": item["shift_labels"].fill_(-100)}
+
+    trainer = make_trainer(tmp_path, stream=Silent(make_text(301), 5, 4), max_steps=2)
+    trainer.train()
+    assert logged(trainer) == [0, 0] and all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+def test_logs(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=4, logging_steps=2)
+    trainer.train()
+    for logs in trainer.state.log_history[:2]:
+        assert logs["perplexity"] == pytest.approx(math.exp(logs["loss"]))
+        assert logs["bits_per_token"] == pytest.approx(logs["loss"] / math.log(2))
+        assert logs["tokens_per_second"] > 0
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"per_device_train_batch_size": 2}, "train_dataset: .*Set the loader's batch size to 4.*batch_size=2"),
+        ({"gradient_accumulation_steps": 2}, "Set the loader's batch size to 2"),
+        ({"gradient_accumulation_steps": 3}, "make it a multiple of 3"),
+        ({"train_sampling_strategy": "group_by_length"}, "use 'sequential'"),
+        ({"dataloader_drop_last": True}, "dataloader_drop_last=True.*set it to False"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1.*set it to 0"),
+        ({"dataloader_num_workers": 1, "dataloader_in_order": False}, "set in_order=True"),
+    ],
+)
+def test_settings_that_break_continuity_name_the_fix(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, **changes).train()
+
+
+def test_datasets_that_say_nothing_of_streams(tmp_path):
+    items = [{"input_ids": torch.arange(5), "labels": torch.arange(5)}] * 8
+    with pytest.raises(ValueError, match="train_dataset is a list without batch_size.*TokenStream.*Trainer"):
+        make_trainer(tmp_path, stream=items).train()
+    with pytest.raises(ValueError, match="eval_dataset is a list"):
+        make_trainer(tmp_path).evaluate(items)
+
+
+def test_a_loader_of_a_subclass_that_shuffles(tmp_path, monkeypatch):
+    monkeypatch.setattr(TransfoXLTrainer, "_get_train_sampler", lambda self, dataset=None: torch.randperm(60).tolist())
+    with pytest.raises(ValueError, match="shuffles.*train_sampling_strategy='sequential'"):
+        make_trainer(tmp_path).train()
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_is_that_of_the_text(tmp_path):
+    """Every token once, with memory; a last segment and a stream that are shorter weigh what they do."""
+    text = make_text(48)
+    held_out = TokenStream(text, 5, 1, keep_remainder=True)
+    trainer = make_trainer(tmp_path, trainer={"eval_dataset": held_out}, per_device_eval_batch_size=1)
+    metrics = trainer.evaluate()
+    expected = evaluate_language_model(trainer.model, text, segment_length=5)
+    assert metrics["eval_tokens"] == expected.tokens == 47
+    assert metrics["eval_loss"] == pytest.approx(expected.nll, rel=1e-5)
+    assert metrics["eval_perplexity"] == pytest.approx(expected.perplexity, rel=1e-5)
+    assert metrics["eval_bits_per_token"] == pytest.approx(expected.bits_per_token, rel=1e-5)
+
+
+def test_evaluation_leaves_the_memory_of_the_training_alone(tmp_path):
+    held_out = {"a": TokenStream(make_text(41), 5, 4), "b": UnevenStream(make_text(41), 5, 4)}
+    trainers = [
+        make_trainer(tmp_path, max_steps=8, trainer={"eval_dataset": held_out}, **changes, **SGD)
+        for changes in ({}, {"eval_strategy": "steps", "eval_steps": 2})
+    ]
+    for trainer in trainers:
+        trainer.train()
+    assert logged(trainers[0]) == logged(trainers[1])
+    assert len(logged(trainers[1], "eval_a_loss")) == len(logged(trainers[1], "eval_b_loss")) == 4
+
+
+@pytest.mark.parametrize("label", ["labels", "shift_labels"])
+def test_either_label_alone_gives_an_evaluation_loss(tmp_path, label):
+    class Labelled(TokenStream):
+        def __getitem__(self, index):
+            item = super().__getitem__(index)
+            return item if label == "shift_labels" else {"input_ids": item["input_ids"], "labels": item["input_ids"]}
+
+    stream = Labelled(make_text(81), 5, 4)
+    trainer = make_trainer(tmp_path, stream=stream, max_steps=2, trainer={"eval_dataset": stream})
+    trainer.train()
+    assert trainer.evaluate()["eval_tokens"] == (80 if label == "shift_labels" else 64)
+    assert math.isfinite(trainer.evaluate()["eval_loss"])
+
+
+def test_predictions_are_logits_alone(tmp_path):
+    shapes = []
+
+    def compute_metrics(prediction):
+        shapes.append((prediction.predictions.shape, prediction.label_ids.shape))
+        return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+    trainer = make_trainer(
+        tmp_path, model_changes={"output_logits": True}, trainer={"compute_metrics": compute_metrics}
+    )
+    metrics = trainer.evaluate(TokenStream(make_text(81), 5, 4))
+    assert shapes == [((16, 5, 61), (16, 5))] and 0 <= metrics["eval_accuracy"] <= 1
+    assert trainer.predict(TokenStream(make_text(81), 5, 4)).predictions.shape == (16, 5, 61)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_early_stopping_and_the_best_checkpoint(tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        trainer={
+            "eval_dataset": TokenStream(make_text(41, seed=1), 5, 4),
+            "callbacks": [EarlyStoppingCallback(early_stopping_patience=2)],
+        },
+        max_steps=400,
+        learning_rate=0.3,
+        load_best_model_at_end=True,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        save_total_limit=2,
+    )
+    trainer.train()
+    assert trainer.state.global_step < 400
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.parent == tmp_path and best.is_dir()
+    assert json.loads((best / "trainer_state.json").read_text())["best_model_checkpoint"] == str(best)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(min(logged(trainer, "eval_loss")), rel=1e-6)
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 2 and not list(tmp_path.glob("_*"))
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 5, "max_steps": 12}
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory):
+    """A run with checkpoints 5, 10 and 12, its losses, and those of the steps to 20 that follow."""
+    path = tmp_path_factory.mktemp("saved")
+    make_trainer(path, **SGD, **SAVING).train()
+    return path, losses_by_hand(TokenStream(make_text(301), 5, 4), 20)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_resuming_with_other_accumulation(tmp_path, saved_run, accumulation):
+    trainer = make_trainer(
+        tmp_path,
+        per_device_train_batch_size=4 // accumulation,
+        gradient_accumulation_steps=accumulation,
+        **SGD,
+    )
+    trainer.train(resume_from_checkpoint=str(saved_run[0] / "checkpoint-10"))
+    np.testing.assert_allclose(logged(trainer)[10:], saved_run[1][10:], rtol=1e-5)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "unlisted"])
+def test_incomplete_checkpoints_are_skipped(tmp_path, saved_run, monkeypatch, damage):
+    shutil.copytree(saved_run[0], tmp_path, dirs_exist_ok=True)
+    for step in (10, 12):
+        folder = tmp_path / f"checkpoint-{step}"
+        if damage == "truncated":
+            (folder / "optimizer.pt").write_bytes(b"")
+        else:
+            (folder / ("rng_state.pth" if damage == "missing" else "checkpoint_files.json")).unlink()
+    warnings = []
+    monkeypatch.setattr(txl_hf.trainer.logger, "warning", warnings.append)
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-5")
+    assert len(warnings) == 2 and all("incomplete" in warning for warning in warnings)
+    with pytest.raises(ValueError, match="checkpoint-12 cannot be resumed: it is incomplete"):
+        make_trainer(tmp_path, **SGD).train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
+    trainer = make_trainer(tmp_path, **SGD)
+    trainer.train(resume_from_checkpoint=True)
+    np.testing.assert_allclose(logged(trainer)[5:], saved_run[1][5:], rtol=1e-5)
+
+
+def test_nothing_to_resume(tmp_path, saved_run):
+    with pytest.raises(ValueError, match="holds no complete checkpoint"):
+        make_trainer(tmp_path).train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="does not exist"):
+        make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    make_trainer(tmp_path, save_only_model=True, **SAVING).train()
+    with pytest.raises(ValueError, match="holds the model only"):
+        make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+    with pytest.raises(ValueError, match="same text, segment_length and batch_size"):
+        make_trainer(tmp_path, stream=TokenStream(make_text(401), 5, 4)).train(
+            resume_from_checkpoint=str(saved_run[0] / "checkpoint-10")
+        )
+
+
+def test_a_checkpoint_of_the_same_name_is_replaced(tmp_path, saved_run):
+    shutil.copytree(saved_run[0] / "checkpoint-5", tmp_path / "checkpoint-5")
+    (tmp_path / "checkpoint-5" / "of-an-earlier-run").touch()
+    make_trainer(tmp_path, **SGD, **SAVING, save_total_limit=2).train()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-12"]
+
+
+def kill_and_resume(path: Path, kills: int, seed: int, **arguments):
+    """Kill a run so many times, resume each time, and compare every loss on the way with an uninterrupted run."""
+    chance = random.Random(seed)
+    arguments = {
+        "model": {"dropout": 0.2, "dropatt": 0.1},
+        "tokens": 261,
+        "max_steps": 30,
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "save_total_limit": 1,
+    } | arguments
+    whole, killed = path / "whole", path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    assert run(output=whole, **arguments) == [0]
+    for kill in range(kills):
+        resume = last_checkpoint(killed) is not None
+        if kill % 2:
+            [process] = start(output=killed, resume=resume, kill_at=chance.randrange(40), **arguments)
+        else:
+            [process] = start(output=killed, resume=resume, **arguments)
+            lines = len(read_losses(killed)) if (killed / "losses.jsonl").exists() else 0
+            wanted = lines + chance.randrange(1, 12)
+            while process.is_alive() and lines < wanted:
+                time.sleep(0.002)
+                lines = len(read_losses(killed)) if (killed / "losses.jsonl").exists() else 0
+            time.sleep(chance.random() * 0.03)
+            process.kill()
+        process.join()
+    assert run(output=killed, resume=last_checkpoint(killed) is not None, **arguments) == [0]
+    expected = {(name, step): rest for name, step, *rest in read_losses(whole)}
+    found = read_losses(killed)
+    assert {(name, step) for name, step, *_ in found} == set(expected)
+    for name, step, *rest in found:
+        assert rest == expected[name, step], f"{name} of step {step}, seed {seed}"
+
+
+def test_killed_and_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
+    kill_and_resume(tmp_path, kills=5, seed=time.time_ns())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, {"eval_steps": 3, "save_steps": 1}],
+    ids=["plain", "accumulation", "every-step"],
+)
+def test_killed_often(tmp_path, arguments):
+    kill_and_resume(tmp_path, kills=15, seed=time.time_ns(), **arguments)
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+TWO = {"processes": 2, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+
+
+def compare(path: Path, one: dict, two: dict):
+    for name, arguments in (("one", one), ("two", two)):
+        (path / name).mkdir()
+        assert set(run(output=path / name, **arguments)) == {0}
+    expected, found = read_losses(path / "one"), read_losses(path / "two")
+    assert [line[:2] for line in found] == [line[:2] for line in expected]
+    np.testing.assert_allclose([line[2] for line in found], [line[2] for line in expected], rtol=1e-5)
+
+
+def test_two_processes_give_the_losses_of_one(tmp_path):
+    """With uneven targets, batches without a target in the last bin, over an epoch's end, without searching for unused
+    parameters."""
+    common = {"stream": UnevenStream, "tokens": 301, "eval_strategy": "steps", "eval_steps": 7}
+    compare(tmp_path, common, common | TWO | {"ddp_find_unused_parameters": False})
+
+
+def test_two_processes_with_accumulation_and_another_number_on_resuming(tmp_path):
+    common = {"stream": UnevenStream, "tokens": 301, "save_strategy": "steps", "save_steps": 7}
+    two = common | TWO | {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    compare(tmp_path, common, two)
+    expected = [line[2] for line in read_losses(tmp_path / "one")]
+    for saved, arguments in (("two", common), ("one", two)):
+        output = tmp_path / f"from-{saved}"
+        shutil.copytree(tmp_path / saved / "checkpoint-7", output / "checkpoint-7")
+        assert set(run(output=output, resume=True, **arguments)) == {0}
+        assert [line[1] for line in read_losses(output)] == list(range(8, 21))
+        np.testing.assert_allclose([line[2] for line in read_losses(output)], expected[7:], rtol=1e-5)
+
+
+def test_importing_the_package_does_not_import_the_trainer():
+    code = "import sys, txl_hf; assert 'transformers.trainer' not in sys.modules; txl_hf.TransfoXLTrainer"
+    subprocess.run([sys.executable, "-c", code], check=True)
