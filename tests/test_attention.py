@@ -98,7 +98,7 @@ def test_backend_agrees_with_eager_in_outputs_and_gradients(implementation, shap
 @settings(max_examples=60, deadline=None)
 def test_shift_aligns_every_distance(L, m):
     K = m + L
-    distances = torch.arange(K - 1, -1, -1).expand(L, K)
+    distances = torch.arange(K, -1, -1).expand(L, K + 1)
     shifted = relative_shift(distances.float())
     for i in range(L):
         for j in range(i + m + 1):

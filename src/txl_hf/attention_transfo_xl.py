@@ -29,19 +29,18 @@ logger = logging.get_logger(__name__)
 
 
 def relative_shift(scores: Tensor) -> Tensor:
-    """Align scores per distance with keys, at linear cost (Appendix B).
+    """Align scores per distance with keys (Appendix B): another view of the same numbers, without a copy.
 
     Args:
-        scores: (..., L, K); column c belongs to distance K - 1 - c.
+        scores: (..., L, K + 1); column c belongs to distance K - c, and column 0 is spare: it makes each row of K
+            entries start one entry earlier than the row above it.
 
     Returns:
-        (..., L, K) whose entry (i, j) is `scores[..., i, j + L - 1 - i]`, the score of distance i + (K - L) - j.
+        (..., L, K) whose entry (i, j) is `scores[..., i, j + L - i]`, the score of distance i + (K - L) - j.
         Entries of keys after the query, j > i + K - L, are meaningless.
     """
-    L, K = scores.shape[-2:]
-    # One more column makes each row of K entries start one entry earlier than the row above it.
-    padded = F.pad(scores, (1, 0))
-    return padded.flatten(-2)[..., L:].unflatten(-1, (L, K))
+    L, K = scores.shape[-2], scores.shape[-1] - 1
+    return scores.flatten(-2)[..., L:].unflatten(-1, (L, K))
 
 
 def visible_keys(
@@ -83,11 +82,10 @@ def eager_relative_attention(
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
     """The reference: every score is materialised, so the probabilities can be returned."""
-    visible = visible_keys(query.shape[-2], key.shape[-2], window, key_mask, query.device)
-    scores = _add_bias(query, content_bias) @ key.transpose(-1, -2)
+    scores = (_add_bias(query, content_bias) * scaling) @ key.transpose(-1, -2)
     if rel_key is not None:
-        scores = scores + _position_scores(query, rel_key, position_bias, rel_bias)
-    scores = (scores * scaling).masked_fill(~visible, -torch.inf)
+        scores = scores + _position_scores(query, rel_key, position_bias, rel_bias, scaling)
+    scores = _hide(scores, window, key_mask)
     probabilities = F.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
     probabilities = F.dropout(probabilities, dropout, training=dropout > 0)
     return probabilities @ value, probabilities
@@ -107,9 +105,10 @@ def sdpa_relative_attention(
     dropout: float,
 ) -> tuple[Tensor, None]:
     """PyTorch's scaled_dot_product_attention, with (b) + (d) as its additive mask."""
-    mask = visible_keys(query.shape[-2], key.shape[-2], window, key_mask, query.device)
-    if rel_key is not None:
-        mask = (_position_scores(query, rel_key, position_bias, rel_bias) * scaling).masked_fill(~mask, -torch.inf)
+    if rel_key is None:
+        mask = visible_keys(query.shape[-2], key.shape[-2], window, key_mask, query.device)
+    else:
+        mask = _hide(_position_scores(query, rel_key, position_bias, rel_bias, scaling), window, key_mask)
     query = _add_bias(query, content_bias)
     return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, scale=scaling), None
 
@@ -128,12 +127,11 @@ def flex_relative_attention(
     dropout: float,
 ) -> tuple[Tensor, None]:
     """PyTorch's FlexAttention, compiled, with (b) + (d) as a captured L × K tensor."""
-    visible = visible_keys(query.shape[-2], key.shape[-2], window, key_mask, query.device)
     if rel_key is None:
-        bias = torch.zeros(visible.shape, device=query.device, dtype=query.dtype).masked_fill(~visible, -torch.inf)
+        bias = query.new_zeros(*query.shape[:3], key.shape[2])
     else:
-        bias = (_position_scores(query, rel_key, position_bias, rel_bias) * scaling).masked_fill(~visible, -torch.inf)
-    bias = bias.expand(*query.shape[:3], key.shape[2])
+        bias = _position_scores(query, rel_key, position_bias, rel_bias, scaling)
+    bias = _hide(bias, window, key_mask)
 
     def add_bias(score, b, h, i, j):
         return score + bias[b, h, i, j]
@@ -173,11 +171,31 @@ def _add_bias(query: Tensor, bias: Tensor | None) -> Tensor:
     return query if bias is None else query + bias[:, None].to(query.dtype)
 
 
-def _position_scores(query: Tensor, rel_key: Tensor, position_bias: Tensor | None, rel_bias: Tensor | None) -> Tensor:
-    scores = _add_bias(query, position_bias) @ rel_key.transpose(-1, -2)
+def _position_scores(
+    query: Tensor, rel_key: Tensor, position_bias: Tensor | None, rel_bias: Tensor | None, scaling: float
+) -> Tensor:
+    """(b) + (d), or (b) and a learned score per distance: (B, H, L, K)."""
+    B, _, L, _ = query.shape
+    if L > 1:
+        rel_key = F.pad(rel_key, (0, 0, 1, 0))
+        rel_bias = None if rel_bias is None else F.pad(rel_bias, (1, 0))
+    # One product for each head, whatever the batch: the distances are everybody's.
+    queries = (_add_bias(query, position_bias) * scaling).transpose(0, 1).flatten(1, 2)
+    scores = (queries @ rel_key.transpose(-1, -2)).unflatten(1, (B, L))
     if rel_bias is not None:
-        scores = scores + rel_bias[:, None].to(scores.dtype)
-    return relative_shift(scores)
+        scores = scores + rel_bias[:, None, None].to(scores.dtype) * scaling
+    return (relative_shift(scores) if L > 1 else scores).transpose(0, 1)
+
+
+def _hide(scores: Tensor, window: int | None, key_mask: Tensor | None) -> Tensor:
+    """Set the scores (B, H, L, K) of keys that a query does not see to minus infinity, in place."""
+    L, K = scores.shape[-2:]
+    if window is not None or key_mask is not None:
+        return scores.masked_fill_(~visible_keys(L, K, window, key_mask, scores.device), -torch.inf)
+    if L > 1:
+        future = torch.ones(L, L, dtype=torch.bool, device=scores.device).triu(1)
+        scores[..., K - L :].masked_fill_(future, -torch.inf)
+    return scores
 
 
 RELATIVE_ATTENTION_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {

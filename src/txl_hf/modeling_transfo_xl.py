@@ -260,7 +260,7 @@ class TransfoXLAttention(nn.Module):
             positions = self.r_proj(positions).unflatten(-1, (self.config.n_head, self.config.d_head))
         rel_key = positions.transpose(0, 1)
         if rel_keys is not None:
-            rel_keys[self.layer_idx] = rel_key
+            rel_key = rel_keys[self.layer_idx] = rel_key.contiguous()
         return rel_key
 
     def _split_heads(self, projected: Tensor) -> Tensor:
