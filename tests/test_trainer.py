@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 pytest.importorskip("accelerate")
 
@@ -320,6 +322,13 @@ def test_nothing_to_resume(tmp_path, saved_run):
         )
 
 
+def test_a_run_that_is_done_stays_so(tmp_path, saved_run):
+    shutil.copytree(saved_run[0], tmp_path, dirs_exist_ok=True)
+    trainer = make_trainer(tmp_path, **SGD, **SAVING)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 12
+
+
 def test_a_checkpoint_of_the_same_name_is_replaced(tmp_path, saved_run):
     shutil.copytree(saved_run[0] / "checkpoint-5", tmp_path / "checkpoint-5")
     (tmp_path / "checkpoint-5" / "of-an-earlier-run").touch()
@@ -328,7 +337,7 @@ def test_a_checkpoint_of_the_same_name_is_replaced(tmp_path, saved_run):
 
 
 def kill_and_resume(path: Path, kills: int, seed: int, **arguments):
-    """Kill a run so many times, resume each time, and compare every loss on the way with an uninterrupted run."""
+    """Kill a run so often, or until it is done, resume it, and compare every loss on the way with a whole run."""
     chance = random.Random(seed)
     arguments = {
         "model": {"dropout": 0.2, "dropatt": 0.1},
@@ -345,13 +354,16 @@ def kill_and_resume(path: Path, kills: int, seed: int, **arguments):
     killed.mkdir()
     assert run(output=whole, **arguments) == [0]
     for kill in range(kills):
-        resume = last_checkpoint(killed) is not None
+        checkpoint = last_checkpoint(killed)
+        resume = checkpoint is not None
+        if resume and checkpoint.endswith(f"-{arguments['max_steps']}"):
+            break
         if kill % 2:
-            [process] = start(output=killed, resume=resume, kill_at=chance.randrange(40), **arguments)
+            [process] = start(output=killed, resume=resume, kill_at=chance.randrange(20), **arguments)
         else:
             [process] = start(output=killed, resume=resume, **arguments)
             lines = len(read_losses(killed)) if (killed / "losses.jsonl").exists() else 0
-            wanted = lines + chance.randrange(1, 12)
+            wanted = lines + chance.randrange(1, 6)
             while process.is_alive() and lines < wanted:
                 time.sleep(0.002)
                 lines = len(read_losses(killed)) if (killed / "losses.jsonl").exists() else 0
@@ -367,7 +379,7 @@ def kill_and_resume(path: Path, kills: int, seed: int, **arguments):
 
 
 def test_killed_and_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
-    kill_and_resume(tmp_path, kills=5, seed=time.time_ns())
+    kill_and_resume(tmp_path, kills=8, seed=time.time_ns())
 
 
 @pytest.mark.slow
@@ -377,7 +389,7 @@ def test_killed_and_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
     ids=["plain", "accumulation", "every-step"],
 )
 def test_killed_often(tmp_path, arguments):
-    kill_and_resume(tmp_path, kills=15, seed=time.time_ns(), **arguments)
+    kill_and_resume(tmp_path, kills=30, seed=time.time_ns(), **arguments)
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -407,6 +419,8 @@ def test_two_processes_with_accumulation_and_another_number_on_resuming(tmp_path
     compare(tmp_path, common, two)
     expected = [line[2] for line in read_losses(tmp_path / "one")]
     for saved, arguments in (("two", common), ("one", two)):
+        if arguments is two and Version(transformers.__version__) < Version("5.23"):
+            continue  # Trainer loads an optimizer to "cpu:0" there, which torch refuses.
         output = tmp_path / f"from-{saved}"
         shutil.copytree(tmp_path / saved / "checkpoint-7", output / "checkpoint-7")
         assert set(run(output=output, resume=True, **arguments)) == {0}

@@ -2,12 +2,14 @@
 
 import json
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import shutil
 import signal
 import socket
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import set_seed
@@ -133,7 +135,11 @@ def _in_process(rank: int, processes: int, port: int, arguments: dict):
 
 def start(processes: int = 1, **arguments) -> list:
     """Start `train(**arguments)` in so many processes."""
-    context.set_forkserver_preload([__name__])
+    # The server finds this module by the environment alone.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        context.set_forkserver_preload([__name__])
+        multiprocessing.forkserver.ensure_running()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -177,6 +177,13 @@ class TransfoXLTrainer(Trainer):
             self._memory.mems = self._load_memory(self._resumed_from)
         self._resumed_from = None
 
+    def _run_epoch(self, *args, **kwargs) -> None:
+        # Trainer takes one step more when it resumes a run that is done.
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+        else:
+            self.control.should_training_stop = True
+
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         self._memory.micro_batch = 0
         batches, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
