@@ -105,6 +105,27 @@ def test_shift_aligns_every_distance(L, m):
             assert shifted[i, j] == i + m - j
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+@pytest.mark.parametrize("window", [None, 3], ids=lambda w: f"window{w}")
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_sdpa_without_gradient(shape, window, masked):
+    """On CPU a query with gradient takes eager's path, so the fused one is compared here."""
+    tensors, key_mask = draw(shape, masked=masked)
+    tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+    expected, _ = relative_attention(**tensors, key_mask=key_mask, window=window)
+    actual, _ = relative_attention(**tensors, key_mask=key_mask, window=window, implementation="sdpa")
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    gradients = []
+    for implementation in ("eager", "sdpa"):
+        # The query stays without gradient, so that PyTorch's own backward is run.
+        leaves = {name: t.clone().requires_grad_(name != "query") for name, t in tensors.items()}
+        output, _ = relative_attention(**leaves, key_mask=key_mask, window=window, implementation=implementation)
+        output.square().sum().backward()
+        gradients.append({name: leaf.grad for name, leaf in leaves.items() if name != "query"})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
 @pytest.mark.parametrize("shape", list(SHAPES.values())[::2], ids=list(SHAPES)[::2])

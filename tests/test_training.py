@@ -243,5 +243,8 @@ def test_saved_and_reloaded_model_has_the_same_losses(make_model, make_ids, tmp_
     model = make_model()
     model.save_pretrained(tmp_path)
     loaded = TransfoXLForCausalLM.from_pretrained(tmp_path).eval()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    # Loaded tensors lie in the file, at other alignments, so that vectorised sums may differ in the last bit.
     ids = make_ids(2, 7)
-    assert torch.equal(loaded(ids, labels=ids).losses, model(ids, labels=ids).losses)
+    torch.testing.assert_close(loaded(ids, labels=ids).losses, model(ids, labels=ids).losses, rtol=1e-6, atol=1e-6)

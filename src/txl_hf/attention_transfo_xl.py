@@ -105,6 +105,10 @@ def sdpa_relative_attention(
     dropout: float,
 ) -> tuple[Tensor, None]:
     """PyTorch's scaled_dot_product_attention, with (b) + (d) as its additive mask."""
+    if rel_key is not None and query.device.type == "cpu" and torch.is_grad_enabled() and query.requires_grad:
+        # With a mask that needs a gradient, PyTorch has no fused path on CPU, and its plain one is slower than ours.
+        arguments = (query, key, value, rel_key, content_bias, position_bias, rel_bias, key_mask, window)
+        return eager_relative_attention(*arguments, scaling, dropout)[0], None
     if rel_key is None:
         mask = visible_keys(query.shape[-2], key.shape[-2], window, key_mask, query.device)
     else:
