@@ -17,7 +17,7 @@ from packaging.version import Version
 
 pytest.importorskip("accelerate")
 
-from transformers import EarlyStoppingCallback
+from transformers import AutoModelForCausalLM, EarlyStoppingCallback
 
 import txl_hf.trainer
 from trainer_process import UnevenStream, make_arguments, make_model, make_text, read_losses, run, start
@@ -397,35 +397,84 @@ def test_killed_often(tmp_path, arguments):
 TWO = {"processes": 2, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
 
 
-def compare(path: Path, one: dict, two: dict):
-    for name, arguments in (("one", one), ("two", two)):
-        (path / name).mkdir()
-        assert set(run(output=path / name, **arguments)) == {0}
-    expected, found = read_losses(path / "one"), read_losses(path / "two")
+ONE = {
+    "stream": UnevenStream,
+    "tokens": 301,
+    "eval_strategy": "steps",
+    "eval_steps": 7,
+    "save_strategy": "steps",
+    "save_steps": 7,
+    "lr_scheduler_type": "constant",
+}
+ACCUMULATED = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+
+
+def sharded(state_dict_type: str) -> dict:
+    config = {"transformer_layer_cls_to_wrap": ["TransfoXLLayer"], "state_dict_type": state_dict_type}
+    return {"fsdp": True, "fsdp_config": config}
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """Losses of training and evaluation of one process over the end of an epoch, and its checkpoints."""
+    path = tmp_path_factory.mktemp("one-process")
+    assert run(output=path, **ONE) == [0]
+    return path
+
+
+def compare(found: list, expected: list):
     assert [line[:2] for line in found] == [line[:2] for line in expected]
     np.testing.assert_allclose([line[2] for line in found], [line[2] for line in expected], rtol=1e-5)
 
 
-def test_two_processes_give_the_losses_of_one(tmp_path):
-    """With uneven targets, batches without a target in the last bin, over an epoch's end, without searching for unused
-    parameters."""
-    common = {"stream": UnevenStream, "tokens": 301, "eval_strategy": "steps", "eval_steps": 7}
-    compare(tmp_path, common, common | TWO | {"ddp_find_unused_parameters": False})
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ddp_find_unused_parameters": False},
+        ACCUMULATED,
+        {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 4,
+         "per_device_eval_batch_size": 4},
+        sharded("FULL_STATE_DICT"),
+        pytest.param(sharded("SHARDED_STATE_DICT"), marks=pytest.mark.slow),
+        pytest.param(sharded("FULL_STATE_DICT") | ACCUMULATED, marks=pytest.mark.slow),
+    ],
+    ids=["ddp", "ddp-accumulated", "ddp-split", "fsdp2", "fsdp2-sharded-checkpoint", "fsdp2-accumulated"],
+)  # fmt: skip
+def test_two_processes_give_the_losses_of_one(tmp_path, one_process, changes):
+    """Also with uneven targets and batches without a target in the last bin, which need no search for unused
+    parameters; and when they resume."""
+    expected = read_losses(one_process)
+    arguments = ONE | TWO | changes
+    assert run(output=tmp_path, **arguments) == [0, 0]
+    compare(read_losses(tmp_path), expected)
+    if "fsdp" not in changes and Version(transformers.__version__) < Version("5.23"):
+        return  # Trainer loads an optimizer to "cpu:0" there, which torch refuses.
+    for step in (14, 20):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    (tmp_path / "losses.jsonl").unlink()
+    assert run(output=tmp_path, resume=True, **arguments) == [0, 0]
+    compare(read_losses(tmp_path), [line for line in expected if line[1] > 7])
 
 
-def test_two_processes_with_accumulation_and_another_number_on_resuming(tmp_path):
-    common = {"stream": UnevenStream, "tokens": 301, "save_strategy": "steps", "save_steps": 7}
-    two = common | TWO | {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
-    compare(tmp_path, common, two)
-    expected = [line[2] for line in read_losses(tmp_path / "one")]
-    for saved, arguments in (("two", common), ("one", two)):
-        if arguments is two and Version(transformers.__version__) < Version("5.23"):
-            continue  # Trainer loads an optimizer to "cpu:0" there, which torch refuses.
-        output = tmp_path / f"from-{saved}"
-        shutil.copytree(tmp_path / saved / "checkpoint-7", output / "checkpoint-7")
-        assert set(run(output=output, resume=True, **arguments)) == {0}
-        assert [line[1] for line in read_losses(output)] == list(range(8, 21))
-        np.testing.assert_allclose([line[2] for line in read_losses(output)], expected[7:], rtol=1e-5)
+def test_another_number_of_processes_on_resuming(tmp_path, one_process):
+    expected = [line for line in read_losses(one_process) if line[1] > 7]
+    assert run(output=tmp_path, **ONE | TWO | ACCUMULATED | {"max_steps": 7}) == [0, 0]
+    changes = [{}] if Version(transformers.__version__) < Version("5.23") else [{}, TWO]
+    for number, change in enumerate(changes):
+        source, output = (one_process, tmp_path)[change == {}], tmp_path / str(number)
+        shutil.copytree(source / "checkpoint-7", output / "checkpoint-7")
+        assert set(run(output=output, resume=True, **ONE | {"max_steps": 20} | change)) == {0}
+        compare(read_losses(output), expected)
+
+
+def test_a_sharded_model_is_saved_as_what_it_is(tmp_path):
+    assert run(output=tmp_path, **ONE | TWO | sharded("FULL_STATE_DICT") | {"max_steps": 7}) == [0, 0]
+    saved = tmp_path / "checkpoint-7"
+    assert (saved / "modeling_transfo_xl.py").exists() and not list(saved.glob("_*"))
+    model = AutoModelForCausalLM.from_pretrained(saved).eval()
+    held_out = UnevenStream(make_text(201, seed=1), 5, 4, keep_remainder=True)
+    [then] = [line[2] for line in read_losses(tmp_path) if line[:2] == ["eval_loss", 7]]
+    assert make_trainer(tmp_path, model=model).evaluate(held_out)["eval_loss"] == pytest.approx(then, rel=1e-5)
 
 
 def test_importing_the_package_does_not_import_the_trainer():

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import DistributedType, PartialState
+from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import set_seed
 from transformers.utils import logging
@@ -83,14 +85,19 @@ def train(
     torch.set_num_threads(1)
     if kill_at is not None:
         _kill_at(kill_at)
+    arguments = make_arguments(output, **arguments)
+    if arguments.fsdp:
+        # accelerate shards on every device but the CPU, though torch can.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     trainer = TransfoXLTrainer(
         make_model(**(model or {})),
-        make_arguments(output, **arguments),
+        arguments,
         train_dataset=stream(make_text(tokens), 5, batch_size),
         eval_dataset=stream(make_text(201, seed=1), 5, batch_size, keep_remainder=True),
         callbacks=[LossFile(output / "losses.jsonl")],
     )
     trainer.train(resume_from_checkpoint=resume)
+    assert bool(arguments.fsdp) == isinstance(trainer.model, FSDPModule)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -129,7 +136,6 @@ def _in_process(rank: int, processes: int, port: int, arguments: dict):
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-    os.environ |= arguments.pop("environment", {})
     train(**arguments)
 
 
