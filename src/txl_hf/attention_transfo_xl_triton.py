@@ -9,23 +9,24 @@ another one in every entry of the tile: entry (i, j) wants the rel_key row
 so the tile touches the BLOCK_M + BLOCK_N - 1 rows from `first` = L - BLOCK_M - i0 + j0 on, where i0 and j0 are its
 first query and key. With i and j counted within the tile, the entry wants row `first` + BLOCK_M - 1 - i + j.
 
-**Rotation.** Multiply q + v with BLOCK_N rows at a time: `low` has the scores of rows `first` … `first` + BLOCK_N - 1,
-`high` those of the next BLOCK_N. What row i of the tile wants is a piece of [low, high] that starts at column
-BLOCK_M - 1 - i: the end of `low`, then the beginning of `high`. Joined in place they fill BLOCK_N columns with nothing to
-spare, in an order that is merely rotated:
+**The shift within a tile.** Multiply q + v with BLOCK_N rows at a time: `low` has the scores of rows `first` …
+`first` + BLOCK_N - 1, `high` those of the next BLOCK_N. Row i of the tile is the piece of row i of [low, high] that
+starts at column BLOCK_M - 1 - i: one gather, at addresses that no key, mask or distance enters. The next block of keys
+starts BLOCK_N rows further, so its `low` is this one's `high`: one new product a tile, three in all where flash
+attention has two.
 
-    joined[i, x] = low[i, x] if x ≥ BLOCK_M - 1 - i else high[i, x]
-    (b) + (d) of (i, j) = joined[i, (j + BLOCK_M - 1 - i) mod BLOCK_N]
+**Backward.** The gradient of a tile's scores goes back the same way. The end of `low` and the beginning of `high` that
+row i uses are BLOCK_N columns together, so one tile holds both in place: the piece of row i of [gradient, gradient]
+from column BLOCK_N - BLOCK_M + 1 + i on, a gather again where scattering would need atomics. What belongs to `high`
+waits for the next block of keys, which brings the other part of its rows. One kernel walks as the forward does and
+gives the gradients of queries, rel_key and the biases; the other owns a block of keys, walks over the queries, and
+gives the gradients of keys and values. rel_key and the biases receive a share from every batch row and block of
+queries: these are added atomically, or, where PyTorch is told to be deterministic, in a fixed order into a few partial
+sums.
 
-which is one gather along the row. The next block of keys starts BLOCK_N rows further, so its `low` is this one's
-`high`: one new product a tile, three in all where flash attention has two.
-
-**Backward.** The gradient of the scores is rotated back and split by the same condition: where x ≥ BLOCK_M - 1 - i it
-belongs to the rows of `low`, elsewhere to those of `high`, whose other part comes with the next block of keys. One
-kernel walks as the forward does and gives the gradients of queries, rel_key and the biases; the other owns a block of
-keys, walks over the queries, and gives the gradients of keys and values. rel_key and the biases receive a share from
-every batch row and block of queries: these are added atomically, or, where PyTorch is told to be deterministic, in a
-fixed order into a few partial sums.
+What decides is the register file. Gathers within a warp (shuffles) need an index and two moves between layouts for
+every entry; through shared memory, as `_pieces` has it, the addresses are constants. Backward computes `low` anew
+rather than carry it from tile to tile.
 
 Scores are kept in units of log 2, as the hardware has the exponential of base two.
 """
@@ -616,19 +617,23 @@ if triton is not None:
 
     # ---------------------------------------------------------------------------------------------- launching
 
-    # Queries and keys of a tile, warps, stages: by spilled registers, shared memory and instructions when compiled for
-    # sm_90, as no product of larger tiles fits. One row for heads up to 64 wide and one for those up to 128; without
-    # tensor cores, in fp32, a product holds its operands in registers.
+    # Queries and keys of a tile, warps, stages, for heads up to 64 and up to 128 wide: what spills least when compiled
+    # for sm_90. Larger tiles spill everywhere. Without tensor cores, in fp32, operands of a product occupy registers.
     _TILES = {
-        "forward": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2), "fp32": (32, 32, 4, 1)},
-        "backward_query": {64: (64, 64, 8, 2), 128: (64, 64, 8, 1), "fp32": (16, 32, 4, 1)},
-        "backward_key": {64: (64, 64, 4, 2), 128: (64, 64, 8, 1), "fp32": (16, 32, 4, 1)},
+        "forward": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2)},
+        "backward_query": {64: (64, 64, 8, 2), 128: (32, 64, 8, 1)},
+        "backward_key": {64: (64, 64, 4, 2), 128: (32, 64, 8, 1)},
+    }
+    _FP32_TILES = {
+        "forward": {64: (32, 32, 8, 1), 128: (16, 16, 4, 1)},
+        "backward_query": {64: (16, 16, 4, 1), 128: (16, 16, 4, 1)},
+        "backward_key": {64: (16, 32, 4, 1), 128: (16, 16, 4, 1)},
     }
 
     def _tile(kernel: str, D: int, L: int, dtype: torch.dtype) -> dict[str, int]:
         width = max(16, triton.next_power_of_2(D))
-        row = "fp32" if dtype == torch.float32 else max(width, 64)
-        queries, keys, warps, stages = _TILES[kernel][row]
+        tiles = _FP32_TILES if dtype == torch.float32 else _TILES
+        queries, keys, warps, stages = tiles[kernel][max(width, 64)]
         return {
             "WIDTH": width,
             "BLOCK_M": min(queries, LARGEST_TILE, max(16, triton.next_power_of_2(L))),

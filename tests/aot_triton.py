@@ -1,0 +1,147 @@
+"""Compile the kernels for sm_90 ahead of time, without a GPU, and print what they use as one JSON object a line.
+
+    python tests/aot_triton.py [--dtypes bfloat16] [--widths 64] [--dropout 0.1] [--tile 64,64,8,2] …
+
+The whole path runs on CPU tensors, from `torch.autograd.grad` down to Triton's own argument binding; a driver that
+only names a GPU takes the place of CUDA's, and kernels are compiled where they would be launched. Registers and shared
+memory limit how many programs share a multiprocessor (sm_90: 65,536 registers, 227 KiB).
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.runtime.jit import JITFunction
+
+import txl_hf.attention_transfo_xl_triton as kernels
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class NamedGPU:
+    """As much of a Triton driver as compiling asks for."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def resources(compiled) -> dict:
+    """What the machine code of a kernel uses: registers and stack of a thread in bytes, and counts of instructions."""
+    with tempfile.TemporaryDirectory() as directory:
+        cubin = Path(directory, "kernel.cubin")
+        cubin.write_bytes(compiled.asm["cubin"])
+
+        def dump(option):
+            return subprocess.run([CUOBJDUMP, option, cubin], check=True, capture_output=True, text=True).stdout
+
+        usage, code = dump("--dump-resource-usage"), dump("--dump-sass")
+        ptx = Path(directory, "kernel.ptx")
+        ptx.write_text(compiled.asm["ptx"])
+        command = [get_ptxas(90).path, "--regAllocOptLevel=2", "--gpu-name=sm_90a", "-v", ptx, "-o", "/dev/null"]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)", code, re.MULTILINE)
+    return {
+        "registers": int(re.search(r"REG:(\d+)", usage).group(1)),
+        "stack": int(re.search(r"STACK:(\d+)", usage).group(1)),
+        "shared": compiled.metadata.shared,
+        "warps": compiled.metadata.num_warps,
+        "spills": sum(opcode in ("STL", "LDL") for opcode in opcodes),
+        "serialized": "wgmma.mma_async instructions are serialized" in report,
+        "shuffles": opcodes.count("SHFL"),
+        "tensor_core": sum(opcode in ("HGMMA", "HMMA") for opcode in opcodes),
+        "atomics": sum(opcode in ("RED", "REDG", "ATOMG", "ATOM") for opcode in opcodes),
+        "instructions": len(opcodes),
+    }
+
+
+def attend_and_differentiate(dtype, width, length, memory, window, dropout, masked, bias):
+    B, H, K = 2, 2, memory + length
+
+    def tensor(*shape):
+        return torch.zeros(shape, dtype=dtype, requires_grad=True)
+
+    # Heads side by side for each position, as projections leave them.
+    query, key, value = (tensor(B, n, H, width).transpose(1, 2) for n in (length, K, K))
+    rel_key = tensor(K, H, width).transpose(0, 1)
+    inputs = [query, key, value, rel_key, tensor(H, width), tensor(H, width)]
+    rel_bias = tensor(H, K) if bias else None
+    key_mask = torch.ones(B, K, dtype=torch.bool) if masked else None
+    output, _ = kernels.triton_relative_attention(*inputs, rel_bias, key_mask, window, width**-0.5, dropout)
+    torch.autograd.grad(output, inputs + ([rel_bias] if bias else []), torch.ones_like(output))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
+    parser.add_argument("--widths", nargs="+", type=int, default=[64])
+    parser.add_argument("--length", type=int, default=192)
+    parser.add_argument("--memory", type=int, default=192)
+    parser.add_argument("--window", type=int)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--masked", action="store_true")
+    parser.add_argument("--bias", action="store_true")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--tile", help="queries,keys,warps,stages of all kernels instead of their own")
+    parser.add_argument("--ptx", type=Path, help="folder to leave PTX in")
+    arguments = parser.parse_args()
+
+    triton.runtime.driver.set_active(NamedGPU())
+    # Only the compilation: there is nothing to launch on, and the tensors are on the CPU.
+    kernels.why_not_triton = lambda query: None
+    launch, compiled = JITFunction.run, {}
+
+    def compile_only(self, *args, warmup, **kwargs):
+        compiled[self.__name__] = launch(self, *args, warmup=True, **kwargs)
+
+    JITFunction.run = compile_only
+    if arguments.tile:
+        names = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
+        own_tile, override = kernels._tile, dict(zip(names, map(int, arguments.tile.split(",")), strict=True))
+        kernels._tile = lambda *args: own_tile(*args) | override
+    torch.use_deterministic_algorithms(arguments.deterministic)
+
+    for dtype in arguments.dtypes:
+        for width in arguments.widths:
+            attend_and_differentiate(
+                getattr(torch, dtype),
+                width,
+                arguments.length,
+                arguments.memory,
+                arguments.window,
+                arguments.dropout,
+                arguments.masked,
+                arguments.bias,
+            )
+            for name, kernel in compiled.items():
+                print(
+                    json.dumps(
+                        {"kernel": name.removeprefix("_").removesuffix("_kernel"), "dtype": dtype, "width": width}
+                        | resources(kernel)
+                    ),
+                    flush=True,
+                )
+                if arguments.ptx:
+                    arguments.ptx.mkdir(parents=True, exist_ok=True)
+                    (arguments.ptx / f"{name}.ptx").write_text(kernel.asm["ptx"])
+                    (arguments.ptx / f"{name}.ttgir").write_text(kernel.asm["ttgir"])
+                    (arguments.ptx / f"{name}.cubin").write_bytes(kernel.asm["cubin"])
+
+
+if __name__ == "__main__":
+    main()

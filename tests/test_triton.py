@@ -1,0 +1,419 @@
+"""The Triton kernels against eager and the fp64 loop over (i, j): outputs and every gradient, on a CPU in Triton's
+interpreter and on a GPU where there is one; and compiled for sm_90 where there is none.
+
+Tiles are made small, so that short sequences span several, and memory that the kernels ask for uninitialised is NaN.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers.dynamic_module_utils import get_imports
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install txl-hf[triton]")
+
+import oracle
+import txl_hf.attention_transfo_xl_triton as kernels
+from txl_hf.attention_transfo_xl import eager_relative_attention, visible_keys
+
+if not (kernels.INTERPRETED or torch.cuda.is_available()):
+    pytest.skip("without a GPU the kernels need TRITON_INTERPRET=1 before txl_hf is imported", allow_module_level=True)
+
+DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
+NAMES = ("query", "key", "value", "rel_key", "content_bias", "position_bias", "rel_bias")
+# B, H, L, m, Dh; tile; window; which keys are masked; which optional tensors are None.
+CASES = {
+    "B2-H2-L5-m7-D38": ((2, 2, 5, 7, 38), 16, None, False, ()),
+    "B1-H2-L1-m0-D41": ((1, 2, 1, 0, 41), 16, None, False, ()),
+    "B2-H1-L1-m100-D64-masked": ((2, 1, 1, 100, 64), 16, None, True, ()),
+    "B1-H2-L63-m7-D41": ((1, 2, 63, 7, 41), 16, None, False, ("rel_bias",)),
+    "B1-H1-L65-m64-D38-window5-masked": ((1, 1, 65, 64, 38), 16, 5, True, ()),
+    "B2-H1-L65-m0-D64-window0": ((2, 1, 65, 0, 64), 32, 0, False, ("position_bias",)),
+    "B1-H1-L130-m100-D64": ((1, 1, 130, 100, 64), 32, None, False, ("rel_bias",)),
+    "B1-H1-L130-m7-D128-masked": ((1, 1, 130, 7, 128), 64, None, True, ("content_bias", "rel_bias")),
+    "B1-H1-L40-m64-D41-window1000": ((1, 1, 40, 64, 41), 16, 1000, True, ("content_bias", "position_bias")),
+    "B2-H2-L33-m20-D16-absolute": ((2, 2, 33, 20, 16), 16, 30, False, ("rel_key", "position_bias", "rel_bias")),
+    "B2-H2-L17-m0-D8": ((2, 2, 17, 0, 8), 16, None, True, ()),
+}
+LONG_CASES = {
+    "B2-H3-L130-m100-D41-masked": ((2, 3, 130, 100, 41), 16, None, True, ()),
+    "B1-H2-L200-m300-D64-window77": ((1, 2, 200, 300, 64), 64, 77, True, ("rel_bias",)),
+    "B1-H1-L63-m1000-D128": ((1, 1, 63, 1000, 128), 64, None, False, ("rel_bias",)),
+}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch):
+    """What the kernels do not write is NaN."""
+
+    class Torch:
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        def empty(self, *args, **kwargs):
+            return torch.full_like(torch.empty(*args, **kwargs), torch.nan)
+
+        def empty_like(self, tensor):
+            return torch.full_like(tensor, torch.nan)
+
+    monkeypatch.setattr(kernels, "torch", Torch())
+
+
+def draw(shape, missing=(), masked=False, seed=0):
+    B, H, L, m, D = shape
+    K = m + L
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(B, H, L, D), (B, H, K, D), (B, H, K, D), (H, K, D), (H, D), (H, D), (H, K)]
+    tensors = {
+        name: None if name in missing else torch.randn(size, generator=generator, dtype=torch.float64)
+        for name, size in zip(NAMES, shapes, strict=True)
+    }
+    key_mask = (torch.rand(B, K, generator=generator) > 0.3).to(DEVICE) if masked else None
+    cotangent = torch.randn(B, H, L, D, generator=generator, dtype=torch.float64)
+    return tensors, key_mask, cotangent
+
+
+def exact_relative_attention(
+    query,
+    key,
+    value,
+    rel_key,
+    content_bias,
+    position_bias,
+    rel_bias,
+    key_mask,
+    window,
+    scaling,
+    dropout,
+    kept=None,
+):
+    """Eager with a softmax in the inputs' dtype, and with dropout by a mask that is given."""
+    L, K = query.shape[-2], key.shape[-2]
+    scores = (query if content_bias is None else query + content_bias[:, None]) @ key.transpose(-1, -2)
+    if rel_key is not None:
+        position = (query if position_bias is None else query + position_bias[:, None]) @ rel_key.transpose(-1, -2)
+        position = position if rel_bias is None else position + rel_bias[:, None]
+        row = torch.arange(L - 1, -1, -1)[:, None] + torch.arange(K)
+        scores = scores + position.gather(-1, row.clamp(max=K - 1).to(position.device).expand_as(position))
+    visible = visible_keys(L, K, window, key_mask, query.device)
+    probabilities = F.softmax((scores * scaling).masked_fill(~visible, -torch.inf), -1)
+    if kept is not None:
+        probabilities = probabilities * kept / (1 - dropout)
+    return probabilities @ value, probabilities
+
+
+def differentiate(attention, tensors, cotangent, dtype, *options, **more_options):
+    """The output and the gradients by name."""
+    inputs = {
+        name: None if tensor is None else tensor.to(DEVICE, dtype).requires_grad_() for name, tensor in tensors.items()
+    }
+    output, _ = attention(*inputs.values(), *options, **more_options)
+    given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    gradients = torch.autograd.grad(output, list(given.values()), cotangent.to(DEVICE, dtype))
+    return {"output": output.detach()} | dict(zip(given, gradients, strict=True))
+
+
+def errors(results, exact):
+    return {
+        name: ((results[name].double() - value.double()).norm() / value.double().norm().clamp(min=1e-30)).item()
+        for name, value in exact.items()
+    }
+
+
+def assert_within_budget(shape, window, masked, missing, dtype):
+    """Against fp64, at most twice what eager is off in the same dtype."""
+    tensors, key_mask, cotangent = draw(shape, missing, masked)
+    # All start from what the dtype can represent.
+    tensors = {name: None if tensor is None else tensor.to(dtype).double() for name, tensor in tensors.items()}
+    cotangent = cotangent.to(dtype).double()
+    options = (key_mask, window, shape[-1] ** -0.5, 0.0)
+    exact = differentiate(exact_relative_attention, tensors, cotangent, torch.float64, *options)
+    eager = errors(differentiate(eager_relative_attention, tensors, cotangent, dtype, *options), exact)
+    result = differentiate(kernels.triton_relative_attention, tensors, cotangent, dtype, *options)
+    assert all(tensor.dtype == dtype for tensor in result.values())
+    floor = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
+    # A gradient that is zero, as with one visible key, has no relative error.
+    exact = {name: tensor for name, tensor in exact.items() if tensor.norm() > 1e-9}
+    for name, error in errors(result, exact).items():
+        assert error <= max(2 * eager[name], floor), f"{name}: {error:.2e}, eager {eager[name]:.2e}"
+    assert all(tensor.isfinite().all() for tensor in result.values())
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_output_and_gradients_agree_with_eager(case, monkeypatch):
+    shape, tile, window, masked, missing = case
+    monkeypatch.setattr(kernels, "LARGEST_TILE", tile)
+    assert_within_budget(shape, window, masked, missing, torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", (CASES | LONG_CASES).values(), ids=CASES | LONG_CASES)
+def test_long_sequences_and_low_precision_agree_with_eager(case, dtype, monkeypatch):
+    shape, tile, window, masked, missing = case
+    monkeypatch.setattr(kernels, "LARGEST_TILE", tile)
+    assert_within_budget(shape, window, masked, missing, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("D", [38, 41, 64])
+def test_low_precision_stays_within_twice_the_error_of_eager(D, dtype):
+    assert_within_budget((2, 2, 63, 40, D), 50, True, (), dtype)
+
+
+@pytest.mark.parametrize("window", [None, 4], ids=lambda w: f"window{w}")
+def test_output_is_the_loop_over_i_and_j(window, monkeypatch):
+    monkeypatch.setattr(kernels, "LARGEST_TILE", 16)
+    shape = (1, 2, 19, 6, 5)
+    tensors, key_mask, _ = draw(shape, masked=True)
+    K = shape[2] + shape[3]
+    expected, _ = oracle.relative_attention(
+        tensors["query"],
+        tensors["key"],
+        tensors["value"],
+        lambda h, distance: tensors["rel_key"][h, K - 1 - distance],
+        tensors["content_bias"],
+        tensors["position_bias"],
+        lambda h, distance: tensors["rel_bias"][h, K - 1 - distance],
+        key_mask.cpu(),
+        window,
+    )
+    inputs = [tensor.to(DEVICE, torch.float32) for tensor in tensors.values()]
+    output, probabilities = kernels.triton_relative_attention(*inputs, key_mask, window, shape[-1] ** -0.5, 0.0)
+    assert probabilities is None
+    torch.testing.assert_close(output.cpu().double(), expected, atol=2e-6, rtol=2e-6)
+
+
+def kept_by_dropout(shape, dropout, seed, window=None):
+    """The dropout mask (B, H, L, K) of a seed: with values that are unit vectors the output is the probabilities."""
+    B, H, L, m, D = shape
+    K = m + L
+    tensors, _, _ = draw(shape)
+    inputs = [tensor.to(DEVICE, torch.float32) for tensor in tensors.values()]
+    inputs[2] = torch.eye(K, D, device=DEVICE).expand(B, H, K, D)
+    torch.manual_seed(seed)
+    probabilities, _ = kernels.triton_relative_attention(*inputs, None, window, D**-0.5, dropout)
+    return probabilities[..., :K] != 0
+
+
+@pytest.mark.parametrize("tile", [16, 32])
+def test_dropout_differentiates_through_the_mask_of_its_seed(tile, monkeypatch):
+    monkeypatch.setattr(kernels, "LARGEST_TILE", tile)
+    shape, dropout, window = (2, 2, 24, 20, 64), 0.3, 30
+    tensors, _, cotangent = draw(shape)
+    kept = kept_by_dropout(shape, dropout, seed=1, window=window)
+    options = (None, window, 0.125, dropout)
+    exact = differentiate(exact_relative_attention, tensors, cotangent, torch.float64, *options, kept=kept)
+    torch.manual_seed(1)
+    result = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, *options)
+    assert max(errors(result, exact).values()) < 2e-6
+
+    torch.manual_seed(1)
+    again = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, *options)
+    assert torch.equal(result["output"], again["output"])
+    other = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, *options)
+    assert not torch.equal(result["output"], other["output"])
+
+
+def test_dropout_mask_depends_on_the_position_alone_and_drops_its_share(monkeypatch):
+    shape = (2, 2, 40, 24, 64)
+    masks = []
+    for tile in (16, 64):
+        monkeypatch.setattr(kernels, "LARGEST_TILE", tile)
+        masks.append(kept_by_dropout(shape, 0.25, seed=3))
+    assert torch.equal(*masks)
+    visible = visible_keys(40, 64, None, None, DEVICE).expand(2, 2, -1, -1)
+    kept = masks[0][visible].float()
+    assert abs(kept.mean() - 0.75) < 4 * (0.75 * 0.25 / len(kept)) ** 0.5
+    # Rows, columns, heads and batch rows each have a mask of their own.
+    for dimension in range(4):
+        first, second = masks[0].select(dimension, -1), masks[0].select(dimension, -2)
+        both = visible.select(dimension, -1) & visible.select(dimension, -2)
+        assert 0.4 < (first == second)[both].float().mean() < 0.85
+
+
+def test_everything_dropped_is_zero():
+    tensors, _, cotangent = draw((1, 1, 5, 3, 8))
+    result = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, None, None, 0.3, 1.0)
+    assert all((tensor == 0).all() for tensor in result.values())
+
+
+def test_strided_inputs_give_what_contiguous_ones_do(monkeypatch):
+    """Heads split off a projection, a memory that is a slice of a buffer, rel_key transposed, a broadcast gradient."""
+    monkeypatch.setattr(kernels, "LARGEST_TILE", 16)
+    shape = B, H, L, m, D = 2, 2, 21, 12, 24
+    tensors, key_mask, _ = draw(shape, masked=True)
+    contiguous = [tensor.to(DEVICE, torch.float32).requires_grad_() for tensor in tensors.values()]
+
+    def strided(tensor):
+        buffer = torch.full((B, 50, H, D), torch.nan, device=DEVICE)
+        view = buffer[:, 7 : 7 + tensor.shape[2]].transpose(1, 2)
+        view.copy_(tensor.detach())
+        return view.requires_grad_()
+
+    odd = [strided(tensor) for tensor in contiguous[:3]]
+    odd.append(contiguous[3].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_())
+    # Columns that are not side by side have to be copied.
+    odd.append(contiguous[4].detach().T.contiguous().T.requires_grad_())
+    odd += [tensor.detach().clone().requires_grad_() for tensor in contiguous[5:]]
+    results = []
+    for inputs in (contiguous, odd):
+        output, _ = kernels.triton_relative_attention(*inputs, key_mask, 17, 0.2, 0.0)
+        results.append([output, *torch.autograd.grad(output.sum(), inputs)])
+    for expected, result in zip(*results, strict=True):
+        torch.testing.assert_close(result, expected, atol=0, rtol=0)
+
+
+def test_deterministic_gradients_are_the_same_gradients(monkeypatch):
+    monkeypatch.setattr(kernels, "LARGEST_TILE", 16)
+    # Two programs share ten blocks of queries.
+    monkeypatch.setattr(kernels, "_partial_sums", lambda H, K, D: 2)
+    tensors, key_mask, cotangent = draw((2, 2, 70, 9, 16), masked=True)
+    options = (key_mask, 40, 0.25, 0.0)
+    expected = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, *options)
+    torch.use_deterministic_algorithms(True)
+    try:
+        results = [
+            differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, *options)
+            for _ in range(2)
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, value in expected.items():
+        assert torch.equal(results[0][name], results[1][name])
+        torch.testing.assert_close(results[0][name], value, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("wanted", [("query",), ("value",), ("rel_key",), ("content_bias", "rel_bias")], ids="-".join)
+def test_gradients_of_some_inputs_only(wanted):
+    tensors, _, cotangent = draw((1, 2, 9, 4, 8))
+    options = (None, None, 0.3, 0.0)
+    expected = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, *options)
+    inputs = {name: tensor.to(DEVICE, torch.float32) for name, tensor in tensors.items()}
+    leaves = [inputs[name].requires_grad_() for name in wanted]
+    output, _ = kernels.triton_relative_attention(*inputs.values(), *options)
+    for name, gradient in zip(wanted, torch.autograd.grad(output, leaves, cotangent.to(output)), strict=True):
+        torch.testing.assert_close(gradient, expected[name])
+
+
+def test_autocast_computes_in_its_dtype():
+    tensors, _, _ = draw((1, 2, 9, 4, 8))
+    inputs = [tensor.to(DEVICE, torch.float32).requires_grad_() for tensor in tensors.values()]
+    expected, _ = kernels.triton_relative_attention(*inputs, None, None, 0.3, 0.0)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        output, _ = kernels.triton_relative_attention(*inputs, None, None, 0.3, 0.0)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.float(), expected, atol=0.05, rtol=0.05)
+    assert torch.autograd.grad(output.sum(), inputs[0])[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_compiles_in_one_graph(dropout):
+    tensors, key_mask, cotangent = draw((1, 2, 9, 4, 8), masked=True)
+    options = (key_mask, 6, 0.3, dropout)
+    compiled = torch.compile(kernels.triton_relative_attention, backend="aot_eager", fullgraph=True)
+    results = []
+    for attention in (kernels.triton_relative_attention, compiled):
+        torch.manual_seed(0)
+        results.append(differentiate(attention, tensors, cotangent, torch.float32, *options))
+    for expected, result in zip(results[0].values(), results[1].values(), strict=True):
+        torch.testing.assert_close(result, expected)
+
+
+def test_operator_keeps_its_promises_to_pytorch():
+    """Schema, shapes and strides without computing, and gradients under tracing, as PyTorch's own checks see them."""
+    tensors, key_mask, _ = draw((2, 2, 6, 3, 8), masked=True)
+    inputs = [tensor.to(DEVICE, torch.float32).requires_grad_() for tensor in tensors.values()]
+    torch.library.opcheck(kernels.relative_attention_op, (*inputs, key_mask, None, 5, 0.3, 0.0))
+
+
+def test_says_why_it_cannot_be_used(monkeypatch):
+    def query(D=8, dtype=torch.float32):
+        return torch.zeros(1, 1, 2, D, dtype=dtype, device=DEVICE)
+
+    assert kernels.why_not_triton(query()) is None
+    assert "129" in kernels.why_not_triton(query(D=129))
+    assert "float64" in kernels.why_not_triton(query(dtype=torch.float64))
+    with pytest.raises(ValueError, match="float64"):
+        kernels.triton_relative_attention(*[query(dtype=torch.float64)] * 3, *[None] * 6, 1.0, 0.0)
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    assert "cpu" in kernels.why_not_triton(query().cpu())
+    monkeypatch.setattr(kernels, "triton", None)
+    assert "not installed" in kernels.why_not_triton(query())
+
+
+def test_module_lives_without_triton(monkeypatch):
+    """A checkpoint's remote code brings this file to users who never asked for Triton."""
+    assert "triton" not in get_imports(kernels.__file__)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    spec = importlib.util.spec_from_file_location("kernels_without_triton", kernels.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert "not installed" in module.why_not_triton(torch.zeros(1, 1, 2, 8))
+
+
+def test_two_copies_live_in_one_process():
+    """The package, and the file as it came with a checkpoint."""
+    spec = importlib.util.spec_from_file_location("transformers_modules.model.attention", kernels.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tensors, _, cotangent = draw((1, 1, 5, 2, 8))
+    options = (None, None, 0.3, 0.0)
+    results = [
+        differentiate(copy.triton_relative_attention, tensors, cotangent, torch.float32, *options)
+        for copy in (kernels, module)
+    ]
+    for expected, result in zip(results[0].values(), results[1].values(), strict=True):
+        assert torch.equal(expected, result)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("--dropout", "0.1", "--masked", "--bias", "--window", "100"), marks=pytest.mark.slow)],
+    ids=["plain", "everything"],
+)
+def test_compiles_for_sm_90_without_a_gpu(options, tmp_path):
+    """Everything from autograd down to Triton's argument binding, and what the machine code uses."""
+    script = Path(__file__).with_name("aot_triton.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(kernels.__file__).parents[1])}
+    command = [sys.executable, "-W", "ignore", script, "--dtypes", "bfloat16", "float16", *options]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(rows) == 6
+    for row in rows:
+        print(row)
+        assert row["tensor_core"] >= 16
+        # Half of a multiprocessor's 227 KiB: two programs, as many as the registers of the leanest kernel allow.
+        assert row["shared"] <= 113 * 1024
+        assert row["stack"] <= (256 if options else 128)
+        if not options:
+            assert not row["serialized"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(4, 8, 192, 192, 64), (2, 10, 150, 150, 41), (1, 4, 384, 384, 128)], ids=str)
+def test_training_shapes_on_a_gpu(shape, dtype):
+    assert_within_budget(shape, None, True, (), dtype)
+
+
+@pytest.mark.gpu
+def test_memory_is_linear_in_the_number_of_keys():
+    L, D = 2048, 64
+    peaks = []
+    for m in (2048, 8192 - 2048):
+        tensors, _, cotangent = draw((1, 2, L, m, D))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.bfloat16, None, None, 0.125, 0.0)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    # One head's L × K scores in bf16 would be 32 MiB.
+    assert peaks[1] - peaks[0] < 2**24
