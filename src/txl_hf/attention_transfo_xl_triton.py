@@ -816,7 +816,7 @@ if triton is not None:
             **tile,
         )
         return [
-            query.new_empty(0) if total is None else total.sum(0).to(tensor.dtype)
+            query.new_empty(0) if total is None or tensor is None else total.sum(0).to(tensor.dtype)
             for total, tensor in zip(sums, tensors, strict=True)
         ]
 
