@@ -57,8 +57,8 @@ def why_not_triton(query: Tensor) -> str | None:
     """The reason why `triton_relative_attention` cannot take this query (B, H, L, Dh), or None if it can."""
     if triton is None:
         return "Triton is not installed"
-    if not hasattr(tl, "gather"):
-        return f"Triton {triton.__version__} has no gather"
+    if not (hasattr(tl, "gather") and hasattr(tl, "tuple")):
+        return f"Triton {triton.__version__} is too old: it has no gather or no tuples"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"{query.dtype} is not supported"
     if query.shape[-1] > 128:
