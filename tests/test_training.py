@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
@@ -163,6 +164,35 @@ def test_trainer_counts_targets_over_accumulated_batches(make_model, make_ids, t
         results.append(model.state_dict())
     for name, tensor in results[0].items():
         torch.testing.assert_close(tensor, results[1][name], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"untie_r": False}, {"attn_type": 1}], ids=["plain", "tied", "shaw"])
+def test_trainer_resumes_with_the_weights_it_saved(make_model, make_ids, tmp_path, changes):
+    """Trainer loads what `save_pretrained` wrote, names on disk and all, with `load_state_dict(strict=False)`."""
+    data = [{"input_ids": ids, "labels": ids} for ids in make_ids(8, 8)]
+
+    def losses(steps, **resume):
+        options = arguments(tmp_path / "run", max_steps=steps, logging_steps=1, save_strategy="steps", save_steps=3)
+        trainer = Trainer(make_model(init_std=0.1, **changes), options, train_dataset=data)
+        trainer.train(**resume)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer.model.state_dict()
+
+    whole, weights = losses(6)
+    resumed, resumed_weights = losses(6, resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert resumed == pytest.approx(whole, rel=1e-5)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(resumed_weights[name], tensor, atol=1e-5, rtol=1e-5)
+
+
+def test_state_dicts_of_both_layouts_load(make_model, make_ids, tmp_path):
+    model, other = make_model(seed=1), make_model(seed=2)
+    model.save_pretrained(tmp_path)
+    missing = other.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False).missing_keys
+    assert set(missing) == set(other.all_tied_weights_keys)
+    third = make_model(seed=3)
+    third.load_state_dict(model.state_dict())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor) and torch.equal(third.state_dict()[name], tensor)
 
 
 def test_trainer_fine_tunes_a_classifier(make_model, make_ids, tmp_path):

@@ -11,6 +11,7 @@ Dh = `d_head`, V vocabulary. u and v are the paper's biases, `content_bias` and 
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput, can_return_tuple, logging
@@ -417,6 +421,13 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
         if missing and not output_loading_info and name is not None:
             raise CheckpointError(f"the checkpoint {name} lacks {', '.join(sorted(missing))}")
         return (model, info) if output_loading_info else model
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs):
+        """As in torch; the names and joined tensors of a file that `save_pretrained` wrote are understood too.
+
+        `Trainer` hands such files over as they are when it resumes or loads its best model.
+        """
+        return super().load_state_dict(_from_disk_layout(state_dict), *args, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs):
         """As in `transformers`: weights, configuration, and what loads them where this package is not installed: the
@@ -986,6 +997,25 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 "a batch of several rows may hold padding: give attention_mask, or set config.pad_token_id"
             )
         return (torch.arange(segment_length, device=scores.device) * real.to(scores.device)).argmax(-1)
+
+
+def _from_disk_layout(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Names in memory for names on disk; what has its name in memory already stays."""
+    mapping = get_checkpoint_conversion_mapping(TransfoXLConfig.model_type)
+    renamings = [transform for transform in mapping if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in mapping if isinstance(transform, WeightConverter)]
+    converted = {}
+    for name, tensor in state_dict.items():
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        converter = next((c for c in converters if c.source_patterns[0] in name), None)
+        if converter is None:
+            converted[name] = tensor
+            continue
+        parts = converter.target_patterns
+        for part, chunk in zip(parts, tensor.chunk(len(parts), dim=0), strict=True):
+            converted[name.replace(converter.source_patterns[0], part)] = chunk
+    return converted
 
 
 def _damaged_files(folder: str | os.PathLike) -> list[str]:
