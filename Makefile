@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 OUTPUT ?= demo-output
 BIN := $(VENV)/bin
+# Triton decides when it is imported whether its interpreter runs the kernels, so these tests have processes of their own.
+INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 PIP := $(BIN)/python -m pip install --constraint constraints.txt
 
 .PHONY: venv demo test test-all test-gpu style quality bench clean
@@ -13,11 +15,13 @@ demo: $(VENV)/demo-installed
 
 # The suite, within minutes on two cores.
 test: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" --ignore tests/test_triton.py
+	$(INTERPRETED) -m "not slow and not gpu" tests/test_triton.py
 
 # The suite with its long tests.
 test-all: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" --ignore tests/test_triton.py
+	$(INTERPRETED) -m "not gpu" tests/test_triton.py
 
 test-gpu: venv
 	$(BIN)/python -m pytest -m gpu
