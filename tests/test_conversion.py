@@ -15,26 +15,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-REPOSITORY = Path(__file__).parents[1]
-sys.path.insert(0, str(REPOSITORY / "conversion"))
-
-from hypothesis import HealthCheck, given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-
-import convert  # noqa: E402  (conversion/ is a folder of scripts, not an installed package)
-import kimiyoung_pytorch  # noqa: E402
-import layout  # noqa: E402
-import vocabulary  # noqa: E402
-from txl_hf import (  # noqa: E402
+import convert
+import kimiyoung_pytorch
+import layout
+import vocabulary
+from txl_hf import (
     TransfoXLConfig,
     TransfoXLForCausalLM,
     TransfoXLForSequenceClassification,
     TransfoXLTokenizer,
 )
 
+REPOSITORY = Path(__file__).parents[1]
 FIXTURES = REPOSITORY / "tests" / "fixtures" / "conversion"
 SHARED = REPOSITORY.parent / "shared" / "golden"
 TOLERANCE = 1e-4

@@ -2,26 +2,22 @@
 
 import json
 import struct
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import convert
+import kimiyoung_tf
+import layout
+import tf_checkpoint
+from tf_checkpoint import TensorBundle, TensorBundleError, masked_crc32c
+from txl_hf import TransfoXLConfig
 
 REPOSITORY = Path(__file__).parents[1]
-sys.path.insert(0, str(REPOSITORY / "conversion"))
-
-from safetensors.torch import load_file  # noqa: E402
-
-import convert  # noqa: E402  (conversion/ is a folder of scripts, not an installed package)
-import kimiyoung_tf  # noqa: E402
-import layout  # noqa: E402
-import tf_checkpoint  # noqa: E402
-from tf_checkpoint import TensorBundle, TensorBundleError, masked_crc32c  # noqa: E402
-from txl_hf import TransfoXLConfig  # noqa: E402
-
 GOLDENS = {
     path.parent.name: path.parent
     for root in (REPOSITORY.parent / "shared" / "golden", REPOSITORY / "tests" / "fixtures" / "conversion")

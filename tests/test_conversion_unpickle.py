@@ -15,12 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import convert
+import unpickle
+
 REPOSITORY = Path(__file__).parents[1]
-sys.path.insert(0, str(REPOSITORY / "conversion"))
-
-import convert  # noqa: E402  (conversion/ is a folder of scripts, not an installed package)
-import unpickle  # noqa: E402
-
 FIXTURES = REPOSITORY / "tests" / "fixtures" / "conversion"
 FUZZ = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
 
