@@ -403,6 +403,7 @@ def test_dropout_is_where_the_original_has_it(make_model, make_ids):
     model(make_ids(1, 3))
     layer = ["self_attn", "mlp", "mlp"]
     per_layer = [f"transformer.layers.{i}.{part}.dropout" for i in range(2) for part in layer]
-    assert calls == ["transformer.dropout"] * 2 + per_layer + ["transformer.dropout"]
+    first = ["transformer.input_dropout", "transformer.position_dropout"]
+    assert calls == first + per_layer + ["transformer.output_dropout"]
     drops = make_model(dropatt=0.5).train()
     assert not torch.equal(drops(make_ids(1, 5)).logits, drops(make_ids(1, 5)).logits)

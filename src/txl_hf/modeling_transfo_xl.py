@@ -514,7 +514,10 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
     def __init__(self, config: TransfoXLConfig):
         super().__init__(config)
         self.embed_tokens = AdaptiveEmbedding(config)
-        self.dropout = nn.Dropout(config.dropout)
+        # One for each place, so that each can be replaced by itself.
+        self.input_dropout = nn.Dropout(config.dropout)
+        self.position_dropout = nn.Dropout(config.dropout)
+        self.output_dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(TransfoXLLayer(config, i) for i in range(config.n_layer))
         heads = (config.n_head, config.d_head)
         if config.attn_type == 0 and not config.untie_r:
@@ -602,7 +605,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         if past_key_values is None and self.config.mem_len > 0:
             new_mems = self._remember(memory, states, key_mask if attention_mask is not None else None)
         return TransfoXLModelOutput(
-            last_hidden_state=self.dropout(hidden_states), mems=new_mems, past_key_values=past_key_values
+            last_hidden_state=self.output_dropout(hidden_states), mems=new_mems, past_key_values=past_key_values
         )
 
     def _choose_cache(self, use_cache: bool | None, past_key_values: Cache | None) -> Cache | None:
@@ -695,7 +698,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 f"the segment has {segment_length} tokens, but the model learned max_klen={self.config.max_klen} "
                 "absolute positions"
             )
-        return self.dropout(inputs_embeds)
+        return self.input_dropout(inputs_embeds)
 
     def _relative_encodings(
         self, key_length: int, embeds: Tensor, state: "DecodingState | None"
@@ -704,12 +707,12 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         config = self.config
         if config.attn_type == 0:
             if state is None:
-                shared = {"positions": self.dropout(self._sinusoids(key_length, embeds))}
+                shared = {"positions": self.position_dropout(self._sinusoids(key_length, embeds))}
             else:
                 if state.positions is None or len(state.positions) < key_length:
                     # At once as many as a full memory needs, so that a growing one asks for them only once.
                     rows = max(key_length, config.sliding_window)
-                    state.positions, state.rel_keys = self.dropout(self._sinusoids(rows, embeds)), {}
+                    state.positions, state.rel_keys = self.position_dropout(self._sinusoids(rows, embeds)), {}
                 shared = {"positions": state.positions, "rel_keys": state.rel_keys}
             if not config.untie_r:
                 shared |= {"content_bias": self.content_bias, "position_bias": self.position_bias}
