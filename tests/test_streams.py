@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from txl_hf import TokenStream
+from txl_hf import TokenStream, evaluate_language_model
 from txl_hf.streams import check_loader
 
 
@@ -58,7 +58,7 @@ def test_evaluation_trims_no_token(labels, segment_length, batch_size, varlen_se
 
 
 def test_segments_of_varying_length():
-    """The original's --varlen: contiguous, one length a step, the same in every epoch, other with another seed."""
+    """The original's --varlen: contiguous, one length a step, others with another seed."""
     stream = TokenStream(range(20001), segment_length=40, batch_size=4, varlen_seed=1)
     batches = list(DataLoader(stream, batch_size=4))
     rows = torch.cat([batch["input_ids"] for batch in batches], dim=1)
@@ -73,7 +73,34 @@ def test_segments_of_varying_length():
     assert [len(other[4 * i]["input_ids"]) for i in range(other.steps)] != lengths
 
 
-@pytest.mark.parametrize("changes", [{}, {"varlen_seed": 0}, {"keep_remainder": True}])
+@pytest.mark.parametrize("keep_remainder", [False, True])
+def test_every_epoch_varies_in_its_own_way(keep_remainder):
+    """With as many steps, on which schedules and resuming depend; a stream made anew agrees."""
+    options = {"varlen_seed": 1, "keep_remainder": keep_remainder}
+    stream, lengths = TokenStream(range(2003), 40, 4, **options), []
+    for epoch in (0, 1, 2, 1, 0):
+        stream.set_epoch(epoch)
+        batches = list(DataLoader(stream, batch_size=4))
+        labels = torch.cat([batch["shift_labels"] for batch in batches], dim=1)
+        inputs = torch.cat([batch["input_ids"] for batch in batches], dim=1)
+        text = torch.arange(1, 2003 if keep_remainder else 2001)
+        assert torch.equal(labels[labels != -100], text) and torch.equal(inputs[labels != -100], text - 1)
+        lengths.append([batch["input_ids"].shape[1] for batch in batches])
+        again = TokenStream(range(2003), 40, 4, first_step=3, **options)
+        again.set_epoch(epoch)
+        assert [len(again[4 * i]["input_ids"]) for i in range(again.steps - 3)] == lengths[-1][3:]
+    assert lengths[0] == lengths[4] != lengths[1] == lengths[3] != lengths[2] != lengths[0]
+    assert len({len(epoch) for epoch in lengths}) == 1
+
+
+def test_without_varying_lengths_all_epochs_are_the_same():
+    stream = TokenStream(range(201), 40, 2)
+    before = [item["input_ids"] for item in stream]
+    stream.set_epoch(3)
+    assert all(map(torch.equal, before, [item["input_ids"] for item in stream]))
+
+
+@pytest.mark.parametrize("changes", [{}, {"varlen_seed": 0}, {"keep_remainder": True}, {"ext_len": 5}])
 def test_resuming_from_a_step(changes):
     whole = TokenStream(range(500), 8, 3, **changes)
     rest = TokenStream(range(500), 8, 3, first_step=5, **changes)
@@ -82,6 +109,42 @@ def test_resuming_from_a_step(changes):
         assert torch.equal(rest[i]["input_ids"], whole[15 + i]["input_ids"])
     with pytest.raises(ValueError, match="first_step=99 must be an integer in"):
         TokenStream(range(500), 8, 3, first_step=99)
+
+
+@settings(deadline=None)
+@given(sizes(), st.integers(0, 12), st.booleans(), st.sampled_from([None, 0]))
+def test_extended_context_is_read_again(size, ext_len, keep_remainder, varlen_seed):
+    """What stands before a segment in its stream, as far as there is any, and without labels."""
+    tokens, segment_length, batch_size = size
+    options = {"keep_remainder": keep_remainder, "varlen_seed": varlen_seed}
+    plain = list(DataLoader(TokenStream(range(tokens), segment_length, batch_size, **options), batch_size))
+    stream = TokenStream(range(tokens), segment_length, batch_size, ext_len=ext_len, **options)
+    extended = list(DataLoader(stream, batch_size))
+    assert len(extended) == len(plain)
+    read = plain[0]["input_ids"][:, :0]
+    for before, item in zip(plain, extended, strict=True):
+        reread = read[:, max(0, read.shape[1] - ext_len) :]
+        assert torch.equal(item["input_ids"], torch.cat([reread, before["input_ids"]], dim=1))
+        labels = torch.cat([torch.full_like(reread, -100), before["shift_labels"]], dim=1)
+        assert torch.equal(item["shift_labels"], labels)
+        read = torch.cat([read, before["input_ids"]], dim=1)
+
+
+def test_extended_context_gives_the_evaluation_of_the_text(make_model, make_ids):
+    """Read by hand with memory, every token costs what `evaluate_language_model` says."""
+    model, text = make_model(ext_len=4, mem_len=9), make_ids(1, 60)[0]
+    stream = TokenStream(text, 5, 2, ext_len=4, keep_remainder=True)
+    mems, losses = None, []
+    for batch in DataLoader(stream, batch_size=2):
+        with torch.no_grad():
+            outputs = model(**batch, mems=mems)
+        mems = outputs.mems
+        losses.append(outputs.losses[batch["shift_labels"] != -100])
+    # The one stream's last label is the other's first token, which the evaluation does not score.
+    expected = sum(
+        evaluate_language_model(model, part, segment_length=5).nll * (len(part) - 1) for part in (text[:31], text[30:])
+    )
+    assert torch.cat(losses).sum().item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_shortest_text():
@@ -143,6 +206,12 @@ def test_items_are_copies():
 def test_bad_input_is_named(token_ids, segment_length, batch_size, message):
     with pytest.raises(ValueError, match=message):
         TokenStream(token_ids, segment_length, batch_size)
+
+
+@pytest.mark.parametrize("ext_len", [-1, 1.0, None])
+def test_extended_context_out_of_range(ext_len):
+    with pytest.raises(ValueError, match=f"ext_len={ext_len} must be an integer of at least 0"):
+        TokenStream(range(40), 4, 1, ext_len=ext_len)
 
 
 @pytest.mark.parametrize("index", [-1, 4])
@@ -212,6 +281,35 @@ def test_loaders_that_break_continuity_name_the_fix(loader, layout, message):
         options = {"num_processes": 2, "process_index": process_index} if prepare is prepared else {}
         with pytest.raises(ValueError, match=message):
             check_loader(prepare(stream, **loader, **options), process_index=process_index, **layout)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_prepared_loaders_tell_the_stream_its_epoch(num_processes):
+    """Also a loader that skips, once it is told of the epoch; workers that are forked anew hear of it too."""
+    accelerate = pytest.importorskip("accelerate")
+    stream = TokenStream(range(1001), 20, 4, varlen_seed=0)
+
+    def lengths(loader):
+        return [batch["input_ids"].shape[1] for batch in loader]
+
+    expected = []
+    for epoch in range(3):
+        stream.set_epoch(epoch)
+        expected.append([len(stream[4 * step]["input_ids"]) for step in range(stream.steps)])
+    assert expected[0] != expected[1] != expected[2]
+    for workers in (0, 1):
+        loader = prepared(stream, 4 // num_processes, num_processes, num_workers=workers)
+        assert [lengths(loader) for _ in range(3)] == expected
+    resumed = accelerate.skip_first_batches(loader, 2)
+    resumed.set_epoch(1)
+    assert lengths(resumed) == expected[1][2:]
+
+
+def test_workers_that_outlive_an_epoch():
+    stream = TokenStream(range(401), 5, 8, varlen_seed=0)
+    loader = DataLoader(stream, batch_size=8, num_workers=1, persistent_workers=True)
+    with pytest.raises(ValueError, match="workers that outlive an epoch.*persistent_workers=False"):
+        check_loader(loader)
 
 
 def test_a_loader_that_leaves_items_out():

@@ -22,6 +22,7 @@ from .modeling_transfo_xl import (
     TransfoXLModel,
     TransfoXLPreTrainedModel,
 )
+from .regularization import RegularizationArguments, regularize
 from .streams import TokenStream
 from .tokenization_transfo_xl import TransfoXLTokenizer
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .trainer import TransfoXLTrainer
 
 __all__ = [
+    "RegularizationArguments",
     "TokenStream",
     "TransfoXLConfig",
     "TransfoXLForCausalLM",
@@ -39,6 +41,7 @@ __all__ = [
     "TransfoXLTokenizer",
     "TransfoXLTrainer",
     "evaluate_language_model",
+    "regularize",
 ]
 
 AutoConfig.register(TransfoXLConfig.model_type, TransfoXLConfig)

@@ -19,14 +19,17 @@ class TokenStream(Dataset):
     With several processes and accumulation, micro-batch a of a step holds rows [aG/A, (a + 1)G/A) of all processes;
     `check_loader` tells whether a loader keeps to that.
 
-    An item is {"input_ids", "shift_labels"}, each (L,) int64; shift_labels[i] is the token after input_ids[i], so that
-    the last token of a segment predicts the first of the next one. Streams follow one another in the text without a
-    gap. L = S, and what is left at the end, less than one segment per stream, is not read, unless:
+    An item is {"input_ids", "shift_labels"}, each (e + L,) int64; shift_labels[i] is the token after input_ids[i], so
+    that the last token of a segment predicts the first of the next one. The first e ≤ `ext_len` tokens are those
+    before the segment, read again with the label -100: all there are in the stream, so that the first segment has
+    none. Streams follow one another in the text without a gap. L = S, and what is left at the end, less than one
+    segment per stream, is not read, unless:
 
     * `keep_remainder`, for evaluation: every token but the first is a label of exactly one item. The last segments are
       shorter; streams that are one token shorter than others end in the input 0 with the label -100.
-    * `varlen_seed`, the original's `--varlen`: all streams change their L together from step to step, the same way in
-      every epoch. Less than one token per stream is not read.
+    * `varlen_seed`, the original's `--varlen`: all streams change their L together from step to step. Less than one
+      token per stream is not read. Every epoch has the lengths of the first in another order, so that all have the
+      same number of steps, on which schedules and resuming depend; see `set_epoch`.
 
     Args:
         token_ids: N token ids: a list, an array, a CPU tensor, a memory-mapped array, a column of a
@@ -35,12 +38,14 @@ class TokenStream(Dataset):
         segment_length: S ≥ 1.
         batch_size: G ≥ 1, the streams of one optimiser step: rows per process × processes × accumulation steps.
         keep_remainder: read what is left at the end too.
+        ext_len: extended context ≥ 0. With memory it must be the model's `config.ext_len`, which keeps what is read
+            again out of the memory.
         varlen_seed: seed of segment lengths that vary: L is normal with deviation 5 around S, or around S / 2 in one
             step of twenty, within [5, S + 15]. None: L = S.
         first_step: begin with this segment of every stream, to resume where nothing skips what was read before.
 
     Attributes:
-        steps: segments per stream, those before `first_step` included.
+        steps: segments per stream and epoch, those before `first_step` included.
         dropped_tokens: tokens at the end of the text that are in no segment, neither as input nor as label.
 
     Raises:
@@ -55,14 +60,19 @@ class TokenStream(Dataset):
         batch_size: int,
         *,
         keep_remainder: bool = False,
+        ext_len: int = 0,
         varlen_seed: int | None = None,
         first_step: int = 0,
     ):
         check_sizes(segment_length=segment_length, batch_size=batch_size)
         check_tokens(token_ids)
+        if not isinstance(ext_len, int) or ext_len < 0:
+            raise ValueError(f"ext_len={ext_len!r} must be an integer of at least 0")
         self.token_ids = token_ids
         self.segment_length = segment_length
         self.batch_size = batch_size
+        self.ext_len = ext_len
+        self.varlen_seed = varlen_seed
         # The very last token is a label only.
         labels = len(token_ids) - 1
         self._stream_length, longer = divmod(labels, batch_size)
@@ -79,6 +89,7 @@ class TokenStream(Dataset):
         self._ends = None if varlen_seed is None else varying_ends(longest, segment_length, varlen_seed)
         if self._ends is not None:
             self.steps = len(self._ends)
+            self._lengths = np.diff(self._ends, prepend=0)
         else:
             self.steps = -(-longest // segment_length) if keep_remainder else longest // segment_length
             if not keep_remainder:
@@ -88,6 +99,19 @@ class TokenStream(Dataset):
             raise ValueError(f"first_step={first_step!r} must be an integer in [0, {self.steps}), the steps there are")
         self.first_step = first_step
 
+    def set_epoch(self, epoch: int):
+        """Order varying lengths as epoch `epoch` ≥ 0 has them; without `varlen_seed` all epochs are the same.
+
+        `Trainer` calls this at the beginning of each epoch, also of one that it resumes. So does a loader that
+        `Accelerator.prepare` returned; but one from `skip_first_batches` begins to count anew and must be told by its
+        `set_epoch`. Workers that outlive an epoch do not hear of it, which `check_loader` refuses.
+        """
+        if self.varlen_seed is not None:
+            lengths = self._lengths
+            if epoch > 0:
+                lengths = np.random.default_rng([self.varlen_seed, epoch]).permutation(lengths)
+            self._ends = lengths.cumsum()
+
     def __len__(self) -> int:
         return (self.steps - self.first_step) * self.batch_size
 
@@ -96,11 +120,13 @@ class TokenStream(Dataset):
             raise IndexError(f"item {index} of a TokenStream of {len(self)}")
         step, row = divmod(index, self.batch_size)
         begin, end = self._segment(self.first_step + step)
+        reread = min(begin, self.ext_len)
         start = row * self._stream_length + min(row, self._longer)
         stop = min(start + end, start + self._stream_length + (row < self._longer))
-        tokens = read_tokens(self.token_ids, start + begin, stop + 1)
+        tokens = read_tokens(self.token_ids, start + begin - reread, stop + 1)
         # Apart, so that masking labels in place does not mask the inputs too.
         input_ids, shift_labels = tokens[:-1], tokens[1:].clone()
+        shift_labels[:reread] = -100
         missing = start + end - stop
         if missing:
             input_ids = torch.cat([input_ids, input_ids.new_zeros(missing)])
@@ -161,6 +187,11 @@ def check_loader(
         )
     if loader.num_workers > 0 and not getattr(loader, "in_order", True):
         raise ValueError("the loader's workers may return batches out of order: set in_order=True")
+    if getattr(loader, "persistent_workers", False) and getattr(dataset, "varlen_seed", None) is not None:
+        raise ValueError(
+            "workers that outlive an epoch keep its segment lengths: set persistent_workers=False "
+            "(dataloader_persistent_workers in TrainingArguments)"
+        )
     if isinstance(dataset, IterableDataset):
         return
     if num_processes > 1 and any(kind.__name__ == "DataLoaderDispatcher" for kind in type(loader).__mro__):

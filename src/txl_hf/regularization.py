@@ -1,0 +1,164 @@
+"""Regularisers for small corpora, as the Penn Treebank and WikiText-2 recipes need them. Off by default.
+
+* Locked dropout (Gal and Ghahramani, 2016, https://arxiv.org/abs/1512.05287; Merity et al., 2017,
+  https://arxiv.org/abs/1708.02182, Section 4.2): one mask for all positions of a row, drawn anew in every forward.
+* Word dropout (Gal and Ghahramani, 2016, Section 5; Merity et al., 2017, Section 4.3): whole words of the embedding.
+* Activation regularisation, AR, and temporal activation regularisation, TAR (Merity et al., 2017, Section 4.6).
+
+All of it is put around a model from outside, so that a model that was trained with it is saved and loaded like any
+other. Masks come from torch's generator, so that a run resumes exactly where the generator's state is restored.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
+
+from .modeling_transfo_xl import TransfoXLModel
+
+__all__ = ["LockedDropout", "RegularizationArguments", "Regularizer", "regularize"]
+
+_RATES = ("word_dropout", "input_dropout", "attention_dropout", "mlp_dropout", "output_dropout")
+
+
+@dataclass
+class RegularizationArguments:
+    """What to regularise and how much; 0 leaves a place as the model's configuration has it.
+
+    Raises:
+        ValueError: a rate is outside [0, 1), or a coefficient is negative.
+    """
+
+    word_dropout: float = field(
+        default=0.0, metadata={"help": "Rate at which whole words of the embedding are dropped in a forward."}
+    )
+    input_dropout: float = field(
+        default=0.0, metadata={"help": "Rate of locked dropout of the embedded input, in place of config.dropout."}
+    )
+    attention_dropout: float = field(
+        default=0.0, metadata={"help": "Rate of locked dropout of attention's outputs, in place of config.dropout."}
+    )
+    mlp_dropout: float = field(
+        default=0.0,
+        metadata={"help": "Rate of locked dropout in and after the feed-forward, in place of config.dropout."},
+    )
+    output_dropout: float = field(
+        default=0.0, metadata={"help": "Rate of locked dropout of the final output, in place of config.dropout."}
+    )
+    ar: float = field(
+        default=0.0, metadata={"help": "Coefficient of the mean square of the dropped final output (AR)."}
+    )
+    tar: float = field(
+        default=0.0, metadata={"help": "Coefficient of the mean square of the final output's steps in time (TAR)."}
+    )
+
+    def __post_init__(self):
+        for name in _RATES:
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and less than 1")
+        for name in ("ar", "tar"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)} must be a number of at least 0")
+
+
+class LockedDropout(nn.Dropout1d):
+    """Dropout of whole channels of (B, L, D): one mask (B, 1, D) for all positions."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return super().forward(states.transpose(1, 2)).transpose(1, 2)
+
+
+def regularize(model: nn.Module, arguments: RegularizationArguments) -> "Regularizer":
+    """Regularise a model in place, in training mode only; `Regularizer.remove` undoes it.
+
+    Memory holds what the layers read: its first layer holds embeddings as they were dropped when they were new.
+
+    Args:
+        model: Transformer-XL with any head, bare or wrapped (PEFT, DDP, …); before it is compiled or sharded.
+
+    Raises:
+        ValueError: there is no Transformer-XL in the model.
+    """
+    return Regularizer(model, arguments)
+
+
+class Regularizer:
+    """What `regularize` returns: the penalty to add to the loss, and the way back."""
+
+    def __init__(self, model: nn.Module, arguments: RegularizationArguments):
+        transformer = next((module for module in model.modules() if isinstance(module, TransfoXLModel)), None)
+        if transformer is None:
+            raise ValueError(f"there is no Transformer-XL in the {type(model).__name__} that is to be regularised")
+        self.arguments = arguments
+        self._transformer = transformer
+        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
+        self._hooks: list[RemovableHandle] = []
+        self._outputs: tuple[Tensor, Tensor] | None = None
+
+        self._lock(transformer, "input_dropout", arguments.input_dropout)
+        for layer in transformer.layers:
+            self._lock(layer.get_submodule("self_attn"), "dropout", arguments.attention_dropout)
+            self._lock(layer.get_submodule("mlp"), "dropout", arguments.mlp_dropout)
+        self._lock(transformer, "output_dropout", arguments.output_dropout)
+        if arguments.word_dropout:
+            self._hooks.append(transformer.embed_tokens.register_forward_hook(self._drop_words))
+        if arguments.ar or arguments.tar:
+            self._hooks.append(transformer.output_dropout.register_forward_hook(self._keep_outputs))
+
+    def penalty(self, shift_labels: Tensor | None = None) -> Tensor:
+        """AR and TAR of the last forward in training mode: a scalar in fp32, to be added to its loss.
+
+        With h the final output and m its dropout: ar · mean((m h)²) + tar · mean((h_t - h_(t-1))²), means over rows,
+        positions and channels.
+
+        Args:
+            shift_labels: (B, L); positions that are -100 are left out, such as those that `ext_len` reads again.
+                None: all count.
+
+        Raises:
+            RuntimeError: there was no forward in training mode.
+            ValueError: shift_labels are not those of the last forward.
+        """
+        if not (self.arguments.ar or self.arguments.tar):
+            return torch.zeros((), device=self._transformer.device)
+        if self._outputs is None:
+            raise RuntimeError("penalty() is that of the last forward in training mode, but there was none")
+        raw, dropped = (states.float() for states in self._outputs)
+        counted = torch.ones(raw.shape[:2], device=raw.device) if shift_labels is None else (shift_labels != -100)
+        if counted.shape != raw.shape[:2]:
+            raise ValueError(f"shift_labels are {tuple(counted.shape)}, but the forward was {tuple(raw.shape[:2])}")
+        steps = (raw[:, 1:] - raw[:, :-1]).square().mean(-1)
+        activation = _mean(dropped.square().mean(-1), counted)
+        return self.arguments.ar * activation + self.arguments.tar * _mean(steps, counted[:, 1:] * counted[:, :-1])
+
+    def remove(self):
+        """Leave the model as it was before."""
+        for parent, name, module in self._replaced:
+            setattr(parent, name, module.train(parent.training))
+        for hook in self._hooks:
+            hook.remove()
+        self._replaced, self._hooks, self._outputs = [], [], None
+
+    def _lock(self, parent: nn.Module, name: str, rate: float):
+        if rate:
+            plain = getattr(parent, name)
+            self._replaced.append((parent, name, plain))
+            setattr(parent, name, LockedDropout(rate).train(plain.training))
+
+    def _drop_words(self, embed_tokens: nn.Module, args: tuple, embeds: Tensor) -> Tensor:
+        # The same as dropping rows of the tables, which a tied softmax would lose too.
+        if not embed_tokens.training:
+            return embeds
+        words = F.dropout(embeds.new_ones(self._transformer.config.vocab_size), self.arguments.word_dropout)
+        return embeds * words[args[0]][..., None]
+
+    def _keep_outputs(self, dropout: nn.Module, args: tuple, dropped: Tensor):
+        if dropout.training:
+            self._outputs = args[0], dropped
+
+
+def _mean(values: Tensor, counted: Tensor) -> Tensor:
+    """Of (B, n) values, those that count; 0 where none does."""
+    return (values * counted).sum() / counted.sum().clamp(min=1)
