@@ -48,6 +48,7 @@ def losses_by_hand(stream, steps: int, **model_changes) -> list[float]:
     model, losses = make_model(**model_changes).train(), []
     for step in range(steps):
         if step % stream.steps == 0:
+            stream.set_epoch(step // stream.steps)
             mems = None
         first = step % stream.steps * stream.batch_size
         items = [stream[first + row] for row in range(stream.batch_size)]
@@ -128,11 +129,49 @@ def test_iterable_datasets(tmp_path):
     np.testing.assert_allclose(logged(trainer), losses_by_hand(stream, 12), rtol=1e-5)
 
 
-def test_segments_of_varying_length(tmp_path):
-    stream = TokenStream(make_text(601), 12, 4, varlen_seed=0)
-    trainer = make_trainer(tmp_path, stream=stream, max_steps=8, **SGD)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_segments_of_varying_length(tmp_path, workers):
+    """In every epoch others; resumed in the middle of the second or third as if nothing had happened."""
+
+    def make():
+        stream = TokenStream(make_text(301), 12, 4, varlen_seed=0)
+        saving = SAVING | {"save_steps": 3, "max_steps": 3 * stream.steps - 1}
+        return make_trainer(tmp_path, stream=stream, dataloader_num_workers=workers, **SGD, **saving)
+
+    trainer = make()
     trainer.train()
-    np.testing.assert_allclose(logged(trainer), losses_by_hand(stream, 8), rtol=1e-5)
+    steps, total = trainer.train_dataset.steps, trainer.state.max_steps
+    np.testing.assert_allclose(logged(trainer), losses_by_hand(trainer.train_dataset, total), rtol=1e-5)
+    same = TokenStream(make_text(301), 12, 4, varlen_seed=0)
+    same.set_epoch = lambda epoch: None
+    assert abs(losses_by_hand(same, steps + 1)[-1] / logged(trainer)[steps] - 1) > 1e-3, "epochs differ"
+    for step in range(steps + 1, total, 3):
+        resumed = make()
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step - step % 3}"))
+        assert logged(resumed) == logged(trainer)
+
+
+@pytest.mark.parametrize("mem_len", [0, 6])
+def test_extended_context(tmp_path, mem_len):
+    """What is read again has no target, and with memory is not remembered before it is read for the last time."""
+    stream, changes = TokenStream(make_text(301), 5, 4, ext_len=3), {"ext_len": 3, "mem_len": mem_len}
+    trainer = make_trainer(tmp_path, stream=stream, model_changes=changes, max_steps=18, **SGD)
+    trainer.train()
+    np.testing.assert_allclose(logged(trainer), losses_by_hand(stream, 18, **changes), rtol=1e-5)
+    assert trainer.evaluate(stream)["eval_tokens"] == 300
+
+
+def test_extended_context_that_the_model_does_not_share(tmp_path):
+    for in_stream, in_model in ((3, 0), (0, 3)):
+        stream = TokenStream(make_text(301), 5, 4, ext_len=in_stream)
+        message = f"_dataset reads ext_len={in_stream} tokens again.*make the stream with ext_len={in_model}"
+        trainer = make_trainer(tmp_path, stream=stream, model_changes={"ext_len": in_model})
+        with pytest.raises(ValueError, match="train" + message):
+            trainer.train()
+        with pytest.raises(ValueError, match="eval" + message):
+            trainer.evaluate(stream)
+        free = make_trainer(tmp_path, stream=stream, model_changes={"ext_len": in_model, "mem_len": 0}, max_steps=1)
+        free.train()
 
 
 @pytest.mark.parametrize(
@@ -193,11 +232,17 @@ def test_logs(tmp_path):
         ({"dataloader_drop_last": True}, "dataloader_drop_last=True.*set it to False"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1.*set it to 0"),
         ({"dataloader_num_workers": 1, "dataloader_in_order": False}, "set in_order=True"),
+        (
+            {"dataloader_num_workers": 1, "dataloader_persistent_workers": True, "varlen_seed": 0},
+            "dataloader_persistent_workers in TrainingArguments",
+        ),
     ],
 )
 def test_settings_that_break_continuity_name_the_fix(tmp_path, changes, message):
+    arguments = dict(changes)
+    stream = TokenStream(make_text(301), 5, 4, varlen_seed=arguments.pop("varlen_seed", None))
     with pytest.raises(ValueError, match=message):
-        make_trainer(tmp_path, **changes).train()
+        make_trainer(tmp_path, stream=stream, **arguments).train()
 
 
 def test_datasets_that_say_nothing_of_streams(tmp_path):
@@ -347,7 +392,7 @@ def test_nothing_to_resume(tmp_path, saved_run):
     make_trainer(tmp_path, save_only_model=True, **SAVING).train()
     with pytest.raises(ValueError, match="holds the model only"):
         make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
-    with pytest.raises(ValueError, match="same text, segment_length and batch_size"):
+    with pytest.raises(ValueError, match="same text and the same arguments of the stream"):
         make_trainer(tmp_path, stream=TokenStream(make_text(401), 5, 4)).train(
             resume_from_checkpoint=str(saved_run[0] / "checkpoint-10")
         )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -158,6 +159,12 @@ class TransfoXLTrainer(Trainer):
             raise ValueError(
                 f"{name} is a {type(dataset).__name__} without batch_size, so that nothing says which items continue "
                 "which: give a TokenStream of the tokens, or use Trainer to train without memory"
+            )
+        config, ext_len = self.model.config, getattr(dataset, "ext_len", None)
+        if config.mem_len > 0 and ext_len not in (None, config.ext_len):
+            raise ValueError(
+                f"{name} reads ext_len={ext_len} tokens again, but the model keeps {config.ext_len} out of memory: "
+                f"make the stream with ext_len={config.ext_len}, or set ext_len in the model's configuration"
             )
         try:
             check_loader(
@@ -377,10 +384,13 @@ class TransfoXLTrainer(Trainer):
         loaded = type(self.model).from_pretrained(folder, dtype=self.model.dtype)
         self.model.load_state_dict(loaded.state_dict())
 
-    def _position(self) -> dict[str, int]:
+    def _position(self) -> dict[str, Any]:
         """Where the training is in its stream: derived from the steps done, because loaders read ahead."""
         streams = self.train_dataset.batch_size
         position = {"batch_size": streams, "step": self.state.global_step}
+        for name in ("segment_length", "ext_len", "varlen_seed"):
+            if hasattr(self.train_dataset, name):
+                position[name] = getattr(self.train_dataset, name)
         if not isinstance(self.train_dataset, IterableDataset):
             position["steps"] = len(self.train_dataset) // streams
             position["step"] %= position["steps"]
@@ -406,7 +416,7 @@ class TransfoXLTrainer(Trainer):
             if saved != position:
                 raise ValueError(
                     f"{folder} is from a stream at {saved}, but the train_dataset would go on at {position}: resume "
-                    "with the same text, segment_length and batch_size"
+                    "with the same text and the same arguments of the stream"
                 )
             layers = [file.get_slice(str(layer)) for layer in range(len(file.keys()))]
             if not layers:
