@@ -344,7 +344,7 @@ class TransfoXLTrainer(Trainer):
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 self.state.save_to_json(str(aside / name / TRAINER_STATE_NAME))
-                _finish(aside / name, run / name)
+                finish_checkpoint(aside / name, run / name)
                 if self.args.push_to_hub:
                     self._push_from_checkpoint(str(run / name))
                 rotate_checkpoints(
@@ -458,7 +458,7 @@ def _problem(folder: Path) -> str | None:
     return None
 
 
-def _finish(written: Path, final: Path):
+def finish_checkpoint(written: Path, final: Path):
     """Give a checkpoint that is written its list of files and its name."""
     sizes = {
         path.relative_to(written).as_posix(): path.stat().st_size for path in written.rglob("*") if path.is_file()
