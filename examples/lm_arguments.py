@@ -1,0 +1,245 @@
+"""What `train_lm.py` can be told: in a recipe (YAML), and on the command line, which wins."""
+
+import argparse
+import difflib
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import yaml
+from datasets import Dataset, DatasetDict
+from transformers import HfArgumentParser
+
+from txl_hf import TransfoXLTokenizer
+from txl_hf.regularization import RegularizationArguments
+
+SPLITS = ("train", "validation", "test")
+# Settings of any model that may change in fine-tuning.
+CHANGEABLE = ("dropout", "dropatt", "tgt_len", "mem_len", "ext_len", "clamp_len", "same_length")
+MAY_BE_ZERO = ("mem_len", "ext_len", "eval_mem_len", "eval_ext_len", "warmup_steps", "average_start", "attn_type")
+MAY_BE_NEGATIVE = ("clamp_len", "eval_clamp_len")
+
+
+def option(text: str, default: Any = None) -> Any:
+    """A field of an argument class with its line in --help."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": text})
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class ModelArguments:
+    """`TransfoXLConfig` says what its fields mean. What is not given is as it has it, or as the checkpoint has it."""
+
+    model_name_or_path: str | None = option("Checkpoint to fine-tune; without one a new model is trained.")
+    n_layer: int | None = option("Layers.")
+    d_model: int | None = option("Width of the hidden states.")
+    d_embed: int | None = option("Width of the embeddings of bin 0.")
+    n_head: int | None = option("Attention heads.")
+    d_head: int | None = option("Width of a head.")
+    d_inner: int | None = option("Width of the feed-forward layer.")
+    cutoffs: list[int] = option("Where the bins of the adaptive input and softmax end; none: one bin.", [])
+    div_val: int | None = option("By what the width of the embeddings shrinks from bin to bin.")
+    pre_lnorm: bool | None = option("Layer normalisation before each sub-layer.")
+    untie_r: bool | None = option("Biases u and v for each layer.")
+    tie_word_embeddings: bool | None = option("The softmax uses the embeddings as its weights.")
+    proj_share_all_but_first: bool | None = option("The softmax shares the projections of the tail bins.")
+    proj_same_dim: bool | None = option("With div_val > 1, project a bin of width d_model too.")
+    layer_norm_epsilon: float | None = option("Epsilon of the layer normalisation.")
+    init: Literal["normal", "uniform"] | None = option("Distribution of initial weights.")
+    init_range: float | None = option("Bound of initial weights, where uniform.")
+    init_std: float | None = option("Deviation of initial weights, where normal.")
+    proj_init_std: float | None = option("Deviation of initial projections of the embeddings.")
+    initial_memory: Literal["zeros", "empty"] | None = option("What precedes the first segment.")
+    same_length_counts_self: bool | None = option("With same_length: whether a query is one of its mem_len keys.")
+    attn_type: int | None = option("0: relative (Transformer-XL), 1: Shaw, 2: Vaswani, 3: Al-Rfou.")
+    dropout: float | None = option("Dropout.")
+    dropatt: float | None = option("Dropout of attention probabilities.")
+    tgt_len: int | None = option("Segment length.")
+    mem_len: int | None = option("Memory length.")
+    ext_len: int | None = option("Extended context: so many tokens before each segment are read again.")
+    clamp_len: int | None = option("Distances beyond it share one position; -1: no clamping.")
+    same_length: bool | None = option("Every query sees the same number of keys.")
+
+
+@dataclass
+class DataArguments:
+    data: str | None = option("Folder that prepare_corpus.py wrote.")
+    batch_size: int = option("Streams of one step, of all processes together.", 16)
+    batch_chunk: int = option("Parts in which a process computes its streams, to need less memory.", 1)
+    varlen: bool = option("Segment lengths that vary from step to step, around tgt_len.", False)
+    roll: bool = option("In every epoch each stream begins at another place of its text, and wraps around.", False)
+
+
+@dataclass
+class EvaluationArguments:
+    eval_every: int = option("Steps between two validations; there is one at the end, too.", 4000)
+    eval_batch_size: int = option("Streams of an evaluation.", 10)
+    eval_tgt_len: int | None = option("Tokens scored in one pass; by default tgt_len. Likewise:")
+    eval_mem_len: int | None = option("Memory length.")
+    eval_ext_len: int | None = option("Extended context.")
+    eval_clamp_len: int | None = option("Distances beyond it share one position.")
+    eval_same_length: bool | None = option("Every query sees the same number of keys.")
+    eval_memory_lengths: list[int] = option("Also evaluate the finished model with these memory lengths.", [])
+    metric: Literal["perplexity", "bits_per_token"] = option("What is shown; both are logged.", "perplexity")
+
+
+@dataclass
+class OptimizationArguments:
+    max_steps: int | None = option("Steps to train for.")
+    max_epochs: float | None = option("Epochs to train for, instead of max_steps.")
+    optimizer: Literal["adam", "adamw", "lamb"] = option("adam has its weight decay in the gradient (L2).", "adam")
+    learning_rate: float = option("Learning rate at its highest.", 2.5e-4)
+    embedding_lr_factor: float = option("By what the learning rate of the embeddings is multiplied.", 1.0)
+    weight_decay: float = option("Weight decay.", 0.0)
+    beta1: float = option("Decay of the first moment.", 0.9)
+    beta2: float = option("Decay of the second moment.", 0.999)
+    epsilon: float | None = option("Added to the root of the second moment; by default 1e-8, for LAMB 1e-6.")
+    scheduler: Literal["cosine", "inverse_sqrt", "constant"] = option("What follows the warm-up.", "cosine")
+    warmup_steps: int = option("Steps over which the learning rate rises from 0.", 0)
+    min_learning_rate: float = option("Where the cosine ends (eta_min).", 0.0)
+    scale_lr_by_length: bool = option("Scale the learning rate by the segment's length over tgt_len.", False)
+    max_grad_norm: float = option("Clip gradients to this norm; 0: do not.", 0.25)
+    average: Literal["none", "ema", "equal"] = option("Evaluate and save an average of the weights.", "none")
+    average_start: int = option("Step after which the average begins.", 0)
+    ema_decay: float = option("Decay of the average, where it is exponential.", 0.9999)
+
+
+@dataclass
+class RunArguments:
+    output: str | None = option("Folder to write.")
+    resume: bool = option("Go on from the last complete checkpoint in output, if there is one.", False)
+    overwrite: bool = option("Delete what an earlier run left in output.", False)
+    smoke: bool = option("A few steps of a shrunken model on a small text, else as in the recipe.", False)
+    seed: int = option("Seed of weights, dropout and orders.", 1111)
+    log_every: int = option("Steps between two lines of the log.", 200)
+    save_every: int = option("Steps between two checkpoints.", 4000)
+    save_total_limit: int = option("Checkpoints to keep.", 2)
+    attn_implementation: str | None = option("Attention backend.")
+    gradient_checkpointing: bool = option("Compute activations twice, to need less memory.", False)
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = option("By default what accelerate launch says.")
+    dynamo_backend: str | None = option("Compile, e.g. with inductor. By default what accelerate launch says.")
+
+
+class Arguments(NamedTuple):
+    model: ModelArguments
+    data: DataArguments
+    evaluation: EvaluationArguments
+    optimization: OptimizationArguments
+    regularization: RegularizationArguments
+    run: RunArguments
+
+    def as_dict(self) -> dict[str, Any]:
+        """What was chosen, as in a recipe: without what is None or empty."""
+        values = {name: value for group in self for name, value in vars(group).items()}
+        return {name: value for name, value in values.items() if value not in (None, [])}
+
+
+class Parser(HfArgumentParser):
+    def error(self, message: str):
+        self.exit(2, f"error: {message}\n")
+
+
+def parse_arguments(argv: list[str] | None = None) -> Arguments:
+    """The recipe's settings, and over them those of the command line.
+
+    Raises:
+        SystemExit: with a one-line message, for a setting that does not exist or cannot be read.
+    """
+    parser = Parser(list(Arguments.__annotations__.values()), description=__doc__, allow_abbrev=False)
+    parser.add_argument("recipe", type=Path, help="YAML file; examples/recipes has the published ones")
+    recipe = parser.parse_args(argv).recipe
+    settings = parser.parse_args([str(recipe), *recipe_options(recipe)])
+    settings = parser.parse_args(argv, namespace=settings)
+    try:
+        arguments = Arguments(*parser.parse_dict(vars(settings), allow_extra_keys=True))
+        check_arguments(arguments)
+    except ValueError as error:
+        parser.error(str(error))
+    return arguments
+
+
+def recipe_options(recipe: Path) -> list[str]:
+    """A recipe as command-line options, so that its values are read as theirs are."""
+    try:
+        settings = yaml.safe_load(recipe.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        sys.exit(f"error: the recipe {recipe} cannot be read: {error.strerror}")
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        sys.exit(f"error: the recipe {recipe} is no YAML: {' '.join(str(error).split())}")
+    if not isinstance(settings, dict):
+        sys.exit(f"error: the recipe {recipe} must hold lines 'name: value'")
+    names = [entry.name for group in Arguments.__annotations__.values() for entry in fields(group)]
+    options = []
+    for name, value in settings.items():
+        if name not in names:
+            closest = difflib.get_close_matches(str(name), names, n=1, cutoff=0.0)[0]
+            sys.exit(f"error: {recipe} sets {name!r}, which does not exist; the closest name is {closest!r}")
+        if value is not None and value != []:
+            options += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return options
+
+
+def check_arguments(arguments: Arguments):
+    """Raise a ValueError for settings that do not fit together."""
+    for group in arguments:
+        for entry in fields(group):
+            value = getattr(group, entry.name)
+            if not isinstance(value, int) or isinstance(value, bool) or entry.name in MAY_BE_NEGATIVE:
+                continue
+            least = 0 if entry.name in MAY_BE_ZERO else 1
+            if value < least:
+                raise ValueError(f"--{entry.name} is {value}, but must be at least {least}")
+    optimization, run = arguments.optimization, arguments.run
+    if (optimization.max_steps is None) == (optimization.max_epochs is None):
+        raise ValueError("set one of --max_steps and --max_epochs")
+    if not run.smoke:
+        for name, value in (("data", arguments.data.data), ("output", run.output)):
+            if value is None:
+                raise ValueError(f"--{name} is missing: name a folder, or try the recipe with --smoke")
+    if run.resume and run.overwrite:
+        raise ValueError("choose one of --resume and --overwrite")
+
+
+def shrink(arguments: Arguments, scratch: Path):
+    """For --smoke: a few steps of a small model on a small text, all else as it was. Lengths keep their ratios."""
+    model, data, evaluation, optimization, _, run = arguments
+    data.data = str(scratch / "data")
+    vocab_size = write_smoke_data(scratch / "data")
+    run.output = run.output or str(scratch / "output")
+
+    scale = 16 / (model.tgt_len or 16)
+    for group, prefix in ((model, ""), (evaluation, "eval_")):
+        for name in ("tgt_len", "mem_len", "ext_len", "clamp_len"):
+            length = getattr(group, prefix + name)
+            if length is not None and length > 0:
+                setattr(group, prefix + name, min(64, max(1, round(length * scale))))
+    evaluation.eval_memory_lengths = [round(length * scale) for length in evaluation.eval_memory_lengths]
+
+    bins = len(model.cutoffs) + 1
+    model.model_name_or_path = None
+    model.n_layer, model.n_head, model.d_head, model.d_inner = 2, 2, 8, 32
+    model.d_embed = 64 if model.d_embed in (None, model.d_model) else 32
+    model.d_model = 64
+    model.cutoffs = [vocab_size * i // bins for i in range(1, bins)]
+
+    data.batch_size = 4 * data.batch_chunk
+    evaluation.eval_batch_size, evaluation.eval_every = 2, 3
+    optimization.max_steps, optimization.max_epochs = 6, None
+    optimization.warmup_steps = min(optimization.warmup_steps, 2)
+    optimization.average_start = min(optimization.average_start, 2)
+    run.log_every, run.save_every = 1, 3
+
+
+def write_smoke_data(folder: Path) -> int:
+    """Words of a module of the standard library, as prepare_corpus.py would write them; returns how many there are."""
+    lines = Path(argparse.__file__).read_text(encoding="utf-8").splitlines()
+    tokenizer = TransfoXLTokenizer.train_from_iterator(lines, mode="whitespace", max_size=500)
+    token_ids = tokenizer.encode_lines(lines, add_eos=True).astype(np.int32)
+    parts = np.split(token_ids, [len(token_ids) * 8 // 10, len(token_ids) * 9 // 10])
+    splits = {name: Dataset.from_dict({"token_ids": part}) for name, part in zip(SPLITS, parts, strict=True)}
+    DatasetDict(splits).save_to_disk(folder)
+    tokenizer.save_pretrained(folder)
+    return len(tokenizer)
