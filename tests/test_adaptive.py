@@ -58,6 +58,24 @@ def test_probabilities_sum_to_one_and_losses_are_theirs(bins, seed):
     assert embedding(targets.clamp(min=0)[None]).shape == (1, 12, 16)
 
 
+@given(bins=any_bins(), seed=st.integers(0, 100), top_k=st.integers(1, 30), tail=st.sampled_from([-6, 0, 6]))
+@settings(max_examples=100, deadline=None)
+def test_the_k_best_are_right_when_asked_for_alone(bins, seed, top_k, tail):
+    torch.manual_seed(seed)
+    softmax = AdaptiveLogSoftmax(TransfoXLConfig(d_model=16, n_layer=1, **bins))
+    for parameter in softmax.parameters():
+        torch.nn.init.normal_(parameter)
+    if bins["cutoffs"]:
+        softmax.clusters.bias.data += tail
+    hidden = torch.randn(3, 2, 16)
+    everything, best = softmax.log_prob(hidden), softmax.log_prob(hidden, top_k)
+    k = min(top_k, bins["vocab_size"])
+    assert torch.equal(best.topk(k).values, everything.topk(k).values)
+    last = everything.topk(k).values[..., -1:]
+    assert torch.equal(best.where(best >= last, -torch.inf), everything.where(everything >= last, -torch.inf))
+    torch.testing.assert_close(best.exp().sum(-1), torch.ones(3, 2), atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("changes", BINS.values(), ids=BINS)
 def test_tied_parameters_are_one(make_model, changes):
     model = make_model(**changes)

@@ -5,7 +5,8 @@ import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
-from txl_hf import TransfoXLForCausalLM
+from txl_hf import TransfoXLForCausalLM, modeling_transfo_xl
+from txl_hf.adaptive_transfo_xl import AdaptiveLogSoftmax
 
 VARIANTS = {
     "empty": {},
@@ -296,3 +297,96 @@ def test_saved_model_generates_the_same(make_model, make_ids, tmp_path):
     ids = make_ids(2, 4)
     options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 60}
     assert torch.equal(loaded.generate(ids, **options), model.generate(ids, **options))
+
+
+# --- clusters that cannot hold the next token are not computed -------------------------------------------------------
+
+
+@pytest.fixture
+def count_bins(monkeypatch):
+    """Which tail bins the softmax computed, in order."""
+    computed = []
+    compute = AdaptiveLogSoftmax._bin_logits
+
+    def spy(self, hidden_states, i):
+        computed.append(i)
+        return compute(self, hidden_states, i)
+
+    monkeypatch.setattr(AdaptiveLogSoftmax, "_bin_logits", spy)
+    return computed
+
+
+# How many clusters are probable: most of a trained model's tokens are in none, the worst case is a token in the last.
+WEIGHTS = {"head": [-6.0, -7.0], "random": [0.0, 0.0], "tail": [0.0, 8.0]}
+PRUNED = {
+    "greedy": {"do_sample": False},
+    "sample": {"do_sample": True, "top_k": 3, "temperature": 0.7},
+    "sample-all-warpers": {"do_sample": True, "top_k": 6, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "beams-sample": {"do_sample": True, "num_beams": 2, "top_k": 4},
+    "min-new-tokens": {"do_sample": False, "min_new_tokens": 9, "eos_token_id": [3, 40]},
+    "several-ends-and-beams": {"do_sample": False, "num_beams": 2, "eos_token_id": [3, 40, 50]},
+    "no-cache": {"do_sample": False, "use_cache": False},
+}
+WHOLE = {
+    "repetition-penalty": {"do_sample": False, "repetition_penalty": 5.0},
+    "no-repeat": {"do_sample": False, "no_repeat_ngram_size": 2},
+    "bias": {"do_sample": False, "sequence_bias": [[[60], 9.0]]},
+    "sample-without-top-k": {"do_sample": True, "top_k": 0},
+    "top-h-before-top-k": {"do_sample": True, "top_h": 0.4},
+    "scores": {"do_sample": False, "output_scores": True, "return_dict_in_generate": True},
+    "logits": {"do_sample": False, "output_logits": True, "return_dict_in_generate": True},
+    "prompt-lookup": {"do_sample": False, "prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("biases", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("div_val", [1, 2])
+@pytest.mark.parametrize("options", PRUNED.values(), ids=PRUNED)
+def test_pruned_generation_writes_the_same(make_model, make_ids, count_bins, monkeypatch, options, div_val, biases):
+    model = make_model(div_val=div_val)
+    model.lm_head.clusters.bias.data = torch.tensor(biases)
+    ids = make_ids(2, 6)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    options = {"max_new_tokens": 14, "eos_token_id": None, "pad_token_id": 60, "attention_mask": mask} | options
+
+    def generate():
+        count_bins.clear()
+        torch.manual_seed(0)
+        return model.generate(ids, **options), len(count_bins)
+
+    text, computed = generate()
+    monkeypatch.setattr(modeling_transfo_xl, "_logits_top_k", lambda *arguments: {})
+    whole_text, all_bins = generate()
+    assert torch.equal(text, whole_text)
+    if biases == WEIGHTS["head"] and options.get("top_k", 0) < 6:
+        assert computed < all_bins
+    if biases == WEIGHTS["tail"]:
+        assert (text[:, 6:] >= 30).any()
+
+
+@pytest.mark.parametrize("options", WHOLE.values(), ids=WHOLE)
+def test_everything_is_computed_where_any_token_may_matter(make_model, make_ids, count_bins, options):
+    model = make_model()
+    model.lm_head.clusters.bias.data = torch.tensor(WEIGHTS["head"])
+    tokens = model.generate(make_ids(1, 6), max_new_tokens=5, eos_token_id=None, pad_token_id=60, **options)
+    assert len(count_bins) >= 2 and count_bins == [1, 2] * (len(count_bins) // 2)
+    for name in ("scores", "logits"):
+        for step in getattr(tokens, name, None) or ():
+            torch.testing.assert_close(step.exp().sum(-1), torch.ones(1), atol=1e-5, rtol=0)
+
+
+def test_default_top_k_of_sampling_counts(make_model, make_ids, count_bins):
+    """With nothing but do_sample=True generate looks at 50 tokens; here bin 0 alone has more."""
+    model = make_model(vocab_size=200, cutoffs=[100, 150])
+    model.lm_head.clusters.bias.data = torch.tensor([-20.0, -20.0])
+    model.generate(make_ids(1, 6), max_new_tokens=5, do_sample=True, eos_token_id=None, pad_token_id=60)
+    assert count_bins == []
+
+
+def test_a_plain_call_computes_everything(make_model, make_ids, count_bins):
+    model = make_model()
+    model.lm_head.clusters.bias.data = torch.tensor(WEIGHTS["head"])
+    model(make_ids(1, 6))
+    assert count_bins == [1, 2]

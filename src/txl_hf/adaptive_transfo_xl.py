@@ -9,6 +9,7 @@ With div_val = 1 all bins have one width and share one table of embeddings.
 Every parameter is read in the forward of the module that owns it, so that offloading and sharding hooks see it.
 """
 
+import math
 from functools import reduce
 
 import torch
@@ -25,6 +26,11 @@ __all__ = [
     "OutputProjection",
     "check_labels",
 ]
+
+
+# A cluster this much (in nats) below the k-th best token is skipped. There is a margin because what follows rounds: a
+# temperature divides, beam search adds the scores of the text before, and neither may make different tokens equal.
+PRUNING_MARGIN = 1e-3
 
 
 class InputProjection(nn.Module):
@@ -135,10 +141,15 @@ class AdaptiveLogSoftmax(nn.Module):
         if config.cutoffs:
             self.clusters = nn.Linear(config.d_embed, len(config.cutoffs))
 
-    def log_prob(self, hidden_states: Tensor) -> Tensor:
+    def log_prob(self, hidden_states: Tensor, top_k: int | None = None) -> Tensor:
         """
         Args:
             hidden_states: (..., D).
+            top_k: only the `top_k` most probable tokens of each row have to be right. No token is more probable than
+                its cluster, so a cluster less probable than the k-th best token found so far holds none of them: it
+                is not computed, and its probability is spread evenly over its tokens. So the probabilities still sum
+                to 1, and whoever looks at no more than the k best tokens finds exactly what he would find in the
+                whole. None: all tokens are right.
 
         Returns:
             Log-probabilities of the whole vocabulary, (..., V) fp32.
@@ -146,11 +157,18 @@ class AdaptiveLogSoftmax(nn.Module):
         head = self._head_logits(hidden_states).log_softmax(-1)
         if not self.config.cutoffs:
             return head
-        shortlist = self.config.cutoffs[0]
-        parts = [head[..., :shortlist]]
-        for i in range(1, len(self.config.bins)):
-            cluster = head[..., shortlist + i - 1, None]
+        # What saves reading a table from memory on a CPU would make the host wait for any other device.
+        prunes = top_k is not None and head.device.type == "cpu" and not torch.compiler.is_compiling()
+        parts = [head[..., : self.config.cutoffs[0]]]
+        best = _best(parts[0], top_k) if prunes else None
+        for i, (start, end, _) in list(enumerate(self.config.bins))[1:]:
+            cluster = head[..., self.config.cutoffs[0] + i - 1, None]
+            if prunes and best.shape[-1] == top_k and (cluster < best[..., -1:] - PRUNING_MARGIN).all():
+                parts.append((cluster - math.log(end - start)).expand(*cluster.shape[:-1], end - start))
+                continue
             parts.append(cluster + self._bin_logits(hidden_states, i).log_softmax(-1))
+            if prunes:
+                best = _best(torch.cat([best, _best(parts[-1], top_k)], dim=-1), top_k)
         return torch.cat(parts, dim=-1)
 
     def forward(self, hidden_states: Tensor, targets: Tensor) -> Tensor:
@@ -202,6 +220,11 @@ class AdaptiveLogSoftmax(nn.Module):
             return self.out_layers[i](projected).float()
         start, end, _ = self.config.bins[i]
         return self.out_layers[0](projected, start, end).float()
+
+
+def _best(log_probs: Tensor, k: int) -> Tensor:
+    """The k highest of (..., n), or all of them if there are fewer, highest first."""
+    return log_probs.topk(min(k, log_probs.shape[-1])).values
 
 
 def check_labels(labels: Tensor, vocab_size: int) -> None:
