@@ -26,6 +26,15 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
+from transformers.generation import (
+    GenerationConfig,
+    LogitNormalization,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput, can_return_tuple, logging
 from transformers.utils.output_capturing import capture_outputs
@@ -817,12 +826,15 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             num_items_in_batch (in kwargs): what the sum of the losses is divided by, instead of the number of targets.
             logits_to_keep: keep the logits of the last so many positions, or of the positions in a tensor; 0: all.
             output_logits: return logits beside a loss though the model has cutoffs; by default as configured.
+            logits_top_k (in kwargs): only the k most probable tokens of each position have to be right, see
+                `AdaptiveLogSoftmax.log_prob`. `generate` gives it where no other token can matter.
 
         Raises:
             ValueError: a label is neither -100 nor in [0, V), or has another shape; and see `TransfoXLModel.forward`.
         """
         shift_labels = kwargs.pop("shift_labels", None)
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        logits_top_k = kwargs.pop("logits_top_k", None)
         outputs = self.transformer(
             input_ids,
             mems=mems,
@@ -838,7 +850,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
 
         loss, losses, logits = None, None, None
         if targets is None:
-            logits = self.lm_head.log_prob(_keep(hidden_states, logits_to_keep))
+            logits = self.lm_head.log_prob(_keep(hidden_states, logits_to_keep), logits_top_k)
         else:
             predicting = hidden_states[:, : targets.shape[1]]
             if self.config.cutoffs and not output_logits:
@@ -907,6 +919,19 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
+
+    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        chosen = None if generation_config.do_sample else 1
+        kwargs |= _logits_top_k(logits_processor, generation_config, chosen, kwargs.get("synced_gpus"))
+        return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+
+    def _beam_search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        # As many candidates as beams could end with this token, and the beams that then go on.
+        ends = generation_config._eos_token_tensor
+        candidates = max(2, 1 + (0 if ends is None else len(ends))) * generation_config.num_beams
+        chosen = None if generation_config.do_sample else candidates
+        kwargs |= _logits_top_k(logits_processor, generation_config, chosen, kwargs.get("synced_gpus"))
+        return super()._beam_search(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
     @staticmethod
     def create_masks_for_generate(attention_mask=None, **kwargs) -> Tensor | None:
@@ -1048,6 +1073,32 @@ def _pick_losses(log_probs: Tensor, targets: Tensor) -> Tensor:
     ignored = targets == -100
     picked = log_probs.gather(-1, targets.masked_fill(ignored, 0)[..., None])[..., 0]
     return -picked.masked_fill(ignored, 0)
+
+
+def _logits_top_k(
+    processors: LogitsProcessorList, config: GenerationConfig, chosen: int | None, synced_gpus: bool | None
+) -> dict[str, int]:
+    """The argument `logits_top_k` for a loop of `generate`, or none where any token may matter.
+
+    What keeps the order of the tokens (a temperature, a normalisation) changes nobody's rank; what takes certain
+    tokens away lets as many others move up; after a top-k nothing else is left. Any other processor may lift a token
+    from anywhere, scores that are handed out are those of all tokens, and processes that gather sharded parameters
+    together have to use the same ones.
+
+    Args:
+        chosen: how many of the best tokens the loop chooses from; None: from all of them, unless there is a top-k.
+    """
+    if config.output_scores or config.output_logits or synced_gpus:
+        return {}
+    taken_away = 0
+    for processor in processors:
+        if type(processor) is TopKLogitsWarper:
+            return {"logits_top_k": processor.top_k + taken_away}
+        if type(processor) in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
+            taken_away += len(processor.eos_token_id)
+        elif type(processor) not in (TemperatureLogitsWarper, LogitNormalization):
+            return {}
+    return {} if chosen is None else {"logits_top_k": chosen + taken_away}
 
 
 def _keep(states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
