@@ -17,8 +17,9 @@
 
 Symbols are numbered by frequency, the most frequent first, after `<eos>`. lm1b comes with a vocabulary of its own,
 `1b_word_vocab.txt`, read where it lies beside the text; otherwise it is the words that occur three times in the
-training text. As in the originals, lm1b is validated on its test text. A text in one file (and enwik8 and text8) is cut
-into 90, 5 and 5 %. Characters and bytes of a text of your own are numbered over all three texts; lines keep their ends.
+training text. As in the originals, lm1b is validated on its test text. A text in one file (enwik8 and text8, too) is
+cut into 90, 5 and 5 %. Characters and bytes of a text of your own are numbered over all three texts; lines keep their
+ends.
 
 `--input` is a folder with these files, the archive they come in, or the one file that it is. The names that the
 originals' getdata.sh gives the files (`train.txt`, `valid.txt`, `test.txt`) will do too. As in the originals, lm1b is
@@ -56,6 +57,7 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow as pa
 from datasets import Dataset, DatasetDict, Features, Value, load_dataset
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -180,7 +182,7 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict:
 
     if tokenizer is None and convention.stream:
         tokenizer = stream_tokenizer(texts, convention)
-        tokens = {split: Dataset.from_dict(look_up(text, tokenizer), TOKENS) for split, text in texts.items()}
+        tokens = {split: look_up(text, tokenizer) for split, text in texts.items()}
     else:
         if tokenizer is None:
             tokenizer = word_tokenizer(texts, convention, vocabulary)
@@ -193,6 +195,9 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict:
         }
 
     output = scratch / "output"
+    # Rows written at once. A slice of a column takes time in proportion to how often that was: 68 ms with the default
+    # for 100 M tokens, 0.1 ms with this.
+    datasets.config.DEFAULT_MAX_BATCH_SIZE = 1 << 24
     DatasetDict(tokens).save_to_disk(output)
     tokenizer.save_pretrained(output)
     information = {
@@ -491,13 +496,14 @@ def stream_tokenizer(texts: dict[str, bytes], convention: Convention) -> Transfo
     return TransfoXLTokenizer.from_symbols(symbols, mode="characters")
 
 
-def look_up(text: bytes, tokenizer: TransfoXLTokenizer) -> dict[str, np.ndarray]:
+def look_up(text: bytes, tokenizer: TransfoXLTokenizer) -> Dataset:
     """The ids of a stream of bytes without its line feeds, as the originals read enwik8."""
     table = np.zeros(256, dtype=np.int32)
     for index, symbol in enumerate(tokenizer.symbols):
         table[int(symbol) if tokenizer.mode == "bytes" else ord(symbol.replace("_", " "))] = index
     data = np.frombuffer(text, dtype=np.uint8)
-    return {"token_ids": table[data[data != LINE_FEED]]}
+    # As a table: from_dict looks at every token.
+    return Dataset(pa.table({"token_ids": table[data[data != LINE_FEED]]}))
 
 
 def pieces(text: bytes) -> Dataset:
