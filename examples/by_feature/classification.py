@@ -1,0 +1,130 @@
+"""Fine-tune a checkpoint to classify texts, with plain `Trainer`.
+
+    python examples/by_feature/classification.py --model demo-output --data reviews.csv --output classifier
+    python examples/by_feature/classification.py --smoke
+
+The data are a CSV file or one JSON object a line (.jsonl), with the columns `text` and `label`. What is added to a
+checkpoint: a linear classifier on the last real token of a text. Texts are padded together, and the attention mask
+keeps the padding out. The output folder works with `pipeline("text-classification")`.
+"""
+
+import argparse
+import ast
+import csv
+from pathlib import Path
+
+import numpy as np
+import pandas
+from datasets import ClassLabel, Dataset, DatasetDict
+from transformers import (
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    EvalPrediction,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+import common
+
+PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+PARSER.add_argument("--model", required=True, help="a checkpoint: a folder, or a name on the Hub")
+PARSER.add_argument("--data", type=Path, required=True, help="text and label: .csv or .jsonl; a fifth is held out")
+PARSER.add_argument("--output", type=Path, required=True, help="a new folder for the classifier")
+PARSER.add_argument("--max-length", type=int, default=512, help="tokens read of a text (%(default)s)")
+PARSER.add_argument("--epochs", type=float, default=3, help="(%(default)s)")
+PARSER.add_argument("--batch-size", type=int, default=16, help="texts in a step (%(default)s)")
+PARSER.add_argument("--learning-rate", type=float, default=1e-4, help="(%(default)s)")
+
+
+def smoke(folder: Path) -> list[str | Path]:
+    """Docstrings and bodies of Python's functions, to be told apart."""
+    with (folder / "data.csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "label"])
+        for name in ("argparse", "inspect", "pathlib", "shutil", "statistics"):
+            for node in ast.walk(ast.parse(common.standard_library(name))):
+                if isinstance(node, ast.FunctionDef) and (prose := ast.get_docstring(node)) and len(node.body) > 1:
+                    writer.writerow([prose, "prose"])
+                    writer.writerow(["\n".join(ast.unparse(statement) for statement in node.body[1:]), "code"])
+    sizes = ["--max-length", "64", "--epochs", "4", "--learning-rate", "3e-3"]
+    return [
+        "--model",
+        common.tiny_checkpoint(folder),
+        "--data",
+        folder / "data.csv",
+        "--output",
+        folder / "output",
+        *sizes,
+    ]
+
+
+def main():
+    arguments = common.parse_arguments(PARSER, smoke)
+    with common.one_line_errors():
+        common.check_output(arguments.output)
+        data = read(arguments.data)
+        names = data["train"].features["label"].names
+        labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
+        model, tokenizer = common.load(AutoModelForSequenceClassification, arguments.model, **labels)
+        # Which token fills up does not matter: the attention mask says that it is none.
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.convert_ids_to_tokens(0)
+        tokenized = data.map(
+            lambda texts: tokenizer(texts["text"], truncation=True, max_length=arguments.max_length), batched=True
+        )
+    print(f"{len(data['train'])} texts to train on, {len(data['test'])} held out; labels {', '.join(names)}.")
+
+    with common.whole_folder(arguments.output) as folder:
+        trainer = Trainer(
+            model,
+            training_arguments(arguments, folder),
+            data_collator=DataCollatorWithPadding(tokenizer),
+            train_dataset=tokenized["train"],
+            eval_dataset=tokenized["test"],
+            processing_class=tokenizer,
+            compute_metrics=accuracy,
+        )
+        trainer.train()
+        metrics = trainer.evaluate()
+        trainer.save_model(folder)
+    commonest = np.bincount(data["test"]["label"]).max() / len(data["test"])
+    print(f"Held-out accuracy {metrics['eval_accuracy']:.1%}; always the commonest label: {commonest:.1%}.")
+    classifier = pipeline("text-classification", str(arguments.output), device=model.device)
+    example = data["test"][0]["text"]
+    print(f"{classifier(example, truncation=True, max_length=arguments.max_length)[0]}: {example[:60]!r}")
+
+
+def read(path: Path) -> DatasetDict:
+    """The texts, with labels as numbers; a fifth of them, drawn at random, to test."""
+    try:
+        frame = pandas.read_csv(path) if path.suffix == ".csv" else pandas.read_json(path, lines=True)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as {path.suffix or 'JSON lines'}: {error}") from error
+    if missing := {"text", "label"} - set(frame.columns):
+        raise ValueError(f"{path} has no column {' and no column '.join(sorted(missing))}")
+    frame = frame[["text", "label"]].dropna().astype(str)
+    names = sorted(set(frame["label"]))
+    if len(names) < 2 or len(frame) < 10:
+        raise ValueError(f"{path} has {len(frame)} texts and {len(names)} labels: at least 10 and 2 are needed")
+    data = Dataset.from_pandas(frame, preserve_index=False).cast_column("label", ClassLabel(names=names))
+    return data.train_test_split(0.2, seed=0)
+
+
+def training_arguments(arguments: argparse.Namespace, folder: Path) -> TrainingArguments:
+    return TrainingArguments(
+        str(folder),
+        num_train_epochs=arguments.epochs,
+        learning_rate=arguments.learning_rate,
+        per_device_train_batch_size=arguments.batch_size,
+        per_device_eval_batch_size=arguments.batch_size,
+        save_strategy="no",
+        report_to=[],
+    )
+
+
+def accuracy(predicted: EvalPrediction) -> dict[str, float]:
+    return {"accuracy": np.mean(predicted.predictions.argmax(-1) == predicted.label_ids)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What the scripts beside this one share: errors in one line, whole output folders, and what `--smoke` runs on."""
+
+import argparse
+import atexit
+import math
+import shlex
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer
+
+from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer
+
+
+def parse_arguments(
+    parser: argparse.ArgumentParser, smoke: Callable[[Path], list[str | Path]], arguments: list[str] | None = None
+) -> argparse.Namespace:
+    """The arguments of the command line. `--smoke` stands for those that `smoke` returns for a temporary folder, with
+    the files that they name; further ones take precedence."""
+    parser.add_argument("--smoke", action="store_true", help="a trial run of seconds on a small model and text")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if "--smoke" not in arguments:
+        return parser.parse_args(arguments)
+    transformers.set_seed(0)
+    transformers.logging.disable_progress_bar()
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    stand_for = [str(argument) for argument in smoke(Path(folder.name))]
+    print(f"--smoke: {parser.prog} {shlex.join(stand_for)}")
+    return parser.parse_args([*stand_for, *arguments])
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Bad input ends the script with the first line of its error."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {str(error).strip().splitlines()[0]}")
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A folder to write into, which gets its name when all of it is written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
+        folder = Path(scratch, path.name)
+        folder.mkdir()
+        yield folder
+        folder.rename(path)
+
+
+def check_output(path: Path):
+    if path.exists():
+        raise ValueError(f"{path} exists: choose another folder with --output")
+
+
+def load(model_class, path: str, **changes):
+    """The model and the tokenizer of a folder or of a repository on the Hub."""
+    try:
+        return model_class.from_pretrained(path, **changes), AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} does not load: {error}") from error
+
+
+def read_text(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a UTF-8 text") from None
+    if not text.strip():
+        raise ValueError(f"{path} is empty")
+    return text
+
+
+def encode(tokenizer: TransfoXLTokenizer, text: str) -> np.ndarray:
+    """(N,) token ids; each line ends in the end-of-line symbol where the vocabulary has one."""
+    return tokenizer.encode_lines(text.splitlines(keepends=True), add_eos=tokenizer.eos_token is not None)
+
+
+def standard_library(name: str) -> str:
+    """The source of a module of Python's standard library."""
+    return Path(sysconfig.get_path("stdlib"), f"{name}.py").read_text(encoding="utf-8")
+
+
+def small_config(vocab_size: int, width: int = 48, **changes) -> TransfoXLConfig:
+    """A model that learns on a CPU: normalised first, without cutoffs, and with nothing before a text."""
+    settings = {
+        "cutoffs": [],
+        "div_val": 1,
+        "d_model": width,
+        "d_embed": width,
+        "n_head": 4,
+        "d_head": width // 4,
+        "d_inner": 2 * width,
+        "n_layer": 2,
+        "mem_len": 64,
+        "tgt_len": 32,
+        "clamp_len": -1,
+        "same_length": False,
+        "initial_memory": "empty",
+        "pre_lnorm": True,
+        "dropout": 0.0,
+        "eos_token_id": None,
+    }
+    return TransfoXLConfig(vocab_size=vocab_size, **(settings | changes))
+
+
+def tiny_checkpoint(folder: Path, steps: int = 150) -> Path:
+    """A character-level model that has read a little Python: enough to see the scripts at work."""
+    lines = standard_library("argparse").splitlines(keepends=True)
+    tokenizer = TransfoXLTokenizer.train_from_iterator(lines, mode="characters", unk_token="<unk>")
+    model = TransfoXLForCausalLM(small_config(len(tokenizer)))
+    stream = TokenStream(tokenizer.encode_lines(lines), model.config.tgt_len, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    mems, bits = None, 0.0
+    for _, batch in zip(range(steps), DataLoader(stream, batch_size=stream.batch_size), strict=False):
+        outputs = model(**batch, mems=mems)
+        outputs.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mems, bits = outputs.mems, outputs.loss.item() / math.log(2)
+    print(f"A tiny model of Python's source, trained for {steps} steps: {bits:.2f} bits per character.")
+    model.save_pretrained(folder / "tiny")
+    tokenizer.save_pretrained(folder / "tiny")
+    return folder / "tiny"
