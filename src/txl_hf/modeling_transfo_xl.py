@@ -49,6 +49,7 @@ from .adaptive_transfo_xl import (
 )
 from .attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, relative_attention
 from .configuration_transfo_xl import TransfoXLConfig
+from .linear_transfo_xl import Linear
 from .memory_transfo_xl import (
     PADDING,
     DecodingState,
@@ -183,8 +184,8 @@ def sinusoid(positions: Tensor, width: int) -> Tensor:
 class TransfoXLMLP(nn.Module):
     def __init__(self, config: TransfoXLConfig):
         super().__init__()
-        self.up_proj = nn.Linear(config.d_model, config.d_inner)
-        self.down_proj = nn.Linear(config.d_inner, config.d_model)
+        self.up_proj = Linear(config.d_model, config.d_inner)
+        self.down_proj = Linear(config.d_inner, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -204,11 +205,11 @@ class TransfoXLAttention(nn.Module):
         self.config = config
         self.layer_idx = layer_idx
         width = config.n_head * config.d_head
-        self.q_proj = nn.Linear(config.d_model, width, bias=False)
-        self.k_proj = nn.Linear(config.d_model, width, bias=False)
-        self.v_proj = nn.Linear(config.d_model, width, bias=False)
-        self.o_proj = nn.Linear(width, config.d_model, bias=False)
-        self.r_proj = nn.Linear(config.d_model, width, bias=False) if config.attn_type == 0 else None
+        self.q_proj = Linear(config.d_model, width, bias=False)
+        self.k_proj = Linear(config.d_model, width, bias=False)
+        self.v_proj = Linear(config.d_model, width, bias=False)
+        self.o_proj = Linear(width, config.d_model, bias=False)
+        self.r_proj = Linear(config.d_model, width, bias=False) if config.attn_type == 0 else None
         own_biases = config.attn_type == 0 and config.untie_r
         self.content_bias = nn.Parameter(torch.empty(config.n_head, config.d_head)) if own_biases else None
         self.position_bias = nn.Parameter(torch.empty(config.n_head, config.d_head)) if own_biases else None
