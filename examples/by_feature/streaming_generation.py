@@ -6,13 +6,12 @@
 
 Without --prompt the turns are typed at the terminal, an empty one to let the model go on, Ctrl-D to stop. What is
 added to plain generation: a `TextStreamer` prints tokens as they come, and `past_key_values`, the memory as projected
-keys and values, goes from one call of `generate` to the next. So every token is read once, however long the text grows,
-and the memory holds `mem_len` states of it at most. `generate` is given the whole text again, but as ids alone: how
-much of it the memory has seen tells which are new.
+keys and values, goes from one call of `generate` to the next. So every token is read once, however long the text
+grows, and the memory holds `mem_len` states of it at most. `generate` is given the whole text again, but as ids alone:
+how much of it the memory has seen tells which are new.
 """
 
 import argparse
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -94,7 +93,7 @@ def main():
             if arguments.prompt:
                 print(f"> {prompt}")
             story.go_on(prompt, **settings)
-    print(f"A text of {story.text.shape[1]} tokens; the model has read {story.tokens_read}.", file=sys.stderr)
+    print(f"A text of {story.text.shape[1]} tokens; the model has read {story.tokens_read}.")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,292 @@
+"""The scripts of examples/by_feature: the command of each docstring, what it reports and writes, what is refused."""
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from txl_hf import TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model
+
+pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
+pytest.importorskip("peft")
+
+from accelerate.state import AcceleratorState
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "examples" / "by_feature"
+SCRIPTS = ["classification", "document_resets", "lora", "music_events", "streaming_generation"]
+
+
+def test_all_scripts_are_tested():
+    assert SCRIPTS == sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "common")
+
+
+# --- the commands ----------------------------------------------------------------------------------------------------
+
+
+def smoke(name: str, tmp_path: Path, *further: str | Path) -> str:
+    """What the docstring's trial command prints."""
+    commands = re.findall(
+        r"^    (python .*--smoke)$", (FOLDER / f"{name}.py").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(commands) == 1
+    python, *command = shlex.split(commands[0])
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process = subprocess.run(
+        [sys.executable, *command, *further],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"TMPDIR": str(temporary)},
+    )
+    assert process.returncode == 0, process.stderr
+    assert "Traceback" not in process.stderr
+    assert list(temporary.iterdir()) == [], "what it made for the trial is gone"
+    return process.stdout
+
+
+def figures(pattern: str, text: str) -> list[float]:
+    match = re.search(pattern, text)
+    assert match, text
+    return [float(group) for group in match.groups()]
+
+
+def test_lora(tmp_path):
+    printed = smoke("lora", tmp_path, "--output", tmp_path / "adapter")
+    before, after = figures(r"([\d.]+) before, ([\d.]+) after", printed)
+    assert after < before - 0.05
+    assert figures(r"differ by (\S+) at most", printed)[0] <= 1e-6
+    adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert adapter and all("lora_" in name for name in adapter), "the adapter alone"
+    assert any(tensor.abs().max() > 0 for name, tensor in adapter.items() if "lora_B" in name), "trained"
+
+
+def test_classification(tmp_path):
+    printed = smoke("classification", tmp_path, "--output", tmp_path / "classifier")
+    accuracy, commonest = figures(r"accuracy ([\d.]+)%; always the commonest label: ([\d.]+)%", printed)
+    assert accuracy > commonest + 10
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "classifier")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "classifier")
+    texts = ["return self.name", "The name of the file that is read, or None."]
+    with torch.no_grad():
+        labels = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits.argmax(-1)
+    assert [model.config.id2label[label] for label in labels.tolist()] == ["code", "prose"]
+
+
+def test_streaming_generation(tmp_path):
+    printed = smoke("streaming_generation", tmp_path)
+    assert printed.count("\n> ") == 4
+    # The last token generated is the only one that nothing has read.
+    length, read = figures(r"A text of (\d+) tokens; the model has read (\d+)\.", printed)
+    assert read == length - 1 > 4 * 80
+
+
+def test_music_events(tmp_path):
+    printed = smoke("music_events", tmp_path, "--output", tmp_path / "music.pt")
+    without = figures(r"\n +0 +([\d.]+) +([\d.]+) +([\d.]+)", printed)
+    with_memory = figures(r"\n +32 +([\d.]+) +([\d.]+) +([\d.]+)", printed)
+    assert with_memory[0] < without[0] - 0.03 and with_memory[1] < without[1] - 0.03
+    saved = torch.load(tmp_path / "music.pt")
+    assert saved["config"]["mem_len"] == 32 and "tables.0.weight" in saved["weights"]
+
+
+def test_document_resets(tmp_path):
+    printed = smoke("document_resets", tmp_path, "--output", tmp_path / "model")
+    alone, together, difference, leaking = figures(
+        r"([\d.]+) read alone.*\n +([\d.]+) read together; .* than (\S+)\n +([\d.]+) read together without", printed
+    )
+    assert difference < 1e-4 and abs(together - alone) < 2e-4
+    assert abs(leaking - together) > 1e-3, "what is not reset shows"
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+# --- what they are made of -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """A script as a fresh module: `script("lora")`."""
+
+    def load(name: str):
+        monkeypatch.syspath_prepend(FOLDER)
+        for module in (name, "common"):
+            monkeypatch.delitem(sys.modules, module, raising=False)
+        return importlib.import_module(name)
+
+    yield load
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for name in (*SCRIPTS, "common"):
+        sys.modules.pop(name, None)
+
+
+def test_a_story_told_in_turns_is_that_told_by_hand(script, make_model, capsys):
+    """Also when the text is much longer than the memory."""
+    tokenizer = TransfoXLTokenizer.from_symbols([chr(ord("A") + i) for i in range(60)], mode="characters")
+    model = make_model(vocab_size=60, mem_len=8, eos_token_id=None)
+    story, expected, mems, unread = script("streaming_generation").Story(model, tokenizer), [], None, []
+    for prompt in ("HELLO", "", "THERE", "AGAINANDAGAIN"):
+        told = story.go_on(prompt, max_new_tokens=6, do_sample=False)
+        assert told == capsys.readouterr().out.rstrip("\n"), "it was printed as it was generated"
+        unread += tokenizer(prompt)["input_ids"] if prompt else []
+        expected += unread[-len(prompt) :] if prompt else []
+        for _ in range(6):
+            with torch.no_grad():
+                outputs = model(torch.tensor([unread]), mems=mems)
+            mems, unread = outputs.mems, outputs.logits[:, -1].argmax(-1).tolist()
+            expected += unread
+        assert story.text[0].tolist() == expected
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 20])
+def test_segments_hold_every_document_once_and_in_order(script, batch_size):
+    lengths = [5, 2, 17, 8, 4, 9, 13, 2, 7]
+    documents = list(torch.arange(100, 100 + sum(lengths)).split(lengths))
+    seen, open_rows = {}, [-1] * batch_size
+    for batch in script("document_resets").segments(documents, 4, batch_size):
+        rows = zip(
+            *(batch[name].tolist() for name in ("document", "starts", "input_ids", "shift_labels")), strict=True
+        )
+        for row, (document, starts, inputs, labels) in enumerate(rows):
+            if document >= 0:
+                assert starts == (document != open_rows[row]), "a row starts afresh with its document, and only then"
+                length = sum(label != -100 for label in labels)
+                inputs, labels = inputs[:length], labels[:length]
+                assert labels == [token + 1 for token in inputs]
+                seen.setdefault(document, inputs[:1]).extend(labels)
+            else:
+                assert set(labels) == {-100}
+            open_rows[row] = document
+    assert [seen[i] for i in range(len(lengths))] == [document.tolist() for document in documents]
+
+
+@pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
+def test_documents_together_cost_what_each_costs_alone(script, make_model, make_ids, attn_implementation):
+    """Of lengths that end in the middle of segments, at their ends, and after one token; longer than the memory."""
+    model = make_model(attn_implementation, same_length=True, mem_len=7)
+    documents = [make_ids(1, length, seed=length)[0] for length in (5, 2, 17, 31, 4, 9, 13, 3, 26)]
+    alone = torch.tensor([evaluate_language_model(model, ids, 4).bits_per_token for ids in documents])
+    module = script("document_resets")
+    torch.testing.assert_close(module.evaluate(model, documents, 4, 3), alone, rtol=1e-5, atol=1e-5)
+    assert (module.evaluate(model, documents, 4, 3, reset=False) - alone).abs().max() > 0.01
+
+
+def test_attributes_of_events_have_one_scale(script, make_config):
+    module = script("music_events")
+    torch.manual_seed(0)
+    model = module.MusicModel(make_config(vocab_size=40, cutoffs=[], div_val=1, d_model=64, d_embed=64), [40, 30, 20])
+    events = torch.stack([torch.randint(size, (4, 50)) for size in (40, 30, 20)], dim=-1)
+    whole = model.embed(events)
+    assert whole.shape == (4, 50, 64)
+    scales = []
+    for attribute in range(3):
+        other = events.clone()
+        other[..., attribute] = other[..., attribute].flip(0)
+        scales.append((model.embed(other) - whole).std().item())
+    assert max(scales) / min(scales) < 1.3
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """A model of characters, without training."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = TransfoXLTokenizer.train_from_iterator(["abcdefghij,\n"], mode="characters", unk_token="<unk>")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(FOLDER)
+        config = importlib.import_module("common").small_config(len(tokenizer), width=16)
+        sys.modules.pop("common")
+    TransfoXLForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def refused(script, monkeypatch, name: str, *arguments: str | Path) -> str:
+    """What main() says instead of starting."""
+    module = script(name)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        module.main()
+    assert isinstance(stopped.value.code, str), "sys.exit prints a string on stderr, with status 1"
+    assert stopped.value.code.startswith("error: ") and "\n" not in stopped.value.code
+    return stopped.value.code
+
+
+SOURCES = {"lora": "--text", "classification": "--data", "music_events": "--events", "document_resets": "--documents"}
+SHORT = {
+    "lora": ("abc", "the text has 2 tokens, but batch_size=8 streams"),
+    "classification": ("text,label\nabc,good\nabd,bad\n", "has 2 texts and 2 labels"),
+    "music_events": ("60,4,3\n61,4,3\n", "the text has 2 tokens, but batch_size=16 streams"),
+    "document_resets": ("a", "is too short: 1 token"),
+}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("content", ["missing", "empty", "short"])
+def test_a_bad_source_is_refused_before_any_work(script, monkeypatch, checkpoint, tmp_path, name, content):
+    path = tmp_path / "source.csv"
+    if content != "missing":
+        path.write_text(SHORT[name][0] if content == "short" else "")
+    model = [] if name == "music_events" else ["--model", checkpoint]
+    said = refused(script, monkeypatch, name, *model, SOURCES[name], path, "--output", tmp_path / "output")
+    expected = {"missing": "No such file or directory", "empty": "", "short": SHORT[name][1]}[content]
+    assert expected in said
+    assert "source.csv" in said or content == "short"
+    assert {path.name for path in tmp_path.iterdir()} <= {"source.csv"}, "nothing is written"
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_an_output_that_exists_is_left_alone(script, monkeypatch, checkpoint, tmp_path, name):
+    (tmp_path / "thesis").mkdir()
+    model = [] if name == "music_events" else ["--model", checkpoint]
+    arguments = [*model, SOURCES[name], tmp_path / "source.csv", "--output", tmp_path / "thesis"]
+    assert "thesis exists: choose another" in refused(script, monkeypatch, name, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("text,stars\nabc,good\n", "has no column label"),
+        ("text,label\n" + "abc,good\n" * 12, "has 12 texts and 1 labels"),
+        ('text,label\n"abc,good\n', "cannot be read as .csv"),
+    ],
+    ids=["column", "one label", "broken"],
+)
+def test_data_that_cannot_be_classified(script, monkeypatch, checkpoint, tmp_path, content, message):
+    (tmp_path / "data.csv").write_text(content)
+    arguments = ["--model", checkpoint, "--data", tmp_path / "data.csv", "--output", tmp_path / "output"]
+    said = refused(script, monkeypatch, "classification", *arguments)
+    assert message in said and "data.csv" in said
+
+
+@pytest.mark.parametrize("content", ["pitch,duration,velocity\n1,2,3\n", "1,2\n3,4\n", "1,2,-3\n"])
+def test_events_that_are_none(script, monkeypatch, tmp_path, content):
+    (tmp_path / "events.csv").write_text(content)
+    arguments = ["--events", tmp_path / "events.csv", "--output", tmp_path / "music.pt"]
+    assert "events.csv" in refused(script, monkeypatch, "music_events", *arguments)
+
+
+def test_a_story_needs_a_model_and_a_beginning(script, monkeypatch, checkpoint):
+    assert "nowhere does not load" in refused(script, monkeypatch, "streaming_generation", "--model", "nowhere")
+    arguments = ["--model", checkpoint, "--prompt", ""]
+    assert "the first prompt is empty" in refused(script, monkeypatch, "streaming_generation", *arguments)
+
+
+def test_an_error_as_a_user_sees_it(checkpoint, tmp_path):
+    command = [sys.executable, FOLDER / "document_resets.py", "--model", checkpoint, "--documents", "missing.txt"]
+    process = subprocess.run([*command, "--output", "output"], cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 1 and process.stdout == ""
+    assert process.stderr == "error: [Errno 2] No such file or directory: 'missing.txt'\n"
+    assert list(tmp_path.iterdir()) == []
