@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, adaptive_transfo_xl
 from txl_hf.adaptive_transfo_xl import AdaptiveEmbedding, AdaptiveLogSoftmax
 
 BINS = {
@@ -166,3 +166,130 @@ def test_log_probabilities_are_fp32_whatever_the_dtype(make_model, make_ids, dty
     logits = model(make_ids(2, 6)).logits
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.exp().sum(-1), torch.ones(2, 6), atol=1e-5, rtol=0)
+
+
+# --- losses without the log-probabilities ----------------------------------------------------------------------------
+
+
+def reference_losses(softmax, hidden, targets):
+    """Through all log-probabilities."""
+    log_probs = softmax.log_prob(hidden)
+    picked = log_probs.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    return -picked.masked_fill(targets == -100, 0)
+
+
+def losses_and_gradients(softmax, hidden, targets, function):
+    hidden = hidden.clone().requires_grad_()
+    softmax.zero_grad()
+    losses = function(softmax, hidden, targets)
+    weights = torch.linspace(0.5, 2, len(targets))
+    (losses * weights).sum().backward()
+    return losses, {"hidden": hidden.grad, **{name: p.grad.clone() for name, p in softmax.named_parameters()}}
+
+
+TOKENS = {
+    "of-all-bins": [3, 44, 9, 60, 8, 29, 30, 0, 31, 12, 3, 3, 59],
+    "some-ignored": [-100, 44, 9, -100, 8, -100, 30],
+    "of-the-head": [1, 2, 3, 4, 8],
+    "of-the-last-bin": [30, 60, 45],
+    "one": [17],
+    "none": [-100, -100],
+    "empty": [],
+}
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "computed-again"])
+@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
+@pytest.mark.parametrize("changes", BINS.values(), ids=BINS)
+def test_losses_and_every_gradient_are_those_of_the_log_probabilities(make_config, monkeypatch, changes, tokens, kept):
+    if not kept:
+        for name, value in (("MAX_KEPT_LOGITS", -1), ("BLOCK_LOGITS", 21), ("MIN_BLOCK_WIDTH", 7)):
+            monkeypatch.setattr(adaptive_transfo_xl, name, value)
+    torch.manual_seed(0)
+    softmax = AdaptiveLogSoftmax(make_config(**changes))
+    for parameter in softmax.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.5)
+    hidden, targets = torch.randn(len(tokens), 16), torch.tensor(tokens, dtype=torch.long)
+    expected, expected_gradients = losses_and_gradients(softmax, hidden, targets, reference_losses)
+    losses, gradients = losses_and_gradients(softmax, hidden, targets, AdaptiveLogSoftmax.nll)
+    torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-5)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+    with torch.no_grad():
+        torch.testing.assert_close(softmax(hidden, targets), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "computed-again"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["parameters", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_types_are_as_exact_as_through_log_probabilities(make_config, monkeypatch, dtype, autocast, kept):
+    """Losses and gradients, against fp32, may be off by twice what the plain way in the same type is off."""
+    if not kept:
+        for name, value in (("MAX_KEPT_LOGITS", -1), ("BLOCK_LOGITS", 600), ("MIN_BLOCK_WIDTH", 16)):
+            monkeypatch.setattr(adaptive_transfo_xl, name, value)
+    torch.manual_seed(0)
+    config = make_config(d_model=64, d_embed=64, vocab_size=301, cutoffs=[50, 120])
+    exact = AdaptiveLogSoftmax(config)
+    for parameter in exact.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.2)
+    hidden, targets = torch.randn(97, 64), torch.randint(301, (97,))
+    reference = losses_and_gradients(exact, hidden, targets, reference_losses)
+    narrow = exact if autocast else exact.to(dtype)
+    hidden = hidden if autocast else hidden.to(dtype)
+
+    def errors(function):
+        with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+            losses, gradients = losses_and_gradients(narrow, hidden, targets, function)
+        assert losses.dtype == torch.float32
+        for name, parameter in narrow.named_parameters():
+            assert gradients[name].dtype == parameter.dtype
+        pairs = [(losses, reference[0])] + [(gradients[name], reference[1][name]) for name in gradients]
+        return [((a.float() - b).square().mean() / b.square().mean()).sqrt().item() for a, b in pairs]
+
+    for error, plain in zip(errors(AdaptiveLogSoftmax.nll), errors(reference_losses), strict=True):
+        assert error <= 2 * plain + 1e-6
+
+
+def test_a_loss_alone_holds_no_log_probabilities(make_model, make_ids):
+    """The largest tensor that training keeps for the backward pass is no larger than a block."""
+    sizes = []
+
+    def pack(tensor):
+        sizes.append(tensor.numel())
+        return tensor
+
+    for changes in ({"cutoffs": [100, 1000]}, {"cutoffs": []}):
+        model = make_model(vocab_size=20_000, div_val=1, **changes).train()
+        ids = make_ids(4, 100, vocab_size=20_000)
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            patch.setattr(adaptive_transfo_xl, "MAX_KEPT_LOGITS", 2**18)
+            loss = model(ids, shift_labels=ids, output_logits=False).loss
+        loss.backward()
+        assert max(sizes) <= 20_000 * 16, "the table itself"
+        assert torch.isfinite(model.lm_head.out_layers[0].weight.grad).all()
+
+
+def test_frozen_tables_and_repeated_backward(make_model, make_ids):
+    model = make_model().train()
+    model.lm_head.requires_grad_(False)
+    ids = make_ids(2, 6)
+    loss = model(ids, shift_labels=ids).loss
+    loss.backward(retain_graph=True)
+    once = model.transformer.layers[0].mlp.up_proj.weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(model.transformer.layers[0].mlp.up_proj.weight.grad, 2 * once)
+
+
+@pytest.mark.parametrize("label", [-1, 61, -101])
+def test_labels_outside_the_vocabulary(make_model, make_ids, label):
+    ids = make_ids(2, 6)
+    labels = ids.clone()
+    labels[1, 2] = label
+    for changes in ({}, {"cutoffs": [], "div_val": 1}):
+        for output_logits in (True, False):
+            with pytest.raises(ValueError, match=f"labels.*{label}.*61"):
+                make_model(**changes)(ids, shift_labels=labels, output_logits=output_logits)
