@@ -826,7 +826,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
                 segment predicts the first of the next. Takes precedence over `labels`.
             num_items_in_batch (in kwargs): what the sum of the losses is divided by, instead of the number of targets.
             logits_to_keep: keep the logits of the last so many positions, or of the positions in a tensor; 0: all.
-            output_logits: return logits beside a loss though the model has cutoffs; by default as configured.
+            output_logits: whether to return logits beside a loss, (tokens × vocabulary) numbers that the loss does not
+                need; by default a model without cutoffs does, and one with cutoffs if it is so configured.
             logits_top_k (in kwargs): only the k most probable tokens of each position have to be right, see
                 `AdaptiveLogSoftmax.log_prob`. `generate` gives it where no other token can matter.
 
@@ -847,17 +848,18 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         )
         hidden_states = outputs.last_hidden_state
         targets = _targets(labels, shift_labels, hidden_states.shape[:2])
-        output_logits = self.config.output_logits if output_logits is None else output_logits
+        if output_logits is None:
+            output_logits = self.config.output_logits or not self.config.cutoffs
 
         loss, losses, logits = None, None, None
         if targets is None:
-            logits = self.lm_head.log_prob(_keep(hidden_states, logits_to_keep), logits_top_k)
+            logits = self.lm_head(_keep(hidden_states, logits_to_keep), top_k=logits_top_k)
         else:
             predicting = hidden_states[:, : targets.shape[1]]
-            if self.config.cutoffs and not output_logits:
+            if not output_logits:
                 losses = self.lm_head(predicting.flatten(0, 1), targets.flatten()).view(targets.shape)
             else:
-                logits = self.lm_head.log_prob(hidden_states)
+                logits = self.lm_head(hidden_states)
                 losses = _pick_losses(logits[:, : targets.shape[1]], targets)
                 logits = _keep(logits, logits_to_keep)
             count = (targets != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
