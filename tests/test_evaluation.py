@@ -1,5 +1,6 @@
 """evaluate_language_model: every token scored once, whatever the segments, and the model left as it was."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -42,7 +43,7 @@ def text(length: int) -> torch.Tensor:
 @torch.no_grad()
 def token_losses(model: TransfoXLForCausalLM, token_ids: torch.Tensor) -> torch.Tensor:
     """(N - 1,) losses of one forward over the whole text."""
-    return model.eval()(token_ids[None], labels=token_ids[None]).losses[0]
+    return model.eval()(token_ids[None, :-1], shift_labels=token_ids[None, 1:]).losses[0]
 
 
 MODEL = tiny_model()
@@ -111,13 +112,37 @@ def test_memory_length_sets_what_is_seen(memory_length):
     assert result.memory_length == memory_length
 
 
-def test_sliding_window_protocol():
+@pytest.mark.parametrize("settings", [{}, {"initial_memory": "zeros"}, {"attn_type": 2, "mem_len": 0}], ids=str)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_sliding_window_protocol(settings, batch_size):
     """ext_len = n - 1 without memory computes every token again from its n last ones."""
-    model, token_ids, window = tiny_model(ext_len=4, mem_len=0), text(30), 5
-    expected = [token_losses(model, token_ids[max(0, end - window) : end + 1])[-1] for end in range(1, 30)]
-    result = evaluate_language_model(model, token_ids, segment_length=1)
+    model, window, expected = tiny_model(**settings), 5, []
+    alone = tiny_model(**settings | {"mem_len": 0})
+    for stream in text(30).chunk(batch_size):
+        expected += [token_losses(alone, stream[max(0, end - window) : end + 1])[-1] for end in range(1, len(stream))]
+    protocol = {"segment_length": 1, "memory_length": 0, "ext_len": window - 1}
+    result = evaluate_language_model(model, text(30), batch_size=batch_size, **protocol)
     assert result.nll == pytest.approx(torch.stack(expected).double().mean().item(), rel=1e-5)
-    assert result.ext_len == 4
+    assert (result.ext_len, model.config.ext_len) == (4, 0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    length=st.integers(2, 60),
+    segment_length=st.integers(1, 20),
+    ext_len=st.sampled_from([0, 0, 3, 25]),
+    data=st.data(),
+)
+def test_warm_up_is_read_and_not_scored(length, segment_length, ext_len, data):
+    batch_size = data.draw(st.integers(1, length - 1))
+    streams = [torch.from_numpy(stream) for stream in np.array_split(text(length).numpy(), batch_size)]
+    warm_up = data.draw(st.integers(0, len(streams[0]) - 1))
+    losses = torch.cat([token_losses(MODEL, row)[max(warm_up - 1, 0) :] for row in streams if len(row) > 1])
+    result = evaluate_language_model(
+        MODEL, text(length), segment_length, batch_size=batch_size, warm_up=warm_up, ext_len=ext_len
+    )
+    assert (result.tokens, result.text_tokens, result.warm_up) == (len(losses), length, warm_up)
+    assert result.nll == pytest.approx(losses.double().mean().item(), rel=1e-5)
 
 
 def test_settings_of_the_evaluation_only():
@@ -134,6 +159,21 @@ def test_measures_agree():
     result = evaluate_language_model(MODEL, text(30), segment_length=8, batch_size=3)
     assert result.perplexity == pytest.approx(math.exp(result.nll))
     assert result.bits_per_token == pytest.approx(result.nll / math.log(2))
+    # As many words as tokens: the same, although the first tokens are not scored.
+    assert result.perplexity_per_word(30) == pytest.approx(result.perplexity)
+    assert result.bits_per_character(30) == pytest.approx(result.bits_per_token)
+    assert result.perplexity_per_word(10) == pytest.approx(result.perplexity**3)
+    assert result.bits_per_character(90) == pytest.approx(result.bits_per_token / 3)
+    with pytest.raises(ValueError, match="words=0"):
+        result.perplexity_per_word(0)
+    with pytest.raises(ValueError, match="characters=2.5"):
+        result.bits_per_character(2.5)
+
+
+def test_perplexity_of_a_hopeless_model_is_infinite():
+    result = evaluate_language_model(MODEL, text(30), segment_length=8)
+    hopeless = dataclasses.replace(result, nll=1e3)
+    assert hopeless.perplexity == math.inf == hopeless.perplexity_per_word(1)
 
 
 def test_every_kind_of_text(tmp_path):
@@ -152,7 +192,7 @@ def test_the_model_is_left_as_it_was(token_ids):
     modes = [module.training for module in model.modules()]
     config = model.config.to_dict()
     try:
-        evaluate_language_model(model, token_ids, 8, memory_length=3, clamp_len=2, same_length=True)
+        evaluate_language_model(model, token_ids, 8, memory_length=3, ext_len=2, clamp_len=2, same_length=True)
     except ValueError:
         assert len(token_ids) == 3
     assert [module.training for module in model.modules()] == modes
@@ -161,10 +201,17 @@ def test_the_model_is_left_as_it_was(token_ids):
 
 def test_the_model_is_left_as_it_was_by_an_error_half_way(monkeypatch):
     model = tiny_model().train()
-    monkeypatch.setattr(model.lm_head, "log_prob", lambda hidden_states: 1 / 0)
+    monkeypatch.setattr(model.transformer, "forward", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         evaluate_language_model(model, text(30), 8, memory_length=3)
     assert model.training and model.config.mem_len == 64
+
+
+def test_the_model_is_left_as_it_was_by_settings_it_cannot_have():
+    model = tiny_model(attn_type=2, mem_len=0)
+    with pytest.raises(ValueError, match="attn_type=2"):
+        evaluate_language_model(model, text(30), 8, memory_length=3)
+    assert model.config.mem_len == 0
 
 
 @pytest.mark.parametrize(
@@ -177,6 +224,9 @@ def test_the_model_is_left_as_it_was_by_an_error_half_way(monkeypatch):
         ([3, 4], {"batch_size": 0}, "batch_size=0"),
         ([3, 4], {"segment_length": 0}, "segment_length=0"),
         ([3, 4], {"memory_length": -1}, "mem_len=-1"),
+        ([3, 4], {"ext_len": -1}, "ext_len=-1"),
+        ([3, 4], {"warm_up": -1}, "warm_up=-1"),
+        ([3, 4, 5], {"warm_up": 3}, "nothing to score: the text has 3 tokens, and the first warm_up=3 tokens"),
         ([3, 4, VOCAB_SIZE], {}, r"token_ids\[2\] is 20, outside the vocabulary \[0, 20\)"),
         ([3, -4, 2], {}, r"token_ids\[1\] is -4, outside the vocabulary"),
         ([0.5, 1.5], {}, "sequence of integers, but holds float64"),

@@ -24,27 +24,60 @@ class LanguageModelEvaluation:
     Attributes:
         nll: mean negative log-likelihood of a token, in nats.
         tokens: how many tokens were scored.
-        segment_length, memory_length, batch_size, ext_len, clamp_len, same_length: as they were in this evaluation.
+        text_tokens: how many tokens the text has, those that were read only included.
+        segment_length, memory_length, batch_size, warm_up, ext_len, clamp_len, same_length: as they were in this
+            evaluation.
     """
 
     nll: float
     tokens: int
+    text_tokens: int
     segment_length: int
     memory_length: int
     batch_size: int
+    warm_up: int
     ext_len: int
     clamp_len: int
     same_length: bool
 
     @property
     def perplexity(self) -> float:
-        """exp(nll); infinite where that exceeds a float."""
-        return math.exp(self.nll) if self.nll < 709 else math.inf
+        """exp(nll) of a token; infinite where that exceeds a float."""
+        return _exp(self.nll)
 
     @property
     def bits_per_token(self) -> float:
         """nll in bits: bits per character of a character-level model."""
         return self.nll / math.log(2)
+
+    def perplexity_per_word(self, words: int) -> float:
+        """Perplexity per word, which compares models whose tokens are not the same.
+
+        Args:
+            words: how many words the whole text has. Tokens that were read only are taken to cost as much as the
+                others.
+
+        Raises:
+            ValueError: `words` is no positive integer.
+        """
+        check_sizes(words=words)
+        return _exp(self.nll * self.text_tokens / words)
+
+    def bits_per_character(self, characters: int) -> float:
+        """Bits per character of a model whose tokens are not characters.
+
+        Args:
+            characters: how many characters (or bytes) the whole text has, as `words` of `perplexity_per_word`.
+
+        Raises:
+            ValueError: `characters` is no positive integer.
+        """
+        check_sizes(characters=characters)
+        return self.bits_per_token * self.text_tokens / characters
+
+
+def _exp(nll: float) -> float:
+    return math.exp(nll) if nll < 709 else math.inf
 
 
 def evaluate_language_model(
@@ -54,6 +87,8 @@ def evaluate_language_model(
     memory_length: int | None = None,
     batch_size: int = 1,
     *,
+    warm_up: int = 0,
+    ext_len: int | None = None,
     clamp_len: int | None = None,
     same_length: bool | None = None,
     progress: bool = False,
@@ -65,8 +100,9 @@ def evaluate_language_model(
     score a little worse.
 
     The memory is kept as projected keys and values. A model with `ext_len` reads the `ext_len` tokens before each
-    segment again, as in its training, and keeps its memory as hidden states; with `segment_length=1`,
-    `memory_length=0` and `ext_len = n - 1` that is the vanilla protocol of a sliding window of n tokens.
+    segment again, as in its training, and keeps its memory as hidden states. With `segment_length=1`,
+    `memory_length=0`, `ext_len = n - 1` and `same_length=False` that is the vanilla protocol, which the paper's
+    evaluation speed is measured against (section 4.5): a sliding window of n tokens, computed anew for every token.
 
     Args:
         model: on any device, in any mode. Mode and settings are afterwards as they were before, also after an error.
@@ -75,7 +111,8 @@ def evaluate_language_model(
         segment_length: L ≥ 1, tokens scored in one pass and stream.
         memory_length: M ≥ 0, states remembered per layer. None: the model's `mem_len`.
         batch_size: B ≥ 1, streams read in parallel.
-        clamp_len, same_length: as in the configuration. None: the model's.
+        warm_up: tokens at the start of each stream that fill the memory and are not scored; the first never is.
+        ext_len, clamp_len, same_length: as in the configuration. None: the model's.
         progress: show a progress bar.
 
     Raises:
@@ -86,21 +123,18 @@ def evaluate_language_model(
     check_tokens(token_ids)
     if len(token_ids) < batch_size:
         raise ValueError(f"batch_size={batch_size} streams are more than the text has tokens ({len(token_ids)})")
-    if len(token_ids) == batch_size:
-        raise ValueError(
-            f"nothing to score: the text has {len(token_ids)} tokens, and the first of each of the "
-            f"batch_size={batch_size} streams is never scored"
-        )
+    tokens = _scored_tokens(len(token_ids), batch_size, warm_up)
     _check_vocabulary(token_ids, model.config.vocab_size)
-    tokens = len(token_ids) - batch_size
     with (
-        _settings(model, memory_length, clamp_len, same_length) as config,
+        _settings(
+            model, mem_len=memory_length, ext_len=ext_len, clamp_len=clamp_len, same_length=same_length
+        ) as config,
         tqdm(total=tokens, unit="token", desc="evaluate", disable=not progress) as bar,
         torch.no_grad(),
     ):
-        total = 0.0
+        total = torch.zeros((), dtype=torch.float64, device=model.device)
         memory: dict[str, Any] = {}
-        for input_ids, shift_labels in _passes(token_ids, segment_length, batch_size, config.ext_len):
+        for input_ids, shift_labels in _passes(token_ids, segment_length, batch_size, config.ext_len, warm_up):
             outputs = model(
                 input_ids=input_ids.to(model.device),
                 shift_labels=shift_labels.to(model.device),
@@ -108,21 +142,42 @@ def evaluate_language_model(
                 **memory,
             )
             memory = {name: outputs[name] for name in ("mems", "past_key_values") if outputs.get(name) is not None}
-            total += outputs.losses.double().sum().item()
+            # Not read before the end, so that an accelerator need not wait for the processor.
+            total += outputs.losses.double().sum().to(total.device)
             bar.update(int((shift_labels != -100).sum()))
         return LanguageModelEvaluation(
-            nll=total / tokens,
+            nll=total.item() / tokens,
             tokens=tokens,
+            text_tokens=len(token_ids),
             segment_length=segment_length,
             memory_length=config.mem_len,
             batch_size=batch_size,
+            warm_up=warm_up,
             ext_len=config.ext_len,
             clamp_len=config.clamp_len,
             same_length=config.same_length,
         )
 
 
-def _passes(token_ids, segment_length: int, batch_size: int, ext_len: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _scored_tokens(text_tokens: int, batch_size: int, warm_up: int) -> int:
+    """How many tokens are scored; a ValueError where that is none."""
+    if not isinstance(warm_up, int) or warm_up < 0:
+        raise ValueError(f"warm_up={warm_up!r} must be an integer of at least 0")
+    unscored = max(warm_up, 1)
+    shorter, longer = divmod(text_tokens, batch_size)
+    tokens = longer * max(shorter + 1 - unscored, 0) + (batch_size - longer) * max(shorter - unscored, 0)
+    if tokens == 0:
+        first = f"the first warm_up={warm_up} tokens" if warm_up > 1 else "the first token"
+        raise ValueError(
+            f"nothing to score: the text has {text_tokens} tokens, and {first} of each of the "
+            f"batch_size={batch_size} streams are not scored"
+        )
+    return tokens
+
+
+def _passes(
+    token_ids, segment_length: int, batch_size: int, ext_len: int, warm_up: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """input_ids and shift_labels of each pass, both (B, e + L) with e ≤ ext_len tokens that are read again.
 
     Streams one token shorter than the first end in a padding that nothing after it reads.
@@ -138,26 +193,22 @@ def _passes(token_ids, segment_length: int, batch_size: int, ext_len: int) -> It
             tokens = read_tokens(token_ids, start + reread, min(start + end + 1, stop))
             row[: len(tokens)] = tokens
         shift_labels = rows[:, 1:].clone()
-        shift_labels[:, : begin - reread] = -100
+        shift_labels[:, : max(begin, warm_up - 1) - reread] = -100
         yield rows[:, :-1].clamp(min=0), shift_labels
 
 
 @contextmanager
-def _settings(
-    model: TransfoXLForCausalLM, memory_length: int | None, clamp_len: int | None, same_length: bool | None
-) -> Iterator:
-    """The model in evaluation mode with other lengths; yields its configuration."""
+def _settings(model: TransfoXLForCausalLM, **settings: int | bool | None) -> Iterator:
+    """The model in evaluation mode with other settings, those that are not None; yields its configuration."""
     config = model.config
-    found = {name: getattr(config, name) for name in ("mem_len", "clamp_len", "same_length")}
+    found = {name: getattr(config, name) for name in settings}
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
-        if memory_length is not None:
-            model.reset_memory_length(memory_length)
-        if clamp_len is not None:
-            config.clamp_len = clamp_len
-        if same_length is not None:
-            config.same_length = same_length
+        for name, value in settings.items():
+            if value is not None:
+                setattr(config, name, value)
+        config.validate_architecture()
         yield config
     finally:
         for name, value in found.items():
