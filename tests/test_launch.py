@@ -1,0 +1,174 @@
+"""Configurations for `accelerate launch`: what they say, what accelerate makes of them, and that they start it."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+from accelerate.commands.config import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+
+ROOT = Path(__file__).parents[1]
+LAUNCH = ROOT / "examples" / "launch"
+FIELDS = {
+    "cpu": {"distributed_type": "MULTI_GPU", "num_processes": 2, "use_cpu": True, "mixed_precision": "no"},
+    "one_gpu": {"distributed_type": "NO", "num_processes": 1, "gpu_ids": "0", "mixed_precision": "bf16"},
+    "eight_gpus": {"distributed_type": "MULTI_GPU", "num_processes": 8, "gpu_ids": "all", "mixed_precision": "bf16"},
+    "two_nodes": {
+        "distributed_type": "MULTI_GPU",
+        "num_machines": 2,
+        "num_processes": 16,
+        "main_process_ip": None,
+        "main_process_port": 29500,
+        "rdzv_backend": "static",
+        "mixed_precision": "bf16",
+    },
+    "fsdp2": {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "bf16"},
+    "zero2": {"distributed_type": "DEEPSPEED", "num_processes": 8, "mixed_precision": "bf16"},
+}
+
+
+def test_every_configuration_is_tested():
+    assert sorted(FIELDS) == sorted(path.stem for path in LAUNCH.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_what_it_says(name):
+    config = load_config_from_file(str(LAUNCH / f"{name}.yaml"))
+    expected = {"num_machines": 1, "use_cpu": False} | FIELDS[name]
+    assert {field: getattr(config, field) for field in expected} == expected
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_command_in_its_comment_names_it(name):
+    assert f"accelerate launch --config_file examples/launch/{name}.yaml " in (LAUNCH / f"{name}.yaml").read_text()
+
+
+def parse(name: str, *options: str):
+    """What `accelerate launch` makes of a configuration and of options beside it."""
+    command = ["--config_file", str(LAUNCH / f"{name}.yaml"), *options, "script.py", "--steps", "3"]
+    return _validate_launch_command(launch_command_parser().parse_args(command))[0]
+
+
+def test_one_gpu_is_one_process():
+    args = parse("one_gpu")
+    assert not (args.multi_gpu or args.use_fsdp or args.use_deepspeed)
+    command, environment = prepare_simple_launcher_cmd_env(args)
+    assert command == [sys.executable, "script.py", "--steps", "3"]
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0" and environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
+@pytest.mark.parametrize(("name", "processes"), [("eight_gpus", "8"), ("fsdp2", "8"), ("cpu", "2")])
+def test_as_many_processes_on_one_machine(name, processes):
+    args = parse(name, "--main_process_port", "0")
+    prepare_multi_gpu_env(args)
+    assert args.nproc_per_node == processes
+    args = parse(name, "--main_process_port", "0", "--num_processes", "4")
+    prepare_multi_gpu_env(args)
+    assert args.nproc_per_node == "4"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_nodes_differ_by_their_rank(rank):
+    args = parse(
+        "two_nodes", "--main_process_ip", "first", "--machine_rank", str(rank), "--main_process_port", "29999"
+    )
+    prepare_multi_gpu_env(args)
+    assert (args.nproc_per_node, args.nnodes, args.node_rank) == ("8", "2", rank)
+    assert (args.rdzv_backend, args.rdzv_endpoint) == ("static", "first:29999")
+
+
+def test_fsdp2_wraps_the_layers():
+    environment = prepare_multi_gpu_env(parse("fsdp2", "--main_process_port", "0"))
+    expected = {
+        "ACCELERATE_USE_FSDP": "true",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "TransfoXLLayer",
+        "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "FSDP_OFFLOAD_PARAMS": "false",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    }
+    assert {name: environment[name] for name in expected} == expected
+
+
+def test_zero2_is_stage_2():
+    args = parse("zero2", "--main_process_port", "0")
+    args.deepspeed_fields_from_accelerate_config = ""
+    _, environment = prepare_deepspeed_cmd_env(args)
+    expected = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.25",
+    }
+    assert {name: environment[name] for name in expected} == expected
+    assert args.nproc_per_node == "8"
+
+
+# --- on this machine -------------------------------------------------------------------------------------------------
+
+
+def start(name: str, script: Path, *options: str) -> subprocess.Popen:
+    """`accelerate launch` with a configuration, on the CPU."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / f"{name}.yaml")]
+    return subprocess.Popen(
+        [*command, *options, str(script)],
+        env=os.environ | {"ACCELERATE_USE_CPU": "true"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(*started: subprocess.Popen) -> str:
+    """All that was printed, when every one has ended well."""
+    printed = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), printed
+    return "".join(printed)
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+SUM_OF_RANKS = """
+import torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+assert accelerator.device.type == "cpu" and torch.distributed.get_backend() == "gloo"
+total = accelerator.reduce(torch.tensor([accelerator.process_index + 1]))
+assert total.item() == 3, total
+print(f"process {accelerator.process_index} of {accelerator.num_processes}\\n", end="", flush=True)
+accelerator.end_training()
+"""
+
+
+def test_cpu_starts_two_processes(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SUM_OF_RANKS)
+    printed = finish(start("cpu", script, "--main_process_port", "0"))
+    assert "process 0 of 2" in printed and "process 1 of 2" in printed
+
+
+def test_two_nodes_find_each_other(tmp_path):
+    """Two launchers of one process each, as two machines."""
+    script = tmp_path / "script.py"
+    script.write_text(SUM_OF_RANKS)
+    where = ["--num_processes", "2", "--mixed_precision", "no", "--main_process_ip", "127.0.0.1"]
+    where += ["--main_process_port", free_port()]
+    printed = finish(*(start("two_nodes", script, *where, "--machine_rank", rank) for rank in ("0", "1")))
+    assert "process 0 of 2" in printed and "process 1 of 2" in printed
