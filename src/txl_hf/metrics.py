@@ -1,0 +1,116 @@
+"""Perplexity that adds up over batches and processes, as a metric of `evaluate`."""
+
+import math
+from typing import Any
+
+import evaluate
+import numpy as np
+import torch
+from datasets import Features, Value
+
+__all__ = ["LanguageModelMetric"]
+
+_INPUTS = """
+Args:
+    nll: summed negative log-likelihood of each entry in nats, (B,).
+    tokens: scored tokens of each entry, (B,).
+    words, characters: words and characters that these tokens stand for, (B,); optional.
+
+Returns of `compute`, in process 0 (None in others), a dict:
+    nll: mean negative log-likelihood of a token, in nats.
+    perplexity: exp(nll); infinite where that exceeds a float.
+    bits_per_token: nll in bits.
+    tokens: how many tokens were scored.
+    perplexity_per_word, words; bits_per_character, characters: where they were counted.
+
+Example:
+
+    >>> metric = LanguageModelMetric()
+    >>> for batch in loader:
+    ...     losses = model(**batch).losses
+    ...     metric.add_batch(nll=losses.sum(-1), tokens=(batch["shift_labels"] != -100).sum(-1))
+    >>> metric.compute()["perplexity"]
+"""
+
+
+class LanguageModelMetric(evaluate.Metric):
+    """Perplexity of a text whose parts are scored in batches and by several processes.
+
+    An entry is any part of the text: a token, a segment, a sequence. Sums are added up, so that the parts may be
+    uneven. Nothing is fetched from the Hub.
+
+    Args:
+        num_process, process_id: how many processes score the text, and which of them this is. Each must add at least
+            one entry, which may be empty (`nll=[0.0], tokens=[0]`).
+        cache_dir, experiment_id: where the processes meet; the same in all of them.
+        kwargs: as for `evaluate.Metric`.
+    """
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description="Perplexity, bits per token and character, and perplexity per word.",
+            citation="",
+            inputs_description=_INPUTS,
+            features=Features(
+                {
+                    "nll": Value("float64"),
+                    "tokens": Value("int64"),
+                    "words": Value("int64"),
+                    "characters": Value("int64"),
+                }
+            ),
+        )
+
+    def add_batch(self, *, nll, tokens, words=None, characters=None) -> None:
+        """Add several entries; see `inputs_description`.
+
+        Raises:
+            ValueError: an input is no list of numbers, is longer or shorter than `nll`, or a count is negative.
+        """
+        length = np.shape(_on_cpu(nll))[:1]
+        inputs = {"nll": nll, "tokens": tokens, "words": words, "characters": characters}
+        super().add_batch(**{name: _entries(name, values, length) for name, values in inputs.items()})
+
+    def add(self, *, nll, tokens, words=0, characters=0) -> None:
+        """Add one entry; see `inputs_description`."""
+        self.add_batch(nll=[nll], tokens=[tokens], words=[words], characters=[characters])
+
+    def _compute(self, *, nll, tokens, words, characters) -> dict[str, Any]:
+        total, counted = math.fsum(nll), sum(tokens)
+        if counted == 0:
+            raise ValueError("no token was scored: the entries added have tokens=0 altogether")
+        mean = total / counted
+        result = {"nll": mean, "perplexity": _exp(mean), "bits_per_token": mean / math.log(2), "tokens": counted}
+        if count := sum(words):
+            result |= {"perplexity_per_word": _exp(total / count), "words": count}
+        if count := sum(characters):
+            result |= {"bits_per_character": total / count / math.log(2), "characters": count}
+        return result
+
+
+def _entries(name: str, values, length: tuple[int, ...]) -> np.ndarray:
+    """A checked array, of zeros where there are no values."""
+    if values is None and name != "nll":
+        return np.zeros(length, dtype=np.int64)
+    entries = np.asarray(_on_cpu(values))
+    if entries.ndim != 1 or entries.shape != length:
+        raise ValueError(
+            f"{name} has shape {entries.shape}, but must have one number an entry, {length or '(B,)'}: "
+            "sum over the tokens of each"
+        )
+    if entries.dtype.kind not in ("iuf" if name == "nll" else "iu"):
+        raise ValueError(f"{name} must hold {'numbers' if name == 'nll' else 'whole numbers'}, not {entries.dtype}")
+    if name != "nll" and (entries < 0).any():
+        raise ValueError(f"{name}={entries.min()} is negative")
+    return entries
+
+
+def _on_cpu(values):
+    if not isinstance(values, torch.Tensor):
+        return values
+    # numpy has no bfloat16.
+    return (values.detach().double() if values.is_floating_point() else values).cpu().numpy()
+
+
+def _exp(nll: float) -> float:
+    return math.inf if nll > 709 else math.exp(nll)

@@ -1,0 +1,140 @@
+"""The metric: sums over uneven batches and over two real processes, as evaluate_language_model has them."""
+
+import math
+import multiprocessing
+from functools import partial
+
+import pytest
+import torch
+
+from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model
+from txl_hf.metrics import LanguageModelMetric
+
+SEGMENT_LENGTH = 7
+STREAMS = 2
+VOCAB_SIZE = 20
+
+
+@pytest.fixture
+def make_metric(tmp_path):
+    return partial(LanguageModelMetric, cache_dir=str(tmp_path))
+
+
+def text() -> torch.Tensor:
+    return torch.randint(VOCAB_SIZE, (101,), generator=torch.Generator().manual_seed(0))
+
+
+def tiny_model() -> TransfoXLForCausalLM:
+    torch.manual_seed(0)
+    config = TransfoXLConfig(
+        vocab_size=VOCAB_SIZE,
+        cutoffs=[],
+        div_val=1,
+        d_model=16,
+        d_embed=16,
+        n_head=2,
+        d_head=8,
+        d_inner=16,
+        n_layer=1,
+        mem_len=10,
+        initial_memory="empty",
+        init_std=0.5,
+    )
+    return TransfoXLForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def score(rows: range, metric: LanguageModelMetric) -> dict | None:
+    """Score these streams of the text with memory, as the loop of a user does."""
+    model, mems = tiny_model(), None
+    stream = TokenStream(text(), SEGMENT_LENGTH, STREAMS, keep_remainder=True)
+    for step in range(stream.steps):
+        items = [stream[step * STREAMS + row] for row in rows]
+        batch = {name: torch.stack([item[name] for item in items]) for name in items[0]}
+        outputs = model(**batch, mems=mems)
+        mems = outputs.mems
+        metric.add_batch(nll=outputs.losses.sum(-1), tokens=(batch["shift_labels"] != -100).sum(-1))
+    return metric.compute()
+
+
+def process(rank: int, cache_dir: str, results) -> None:
+    metric = LanguageModelMetric(num_process=2, process_id=rank, cache_dir=cache_dir, experiment_id="two")
+    results.put((rank, score(range(rank, rank + 1), metric)))
+
+
+def reference() -> float:
+    """Streams as TokenStream cuts them: one of 51 tokens, one of 51 that starts with the last of the other."""
+    streams = [text()[:51], text()[50:]]
+    results = [evaluate_language_model(tiny_model(), row, SEGMENT_LENGTH) for row in streams]
+    return sum(result.nll * result.tokens for result in results) / 100
+
+
+def test_batches_add_up_to_the_evaluation(make_metric):
+    result = score(range(STREAMS), make_metric())
+    assert result["tokens"] == 100
+    assert result["nll"] == pytest.approx(reference(), rel=1e-6)
+    assert result["perplexity"] == pytest.approx(math.exp(result["nll"]))
+    assert result["bits_per_token"] == pytest.approx(result["nll"] / math.log(2))
+    assert set(result) == {"nll", "tokens", "perplexity", "bits_per_token"}
+
+
+def test_two_processes_add_up_to_one(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=process, args=(rank, str(tmp_path), results)) for rank in range(2)]
+    for started in processes:
+        started.start()
+    found = dict(results.get(timeout=120) for _ in processes)
+    for started in processes:
+        started.join(timeout=60)
+        assert started.exitcode == 0
+    assert found[1] is None
+    assert found[0]["tokens"] == 100
+    assert found[0]["nll"] == pytest.approx(reference(), rel=1e-6)
+
+
+def test_words_and_characters(make_metric):
+    metric = make_metric()
+    metric.add_batch(nll=[6.0, 4.0], tokens=[3, 5], words=[2, 1], characters=[9, 11])
+    metric.add(nll=torch.tensor(2.0), tokens=2, words=1, characters=5)
+    result = metric.compute()
+    assert result["nll"] == pytest.approx(12 / 10)
+    assert result["perplexity_per_word"] == pytest.approx(math.exp(12 / 4))
+    assert result["bits_per_character"] == pytest.approx(12 / 25 / math.log(2))
+    assert (result["tokens"], result["words"], result["characters"]) == (10, 4, 25)
+
+
+def test_computed_at_once_and_again(make_metric):
+    metric = make_metric()
+    first = metric.compute(nll=[1.0], tokens=[2])
+    assert first["nll"] == 0.5
+    assert metric.compute(nll=[3.0], tokens=[2])["nll"] == 1.5, "what was computed is forgotten"
+
+
+def test_bfloat16_and_huge_losses(make_metric):
+    metric = make_metric()
+    metric.add_batch(nll=torch.tensor([1e4, 1e4], dtype=torch.bfloat16), tokens=torch.tensor([1, 1]))
+    assert metric.compute()["perplexity"] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"nll": torch.ones(2, 3), "tokens": [3, 3]}, r"nll has shape \(2, 3\).*sum over the tokens"),
+        ({"nll": [1.0], "tokens": [1, 2]}, r"tokens has shape \(2,\).*\(1,\)"),
+        ({"nll": [1.0], "tokens": [1], "words": [1, 1]}, "words has shape"),
+        ({"nll": [1.0], "tokens": [0.5]}, "tokens must hold whole numbers, not float64"),
+        ({"nll": ["a"], "tokens": [1]}, "nll must hold numbers"),
+        ({"nll": [1.0], "tokens": [-1]}, "tokens=-1 is negative"),
+    ],
+)
+def test_bad_entries_are_named(make_metric, entries, message):
+    with pytest.raises(ValueError, match=message):
+        make_metric().add_batch(**entries)
+
+
+def test_nothing_scored(make_metric):
+    metric = make_metric()
+    metric.add_batch(nll=[0.0], tokens=[0])
+    with pytest.raises(ValueError, match="no token was scored"):
+        metric.compute()
