@@ -2,12 +2,16 @@
 PYTHON ?= python3
 VENV ?= .venv
 OUTPUT ?= demo-output
+# An environment of its own for the transformers that had Transformer-XL, and tokenised prose, where there is some.
+LEGACY ?= .venv-legacy
+PEER := --peer-python $(LEGACY)/bin/python
+PROSE ?= ../shared/data/wikitext-2/wiki.test.tokens
 BIN := $(VENV)/bin
 # Triton decides when it is imported whether its interpreter runs the kernels, so these tests have processes of their own.
 INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 PIP := $(BIN)/python -m pip install --constraint constraints.txt
 
-.PHONY: venv demo test test-all test-gpu style quality bench clean
+.PHONY: venv demo test test-all test-gpu style quality bench bench-gpu clean
 
 # Train a small model on real text and see what its memory is worth; TEXT=path for a text of your own.
 demo: $(VENV)/demo-installed
@@ -37,11 +41,25 @@ quality: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src
 
-bench: venv
-	@for script in benchmarks/*.py; do if [ -f "$$script" ]; then $(BIN)/python "$$script" || exit 1; fi; done
+# Every benchmark for a CPU, half an hour on two cores; then the tables, and whether the ratios are those committed.
+bench: venv $(LEGACY)/installed
+	rm -rf build/benchmarks && mkdir -p build && cp -R benchmarks/results build/benchmarks
+	$(BIN)/python benchmarks/model.py --device cpu $(PEER)
+	$(BIN)/python benchmarks/sliding_window.py --device cpu
+	$(BIN)/python benchmarks/attention_kernel.py --device cpu
+	$(BIN)/python benchmarks/softmax.py --device cpu $(PEER)
+	$(BIN)/python benchmarks/growth.py --device cpu
+	if [ -f "$(PROSE)" ]; then $(BIN)/python benchmarks/tokenizer.py --text "$(PROSE)" $(PEER); fi
+	$(BIN)/python benchmarks/report.py
+	$(BIN)/python benchmarks/report.py --compare build/benchmarks benchmarks/results
+
+# Every benchmark for a GPU, in under ten minutes.
+bench-gpu: venv
+	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python benchmarks/report.py
 
 clean:
-	rm -rf $(VENV) build demo-output .pytest_cache .hypothesis .ruff_cache .mypy_cache src/*.egg-info
+	rm -rf $(VENV) $(LEGACY) build demo-output .pytest_cache .hypothesis .ruff_cache .mypy_cache src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 venv: $(VENV)/dev-installed
@@ -56,4 +74,10 @@ $(VENV)/demo-installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install "$$(grep ^torch== constraints.txt)"
 	$(PIP) --editable . matplotlib
+	@touch $@
+
+$(LEGACY)/installed: constraints.txt
+	$(PYTHON) -m venv $(LEGACY)
+	$(LEGACY)/bin/python -m pip install "$$(grep ^torch== constraints.txt)"
+	$(LEGACY)/bin/python -m pip install --constraint constraints.txt transformers==4.35.2 sacremoses "numpy<2"
 	@touch $@

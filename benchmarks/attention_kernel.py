@@ -1,50 +1,49 @@
-"""The attention operation alone: `txl_triton` against plain attention, which has no relative positions.
+"""The attention operation alone: every backend against plain attention, which has no relative positions.
 
-    python benchmarks/attention_kernel.py            # on a machine with a GPU: under three minutes
+    python benchmarks/attention_kernel.py            # bf16 on a GPU (under three minutes), fp32 on a CPU
     python benchmarks/attention_kernel.py --sweep    # other tiles, warps and stages of each kernel on one shape
-    TRITON_INTERPRET=1 python benchmarks/attention_kernel.py --smoke     # the script itself, on a CPU
+    TRITON_INTERPRET=1 python benchmarks/attention_kernel.py --smoke --output FILE     # the script itself, on a CPU
 
 First the gate: outputs and gradients of every contender with relative positions against fp64, at most twice as far off
-as eager in bf16; nothing is timed if one fails. Then forward, and forward with backward, in bf16, contenders
-interleaved:
+as eager in the same dtype; nothing is timed if one fails. Then forward, and forward with backward, interleaved:
 
-    txl_triton      the kernels
-    sdpa_relative   scaled_dot_product_attention with (b) + (d) as its mask: the fallback
-    sdpa            scaled_dot_product_attention, causal to the lower right: the floor, what flash attention reaches
+    txl_triton       the kernels (on a GPU)
+    flex_attention   PyTorch's FlexAttention, compiled (on a GPU; on a CPU with --contenders, forward alone)
+    sdpa_relative    scaled_dot_product_attention with (b) + (d) as its mask: the fallback
+    eager            the reference (on a CPU; its L × K tensors fill a GPU at these sizes)
+    sdpa             scaled_dot_product_attention, causal to the lower right: the floor, what flash attention reaches
 
-The GPU sleeps before each call until the host has queued it, so launches cost nothing, and inputs rotate through
+A GPU sleeps before each call until the host has queued it, so launches cost nothing, and inputs rotate through
 copies larger than its cache. TFLOP/s count the floor's products over visible pairs (two forward, five backward) for
 every contender, so that they compare as times do. A row per shape, mode and contender goes to
 `results/attention_kernel.csv`.
 """
 
 import argparse
-import csv
-import datetime
-import statistics
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+import common
 import txl_hf.attention_transfo_xl_triton as kernels
-from txl_hf.attention_transfo_xl import (
-    eager_relative_attention,
-    sdpa_relative_attention,
-    visible_keys,
-)
+from txl_hf.attention_transfo_xl import relative_attention, visible_keys
 
-RESULTS = Path(__file__).parent / "results" / "attention_kernel.csv"
 # Name: B, H, L, m, Dh.
 SHAPES = {f"nvidia-base-B{B}": (B, 8, 192, 192, 64) for B in (32, 64, 128, 256)}
 SHAPES |= {f"nvidia-large-B{B}": (B, 16, 384, 384, 64) for B in (8, 32)}
 SHAPES |= {f"enwik8-base-B{B}": (B, 8, 512, 512, 64) for B in (8, 32)}
 SHAPES |= {"wt103-base-B60": (60, 10, 150, 150, 41)}
 SHAPES |= {f"long-m{m}": (4, 8, 512, m, 64) for m in (2048, 4096, 8192, 16384)}
+CPU_SHAPES = {
+    "enwik8-base-train": (2, 8, 512, 512, 64),
+    "enwik8-base-m2048": (1, 8, 128, 2048, 64),
+    "enwik8-base-m3800": (1, 8, 128, 3800, 64),
+    "wt103-base-train": (2, 10, 150, 150, 41),
+    "wt103-base-m640": (1, 10, 64, 640, 41),
+} | {f"growth-m{m}": (1, 8, 128, m, 64) for m in (8192, 16384)}
 GATE_SHAPES = [(2, 2, 192, 192, 64), (2, 2, 150, 150, 41), (1, 2, 65, 300, 64), (1, 2, 130, 7, 128)]
 SMOKE_SHAPES = {"smoke": (1, 2, 20, 30, 16)}
 TILES = [
@@ -72,9 +71,9 @@ def draw(shape, dtype, device, seed=0):
     return [tensor.requires_grad_() for tensor in inputs], normal(B, H, L, D)
 
 
-def relative(backend):
+def relative(implementation):
     def attend(inputs):
-        return backend(*inputs, None, None, None, inputs[0].shape[-1] ** -0.5, 0.0)[0]
+        return relative_attention(*inputs, implementation=implementation)[0]
 
     return attend
 
@@ -99,9 +98,15 @@ def exact(inputs):
 
 
 CONTENDERS = {
-    "txl_triton": relative(kernels.triton_relative_attention),
-    "sdpa_relative": relative(sdpa_relative_attention),
+    "txl_triton": relative("txl_triton"),
+    "flex_attention": relative("flex_attention"),
+    "sdpa_relative": relative("sdpa"),
+    "eager": relative("eager"),
     "sdpa": plain,
+}
+DEFAULT = {
+    "cuda": ["txl_triton", "flex_attention", "sdpa_relative", "sdpa"],
+    "cpu": ["sdpa_relative", "eager", "sdpa"],
 }
 
 
@@ -111,34 +116,43 @@ def differentiate(attend, inputs, cotangent):
     return output, *torch.autograd.grad(output, needed, cotangent)
 
 
-def passes_gate(device, shapes) -> bool:
-    names = ("output", "query", "key", "value", "rel_key", "content_bias", "position_bias")
+def passes_gate(contenders, shapes, device, dtype) -> bool:
+    """Whether every contender is at most twice as far from fp64 as eager."""
+    names = ("output without gradient", "output", "query", "key", "value", "rel_key", "content_bias", "position_bias")
+    # On a CPU it has no backward.
+    forward_only = [CONTENDERS["flex_attention"]] if device == "cpu" else []
     good = True
     for shape in shapes:
-        inputs, cotangent = draw(shape, torch.bfloat16, device)
+        inputs, cotangent = draw(shape, dtype, device)
         doubles = [tensor.detach().double().requires_grad_() for tensor in inputs]
         truth = differentiate(exact, doubles, cotangent.double())
+        truth = (truth[0], *truth)
 
         def errors(attend, inputs=inputs, cotangent=cotangent, truth=truth):
-            results = differentiate(attend, inputs, cotangent)
-            return [((r.double() - t).norm() / t.norm()).item() for r, t in zip(results, truth, strict=True)]
+            with torch.no_grad():
+                results = [attend(inputs)]
+            if attend not in forward_only:
+                results += differentiate(attend, inputs, cotangent)
+            return [((r.double() - t).norm() / t.norm()).item() for r, t in zip(results, truth, strict=False)]
 
-        eager = errors(relative(eager_relative_attention))
-        for name in ("txl_triton", "sdpa_relative"):
+        eager = errors(CONTENDERS["eager"])
+        for name in contenders:
+            if name in ("eager", "sdpa"):
+                continue
             found = errors(CONTENDERS[name])
-            bad = [n for n, e, limit in zip(names, found, eager, strict=True) if not e <= max(2 * limit, 4e-3)]
+            # Where eager is exact by chance, what rounding alone can do.
+            least = torch.finfo(dtype).eps / 2
+            bad = [n for n, e, limit in zip(names, found, eager, strict=False) if not e <= max(2 * limit, least)]
             good &= not bad
-            worst = max(e / limit for e, limit in zip(found, eager, strict=True))
+            worst = max(e / limit for e, limit in zip(found, eager, strict=False))
             verdict = f"FAILED: {', '.join(bad)}" if bad else "passes"
             print(f"gate {shape} {name}: {verdict}, at most {worst:.2f} of eager's error", flush=True)
     return good
 
 
-def seconds(call) -> float:
-    if not torch.cuda.is_available():
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
+def seconds(call, device) -> float:
+    if device == "cpu":
+        return common.seconds(call, device)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     # Some three milliseconds, in which the host queues everything.
     torch.cuda._sleep(5_000_000)
@@ -149,12 +163,12 @@ def seconds(call) -> float:
     return start.elapsed_time(end) / 1000
 
 
-def measure(shape, mode, contenders, device, budget) -> dict[str, dict]:
+def measure(shape, mode, contenders, device, dtype, budget, fewest=20) -> dict[str, dict]:
     """Seconds of each contender's calls, interleaved, and the memory it needs beyond its inputs."""
     B, H, L, m, D = shape
     size = 2 * B * H * D * (2 * L + 2 * (m + L))
     copies = max(1, min(8, -(-(2**28) // size))) if device == "cuda" else 1
-    sets = [draw(shape, torch.bfloat16, device, seed) for seed in range(copies)]
+    sets = [draw(shape, dtype, device, seed) for seed in range(copies)]
 
     def call(attend, number):
         inputs, cotangent = sets[number % copies]
@@ -164,21 +178,19 @@ def measure(shape, mode, contenders, device, budget) -> dict[str, dict]:
         return differentiate(attend, inputs, cotangent)
 
     found = {}
-    for name, attend in contenders.items():
+    for name in contenders:
         for number in range(3):
-            call(attend, number)
-        if device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            call(attend, 0)
-            found[name] = {"times": [], "peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
-        else:
-            found[name] = {"times": [], "peak_mib": 0.0}
+            call(CONTENDERS[name], number)
+        common.synchronize(device)
+        common.reset_peak(device)
+        before = torch.cuda.memory_allocated() / 2**20 if device == "cuda" else common.resident_mib()
+        call(CONTENDERS[name], 0)
+        found[name] = {"times": [], "peak_mib": common.peak_mib(device) - before}
     start, number = time.perf_counter(), 0
-    while number < 20 or (time.perf_counter() - start < budget and number < 200):
-        for name, attend in contenders.items():
-            found[name]["times"].append(seconds(lambda attend=attend, number=number: call(attend, number)))
+    while number < fewest or (time.perf_counter() - start < budget and number < 200):
+        for name in contenders:
+            attend = CONTENDERS[name]
+            found[name]["times"].append(seconds(lambda attend=attend, number=number: call(attend, number), device))
         number += 1
     return found
 
@@ -189,32 +201,18 @@ def floor_flops(shape, mode) -> float:
     return 2 * D * pairs * (2 if mode == "forward" else 7)
 
 
-def quantiles(times: list[float]) -> list[float]:
-    cuts = statistics.quantiles(times, n=10, method="inclusive")
-    return [cuts[1], statistics.median(times), cuts[7]]
-
-
-def origin(device) -> dict:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit,
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "triton": kernels.triton.__version__,
-    }
-
-
-def compare(shapes, device, budget) -> list[dict]:
+def compare(shapes, contenders, device, dtype, budget, fewest) -> list[dict]:
     rows = []
     columns = "{:18} {:9} {:14} {:>9} {:>9} {:>9} {:>8} {:>8} {:>8}"
     print(columns.format("shape", "mode", "contender", "ms p20", "p50", "p80", "TFLOP/s", "of sdpa", "MiB"))
     for shape_name, shape in shapes.items():
         for mode in ("forward", "both"):
-            found = measure(shape, mode, CONTENDERS, device, budget)
-            floor = statistics.median(found["sdpa"]["times"])
+            # On a CPU it has no backward.
+            able = [name for name in contenders if (name, device, mode) != ("flex_attention", "cpu", "both")]
+            found = measure(shape, mode, able, device, dtype, budget, fewest)
+            floor = common.quantiles(found["sdpa"]["times"])[1]
             for name, result in found.items():
-                low, middle, high = quantiles(result["times"])
+                low, middle, high = common.quantiles(result["times"])
                 row = {
                     "shape": shape_name,
                     **dict(zip(("B", "H", "L", "m", "Dh"), shape, strict=True)),
@@ -224,7 +222,7 @@ def compare(shapes, device, budget) -> list[dict]:
                     "ms_p20": round(low * 1e3, 4),
                     "ms_p50": round(middle * 1e3, 4),
                     "ms_p80": round(high * 1e3, 4),
-                    "tflops": round(floor_flops(shape, mode) / middle / 1e12, 1),
+                    "tflops": common.significant(floor_flops(shape, mode) / middle / 1e12),
                     "of_sdpa": round(floor / middle, 3),
                     "peak_mib": round(result["peak_mib"], 1),
                 }
@@ -234,7 +232,7 @@ def compare(shapes, device, budget) -> list[dict]:
     return rows
 
 
-def sweep(shape, device, budget) -> None:
+def sweep(shape, device, dtype, budget) -> None:
     """Each kernel with other tiles, the others as they are; a tile that does not fit is passed over."""
     width = 128 if shape[-1] > 64 else 64
     for kernel, mode in (("forward", "forward"), ("backward_query", "both"), ("backward_key", "both")):
@@ -242,41 +240,40 @@ def sweep(shape, device, budget) -> None:
         for tile in TILES:
             kernels._TILES[kernel][width] = tile
             try:
-                times = measure(shape, mode, {"txl_triton": CONTENDERS["txl_triton"]}, device, budget)["txl_triton"]
-                result = f"{statistics.median(times['times']) * 1e3:.3f} ms"
+                times = measure(shape, mode, ["txl_triton"], device, dtype, budget)["txl_triton"]["times"]
+                result = f"{common.quantiles(times)[1] * 1e3:.3f} ms"
             except kernels.triton.runtime.errors.OutOfResources as error:
                 result = str(error)
             print(f"{kernel:15} {tile} {mode}: {result}{'  (chosen)' if tile == chosen else ''}", flush=True)
         kernels._TILES[kernel][width] = chosen
 
 
-def main() -> int:
+def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--seconds", type=float, default=2.0, help="for one shape and mode")
+    common.add_arguments(parser, "attention_kernel.csv", budget=2.0)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES | CPU_SHAPES)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, help="besides sdpa, the floor")
     parser.add_argument("--sweep", action="store_true", help="time other tiles on the first of the shapes")
-    parser.add_argument("--smoke", action="store_true", help="run the script on a tiny shape; writes nothing")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    arguments = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    reason = kernels.why_not_triton(torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=device))
-    if reason or (device == "cpu" and not arguments.smoke):
-        print(f"nothing measured: {reason or 'no GPU'}")
-        return 0
+    arguments = parser.parse_args(given)
+    common.complete(arguments)
+    device, dtype = arguments.device, common.torch_dtype(arguments.dtype)
+    contenders = list(dict.fromkeys([*(arguments.contenders or DEFAULT[device]), "sdpa"]))
+    if "txl_triton" in contenders:
+        reason = kernels.why_not_triton(torch.empty(1, 1, 1, 64, dtype=dtype, device=device))
+        if reason:
+            sys.exit(f"error: txl_triton would fall back: {reason}")
 
-    shapes = SMOKE_SHAPES if arguments.smoke else {name: SHAPES[name] for name in arguments.shapes}
-    if not passes_gate(device, shapes.values() if arguments.smoke else GATE_SHAPES):
+    chosen = arguments.shapes or (SHAPES if device == "cuda" else CPU_SHAPES)
+    shapes = SMOKE_SHAPES if arguments.smoke else {name: (SHAPES | CPU_SHAPES)[name] for name in chosen}
+    if not passes_gate(contenders, shapes.values() if arguments.smoke else GATE_SHAPES, device, dtype):
         return 1
     if arguments.sweep:
-        sweep(next(iter(shapes.values())), device, arguments.seconds)
+        sweep(next(iter(shapes.values())), device, dtype, arguments.seconds)
         return 0
-    rows = [origin(device) | row for row in compare(shapes, device, 0 if arguments.smoke else arguments.seconds)]
-    if not arguments.smoke:
-        arguments.output.parent.mkdir(exist_ok=True)
-        with arguments.output.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+    origin = common.origin(device, arguments.dtype, arguments.threads) | common.versions()
+    origin["triton"] = kernels.triton.__version__ if "txl_triton" in contenders else ""
+    rows = compare(shapes, contenders, device, dtype, arguments.seconds, 2 if arguments.smoke else 20)
+    common.append(arguments.output, [origin | row for row in rows])
     return 0
 
 

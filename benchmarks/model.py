@@ -1,28 +1,41 @@
-"""Training, streaming evaluation and decoding on CPU beside other implementations of the same size.
+"""Training, streaming evaluation and decoding beside other implementations of the same size.
 
-    python benchmarks/model.py --peer-python OTHER_ENVIRONMENT/bin/python [--workloads decode-enwik8-512 …]
+    python benchmarks/model.py --peer-python OTHER_ENVIRONMENT/bin/python      # the workloads with a bar, on a CPU
+    python benchmarks/model.py --device cuda --workloads train-nvidia-base     # fp32 weights, bf16 autocast
+    python benchmarks/model.py --list
 
-Contenders are processes that take turns: each repeat runs every contender once, so that whatever else the machine does
-falls on all of them. `legacy` (transformers 4.35.2, in the interpreter that `--peer-python` names) loads the weights
-that we saved and must give the same losses or the same text before anything is timed; `gpt2` is what a user would pick
-instead, transformers' GPT-2 of the same size with SDPA. Rows go to `results/model.csv`.
+Contenders are processes that take turns: each repeat runs every contender once, so that whatever else the machine
+does falls on all of them. First the gate: every contender with our weights must give the losses of `ours-eager`, in
+training after optimiser steps too (without dropout, and on a GPU for some rows of the batch), or write its text with
+its probabilities; nothing is timed if one does not.
+
+    ours                  the defaults; evaluation and decoding with the memory projected once
+    ours-mems             evaluation with the memory as hidden states
+    ours-eager, …         another attn_implementation; eager evaluates with hidden states and is what all must equal
+    ours-compile          training through torch.compile
+    ours-static           decoding with generate's static cache, which is compiled on a GPU
+    legacy                transformers 4.35.2, in the interpreter that --peer-python names; fp32 (TF32 on a GPU)
+    legacy-autocast       the same under autocast, where that works
+    gpt2                  what a user would pick instead: GPT-2 of the same size with SDPA; no memory in training
+    floor                 our layers with plain causal SDPA: absolute positions, no relative term
+
+A turn is an optimiser step (forward, backward, clipping, step), a segment, or `generate`; on a GPU several, after
+one that does not count. Peak memory is that of the contender's own process during its turns, over what it held before
+it had a model. Rows go to `results/model.csv`.
 """
 
 import argparse
-import csv
-import datetime
-import json
-import os
-import platform
-import statistics
-import subprocess
+import copy
+import itertools
 import sys
 import tempfile
 import time
-from pathlib import Path
+from dataclasses import dataclass
+from importlib import import_module
 
-RESULTS = Path(__file__).parent / "results" / "model.csv"
+import common
 
+SCRIPT = __file__
 ENWIK8 = {
     "vocab_size": 204,
     "cutoffs": [],
@@ -37,6 +50,9 @@ ENWIK8 = {
     "same_length": False,
     "untie_r": True,
     "dropout": 0.0,
+    "eos_token_id": None,
+    # Weights so large that attention is far from uniform, and an error in it would show.
+    "init_std": 0.05,
 }
 WT103 = ENWIK8 | {
     "vocab_size": 267735,
@@ -48,258 +64,576 @@ WT103 = ENWIK8 | {
     "d_inner": 2100,
     "n_layer": 16,
 }
-# name: (task, model, memory, segment, batch, contenders)
-OURS = ["ours", "ours-mems", "legacy"]
-WORKLOADS = {
-    "train-enwik8": ("train", ENWIK8, 512, 512, 2, ["ours", "ours-eager", "legacy", "gpt2"]),
-    "train-wt103": ("train", WT103, 150, 150, 2, ["ours", "ours-eager", "legacy"]),
-    "evaluate-enwik8-2048": ("evaluate", ENWIK8, 2048, 128, 1, OURS),
-    "evaluate-enwik8-3800": ("evaluate", ENWIK8, 3800, 128, 1, OURS),
-    "evaluate-wt103-640": ("evaluate", WT103, 640, 64, 1, OURS),
-    "decode-enwik8-512": ("decode", ENWIK8, 512, 16, 1, ["ours", "legacy", "gpt2"]),
-    "decode-enwik8-2048": ("decode", ENWIK8, 2048, 16, 1, ["ours", "legacy", "gpt2"]),
-    "decode-wt103-640": ("decode", WT103, 640, 16, 1, ["ours", "legacy"]),
+NVIDIA = WT103 | {
+    "cutoffs": [19997, 39997, 199997],
+    "d_model": 512,
+    "d_embed": 512,
+    "n_head": 8,
+    "d_head": 64,
+    "d_inner": 2048,
+    "untie_r": False,
+}
+LARGE = {"d_model": 1024, "d_embed": 1024, "n_head": 16, "d_head": 64, "d_inner": 4096, "n_layer": 18, "div_val": 4}
+MODELS = {
+    "enwik8": ENWIK8,
+    "enwik8-large": ENWIK8
+    | {"d_model": 1024, "d_embed": 1024, "n_head": 8, "d_head": 128, "d_inner": 3072, "n_layer": 24},
+    "wt103": WT103,
+    "wt103-large": WT103 | LARGE,
+    "nvidia-base": NVIDIA,
+    "nvidia-large": NVIDIA | LARGE,
+    "smoke": ENWIK8
+    | {"vocab_size": 60, "cutoffs": [20, 40], "n_layer": 2, "d_model": 32, "d_embed": 32, "n_head": 2, "d_head": 16}
+    | {"d_inner": 64, "init_std": 0.3},
+}
+DROPOUT = {"enwik8": 0.1, "enwik8-large": 0.15, "wt103-large": 0.2, "nvidia-base": 0.1, "nvidia-large": 0.2}
+REFERENCE = "ours-eager"
+CPU = {
+    "train": ["ours", "ours-eager", "legacy", "gpt2", "floor"],
+    "evaluate": ["ours", "ours-mems", "ours-eager", "legacy", "floor"],
+    "decode": ["ours", "ours-eager", "legacy", "gpt2", "floor"],
+}
+BACKENDS = ["ours", "ours-sdpa", "ours-txl_triton", "ours-flex_attention"]
+CUDA = {
+    "train": [*BACKENDS, "ours-compile", "ours-eager", "legacy", "legacy-autocast", "gpt2", "floor"],
+    "evaluate": [*BACKENDS, "ours-mems", "ours-eager", "legacy", "floor"],
+    "decode": ["ours", "ours-static", "ours-eager", "legacy", "gpt2", "floor"],
 }
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+@dataclass(frozen=True)
+class Workload:
+    """`segment` tokens and rows in a turn; in decoding, tokens to write after a prompt as long as the memory."""
+
+    task: str
+    model: str
+    memory: int
+    segment: int
+    batch: int = 1
+    dropout: bool = False
+    gpu: bool = True
+
+    @property
+    def config(self) -> dict:
+        return MODELS[self.model] | {"mem_len": self.memory, "dropout": DROPOUT[self.model] if self.dropout else 0.0}
+
+    @property
+    def optimizer(self) -> str:
+        if self.task != "train":
+            return ""
+        return "LAMB" if self.model.startswith("nvidia") else "Adam"
+
+
+# Those that have a bar on a CPU, in the order of the table.
+WORKLOADS = {
+    "train-enwik8": Workload("train", "enwik8", 512, 512, 2, gpu=False),
+    "train-enwik8-dropout": Workload("train", "enwik8", 512, 512, 2, dropout=True, gpu=False),
+    "train-wt103": Workload("train", "wt103", 150, 150, 2, gpu=False),
+    "evaluate-enwik8-2048": Workload("evaluate", "enwik8", 2048, 128, gpu=False),
+    "evaluate-enwik8-3800": Workload("evaluate", "enwik8", 3800, 128, gpu=False),
+    "evaluate-wt103-640": Workload("evaluate", "wt103", 640, 64, gpu=False),
+    "decode-enwik8-512": Workload("decode", "enwik8", 512, 64, gpu=False),
+    "decode-enwik8-2048": Workload("decode", "enwik8", 2048, 64, gpu=False),
+    "decode-wt103-640": Workload("decode", "wt103", 640, 64, gpu=False),
+    # For a GPU, the most important first.
+    "train-nvidia-base": Workload("train", "nvidia-base", 192, 192, 256, dropout=True),
+    "train-nvidia-large": Workload("train", "nvidia-large", 384, 384, 128, dropout=True),
+    "train-nvidia-base-b64": Workload("train", "nvidia-base", 192, 192, 64, dropout=True),
+    "train-nvidia-large-b32": Workload("train", "nvidia-large", 384, 384, 32, dropout=True),
+    "train-enwik8-b22": Workload("train", "enwik8", 512, 512, 22, dropout=True),
+    "train-enwik8-large-b8": Workload("train", "enwik8-large", 768, 768, 8, dropout=True),
+    "train-wt103-large-b16": Workload("train", "wt103-large", 384, 384, 16, dropout=True),
+    "evaluate-enwik8-large-3800": Workload("evaluate", "enwik8-large", 3800, 128),
+    "evaluate-wt103-large-1600": Workload("evaluate", "wt103-large", 1600, 128),
+    "decode-wt103-large-1600": Workload("decode", "wt103-large", 1600, 64),
+    "decode-enwik8-large-3800": Workload("decode", "enwik8-large", 3800, 64),
+}
+for batch in (1, 16, 32):
+    WORKLOADS |= {
+        f"evaluate-nvidia-base-640-b{batch}": Workload("evaluate", "nvidia-base", 640, 64, batch),
+        f"evaluate-nvidia-large-1600-b{batch}": Workload("evaluate", "nvidia-large", 1600, 128, batch),
+        f"decode-nvidia-base-640-b{batch}": Workload("decode", "nvidia-base", 640, 64, batch),
+    }
+SMOKE = {
+    "smoke-train": Workload("train", "smoke", 8, 8, 2),
+    "smoke-evaluate": Workload("evaluate", "smoke", 8, 8, 2),
+    "smoke-decode": Workload("decode", "smoke", 8, 32),
+}
+# The legacy model decodes a quarter of the tokens: they all cost the same.
+LEGACY_SHARE = 4
+CHECKED_TOKENS = 8
+# On a GPU eager attention would not fit with every row.
+CHECKED_ROWS = {"cpu": 64, "cuda": 4}
+WARM_UP = {"cpu": 1, "cuda": 3}
+STEPS = {"cpu": {"train": 1, "evaluate": 1, "decode": 1}, "cuda": {"train": 4, "evaluate": 20, "decode": 1}}
+# The mean NLL of a segment may differ by so much; Adam and LAMB make much of small differences between gradients.
+TOLERANCE = {"fp32": {"train": 1e-3, "evaluate": 1e-4, "decode": 1e-4}}
+COARSE = 3e-2
+
+
+def main(given: list[str] | None = None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common.add_arguments(parser, "model.csv", budget=60.0)
     parser.add_argument("--peer-python", help="interpreter with transformers 4.35.2; without it there is no legacy")
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS, *SMOKE], metavar="WORKLOAD")
+    parser.add_argument("--contenders", nargs="+", help="only these")
+    parser.add_argument("--list", action="store_true", help="list the workloads")
     parser.add_argument("--worker", nargs=3, metavar=("CONTENDER", "WORKLOAD", "FOLDER"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
+    if arguments.list:
+        for name, workload in WORKLOADS.items():
+            print(f"{name:30} {workload}")
+        return
     if arguments.worker:
-        return work(*arguments.worker, arguments.threads)
-    for workload in arguments.workloads:
-        compare(workload, arguments)
+        common.prepare(arguments)
+        return work(*arguments.worker, arguments)
+    common.complete(arguments)
+    chosen = arguments.workloads or [
+        name for name, workload in WORKLOADS.items() if workload.gpu == (arguments.device == "cuda")
+    ]
+    if arguments.smoke:
+        chosen = arguments.workloads or list(SMOKE)
+    print(common.FLOP_FORMULA)
+    peak = common.matmul_peak(arguments.device, arguments.dtype)
+    print(f"peak: {peak / 1e12:.4g} TFLOP/s measured in a matrix product in {arguments.dtype}\n")
+    for name in chosen:
+        compare(name, peak, arguments)
 
 
-def compare(workload: str, arguments: argparse.Namespace):
-    task, config, memory, segment, batch, contenders = WORKLOADS[workload]
-    contenders = [name for name in contenders if name != "legacy" or arguments.peer_python]
+def compare(name: str, peak: float, arguments: argparse.Namespace):
+    workload = (WORKLOADS | SMOKE)[name]
+    names = list(dict.fromkeys([*chosen_contenders(workload, arguments), REFERENCE]))
     with tempfile.TemporaryDirectory() as folder:
-        save_model(config | {"mem_len": memory}, folder)
-        workers = {name: start(name, workload, folder, arguments) for name in contenders}
+        ids = save(workload, folder)
+        contenders = {contender: start(contender, name, folder, arguments) for contender in names}
         try:
-            checks = {name: ask(worker, "check") for name, worker in workers.items()}
-            difference = check(task, {name: c for name, c in checks.items() if name != "gpt2"})
-            for worker in workers.values():
-                ask(worker, "run")
-            seconds = {name: [] for name in contenders}
-            for _ in range(arguments.repeats):
-                for name, worker in workers.items():
-                    seconds[name].append(ask(worker, "run")["seconds"])
-            report(workload, seconds, checks, difference, arguments)
+            checks = common.ask_all(contenders, "check")
+            differences = gate(workload.task, checks, arguments.dtype)
+            if REFERENCE not in chosen_contenders(workload, arguments):
+                contenders.pop(REFERENCE).stop()
+            turns = common.take_turns(contenders, arguments.seconds, *arguments.repeats)
+            peaks = common.ask_all(contenders, "peak")
+        except common.ContenderError as error:
+            sys.exit(f"error: {error}")
         finally:
-            for worker in workers.values():
-                worker.kill()
+            for contender in contenders.values():
+                contender.stop()
+    shares = common.bin_shares(ids, workload.config["cutoffs"], workload.config["vocab_size"])
+    rows = []
+    for contender, answers in turns.items():
+        row = common.origin(arguments.device, arguments.dtype, arguments.threads)
+        row |= {key: checks[contender][key] for key in ("torch", "transformers")}
+        row |= describe(name, workload, contender, checks[contender])
+        row |= speed(answers, turns.get("legacy"))
+        row |= utilisation(workload, contender, shares, row["tokens_per_second_p50"], peak)
+        row["nll_difference"] = f"{differences[contender]:.1e}" if contender in differences else ""
+        row["peak_mib"] = round(peaks[contender]["peak_mib"], 1)
+        rows.append(row)
+        figures = f"{row['tokens_per_second_p50']:>10} tokens/s {row['times_legacy_p50'] or '-':>6}× legacy"
+        figures += f" {row['peak_mib']:>9} MiB  MFU {row['mfu']:<7} NLL ± {row['nll_difference'] or '-':8}"
+        if "token_ms_p50" in row:
+            figures += f" {row['token_ms_p50']} ms a token, p99 {row['token_ms_p99']}"
+        print(f"{name:26} {contender:16} {figures}", flush=True)
+    common.append(arguments.output, rows)
 
 
-def save_model(config: dict, folder: str):
-    import torch
-
-    from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
-
-    torch.manual_seed(0)
-    TransfoXLForCausalLM(TransfoXLConfig(**config)).save_pretrained(folder)
-
-
-def start(name: str, workload: str, folder: str, arguments: argparse.Namespace) -> subprocess.Popen:
-    python = arguments.peer_python if name == "legacy" else sys.executable
-    command = [python, __file__, "--threads", str(arguments.threads), "--worker", name, workload, folder]
-    environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
-    )
+def chosen_contenders(workload: Workload, arguments: argparse.Namespace) -> list[str]:
+    if arguments.contenders:
+        return arguments.contenders
+    names = (CPU if arguments.device == "cpu" else CUDA)[workload.task]
+    # GPT-2 has no adaptive softmax: with a large vocabulary it is another model.
+    return [
+        name
+        for name in names
+        if (arguments.peer_python or not name.startswith("legacy"))
+        and (name != "gpt2" or not workload.config["cutoffs"])
+    ]
 
 
-def ask(worker: subprocess.Popen, request: str) -> dict:
-    worker.stdin.write(request + "\n")
-    worker.stdin.flush()
-    answer = worker.stdout.readline()
-    if not answer:
-        raise SystemExit(f"{' '.join(worker.args)} stopped; run it by hand and type '{request}' to see why")
-    return json.loads(answer)
-
-
-def check(task: str, checks: dict[str, dict]) -> float:
-    """The largest difference of a loss from ours; texts must be equal."""
-    reference = checks["ours"]["values"]
-    worst = 0.0
-    for name, answer in checks.items():
-        if task == "decode":
-            if answer["values"] != reference:
-                raise SystemExit(f"{name} writes another text: {answer['values']} for {reference}")
-        else:
-            worst = max(worst, max(abs(a - b) for a, b in zip(answer["values"], reference, strict=True)))
-    if worst > 1e-3:
-        raise SystemExit(f"losses differ by {worst}")
-    return worst
-
-
-def report(workload: str, seconds: dict, checks: dict, difference: float, arguments: argparse.Namespace):
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    RESULTS.parent.mkdir(exist_ok=True)
-    new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = None
-        for name, times in seconds.items():
-            tokens = checks[name]["tokens"]
-            p20, p50, p80 = (statistics.quantiles(times, n=10, method="inclusive")[i] for i in (1, 4, 7))
-            ratios = [other / mine for other, mine in zip(seconds.get("legacy", []), times, strict=False)]
-            row = {
-                "date": datetime.date.today().isoformat(),
-                "commit": commit.stdout.strip(),
-                "workload": workload,
-                "contender": name,
-                "tokens_per_second_p20": round(tokens / p80, 2),
-                "tokens_per_second_p50": round(tokens / p50, 2),
-                "tokens_per_second_p80": round(tokens / p20, 2),
-                "times_legacy_p50": round(statistics.median(ratios), 2) if ratios else "",
-                "repeats": len(times),
-                "max_loss_difference": f"{difference:.1e}",
-                "threads": arguments.threads,
-                "processor": next(
-                    (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
-                    platform.processor(),
-                ),
-                "torch": checks[name]["torch"],
-                "transformers": checks[name]["transformers"],
-            }
-            if writer is None:
-                writer = csv.DictWriter(file, row)
-                if new:
-                    writer.writeheader()
-            writer.writerow(row)
-            print(f"{workload:22} {name:11} {row['tokens_per_second_p50']:9.1f} tokens/s   {row['times_legacy_p50']}×")
-            sys.stdout.flush()
-
-
-# ---- what a contender does; this half also runs under transformers 4.35 -------------------------------------------
-
-
-def work(contender: str, workload: str, folder: str, threads: int):
+def save(workload: Workload, folder: str):
+    """The model that all contenders load, and the tokens that they read."""
     import torch
     import transformers
 
-    torch.set_num_threads(threads)
-    task, config, memory, segment, batch, _ = WORKLOADS[workload]
-    model = load(contender, config, memory, folder)
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, 200, (batch, 4 * segment), generator=generator)
-    run = {"train": train, "evaluate": evaluate, "decode": decode}[task](contender, model, ids, memory, segment)
-    for line in sys.stdin:
-        seconds, values = next(run)
-        answer = {"seconds": seconds}
-        if line.strip() == "check":
-            answer |= {"values": values, "tokens": batch * segment if task != "decode" else segment}
-            answer |= {"torch": torch.__version__, "transformers": transformers.__version__}
-        print(json.dumps(answer), flush=True)
+    from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(0)
+    TransfoXLForCausalLM(TransfoXLConfig(**workload.config)).save_pretrained(folder)
+    length = workload.memory if workload.task == "decode" else 4 * workload.segment
+    # Token 0 stands for padding in generate.
+    ids = common.draw_ids(workload.config["vocab_size"], (workload.batch, length)).clamp(min=1)
+    torch.save(ids, f"{folder}/ids.pt")
+    return ids
 
 
-def load(contender: str, config: dict, memory: int, folder: str):
-    if contender == "legacy":
+def start(contender: str, workload: str, folder: str, arguments: argparse.Namespace) -> common.Contender:
+    python = arguments.peer_python if contender.startswith("legacy") else sys.executable
+    options = ["--device", arguments.device, "--dtype", arguments.dtype, "--threads", str(arguments.threads)]
+    return common.Contender([python, SCRIPT, *options, "--worker", contender, workload, folder])
+
+
+def gate(task: str, checks: dict[str, dict], dtype: str) -> dict[str, float]:
+    """How far each contender's losses are from the reference's; ends the program if one is too far."""
+    if REFERENCE not in checks:
+        sys.exit("error: without ours-eager there is nothing to compare with")
+    reference, differences = checks[REFERENCE], {}
+    tolerance = TOLERANCE[dtype][task] if dtype in TOLERANCE else COARSE
+    for name, found in checks.items():
+        if name in ("gpt2", "floor"):
+            continue
+        pairs = list(zip(found["nll"], reference["nll"], strict=True))
+        if task == "decode" and found["text"] != reference["text"]:
+            if dtype == "fp32":
+                sys.exit(f"error: {name} writes another text: {found['text']} for {reference['text']}")
+            # Rounding may decide between two tokens; up to there the probabilities must agree.
+            equal = [a == b for a, b in zip(found["text"], reference["text"], strict=True)]
+            pairs = pairs[: equal.index(False) + 1]
+        differences[name] = max(abs(a - b) for a, b in pairs)
+        # Not a number is not right either.
+        if not differences[name] <= tolerance:
+            sys.exit(f"error: {name} has other losses than {REFERENCE}: {found['nll']} for {reference['nll']}")
+    return differences
+
+
+def describe(name: str, workload: Workload, contender: str, check: dict) -> dict:
+    return {
+        "workload": name,
+        "contender": contender,
+        "memory": workload.memory,
+        "segment": workload.segment,
+        "batch": workload.batch,
+        "dropout": workload.config["dropout"],
+        "optimizer": check["optimizer"],
+        "warmup_s": round(check["warmup_s"], 2),
+        "prefill_tokens_per_second": check.get("prefill_tokens_per_second", ""),
+    }
+
+
+def speed(answers: list[dict], legacy: list[dict] | None) -> dict:
+    rates = [answer["tokens"] / answer["seconds"] for answer in answers]
+    row = {
+        f"tokens_per_second_p{percent}": common.significant(rate)
+        for percent, rate in zip((20, 50, 80), common.quantiles(rates), strict=True)
+    }
+    # Round by round, so that a slow minute of the machine counts on both sides.
+    ratios = [mine * other["seconds"] / other["tokens"] for mine, other in zip(rates, legacy or [], strict=False)]
+    row["times_legacy_p50"] = common.significant(common.quantiles(ratios)[1], 3) if ratios else ""
+    row["repeats"] = len(rates)
+    if "gaps" in answers[0]:
+        gaps = [1e3 * gap for answer in answers for gap in answer["gaps"]]
+        row["first_token_ms"] = common.significant(common.quantiles([1e3 * a["first"] for a in answers])[1])
+        row["token_ms_p50"], row["token_ms_p99"] = map(common.significant, common.quantiles(gaps, (50, 99)))
+    return row
+
+
+def utilisation(workload: Workload, contender: str, shares: list[float], rate: float, peak: float) -> dict:
+    """What the model needs at least, whatever the contender computes, as a share of the measured peak."""
+    config, memory = workload.config, workload.memory
+    relative = contender not in ("gpt2", "floor")
+    if contender == "gpt2" and workload.task == "train":
+        memory = 0
+    segment = 1 if workload.task == "decode" else workload.segment
+    flops = common.flops_per_token(
+        config, segment, memory, workload.batch, workload.task, shares, products=3 if relative else 2
+    )
+    return {
+        "gflop_per_token": common.significant(flops / 1e9),
+        "peak_tflops": common.significant(peak / 1e12),
+        "mfu": common.significant(flops * rate / peak, 3),
+    }
+
+
+# ---- what a contender does; this half also runs under transformers 4.35 -----------------------------------------
+
+
+def work(contender: str, name: str, folder: str, arguments: argparse.Namespace):
+    import torch
+    import transformers
+
+    workload, device, kind = (WORKLOADS | SMOKE)[name], arguments.device, contender.partition("-")[0]
+    transformers.utils.logging.set_verbosity_error()
+    # Before the memory is looked at, because libraries are no part of a model.
+    family = {"legacy": "transfo_xl", "gpt2": "gpt2"}.get(kind)
+    import_module(f"transformers.models.{family}.modeling_{family}" if family else "txl_hf")
+    before = common.resident_mib() if device == "cpu" else 0.0
+    torch.manual_seed(2)
+    model = load(contender, workload, folder, arguments)
+    ids = torch.load(f"{folder}/ids.pt").to(device)
+    task = {"train": Train, "evaluate": Evaluate, "decode": Decode}[workload.task](contender, model, ids, workload)
+    task.autocast = torch.autocast(
+        device,
+        common.torch_dtype(arguments.dtype),
+        enabled=arguments.dtype != "fp32" and workload.task == "train" and contender != "legacy",
+    )
+    steps, counted = STEPS[device][workload.task], False
+
+    def check() -> dict:
+        begin = time.perf_counter()
+        values = task.check(CHECKED_ROWS[device])
+        common.synchronize(device)
+        return {
+            **values,
+            **common.versions(),
+            "warmup_s": time.perf_counter() - begin,
+            "optimizer": type(task.optimizer).__name__ if workload.task == "train" else "",
+        }
+
+    def turn() -> dict:
+        nonlocal counted
+        if not counted:
+            common.reset_peak(device)
+            # Of another size than what the gate saw, without a memory, with one.
+            for _ in range(WARM_UP[device]):
+                task.step()
+            counted = True
+        elif device == "cuda":
+            task.step()
+        common.synchronize(device)
+        begin = time.perf_counter()
+        tokens, details = 0, {}
+        for _ in range(steps):
+            done, details = task.step()
+            tokens += done
+        common.synchronize(device)
+        # What a turn does not count (copying a cache) it says.
+        spent = time.perf_counter() - begin - details.pop("apart", 0.0)
+        if device == "cuda":
+            # For the others, who are on the same card.
+            torch.cuda.empty_cache()
+        return {"seconds": spent, "tokens": tokens, **details}
+
+    common.serve({"check": check, "turn": turn, "peak": lambda: {"peak_mib": common.peak_mib(device) - before}})
+
+
+def load(contender: str, workload: Workload, folder: str, arguments: argparse.Namespace):
+    config = workload.config
+    if contender.startswith("legacy"):
         from transformers import TransfoXLLMHeadModel
 
-        return TransfoXLLMHeadModel.from_pretrained(folder)
+        return TransfoXLLMHeadModel.from_pretrained(folder).to(arguments.device)
     if contender == "gpt2":
-        from transformers import GPT2Config, GPT2LMHeadModel
+        model = gpt2(config, workload.memory + workload.segment)
+    elif contender == "floor":
+        model = floor(config)
+    else:
+        from txl_hf import TransfoXLForCausalLM
 
-        return GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=config["vocab_size"],
-                n_positions=memory + 1024,
-                n_embd=config["d_model"],
-                n_layer=config["n_layer"],
-                n_head=config["n_head"],
-                n_inner=config["d_inner"],
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                bos_token_id=0,
-                eos_token_id=0,
-            )
-        )
-    from txl_hf import TransfoXLForCausalLM
+        variant = contender.partition("-")[2]
+        implementation = None if variant in ("", "mems", "compile", "static") else variant
+        model = TransfoXLForCausalLM.from_pretrained(folder, attn_implementation=implementation)
+        if variant == "compile":
+            model.compile()
+    # Training keeps fp32 weights and runs under autocast.
+    return model.to(arguments.device, common.torch_dtype("fp32" if workload.task == "train" else arguments.dtype))
 
-    backend = contender.partition("-")[2]
-    return TransfoXLForCausalLM.from_pretrained(
-        folder, attn_implementation=backend if backend in ("eager", "sdpa", "flex_attention") else None
+
+def gpt2(config: dict, positions: int):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_embd": config["d_model"], "n_head": config["n_head"], "n_inner": config["d_inner"]}
+    dropout = {"resid_pdrop": config["dropout"], "embd_pdrop": config["dropout"], "attn_pdrop": 0.0}
+    tokens = {"vocab_size": config["vocab_size"], "bos_token_id": None, "eos_token_id": None}
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=config["n_layer"], n_positions=positions, **sizes, **dropout, **tokens),
     )
 
 
-def train(contender: str, model, ids, memory: int, segment: int):
-    """One optimiser step a turn: forward, backward, Adam. Yields its seconds and its loss."""
-    import torch
+def floor(config: dict):
+    """Our layers with plain causal attention over memory and segment, the least that any positions can cost.
 
-    model.train()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)
-    mems, step = None, 0
-    while True:
-        segment_ids = ids[:, (step % 4) * segment : (step % 4 + 1) * segment]
-        begin = time.perf_counter()
-        if contender == "gpt2":
-            output = model(segment_ids, labels=segment_ids)
-            loss = output.loss
-        else:
-            output = model(segment_ids, mems=mems, labels=segment_ids)
-            mems, loss = output.mems, output.losses.mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        step += 1
-        yield time.perf_counter() - begin, [loss.item()]
-
-
-def evaluate(contender: str, model, ids, memory: int, segment: int):
-    """One segment a turn with a full memory. Yields its seconds and its mean loss."""
-    import torch
-
-    model.eval()
-    past, step = {}, 0
-    with torch.no_grad():
-        while True:
-            segment_ids = ids[:, (step % 4) * segment : (step % 4 + 1) * segment]
-            begin = time.perf_counter()
-            if contender == "ours":
-                output = model(segment_ids, labels=segment_ids, use_cache=True, **past)
-                past = {"past_key_values": output.past_key_values}
-            else:
-                output = model(segment_ids, labels=segment_ids, **past)
-                past = {"mems": output.mems}
-            step += 1
-            yield time.perf_counter() - begin, [output.losses.mean().item()]
-
-
-def decode(contender: str, model, ids, memory: int, segment: int):
-    """`segment` tokens a turn through generate, greedily, after a memory that is full. Yields the seconds and
-    the text.
-
-    The initial memory is as many zero states as the memory holds. What can be computed once, before the first token,
-    lies in a cache; the legacy model has none, and its first token is a token like any other.
+    It is the baseline with sinusoids added to the input, given a memory all the same.
     """
-    import copy
+    from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+    from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
 
+    RELATIVE_ATTENTION_FUNCTIONS["floor"] = plain_attention
+    model = TransfoXLForCausalLM(TransfoXLConfig(**config | {"attn_type": 2, "mem_len": 0}))
+    model.set_attn_implementation("floor")
+    model.config.mem_len = config["mem_len"]
+    return model
+
+
+def plain_attention(query, key, value, *arguments):
+    """Has the signature of `eager_relative_attention`; the last two are the scale and the dropout."""
+    import torch
+    from torch.nn.attention.bias import causal_lower_right
+
+    L, K = query.shape[2], key.shape[2]
+    scaling, dropout = arguments[-2:]
+    # One token sees everything; as many queries as keys have a mask that needs no tensor.
+    mask = causal_lower_right(L, K) if 1 < L < K else None
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(query, key, value, mask, dropout_p=dropout, is_causal=1 < L == K, scale=scaling), None
+
+
+class Train:
+    """A step is forward, backward, clipping and the optimiser, with the memory of the step before."""
+
+    def __init__(self, contender: str, model, ids, workload: Workload):
+        self.contender, self.model, self.ids, self.segment = contender, model, ids, workload.segment
+        self.optimizer = make_optimizer(workload.optimizer, model)
+        self.count, self.mems = 0, None
+
+    def check(self, rows: int) -> dict:
+        """Mean NLL of three steps, without dropout, for some rows."""
+        import torch
+
+        self.model.eval()
+        losses = [self._step(self.ids[:rows]).item() for _ in range(3)]
+        self.mems = None
+        self.model.train()
+        if self.contender == "ours-compile":
+            # Having seen two batch sizes, torch would compile for all of them.
+            torch.compiler.reset()
+        return {"nll": losses}
+
+    def step(self) -> tuple[int, dict]:
+        self._step(self.ids)
+        return len(self.ids) * self.segment, {}
+
+    def _step(self, ids):
+        import torch
+
+        start = self.count % 4 * self.segment
+        ids = ids[:, start : start + self.segment]
+        self.count += 1
+        with self.autocast:
+            if self.contender == "gpt2":
+                loss = self.model(ids, labels=ids).loss
+            else:
+                output = self.model(ids, mems=self.mems, labels=ids)
+                self.mems, loss = output.mems, output.losses.float().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.25)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def make_optimizer(name: str, model):
+    """The recipe's; AdamW where there is no pytorch_optimizer, as the row then says."""
     import torch
 
-    model.eval()
-    options = {"max_new_tokens": segment, "min_new_tokens": segment, "do_sample": False, "pad_token_id": 0}
-    first, cache = ids[:, :1], None
-    if contender != "legacy":
-        prompt = torch.randint(1, 200, (1, memory)) if contender == "gpt2" else first
+    if name == "LAMB":
+        try:
+            from pytorch_optimizer import Lamb
+        except ImportError:
+            return torch.optim.AdamW(model.parameters(), lr=2.5e-4, fused=True)
+        # As in NVIDIA's: with debiasing, and this epsilon.
+        return Lamb(model.parameters(), lr=2.5e-4, eps=1e-6, adam_debias=True)
+    return torch.optim.Adam(model.parameters(), lr=2.5e-4, fused=True)
+
+
+class Evaluate:
+    """A step is one segment with a full memory."""
+
+    def __init__(self, contender: str, model, ids, workload: Workload):
+        self.model, self.ids, self.segment = model.eval(), ids, workload.segment
+        self.count, self.past = 0, {}
+        # The others have their memory as states.
+        self.cached = contender not in ("ours-mems", "ours-eager") and not contender.startswith("legacy")
+
+    def check(self, rows: int) -> dict:
+        """Mean NLL of four segments, for some rows."""
+        losses = [self._step(self.ids[:rows]).item() for _ in range(4)]
+        self.past = {}
+        return {"nll": losses}
+
+    def step(self) -> tuple[int, dict]:
+        self._step(self.ids)
+        return len(self.ids) * self.segment, {}
+
+    def _step(self, ids):
+        import torch
+
+        start = self.count % 4 * self.segment
+        ids = ids[:, start : start + self.segment]
+        self.count += 1
         with torch.no_grad():
-            output = model(prompt, use_cache=True)
-        cache = output.past_key_values
-        first = torch.cat([prompt, output.logits[:, -1:].argmax(-1)], 1)
-    else:
-        first = model.generate(first, max_new_tokens=1, do_sample=False, pad_token_id=0)
-    while True:
-        past = {} if cache is None else {"past_key_values": copy.deepcopy(cache)}
+            if self.cached:
+                output = self.model(ids, labels=ids, use_cache=True, **self.past)
+                self.past = {"past_key_values": output.past_key_values}
+            else:
+                output = self.model(ids, labels=ids, **self.past)
+                self.past = {"mems": output.mems}
+        return output.losses.float().mean()
+
+
+class Stopwatch:
+    """A streamer for generate that notes when each token came; reading it waits for the GPU."""
+
+    def __init__(self):
+        self.times = []
+
+    def put(self, tokens):
+        self.times.append(time.perf_counter())
+
+    def end(self):
+        pass
+
+
+class Decode:
+    """A step is greedy `generate` after a prompt that has been read: memories hold as many tokens as they can."""
+
+    def __init__(self, contender: str, model, ids, workload: Workload):
+        self.contender, self.model, self.ids = contender, model.eval(), ids
+        self.tokens = workload.segment // LEGACY_SHARE if contender.startswith("legacy") else workload.segment
+
+    def check(self, rows: int) -> dict:
+        """The first tokens of the text and their NLL; how fast the prompt is read, at the second time."""
+        self._read()
+        self._wait()
         begin = time.perf_counter()
-        text = model.generate(first, **past, **options)
-        yield time.perf_counter() - begin, text[0, -segment:].tolist()
+        self.text, self.past = self._read()
+        self._wait()
+        prefill = self.ids.numel() / (time.perf_counter() - begin)
+        new = min(CHECKED_TOKENS, self.tokens)
+        text = self._generate(new)[0, -new:].tolist()
+        found = self._generate(new, return_dict_in_generate=True, output_scores=True)
+        if found.sequences[0, -new:].tolist() != text:
+            sys.exit(f"{self.contender} writes another text when asked for scores")
+        nll = [-scores[0].float().log_softmax(-1).max().item() for scores in found.scores]
+        return {"text": text, "nll": nll, "prefill_tokens_per_second": common.significant(prefill)}
+
+    def step(self) -> tuple[int, dict]:
+        watch = Stopwatch()
+        begin = time.perf_counter()
+        past = self._copy()
+        self._wait()
+        apart = time.perf_counter() - begin
+        begin = time.perf_counter()
+        self._generate(self.tokens, past, streamer=watch)
+        # The first time is the prompt's.
+        times = watch.times[1:]
+        gaps = [after - before for before, after in itertools.pairwise(times)]
+        return len(self.ids) * self.tokens, {"apart": apart, "first": times[0] - begin, "gaps": gaps}
+
+    def _read(self):
+        """The prompt and the token after it, and the memory."""
+        import torch
+
+        legacy = self.contender.startswith("legacy")
+        keep = {} if legacy else {"logits_to_keep": 1}
+        if not legacy and self.contender != "ours-static":
+            keep["use_cache"] = True
+        with torch.no_grad():
+            output = self.model(self.ids, **keep)
+        text = torch.cat([self.ids, output.logits[:, -1:].argmax(-1)], 1)
+        if self.contender == "ours-static":
+            return text[:, -1:], {"mems": output.mems, "cache_implementation": "static"}
+        return text, {"past_key_values": output.mems if legacy else output.past_key_values}
+
+    def _copy(self) -> dict:
+        return copy.deepcopy(self.past) if "cache_implementation" not in self.past else self.past
+
+    def _generate(self, new: int, past: dict | None = None, **options):
+        return self.model.generate(
+            self.text, **(past or self._copy()), max_new_tokens=new, do_sample=False, pad_token_id=0, **options
+        )
+
+    def _wait(self):
+        common.synchronize(self.ids.device.type)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ names. Processor time is measured, which other programs on the machine disturb l
 """
 
 import argparse
-import csv
 import datetime
 import hashlib
 import json
@@ -22,9 +21,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import common
+
 os.environ.update(RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 
-RESULTS = Path(__file__).parent / "results" / "tokenizer.csv"
 JOINS = [
     (r" @([-,.])@ ", r"\1"),
     (r" ([.,;:!?)%\]])", r"\1"),
@@ -72,19 +72,14 @@ def percentiles(seconds: list[float]) -> list[float]:
     return [ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.5, 0.8)]
 
 
-def processor() -> str:
-    if Path("/proc/cpuinfo").exists():
-        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if names:
-            return names[0]
-    return platform.processor() or platform.machine()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, default="../shared/data/wikitext-2/wiki.test.tokens")
     parser.add_argument("--peer-python", help="an interpreter with transformers 4.35 and sacremoses")
     parser.add_argument("--repeats", type=int, default=10, help="of ours; the legacy one runs a third as often")
+    parser.add_argument(
+        "--output", type=Path, default=common.RESULTS / "tokenizer.csv", help="a row is appended to it"
+    )
     parser.add_argument("--peer", nargs=3, metavar=("VOCABULARY", "LINES", "REPEATS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peer:
@@ -114,10 +109,11 @@ def main() -> None:
     ours_seconds, peer_seconds = percentiles(ours["seconds"]), percentiles(peer["seconds"])
     row = {
         "date": datetime.date.today().isoformat(),
+        "commit": common.commit(),
         "text": arguments.text.name,
         "tokens": ours["tokens"],
         "threads": 1,
-        "processor": processor(),
+        "processor": common.processor(),
         "python": platform.python_version(),
         "transformers": ours["transformers"],
         "tokenizers": ours["tokenizers"],
@@ -127,13 +123,7 @@ def main() -> None:
         row |= {f"{name}seconds_p{p}": f"{s:.3f}" for p, s in zip((20, 50, 80), seconds, strict=True)}
         row[f"{name}tokens_per_second"] = round(ours["tokens"] / seconds[1])
     row["times_peer"] = f"{peer_seconds[1] / ours_seconds[1]:.1f}"
-    RESULTS.parent.mkdir(exist_ok=True)
-    new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, row.keys(), lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    common.append(arguments.output, [row])
     print(
         f"{row['tokens_per_second']:,} tokens/s, legacy {row['peer_tokens_per_second']:,}: {row['times_peer']} times"
     )

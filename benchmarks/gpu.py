@@ -1,0 +1,78 @@
+"""Everything for one GPU in one call of under ten minutes, the most important rows first.
+
+    python benchmarks/gpu.py --output FOLDER [--minutes 9] [--skip 3] [--peer-python OTHER_ENVIRONMENT/bin/python]
+
+It needs torch with CUDA, triton, transformers and accelerate; with pytorch_optimizer the NVIDIA recipes train with
+their LAMB, otherwise with AdamW, and the rows say so. Rows are written as they are measured, so that a call that is
+cut short loses one step only; it says how to go on. `python benchmarks/report.py --add FOLDER` takes them over.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+SOURCES = FOLDER.parent / "src"
+SHORT = ["--seconds", "8", "--repeats", "3", "20"]
+TRAIN = ["--contenders", "ours", "ours-compile", "ours-txl_triton", "ours-sdpa"]
+# Script and its options.
+STEPS = [
+    ("model", ["--workloads", "train-nvidia-base", *TRAIN]),
+    ("model", ["--workloads", "train-nvidia-large", *TRAIN]),
+    ("attention_kernel", ["--seconds", "0.5"]),
+    ("sliding_window", ["--model", "enwik8-large", "--seconds", "6", "--repeats", "3", "20"]),
+    ("model", ["--workloads", "train-enwik8-b22", "train-wt103-large-b16"]),
+    ("model", ["--workloads", "evaluate-nvidia-base-640-b1", "evaluate-nvidia-base-640-b32"]),
+    ("model", ["--workloads", "evaluate-nvidia-large-1600-b1", "evaluate-nvidia-large-1600-b32"]),
+    ("model", ["--workloads", "decode-wt103-large-1600", "decode-nvidia-base-640-b32"]),
+    ("softmax", ["--seconds", "4"]),
+    ("growth", ["--seconds", "1"]),
+    ("model", ["--workloads", "train-enwik8-large-b8", "evaluate-enwik8-large-3800", "decode-enwik8-large-3800"]),
+    ("model", ["--workloads", "evaluate-nvidia-base-640-b16", "evaluate-nvidia-large-1600-b16"]),
+    ("model", ["--workloads", "decode-nvidia-base-640-b1", "decode-nvidia-base-640-b16", "evaluate-wt103-large-1600"]),
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    # A machine that lends its GPU may name the folder that it hands back.
+    output = Path(os.environ.get("OUT") or FOLDER / "results")
+    parser.add_argument("--output", type=Path, default=output, help="folder for the CSV files (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="when to stop (%(default)s)")
+    parser.add_argument("--skip", type=int, default=0, help="steps that are done already")
+    parser.add_argument("--peer-python", help="interpreter with transformers 4.35.2 and torch for this GPU")
+    parser.add_argument("--smoke", action="store_true", help="each script at tiny sizes, on any device")
+    arguments = parser.parse_args()
+    started, failed = time.monotonic(), []
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])}
+    steps = [("model", []), ("softmax", []), ("growth", []), ("sliding_window", [])] if arguments.smoke else STEPS
+    for number, (script, options) in list(enumerate(steps))[arguments.skip :]:
+        left = 60 * arguments.minutes - (time.monotonic() - started)
+        if left < 20:
+            print(f"out of time; go on with --skip {number}", flush=True)
+            return 3
+        command = [sys.executable, str(FOLDER / f"{script}.py"), "--output", str(arguments.output / f"{script}.csv")]
+        if arguments.smoke:
+            command += ["--smoke"]
+        elif script == "model":
+            command += ["--device", "cuda", *SHORT]
+        else:
+            command += ["--device", "cuda"]
+        if arguments.peer_python and script in ("model", "softmax"):
+            command += ["--peer-python", arguments.peer_python]
+        print(f"\n== step {number}, {left:.0f} s left: {script} {' '.join(options)}", flush=True)
+        try:
+            if subprocess.run([*command, *options], env=environment, timeout=left, check=False).returncode:
+                failed.append(number)
+        except subprocess.TimeoutExpired:
+            print(f"out of time in step {number}; go on with --skip {number}", flush=True)
+            return 3
+    print(f"\n{len(steps) - len(failed)} of {len(steps)} steps done; failed: {failed or 'none'}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

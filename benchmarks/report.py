@@ -1,0 +1,376 @@
+"""Tables and plots from the CSV files in `results/`, and nothing else.
+
+    python benchmarks/report.py                          # rewrite the tables of both READMEs, and the plots
+    python benchmarks/report.py --check                  # say whether the tables are those of the CSV files
+    python benchmarks/report.py --add FOLDER             # append the rows that a run elsewhere has left in a folder
+    python benchmarks/report.py --compare OLD NEW        # two results folders: have ratios moved by more than 10 %?
+
+A table stands between `<!-- NAME: … -->` and `<!-- end of NAME -->`. It shows the last run of each workload on each
+machine; ratios are those taken in one run.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import common
+
+ROOT = Path(__file__).parents[1]
+RUN = ("date", "commit")
+MACHINE = ("processor", "threads", "dtype")
+# File: what names a workload, what names a contender, and the ratio that should come out again.
+KEYS = {
+    "model.csv": ("workload", "contender", "times_legacy_p50"),
+    "sliding_window.csv": ("model attention_length", "contender", "times_p50"),
+    "softmax.csv": ("size", "contender", "times_legacy_p50"),
+    "attention_kernel.csv": ("shape mode", "contender", "of_sdpa"),
+    "growth.csv": ("model axis task", "length", None),
+    "tokenizer.csv": ("text", "peer_transformers", None),
+}
+DRIFT = 0.1
+
+Row = dict[str, str]
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--check", action="store_true")
+    action.add_argument("--add", type=Path, metavar="FOLDER")
+    action.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"))
+    arguments = parser.parse_args(given)
+    if arguments.compare:
+        return compare(*arguments.compare)
+    if arguments.add:
+        add(arguments.add)
+    readmes = [ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
+    texts = {path: fill(path.read_text(encoding="utf-8")) for path in readmes}
+    stale = [str(path.relative_to(ROOT)) for path, text in texts.items() if path.read_text(encoding="utf-8") != text]
+    if arguments.check:
+        if stale:
+            print(f"not what the CSV files say: {', '.join(stale)}; run python benchmarks/report.py", file=sys.stderr)
+        return int(bool(stale))
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
+    plot_speed()
+    plot_growth()
+    print(f"tables changed in {', '.join(stale) or 'no file'}; plots in {common.RESULTS.relative_to(ROOT)}/")
+    return 0
+
+
+def machine(row: Row) -> tuple[str, ...]:
+    return tuple(row.get(column) or "" for column in MACHINE)
+
+
+def latest(name: str, folder: Path = common.RESULTS) -> dict[tuple, dict[str, Row]]:
+    """{(machine, workload): {contender: row}} of the last run of each workload, the latest one last."""
+    workload, contender, _ = KEYS[name]
+    runs: dict[tuple, dict[str, Row]] = {}
+    for row in common.read(folder / name):
+        key = (machine(row), " ".join(row[column] for column in workload.split()))
+        run = runs.get(key, {})
+        started = next(iter(run.values()), row)
+        # A contender comes once in a run; another date or commit is another run as well.
+        if row[contender] in run or any(row.get(c) != started.get(c) for c in RUN):
+            runs.pop(key)
+            run = {}
+        runs[key] = run | {row[contender]: row}
+    return runs
+
+
+def add(folder: Path) -> None:
+    for name in KEYS:
+        rows = common.read(folder / name)
+        # Where the sources came without their repository, they are those here.
+        rows = [row | {"commit": row["commit"] or common.commit()} for row in rows]
+        if rows:
+            common.append(common.RESULTS / name, rows)
+            print(f"{len(rows)} rows added to {name}")
+
+
+def compare(old: Path, new: Path) -> int:
+    """Print how each ratio has moved; 1 if one did by more than `DRIFT`."""
+    moved, seen = 0, 0
+    for name, (_, _, ratio) in KEYS.items():
+        if ratio is None:
+            continue
+        before, after = latest(name, old), latest(name, new)
+        for key in before.keys() & after.keys():
+            for contender in before[key].keys() & after[key].keys():
+                ratios = [runs[key][contender].get(ratio) for runs in (before, after)]
+                if contender == "legacy" or not all(ratios):
+                    continue
+                first, second = map(float, ratios)
+                drift = second / first - 1
+                seen += 1
+                moved += abs(drift) > DRIFT
+                mark = "  MOVED" if abs(drift) > DRIFT else ""
+                print(f"{name:20} {key[1]:34} {contender:15} {first:9} → {second:9} {drift:+7.1%}{mark}")
+    print(f"{moved} of {seen} ratios moved by more than {DRIFT:.0%}" if seen else "nothing to compare on this machine")
+    return int(moved > 0)
+
+
+# ---- tables -----------------------------------------------------------------------------------------------------
+
+
+def fill(text: str) -> str:
+    """The text with each table between its markers."""
+
+    def replace(match: re.Match) -> str:
+        name = match[2]
+        if name not in TABLES:
+            raise SystemExit(f"error: no table is called {name!r}; there are {', '.join(TABLES)}")
+        return f"{match[1]}\n{TABLES[name]()}\n{match[3]}"
+
+    return re.sub(r"(<!-- ([\w-]+): [^>]*-->)\n.*?(<!-- end of \2 -->)", replace, text, flags=re.DOTALL)
+
+
+def markdown(headers: list[str], lines: list[list[str]]) -> str:
+    """Empty without lines."""
+    rows = [headers, ["---"] * len(headers), *lines] if lines else []
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def by_machine(name: str, table: Callable[[dict[str, dict[str, Row]]], str]) -> str:
+    """One table for each machine, with what it is and when it was measured."""
+    parts = []
+    runs = latest(name)
+    for where in dict.fromkeys(key[0] for key in runs):
+        here = {workload: run for (place, workload), run in runs.items() if place == where}
+        if not (lines := table(here)):
+            continue
+        rows = [row for run in here.values() for row in run.values()]
+        dates = sorted({row["date"] for row in rows})
+        versions = sorted({row["torch"] for row in rows if row.get("torch")})
+        processor, threads, dtype = where
+        hardware = [processor, *([f"{threads} threads"] if threads else []), *([dtype] if dtype else [])]
+        software = [f"torch {' and '.join(versions)}"] if versions else []
+        when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+        parts.append(f"\n{', '.join([*hardware, *software, when])}:\n\n{lines}")
+    return "".join(parts) or "\nNothing measured yet.\n"
+
+
+def number(text: str | float | None) -> str:
+    """Four digits at most, with commas."""
+    if text in (None, ""):
+        return ""
+    value = float(text)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def times(text: str | None) -> str:
+    return f"{float(text):.3g}×" if text else ""
+
+
+def rate(row: Row | None) -> str:
+    return number(row["tokens_per_second_p50"]) if row else ""
+
+
+def fastest(run: dict[str, Row]) -> Row:
+    """Of ours, the fastest that is offered: the default, or what its user would turn on."""
+    ours = [row for name, row in run.items() if name.startswith("ours") and name != "ours-eager"]
+    return max(ours or run.values(), key=lambda row: float(row["tokens_per_second_p50"]))
+
+
+def what(row: Row) -> str:
+    lengths = f"M = {int(row['memory']):,}" if row.get("memory") else ""
+    if row.get("segment") and not row["workload"].startswith("decode"):
+        lengths += f", L = {int(row['segment']):,}"
+    return f"{row['workload']} ({lengths}, B = {row['batch']})" if lengths else row["workload"]
+
+
+def speed_table(runs: dict[str, dict[str, Row]]) -> str:
+    lines = []
+    for run in runs.values():
+        ours = run.get("ours") or fastest(run)
+        best = fastest(run)
+        fast = "" if best is ours else f"{rate(best)} ({best['contender']})"
+        spread = f"{number(ours['tokens_per_second_p20'])} – {number(ours['tokens_per_second_p80'])}"
+        memory = " / ".join(number(run[name].get("peak_mib")) for name in ("ours", "legacy") if name in run)
+        lines.append(
+            [what(ours), f"**{rate(ours)}**", spread, fast]
+            + [rate(run.get(name)) for name in ("legacy", "gpt2", "floor")]
+            + [f"**{times(ours['times_legacy_p50'])}**" if ours["times_legacy_p50"] else ""]
+            + [number(ours.get("mfu")), memory.strip(" /"), ours.get("nll_difference") or ""]
+        )
+    headers = ["workload", "ours", "p20 – p80", "faster variant", "legacy", "GPT-2", "floor", "times legacy"]
+    return markdown([*headers, "MFU", "peak MiB, ours / legacy", "NLL off eager"], lines)
+
+
+def decode_table(runs: dict[str, dict[str, Row]]) -> str:
+    lines = []
+    for run in runs.values():
+        for row in run.values():
+            if row.get("token_ms_p50"):
+                columns = ("prefill_tokens_per_second", "first_token_ms", "token_ms_p50", "token_ms_p99")
+                lines.append([what(row), row["contender"], *(number(row[column]) for column in columns)])
+    headers = ["workload", "contender", "prefill, tokens/s", "first token, ms", "per token p50, ms", "p99, ms"]
+    return markdown(headers, lines)
+
+
+def sliding_window_table(runs: dict[str, dict[str, Row]]) -> str:
+    lines = []
+    for run in runs.values():
+        row = run["memory"]
+        lines.append(
+            [row["model"], f"{int(row['attention_length']):,}", rate(row), rate(run["vanilla"]), rate(run["gpt2"])]
+            + [f"**{number(row['times_p50'])}×**", f"{number(row['times_p20'])} – {number(row['times_p80'])}"]
+            + [f"{number(row['paper'])}×", row["nll_difference"]]
+        )
+    headers = ["model", "attention length", "with memory, tokens/s", "sliding window", "GPT-2's", "times the faster"]
+    return markdown([*headers, "p20 – p80", "paper", "NLL off eager"], lines)
+
+
+def growth_table(runs: dict[str, dict[str, Row]]) -> str:
+    lines = []
+    for run in runs.values():
+        rows = list(run.values())
+        first, last = rows[0], rows[-1]
+        lines.append(
+            [first["model"], first["axis"], first["task"], f"{int(first['length']):,} … {int(last['length']):,}"]
+            + [f"{1e3 * float(first['seconds_p50']):,.4g} … {1e3 * float(last['seconds_p50']):,.4g}"]
+            + [f"{first['seconds_exponent_all']} / {first['seconds_exponent_last']}"]
+            + [f"{number(first['peak_mib'])} … {number(last['peak_mib'])}"]
+            + [f"{first['peak_mib_exponent_all']} / {first['peak_mib_exponent_last']}"]
+        )
+    headers = ["model", "what grows", "task", "length", "ms a step (a token, for text)", "exponent, all / last three"]
+    return markdown([*headers, "peak MiB", "exponent, all / last three"], lines)
+
+
+def attention_table(runs: dict[str, dict[str, Row]]) -> str:
+    lines = [
+        [
+            f"{row['shape']} ({row['B']}, {row['H']}, {row['L']}, {row['m']}, {row['Dh']})",
+            row["mode"],
+            row["contender"],
+        ]
+        + [number(row["ms_p50"]), number(row["tflops"]), f"{float(row['of_sdpa']):.0%}", number(row["peak_mib"])]
+        for run in runs.values()
+        for row in run.values()
+    ]
+    headers = ["shape (B, H, L, m, Dh)", "mode", "contender", "ms", "TFLOP/s", "of SDPA's speed", "peak MiB"]
+    return markdown(headers, lines)
+
+
+def softmax_table(runs: dict[str, dict[str, Row]]) -> str:
+    lines = [
+        [row["size"], row["tokens"], row["contender"], number(row["ms_p50"]), times(row.get("times_legacy_p50"))]
+        + [number(row["peak_mib"])]
+        for run in runs.values()
+        for row in run.values()
+    ]
+    return markdown(["size", "tokens", "contender", "ms", "times legacy", "peak MiB"], lines)
+
+
+def tokenizer_table(runs: dict[str, dict[str, Row]]) -> str:
+    lines = [
+        [row["text"], number(row["tokens"]), number(row["tokens_per_second"]), number(row["peer_tokens_per_second"])]
+        + [f"**{times(row['times_peer'])}**"]
+        for run in runs.values()
+        for row in run.values()
+    ]
+    return markdown(["text", "tokens", "tokens/s", "legacy", "times legacy"], lines)
+
+
+def short_table() -> str:
+    """For the front page: the workloads that legacy transformers ran beside, and the sliding window."""
+
+    def table(runs: dict[str, dict[str, Row]]) -> str:
+        lines = []
+        for run in runs.values():
+            ours = run.get("ours") or fastest(run)
+            if "legacy" in run or not ours.get("threads"):
+                ratio = times(ours["times_legacy_p50"])
+                lines.append([what(ours), rate(fastest(run)), rate(run.get("legacy")), rate(run.get("gpt2")), ratio])
+        return markdown(["tokens per second", "ours", "legacy", "GPT-2 of the same size", "times legacy"], lines)
+
+    return by_machine("model.csv", table)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "speed-short": short_table,
+    "speed": lambda: by_machine("model.csv", speed_table),
+    "decode": lambda: by_machine("model.csv", decode_table),
+    "sliding-window": lambda: by_machine("sliding_window.csv", sliding_window_table),
+    "growth": lambda: by_machine("growth.csv", growth_table),
+    "attention": lambda: by_machine("attention_kernel.csv", attention_table),
+    "softmax": lambda: by_machine("softmax.csv", softmax_table),
+    "tokenizer": lambda: by_machine("tokenizer.csv", tokenizer_table),
+}
+
+
+# ---- plots ------------------------------------------------------------------------------------------------------
+
+
+def plot_speed() -> None:
+    """How many times legacy, for each workload and machine; the sliding window beside the paper."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), width_ratios=(3, 2), layout="constrained")
+    runs = {key: run for key, run in latest("model.csv").items() if "legacy" in run}
+    colors = {"ours": "C0", "gpt2": "C1", "floor": "C2", "legacy": "C7"}
+    for position, ((_, _), run) in enumerate(runs.items()):
+        for offset, (contender, color) in enumerate(colors.items()):
+            if contender in run:
+                ratio = float(run[contender]["times_legacy_p50"])
+                left.barh(position + 0.2 * offset, ratio, 0.2, color=color, label=contender if position == 0 else None)
+                left.text(ratio, position + 0.2 * offset, f" {ratio:.3g}", va="center", fontsize=7)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
+    left.legend(handles, colors)
+    left.set_yticks([position + 0.3 for position in range(len(runs))], [key[1] for key in runs])
+    left.invert_yaxis()
+    left.set(xlabel="tokens per second, times legacy transformers 4.35.2 in the same run", title="Speed")
+
+    windows: dict[tuple, list[Row]] = {}
+    for (where, _), run in latest("sliding_window.csv").items():
+        windows.setdefault((where[0], run["memory"]["model"]), []).append(run["memory"])
+    for (processor, model), rows in windows.items():
+        lengths = [int(row["attention_length"]) for row in rows]
+        right.plot(lengths, [float(row["times_p50"]) for row in rows], "o-", label=f"{model}, {processor}")
+    if windows:
+        right.plot(
+            lengths, [float(row["paper"]) for row in rows], "s--", color="C7", label="paper, 24 layers, one GPU"
+        )
+        right.legend()
+    right.set(xlabel="attention length", ylabel="times the sliding window", title="Evaluation with memory")
+    save(figure, "speed.png")
+
+
+def plot_growth() -> None:
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    panels = {("memory", "seconds_p50"): axes[0], ("memory", "peak_mib"): axes[1], ("text", "seconds_p50"): axes[2]}
+    for (where, name), run in latest("growth.csv").items():
+        rows = list(run.values())
+        axis = rows[0]["axis"]
+        for (panel, column), place in panels.items():
+            if panel == axis:
+                exponent = rows[0][f"{column.removesuffix('_p50')}_exponent_last"]
+                label = f"{name}, {where[0]}: exponent {exponent}"
+                lengths = [int(row["length"]) for row in rows]
+                place.loglog(lengths, [float(row[column]) for row in rows], "o-", label=label, base=2)
+    names = ("seconds a step", "peak MiB of a step", "seconds a token")
+    for place, label, length in zip(axes, names, ("memory", "memory", "tokens read so far"), strict=True):
+        place.set(xlabel=length, ylabel=label)
+        if place.get_legend_handles_labels()[0]:
+            place.legend(fontsize=7)
+    # Flat should look flat.
+    axes[2].set_ylim(bottom=axes[2].get_ylim()[0] / 4, top=axes[2].get_ylim()[1] * 4)
+    save(figure, "growth.png")
+
+
+def save(figure, name: str) -> None:
+    import matplotlib.pyplot as plt
+
+    figure.savefig(common.RESULTS / name, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
