@@ -1,6 +1,7 @@
 """Regularisers: masks that are what they say, the penalty of the formula, nothing by default, nothing left behind."""
 
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ from transformers import HfArgumentParser, set_seed
 
 pytest.importorskip("accelerate")
 
-from trainer_process import make_arguments, make_text
-from txl_hf import TokenStream, TransfoXLModel, TransfoXLTrainer
+from trainer_process import RegularizedTrainer, make_arguments, make_text, read_losses, run
+from txl_hf import TokenStream, TransfoXLModel
 from txl_hf.regularization import LockedDropout, RegularizationArguments, regularize
 
 PTB = RegularizationArguments(
@@ -297,12 +298,23 @@ def test_wrapped_models(make_model, make_ids, head):
         regularize(torch.nn.Linear(2, 2), PTB)
 
 
-class RegularizedTrainer(TransfoXLTrainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        if model.training:
-            loss = loss + self.regularizer.penalty(inputs["shift_labels"])
-        return (loss, outputs) if return_outputs else loss
+def test_two_processes(tmp_path):
+    """Without randomness the losses of one, penalty included; with everything on, no parameter is missed by DDP."""
+    found = []
+    for processes in (1, 2):
+        arguments = {
+            "processes": processes,
+            "per_device_train_batch_size": 4 // processes,
+            "ddp_find_unused_parameters": False,
+            "max_steps": 5,
+        }
+        for name, regularization in {"penalty": {"ar": 0.2, "tar": 0.1}, "all": asdict(PTB)}.items():
+            output = tmp_path / f"{name}-{processes}"
+            output.mkdir()
+            assert set(run(output=output, regularization=regularization, **arguments)) == {0}
+            found.append([line[2:] for line in read_losses(output)])
+    np.testing.assert_allclose(found[2], found[0], rtol=1e-5)
+    assert np.isfinite(found[3]).all() and len(found[3]) == 5 and found[3] != found[1] != found[0]
 
 
 def test_resumed_bit_for_bit(make_model, tmp_path):

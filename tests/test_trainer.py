@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -538,6 +539,31 @@ def test_two_processes_give_the_losses_of_one(tmp_path, one_process, changes):
     compare(read_losses(tmp_path), expected)
     if "fsdp" not in changes and Version(transformers.__version__) < Version("5.23"):
         return  # See CPU_0.
+    for step in (14, 20):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    (tmp_path / "losses.jsonl").unlink()
+    assert run(output=tmp_path, resume=True, **arguments) == [0, 0]
+    compare(read_losses(tmp_path), [line for line in expected if line[1] > 7])
+
+
+ZERO_2 = {
+    "zero_optimization": {"stage": 2},
+    "zero_allow_untested_optimizer": True,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+}
+
+
+@pytest.mark.slow  # It compiles an operation.
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.parametrize("changes", [{}, ACCUMULATED], ids=["plain", "accumulated"])
+def test_sharded_by_deepspeed(tmp_path, one_process, changes):
+    """Two processes under ZeRO-2 give the losses of one, also when they resume."""
+    expected, arguments = read_losses(one_process), ONE | TWO | changes | {"deepspeed": ZERO_2}
+    assert run(output=tmp_path, **arguments) == [0, 0]
+    compare(read_losses(tmp_path), expected)
     for step in (14, 20):
         shutil.rmtree(tmp_path / f"checkpoint-{step}")
     (tmp_path / "losses.jsonl").unlink()

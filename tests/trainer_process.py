@@ -18,7 +18,7 @@ from transformers.trainer_utils import set_seed
 from transformers.utils import logging
 
 from conftest import SMALL
-from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM
+from txl_hf import RegularizationArguments, TokenStream, TransfoXLConfig, TransfoXLForCausalLM, regularize
 from txl_hf.trainer import TransfoXLTrainer
 
 context = multiprocessing.get_context("forkserver")
@@ -34,6 +34,16 @@ class UnevenStream(TokenStream):
         if index // self.batch_size % 2:
             item["shift_labels"][item["shift_labels"] >= 30] = -100
         return item
+
+
+class RegularizedTrainer(TransfoXLTrainer):
+    """With the penalty of its `regularizer` in every loss."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if model.training:
+            loss = loss + self.regularizer.penalty(inputs["shift_labels"])
+        return (loss, outputs) if return_outputs else loss
 
 
 class LossFile(TrainerCallback):
@@ -78,7 +88,15 @@ def make_arguments(path, **changes) -> TrainingArguments:
 
 
 def train(
-    output: Path, model=None, stream=TokenStream, resume=False, kill_at=None, tokens=501, batch_size=4, **arguments
+    output: Path,
+    model=None,
+    stream=TokenStream,
+    resume=False,
+    kill_at=None,
+    tokens=501,
+    batch_size=4,
+    regularization=None,
+    **arguments,
 ):
     """Train and write the losses to output/losses.jsonl; kill the process at file operation number `kill_at`."""
     logging.disable_progress_bar()
@@ -89,15 +107,17 @@ def train(
     if arguments.fsdp:
         # accelerate shards on every device but the CPU, though torch can.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    trainer = TransfoXLTrainer(
+    trainer = RegularizedTrainer(
         make_model(**(model or {})),
         arguments,
         train_dataset=stream(make_text(tokens), 5, batch_size),
         eval_dataset=stream(make_text(201, seed=1), 5, batch_size, keep_remainder=True),
         callbacks=[LossFile(output / "losses.jsonl")],
     )
+    trainer.regularizer = regularize(trainer.model, RegularizationArguments(**(regularization or {})))
     trainer.train(resume_from_checkpoint=resume)
     assert bool(arguments.fsdp) == isinstance(trainer.model, FSDPModule)
+    assert bool(arguments.deepspeed) == trainer.is_deepspeed_enabled
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -127,6 +147,8 @@ def _kill_at(operation: int):
 
 
 def _in_process(rank: int, processes: int, port: int, arguments: dict):
+    # DeepSpeed would look for a GPU.
+    os.environ["DS_ACCELERATOR"] = "cpu"
     if processes > 1:
         os.environ |= {
             "RANK": str(rank),
