@@ -350,8 +350,9 @@ class _BinLosses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grad_losses: Tensor):
         weight, bias, *saved = ctx.saved_tensors
-        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
+        # The ranges cover the table, so that every row is written.
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
         grad_inputs: list[Tensor | None] = []
         parts = zip(ctx.ranges, grad_losses, *(saved[i::5] for i in range(5)), strict=True)
         with torch.autocast(weight.device.type, enabled=False):
@@ -372,7 +373,9 @@ class _BinLosses(torch.autograd.Function):
                         grad_bias[rows] = grad_logits.sum(0)
                     grad_logits = grad_logits.to(hidden.dtype)
                     grad_hidden += grad_logits @ weight[rows].to(hidden.dtype)
-                    if grad_weight is not None:
+                    if grad_weight is not None and grad_weight.dtype == hidden.dtype:
+                        torch.mm(grad_logits.T, hidden, out=grad_weight[rows])
+                    elif grad_weight is not None:
                         grad_weight[rows] = grad_logits.T @ hidden
                 grad_inputs += [grad_hidden.to(hidden.dtype), None, grad_clusters]
         return None, grad_weight, grad_bias, None, *grad_inputs
