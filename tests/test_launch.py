@@ -13,6 +13,9 @@ pytest.importorskip("accelerate")
 from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
+from transformers import AutoModelForCausalLM
+
+import txl_hf  # noqa: F401 -- registers Transformer-XL with the Auto classes
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "examples" / "launch"
@@ -119,11 +122,11 @@ def test_zero2_is_stage_2():
 # --- on this machine -------------------------------------------------------------------------------------------------
 
 
-def start(name: str, script: Path, *options: str) -> subprocess.Popen:
-    """`accelerate launch` with a configuration, on the CPU."""
+def start(name: str, script: Path, *options: str, arguments: list[str] | None = None) -> subprocess.Popen:
+    """`accelerate launch` with a configuration and further options, and a script with its arguments, on the CPU."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / f"{name}.yaml")]
     return subprocess.Popen(
-        [*command, *options, str(script)],
+        [*command, *options, str(script), *(arguments or [])],
         env=os.environ | {"ACCELERATE_USE_CPU": "true"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -172,3 +175,49 @@ def test_two_nodes_find_each_other(tmp_path):
     where += ["--main_process_port", free_port()]
     printed = finish(*(start("two_nodes", script, *where, "--machine_rank", rank) for rank in ("0", "1")))
     assert "process 0 of 2" in printed and "process 1 of 2" in printed
+
+
+SHARDED = """
+import sys
+
+import torch
+from accelerate.state import DistributedType, PartialState
+from torch.distributed.fsdp import FSDPModule
+from transformers import TrainingArguments
+
+from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTrainer
+
+sizes = {"d_model": 16, "d_embed": 16, "n_head": 2, "d_head": 8, "d_inner": 24, "n_layer": 2, "mem_len": 6}
+model = TransfoXLForCausalLM(TransfoXLConfig(vocab_size=61, cutoffs=[9, 30], div_val=2, **sizes))
+arguments = TrainingArguments(
+    sys.argv[1], max_steps=3, per_device_train_batch_size=2, use_cpu=True, save_strategy="no", report_to=[]
+)
+# accelerate shards on every device but the CPU, though torch can.
+PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+stream = TokenStream(torch.arange(200) % 61, 5, 4)
+trainer = TransfoXLTrainer(model, arguments, train_dataset=stream)
+trainer.train()
+assert isinstance(trainer.model, FSDPModule)
+assert all(isinstance(layer, FSDPModule) for layer in trainer.model.transformer.layers)
+trainer.save_model(sys.argv[1])
+trainer.accelerator.end_training()
+"""
+
+
+def test_fsdp2_trains_and_saves_a_whole_model(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SHARDED)
+    options = ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0"]
+    finish(start("fsdp2", script, *options, arguments=[str(tmp_path / "saved")]))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert model.config.n_layer == 2 and all(weight.isfinite().all() for weight in model.parameters())
+
+
+def test_an_example_in_two_processes(tmp_path):
+    """The plain loop of accelerate, with memory."""
+    script = ROOT / "examples" / "by_feature" / "music_events.py"
+    weights = tmp_path / "music.pt"
+    arguments = ["--smoke", "--steps", "5", "--output", str(weights)]
+    printed = finish(start("cpu", script, "--main_process_port", "0", arguments=arguments))
+    assert printed.count("Held-out bits per event") == 1, "one of the two reports"
+    assert weights.is_file() and list(tmp_path.iterdir()) == [weights]

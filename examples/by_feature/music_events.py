@@ -109,7 +109,8 @@ def train(accelerator: Accelerator, model, events: Tensor, stream: TokenStream, 
     events = events.to(accelerator.device)
     model.train()
     bar = tqdm(total=arguments.steps, desc="train", disable=not accelerator.is_main_process)
-    while bar.n < arguments.steps:
+    step = 0
+    while step < arguments.steps:
         mems = None
         for batch in loader:
             losses, mems = model(events[batch["input_ids"]], events[batch["shift_labels"]], mems)
@@ -120,7 +121,8 @@ def train(accelerator: Accelerator, model, events: Tensor, stream: TokenStream, 
             optimizer.zero_grad()
             bar.set_postfix_str(f"{losses.sum().item():.2f} nats per event", refresh=False)
             bar.update()
-            if bar.n == arguments.steps:
+            step += 1
+            if step == arguments.steps:
                 break
 
 
