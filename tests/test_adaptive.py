@@ -17,6 +17,13 @@ BINS = {
     "div2": {"cutoffs": [9, 30], "div_val": 2},
     "div4-one-wide": {"cutoffs": [9, 30], "div_val": 4},
     "div2-untied": {"cutoffs": [9, 30], "div_val": 2, "tie_word_embeddings": False},
+    "div2-projections-tied-alone": {
+        "cutoffs": [9, 30],
+        "div_val": 2,
+        "tie_word_embeddings": False,
+        "tie_projs": [False, True, True],
+    },
+    "div1-projections-tied-alone": {"cutoffs": [9, 30], "div_val": 1, "d_embed": 8, "tie_word_embeddings": False},
     "div2-all-projections-tied": {"cutoffs": [9, 30], "div_val": 2, "tie_projs": [True, True, True]},
     "div2-proj-same-dim": {"cutoffs": [9, 30], "div_val": 2, "proj_same_dim": False},
 }
@@ -89,6 +96,9 @@ def test_tied_parameters_are_one(make_model, changes):
             continue
         source = embeddings.emb_projs[0 if config.div_val == 1 else i]
         assert (projection.weight is source.weight) == tied
+    # What accelerate looks at before it shards the two.
+    together = bool({*embeddings.parameters()} & {*head.parameters()})
+    assert (embeddings.weight is head.weight) == together
 
 
 def test_identity_projection_has_no_parameter(make_model):

@@ -96,6 +96,14 @@ def _tables(config: TransfoXLConfig) -> list[tuple[int, int]]:
     return [(end - start, width) for start, end, width in config.bins]
 
 
+def _first_tied_projection(config: TransfoXLConfig) -> int | None:
+    """The first bin whose projections are tied though the tables are not, or None."""
+    if config.tie_word_embeddings:
+        return None
+    ties = zip(config.tie_projs or (), config.bins, strict=True)
+    return next((i for i, (tie, (_, _, width)) in enumerate(ties) if tie and _is_projected(config, width)), None)
+
+
 class AdaptiveEmbedding(nn.Module):
     """Token embeddings of all bins, projected to D and scaled by √D as in the original."""
 
@@ -108,6 +116,16 @@ class AdaptiveEmbedding(nn.Module):
             InputProjection(width, config.d_model) if _is_projected(config, width) else nn.Identity()
             for _, width in _tables(config)
         )
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The first table, or the first tied projection where no tables are tied.
+
+        Whoever shards the model (accelerate) puts the embedding and the softmax together if their `weight` is one.
+        """
+        tied = _first_tied_projection(self.config)
+        projection = 0 if self.config.div_val == 1 else tied
+        return self.get_parameter("emb_layers.0.weight" if tied is None else f"emb_projs.{projection}.weight")
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """
@@ -152,6 +170,12 @@ class AdaptiveLogSoftmax(nn.Module):
         )
         if config.cutoffs:
             self.clusters = nn.Linear(config.d_embed, len(config.cutoffs))
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """See `AdaptiveEmbedding.weight`."""
+        tied = _first_tied_projection(self.config)
+        return self.get_parameter("out_layers.0.weight" if tied is None else f"out_projs.{tied}.weight")
 
     def forward(self, hidden_states: Tensor, targets: Tensor | None = None, top_k: int | None = None) -> Tensor:
         """`nll` of the targets, or `log_prob` without any: whoever gathers the parameters does so for a forward."""

@@ -16,7 +16,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
@@ -246,43 +245,6 @@ class TransfoXLTrainer(Trainer):
         yield
         self._counted_since += time.perf_counter() - start
 
-    # --- sharding ----------------------------------------------------------------------------------------------------
-
-    def _prepare_for_training(self, *args, **kwargs):
-        with self._tied_tables_together():
-            return super()._prepare_for_training(*args, **kwargs)
-
-    @contextmanager
-    def _tied_tables_together(self) -> Iterator[None]:
-        """While accelerate shards: show it that the embedding and the softmax share parameters.
-
-        It puts the two into one unit if their `weight` is one, as tied parameters must be; here it is the tables and
-        projections within that are tied.
-        """
-        tables = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        shared = [] if None in tables else list({*tables[0].parameters()} & {*tables[1].parameters()})
-        if not (self.is_fsdp_enabled and shared):
-            yield
-            return
-        for table in tables:
-            # Not as Module would set it: this is no further parameter.
-            object.__setattr__(table, "weight", shared[0])
-        try:
-            yield
-        finally:
-            for table in tables:
-                object.__delattr__(table, "weight")
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        sharded = type(self.model)
-        if sharded.__bases__[0] is FSDPModule:
-            # `save_pretrained` writes the code of the class, which torch has replaced by one of its own.
-            self.model.__class__ = sharded.__bases__[1]
-        try:
-            super()._save(output_dir, state_dict)
-        finally:
-            self.model.__class__ = sharded
-
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluation_loop(
@@ -291,7 +253,7 @@ class TransfoXLTrainer(Trainer):
         training, self._memory = self._memory, _Memory()
         start = time.perf_counter()
         try:
-            with self._uncounted(), self._tied_tables_together():
+            with self._uncounted():
                 output = super().evaluation_loop(
                     dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
                 )
