@@ -444,7 +444,13 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
         code, and an `auto_map` for all heads. A model card is written unless there is one.
         """
         self.config.auto_map = dict(AUTO_MAP)
-        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        present_class = type(self)
+        # torch gives a sharded model a class of its own, whose code would be saved in place of ours.
+        self.__class__ = next(cls for cls in present_class.__mro__ if not cls.__module__.startswith("torch."))
+        try:
+            super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        finally:
+            self.__class__ = present_class
         card = Path(save_directory, "README.md")
         if is_main_process and not card.exists():
             self._model_card(kwargs.get("repo_id") or Path(save_directory).name).save(card)
