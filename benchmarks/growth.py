@@ -106,10 +106,11 @@ def gate(model, memory: int, segment: int, dtype: str) -> float:
             losses[implementation, make] = np.mean([next(steps) for _ in range(4)])
     model.set_attn_implementation(chosen)
     reference = losses["eager", training]
-    worst = max(abs(loss - reference) for loss in losses.values())
-    if not worst <= (models.TOLERANCE["fp32"]["evaluate"] if dtype == "fp32" else models.COARSE):
+    differences = [abs(loss - reference) for loss in losses.values()]
+    tolerance = models.TOLERANCE["fp32"]["evaluate"] if dtype == "fp32" else models.COARSE
+    if not all(difference <= tolerance for difference in differences):
         sys.exit(f"error: {chosen} and eager, training and evaluation have other losses: {list(losses.values())}")
-    return worst
+    return float(max(differences))
 
 
 def grow(axis: str, task: str, model, sizes: list[tuple[int, int]], arguments: argparse.Namespace) -> list[dict]:

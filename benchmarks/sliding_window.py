@@ -114,7 +114,7 @@ def gate(contenders: dict, config: dict, segment: int, arguments: argparse.Names
 
     differences = [abs(means[True] - means[False]), abs(sum(passes) / len(passes) - result.nll)]
     tolerance = models.TOLERANCE["fp32"]["evaluate"] if arguments.dtype == "fp32" else models.COARSE
-    if not max(differences) <= tolerance:
+    if not all(difference <= tolerance for difference in differences):
         sys.exit(
             f"error: losses differ by {differences}: streaming from eager's, the vanilla pass from the protocol's"
         )

@@ -1,0 +1,274 @@
+"""The benchmarks at tiny sizes: what they write, that a wrong contender stops them, that the tables are current."""
+
+import argparse
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+CPU = ["--device", "cpu", "--threads", "1"]
+
+
+@pytest.fixture(autouse=True)
+def scripts_on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": str(BENCHMARKS)} | environment,
+    )
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        assert None not in row and None not in row.values(), "every row has every column"
+        assert row["processor"] and row["torch"] and row["transformers"]
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"])
+    return rows
+
+
+def test_model(tmp_path):
+    output = tmp_path / "model.csv"
+    options = ["--smoke", *CPU, "--output", output, "--workloads", "smoke-decode", "--contenders", "ours"]
+    process = run(BENCHMARKS / "model.py", *options)
+    assert process.returncode == 0, process.stderr
+    assert "FLOPs of a token" in process.stdout and "measured in a matrix product" in process.stdout
+    [row] = read(output)
+    assert (row["workload"], row["contender"], row["repeats"]) == ("smoke-decode", "ours", "2")
+    low, middle, high = (float(row[f"tokens_per_second_p{p}"]) for p in (20, 50, 80))
+    assert 0 < low <= middle <= high
+    assert 0 < float(row["mfu"]) < 1 and float(row["peak_mib"]) > 0
+    assert float(row["nll_difference"]) < 1e-4
+    assert 0 < float(row["token_ms_p50"]) <= float(row["token_ms_p99"])
+    assert float(row["first_token_ms"]) > 0 and float(row["prefill_tokens_per_second"]) > 0
+
+
+@pytest.mark.parametrize("task", ["train", "evaluate", "decode"])
+def test_every_contender(task, tmp_path):
+    """In this process: all take the steps of their task, and those that have our weights pass the gate."""
+    import model
+
+    workload = model.SMOKE[f"smoke-{task}"]
+    model.save(workload, str(tmp_path))
+    arguments = argparse.Namespace(device="cpu", dtype="fp32")
+    contenders = [name for name in dict.fromkeys(model.CPU[task] + model.CUDA[task]) if "legacy" not in name]
+    # Tried by hand: they compile.
+    contenders = [name for name in contenders if name not in ("ours-compile", "ours-flex_attention")]
+    checks = {}
+    for name in contenders:
+        running = model.begin(name, workload, str(tmp_path), arguments)
+        checks[name] = running.check(2)
+        tokens, details = running.step()
+        assert tokens == workload.segment * workload.batch
+        assert len(details.get("gaps", [])) == (tokens - 1 if task == "decode" else 0)
+    differences = model.gate(task, checks, "fp32")
+    assert set(differences) == set(contenders) - {"gpt2", "floor"}
+    if task != "decode":
+        other = checks["floor"] | {"text": []}
+        with pytest.raises(SystemExit, match="other losses"):
+            model.gate(task, checks | {"ours": other}, "fp32")
+
+
+def test_a_wrong_contender_stops_the_benchmark(tmp_path):
+    """One bias too large by a tenth in one layer of `ours`, and nothing is timed."""
+    broken = tmp_path / "broken.py"
+    broken.write_text(
+        "import model\n"
+        "load = model.load\n"
+        "def wrong(contender, *arguments):\n"
+        "    loaded = load(contender, *arguments)\n"
+        "    if contender == 'ours':\n"
+        "        loaded.transformer.layers[0].self_attn.position_bias.data.mul_(1.1)\n"
+        "    return loaded\n"
+        "model.load, model.SCRIPT = wrong, __file__\n"
+        "if __name__ == '__main__':\n"
+        "    model.main()\n"
+    )
+    output = tmp_path / "model.csv"
+    options = ["--workloads", "smoke-train", "--contenders", "ours", "--output", output]
+    process = run(broken, "--smoke", *CPU, *options)
+    assert process.returncode == 1
+    assert process.stderr.startswith("error: ours has other losses than ours-eager")
+    assert not output.exists()
+
+
+def test_the_gate_takes_neither_another_text_nor_nan():
+    import model
+
+    right = {"nll": [1.0, 2.0], "text": [3, 4]}
+    assert model.gate("decode", {"ours-eager": right, "ours": right}, "fp32") == {"ours-eager": 0, "ours": 0}
+    with pytest.raises(SystemExit, match="another text"):
+        model.gate("decode", {"ours-eager": right, "ours": right | {"text": [3, 5]}}, "fp32")
+    with pytest.raises(SystemExit, match="other losses"):
+        model.gate("train", {"ours-eager": right, "ours": {"nll": [1.0, float("nan")]}}, "fp32")
+    # Where rounding decides between two tokens, what follows is another text.
+    other = {"nll": [1.0, 2.001], "text": [5, 4]}
+    assert model.gate("decode", {"ours-eager": right, "ours": other}, "bf16")["ours"] == 0
+    with pytest.raises(SystemExit, match="other losses"):
+        model.gate("decode", {"ours-eager": right, "ours": other | {"nll": [1.1, 2.0]}}, "bf16")
+
+
+def test_sliding_window(tmp_path):
+    import sliding_window
+
+    output = tmp_path / "sliding_window.csv"
+    sliding_window.main(["--smoke", *CPU, "--output", str(output)])
+    rows = read(output)
+    assert {row["contender"] for row in rows} == {"memory", "vanilla", "gpt2"}
+    for row in rows:
+        if row["contender"] == "memory":
+            rates = {
+                other["contender"]: float(other["tokens_per_second_p50"])
+                for other in rows
+                if other["attention_length"] == row["attention_length"]
+            }
+            assert rates[row["over"]] == max(rates["vanilla"], rates["gpt2"]), "the faster one counts"
+
+
+def test_growth_and_its_exponents(tmp_path):
+    import growth
+
+    output = tmp_path / "growth.csv"
+    growth.main(["--smoke", *CPU, "--output", str(output)])
+    assert {row["axis"] for row in read(output)} == {"memory", "segment", "text"}
+
+    rows = [{"axis": "", "task": "", "length": n, "seconds_p50": n**2, "peak_mib": 10.0 * n} for n in (2, 4, 8, 16)]
+    fitted = growth.with_exponents(rows, "seconds_p50", "peak_mib")[0]
+    assert fitted["seconds_exponent_all"] == fitted["seconds_exponent_last"] == 2
+    assert fitted["peak_mib_exponent_all"] == 1
+
+
+def test_attention_and_its_gate(tmp_path, monkeypatch, capsys):
+    import attention_kernel
+
+    output = tmp_path / "attention_kernel.csv"
+    options = ["--smoke", *CPU, "--output", str(output)]
+    assert attention_kernel.main(options) == 0
+    assert {row["contender"] for row in read(output)} == {"sdpa_relative", "eager", "sdpa"}
+    assert {row["mode"] for row in read(output)} == {"forward", "forward+backward"}
+
+    written = output.read_text()
+    monkeypatch.setitem(attention_kernel.CONTENDERS, "sdpa_relative", attention_kernel.plain)
+    assert attention_kernel.main(options) == 1
+    assert "sdpa_relative: FAILED" in capsys.readouterr().out
+    assert output.read_text() == written
+
+
+def test_softmax(tmp_path):
+    process = run(BENCHMARKS / "softmax.py", "--smoke", *CPU, "--output", tmp_path / "softmax.csv")
+    assert process.returncode == 0, process.stderr
+    assert [row["contender"] for row in read(tmp_path / "softmax.csv")] == ["ours", "full"]
+
+
+def test_smoke_figures_never_reach_the_results():
+    import growth
+
+    with pytest.raises(SystemExit, match="name another file with --output"):
+        growth.main(["--smoke", *CPU])
+
+
+def test_flops_are_those_of_the_recipes():
+    """Per target, forward and backward: 0.51 G for NVIDIA's base model and 1.91 G for the large one."""
+    import common
+    import model
+
+    for name, length, batch, known in (("nvidia-base", 192, 256, 0.51e9), ("nvidia-large", 384, 128, 1.91e9)):
+        config = model.MODELS[name]
+        ids = common.draw_ids(config["vocab_size"], (100_000,))
+        shares = common.bin_shares(ids, config["cutoffs"], config["vocab_size"])
+        assert sum(shares) == pytest.approx(1)
+        assert shares[0] == pytest.approx(0.93, abs=0.01)
+        flops = common.flops_per_token(config, length, length, batch, "train", shares)
+        assert flops == pytest.approx(known, rel=0.1)
+
+
+def test_a_matrix_product_counts_as_the_formula_says():
+    """The formula against torch's own counter, on one segment without a memory."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    import common
+    import model
+    from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+
+    config = model.ENWIK8 | {"n_layer": 2, "mem_len": 0}
+    network = TransfoXLForCausalLM(TransfoXLConfig(**config))
+    network.set_attn_implementation("eager")
+    length = 64
+    with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
+        # With gradients and without oneDNN, so that no product is hidden in a fused operator.
+        network(torch.ones(1, length, dtype=torch.long))
+    formula = length * common.flops_per_token(config, length, 0, 1, "evaluate", [1.0])
+    # Eager computes what it hides as well: L keys, not (L + 1) / 2; and W_R R, which evaluation has from before.
+    width = config["n_head"] * config["d_head"]
+    hidden = 2 * width * 3 * (length - (length + 1) / 2) * length
+    positions = 2 * config["d_model"] * width * length
+    assert counter.get_total_flops() == pytest.approx(formula + 2 * (hidden + positions), rel=0.01)
+
+
+def test_rows_of_earlier_versions_stay(tmp_path):
+    import common
+
+    path = tmp_path / "rows.csv"
+    common.append(path, [{"a": 1, "b": 2}])
+    common.append(path, [{"a": 3, "c": 4}])
+    assert path.read_text() == "a,b,c\n1,2,\n3,,4\n"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
+
+
+def test_the_tables_are_those_of_the_committed_rows():
+    import report
+
+    assert report.main(["--check"]) == 0
+    text = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"<!-- ([\w-]+): ", text)) >= set(report.TABLES) - {"speed-short"}
+    row = next(row for row in read_model_rows() if row["contender"] == "ours")
+    assert row["workload"] in text
+
+
+def read_model_rows() -> list[dict[str, str]]:
+    with (BENCHMARKS / "results" / "model.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_changed_figure_makes_the_tables_stale(tmp_path, monkeypatch, capsys):
+    import common
+    import report
+
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    # The default of an argument is from before.
+    monkeypatch.setattr(report.latest, "__defaults__", (tmp_path,))
+    rows = read_model_rows()
+    common.append(tmp_path / "model.csv", [row | {"tokens_per_second_p50": "12345.0"} for row in rows])
+    assert report.main(["--check"]) == 1
+    assert "benchmarks/README.md" in capsys.readouterr().err
+
+
+def test_drift_of_a_ratio(tmp_path, capsys):
+    import common
+    import report
+
+    def results(name: str, ratio: float) -> Path:
+        row = {"date": "2026-11-21", "commit": "c", "processor": "p", "threads": 2, "dtype": "fp32"}
+        row |= {"workload": "w", "contender": "ours", "times_legacy_p50": ratio}
+        common.append(tmp_path / name / "model.csv", [row])
+        return tmp_path / name
+
+    old = results("old", 3.0)
+    assert report.main(["--compare", str(old), str(results("near", 3.2))]) == 0
+    assert report.main(["--compare", str(old), str(results("far", 3.4))]) == 1
+    assert "1 of 1 ratios moved by more than 10%" in capsys.readouterr().out
+    assert report.main(["--compare", str(old), str(tmp_path / "empty")]) == 0
