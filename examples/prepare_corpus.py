@@ -126,8 +126,8 @@ class CorpusError(ValueError):
     """What was given is not the corpus that it should be; the message names it."""
 
 
-def main():
-    options = parse_arguments()
+def main(argv: list[str] | None = None):
+    options = parse_arguments(argv)
     output: Path = options.output
     try:
         if output.exists():
@@ -143,7 +143,7 @@ def main():
     print(f"{output} holds {information['corpus']} with a vocabulary of {information['vocab_size']:,}.")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--corpus", choices=CORPORA, required=True, help="the conventions to follow")
     source = parser.add_mutually_exclusive_group()
@@ -158,7 +158,7 @@ def parse_arguments() -> argparse.Namespace:
     text.add_argument("--mode", choices=["whitespace", "moses", "characters", "bytes"], help="(whitespace)")
     text.add_argument("--lower_case", action="store_true", default=None)
     text.add_argument("--min_freq", type=int, help="rarer symbols become <unk> (0)")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     chosen = [name for name in ("mode", "lower_case", "min_freq") if getattr(options, name) is not None]
     if chosen and (options.corpus != "text" or options.tokenizer):
         parser.error(f"--{chosen[0]} is for --corpus text without --tokenizer, which otherwise decide")
@@ -498,12 +498,16 @@ def stream_tokenizer(texts: dict[str, bytes], convention: Convention) -> Transfo
 
 def look_up(text: bytes, tokenizer: TransfoXLTokenizer) -> Dataset:
     """The ids of a stream of bytes without its line feeds, as the originals read enwik8."""
-    table = np.zeros(256, dtype=np.int32)
+    table = np.full(256, -1, dtype=np.int32)
     for index, symbol in enumerate(tokenizer.symbols):
         table[int(symbol) if tokenizer.mode == "bytes" else ord(symbol.replace("_", " "))] = index
     data = np.frombuffer(text, dtype=np.uint8)
+    data = data[data != LINE_FEED]
+    ids = table[data]
+    if (ids < 0).any():
+        raise CorpusError(f"byte {data[ids.argmin()]} is not in the vocabulary of {len(tokenizer)} symbols")
     # As a table: from_dict looks at every token.
-    return Dataset(pa.table({"token_ids": table[data[data != LINE_FEED]]}))
+    return Dataset(pa.table({"token_ids": ids}))
 
 
 def pieces(text: bytes) -> Dataset:
