@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import datasets
 import matplotlib
@@ -41,7 +42,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
 from transformers.trainer_utils import rotate_checkpoints
 
 from lm_arguments import (
@@ -99,18 +100,17 @@ class Training:
     def __init__(self, arguments: Arguments):
         self.arguments = arguments
         model_arguments, data, _, optimization, regularization, run = arguments
-        tokenizer, texts = load_data(Path(data.data))
-        config = make_config(model_arguments, len(tokenizer), data.data)
-        check_texts(texts, config, arguments)
-        self.tokenizer, self.texts = tokenizer, texts
-        self.stream = make_stream(texts["train"], config, arguments)
+        self.tokenizer, corpus = load_data(Path(data.data))
+        config = make_config(model_arguments, len(self.tokenizer), data.data)
+        check_texts(corpus, config, arguments)
+        # Columns that are read where they are sliced.
+        self.texts = {split: corpus[split].with_format("numpy")["token_ids"] for split in SPLITS}
+        self.stream = make_stream(self.texts["train"], config, arguments)
         self.max_steps = optimization.max_steps or max(1, round(optimization.max_epochs * self.stream.steps))
 
         self.accelerator = make_accelerator(arguments)
         self.output = Path(run.output)
-        if self.accelerator.is_main_process:
-            open_output(self.output, arguments)
-        self.accelerator.wait_for_everyone()
+        check_output(self.output, run)
         loader = make_loader(self.stream, self.accelerator, data.batch_chunk)
 
         set_seed(run.seed)
@@ -130,6 +130,9 @@ class Training:
         if self.averaged is not None:
             self.accelerator.register_for_checkpointing(self.averaged)
 
+        if self.accelerator.is_main_process:
+            open_output(self.output, arguments)
+        self.accelerator.wait_for_everyone()
         self.step, self.tokens, self.best = 0, 0, math.inf
         self.mems: list[tuple[Tensor, ...] | None] = [None] * data.batch_chunk
         self.nll = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
@@ -301,7 +304,7 @@ class Training:
             if saved != self.position():
                 raise ValueError(
                     f"{folder} is from a stream at {saved}, but this run would go on at {self.position()}: resume "
-                    "with the same text, --tgt_len and --batch_size"
+                    "with the same text, --batch_size and lengths"
                 )
             rows = self.stream.batch_size // self.accelerator.num_processes
             first = self.accelerator.process_index * rows
@@ -321,8 +324,8 @@ class Training:
 
     def position(self) -> dict[str, int]:
         """Where the run is in the stream that it reads."""
-        stream = self.stream
-        return {"step": self.step, "steps": stream.steps, "tgt_len": stream.segment_length, "rows": stream.batch_size}
+        names = ("batch_size", "segment_length", "ext_len", "varlen_seed", "steps")
+        return {"step": self.step, **{name: getattr(self.stream, name) for name in names}}
 
     def state_dict(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in ("step", "tokens", "best")}
@@ -334,21 +337,21 @@ class Training:
 # --- what a run is made of -------------------------------------------------------------------------------------------
 
 
-def load_data(folder: Path) -> tuple[AutoTokenizer, dict]:
-    """The tokenizer, and for each split a column of token ids, which stays on the disk until it is sliced."""
+def load_data(folder: Path) -> tuple[PreTrainedTokenizerBase, datasets.DatasetDict]:
+    """What prepare_corpus.py wrote; token ids stay on the disk."""
     if not folder.is_dir():
         raise FileNotFoundError(f"--data {folder} does not exist: write it with examples/prepare_corpus.py")
-    dataset = datasets.load_from_disk(str(folder))
-    texts = {}
+    try:
+        corpus = datasets.load_from_disk(str(folder))
+    except IndexError as error:
+        # This is how it meets a split without rows.
+        raise ValueError(f"--data {folder}: the text of a split is empty") from error
     for split in SPLITS:
-        if split not in dataset:
-            raise ValueError(f"--data {folder} has no split {split!r}, but {', '.join(map(repr, dataset))}")
-        if "token_ids" not in dataset[split].column_names:
+        if split not in corpus:
+            raise ValueError(f"--data {folder} has no split {split!r}, only {', '.join(map(repr, corpus))}")
+        if "token_ids" not in corpus[split].column_names:
             raise ValueError(f"--data {folder}: the split {split!r} has no column 'token_ids'")
-        if len(dataset[split]) == 0:
-            raise ValueError(f"--data {folder}: the text of the split {split!r} is empty")
-        texts[split] = dataset[split].with_format("numpy")["token_ids"]
-    return AutoTokenizer.from_pretrained(folder), texts
+    return AutoTokenizer.from_pretrained(folder), corpus
 
 
 def make_config(arguments: ModelArguments, vocab_size: int, data: str) -> TransfoXLConfig:
@@ -359,9 +362,7 @@ def make_config(arguments: ModelArguments, vocab_size: int, data: str) -> Transf
         return TransfoXLConfig(vocab_size=vocab_size, eos_token_id=None, **{"d_embed": arguments.d_model, **given})
     config = AutoConfig.from_pretrained(source)
     if not isinstance(config, TransfoXLConfig):
-        raise ValueError(
-            f"--model_name_or_path {source} is a {config.model_type} model, not {TransfoXLConfig.model_type}"
-        )
+        raise ValueError(f"--model_name_or_path {source} is no Transformer-XL, but a {config.model_type} model")
     if vocab_size > config.vocab_size:
         raise ValueError(
             f"the vocabulary of --data {data} has {vocab_size} tokens, but --model_name_or_path {source} has "
@@ -375,15 +376,14 @@ def make_config(arguments: ModelArguments, vocab_size: int, data: str) -> Transf
     return config
 
 
-def check_texts(texts: dict, config: TransfoXLConfig, arguments: Arguments):
+def check_texts(corpus: datasets.DatasetDict, config: TransfoXLConfig, arguments: Arguments):
     """Raise a ValueError for what training or evaluation would stumble over hours later."""
     batch_size = arguments.evaluation.eval_batch_size
-    for split, token_ids in texts.items():
-        if split != "train" and len(token_ids) <= batch_size:
-            raise ValueError(
-                f"the {split} text has {len(token_ids)} tokens: too few for --eval_batch_size {batch_size}"
-            )
-        ids = pyarrow.compute.min_max(token_ids.source.data.column("token_ids")).as_py()
+    for split in SPLITS:
+        tokens = len(corpus[split])
+        if split != "train" and tokens <= batch_size:
+            raise ValueError(f"the {split} text has {tokens} tokens, too few for --eval_batch_size {batch_size}")
+        ids = pyarrow.compute.min_max(corpus[split].data.column("token_ids")).as_py()
         if ids["min"] < 0 or ids["max"] >= config.vocab_size:
             raise ValueError(
                 f"the {split} text holds token ids from {ids['min']} to {ids['max']}, outside the vocabulary "
@@ -443,22 +443,23 @@ def make_accelerator(arguments: Arguments) -> Accelerator:
     return accelerator
 
 
+def check_output(output: Path, run: RunArguments):
+    """Raise a FileExistsError if something would be lost."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not (output / RECIPE).is_file():
+        raise FileExistsError(f"--output {output} exists and is not from train_lm.py: choose another folder")
+    if not (run.resume or run.overwrite):
+        raise FileExistsError(f"--output {output} is in use: go on with --resume, or start again with --overwrite")
+
+
 def open_output(output: Path, arguments: Arguments):
-    """Make the folder of the run, or find that of the run to resume."""
-    run = arguments.run
-    ours = (output / RECIPE).is_file()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        if not ours:
-            raise FileExistsError(f"--output {output} exists and is not from train_lm.py: choose another folder")
-        if not (run.resume or run.overwrite):
-            raise FileExistsError(f"--output {output} is in use: go on with --resume, or start again with --overwrite")
-        if run.overwrite:
-            shutil.rmtree(output)
+    """Make the folder of the run, or write the settings that it goes on with."""
+    if arguments.run.overwrite:
+        shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True, exist_ok=True)
     settings = {name: value for name, value in arguments.as_dict().items() if name not in ("resume", "overwrite")}
-    aside = output / f"{UNFINISHED_PREFIX}-{RECIPE}"
-    aside.write_text(yaml.safe_dump(settings, sort_keys=False))
-    os.replace(aside, output / RECIPE)
+    replace_text(output / RECIPE, yaml.safe_dump(settings, sort_keys=False))
 
 
 def make_loader(stream: TokenStream, accelerator: Accelerator, batch_chunk: int) -> DataLoader:
@@ -475,7 +476,8 @@ def make_loader(stream: TokenStream, accelerator: Accelerator, batch_chunk: int)
 def make_model(config: TransfoXLConfig, arguments: ModelArguments, run: RunArguments) -> TransfoXLForCausalLM:
     settings = {} if run.attn_implementation is None else {"attn_implementation": run.attn_implementation}
     if arguments.model_name_or_path is not None:
-        model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path, config=config, **settings)
+        name = arguments.model_name_or_path
+        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32, **settings)
     else:
         model = AutoModelForCausalLM.from_config(config, **settings)
     if run.gradient_checkpointing:
@@ -544,46 +546,46 @@ def evaluate(
     progress: bool = False,
 ) -> LanguageModelEvaluation:
     """With the lengths of the recipe, or another memory length."""
-    config, ext_len = model.config, model.config.ext_len
-    try:
-        config.ext_len = ext_len if arguments.eval_ext_len is None else arguments.eval_ext_len
-        return evaluate_language_model(
-            model,
-            token_ids,
-            segment_length=arguments.eval_tgt_len or config.tgt_len,
-            memory_length=arguments.eval_mem_len if memory_length is None else memory_length,
-            batch_size=arguments.eval_batch_size,
-            clamp_len=arguments.eval_clamp_len,
-            same_length=arguments.eval_same_length,
-            progress=progress,
-        )
-    finally:
-        config.ext_len = ext_len
+    return evaluate_language_model(
+        model,
+        token_ids,
+        segment_length=arguments.eval_tgt_len or model.config.tgt_len,
+        memory_length=arguments.eval_mem_len if memory_length is None else memory_length,
+        batch_size=arguments.eval_batch_size,
+        ext_len=arguments.eval_ext_len,
+        clamp_len=arguments.eval_clamp_len,
+        same_length=arguments.eval_same_length,
+        progress=progress,
+    )
 
 
 def finish(output: Path, texts: dict, arguments: Arguments):
-    """Move the best model to its place and write what it scores; done again, it gives the same."""
+    """Put the best model into its place, and say and write what it scores."""
     if (output / BEST).exists():
         for path in (output / BEST).iterdir():
             os.replace(path, output / path.name)
+        (output / RESULTS).unlink(missing_ok=True)
         (output / BEST).rmdir()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(output).to(device)
-    results: dict = {}
+    if not (output / RESULTS).exists():
+        replace_text(output / RESULTS, json.dumps(score(output, texts, arguments.evaluation), indent=1) + "\n")
+    results, metric = json.loads((output / RESULTS).read_text()), arguments.evaluation.metric
     for split in ("validation", "test"):
-        results[split] = describe(evaluate(model, texts[split], arguments.evaluation, progress=True))
-    results["memory_lengths"] = [
-        describe(evaluate(model, texts["test"], arguments.evaluation, memory_length, progress=True))
-        for memory_length in arguments.evaluation.eval_memory_lengths
-    ]
-    aside = output / f"{UNFINISHED_PREFIX}-{RESULTS}"
-    aside.write_text(json.dumps(results, indent=1))
-    os.replace(aside, output / RESULTS)
-    metric = arguments.evaluation.metric
-    for name, result in (("validation", results["validation"]), ("test", results["test"])):
-        print(f"{name}: {metric} {result[metric]:.3f}")
+        print(f"{split}: {metric} {results[split][metric]:.3f}")
     for result in results["memory_lengths"]:
-        print(f"test, memory {result['memory_length']}: {metric} {result[metric]:.3f}")
+        print(f"test with memory {result['memory_length']}: {metric} {result[metric]:.3f}")
+
+
+def score(folder: Path, texts: dict, arguments: EvaluationArguments) -> dict[str, Any]:
+    """What the model in a folder scores on the validation and the test text, and with other memory lengths."""
+    model = AutoModelForCausalLM.from_pretrained(folder).to("cuda" if torch.cuda.is_available() else "cpu")
+    results: dict[str, Any] = {
+        split: describe(evaluate(model, texts[split], arguments, progress=True)) for split in ("validation", "test")
+    }
+    results["memory_lengths"] = [
+        describe(evaluate(model, texts["test"], arguments, memory_length, progress=True))
+        for memory_length in arguments.eval_memory_lengths
+    ]
+    return results
 
 
 def describe(evaluation: LanguageModelEvaluation) -> dict[str, float]:
@@ -607,8 +609,13 @@ def read_log(path: Path) -> list[dict[str, float]]:
 
 def cut_log(path: Path, step: int):
     """Forget what came after a step, because it will come again."""
+    replace_text(path, "".join(json.dumps(line) + "\n" for line in read_log(path) if line["step"] <= step))
+
+
+def replace_text(path: Path, text: str):
+    """Write a file as a whole or not at all."""
     aside = path.with_name(f"{UNFINISHED_PREFIX}-{path.name}")
-    aside.write_text("".join(json.dumps(line) + "\n" for line in read_log(path) if line["step"] <= step))
+    aside.write_text(text)
     os.replace(aside, path)
 
 

@@ -1,0 +1,74 @@
+"""Every recipe of examples/recipes in miniature, and what they say."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
+
+from accelerate.state import AcceleratorState, GradientState
+
+import train_lm
+from lm_arguments import parse_arguments
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+
+RECIPES = sorted((Path(__file__).parents[1] / "examples" / "recipes").glob("*.yaml"))
+PUBLISHED = {
+    "wt103_base": 151, "wt103_large": 257, "enwik8_base": 41, "enwik8_large": 277, "text8_large": 277,
+    "lm1b_base": 460, "lm1b_large": 800, "ptb": 24, "ptb_average": 24, "wikitext2": 37.7, "nvidia_base": 192,
+    "nvidia_large": 247,
+}  # fmt: skip
+VOCABULARIES = {
+    "wt103": 267_735, "enwik8": 204, "text8": 27, "lm1b": 793_471, "ptb": 10_000, "wikitext2": 33_278,
+    "nvidia": 267_735,
+}  # fmt: skip
+
+
+def test_all_recipes_are_there():
+    assert {path.stem for path in RECIPES} == {*PUBLISHED, "wikitext2_small"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_smoke(tmp_path, recipe, capsys):
+    """A few steps with all of its options, to a model with results at every length that it names."""
+    output = tmp_path / "output"
+    try:
+        train_lm.main([str(recipe), "--smoke", "--output", str(output)])
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5, 6]
+    results = json.loads((output / "results.json").read_text())
+    settings = yaml.safe_load(recipe.read_text())
+    assert len(results["memory_lengths"]) == len(settings.get("eval_memory_lengths", []))
+    assert f"test: {settings['metric']} {results['test'][settings['metric']]:.3f}" in capsys.readouterr().out
+    config = TransfoXLForCausalLM.from_pretrained(output).config
+    for name in ("div_val", "untie_r", "initial_memory", "same_length_counts_self", "dropout", "dropatt"):
+        assert getattr(config, name) == settings.get(name, getattr(TransfoXLConfig(), name)), name
+    assert len(config.cutoffs) == len(settings.get("cutoffs", []))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_whole_model_has_the_published_size(name):
+    """With the vocabulary of its corpus, and without making its weights."""
+    import torch
+
+    [recipe] = [path for path in RECIPES if path.stem == name]
+    arguments = parse_arguments([str(recipe), "--data", "data", "--output", "output"])
+    vocab_size = next(size for corpus, size in VOCABULARIES.items() if name.startswith(corpus))
+    config = train_lm.make_config(arguments.model, vocab_size, "data")
+    with torch.device("meta"):
+        parameters = TransfoXLForCausalLM(config).num_parameters()
+    assert parameters == pytest.approx(PUBLISHED[name] * 1e6, rel=0.03)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_says_what_it_reproduces(recipe):
+    comment = "".join(line for line in recipe.read_text().splitlines(True) if line.startswith("#"))
+    assert re.search(r"prepare_corpus.py --corpus [a-z0-9-]+\n", comment)
+    assert recipe.stem == "wikitext2_small" or re.search(r"[Pp]ublished|reproduction", comment)

@@ -1,0 +1,597 @@
+"""examples/train_lm.py: steps against a loop by hand, optimisers, resuming, processes, refusals, a user's commands."""
+
+import json
+import math
+import random
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
+
+import pyarrow
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import set_seed
+from datasets import Dataset, DatasetDict, load_from_disk
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import train_lm
+from lm_arguments import parse_arguments, write_smoke_data
+from train_lm_process import run, start
+from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model
+from txl_hf.trainer import last_checkpoint
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+MODEL = {
+    "n_layer": 2,
+    "d_model": 16,
+    "n_head": 2,
+    "d_head": 8,
+    "d_inner": 24,
+    "cutoffs": [100, 300],
+    "div_val": 2,
+    "initial_memory": "empty",
+    "init_std": 0.1,
+    "proj_init_std": 0.1,
+    "dropout": 0.0,
+    "tgt_len": 8,
+    "mem_len": 12,
+    "clamp_len": -1,
+    "same_length": False,
+}
+RECIPE = MODEL | {
+    "batch_size": 4,
+    "learning_rate": 0.01,
+    "warmup_steps": 2,
+    "max_steps": 12,
+    "eval_every": 5,
+    "eval_batch_size": 8,
+    "eval_tgt_len": 64,
+    "log_every": 1,
+    "save_every": 5,
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """A small real text, prepared; its training split is short, so that runs come to its end."""
+    folder = tmp_path_factory.mktemp("corpus")
+    write_smoke_data(folder / "all")
+    splits = load_from_disk(folder / "all")
+    shorter = {"train": splits["train"].select(range(4 * 9 * 8 + 1)), "validation": splits["validation"]}
+    DatasetDict(shorter | {"test": splits["test"]}).flatten_indices().save_to_disk(folder / "data")
+    AutoTokenizer.from_pretrained(folder / "all").save_pretrained(folder / "data")
+    return folder / "data"
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    return write_recipe(tmp_path / "recipe.yaml")
+
+
+def write_recipe(path: Path, **changes) -> Path:
+    settings = {name: value for name, value in (RECIPE | changes).items() if value is not None}
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def train(*argv: str | Path):
+    """`train_lm.py *argv` in this process."""
+    try:
+        train_lm.main([str(argument) for argument in argv])
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+def read_log(output: Path, name: str = "loss") -> list[float]:
+    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+def learning_rate(step: int) -> float:
+    if step < RECIPE["warmup_steps"]:
+        return RECIPE["learning_rate"] * step / RECIPE["warmup_steps"]
+    progress = (step - RECIPE["warmup_steps"]) / (RECIPE["max_steps"] - RECIPE["warmup_steps"])
+    return RECIPE["learning_rate"] * (1 + math.cos(math.pi * progress)) / 2
+
+
+def losses_by_hand(corpus: Path) -> tuple[list[float], TransfoXLForCausalLM]:
+    """All streams in one batch; Adam, clipping, warm-up and cosine; memory begins anew at the end of the text."""
+    set_seed(1111)
+    model = TransfoXLForCausalLM(
+        TransfoXLConfig(vocab_size=len(AutoTokenizer.from_pretrained(corpus)), **MODEL, d_embed=16)
+    ).train()
+    optimizer = torch.optim.Adam(model.parameters())
+    text = load_from_disk(corpus)["train"].with_format("numpy")["token_ids"][:]
+    stream = TokenStream(text, 8, 4)
+    assert stream.steps == 9
+    losses, mems = [], None
+    for step in range(RECIPE["max_steps"]):
+        if step % stream.steps == 0:
+            mems = None
+        items = [stream[step % stream.steps * 4 + row] for row in range(4)]
+        outputs = model(**{name: torch.stack([item[name] for item in items]) for name in items[0]}, mems=mems)
+        mems = outputs.mems
+        optimizer.zero_grad()
+        outputs.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.param_groups[0]["lr"] = learning_rate(step)
+        optimizer.step()
+        losses.append(outputs.loss.item())
+    return losses, model
+
+
+@pytest.fixture(scope="module")
+def by_hand(corpus):
+    return losses_by_hand(corpus)
+
+
+@pytest.mark.parametrize("batch_chunk", [1, 2, 4])
+def test_steps_are_those_of_a_loop_by_hand(tmp_path, recipe, corpus, by_hand, batch_chunk):
+    output = tmp_path / "output"
+    train(recipe, "--data", corpus, "--output", output, "--batch_chunk", str(batch_chunk))
+    np.testing.assert_allclose(read_log(output), by_hand[0], rtol=1e-5)
+    np.testing.assert_allclose(read_log(output, "learning_rate"), [learning_rate(step + 1) for step in range(12)])
+    assert read_log(output, "tokens")[-1] == 12 * 4 * 8
+
+
+def test_what_a_run_leaves(tmp_path, corpus, by_hand):
+    """The best model, loadable and scored as it says, at several memory lengths; a log and a plot."""
+    output = tmp_path / "output"
+    recipe = write_recipe(tmp_path / "recipe.yaml", eval_every=12, eval_memory_lengths=[0, 30])
+    train(recipe, "--data", corpus, "--output", output)
+    model = AutoModelForCausalLM.from_pretrained(output)
+    for name, parameter in by_hand[1].named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-3, atol=1e-4)
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    assert len(tokenizer) == model.config.vocab_size
+    results = json.loads((output / "results.json").read_text())
+    text = load_from_disk(corpus)["test"]["token_ids"][:]
+    for memory_length, result in zip([None, 0, 30], [results["test"], *results["memory_lengths"]], strict=True):
+        expected = evaluate_language_model(model, text, 64, memory_length, batch_size=8)
+        assert result["nll"] == pytest.approx(expected.nll) and result["memory_length"] == expected.memory_length
+        assert result["perplexity"] == pytest.approx(expected.perplexity)
+    assert read_log(output, "validation_loss") == [pytest.approx(results["validation"]["nll"])]
+    assert (output / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert list(output.glob("tensorboard/**/events*"))
+    assert not list(output.glob("_unfinished*")) and not (output / "best").exists()
+
+
+def test_the_best_model_is_kept(tmp_path, recipe, corpus):
+    """At a learning rate that is far too high the first validation is the best one."""
+    output = tmp_path / "output"
+    train(recipe, "--data", corpus, "--output", output, "--scheduler", "constant", "--learning_rate", "3")
+    validation = read_log(output, "validation_loss")
+    assert len(validation) == 3 and min(validation) < validation[-1]
+    assert json.loads((output / "results.json").read_text())["validation"]["nll"] == pytest.approx(min(validation))
+
+
+def test_text_stays_on_the_disk(tmp_path):
+    """Reading a segment of a memory-mapped text of 40 MB allocates next to nothing."""
+    for split in ("train", "validation", "test"):
+        text = np.zeros(10_000_000 if split == "train" else 100, dtype=np.int32)
+        Dataset.from_dict({"token_ids": text}).save_to_disk(tmp_path / split)
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "validation", "test"]}))
+    AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "tokenizer")).save_pretrained(tmp_path)
+    arguments = parse_arguments(
+        [str(write_recipe(tmp_path / "recipe.yaml", cutoffs=None)), "--data", str(tmp_path), "--output", "x"]
+    )
+    before = pyarrow.total_allocated_bytes()
+    _, corpus = train_lm.load_data(tmp_path)
+    train_lm.check_texts(corpus, TransfoXLConfig(vocab_size=10, cutoffs=[]), arguments)
+    stream = TokenStream(corpus["train"].with_format("numpy")["token_ids"], 100, 8)
+    assert stream[len(stream) - 1]["input_ids"].shape == (100,)
+    assert pyarrow.total_allocated_bytes() - before < 1_000_000
+
+
+def write_tokenizer(folder: Path) -> Path:
+    from txl_hf import TransfoXLTokenizer
+
+    TransfoXLTokenizer.train_from_iterator(["a b c"], mode="whitespace").save_pretrained(folder)
+    return folder
+
+
+def test_rolled_streams():
+    """Every epoch begins elsewhere, each stream at a place of its own, and reads all of every stream in its order."""
+    text = np.arange(4 * 40)
+    stream = train_lm.RolledStream(text, 8, 4, seed=0)
+    begins = []
+    for epoch in range(3):
+        stream.set_epoch(epoch)
+        for row in range(4):
+            items = [stream[step * 4 + row] for step in range(stream.steps)]
+            inputs = torch.cat([item["input_ids"] for item in items])
+            labels = torch.cat([item["shift_labels"] for item in items])
+            # The last token of a text is a label only, which takes a segment from each stream here.
+            own = torch.arange(row * 32, row * 32 + 32)
+            assert inputs.sort().values.equal(own)
+            assert labels.equal(own[(inputs - row * 32 + 1) % 32])
+            assert inputs[1:].equal(labels[:-1])
+            begins.append(int(inputs[0]) % 32)
+    assert len(set(begins)) > 6
+
+
+def test_learning_rates_of_embeddings_and_of_short_segments(tmp_path, corpus, monkeypatch):
+    """The tables learn twice as fast; every step as fast as its segment is long."""
+    rates, lengths = [], []
+    step = torch.optim.Adam.step
+
+    def recorded(self, *args, **kwargs):
+        rates.append([group["lr"] for group in self.param_groups])
+        return step(self, *args, **kwargs)
+
+    item = TokenStream.__getitem__
+
+    def measured(self, index):
+        found = item(self, index)
+        if index % 4 == 0:
+            lengths.append(int((found["shift_labels"] != -100).sum()))
+        return found
+
+    monkeypatch.setattr(torch.optim.Adam, "step", recorded)
+    monkeypatch.setattr(TokenStream, "__getitem__", measured)
+    recipe = write_recipe(
+        tmp_path / "recipe.yaml", varlen=True, ext_len=4, mem_len=0, max_steps=4, scale_lr_by_length=True
+    )
+    train(recipe, "--data", corpus, "--output", tmp_path / "output", "--embedding_lr_factor", "2", "--max_steps", "12")
+    expected = [learning_rate(i) * lengths[i] / 8 for i in range(4)]
+    assert len(set(lengths)) > 2
+    np.testing.assert_allclose([rate[0] for rate in rates[:4]], expected)
+    np.testing.assert_allclose([rate[1] for rate in rates], [2 * rate[0] for rate in rates])
+
+
+@pytest.mark.parametrize("kind", ["ema", "equal"])
+def test_averages(tmp_path, recipe, corpus, monkeypatch, kind):
+    """From a step on; what is validated and saved is the average."""
+    weights = []
+    step = torch.optim.Adam.step
+
+    def recorded(self, *args, **kwargs):
+        step(self, *args, **kwargs)
+        weights.append([parameter.detach().clone() for group in self.param_groups for parameter in group["params"]])
+
+    monkeypatch.setattr(torch.optim.Adam, "step", recorded)
+    output = tmp_path / "output"
+    options = [
+        "--average",
+        kind,
+        "--average_start",
+        "3",
+        "--ema_decay",
+        "0.7",
+        "--max_steps",
+        "6",
+        "--eval_every",
+        "6",
+    ]
+    train(recipe, "--data", corpus, "--output", output, *options)
+    expected = weights[3]
+    for count, step_weights in enumerate(weights[4:], start=1):
+        keep = 0.7 if kind == "ema" else count / (count + 1)
+        expected = [keep * old + (1 - keep) * new for old, new in zip(expected, step_weights, strict=True)]
+    model = AutoModelForCausalLM.from_pretrained(output)
+    optimizer = train_lm.make_optimizer(model, parse_arguments([str(recipe), "--smoke"]).optimization)
+    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for left, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(left.detach(), right)
+
+
+def test_fine_tuning(tmp_path, recipe, corpus):
+    """From what a run left, with other lengths and dropout; the architecture is that of the checkpoint."""
+    train(recipe, "--data", corpus, "--output", tmp_path / "first")
+    short = tmp_path / "short.yaml"
+    short.write_text("max_steps: 2\nmem_len: 20\ndropout: 0.3\nscheduler: constant\nlearning_rate: 0\n")
+    options = ["--data", corpus, "--model_name_or_path", tmp_path / "first"]
+    train(short, *options, "--output", tmp_path / "second")
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("first", "second")]
+    assert models[1].config.mem_len == 20 and models[1].config.dropout == 0.3
+    for left, right in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert left.equal(right)
+
+
+# --- optimisers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_lamb_is_that_of_nvidia(weight_decay):
+    """lamb.py's formula in fp64: no bias correction, the norm of the weights up to 10, a trust ratio in any case."""
+    generator = torch.Generator().manual_seed(0)
+    # Norms below 10, above it, and 0.
+    parameters = [torch.nn.Parameter(scale * torch.randn(30, 5, generator=generator)) for scale in (0.1, 20.0, 0.0)]
+    expected = [parameter.detach().double() for parameter in parameters]
+    means, squares = ([torch.zeros(30, 5, dtype=torch.float64) for _ in parameters] for _ in range(2))
+    optimizer = train_lm.make_lamb(parameters, lr=0.01, betas=(0.9, 0.999), eps=1e-6, weight_decay=weight_decay)
+    for _ in range(20):
+        for i, parameter in enumerate(parameters):
+            parameter.grad = torch.randn(30, 5, generator=generator)
+            gradient = parameter.grad.double()
+            means[i] = 0.9 * means[i] + 0.1 * gradient
+            squares[i] = 0.999 * squares[i] + 0.001 * gradient**2
+            update = means[i] / (squares[i].sqrt() + 1e-6) + weight_decay * expected[i]
+            norm = expected[i].norm().clamp(0, 10)
+            ratio = norm / (update.norm() + 1e-6) if norm > 0 and update.norm() > 0 else 1.0
+            expected[i] = expected[i] - 0.01 * ratio * update
+        optimizer.step()
+        for parameter, right in zip(parameters, expected, strict=True):
+            assert float((parameter.detach() - right).norm() / right.norm()) < 1e-5
+
+
+def optimization(tmp_path, **changes):
+    return parse_arguments([str(write_recipe(tmp_path / "recipe.yaml", **changes)), "--smoke"]).optimization
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)])
+def test_adam_has_its_decay_in_the_gradient_and_adamw_beside_it(tmp_path, make_model, name, kind):
+    model = make_model()
+    arguments = optimization(tmp_path, optimizer=name, weight_decay=0.1, beta2=0.98, epsilon=1e-5)
+    optimizer = train_lm.make_optimizer(model, arguments)
+    assert type(optimizer) is kind
+    for group in optimizer.param_groups:
+        assert (group["weight_decay"], group["betas"], group["eps"]) == (0.1, (0.9, 0.98), 1e-5)
+    parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    assert sorted(parameters) == sorted(map(id, model.parameters()))
+
+
+def test_schedules(tmp_path):
+    def rates(**changes) -> list[float]:
+        arguments = optimization(tmp_path, learning_rate=2.0, warmup_steps=4, **changes)
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+        scheduler = train_lm.make_scheduler(optimizer, arguments, 20)
+        found = []
+        for _ in range(20):
+            found.append(scheduler.get_last_lr()[0])
+            optimizer.step()
+            scheduler.step()
+        return [*found, scheduler.get_last_lr()[0]]
+
+    warm_up = [0.0, 0.5, 1.0, 1.5]
+    cosine = [0.5 + 1.5 * (1 + math.cos(math.pi * (step - 4) / 16)) / 2 for step in range(4, 21)]
+    np.testing.assert_allclose(rates(scheduler="cosine", min_learning_rate=0.5), warm_up + cosine)
+    inverse = [2.0 * math.sqrt(4 / step) for step in range(4, 21)]
+    np.testing.assert_allclose(rates(scheduler="inverse_sqrt"), warm_up + inverse)
+    np.testing.assert_allclose(rates(scheduler="constant"), warm_up + [2.0] * 17)
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+MEMORY = {"roll": True, "average": "ema", "ema_decay": 0.7, "optimizer": "lamb", "batch_chunk": 2}
+EXTENDED = {
+    "varlen": True,
+    "ext_len": 4,
+    "mem_len": 0,
+    "scale_lr_by_length": True,
+    "average": "equal",
+    "word_dropout": 0.1,
+    "input_dropout": 0.2,
+    "output_dropout": 0.2,
+    "ar": 0.2,
+    "tar": 0.1,
+}
+
+
+def comparable_log(output: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
+
+
+@pytest.mark.parametrize("changes", [MEMORY, EXTENDED], ids=["memory", "extended-context"])
+def test_killed_and_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path, corpus, changes):
+    """Killed after some steps, and while it writes; dropout on. Every line of the log but for the speed."""
+    chance = random.Random(seed := time.time_ns())
+    recipe = write_recipe(
+        tmp_path / "recipe.yaml", dropout=0.2, dropatt=0.1, eval_every=4, save_every=3, log_every=2, **changes
+    )
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run([recipe, "--data", corpus, "--output", whole]) == [0]
+    argv = [recipe, "--data", corpus, "--output", killed, "--resume"]
+    for kill in range(4):
+        [process] = start(argv, kill_at=chance.randrange(2, 16) if kill % 2 else None)
+        wanted = 6 if kill == 0 else 12
+        while process.is_alive() and (kill % 2 or logged_step(killed) < wanted):
+            time.sleep(0.002)
+        process.kill()
+        process.join()
+    assert run(argv) == [0]
+    assert comparable_log(killed) == comparable_log(whole), f"seed {seed}"
+    assert (killed / "results.json").read_text() == (whole / "results.json").read_text()
+    # Validations at 4, 8 and 12, and a line of training with each, every 2 steps and with every checkpoint.
+    assert [line["step"] for line in comparable_log(whole)] == [2, 3, 4, 4, 6, 8, 8, 9, 10, 12, 12]
+
+
+def logged_step(output: Path) -> int:
+    lines = (output / "log.jsonl").read_text().splitlines() if (output / "log.jsonl").exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def test_resuming_what_is_done_or_was_never_begun(tmp_path, recipe, corpus, capsys):
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output", "--resume"]
+    train(*argv)
+    first, log = capsys.readouterr().out, (tmp_path / "output" / "log.jsonl").read_text()
+    train(*argv)
+    assert capsys.readouterr().out == first
+    assert (tmp_path / "output" / "log.jsonl").read_text() == log
+    # Longer, it goes on.
+    train(*argv, "--max_steps", "15")
+    assert len(read_log(tmp_path / "output")) == 15
+
+
+def test_checkpoints_that_are_kept(tmp_path, recipe, corpus):
+    output = tmp_path / "output"
+    train(recipe, "--data", corpus, "--output", output, "--save_every", "2", "--save_total_limit", "3")
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == [
+        "checkpoint-10",
+        "checkpoint-12",
+        "checkpoint-8",
+    ]
+    # The last one is damaged, so that the one before it is resumed.
+    (output / "checkpoint-12" / "optimizer.bin").write_bytes(b"")
+    assert last_checkpoint(output) == str(output / "checkpoint-10")
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, MEMORY, EXTENDED], ids=["plain", "memory", "extended-context"])
+def test_two_processes_give_the_losses_of_one(tmp_path, corpus, changes):
+    quiet = {name: 0.0 for name in changes if name.endswith("dropout")}
+    changes = changes | quiet | ({"batch_chunk": 1} if "batch_chunk" in changes else {})
+    recipe = write_recipe(tmp_path / "recipe.yaml", save_every=5, **changes)
+    for processes, name in ((1, "one"), (2, "two")):
+        argv = [recipe, "--data", corpus, "--output", tmp_path / name, "--max_steps", "10"]
+        assert set(run(argv, processes)) == {0}
+    for value in ("loss", "grad_norm", "validation_loss", "tokens"):
+        found, expected = (read_log(tmp_path / name, value) for name in ("two", "one"))
+        np.testing.assert_allclose(found, expected, rtol=1e-4 if value == "grad_norm" else 1e-5, err_msg=value)
+    # Memory is saved in the order of the streams: another number of processes goes on with it.
+    shutil.copytree(tmp_path / "two", tmp_path / "changed")
+    shutil.rmtree(tmp_path / "changed" / "checkpoint-10")
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "changed", "--max_steps", "10", "--resume"]
+    assert run(argv) == [0]
+    np.testing.assert_allclose(read_log(tmp_path / "changed"), read_log(tmp_path / "one"), rtol=1e-5)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refused(capsys, *argv: str | Path) -> str:
+    """The one line with which a run ends before it begins."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit:
+        train(*argv)
+    message = exit.value.code if isinstance(exit.value.code, str) else capsys.readouterr().err.strip()
+    assert exit.value.code and message.startswith("error: ") and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learnin_rate": 1.0}, "sets 'learnin_rate', which does not exist; the closest name is 'learning_rate'"),
+        ({"batch_size": "many"}, "invalid int value: 'many'"),
+        ({"batch_size": 0}, "--batch_size is 0, but must be at least 1"),
+        ({"optimizer": "sgd"}, "invalid choice: 'sgd'"),
+        ({"max_steps": None}, "set one of --max_steps and --max_epochs"),
+        ({"max_epochs": 2}, "set one of --max_steps and --max_epochs"),
+        ({"word_dropout": 1.5}, "word_dropout=1.5 must be at least 0 and less than 1"),
+        ({"cutoffs": [100, 600]}, "cutoffs=[100, 600] must be positive, increase and stay below vocab_size=502"),
+        ({"batch_chunk": 3}, "--batch_size 4 must be a multiple of 1 process(es) × --batch_chunk 3"),
+        ({"roll": True, "varlen": True}, "--roll goes together with neither --varlen nor --ext_len"),
+        ({"tgt_len": 80}, "the text has 289 tokens, but batch_size=4 streams of at least one segment"),
+        ({"eval_batch_size": 2000}, "the validation text has 1162 tokens, too few for --eval_batch_size 2000"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_settings_that_are_refused(tmp_path, capsys, corpus, changes, message):
+    recipe = write_recipe(tmp_path / "recipe.yaml", **changes)
+    assert message in refused(capsys, recipe, "--data", corpus, "--output", tmp_path / "output")
+    assert not (tmp_path / "output").exists()
+
+
+def test_command_lines_that_are_refused(tmp_path, capsys, recipe, corpus):
+    missing = tmp_path / "missing"
+    assert f"the recipe {missing} cannot be read: No such file" in refused(capsys, missing, "--smoke")
+    assert "unrecognized arguments: --learnin_rate 1" in refused(capsys, recipe, "--learnin_rate", "1")
+    assert "--data is missing: name a folder" in refused(capsys, recipe, "--output", "x")
+    assert "--output is missing" in refused(capsys, recipe, "--data", corpus)
+    assert f"--data {missing} does not exist" in refused(capsys, recipe, "--data", missing, "--output", missing)
+    (tmp_path / "broken.yaml").write_text("a: [1")
+    assert "is no YAML" in refused(capsys, tmp_path / "broken.yaml", "--smoke")
+    (tmp_path / "list.yaml").write_text("- 1")
+    assert "must hold lines 'name: value'" in refused(capsys, tmp_path / "list.yaml", "--smoke")
+
+
+def test_corpora_that_are_refused(tmp_path, capsys, recipe, corpus):
+    splits = load_from_disk(corpus)
+
+    def message(**changed) -> str:
+        folder = tmp_path / f"data-{len(list(tmp_path.iterdir()))}"
+        present = {name: split for name, split in {**splits, **changed}.items() if split is not None}
+        DatasetDict(present).save_to_disk(folder)
+        AutoTokenizer.from_pretrained(corpus).save_pretrained(folder)
+        return refused(capsys, recipe, "--data", folder, "--output", tmp_path / "output")
+
+    def text(*ids: int) -> Dataset:
+        return Dataset.from_dict({"token_ids": np.array(ids, dtype=np.int32)})
+
+    assert "has no split 'test', only 'train', 'validation'" in message(test=None)
+    assert "the text of a split is empty" in message(train=text())
+    assert "has no column 'token_ids'" in message(train=text(1).rename_column("token_ids", "text"))
+    assert "holds token ids from 1 to 502, outside the vocabulary [0, 502)" in message(test=text(*[1] * 9, 502))
+    (tmp_path / "plain").mkdir()
+    assert "error: " in refused(capsys, recipe, "--data", tmp_path / "plain", "--output", tmp_path / "output")
+
+
+def test_models_that_are_refused(tmp_path, capsys, recipe, corpus, make_model):
+    make_model().save_pretrained(tmp_path / "small")
+    options = ["--data", corpus, "--output", tmp_path / "output", "--model_name_or_path"]
+    plain = tmp_path / "plain.yaml"
+    plain.write_text("max_steps: 2")
+    message = refused(capsys, plain, *options, tmp_path / "small")
+    assert f"has 502 tokens, but --model_name_or_path {tmp_path / 'small'} has 61" in message
+    make_model(vocab_size=502, cutoffs=[100, 300]).save_pretrained(tmp_path / "fits")
+    message = refused(capsys, plain, *options, tmp_path / "fits", "--d_model", "20")
+    assert f"--d_model is 20, but 16 in {tmp_path / 'fits'}: leave it out" in message
+    assert "missing" in refused(capsys, plain, *options, tmp_path / "missing")
+
+
+def test_folders_that_are_refused(tmp_path, capsys, recipe, corpus):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("Years of work.")
+    options = ["--data", corpus, "--max_steps", "2", "--output"]
+    for choice in ([], ["--resume"], ["--overwrite"]):
+        assert f"--output {other} exists and is not from" in refused(capsys, recipe, *options, other, *choice)
+    assert (other / "thesis.txt").exists()
+    output = tmp_path / "output"
+    train(recipe, *options, output)
+    assert "is in use: go on with --resume" in refused(capsys, recipe, *options, output)
+    assert "choose one of --resume and --overwrite" in refused(
+        capsys, recipe, *options, output, "--resume", "--overwrite"
+    )
+    # What goes wrong leaves it alone.
+    (output / "of-an-earlier-run").touch()
+    assert "must be a multiple" in refused(capsys, recipe, *options, output, "--overwrite", "--batch_chunk", "3")
+    assert (output / "of-an-earlier-run").exists()
+    train(recipe, *options, output, "--overwrite")
+    assert not (output / "of-an-earlier-run").exists() and (output / "results.json").exists()
+    # A checkpoint of other streams is not for this run.
+    train(recipe, *options, output, "--overwrite", "--save_every", "1")
+    message = refused(capsys, recipe, *options, output, "--resume", "--batch_size", "2")
+    assert "is from a stream at" in message and "resume with the same text, --batch_size and lengths" in message
+
+
+# --- a user ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_that_a_user_types(tmp_path):
+    """A text of one's own is prepared, trained on, and the run goes on where it was."""
+    source = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text(encoding="utf-8")
+    (tmp_path / "text.txt").write_text(source[:40_000], encoding="utf-8")
+
+    def python(script: str, *argv: str | Path) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, EXAMPLES / script, *map(str, argv)], cwd=tmp_path, capture_output=True, text=True
+        )
+
+    prepared = python("prepare_corpus.py", "--corpus", "text", "--input", "text.txt", "--output", "data")
+    assert prepared.returncode == 0, prepared.stderr
+    recipe = write_recipe(tmp_path / "recipe.yaml")
+    first = python("train_lm.py", recipe, "--data", "data", "--output", "output")
+    assert first.returncode == 0 and "test: perplexity " in first.stdout, first.stderr
+    assert "Traceback" not in first.stderr and "Warning" not in first.stderr, first.stderr
+    wrong = python("train_lm.py", recipe, "--data", "data", "--output", "output")
+    assert wrong.returncode != 0
+    assert wrong.stderr == "error: --output output is in use: go on with --resume, or start again with --overwrite\n"
