@@ -11,6 +11,8 @@ from transformers.utils import logging
 import oracle
 from txl_hf.attention_transfo_xl import (
     RELATIVE_ATTENTION_FUNCTIONS,
+    _cpu_relative_attention,
+    _pays_tile_by_tile,
     relative_attention,
     relative_shift,
 )
@@ -92,6 +94,86 @@ def test_backend_agrees_with_eager_in_outputs_and_gradients(implementation, shap
     floor = {torch.float32: 3e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
     for quantity in results["exact"]:
         assert error(implementation, quantity) <= max(2 * error("eager", quantity), floor), quantity
+
+
+CPU_SHAPES = SHAPES | {"B3-H2-L6-M0-D1": (3, 2, 6, 0, 1), "B1-H1-L1-M0-D3": (1, 1, 1, 0, 3)}
+
+
+def tile_by_tile(tensors, key_mask=None, window=None, dropout=0.0):
+    """What the default does where tiles are large, at any size."""
+    tensors = {name: tensor for name, tensor in tensors.items() if name != "rel_bias"}
+    scaling = tensors["query"].shape[-1] ** -0.5
+    return _cpu_relative_attention(**tensors, key_mask=key_mask, window=window, scaling=scaling, dropout=dropout)
+
+
+@pytest.mark.parametrize("window", [None, 0, 4], ids=lambda w: f"window{w}")
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+@pytest.mark.parametrize("shape", CPU_SHAPES.values(), ids=CPU_SHAPES)
+def test_tiles_are_the_loop_over_i_and_j(shape, masked, window):
+    """In fp64 to the last digits, outputs and every gradient; a few queries see nothing but themselves."""
+    tensors, key_mask = draw(shape, torch.float64, masked=masked)
+    del tensors["rel_bias"]
+    K = shape[2] + shape[3]
+    expected, _ = oracle.relative_attention(
+        tensors["query"],
+        tensors["key"],
+        tensors["value"],
+        lambda h, distance: tensors["rel_key"][h, K - 1 - distance],
+        tensors["content_bias"],
+        tensors["position_bias"],
+        None,
+        key_mask,
+        window,
+    )
+    actual = tile_by_tile(tensors, key_mask, window)
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
+    cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    leaves = list(tensors.values())
+    of_expected = torch.autograd.grad(expected, leaves, cotangent, materialize_grads=True)
+    of_actual = torch.autograd.grad(actual, leaves, cotangent)
+    for name, exact, gradient in zip(tensors, of_expected, of_actual, strict=True):
+        torch.testing.assert_close(gradient, exact, atol=1e-12, rtol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("products", ["onednn", "mkl"])
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+def test_large_tiles_agree_with_eager(products, masked):
+    """The sizes at which the default takes them: with gradient and without, with oneDNN's products and MKL's."""
+    tensors, key_mask = draw((2, 2, 191, 800, 41), masked=masked)
+    del tensors["rel_bias"]
+    assert _pays_tile_by_tile(tensors["query"], tensors["key"])
+    arguments, results = {"key_mask": key_mask, "window": 600 if masked else None}, {}
+    for name in ("eager", "sdpa"):
+        with torch.backends.mkldnn.flags(enabled=products == "onednn"):
+            output, _ = relative_attention(**tensors, **arguments, implementation=name)
+            results[name] = [output, *torch.autograd.grad(output.square().sum(), list(tensors.values()))]
+    for quantity, a, b in zip(["output", *tensors], results["sdpa"], results["eager"], strict=True):
+        assert (a - b).norm() <= 5e-6 * b.norm(), quantity
+    with torch.no_grad():
+        output, _ = relative_attention(**tensors, **arguments, implementation="sdpa")
+    torch.testing.assert_close(output, results["sdpa"][0])
+
+
+def test_tiles_drop_probabilities_like_eager_and_replay():
+    """Every probability is dropped by itself, the rest scaled; the gradient is that of what was kept."""
+    tensors, _ = draw((1, 2, 5, 4, 9), torch.float64)
+    del tensors["rel_bias"]
+    # With the unit vectors for values, what comes out are the probabilities.
+    tensors["value"] = torch.eye(9, dtype=torch.float64).expand(1, 2, 9, 9).clone()
+    probabilities = tile_by_tile(tensors)
+    torch.manual_seed(3)
+    dropped = tile_by_tile(tensors, dropout=0.4)
+    kept = (dropped != 0) / 0.6
+    assert 0 < kept.count_nonzero() < probabilities.count_nonzero()
+    torch.testing.assert_close(dropped, probabilities * kept)
+    leaves = [tensors[name] for name in ("query", "key", "rel_key", "content_bias", "position_bias")]
+    cotangent = torch.linspace(-1, 1, dropped.numel(), dtype=torch.float64).view_as(dropped)
+    actual = torch.autograd.grad(dropped, leaves, cotangent)
+    expected = torch.autograd.grad(probabilities, leaves, cotangent * kept)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    torch.manual_seed(3)
+    assert torch.equal(tile_by_tile(tensors, dropout=0.4), dropped)
 
 
 @given(L=st.integers(1, 9), m=st.integers(0, 9))

@@ -8,6 +8,7 @@ from transformers import DynamicCache, StaticCache
 
 import oracle
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLModel
+from txl_hf.attention_transfo_xl import relative_attention
 
 VARIANTS = {
     "plain": {},
@@ -215,6 +216,22 @@ def test_padding_never_leaks_from_the_memory(make_model, make_ids, backend, how)
         alone = model(real[:, start : seen + length - 2], mems=alone and alone.mems)
         close(batch.logits[:1, -alone.logits.shape[1] :], alone.logits)
         seen += length
+
+
+def test_mask_that_hides_nothing_is_dropped_on_cpu(make_model, make_ids, monkeypatch):
+    """So that attention hides the future alone; a mask that hides something stays."""
+    model, seen = make_model(), []
+    monkeypatch.setattr(
+        "txl_hf.modeling_transfo_xl.relative_attention",
+        lambda *args, **kwargs: seen.append(kwargs["key_mask"]) or relative_attention(*args, **kwargs),
+    )
+    ids, mask = make_ids(2, 4), torch.ones(2, 4)
+    mems = model(ids, attention_mask=mask).mems
+    model(ids, mems=mems)
+    assert all(key_mask is None for key_mask in seen)
+    mask[0, 0] = 0
+    model(ids, mems=model(ids, attention_mask=mask).mems)
+    assert torch.equal(seen[-1], torch.tensor([[False] + [True] * 7, [True] * 8]))
 
 
 @torch.no_grad()

@@ -128,7 +128,7 @@ def _pays_tile_by_tile(query: Tensor, key: Tensor) -> bool:
     return (
         query.device.type == "cpu"
         and query.dtype == torch.float32
-        and query.shape[2] * key.shape[2] >= 1 << 16
+        and query.shape[2] * key.shape[2] >= 1 << 17
         and not torch.compiler.is_compiling()
     )
 
@@ -151,7 +151,6 @@ def _cpu_relative_attention(
     visible = visible_keys(L, L if maskless else K, window, key_mask, query.device)[:, 0]
     hidden = query.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
     content_query, position_query = (_add_bias(query, bias) * scaling for bias in (content_bias, position_bias))
-    rel_key = F.pad(rel_key, (0, 0, 1, 0))
     return attend_tile_by_tile(content_query, position_query, key, value, rel_key, hidden, dropout)
 
 

@@ -1,8 +1,8 @@
 """Relative attention on CPU, one tile of scores at a time: that of one head of one row of the batch.
 
-A tile stays in the processor's cache from its first product to its last. The scores of position come with a spare
-column, so that the shift is another view of them (see `relative_shift`). In the backward pass the gradient of the
-scores is written once, into a buffer that is the shifted tile and the unshifted one at the same time.
+A tile stays in the processor's cache from its first product to its last. The shift is another view of the scores of
+position, and in the backward pass the gradient of the scores is written once, into a buffer that is the shifted tile
+and the unshifted one at the same time.
 """
 
 import itertools
@@ -30,7 +30,7 @@ def attend_tile_by_tile(
     Args:
         content_query, position_query: (B, H, L, Dh), q + u and q + v, scaled.
         key, value: (B, H, K, Dh).
-        rel_key: (H, K + 1, Dh), W_R R with a spare distance in front.
+        rel_key: (H, K, Dh), W_R R with the furthest distance first.
         hidden: (B or 1, L, n), n ≤ K: minus infinity where a query does not see one of the last n keys, else 0.
         dropout: probability of dropping an attention probability.
 
@@ -45,12 +45,13 @@ def attend_tile_by_tile(
 
 def _attend(content_query, position_query, key, value, rel_key, hidden, dropout, saved: list | None = None) -> Tensor:
     """What `attend_tile_by_tile` returns; for each tile, `saved` takes the probabilities and what dropout kept."""
-    B, H, L, Dh = content_query.shape
+    (B, H, L, Dh), K = content_query.shape, key.shape[2]
     # In memory it lies as the output projection reads it.
     attended = content_query.new_empty(B, L, H, Dh).transpose(1, 2)
-    for b, h in itertools.product(range(B), range(H)):
+    for h, b in itertools.product(range(H), range(B)):
         scores = product(content_query[b, h], key[b, h].contiguous())
-        scores += _shift(product(position_query[b, h], rel_key[h]))
+        # The shift: row i starts L - 1 - i entries late; what it reads of the next row is a hidden future.
+        scores += product(position_query[b, h], rel_key[h].contiguous()).as_strided((L, K), (K - 1, 1), L - 1)
         scores[:, -hidden.shape[-1] :] += hidden[b % len(hidden)]
         probabilities = dropped = scores.softmax(dim=-1)
         kept = None
@@ -79,13 +80,13 @@ class _TileByTile(torch.autograd.Function):
         (B, H, L, Dh), K = content_query.shape, key.shape[2]
         grad_content_query, grad_position_query = (grad.new_empty(B, L, H, Dh).transpose(1, 2) for _ in range(2))
         grad_key, grad_value = (grad.new_empty(B, K, H, Dh).transpose(1, 2) for _ in range(2))
-        grad_rel_key = grad.new_zeros(H, Dh, K + 1)
-        # What the shift leaves out is 0: the spare entries of the first row, and those of the others, which are the
-        # hidden future of the rows above.
+        grad_rel_key = grad.new_zeros(H, Dh, K)
+        # With a spare column, what the shift leaves out of a row is the hidden future of the row above, where all
+        # gradients are 0, or lies before the first row.
         grad_position_scores = grad.new_zeros(L, K + 1)
-        grad_scores = _shift(grad_position_scores)
-        tiles = itertools.product(range(B), range(H))
-        for (b, h), probabilities, kept in zip(tiles, saved[::2], saved[1::2], strict=True):
+        grad_scores = grad_position_scores.view(-1)[L:].view(L, K)
+        tiles = itertools.product(range(H), range(B))
+        for (h, b), probabilities, kept in zip(tiles, saved[::2], saved[1::2], strict=True):
             grad_attended, dropped = grad[b, h].contiguous(), probabilities
             grad_probabilities = product(grad_attended, value[b, h].contiguous())
             if kept is not None:
@@ -98,12 +99,6 @@ class _TileByTile(torch.autograd.Function):
             grad_value[b, h] = product(grad_attended.t(), dropped.t()).t()
             grad_key[b, h] = product(content_query[b, h].t(), grad_scores.t()).t()
             grad_content_query[b, h] = product(grad_scores, key[b, h].contiguous().t())
-            grad_rel_key[h] += product(position_query[b, h].t(), grad_position_scores.t())
-            grad_position_query[b, h] = product(grad_position_scores, rel_key[h].t())
+            grad_rel_key[h] += product(position_query[b, h].t(), grad_position_scores.t())[:, 1:]
+            grad_position_query[b, h] = product(grad_position_scores[:, 1:], rel_key[h].contiguous().t())
         return grad_content_query, grad_position_query, grad_key, grad_value, grad_rel_key.transpose(1, 2), None, None
-
-
-def _shift(scores: Tensor) -> Tensor:
-    """(L, K + 1) → (L, K), a view of the same numbers that is contiguous again."""
-    L, K = scores.shape[0], scores.shape[1] - 1
-    return scores.view(-1)[L:].view(L, K)

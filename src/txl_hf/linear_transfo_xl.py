@@ -62,11 +62,11 @@ class _DifferentiableProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         a, b = ctx.saved_tensors
-        rows = grad.flatten(0, -2)
+        rows, inputs = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (grad, a))
         of_a, of_b, of_bias = ctx.needs_input_grad
         return (
             product(grad, b.t()) if of_a else None,
-            product(rows.t(), a.flatten(0, -2).t()) if of_b else None,
+            product(rows.t(), inputs.t()) if of_b else None,
             rows.sum(0) if of_bias else None,
         )
 

@@ -5,6 +5,7 @@ Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, D = `d_
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import Cache, DynamicCache
@@ -18,6 +19,7 @@ __all__ = [
     "MemoryCacheLayer",
     "cached_key_mask",
     "decoding_state_of",
+    "drop_idle_mask",
     "is_padding",
     "make_key_mask",
     "memory_cache",
@@ -38,6 +40,13 @@ def is_padding(mems: tuple[Tensor, ...]) -> Tensor:
 def pad_memory(states: Tensor, length: int) -> Tensor:
     """(B, m, D) → (B, length, D) with padding in front."""
     return F.pad(states, (0, 0, length - states.shape[1], 0), value=PADDING)
+
+
+def drop_idle_mask(key_mask: Tensor | None) -> Tensor | None:
+    """None for a mask that hides nothing, where that can be asked without waiting for a GPU or breaking a graph."""
+    if key_mask is None or key_mask.device.type != "cpu" or torch.compiler.is_compiling():
+        return key_mask
+    return None if key_mask.all() else key_mask
 
 
 class MemoryCacheLayer(DynamicSlidingWindowLayer):
