@@ -55,6 +55,7 @@ from .memory_transfo_xl import (
     DecodingState,
     cached_key_mask,
     decoding_state_of,
+    drop_idle_mask,
     is_padding,
     make_key_mask,
     memory_cache,
@@ -596,6 +597,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             raise ValueError(f"inputs_embeds are {inputs_embeds.shape[-1]} wide, not d_model={self.config.d_model}")
         past_key_values = self._choose_cache(use_cache, past_key_values)
         memory, memory_length, key_mask = self._open_memory(inputs_embeds, mems, attention_mask, past_key_values)
+        key_mask = drop_idle_mask(key_mask)
 
         hidden_states = self._embed_positions(inputs_embeds)
         key_length = memory_length + inputs_embeds.shape[1]
