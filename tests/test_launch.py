@@ -1,6 +1,7 @@
 """Configurations for `accelerate launch`: what they say, what accelerate makes of them, and that they start it."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -221,3 +222,28 @@ def test_an_example_in_two_processes(tmp_path):
     printed = finish(start("cpu", script, "--main_process_port", "0", arguments=arguments))
     assert printed.count("Held-out bits per event") == 1, "one of the two reports"
     assert weights.is_file() and list(tmp_path.iterdir()) == [weights]
+
+
+def test_the_commands_of_the_page_name_what_there_is():
+    """Scripts, recipes and configurations that exist, and options that they have."""
+    page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    commands = [line for line in "\n".join(blocks).splitlines() if line and not line.startswith("#")]
+    assert len(commands) >= 15
+    for command in commands:
+        scripts = [word for word in command.split() if word.endswith(".py")]
+        assert len(scripts) == 1, command
+        for path in re.findall(r"examples/\S+", command):
+            assert (ROOT / path).is_file(), path
+        source = (ROOT / scripts[0]).read_text(encoding="utf-8")
+        if scripts[0].endswith("train_lm.py"):
+            source += (ROOT / "examples" / "lm_arguments.py").read_text(encoding="utf-8")
+        for option in re.findall(r"--([\w-]+)", command.split(scripts[0])[1]):
+            assert f'"--{option}"' in source or re.search(rf"^    {option}: ", source, re.MULTILINE), option
+        if "--config_file" in command:
+            options = command.split("accelerate launch ")[1].split(scripts[0])[0].split()
+            launch_command_parser().parse_args([*options, scripts[0]])
+    for name in FIELDS:
+        assert f"--config_file examples/launch/{name}.yaml " in page
+    for path in re.findall(r"\]\((\S+?)\)", page):
+        assert (ROOT / "examples" / path).exists(), path
