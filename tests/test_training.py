@@ -1,7 +1,12 @@
 """Losses and labels; plain Trainer; checkpointing, compilation and export."""
 
+import copy
+import os
+import socket
+
 import pytest
 import torch
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
@@ -278,3 +283,61 @@ def test_saved_and_reloaded_model_has_the_same_losses(make_model, make_ids, tmp_
     # Loaded tensors lie in the file, at other alignments, so that vectorised sums may differ in the last bit.
     ids = make_ids(2, 7)
     torch.testing.assert_close(loaded(ids, labels=ids).losses, model(ids, labels=ids).losses, rtol=1e-6, atol=1e-6)
+
+
+# --- sharding without a Trainer --------------------------------------------------------------------------------------
+
+SHARDED = {
+    "tied": {},
+    "projections-tied-alone": {"tie_word_embeddings": False, "tie_projs": [False, True, True]},
+    "untied": {"tie_word_embeddings": False, "tie_projs": [False] * 3},
+}
+
+
+def train_sharded(rank: int, port: int, config, folder: str):
+    """Three steps under accelerate with FSDP2, beside the same steps in one process; rank 0 saves both models."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    PartialState(cpu=True)
+    # accelerate shards on every device but the CPU, though torch can.
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["TransfoXLLayer"]
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    torch.manual_seed(0)
+    alone = TransfoXLForCausalLM(config)
+    ids = torch.randint(60, (4, 12))
+    sharded = copy.deepcopy(alone)
+    model, optimizer = accelerator.prepare(sharded, torch.optim.SGD(sharded.parameters(), 0.1))
+    alone_optimizer = torch.optim.SGD(alone.parameters(), 0.1)
+    rows = ids[2 * rank : 2 * rank + 2]
+    for _ in range(3):
+        accelerator.backward(model(rows, labels=rows).loss)
+        alone(ids, labels=ids).loss.backward()
+        for each in (optimizer, alone_optimizer):
+            each.step()
+            each.zero_grad()
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(rows).logits, alone.eval()(rows).logits, atol=1e-4, rtol=1e-4)
+    state_dict = accelerator.get_state_dict(model)
+    if rank == 0:
+        accelerator.unwrap_model(model).save_pretrained(f"{folder}/sharded", state_dict=state_dict)
+        alone.save_pretrained(f"{folder}/alone")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("changes", SHARDED.values(), ids=SHARDED)
+def test_plain_accelerate_shards_and_saves(make_config, tmp_path, changes):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(train_sharded, (port, make_config(**changes), str(tmp_path)), nprocs=2)
+    names = [sorted(path.name for path in (tmp_path / which).iterdir()) for which in ("sharded", "alone")]
+    assert names[0] == names[1] and "modeling_transfo_xl.py" in names[0]
+    tensors = [load_file(tmp_path / which / "model.safetensors") for which in ("sharded", "alone")]
+    assert tensors[0].keys() == tensors[1].keys()
+    for name, tensor in tensors[1].items():
+        torch.testing.assert_close(tensors[0][name], tensor, atol=1e-4, rtol=1e-4)
+    assert TransfoXLForCausalLM.from_pretrained(tmp_path / "sharded").config.architectures == ["TransfoXLForCausalLM"]
