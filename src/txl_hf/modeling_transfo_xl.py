@@ -445,6 +445,10 @@ class TransfoXLPreTrainedModel(PreTrainedModel):
         code, and an `auto_map` for all heads. A model card is written unless there is one.
         """
         self.config.auto_map = dict(AUTO_MAP)
+        if kwargs.get("state_dict") is not None:
+            # Gathered from shards, tied tensors would be written twice.
+            tied = self.all_tied_weights_keys
+            kwargs["state_dict"] = {name: tensor for name, tensor in kwargs["state_dict"].items() if name not in tied}
         present_class = type(self)
         # torch gives a sharded model a class of its own, whose code would be saved in place of ours.
         self.__class__ = next(cls for cls in present_class.__mro__ if not cls.__module__.startswith("torch."))
