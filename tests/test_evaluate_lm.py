@@ -1,0 +1,237 @@
+"""The command that scores a text: its JSON is what evaluate_language_model gives, its errors are one line."""
+
+import json
+import math
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import load_from_disk
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import evaluate_lm
+import prepare_corpus
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model
+
+FIXTURES = Path(__file__).parent / "fixtures"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """A small real text in three files, laid out as WikiText is."""
+    source = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text(encoding="utf-8").splitlines(keepends=True)
+    folder = tmp_path_factory.mktemp("text")
+    for name, lines in {"train": source[:400], "valid": source[400:450], "test": source[450:500]}.items():
+        (folder / f"wiki.{name}.tokens").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(text, tmp_path_factory) -> Path:
+    """The text as prepare_corpus.py leaves it."""
+    return prepare(tmp_path_factory, "wikitext-2", text)
+
+
+@pytest.fixture(scope="module")
+def model(corpus, tmp_path_factory) -> Path:
+    return save_model(AutoTokenizer.from_pretrained(corpus), tmp_path_factory.mktemp("model"))
+
+
+def prepare(tmp_path_factory, name: str, path: Path) -> Path:
+    output = tmp_path_factory.mktemp("prepared") / name
+    prepare_corpus.main(["--corpus", name, "--input", str(path), "--output", str(output), "--num_proc", "1"])
+    return output
+
+
+def save_model(tokenizer: TransfoXLTokenizer, folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = TransfoXLConfig(
+        vocab_size=len(tokenizer),
+        cutoffs=[len(tokenizer) // 2],
+        d_model=16,
+        d_embed=16,
+        n_head=2,
+        d_head=8,
+        d_inner=16,
+        n_layer=2,
+        div_val=1,
+        mem_len=12,
+        tgt_len=8,
+        clamp_len=-1,
+        same_length=False,
+        initial_memory="empty",
+        # Large weights, so that the memory matters.
+        init_std=0.5,
+        eos_token_id=None,
+    )
+    TransfoXLForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def run(capsys, *arguments: str | Path) -> dict:
+    capsys.readouterr()
+    evaluate_lm.main([*map(str, arguments)])
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_command_as_typed(corpus, model, tmp_path):
+    """Every setting given; what is printed is what is written and what evaluate_language_model says."""
+    settings = "--split validation --segment_length 6 --memory_length 0 20 --clamp_len 9 --same_length true"
+    command = [sys.executable, evaluate_lm.__file__, "--model", model, "--data", corpus, *settings.split()]
+    command += "--batch_size 3 --warm_up 4 --device cpu --dtype float32 --progress --output".split()
+    process = subprocess.run([*command, tmp_path / "new" / "result.json"], capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    assert "evaluate: 100%" in process.stderr
+    written = json.loads((tmp_path / "new" / "result.json").read_text())
+    assert json.loads(process.stdout) == written
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["result.json"]
+
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    tokens = load_from_disk(corpus)["validation"]["token_ids"][:]
+    for memory_length, row in zip((0, 20), written["results"], strict=True):
+        expected = evaluate_language_model(
+            loaded, tokens, 6, memory_length, batch_size=3, warm_up=4, clamp_len=9, same_length=True
+        )
+        assert row["nll"] == pytest.approx(expected.nll, rel=1e-6)
+        assert row["perplexity"] == pytest.approx(expected.perplexity, rel=1e-5)
+        assert row["tokens"] == expected.tokens == len(tokens) - 12
+        assert (row["segment_length"], row["memory_length"], row["clamp_len"], row["same_length"]) == (
+            6,
+            memory_length,
+            9,
+            True,
+        )
+        assert (row["batch_size"], row["warm_up"], row["protocol"]) == (3, 4, "memory")
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"])
+    assert written["results"][0]["nll"] != written["results"][1]["nll"]
+    assert (written["model"], written["split"], written["corpus"]) == (str(model), "validation", "wikitext-2")
+    assert (written["dtype"], written["initial_memory"]) == ("float32", "empty")
+    assert {"txl-hf", "transformers", "torch"} == set(written["versions"])
+
+
+def test_prepared_and_raw_text_give_the_same_figures(text, corpus, model, capsys):
+    prepared = run(capsys, "--model", model, "--data", corpus)
+    raw = run(capsys, "--model", model, "--data", text / "wiki.test.tokens")
+    timed = ("seconds", "tokens_per_second")
+    [prepared_row], [raw_row] = (
+        [{k: v for k, v in row.items() if k not in timed} for row in result["results"]] for result in (prepared, raw)
+    )
+    assert prepared_row == raw_row
+    assert (prepared["words"], prepared["characters"]) == (raw["words"], raw["characters"])
+    # A word is a token here, and the model's own lengths are the defaults.
+    assert raw_row["perplexity_per_word"] == pytest.approx(raw_row["perplexity"])
+    total = raw_row["nll"] * raw_row["text_tokens"] / math.log(2)
+    assert raw_row["bits_per_character"] == pytest.approx(total / len((text / "wiki.test.tokens").read_text()))
+    assert (raw_row["segment_length"], raw_row["memory_length"]) == (8, 12)
+
+
+@pytest.mark.parametrize("name", ["enwik8", "text8"])
+def test_prepared_and_raw_streams_give_the_same_figures(name, tmp_path, tmp_path_factory, capsys):
+    folder = tmp_path / name
+    folder.mkdir()
+    data = "Zoë, the end.\n" * 90 if name == "enwik8" else "all the world is a stage " * 60
+    for part in ("train", "valid", "test"):
+        # Bytes may end within a character.
+        (folder / f"{part}.txt.raw").write_bytes(data.encode()[: -12 if part == "test" else None])
+    corpus = prepare(tmp_path_factory, name, folder)
+    model = save_model(AutoTokenizer.from_pretrained(corpus), tmp_path / "model")
+    prepared = run(capsys, "--model", model, "--data", corpus)
+    raw = run(capsys, "--model", model, "--data", folder / "test.txt.raw")
+    for figure in ("nll", "tokens", "bits_per_character", "perplexity_per_word"):
+        assert prepared["results"][0][figure] == raw["results"][0][figure]
+    assert raw["results"][0]["bits_per_character"] == pytest.approx(raw["results"][0]["bits_per_token"])
+
+
+def test_sliding_window_beside_memory(corpus, model, capsys):
+    result = run(capsys, *f"--model {model} --data {corpus} --sliding_window 1 5 --max_tokens 60".split())
+    assert [row["protocol"] for row in result["results"]] == ["memory", "sliding window", "sliding window"]
+    assert result["words"] is None and result["results"][0]["perplexity_per_word"] is None
+    loaded = AutoModelForCausalLM.from_pretrained(model).eval()
+    loaded.reset_memory_length(0)
+    tokens = torch.tensor(load_from_disk(corpus)["test"]["token_ids"][:60])
+    for window, row in zip((1, 5), result["results"][1:], strict=True):
+        with torch.no_grad():
+            windows = [tokens[max(0, end - window) : end + 1][None] for end in range(1, 60)]
+            losses = [loaded(ids[:, :-1], shift_labels=ids[:, 1:]).losses[0, -1] for ids in windows]
+        assert row["tokens"] == 59 and row["ext_len"] == window - 1
+        assert row["nll"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+
+
+def test_sub_words_are_compared_by_words(text, tmp_path, tmp_path_factory, capsys):
+    """Characters of the same text: another perplexity per token, and words and characters to compare by."""
+    lines = (text / "wiki.train.tokens").read_text().splitlines(keepends=True)
+    tokenizer = TransfoXLTokenizer.train_from_iterator(lines, mode="characters", unk_token="<unk>")
+    model = save_model(tokenizer, tmp_path / "model")
+    result = run(capsys, "--model", model, "--data", text / "wiki.test.tokens")
+    [row], test = result["results"], (text / "wiki.test.tokens").read_text()
+    assert row["text_tokens"] == result["characters"] == len(test)
+    assert result["words"] == len(test.split()) + test.count("\n")
+    assert row["bits_per_character"] == pytest.approx(row["bits_per_token"])
+    assert row["perplexity_per_word"] == pytest.approx(math.exp(row["nll"] * len(test) / result["words"]))
+
+
+def test_a_legacy_checkpoint_with_a_tokenizer_beside_it(text, tmp_path, capsys):
+    """Weights that legacy transformers wrote; it reads at most as many symbols as it has."""
+    checkpoint = FIXTURES / "hf_legacy" / "wt103_like_safetensors"
+    vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    lines = (text / "wiki.train.tokens").read_text().splitlines(keepends=True)
+    tokenizer = TransfoXLTokenizer.train_from_iterator(lines, mode="whitespace", max_size=vocab_size - 2)
+    tokenizer.save_pretrained(tmp_path)
+    result = run(capsys, "--model", checkpoint, "--data", text / "wiki.test.tokens", "--tokenizer", tmp_path)
+    ids = tokenizer.encode_file(text / "wiki.test.tokens", add_eos=True)
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint)
+    expected = evaluate_language_model(loaded, ids, loaded.config.tgt_len)
+    assert result["results"][0]["nll"] == pytest.approx(expected.nll, rel=1e-6)
+    assert result["initial_memory"] == "zeros"
+
+
+def fails(*arguments: str | Path) -> str:
+    with pytest.raises(SystemExit) as error:
+        evaluate_lm.main([*map(str, arguments)])
+    assert str(error.value).startswith("error: ") and "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_is_missing_or_empty_is_named(text, corpus, model, tmp_path):
+    assert "nowhere does not exist" in fails("--model", model, "--data", tmp_path / "nowhere")
+    assert "nowhere does not load" in fails("--model", tmp_path / "nowhere", "--data", corpus)
+    (tmp_path / "empty.txt").write_text(" \n")
+    assert "empty.txt is empty" in fails("--model", model, "--data", tmp_path / "empty.txt")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    assert "is not UTF-8 text" in fails("--model", model, "--data", tmp_path / "latin.txt")
+    assert "no folder of prepare_corpus.py" in fails("--model", model, "--data", model)
+    assert "has been tokenised" in fails("--model", model, "--data", corpus, "--tokenizer", model)
+    (tmp_path / "result.json").write_text("mine")
+    assert "result.json exists" in fails("--model", model, "--data", corpus, "--output", tmp_path / "result.json")
+    assert (tmp_path / "result.json").read_text() == "mine"
+
+
+def test_settings_that_cannot_be_are_named(corpus, model):
+    assert "warm_up=-1" in fails("--model", model, "--data", corpus, "--warm_up", "-1")
+    assert "nothing to score" in fails("--model", model, "--data", corpus, "--max_tokens", "1")
+    assert "mem_len=-2" in fails("--model", model, "--data", corpus, "--memory_length", "-2")
+
+
+def test_a_vocabulary_that_does_not_fit_is_named(text, corpus, model, tmp_path):
+    lines = (text / "wiki.train.tokens").read_text().splitlines(keepends=True)
+    for max_size, name in ((None, "all"), (50, "few")):
+        tokenizer = TransfoXLTokenizer.train_from_iterator(lines, mode="whitespace", max_size=max_size)
+        save_model(tokenizer, tmp_path / name)
+    assert "which does not fit" in fails("--model", tmp_path / "few", "--data", corpus)
+    tokenizer = TransfoXLTokenizer.from_symbols(["<eos>", "other", "words"], mode="whitespace", unk_token=None)
+    tokenizer.save_pretrained(tmp_path / "other")
+    message = fails("--model", model, "--data", text / "wiki.test.tokens", "--tokenizer", tmp_path / "other")
+    assert "is not in the vocabulary" in message
+    tokenizer = TransfoXLTokenizer.from_symbols(["<eos>", "<unk>", "words"], mode="whitespace")
+    tokenizer.save_pretrained(tmp_path / "another")
+    message = fails("--model", model, "--data", text / "wiki.test.tokens", "--tokenizer", tmp_path / "another")
+    assert "another vocabulary" in message and "id 2 is 'words' instead of" in message
+
+
+def test_a_model_of_another_kind_is_named(corpus, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    assert "is a gpt2, not a Transformer-XL" in fails("--model", tmp_path, "--data", corpus)

@@ -1,0 +1,353 @@
+"""Corpora in miniature, laid out as they are distributed, and the real ones where they are at hand."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset, DatasetDict, load_from_disk
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import prepare_corpus
+from txl_hf import TokenStream, TransfoXLTokenizer
+
+SHARED = Path(__file__).parents[2] / "shared"
+SPLITS = ("train", "validation", "test")
+LINES = {
+    "train": " = The House = \n\n It was <unk> , and the Wolf was at the door . \n The door @-@ bell N rang . \n" * 5,
+    "validation": " The Wolf rang the bell . \n",
+    "test": " It was a Wolf , café N . \n\n The end . \n",
+}
+NAMES = {
+    "wikitext-103": "wiki.{}.tokens",
+    "wikitext-2": "wiki.{}.tokens",
+    "ptb": "ptb.{}.txt",
+}
+
+
+def write(folder: Path, pattern: str, texts: dict[str, str] = LINES) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, text in texts.items():
+        name = {"validation": "valid"}.get(split, split)
+        (folder / pattern.format(name)).write_text(text, encoding="utf-8", newline="\n")
+    return folder
+
+
+def prepare(tmp_path: Path, corpus: str, *arguments: str | Path) -> Path:
+    output = tmp_path / "output"
+    prepare_corpus.main(["--corpus", corpus, "--output", str(output), "--num_proc", "1", *map(str, arguments)])
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == [], "nothing else is left"
+    return output
+
+
+def load(folder: Path) -> tuple[dict[str, list[int]], TransfoXLTokenizer, dict]:
+    splits = DatasetDict.load_from_disk(folder)
+    assert tuple(splits) == SPLITS
+    assert {split.features["token_ids"].dtype for split in splits.values()} == {"int32"}
+    assert {tuple(split.column_names) for split in splits.values()} == {("token_ids",)}
+    information = json.loads((folder / "corpus.json").read_text())
+    tokens = {name: list(split["token_ids"]) for name, split in splits.items()}
+    assert {name: counts["tokens"] for name, counts in information["splits"].items()} == {
+        name: len(ids) for name, ids in tokens.items()
+    }
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert information["vocab_size"] == len(tokenizer)
+    return tokens, tokenizer, information
+
+
+def by_frequency(words: list[str], first: tuple[str, ...] = ()) -> list[str]:
+    """The originals' order: counts descending, ties as they first occur."""
+    return list(dict.fromkeys([*first, *(word for word, _ in Counter(words).most_common())]))
+
+
+def words_of(text: str) -> list[str]:
+    return [word for line in text.splitlines() for word in [*line.split(), "<eos>"]]
+
+
+@pytest.mark.parametrize("renamed", [False, True], ids=["distributed", "renamed"])
+@pytest.mark.parametrize("corpus", NAMES)
+def test_words(tmp_path, corpus, renamed):
+    folder = write(tmp_path / "input", "{}.txt" if renamed else NAMES[corpus])
+    tokens, tokenizer, information = load(prepare(tmp_path, corpus, "--input", folder))
+    texts = {split: text.lower() if corpus == "ptb" else text for split, text in LINES.items()}
+    counted = texts["train"] if corpus == "wikitext-103" else "".join(texts.values())
+    symbols = by_frequency(counted.split(), first=("<eos>",))
+    assert tokenizer.symbols == symbols
+    for split, text in texts.items():
+        expected = [word if word in symbols else "<unk>" for word in words_of(text)]
+        assert tokenizer.convert_ids_to_tokens(tokens[split]) == expected
+        counts = information["splits"][split]
+        assert counts["words"] == len(expected)
+        assert (counts["characters"], counts["bytes"]) == (len(text), len(text.encode()))
+    assert information["line_end"] == "<eos>"
+
+
+def test_archive_as_distributed(tmp_path):
+    folder = write(tmp_path / "files" / "wikitext-2", "wiki.{}.tokens")
+    with zipfile.ZipFile(tmp_path / "wikitext-2-v1.zip", "w") as archive:
+        for path in folder.iterdir():
+            archive.write(path, f"wikitext-2/{path.name}")
+    direct, *_ = load(prepare(tmp_path, "wikitext-2", "--input", folder))
+    (tmp_path / "output").rename(tmp_path / "direct")
+    assert load(prepare(tmp_path, "wikitext-2", "--input", tmp_path / "wikitext-2-v1.zip"))[0] == direct
+
+
+def lm1b(folder: Path) -> Path:
+    training = folder / "training-monolingual.tokenized.shuffled"
+    held_out = folder / "heldout-monolingual.tokenized.shuffled"
+    training.mkdir(parents=True)
+    held_out.mkdir()
+    for number in range(1, 4):
+        (training / f"news.en-0000{number}-of-00100").write_text(f"The cat sat .\nThe dog{number} ran .\n")
+    for number in range(2):
+        (held_out / f"news.en.heldout-0000{number}-of-00050").write_text(f"The cat {number} ran .\n")
+    return folder
+
+
+def test_lm1b_of_many_files(tmp_path):
+    folder = lm1b(tmp_path / "1-billion-word-language-modeling-benchmark-r13output")
+    tokens, tokenizer, information = load(prepare(tmp_path, "lm1b", "--input", folder))
+    # Words that occur three times.
+    assert sorted(tokenizer.symbols) == sorted(["<S>", "<UNK>", "The", ".", "cat", "sat", "ran"])
+    decoded = {split: tokenizer.convert_ids_to_tokens(ids) for split, ids in tokens.items()}
+    assert decoded["train"] == "<S> The cat sat . <S> <S> The <UNK> ran . <S>".split() * 3
+    assert decoded["validation"] == decoded["test"] == "<S> The cat <UNK> ran . <S>".split()
+    assert information["splits"]["test"]["words"] == 6, "the sentence's end counts, its beginning does not"
+
+
+def test_lm1b_with_its_vocabulary(tmp_path):
+    folder = lm1b(tmp_path / "one-billion-words")
+    symbols = ["<S>", "The", ".", "dog1", "<UNK>", "0"]
+    (folder / "1b_word_vocab.txt").write_text("".join(f"{symbol} 7\n" for symbol in symbols))
+    tokens, tokenizer, _ = load(prepare(tmp_path, "lm1b", "--input", folder))
+    assert tokenizer.symbols == symbols
+    assert tokenizer.convert_ids_to_tokens(tokens["test"]) == "<S> The <UNK> 0 <UNK> . <S>".split()
+
+
+def original_bytes(data: bytes) -> list[str]:
+    """The symbols of enwik8 as the original's preparation writes them: decimal numbers, lines without ends."""
+    return " ".join("\n" if byte == 10 else str(byte) for byte in data).split()
+
+
+@pytest.mark.parametrize("layout", ["file", "folder", "zip", "raw"])
+def test_enwik8(tmp_path, layout, capsys):
+    # 5 % from the end is within a character: bytes know nothing of characters.
+    data = ("<page>\n  <title>Äé€</title>\n</page>\n" * 30).encode()
+    data = data[: len(data) // 20 * 20]
+    part = len(data) // 20
+    parts = {"train": data[: -2 * part], "validation": data[-2 * part : -part], "test": data[-part:]}
+    folder = tmp_path / "enwik8"
+    folder.mkdir()
+    path = {"file": folder / "enwik8", "folder": folder, "zip": folder / "enwik8.zip", "raw": folder}[layout]
+    if layout == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("enwik8", data)
+    elif layout == "raw":
+        for name, split in zip(("train", "valid", "test"), SPLITS, strict=True):
+            (folder / f"{name}.txt").write_text(" ".join(original_bytes(parts[split])))
+            (folder / f"{name}.txt.raw").write_bytes(parts[split])
+    else:
+        (folder / "enwik8").write_bytes(data)
+
+    tokens, tokenizer, information = load(prepare(tmp_path, "enwik8", "--input", path))
+    assert tokenizer.symbols == by_frequency([symbol for split in SPLITS for symbol in original_bytes(parts[split])])
+    for split, ids in tokens.items():
+        assert [tokenizer.symbols[index] for index in ids] == original_bytes(parts[split])
+        counts = information["splits"][split]
+        assert (counts["characters"], counts["bytes"]) == (len(ids), len(parts[split]))
+    encoded = tokenizer.encode(parts["train"].decode(errors="ignore"))
+    assert len(encoded) > 800 and encoded == tokens["train"][: len(encoded)], "the tokenizer reads text as it was read"
+    assert ("not the whole corpus" in capsys.readouterr().err) == (layout != "raw")
+
+
+def test_text8(tmp_path):
+    text = " " + "anarchism originated as a term of abuse " * 20
+    (tmp_path / "text8").write_text(text)
+    tokens, tokenizer, information = load(prepare(tmp_path, "text8", "--input", tmp_path / "text8"))
+    part = len(text) // 20
+    parts = {"train": text[: -2 * part], "validation": text[-2 * part : -part], "test": text[-part:]}
+    parts = {split: part.strip() for split, part in parts.items()}
+    assert tokenizer.symbols == by_frequency(list("".join(parts.values()).replace(" ", "_")))
+    for split, ids in tokens.items():
+        assert tokenizer.decode(ids) == parts[split]
+        assert tokenizer.encode(parts[split]) == ids
+        assert information["splits"][split]["characters"] == len(ids)
+
+
+@pytest.mark.parametrize("mode", ["whitespace", "moses", "characters", "bytes"])
+def test_text_in_one_file(tmp_path, mode):
+    lines = [f"Line {number} of Zoë's text.\n" for number in range(60)]
+    (tmp_path / "book.txt").write_text("".join(lines), encoding="utf-8")
+    tokens, tokenizer, information = load(prepare(tmp_path, "text", "--input", tmp_path / "book.txt", "--mode", mode))
+    parts = {"train": lines[:54], "validation": lines[54:57], "test": lines[57:]}
+    closed = mode in ("characters", "bytes")
+    for split, ids in tokens.items():
+        assert ids == tokenizer.encode_lines(parts[split], add_eos=not closed).tolist()
+        assert information["splits"][split]["words"] == 6 * len(parts[split])
+    if closed:
+        assert tokenizer.decode(tokens["test"]) == "".join(parts["test"])
+    else:
+        assert tokenizer.unk_token_id in tokens["test"], "57 is not in the training text"
+
+
+def test_text_options(tmp_path):
+    folder = write(tmp_path / "input", "{}.txt")
+    _, tokenizer, _ = load(prepare(tmp_path, "text", "--input", folder, "--lower_case", "--min_freq", "6"))
+    assert tokenizer.symbols == ["<eos>", "<unk>", "the", "=", "was", "door", "."]
+
+
+@pytest.mark.parametrize("corpus", ["wikitext-2", "enwik8", "text8"])
+def test_another_tokenizer(tmp_path, corpus):
+    """A tokenizer of sub-words reads the text itself, line feeds too."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path / "tokenizer")
+    texts = LINES
+    if corpus == "wikitext-2":
+        path = write(tmp_path / "input", "wiki.{}.tokens")
+    else:
+        text = "all the world is a stage " * 500 + ("\nand more" if corpus == "enwik8" else "")
+        path = tmp_path / corpus
+        path.write_text(text)
+        cut = len(text) // 20
+        texts = {"train": text[: -2 * cut], "validation": text[-2 * cut : -cut], "test": text[-cut:]}
+        texts = texts if corpus == "enwik8" else {split: part.strip() for split, part in texts.items()}
+    folder = prepare(tmp_path, corpus, "--input", path, "--tokenizer", tmp_path / "tokenizer")
+    tokens, tokenizer, information = load(folder)
+    assert {split: tokenizer.decode(ids) for split, ids in tokens.items()} == texts
+    assert information["line_end"] is None
+
+
+def test_dataset(tmp_path):
+    """As the Hub has WikiText: a row a line, blank ones without their end."""
+    direct, *_ = load(prepare(tmp_path, "wikitext-2", "--input", write(tmp_path / "input", "wiki.{}.tokens")))
+    (tmp_path / "output").rename(tmp_path / "direct")
+    for split, text in LINES.items():
+        rows = [line if line.strip() else "" for line in text.splitlines(keepends=True)]
+        Dataset.from_dict({"sentence": rows}).to_parquet(tmp_path / "dataset" / f"{split}.parquet")
+    folder = prepare(tmp_path, "wikitext-2", "--dataset", tmp_path / "dataset", "--column", "sentence")
+    assert load(folder)[0] == direct
+
+
+def test_processes_and_a_stream_of_segments(tmp_path, monkeypatch):
+    """The command as typed; several processes give the tokens of one, and TokenStream reads them from the disk."""
+    text = {split: "".join(f"line {n % 7} of {split}\n" for n in range(9000)) for split in SPLITS}
+    folder = write(tmp_path / "input", "wiki.{}.tokens", text)
+    script = Path(prepare_corpus.__file__)
+    command = [sys.executable, script, "--corpus", "wikitext-2", "--input", folder, "--output", tmp_path / "two"]
+    result = subprocess.run([*command, "--num_proc", "2"], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "tokenise (num_proc=2)" in result.stderr
+    assert "45,000 tokens" in result.stdout
+    tokens, tokenizer, _ = load(tmp_path / "two")
+    assert tokenizer.convert_ids_to_tokens(tokens["test"]) == words_of(text["test"])
+    train = load_from_disk(tmp_path / "two")["train"]
+    assert train.data.column("token_ids").num_chunks == 1, "slices of many pieces are slow"
+    stream = TokenStream(train.with_format("numpy")["token_ids"], segment_length=8, batch_size=2)
+    assert stream[2]["input_ids"].tolist() == tokens["train"][8:16]
+
+
+def twice(folder: Path) -> Path:
+    write(folder / "old", "ptb.{}.txt")
+    write(folder / "new", "ptb.{}.txt")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("corpus", "make", "message"),
+    [
+        ("ptb", lambda folder: folder / "nowhere", "nowhere does not exist"),
+        ("ptb", lambda folder: write(folder, "wiki.{}.tokens"), "is not laid out as ptb, which is ptb.train.txt"),
+        ("ptb", lambda folder: write(folder, "ptb.{}.txt", {"train": "a"}), "it has ptb.train.txt"),
+        ("ptb", lambda folder: write(folder, "{}") / "train", "is one file, but ptb is ptb.train.txt"),
+        ("ptb", lambda folder: write(folder, "ptb.{}.txt", LINES | {"test": "\n \n"}), "the test text of .* is empty"),
+        ("ptb", lambda folder: twice(folder), "which of them"),
+        ("text8", lambda folder: write(folder, "{}", {"text8": "Not lower case. " * 9}), "this text has 'N'"),
+        ("text", lambda folder: write(folder, "{}", {"book": "one line"}) / "book", "too short to hold out"),
+        ("enwik8", lambda folder: write(folder, "{}", {"enwik8": ""}), "too short"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, corpus, make, message):
+    with pytest.raises(SystemExit, match=message) as error:
+        prepare(tmp_path, corpus, "--input", make(tmp_path / "input"))
+    assert str(error.value).startswith("error: ") and "\n" not in str(error.value)
+    assert not (tmp_path / "output").exists()
+
+
+def test_bytes_that_are_no_text(tmp_path):
+    folder = write(tmp_path / "input", "ptb.{}.txt")
+    (folder / "ptb.test.txt").write_bytes(b"caf\xe9\n")
+    with pytest.raises(SystemExit, match="is not UTF-8 text"):
+        prepare(tmp_path, "ptb", "--input", folder)
+
+
+def test_broken_archive(tmp_path):
+    (tmp_path / "simple-examples.tgz").write_bytes(b"\x1f\x8b no archive")
+    with pytest.raises(SystemExit, match="simple-examples.tgz cannot be unpacked"):
+        prepare(tmp_path, "ptb", "--input", tmp_path / "simple-examples.tgz")
+
+
+def test_output_that_exists_is_kept(tmp_path):
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / "thesis.txt").write_text("mine")
+    with pytest.raises(SystemExit, match="output exists"):
+        prepare(tmp_path, "ptb", "--input", write(tmp_path / "input", "ptb.{}.txt"))
+    assert (tmp_path / "output" / "thesis.txt").read_text() == "mine"
+
+
+def test_tokenizer_and_data_set_that_are_not_there(tmp_path):
+    folder = write(tmp_path / "input", "ptb.{}.txt")
+    with pytest.raises(SystemExit, match="--tokenizer .*nowhere does not load"):
+        prepare(tmp_path, "ptb", "--input", folder, "--tokenizer", tmp_path / "nowhere")
+    with pytest.raises(SystemExit, match="the data set nowhere/nothing does not load"):
+        prepare(tmp_path, "ptb", "--dataset", "nowhere/nothing")
+    with pytest.raises(SystemExit, match="ptb has no data set on the Hub .* ptb.train.txt"):
+        prepare(tmp_path, "ptb")
+
+
+# ---- the real ones ----------------------------------------------------------------------------------------------
+
+
+def shared(path: str) -> Path:
+    if not (SHARED / path).exists():
+        pytest.skip(f"needs shared/{path} beside the clone")
+    return SHARED / path
+
+
+@pytest.mark.parametrize(
+    ("corpus", "vocab_size", "tokens"),
+    [("wikitext-2", 33_278, (2_088_628, 217_646, 245_569)), ("ptb", 10_000, (929_589, 73_760, 82_430))],
+)
+def test_real_corpora_have_the_published_counts(tmp_path, corpus, vocab_size, tokens):
+    folder = shared(f"data/{corpus}")
+    output = prepare(tmp_path, corpus, "--input", folder)
+    information = json.loads((output / "corpus.json").read_text())
+    assert information["vocab_size"] == vocab_size
+    assert tuple(information["splits"][split]["tokens"] for split in SPLITS) == tokens
+    # The last line of the test text comes back from the disk.
+    text = next(folder.glob("*test*")).read_text(encoding="utf-8")
+    line = (text.lower() if corpus == "ptb" else text).splitlines()[-1].split() + ["<eos>"]
+    ids = load_from_disk(output)["test"].with_format("numpy")["token_ids"][-len(line) :]
+    assert AutoTokenizer.from_pretrained(output).convert_ids_to_tokens(ids.tolist()) == line
+
+
+def test_the_vocabulary_of_the_original(tmp_path):
+    """Its Corpus was built on the first lines of WikiText-2: 400, 60 and 60."""
+    expected = json.loads(shared("golden/kimiyoung_pytorch_corpus/expected.json").read_text())
+    lines = {"train": 400, "valid": 60, "test": 60}
+    texts = {}
+    for name, count in lines.items():
+        with shared(f"data/wikitext-2/wiki.{name}.tokens").open(encoding="utf-8") as file:
+            texts[name] = "".join(line for line, _ in zip(file, range(count), strict=False))
+    output = prepare(tmp_path, "wikitext-2", "--input", write(tmp_path / "input", "{}.txt", texts))
+    tokens, tokenizer, _ = load(output)
+    assert tokenizer.symbols == expected["idx2sym"]
+    assert len(tokens["train"]) == expected["train_tokens"]
+    assert np.array_equal(tokens["train"][:200], expected["train_first_200"])
