@@ -111,6 +111,8 @@ class Training:
         self.accelerator = make_accelerator(arguments)
         self.output = Path(run.output)
         check_output(self.output, run)
+        # Before any process writes what another one would find there.
+        self.accelerator.wait_for_everyone()
         loader = make_loader(self.stream, self.accelerator, data.batch_chunk)
 
         set_seed(run.seed)
@@ -216,14 +218,18 @@ class Training:
         self.scheduler.step()
         self.targets += targets
         if self.averaged is not None and self.step >= optimization.average_start:
-            self.averaged.update_parameters(self.accelerator.unwrap_model(self.model))
+            self.averaged.update_parameters(self.plain_model())
         return grad_norm
 
     def evaluated_model(self) -> TransfoXLForCausalLM:
         """The average of the weights, once there is one."""
         if self.averaged is not None and self.averaged.n_averaged > 0:
             return self.averaged.module
-        return self.accelerator.unwrap_model(self.model)
+        return self.plain_model()
+
+    def plain_model(self) -> TransfoXLForCausalLM:
+        """The model as it was before it was compiled and distributed, with the weights of now."""
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     def validate(self):
         """Score the validation text, on every process alike, and keep the best model."""
@@ -266,8 +272,7 @@ class Training:
 
     def save_model(self, model: TransfoXLForCausalLM):
         """Put a model into the place of the best one."""
-        averaging = self.averaged is not None and model is self.averaged.module
-        state_dict = model.state_dict() if averaging else self.accelerator.get_state_dict(self.model)
+        state_dict = self.accelerator.get_state_dict(model, unwrap=False)
         if self.accelerator.is_main_process:
             aside = self.output / f"{UNFINISHED_PREFIX}-{BEST}"
             shutil.rmtree(aside, ignore_errors=True)
