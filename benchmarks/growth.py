@@ -161,6 +161,7 @@ def with_exponents(rows: list[dict], *columns: str) -> list[dict]:
 
 def read_text(model, text: dict, arguments: argparse.Namespace) -> list[dict]:
     """Seconds per token in each stretch of one long text."""
+    common.reset_peak(arguments.device)
     steps = evaluation(model, text["memory"], text["segment"])
     next(steps)
     rows = []
