@@ -304,7 +304,7 @@ class Training:
 
     def load_checkpoint(self, folder: Path):
         self.accelerator.load_state(str(folder))
-        with safe_open(folder / MEMS_NAME, "pt", device=str(self.accelerator.device)) as file:
+        with safe_open(folder / MEMS_NAME, "pt") as file:
             saved = json.loads(file.metadata()["position"])
             if saved != self.position():
                 raise ValueError(
@@ -315,7 +315,7 @@ class Training:
             first = self.accelerator.process_index * rows
             layers = [file.get_slice(str(layer))[first : first + rows] for layer in range(len(file.keys()))]
         if layers:
-            chunks = [states.chunk(len(self.mems)) for states in layers]
+            chunks = [states.to(self.accelerator.device).chunk(len(self.mems)) for states in layers]
             self.mems = list(zip(*chunks, strict=True))
 
     def gather_memory(self) -> dict[str, Tensor]:

@@ -463,6 +463,31 @@ def test_two_processes_give_the_losses_of_one(tmp_path, corpus, changes):
     np.testing.assert_allclose(read_log(tmp_path / "changed"), read_log(tmp_path / "one"), rtol=1e-5)
 
 
+def test_sharded_over_two_processes(tmp_path, recipe, corpus):
+    """FSDP2: the losses of one process, a whole model at the end, and it resumes."""
+    argv = [recipe, "--data", corpus, "--max_steps", "10", "--output"]
+    train(*argv, tmp_path / "one")
+    assert run([*argv, tmp_path / "two"], 2, sharded=True) == [0, 0]
+    shutil.rmtree(tmp_path / "two" / "checkpoint-10")
+    np.testing.assert_allclose(read_log(tmp_path / "two"), read_log(tmp_path / "one"), rtol=1e-5)
+    assert run([*argv, tmp_path / "two", "--resume"], 2, sharded=True) == [0, 0]
+    np.testing.assert_allclose(read_log(tmp_path / "two"), read_log(tmp_path / "one"), rtol=1e-5)
+    results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two")]
+    assert results[1]["test"]["nll"] == pytest.approx(results[0]["test"]["nll"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--gradient_checkpointing"], ["--dynamo_backend", "aot_eager"], ["--mixed_precision", "bf16"]],
+    ids=lambda options: options[0],
+)
+def test_options_that_change_no_loss(tmp_path, recipe, corpus, by_hand, options):
+    torch.compiler.reset()
+    train(recipe, "--data", corpus, "--output", tmp_path / "output", *options)
+    rtol = 0.02 if "bf16" in options else 1e-4
+    np.testing.assert_allclose(read_log(tmp_path / "output"), by_hand[0], rtol=rtol)
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
