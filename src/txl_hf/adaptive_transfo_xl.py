@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .configuration_transfo_xl import TransfoXLConfig
+from .linear_transfo_xl import product
 
 __all__ = [
     "AdaptiveEmbedding",
@@ -306,7 +307,7 @@ class AdaptiveLogSoftmax(nn.Module):
 
 def _logits(weight: Tensor, bias: Tensor, hidden_states: Tensor, start: int, end: int) -> Tensor:
     """(..., d_i) → (..., end - start), the logits of the tokens [start, end) of a table."""
-    return F.linear(hidden_states, weight[start:end], bias[start:end])
+    return product(hidden_states, weight[start:end], bias[start:end])
 
 
 class _BinTask(NamedTuple):
@@ -396,7 +397,7 @@ class _BinLosses(torch.autograd.Function):
                     if grad_bias is not None:
                         grad_bias[rows] = grad_logits.sum(0)
                     grad_logits = grad_logits.to(hidden.dtype)
-                    grad_hidden += grad_logits @ weight[rows].to(hidden.dtype)
+                    grad_hidden += product(grad_logits, weight[rows].to(hidden.dtype).T)
                     if grad_weight is not None and grad_weight.dtype == hidden.dtype:
                         torch.mm(grad_logits.T, hidden, out=grad_weight[rows])
                     elif grad_weight is not None:
@@ -423,9 +424,7 @@ def _blocks(
         width = size if whole else max(MIN_BLOCK_WIDTH, BLOCK_LOGITS // max(rows, 1))
         for first in range(0, size, width):
             block = slice(start + first, min(start + first + width, end))
-            logits = F.linear(
-                hidden_states, weight[block].to(hidden_states.dtype), bias[block].to(hidden_states.dtype)
-            )
+            logits = product(hidden_states, weight[block].to(hidden_states.dtype), bias[block].to(hidden_states.dtype))
             yield slice(first, block.stop - start), logits.float()
     if clusters is not None:
         yield slice(size, size + clusters.shape[1]), clusters.to(torch.float32, copy=True)
