@@ -138,6 +138,12 @@ class Arguments(NamedTuple):
 
 
 class Parser(HfArgumentParser):
+    def add_argument(self, *names, **settings):
+        # `--cutoffs` alone takes back a recipe's cutoffs.
+        if settings.get("nargs") == "+":
+            settings["nargs"] = "*"
+        return super().add_argument(*names, **settings)
+
     def error(self, message: str):
         self.exit(2, f"error: {message}\n")
 

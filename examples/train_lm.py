@@ -432,6 +432,8 @@ def make_stream(token_ids, config: TransfoXLConfig, arguments: Arguments) -> Tok
 def make_accelerator(arguments: Arguments) -> Accelerator:
     run = arguments.run
     accelerator = Accelerator(
+        # accelerate's launcher does not tell its processes that they are to train together without an accelerator.
+        cpu=not torch.accelerator.is_available(),
         mixed_precision=run.mixed_precision,
         dynamo_backend=run.dynamo_backend,
         # The last step of an epoch is like all others.

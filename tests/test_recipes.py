@@ -73,3 +73,9 @@ def test_a_recipe_says_what_it_reproduces(recipe):
     comment = "".join(line for line in recipe.read_text().splitlines(True) if line.startswith("#"))
     assert re.search(r"prepare_corpus.py --corpus [a-z0-9-]+\n", comment)
     assert recipe.stem == "wikitext2_small" or re.search(r"[Pp]ublished|reproduction", comment)
+
+
+def test_an_empty_list_on_the_command_line_takes_back_the_recipes():
+    recipe = next(str(path) for path in RECIPES if path.stem == "wt103_base")
+    assert parse_arguments([recipe, "--smoke"]).model.cutoffs
+    assert parse_arguments([recipe, "--smoke", "--cutoffs"]).model.cutoffs == []

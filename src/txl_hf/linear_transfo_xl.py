@@ -14,7 +14,9 @@ __all__ = ["Linear", "product"]
 
 @functools.cache
 def _onednn_has_avx512() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    # The operator is what torch.compile calls for a linear layer; not every build of PyTorch has it.
+    has_product = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return has_product and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def _onednn_takes(*tensors: Tensor) -> bool:
