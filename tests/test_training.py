@@ -233,9 +233,19 @@ def test_gradient_checkpointing_changes_no_gradient(make_model, make_ids, change
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_compiled_training_step_has_no_graph_break(make_model, make_ids, backend):
+    check_compiled_training(make_model(backend).train(), make_ids, fullgraph=True)
+
+
+def test_compiled_training_holds_no_more_logits_than_without(make_model, make_ids, monkeypatch):
+    monkeypatch.setattr("txl_hf.adaptive_transfo_xl.MAX_KEPT_LOGITS", 7 * 61)
+    model = make_model().train()
+    monkeypatch.setattr(model.lm_head, "_dense_nll", None)
+    check_compiled_training(model, make_ids, fullgraph=False)
+
+
+def check_compiled_training(model, make_ids, fullgraph):
     torch.compiler.reset()
-    model = make_model(backend).train()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=fullgraph, backend="aot_eager")
     stream = make_ids(2, 15)
     mems = compiled_mems = None
     for start in (0, 7):

@@ -217,7 +217,8 @@ class AdaptiveLogSoftmax(nn.Module):
         """Negative log-likelihoods of the targets; a token's cost is that of the head and of its own bin only.
 
         The tokens are sorted by bin, which takes one transfer to the host for all bins, and no more than a block of
-        logits is held at a time (see `_BinLosses`).
+        logits is held at a time (see `_BinLosses`). A compiled graph ends before that and goes on behind it, unless
+        there are few logits in all: then the graph computes them.
 
         Args:
             hidden_states: (N, D).
@@ -229,8 +230,13 @@ class AdaptiveLogSoftmax(nn.Module):
         Raises:
             ValueError: a target is neither -100 nor a token.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and targets.numel() * self.config.vocab_size <= MAX_KEPT_LOGITS:
             return self._dense_nll(hidden_states, targets)
+        return self._blockwise_nll(hidden_states, targets)
+
+    # How many tokens a bin has is known only when it runs, which a graph has no room for.
+    @torch.compiler.disable
+    def _blockwise_nll(self, hidden_states: Tensor, targets: Tensor) -> Tensor:
         bins = self._bins_of(targets)
         sizes = self._count(bins, targets)
         order = bins.argsort(stable=True)[: sum(sizes)]
@@ -251,9 +257,7 @@ class AdaptiveLogSoftmax(nn.Module):
         return total.new_zeros(len(targets)).index_copy(0, order, total)
 
     def _dense_nll(self, hidden_states: Tensor, targets: Tensor) -> Tensor:
-        """The same for a graph, which has no room for "as many tokens as there are in this bin": every bin computes
-        all tokens and ignores the rest.
-        """
+        """The same within a graph: every bin computes all tokens and ignores the rest."""
         bins = self._bins_of(targets)
         nll = F.cross_entropy(
             self._head_logits(hidden_states),
