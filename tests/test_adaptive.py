@@ -303,3 +303,22 @@ def test_labels_outside_the_vocabulary(make_model, make_ids, label):
         for output_logits in (True, False):
             with pytest.raises(ValueError, match=f"labels.*{label}.*61"):
                 make_model(**changes)(ids, shift_labels=labels, output_logits=output_logits)
+
+
+@pytest.mark.parametrize("changes", BINS.values(), ids=BINS.keys())
+def test_a_second_derivative_needs_logits(make_model, make_ids, changes):
+    """A gradient that is no function of the inputs any more would pass for a constant one."""
+    model, ids = make_model("eager", **changes), make_ids(2, 5)
+    parameters = list(model.parameters())
+    with pytest.raises(RuntimeError, match="output_logits=True"):
+        loss = model(ids, shift_labels=ids, output_logits=False).loss
+        torch.autograd.grad(loss, parameters, create_graph=True)
+    loss = model(ids, shift_labels=ids, output_logits=True).loss
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+    assert all(gradient.requires_grad for gradient in gradients)
+
+
+def test_shapes_of_losses_without_data(make_model, make_ids):
+    model, ids = make_model().to("meta"), make_ids(2, 5).to("meta")
+    outputs = model(ids, shift_labels=ids)
+    assert outputs.losses.shape == (2, 5) and outputs.loss.shape == ()

@@ -242,3 +242,16 @@ def test_unknown_backend_is_named():
     tensors, _ = draw((1, 1, 2, 0, 4))
     with pytest.raises(ValueError, match="'flash'.*eager, sdpa, flex_attention, txl_triton"):
         relative_attention(**tensors, implementation="flash")
+
+
+def test_tiles_refuse_a_second_derivative():
+    """A gradient that is no function of the inputs any more would pass for a constant one."""
+    query, key, value = (torch.randn(1, 1, 400, 8, requires_grad=True) for _ in range(3))
+    rel_key = torch.randn(1, 400, 8)
+    attended, _ = relative_attention(query, key, value, rel_key, implementation="sdpa")
+    with pytest.raises(RuntimeError, match="attn_implementation='eager'"):
+        torch.autograd.grad(attended.sum(), query, create_graph=True)
+    attended, _ = relative_attention(query, key, value, rel_key, implementation="eager")
+    (gradient,) = torch.autograd.grad(attended.sum(), query, create_graph=True)
+    gradient.square().sum().backward()
+    assert query.grad.norm() > 0

@@ -390,3 +390,34 @@ def test_a_plain_call_computes_everything(make_model, make_ids, count_bins):
     model.lm_head.clusters.bias.data = torch.tensor(WEIGHTS["head"])
     model(make_ids(1, 6))
     assert count_bins == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["input_ids", "inputs_embeds"])
+@pytest.mark.parametrize("changes", [{}, {"initial_memory": "zeros"}], ids=["empty", "zeros"])
+def test_a_text_without_what_its_cache_has_seen_is_refused(make_model, make_ids, changes, kind):
+    """generate skips as many tokens as the cache has seen: with the new ones alone it would skip those."""
+    model = make_model(**changes)
+    text, new = make_ids(2, 8), make_ids(2, 8, seed=1)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 60}
+    for length in (3, 8):
+        with torch.no_grad():
+            cache = model(text, use_cache=True).past_key_values
+        given = {"input_ids": new[:, :length]}
+        if kind == "inputs_embeds":
+            given = {"inputs_embeds": model.get_input_embeddings()(new[:, :length]).detach()}
+        with pytest.raises(ValueError, match=f"{kind} hold {length} tokens.*past_key_values have seen 8"):
+            model.generate(**given, past_key_values=cache, **options)
+
+
+@pytest.mark.parametrize("changes", [{}, {"initial_memory": "zeros"}], ids=["empty", "zeros"])
+def test_new_tokens_alone_continue_a_cache_with_a_mask_of_the_text(make_model, make_ids, changes):
+    model = make_model(**changes)
+    text, new = make_ids(2, 8), make_ids(2, 3, seed=1)
+    whole = torch.cat([text, new], dim=1)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 60}
+    with torch.no_grad():
+        first, second = (model(text, use_cache=True).past_key_values for _ in range(2))
+    expected = model.generate(whole, past_key_values=first, **options)[:, 11:]
+    mask = torch.ones_like(whole)
+    continued = model.generate(new, past_key_values=second, attention_mask=mask, **options)[:, 3:]
+    assert torch.equal(continued, expected)

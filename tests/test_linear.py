@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from txl_hf.linear_transfo_xl import Linear, _onednn_takes, product
 
@@ -74,3 +75,23 @@ def test_a_layer_is_still_a_linear_layer():
     states = torch.randn(4, 5)
     assert isinstance(layer, nn.Linear)
     torch.testing.assert_close(traced(states), layer(states))
+
+
+@pytest.mark.parametrize("moved", [0, 1, 2], ids=["input", "weight", "bias"])
+@pytest.mark.parametrize("how", ["dual", "func"])
+def test_forward_mode(moved, how):
+    """Also without gradients of parameters, where no graph would notice that a derivative got lost."""
+    tensors = [tensor.detach() for tensor in operands(3, 5)]
+    tangent = torch.randn_like(tensors[moved])
+
+    def function(tensor):
+        return product(*tensors[:moved], tensor, *tensors[moved + 1 :])
+
+    if how == "func":
+        _, derivative = torch.func.jvp(function, (tensors[moved],), (tangent,))
+    else:
+        with forward_ad.dual_level():
+            derivative = forward_ad.unpack_dual(function(forward_ad.make_dual(tensors[moved], tangent))).tangent
+    # Affine in each operand, so that any step is as good as a small one.
+    expected = function(tensors[moved] + tangent) - function(tensors[moved])
+    torch.testing.assert_close(derivative, expected, atol=1e-5, rtol=1e-5)

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .configuration_transfo_xl import TransfoXLConfig
@@ -225,12 +224,14 @@ class AdaptiveLogSoftmax(nn.Module):
             targets: (N,) int in [0, V), or -100 to ignore.
 
         Returns:
-            (N,) fp32 in target order, 0 where ignored.
+            (N,) fp32 in target order, 0 where ignored. It can be differentiated once; with `create_graph=True` the
+            backward pass is a RuntimeError.
 
         Raises:
             ValueError: a target is neither -100 nor a token.
         """
-        if torch.compiler.is_compiling() and targets.numel() * self.config.vocab_size <= MAX_KEPT_LOGITS:
+        few = targets.numel() * self.config.vocab_size <= MAX_KEPT_LOGITS
+        if targets.is_meta or (torch.compiler.is_compiling() and few):
             return self._dense_nll(hidden_states, targets)
         return self._blockwise_nll(hidden_states, targets)
 
@@ -376,8 +377,9 @@ class _BinLosses(torch.autograd.Function):
         return tuple(losses)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grad_losses: Tensor):
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True needs a loss from logits: call the model with output_logits=True")
         weight, bias, *saved = ctx.saved_tensors
         # The ranges cover the table, so that every row is written.
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None

@@ -9,7 +9,6 @@ import itertools
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .linear_transfo_xl import product
 
@@ -35,7 +34,7 @@ def attend_tile_by_tile(
         dropout: probability of dropping an attention probability.
 
     Returns:
-        (B, H, L, Dh). It can be differentiated once.
+        (B, H, L, Dh). It can be differentiated once; with `create_graph=True` the backward pass is a RuntimeError.
     """
     inputs = (content_query, position_query, key, value, rel_key)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
@@ -74,8 +73,9 @@ class _TileByTile(torch.autograd.Function):
         return attended
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True needs attn_implementation='eager' for inputs of this size")
         content_query, position_query, key, value, rel_key, attended, *saved = ctx.saved_tensors
         (B, H, L, Dh), K = content_query.shape, key.shape[2]
         grad_content_query, grad_position_query = (grad.new_empty(B, L, H, Dh).transpose(1, 2) for _ in range(2))

@@ -8,6 +8,7 @@ import functools
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 __all__ = ["Linear", "product"]
 
@@ -20,7 +21,7 @@ def _onednn_has_avx512() -> bool:
 
 
 def _onednn_takes(*tensors: Tensor) -> bool:
-    """Whether a product goes to oneDNN: plain fp32 tensors on a CPU with AVX-512, in eager mode.
+    """Whether a product goes to oneDNN: plain fp32 tensors on a CPU with AVX-512, in eager and reverse mode.
 
     `torch.backends.mkldnn.flags(enabled=False)` turns it off.
     """
@@ -35,6 +36,7 @@ def _onednn_takes(*tensors: Tensor) -> bool:
             and tensor.device.type == "cpu"
             and tensor.dtype == torch.float32
             and tensor.numel() > 0
+            and forward_ad.unpack_dual(tensor).tangent is None
             for tensor in tensors
         )
     )
@@ -82,7 +84,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (…, n).
     """
-    if not _onednn_takes(a, b):
+    if not _onednn_takes(*(tensor for tensor in (a, b, bias) if tensor is not None)):
         return nn.functional.linear(a, b, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, bias)):
         return _DifferentiableProduct.apply(a, b, bias)

@@ -576,8 +576,10 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             mems: the memory, tuple of n_layer tensors (B, m, D), m ≤ M. None: see `config.initial_memory`.
             attention_mask: 1 = real, 0 = padding: (B, L); (B, m + L); or the whole text so far, of which the last
                 m + L columns count. Padding is never attended to, neither now nor later: `mems` remember what was
-                masked. A row whose memory columns are all 0 starts fresh. With `initial_memory="empty"` a padded row
-                equals the unpadded one; with `"zeros"` the zero states stand before the padding, further away.
+                masked. A row whose memory columns are all 0 starts fresh, without any memory. With
+                `initial_memory="empty"` it equals the segment read alone, and a padded row the unpadded one; with
+                `"zeros"` a segment read alone sees zero states, which here are masked too, and those of a padded row
+                stand before the padding, further away.
             past_key_values: the memory as projected keys and values, continued in place. An empty one starts from
                 `mems`, or from the initial memory. Later masks then cover the whole text since the start.
             inputs_embeds: (B, L, D), instead of `input_ids`, on the scale of `get_input_embeddings()(input_ids)`.
@@ -915,7 +917,17 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             kwargs.pop("mems", None)
             if is_first_iteration and next_sequence_length is not None:
                 # generate takes the whole cache for text; part of it may be memory from before the text.
-                next_sequence_length += length - text_length(past_key_values)
+                seen = text_length(past_key_values)
+                next_sequence_length += length - seen
+                if next_sequence_length <= 0:
+                    name, given = (
+                        ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+                    )
+                    raise ValueError(
+                        f"{name} hold {given.shape[1]} tokens, but past_key_values have seen {seen} already: give the "
+                        "whole text, those and the new ones, or the new input_ids alone with an attention_mask over "
+                        "the whole text"
+                    )
             if past_key_values.is_compileable:
                 # One shape at every step, made outside the compiled forward.
                 text = input_ids if inputs_embeds is None or not is_first_iteration else inputs_embeds
