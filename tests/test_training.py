@@ -284,6 +284,30 @@ def test_export_of_one_decoding_step(make_model, make_ids):
             torch.testing.assert_close(logits, expected.logits)
 
 
+def test_what_is_traced_serves_other_batches_and_masks(make_model, make_ids):
+    """Nothing of the example is built into the trace: not its rows, nor that its mask hid nothing, nor its bins."""
+
+    class Forward(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, mask, targets):
+            logits = self.model(ids, attention_mask=mask, return_dict=False)[0]
+            losses = self.model(ids, attention_mask=mask, shift_labels=targets, return_dict=False)[-1]
+            return logits, losses
+
+    forward = Forward(make_model())
+    length = 400  # so long that, outside a trace, tiles would be computed one by one
+    few, many = make_ids(1, length), make_ids(3, length, seed=1)
+    with torch.no_grad():
+        traced = torch.jit.trace(forward, (few, torch.ones_like(few), few), check_trace=False)
+        mask = torch.ones_like(many)
+        mask[0, :3] = mask[2, :9] = 0
+        for actual, expected in zip(traced(many, mask, many), forward(many, mask, many), strict=True):
+            torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_saved_and_reloaded_model_has_the_same_losses(make_model, make_ids, tmp_path):
     model = make_model()
     model.save_pretrained(tmp_path)

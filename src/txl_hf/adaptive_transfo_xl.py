@@ -198,7 +198,7 @@ class AdaptiveLogSoftmax(nn.Module):
         if not self.config.cutoffs:
             return head
         # What saves reading a table from memory on a CPU would make the host wait for any other device.
-        prunes = head.device.type == "cpu" and not torch.compiler.is_compiling()
+        prunes = head.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
         k = top_k if top_k is not None and prunes else 0
         parts = [head[..., : self.config.cutoffs[0]]]
         best = _best(parts[0], k)
@@ -231,7 +231,7 @@ class AdaptiveLogSoftmax(nn.Module):
             ValueError: a target is neither -100 nor a token.
         """
         few = targets.numel() * self.config.vocab_size <= MAX_KEPT_LOGITS
-        if targets.is_meta or (torch.compiler.is_compiling() and few):
+        if targets.is_meta or torch.jit.is_tracing() or (torch.compiler.is_compiling() and few):
             return self._dense_nll(hidden_states, targets)
         return self._blockwise_nll(hidden_states, targets)
 

@@ -43,8 +43,8 @@ def pad_memory(states: Tensor, length: int) -> Tensor:
 
 
 def drop_idle_mask(key_mask: Tensor | None) -> Tensor | None:
-    """None for a mask that hides nothing, where that can be asked without waiting for a GPU or breaking a graph."""
-    if key_mask is None or key_mask.device.type != "cpu" or torch.compiler.is_compiling():
+    """None for a mask that hides nothing, where that can be asked: no GPU is waited for, and no graph is made."""
+    if key_mask is None or key_mask.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return key_mask
     return None if key_mask.all() else key_mask
 
