@@ -255,3 +255,17 @@ def test_tiles_refuse_a_second_derivative():
     (gradient,) = torch.autograd.grad(attended.sum(), query, create_graph=True)
     gradient.square().sum().backward()
     assert query.grad.norm() > 0
+
+
+def test_autocast_of_fp32_operands_trains():
+    """As where a replaced projection returns fp32 under autocast."""
+    gradients = {}
+    for implementation in ("sdpa", "eager"):
+        tensors, _ = draw((1, 2, 400, 0, 8))
+        del tensors["rel_bias"]
+        with torch.autocast("cpu", torch.bfloat16):
+            attended, _ = relative_attention(**tensors, implementation=implementation)
+        assert attended.dtype == torch.bfloat16
+        gradients[implementation] = torch.autograd.grad(attended.float().square().sum(), tensors.values())
+    for actual, expected in zip(gradients["sdpa"], gradients["eager"], strict=True):
+        torch.testing.assert_close(actual, expected)

@@ -131,6 +131,7 @@ def _pays_tile_by_tile(query: Tensor, key: Tensor) -> bool:
         and query.shape[2] * key.shape[2] >= 1 << 17
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
+        and not torch.is_autocast_enabled("cpu")
     )
 
 
