@@ -841,7 +841,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             num_items_in_batch (in kwargs): what the sum of the losses is divided by, instead of the number of targets.
             logits_to_keep: keep the logits of the last so many positions, or of the positions in a tensor; 0: all.
             output_logits: whether to return logits beside a loss, (tokens × vocabulary) numbers that the loss does not
-                need; by default a model without cutoffs does, and one with cutoffs if it is so configured.
+                need; by default a model without cutoffs does, and one with cutoffs if it is so configured. Second
+                derivatives and `torch.func` need them.
             logits_top_k (in kwargs): only the k most probable tokens of each position have to be right, see
                 `AdaptiveLogSoftmax.log_prob`. `generate` gives it where no other token can matter.
 
