@@ -1,0 +1,163 @@
+"""The shell commands of the README and of the examples' page, as they are typed, one after the other.
+
+Each page has a folder of its own that looks like a clone, with small texts where it names a corpus. What is typed gets
+further options, for the sake of time; as they come last, they win.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from glob import glob
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
+pytest.importorskip("peft")
+
+from accelerate.commands.launch import launch_command_parser
+
+ROOT = Path(__file__).parents[1]
+TRAINING = "--n_layer 1 --d_model 16 --n_head 2 --d_head 8 --d_inner 16 --cutoffs --tgt_len 8 --mem_len 8"
+TRAINING += " --batch_size 4 --max_steps 2 --warmup_steps 1 --eval_batch_size 2 --eval_memory_lengths 0 8"
+# Further options, by script.
+SHORTER = {
+    "prepare_corpus.py": "",
+    "train_lm.py": TRAINING,
+    "evaluate_lm.py": "--max_tokens 60",
+    "lora.py": "--steps 2 --segment-length 8",
+    "classification.py": "--epochs 1 --max-length 16",
+    "streaming_generation.py": "--max-new-tokens 5",
+    "music_events.py": "--steps 2 --layers 1 --width 16 --segment-length 8 --memory-length 8 --batch-size 2",
+    "document_resets.py": "--epochs 1 --segment-length 8 --batch-size 2",
+}
+# A process for each command, forked from one that has imported the libraries: seconds less a command.
+RUNNER = """
+import json, os, runpy, sys
+from pathlib import Path
+
+import accelerate, datasets, pandas, peft, torch, transformers, transformers.models.auto.modeling_auto, txl_hf
+from transformers import Trainer
+
+for command in json.loads(sys.argv[1]):
+    print("$", *command, flush=True)
+    child = os.fork()
+    if child == 0:
+        sys.argv = command
+        sys.path.insert(0, str(Path(command[0]).resolve().parent))
+        try:
+            runpy.run_path(command[0], run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                print(end.code, file=sys.stderr, flush=True)
+                os._exit(1)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(child, 0)[1] != 0:
+        sys.exit("failed: " + " ".join(command))
+"""
+
+
+def commands(page: str) -> list[list[str]]:
+    """The commands of a page's `bash` blocks, in order, without comments."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
+    lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+def write_texts(folder: Path):
+    """The files that the pages take for granted."""
+    lines = [f" the {word} of {word[::-1]} is near the sea \n" for word in "abbey bridge castle dome abbey".split()]
+    (folder / "wikitext-2").mkdir()
+    for split, repetitions in (("train", 60), ("valid", 12), ("test", 12)):
+        (folder / "wikitext-2" / f"wiki.{split}.tokens").write_text("".join(lines) * repetitions)
+    (folder / "book.txt").write_text("".join(lines) * 30)
+    reviews = [f"the {line.split()[1]} was {'good' if i % 2 else 'bad'},{i % 2}" for i, line in enumerate(lines * 4)]
+    (folder / "reviews.csv").write_text("\n".join(["text,label", *reviews]) + "\n")
+    (folder / "melody.csv").write_text("".join(f"{i * 5 % 12},{i % 4},{i % 3}\n" for i in range(400)))
+    (folder / "letters").mkdir()
+    for i in range(4):
+        (folder / "letters" / f"{i}.txt").write_text("".join(lines) * 2)
+
+
+def type_all(typed: list[list[str]], folder: Path) -> str:
+    """What the commands print. `*` is what a shell makes of it; without the Hub, WikiText-2 is a folder."""
+    complete = []
+    for python, script, *options in typed:
+        assert python == "python"
+        options = [path for word in options for path in (glob(word, root_dir=folder) if "*" in word else [word])]
+        if "wikitext-2" in options and "--input" not in options:
+            options += ["--input", "wikitext-2"]
+        complete.append([script, *options, *SHORTER[Path(script).name].split()])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "home")}
+    process = subprocess.run(
+        [sys.executable, "-c", RUNNER, json.dumps(complete)],
+        cwd=folder,
+        env=environment,
+        input="the abbey\n",
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
+    assert "Traceback" not in process.stderr
+    return process.stdout
+
+
+@pytest.fixture
+def clone(tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    write_texts(tmp_path)
+    return tmp_path
+
+
+def test_readme(clone):
+    typed = [words for words in commands("README.md") if words[0] == "python"]
+    scripts = [Path(words[1]).name for words in typed]
+    assert scripts == ["prepare_corpus.py", "train_lm.py", "evaluate_lm.py"]
+    printed = type_all(typed, clone)
+    assert '"bits_per_token"' in printed
+
+
+def test_examples(clone):
+    typed = [words for words in commands("examples/README.md") if words[0] == "python"]
+    assert {Path(words[1]).name for words in typed} == SHORTER.keys()
+    printed = type_all(typed, clone)
+    assert printed.count('"bits_per_token"') == 6, "three memory lengths of each of two models"
+    for output in ("runs/wikitext-2", "runs/book", "book-lora", "classifier", "melody-model.pt", "letters-model"):
+        assert (clone / output).exists()
+
+
+def test_launches(monkeypatch):
+    """Those for other machines are read as accelerate and the script would read them."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.chdir(ROOT)
+    import lm_arguments
+
+    typed = [words[words.index("accelerate") :] for words in commands("examples/README.md") if "accelerate" in words]
+    assert len(typed) == 6
+    outputs = []
+    for words in typed:
+        launch = launch_command_parser().parse_args(words[2:])
+        assert Path(launch.config_file).is_file() and Path(launch.training_script).name == "train_lm.py"
+        outputs.append(lm_arguments.parse_arguments(launch.training_script_args).run.output)
+    alone = [
+        words[words.index("--output") + 1]
+        for words in commands("examples/README.md")
+        if words[0] == "python" and "--output" in words
+    ]
+    assert not set(outputs) & set(alone), "a run would find the output of another command"
+
+
+def test_every_other_command_is_one_that_tests_run():
+    """make: tests/test_demo.py and this suite; pip: the Makefile does it."""
+    rest = [words for words in commands("README.md") if words[0] != "python"]
+    assert {words[0] for words in rest} == {"make", "pip"}
+    assert ["pip", "install", "."] in rest
