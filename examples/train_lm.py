@@ -345,7 +345,8 @@ class Training:
 def load_data(folder: Path) -> tuple[PreTrainedTokenizerBase, datasets.DatasetDict]:
     """What prepare_corpus.py wrote; token ids stay on the disk."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"--data {folder} does not exist: write it with examples/prepare_corpus.py")
+        problem = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise FileNotFoundError(f"--data {folder} {problem}: write one with examples/prepare_corpus.py")
     try:
         corpus = datasets.load_from_disk(str(folder))
     except IndexError as error:

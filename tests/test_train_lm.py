@@ -532,6 +532,7 @@ def test_command_lines_that_are_refused(tmp_path, capsys, recipe, corpus):
     assert "--data is missing: name a folder" in refused(capsys, recipe, "--output", "x")
     assert "--output is missing" in refused(capsys, recipe, "--data", corpus)
     assert f"--data {missing} does not exist" in refused(capsys, recipe, "--data", missing, "--output", missing)
+    assert f"--data {recipe} is a file, not a folder" in refused(capsys, recipe, "--data", recipe, "--output", missing)
     (tmp_path / "broken.yaml").write_text("a: [1")
     assert "is no YAML" in refused(capsys, tmp_path / "broken.yaml", "--smoke")
     (tmp_path / "list.yaml").write_text("- 1")
