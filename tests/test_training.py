@@ -359,6 +359,7 @@ def train_sharded(rank: int, port: int, config, folder: str):
     if rank == 0:
         accelerator.unwrap_model(model).save_pretrained(f"{folder}/sharded", state_dict=state_dict)
         alone.save_pretrained(f"{folder}/alone")
+    accelerator.wait_for_everyone()
     torch.distributed.destroy_process_group()
 
 
