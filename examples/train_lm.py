@@ -303,7 +303,12 @@ class Training:
         accelerator.wait_for_everyone()
 
     def load_checkpoint(self, folder: Path):
-        self.accelerator.load_state(str(folder))
+        try:
+            self.accelerator.load_state(str(folder))
+        except RuntimeError as error:
+            if "loading state_dict" not in str(error):
+                raise
+            raise ValueError(f"{folder} has another model: resume with the recipe and options of the run") from error
         with safe_open(folder / MEMS_NAME, "pt") as file:
             saved = json.loads(file.metadata()["position"])
             if saved != self.position():

@@ -595,6 +595,8 @@ def test_folders_that_are_refused(tmp_path, capsys, recipe, corpus):
     assert not (output / "of-an-earlier-run").exists() and (output / "results.json").exists()
     # A checkpoint of other streams is not for this run.
     train(recipe, *options, output, "--overwrite", "--save_every", "1")
+    message = refused(capsys, recipe, *options, output, "--resume", "--d_inner", "20")
+    assert "has another model: resume with the recipe and options of the run" in message
     message = refused(capsys, recipe, *options, output, "--resume", "--batch_size", "2")
     assert "is from a stream at" in message and "resume with the same text, --batch_size and lengths" in message
 
