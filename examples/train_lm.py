@@ -132,9 +132,6 @@ class Training:
         if self.averaged is not None:
             self.accelerator.register_for_checkpointing(self.averaged)
 
-        if self.accelerator.is_main_process:
-            open_output(self.output, arguments)
-        self.accelerator.wait_for_everyone()
         self.step, self.tokens, self.best = 0, 0, math.inf
         self.mems: list[tuple[Tensor, ...] | None] = [None] * data.batch_chunk
         self.nll = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
@@ -142,8 +139,12 @@ class Training:
         checkpoint = last_checkpoint(self.output) if run.resume else None
         if checkpoint is not None:
             self.load_checkpoint(Path(checkpoint))
+        # All processes have looked; what is refused has changed nothing.
+        self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
+            open_output(self.output, arguments)
             cut_log(self.output / LOG, self.step)
+        self.accelerator.wait_for_everyone()
         self.accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": self.step + 1}})
 
     def run(self):
