@@ -199,7 +199,8 @@ def load_config(name: str) -> TransfoXLConfig:
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise CorpusError(f"--model {name} does not load: {error}") from None
+        where = "" if Path(name).exists() else "there is no such folder here, and as a name on the Hub "
+        raise CorpusError(f"--model {name} does not load: {where}{error}") from None
     if not isinstance(config, TransfoXLConfig):
         raise CorpusError(f"--model {name} is a {config.model_type}, not a Transformer-XL")
     return config

@@ -299,8 +299,10 @@ def matches(folder: Path, pattern: str) -> list[Path]:
 
 
 def wanted(convention: Convention) -> str:
-    layouts = [", ".join(dict.fromkeys(layout)) for layout in convention.layouts]
-    return " or ".join(([f"the one file {convention.whole}"] if convention.whole else []) + layouts)
+    forms = [", ".join(dict.fromkeys(layout)) for layout in convention.layouts]
+    if convention.whole is not None:
+        forms.insert(0, "one file" if convention.whole == "*" else f"the one file {convention.whole}")
+    return " or ".join(forms)
 
 
 def unpack(archive: Path, folder: Path) -> Path:
@@ -329,8 +331,8 @@ def load_rows(options: argparse.Namespace, convention: Convention, scratch: Path
     name, config = (options.dataset, options.config) if options.dataset else convention.hub or (None, None)
     if name is None:
         raise CorpusError(
-            f"{options.corpus} has no data set on the Hub that loads without code of its own: give "
-            f"{wanted(convention)} with --input, or a data set with --dataset"
+            f"--corpus {options.corpus} needs a text: give {wanted(convention)} with --input, or a data set with "
+            "--dataset"
         )
     try:
         found = load_dataset(name, config)

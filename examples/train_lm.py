@@ -371,6 +371,11 @@ def make_config(arguments: ModelArguments, vocab_size: int, data: str) -> Transf
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     source = given.pop("model_name_or_path", None)
     if source is None:
+        if given["cutoffs"] and given["cutoffs"][-1] >= vocab_size:
+            raise ValueError(
+                f"the vocabulary of --data {data} has {vocab_size} tokens, fewer than the recipe's cutoffs "
+                f"{given['cutoffs']}: give smaller ones with --cutoffs, or none with --cutoffs alone"
+            )
         return TransfoXLConfig(vocab_size=vocab_size, eos_token_id=None, **{"d_embed": arguments.d_model, **given})
     config = AutoConfig.from_pretrained(source)
     if not isinstance(config, TransfoXLConfig):

@@ -260,7 +260,7 @@ def test_an_output_that_exists_is_left_alone(script, monkeypatch, checkpoint, tm
     [
         ("text,stars\nabc,good\n", "has no column label"),
         ("text,label\n" + "abc,good\n" * 12, "has 12 texts and 1 labels"),
-        ('text,label\n"abc,good\n', "cannot be read as .csv"),
+        ('text,label\n"abc,good\n', "cannot be read as CSV"),
     ],
     ids=["column", "one label", "broken"],
 )

@@ -308,7 +308,7 @@ def test_tokenizer_and_data_set_that_are_not_there(tmp_path):
         prepare(tmp_path, "ptb", "--input", folder, "--tokenizer", tmp_path / "nowhere")
     with pytest.raises(SystemExit, match="the data set nowhere/nothing does not load"):
         prepare(tmp_path, "ptb", "--dataset", "nowhere/nothing")
-    with pytest.raises(SystemExit, match="ptb has no data set on the Hub .* ptb.train.txt"):
+    with pytest.raises(SystemExit, match="--corpus ptb needs a text: give ptb.train.txt"):
         prepare(tmp_path, "ptb")
 
 

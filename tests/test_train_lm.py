@@ -511,7 +511,7 @@ def refused(capsys, *argv: str | Path) -> str:
         ({"max_steps": None}, "set one of --max_steps and --max_epochs"),
         ({"max_epochs": 2}, "set one of --max_steps and --max_epochs"),
         ({"word_dropout": 1.5}, "word_dropout=1.5 must be at least 0 and less than 1"),
-        ({"cutoffs": [100, 600]}, "cutoffs=[100, 600] must be positive, increase and stay below vocab_size=502"),
+        ({"cutoffs": [100, 600]}, "has 502 tokens, fewer than the recipe's cutoffs [100, 600]"),
         ({"batch_chunk": 3}, "--batch_size 4 must be a multiple of 1 process(es) × --batch_chunk 3"),
         ({"roll": True, "varlen": True}, "--roll goes together with neither --varlen nor --ext_len"),
         ({"tgt_len": 80}, "the text has 289 tokens, but batch_size=4 streams of at least one segment"),

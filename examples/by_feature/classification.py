@@ -99,7 +99,8 @@ def read(path: Path) -> DatasetDict:
     try:
         frame = pandas.read_csv(path) if path.suffix == ".csv" else pandas.read_json(path, lines=True)
     except ValueError as error:
-        raise ValueError(f"{path} cannot be read as {path.suffix or 'JSON lines'}: {error}") from error
+        kind = "CSV" if path.suffix == ".csv" else "JSON lines"
+        raise ValueError(f"{path} cannot be read as {kind}: {error}") from error
     if missing := {"text", "label"} - set(frame.columns):
         raise ValueError(f"{path} has no column {' and no column '.join(sorted(missing))}")
     frame = frame[["text", "label"]].dropna().astype(str)
