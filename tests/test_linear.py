@@ -15,7 +15,7 @@ def operands(*shape, n=7, dtype=torch.float32, bias=True):
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-@pytest.mark.parametrize("shape", [(5,), (1, 5), (2, 3, 41), (0, 5), (33, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (2, 3, 41), (0, 5), (33, 1), (128, 41), (129, 41)], ids=str)
 def test_product_is_linear(shape, bias):
     tensors = operands(*shape, bias=bias)
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]

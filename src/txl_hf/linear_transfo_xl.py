@@ -12,6 +12,8 @@ from torch.autograd import forward_ad
 
 __all__ = ["Linear", "product"]
 
+FEW_ROWS = 128
+
 
 @functools.cache
 def _onednn_has_avx512() -> bool:
@@ -46,6 +48,11 @@ def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     if not (b.is_contiguous() or b.t().is_contiguous()):
         # oneDNN has fast kernels for these two layouts only.
         b = b.contiguous()
+    if 1 < a.numel() // a.shape[-1] <= FEW_ROWS and b.shape[0] < b.shape[1] and b.is_contiguous():
+        # oneDNN reorders its second operand at every call: better the few rows than the matrix.
+        transposed = torch.ops.mkldnn._linear_pointwise(b, a.reshape(-1, a.shape[-1]), None, "none", [], "")
+        result = transposed.t().contiguous().view(*a.shape[:-1], b.shape[0])
+        return result if bias is None else result.add_(bias)
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
 
 
