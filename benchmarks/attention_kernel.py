@@ -27,7 +27,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-import common
+import harness
 import txl_hf.attention_transfo_xl_triton as kernels
 from txl_hf.attention_transfo_xl import relative_attention, visible_keys
 
@@ -152,7 +152,7 @@ def passes_gate(contenders, shapes, device, dtype) -> bool:
 
 def seconds(call, device) -> float:
     if device == "cpu":
-        return common.seconds(call, device)
+        return harness.seconds(call, device)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     # Some three milliseconds, in which the host queues everything.
     torch.cuda._sleep(5_000_000)
@@ -181,11 +181,11 @@ def measure(shape, mode, contenders, device, dtype, budget, fewest=20) -> dict[s
     for name in contenders:
         for number in range(3):
             call(CONTENDERS[name], number)
-        common.synchronize(device)
-        common.reset_peak(device)
-        before = torch.cuda.memory_allocated() / 2**20 if device == "cuda" else common.resident_mib()
+        harness.synchronize(device)
+        harness.reset_peak(device)
+        before = torch.cuda.memory_allocated() / 2**20 if device == "cuda" else harness.resident_mib()
         call(CONTENDERS[name], 0)
-        found[name] = {"times": [], "peak_mib": common.peak_mib(device) - before}
+        found[name] = {"times": [], "peak_mib": harness.peak_mib(device) - before}
     start, number = time.perf_counter(), 0
     while number < fewest or (time.perf_counter() - start < budget and number < 200):
         for name in contenders:
@@ -210,9 +210,9 @@ def compare(shapes, contenders, device, dtype, budget, fewest) -> list[dict]:
             # On a CPU it has no backward.
             able = [name for name in contenders if (name, device, mode) != ("flex_attention", "cpu", "both")]
             found = measure(shape, mode, able, device, dtype, budget, fewest)
-            floor = common.quantiles(found["sdpa"]["times"])[1]
+            floor = harness.quantiles(found["sdpa"]["times"])[1]
             for name, result in found.items():
-                low, middle, high = common.quantiles(result["times"])
+                low, middle, high = harness.quantiles(result["times"])
                 row = {
                     "shape": shape_name,
                     **dict(zip(("B", "H", "L", "m", "Dh"), shape, strict=True)),
@@ -222,7 +222,7 @@ def compare(shapes, contenders, device, dtype, budget, fewest) -> list[dict]:
                     "ms_p20": round(low * 1e3, 4),
                     "ms_p50": round(middle * 1e3, 4),
                     "ms_p80": round(high * 1e3, 4),
-                    "tflops": common.significant(floor_flops(shape, mode) / middle / 1e12),
+                    "tflops": harness.significant(floor_flops(shape, mode) / middle / 1e12),
                     "of_sdpa": round(floor / middle, 3),
                     "peak_mib": round(result["peak_mib"], 1),
                 }
@@ -241,7 +241,7 @@ def sweep(shape, device, dtype, budget) -> None:
             kernels._TILES[kernel][width] = tile
             try:
                 times = measure(shape, mode, ["txl_triton"], device, dtype, budget)["txl_triton"]["times"]
-                result = f"{common.quantiles(times)[1] * 1e3:.3f} ms"
+                result = f"{harness.quantiles(times)[1] * 1e3:.3f} ms"
             except kernels.triton.runtime.errors.OutOfResources as error:
                 result = str(error)
             print(f"{kernel:15} {tile} {mode}: {result}{'  (chosen)' if tile == chosen else ''}", flush=True)
@@ -250,13 +250,13 @@ def sweep(shape, device, dtype, budget) -> None:
 
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_arguments(parser, "attention_kernel.csv", budget=2.0)
+    harness.add_arguments(parser, "attention_kernel.csv", budget=2.0)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES | CPU_SHAPES)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, help="besides sdpa, the floor")
     parser.add_argument("--sweep", action="store_true", help="time other tiles on the first of the shapes")
     arguments = parser.parse_args(given)
-    common.complete(arguments)
-    device, dtype = arguments.device, common.torch_dtype(arguments.dtype)
+    harness.complete(arguments)
+    device, dtype = arguments.device, harness.torch_dtype(arguments.dtype)
     contenders = list(dict.fromkeys([*(arguments.contenders or DEFAULT[device]), "sdpa"]))
     if "txl_triton" in contenders:
         reason = kernels.why_not_triton(torch.empty(1, 1, 1, 64, dtype=dtype, device=device))
@@ -270,10 +270,10 @@ def main(given: list[str] | None = None) -> int:
     if arguments.sweep:
         sweep(next(iter(shapes.values())), device, dtype, arguments.seconds)
         return 0
-    origin = common.origin(device, arguments.dtype, arguments.threads) | common.versions()
+    origin = harness.origin(device, arguments.dtype, arguments.threads) | harness.versions()
     origin["triton"] = kernels.triton.__version__ if "txl_triton" in contenders else ""
     rows = compare(shapes, contenders, device, dtype, arguments.seconds, 2 if arguments.smoke else 20)
-    common.append(arguments.output, [origin | row for row in rows])
+    harness.append(arguments.output, [origin | row for row in rows])
     return 0
 
 

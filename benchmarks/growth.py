@@ -16,7 +16,7 @@ import sys
 
 import numpy as np
 
-import common
+import harness
 import model as models
 
 MEMORY = {"task": ("evaluate", "train"), "lengths": [256, 512, 1024, 2048, 4096, 8192, 16384], "segment": 128}
@@ -33,12 +33,12 @@ SMOKE = (
 
 def main(given: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_arguments(parser, "growth.csv", budget=6.0)
+    harness.add_arguments(parser, "growth.csv", budget=6.0)
     parser.add_argument("--model", choices=models.MODELS, default="enwik8")
     arguments = parser.parse_args(given)
     if not arguments.smoke and list(arguments.repeats) == [5, 20]:
         arguments.repeats = (3, 10)
-    common.complete(arguments)
+    harness.complete(arguments)
     name = "smoke" if arguments.smoke else arguments.model
     over_memory, over_segment, text = SMOKE if arguments.smoke else (MEMORY, SEGMENT, TEXT)
     model = build(models.MODELS[name], arguments)
@@ -52,9 +52,9 @@ def main(given: list[str] | None = None):
         sizes = [(over_segment["memory"], length) for length in over_segment["lengths"]]
         rows += grow("segment", task, model, sizes, arguments)
     rows += read_text(model, text, arguments)
-    origin = common.origin(arguments.device, arguments.dtype, arguments.threads)
-    origin |= common.versions() | {"model": name}
-    common.append(arguments.output, [origin | row | {"nll_difference": f"{difference:.1e}"} for row in rows])
+    origin = harness.origin(arguments.device, arguments.dtype, arguments.threads)
+    origin |= harness.versions() | {"model": name}
+    harness.append(arguments.output, [origin | row | {"nll_difference": f"{difference:.1e}"} for row in rows])
 
 
 def build(config: dict, arguments: argparse.Namespace):
@@ -64,7 +64,7 @@ def build(config: dict, arguments: argparse.Namespace):
 
     torch.manual_seed(0)
     model = TransfoXLForCausalLM(TransfoXLConfig(**config, mem_len=1))
-    return model.to(arguments.device, common.torch_dtype(arguments.dtype))
+    return model.to(arguments.device, harness.torch_dtype(arguments.dtype))
 
 
 def evaluation(model, memory: int, segment: int):
@@ -74,7 +74,7 @@ def evaluation(model, memory: int, segment: int):
     model.eval()
     model.reset_memory_length(memory)
     past = None
-    ids = common.draw_ids(model.config.vocab_size, (4, 1, segment)).to(model.device)
+    ids = harness.draw_ids(model.config.vocab_size, (4, 1, segment)).to(model.device)
     for piece in itertools.cycle(ids):
         with torch.no_grad():
             output = model(piece, labels=piece, use_cache=True, past_key_values=past)
@@ -87,7 +87,7 @@ def training(model, memory: int, segment: int):
     model.train()
     model.reset_memory_length(memory)
     mems = None
-    ids = common.draw_ids(model.config.vocab_size, (4, 1, segment)).to(model.device)
+    ids = harness.draw_ids(model.config.vocab_size, (4, 1, segment)).to(model.device)
     for piece in itertools.cycle(ids):
         output = model(piece, labels=piece, mems=mems)
         mems = output.mems
@@ -116,19 +116,20 @@ def gate(model, memory: int, segment: int, dtype: str) -> float:
 def grow(axis: str, task: str, model, sizes: list[tuple[int, int]], arguments: argparse.Namespace) -> list[dict]:
     rows = []
     for memory, segment in sizes:
-        common.reset_peak(arguments.device)
+        harness.reset_peak(arguments.device)
         before = held(arguments.device)
         steps = {"evaluate": evaluation, "train": training}[task](model, memory, segment)
         next(steps)
-        times = common.interleave(
+        times = harness.interleave(
             {"step": lambda steps=steps: next(steps)}, arguments.device, arguments.seconds, *arguments.repeats
         )["step"]
-        peak = common.peak_mib(arguments.device) - before
+        peak = harness.peak_mib(arguments.device) - before
         steps.close()
         length = memory if axis == "memory" else segment
         row = {"axis": axis, "task": task, "memory": memory, "segment": segment, "length": length}
         row |= {
-            f"seconds_p{p}": common.significant(s) for p, s in zip((20, 50, 80), common.quantiles(times), strict=True)
+            f"seconds_p{p}": harness.significant(s)
+            for p, s in zip((20, 50, 80), harness.quantiles(times), strict=True)
         }
         rows.append(row | {"peak_mib": round(peak, 1), "repeats": len(times)})
     return with_exponents(rows, "peak_mib", "seconds_p50")
@@ -139,7 +140,7 @@ def held(device: str) -> float:
         import torch
 
         return torch.cuda.memory_allocated() / 2**20
-    return common.resident_mib()
+    return harness.resident_mib()
 
 
 def with_exponents(rows: list[dict], *columns: str) -> list[dict]:
@@ -161,17 +162,18 @@ def with_exponents(rows: list[dict], *columns: str) -> list[dict]:
 
 def read_text(model, text: dict, arguments: argparse.Namespace) -> list[dict]:
     """Seconds per token in each stretch of one long text."""
-    common.reset_peak(arguments.device)
+    harness.reset_peak(arguments.device)
     steps = evaluation(model, text["memory"], text["segment"])
     next(steps)
     rows = []
     for stretch in range(text["stretches"]):
         passes = text["tokens"] // text["segment"]
-        times = [common.seconds(lambda: next(steps), arguments.device) / text["segment"] for _ in range(passes)]
+        times = [harness.seconds(lambda: next(steps), arguments.device) / text["segment"] for _ in range(passes)]
         row = {"axis": "text", "task": "evaluate", "memory": text["memory"], "segment": text["segment"]}
         row |= {"length": (stretch + 1) * text["tokens"], "repeats": passes}
         row |= {
-            f"seconds_p{p}": common.significant(s) for p, s in zip((20, 50, 80), common.quantiles(times), strict=True)
+            f"seconds_p{p}": harness.significant(s)
+            for p, s in zip((20, 50, 80), harness.quantiles(times), strict=True)
         }
         rows.append(row | {"peak_mib": round(held(arguments.device), 1)})
     return with_exponents(rows, "seconds_p50", "peak_mib")

@@ -33,7 +33,7 @@ import time
 from dataclasses import dataclass
 from importlib import import_module
 
-import common
+import harness
 
 SCRIPT = __file__
 ENWIK8 = {
@@ -173,7 +173,7 @@ COARSE = 3e-2
 
 def main(given: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_arguments(parser, "model.csv", budget=60.0)
+    harness.add_arguments(parser, "model.csv", budget=60.0)
     parser.add_argument("--peer-python", help="interpreter with transformers 4.35.2; without it there is no legacy")
     parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS, *SMOKE], metavar="WORKLOAD")
     parser.add_argument("--contenders", nargs="+", help="only these")
@@ -185,16 +185,16 @@ def main(given: list[str] | None = None):
             print(f"{name:30} {workload}")
         return
     if arguments.worker:
-        common.prepare(arguments)
+        harness.prepare(arguments)
         return work(*arguments.worker, arguments)
-    common.complete(arguments)
+    harness.complete(arguments)
     chosen = arguments.workloads or [
         name for name, workload in WORKLOADS.items() if workload.gpu == (arguments.device == "cuda")
     ]
     if arguments.smoke:
         chosen = arguments.workloads or list(SMOKE)
-    print(common.FLOP_FORMULA)
-    peak = common.matmul_peak(arguments.device, arguments.dtype)
+    print(harness.FLOP_FORMULA)
+    peak = harness.matmul_peak(arguments.device, arguments.dtype)
     print(f"peak: {peak / 1e12:.4g} TFLOP/s measured in a matrix product in {arguments.dtype}\n")
     for name in chosen:
         compare(name, peak, arguments)
@@ -207,21 +207,21 @@ def compare(name: str, peak: float, arguments: argparse.Namespace):
         ids = save(workload, folder)
         contenders = {contender: start(contender, name, folder, arguments) for contender in names}
         try:
-            checks = common.ask_all(contenders, "check")
+            checks = harness.ask_all(contenders, "check")
             differences = gate(workload.task, checks, arguments.dtype)
             if REFERENCE not in chosen_contenders(workload, arguments):
                 contenders.pop(REFERENCE).stop()
-            turns = common.take_turns(contenders, arguments.seconds, *arguments.repeats)
-            peaks = common.ask_all(contenders, "peak")
-        except common.ContenderError as error:
+            turns = harness.take_turns(contenders, arguments.seconds, *arguments.repeats)
+            peaks = harness.ask_all(contenders, "peak")
+        except harness.ContenderError as error:
             sys.exit(f"error: {error}")
         finally:
             for contender in contenders.values():
                 contender.stop()
-    shares = common.bin_shares(ids, workload.config["cutoffs"], workload.config["vocab_size"])
+    shares = harness.bin_shares(ids, workload.config["cutoffs"], workload.config["vocab_size"])
     rows = []
     for contender, answers in turns.items():
-        row = common.origin(arguments.device, arguments.dtype, arguments.threads)
+        row = harness.origin(arguments.device, arguments.dtype, arguments.threads)
         row |= {key: checks[contender][key] for key in ("torch", "transformers")}
         row |= describe(name, workload, contender, checks[contender])
         row |= speed(answers, turns.get("legacy"))
@@ -234,7 +234,7 @@ def compare(name: str, peak: float, arguments: argparse.Namespace):
         if "token_ms_p50" in row:
             figures += f" {row['token_ms_p50']} ms a token, p99 {row['token_ms_p99']}"
         print(f"{name:26} {contender:16} {figures}", flush=True)
-    common.append(arguments.output, rows)
+    harness.append(arguments.output, rows)
 
 
 def chosen_contenders(workload: Workload, arguments: argparse.Namespace) -> list[str]:
@@ -262,15 +262,15 @@ def save(workload: Workload, folder: str):
     TransfoXLForCausalLM(TransfoXLConfig(**workload.config)).save_pretrained(folder)
     length = workload.memory if workload.task == "decode" else 4 * workload.segment
     # Token 0 stands for padding in generate.
-    ids = common.draw_ids(workload.config["vocab_size"], (workload.batch, length)).clamp(min=1)
+    ids = harness.draw_ids(workload.config["vocab_size"], (workload.batch, length)).clamp(min=1)
     torch.save(ids, f"{folder}/ids.pt")
     return ids
 
 
-def start(contender: str, workload: str, folder: str, arguments: argparse.Namespace) -> common.Contender:
+def start(contender: str, workload: str, folder: str, arguments: argparse.Namespace) -> harness.Contender:
     python = arguments.peer_python if contender.startswith("legacy") else sys.executable
     options = ["--device", arguments.device, "--dtype", arguments.dtype, "--threads", str(arguments.threads)]
-    return common.Contender([python, SCRIPT, *options, "--worker", contender, workload, folder])
+    return harness.Contender([python, SCRIPT, *options, "--worker", contender, workload, folder])
 
 
 def gate(task: str, checks: dict[str, dict], dtype: str) -> dict[str, float]:
@@ -313,17 +313,17 @@ def describe(name: str, workload: Workload, contender: str, check: dict) -> dict
 def speed(answers: list[dict], legacy: list[dict] | None) -> dict:
     rates = [answer["tokens"] / answer["seconds"] for answer in answers]
     row = {
-        f"tokens_per_second_p{percent}": common.significant(rate)
-        for percent, rate in zip((20, 50, 80), common.quantiles(rates), strict=True)
+        f"tokens_per_second_p{percent}": harness.significant(rate)
+        for percent, rate in zip((20, 50, 80), harness.quantiles(rates), strict=True)
     }
     # Round by round, so that a slow minute of the machine counts on both sides.
     ratios = [mine * other["seconds"] / other["tokens"] for mine, other in zip(rates, legacy or [], strict=False)]
-    row["times_legacy_p50"] = common.significant(common.quantiles(ratios)[1], 3) if ratios else ""
+    row["times_legacy_p50"] = harness.significant(harness.quantiles(ratios)[1], 3) if ratios else ""
     row["repeats"] = len(rates)
     if "gaps" in answers[0]:
         gaps = [1e3 * gap for answer in answers for gap in answer["gaps"]]
-        row["first_token_ms"] = common.significant(common.quantiles([1e3 * a["first"] for a in answers])[1])
-        row["token_ms_p50"], row["token_ms_p99"] = map(common.significant, common.quantiles(gaps, (50, 99)))
+        row["first_token_ms"] = harness.significant(harness.quantiles([1e3 * a["first"] for a in answers])[1])
+        row["token_ms_p50"], row["token_ms_p99"] = map(harness.significant, harness.quantiles(gaps, (50, 99)))
     return row
 
 
@@ -334,13 +334,13 @@ def utilisation(workload: Workload, contender: str, shares: list[float], rate: f
     if contender == "gpt2" and workload.task == "train":
         memory = 0
     segment = 1 if workload.task == "decode" else workload.segment
-    flops = common.flops_per_token(
+    flops = harness.flops_per_token(
         config, segment, memory, workload.batch, workload.task, shares, products=3 if relative else 2
     )
     return {
-        "gflop_per_token": common.significant(flops / 1e9),
-        "peak_tflops": common.significant(peak / 1e12),
-        "mfu": common.significant(flops * rate / peak, 3),
+        "gflop_per_token": harness.significant(flops / 1e9),
+        "peak_tflops": harness.significant(peak / 1e12),
+        "mfu": harness.significant(flops * rate / peak, 3),
     }
 
 
@@ -356,17 +356,17 @@ def work(contender: str, name: str, folder: str, arguments: argparse.Namespace):
     # Before the memory is looked at, because libraries are no part of a model.
     family = {"legacy": "transfo_xl", "gpt2": "gpt2"}.get(kind)
     import_module(f"transformers.models.{family}.modeling_{family}" if family else "txl_hf")
-    before = common.resident_mib() if device == "cpu" else 0.0
+    before = harness.resident_mib() if device == "cpu" else 0.0
     task = begin(contender, workload, folder, arguments)
     steps, counted = STEPS[device][workload.task], False
 
     def check() -> dict:
         start = time.perf_counter()
         values = task.check(CHECKED_ROWS[device])
-        common.synchronize(device)
+        harness.synchronize(device)
         return {
             **values,
-            **common.versions(),
+            **harness.versions(),
             "warmup_s": time.perf_counter() - start,
             "optimizer": type(task.optimizer).__name__ if workload.task == "train" else "",
         }
@@ -374,20 +374,20 @@ def work(contender: str, name: str, folder: str, arguments: argparse.Namespace):
     def turn() -> dict:
         nonlocal counted
         if not counted:
-            common.reset_peak(device)
+            harness.reset_peak(device)
             # Of another size than what the gate saw, without a memory, with one.
             for _ in range(WARM_UP[device]):
                 task.step()
             counted = True
         elif device == "cuda":
             task.step()
-        common.synchronize(device)
+        harness.synchronize(device)
         start = time.perf_counter()
         tokens, details = 0, {}
         for _ in range(steps):
             done, details = task.step()
             tokens += done
-        common.synchronize(device)
+        harness.synchronize(device)
         # What a turn does not count (copying a cache) it says.
         spent = time.perf_counter() - start - details.pop("apart", 0.0)
         if device == "cuda":
@@ -395,7 +395,7 @@ def work(contender: str, name: str, folder: str, arguments: argparse.Namespace):
             torch.cuda.empty_cache()
         return {"seconds": spent, "tokens": tokens, **details}
 
-    common.serve({"check": check, "turn": turn, "peak": lambda: {"peak_mib": common.peak_mib(device) - before}})
+    harness.serve({"check": check, "turn": turn, "peak": lambda: {"peak_mib": harness.peak_mib(device) - before}})
 
 
 def begin(contender: str, workload: Workload, folder: str, arguments: argparse.Namespace):
@@ -408,7 +408,7 @@ def begin(contender: str, workload: Workload, folder: str, arguments: argparse.N
     task = {"train": Train, "evaluate": Evaluate, "decode": Decode}[workload.task](contender, model, ids, workload)
     # Legacy transformers fails under autocast where there are cutoffs.
     mixed = arguments.dtype != "fp32" and workload.task == "train" and contender != "legacy"
-    task.autocast = torch.autocast(arguments.device, common.torch_dtype(arguments.dtype), enabled=mixed)
+    task.autocast = torch.autocast(arguments.device, harness.torch_dtype(arguments.dtype), enabled=mixed)
     return task
 
 
@@ -431,7 +431,7 @@ def load(contender: str, workload: Workload, folder: str, arguments: argparse.Na
         if variant == "compile":
             model.compile()
     # Training keeps fp32 weights and runs under autocast.
-    return model.to(arguments.device, common.torch_dtype("fp32" if workload.task == "train" else arguments.dtype))
+    return model.to(arguments.device, harness.torch_dtype("fp32" if workload.task == "train" else arguments.dtype))
 
 
 def gpt2(config: dict, positions: int):
@@ -600,7 +600,7 @@ class Decode:
         if found.sequences[0, -new:].tolist() != text:
             sys.exit(f"{self.contender} writes another text when asked for scores")
         nll = [-scores[0].float().log_softmax(-1).max().item() for scores in found.scores]
-        return {"text": text, "nll": nll, "prefill_tokens_per_second": common.significant(prefill)}
+        return {"text": text, "nll": nll, "prefill_tokens_per_second": harness.significant(prefill)}
 
     def step(self) -> tuple[int, dict]:
         watch = Stopwatch()
@@ -639,7 +639,7 @@ class Decode:
         )
 
     def _wait(self):
-        common.synchronize(self.ids.device.type)
+        harness.synchronize(self.ids.device.type)
 
 
 if __name__ == "__main__":

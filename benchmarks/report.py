@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import common
+import harness
 
 ROOT = Path(__file__).parents[1]
 RUN = ("date", "commit")
@@ -56,7 +56,7 @@ def main(given: list[str] | None = None) -> int:
         path.write_text(text, encoding="utf-8")
     plot_speed()
     plot_growth()
-    print(f"tables changed in {', '.join(stale) or 'no file'}; plots in {common.RESULTS.relative_to(ROOT)}/")
+    print(f"tables changed in {', '.join(stale) or 'no file'}; plots in {harness.RESULTS.relative_to(ROOT)}/")
     return 0
 
 
@@ -64,11 +64,11 @@ def machine(row: Row) -> tuple[str, ...]:
     return tuple(row.get(column) or "" for column in MACHINE)
 
 
-def latest(name: str, folder: Path = common.RESULTS) -> dict[tuple, dict[str, Row]]:
+def latest(name: str, folder: Path = harness.RESULTS) -> dict[tuple, dict[str, Row]]:
     """{(machine, workload): {contender: row}} of the last run of each workload, the latest one last."""
     workload, contender, _ = KEYS[name]
     runs: dict[tuple, dict[str, Row]] = {}
-    for row in common.read(folder / name):
+    for row in harness.read(folder / name):
         key = (machine(row), " ".join(row[column] for column in workload.split()))
         run = runs.get(key, {})
         started = next(iter(run.values()), row)
@@ -82,11 +82,11 @@ def latest(name: str, folder: Path = common.RESULTS) -> dict[tuple, dict[str, Ro
 
 def add(folder: Path) -> None:
     for name in KEYS:
-        rows = common.read(folder / name)
+        rows = harness.read(folder / name)
         # Where the sources came without their repository, they are those here.
-        rows = [row | {"commit": row["commit"] or common.commit()} for row in rows]
+        rows = [row | {"commit": row["commit"] or harness.commit()} for row in rows]
         if rows:
-            common.append(common.RESULTS / name, rows)
+            harness.append(harness.RESULTS / name, rows)
             print(f"{len(rows)} rows added to {name}")
 
 
@@ -368,7 +368,7 @@ def plot_growth() -> None:
 def save(figure, name: str) -> None:
     import matplotlib.pyplot as plt
 
-    figure.savefig(common.RESULTS / name, dpi=110, metadata={"Software": None})
+    figure.savefig(harness.RESULTS / name, dpi=110, metadata={"Software": None})
     plt.close(figure)
 
 

@@ -16,7 +16,7 @@ passes give those of `evaluate_language_model` with `segment_length=1`, no memor
 import argparse
 import sys
 
-import common
+import harness
 import model as models
 
 SEGMENT = 128
@@ -29,10 +29,10 @@ VANILLA = ("vanilla", "gpt2")
 
 def main(given: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_arguments(parser, "sliding_window.csv", budget=25.0)
+    harness.add_arguments(parser, "sliding_window.csv", budget=25.0)
     parser.add_argument("--model", choices=models.MODELS, default="enwik8")
     arguments = parser.parse_args(given)
-    common.complete(arguments)
+    harness.complete(arguments)
     name, lengths, segment = arguments.model, PAPER, SEGMENT
     if arguments.smoke:
         name, lengths, segment = "smoke", SMOKE, 8
@@ -43,7 +43,7 @@ def main(given: list[str] | None = None):
     for length, paper in lengths.items():
         times = measure(contenders, config, length, segment, arguments)
         rows += describe(name, length, segment, paper, times, difference, arguments)
-    common.append(arguments.output, rows)
+    harness.append(arguments.output, rows)
 
 
 def build(config: dict, positions: int, arguments: argparse.Namespace) -> dict:
@@ -57,7 +57,7 @@ def build(config: dict, positions: int, arguments: argparse.Namespace) -> dict:
         "vanilla": models.floor(config | {"mem_len": 0}),
         "gpt2": models.gpt2(config, positions),
     }
-    dtype = common.torch_dtype(arguments.dtype)
+    dtype = harness.torch_dtype(arguments.dtype)
     return {name: model.to(arguments.device, dtype).eval() for name, model in contenders.items()}
 
 
@@ -91,7 +91,7 @@ def gate(contenders: dict, config: dict, segment: int, arguments: argparse.Names
     from txl_hf import evaluate_language_model
 
     memory, vanilla = contenders["memory"], contenders["vanilla"]
-    ids = common.draw_ids(config["vocab_size"], (4 * segment,)).to(arguments.device)
+    ids = harness.draw_ids(config["vocab_size"], (4 * segment,)).to(arguments.device)
     means = {}
     chosen = memory.config._attn_implementation
     for name, implementation in ((True, chosen), (False, "eager")):
@@ -126,43 +126,43 @@ def measure(contenders: dict, config: dict, length: int, segment: int, arguments
     """Seconds for each token, turn by turn."""
     memory = contenders["memory"]
     memory.reset_memory_length(length)
-    ids = common.draw_ids(config["vocab_size"], (length + segment,)).to(arguments.device)
+    ids = harness.draw_ids(config["vocab_size"], (length + segment,)).to(arguments.device)
     streaming = stream(memory, ids, segment, cached=True)
     calls = {"memory": lambda: next(streaming)}
     for name in VANILLA:
         calls[name] = lambda model=contenders[name]: vanilla_pass(model, ids[None, :length])
     # The first two segments open the memory.
     next(streaming)
-    times = common.interleave(calls, arguments.device, arguments.seconds, *arguments.repeats)
+    times = harness.interleave(calls, arguments.device, arguments.seconds, *arguments.repeats)
     return times | {"memory": [time / segment for time in times["memory"]]}
 
 
 def describe(name, length, segment, paper, times, difference, arguments: argparse.Namespace) -> list[dict]:
-    fastest = min(VANILLA, key=lambda contender: common.quantiles(times[contender])[1])
+    fastest = min(VANILLA, key=lambda contender: harness.quantiles(times[contender])[1])
     ratios = [slow / fast for slow, fast in zip(times[fastest], times["memory"], strict=True)]
-    low, middle, high = common.quantiles(ratios)
+    low, middle, high = harness.quantiles(ratios)
     rows = []
     for contender, spent in times.items():
-        row = common.origin(arguments.device, arguments.dtype, arguments.threads)
-        row |= common.versions() | {
+        row = harness.origin(arguments.device, arguments.dtype, arguments.threads)
+        row |= harness.versions() | {
             "model": name,
             "attention_length": length,
             "segment": segment,
             "contender": contender,
         }
-        rates = common.quantiles([1 / time for time in spent])
+        rates = harness.quantiles([1 / time for time in spent])
         row |= {
-            f"tokens_per_second_p{p}": common.significant(rate) for p, rate in zip((20, 50, 80), rates, strict=True)
+            f"tokens_per_second_p{p}": harness.significant(rate) for p, rate in zip((20, 50, 80), rates, strict=True)
         }
         row |= {"repeats": len(spent), "nll_difference": f"{difference:.1e}"}
         if contender == "memory":
             row |= {"over": fastest, "paper": paper or ""}
             row |= {
-                f"times_p{p}": common.significant(t) for p, t in zip((20, 50, 80), (low, middle, high), strict=True)
+                f"times_p{p}": harness.significant(t) for p, t in zip((20, 50, 80), (low, middle, high), strict=True)
             }
         rows.append(row)
     print(
-        f"{name} attention length {length}: {1 / common.quantiles(times['memory'])[1]:.1f} tokens/s with memory, "
+        f"{name} attention length {length}: {1 / harness.quantiles(times['memory'])[1]:.1f} tokens/s with memory, "
         f"{middle:,.0f} times {fastest}'s sliding window (paper: {paper})",
         flush=True,
     )

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from dataclasses import replace
 
-import common
+import harness
 import model as models
 
 SCRIPT = __file__
@@ -39,15 +39,15 @@ CHECKED_ROWS = 2
 
 def main(given: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common.add_arguments(parser, "softmax.csv", budget=25.0)
+    harness.add_arguments(parser, "softmax.csv", budget=25.0)
     parser.add_argument("--peer-python", help="interpreter with transformers 4.35.2; without it there is no legacy")
     parser.add_argument("--sizes", nargs="+", choices=SIZES)
     parser.add_argument("--worker", nargs=3, metavar=("CONTENDER", "SIZE", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(given)
     if arguments.worker:
-        common.prepare(arguments)
+        harness.prepare(arguments)
         return work(*arguments.worker, arguments)
-    common.complete(arguments)
+    harness.complete(arguments)
     default = SMOKE if arguments.smoke else CPU if arguments.device == "cpu" else CUDA
     for size in arguments.sizes or default:
         compare(size, arguments)
@@ -60,28 +60,30 @@ def compare(size: str, arguments: argparse.Namespace):
         models.save(workload(name, rows, length), folder)
         contenders = {contender: start(contender, size, folder, arguments) for contender in names}
         try:
-            checks = common.ask_all(contenders, "check")
+            checks = harness.ask_all(contenders, "check")
             gate(checks, arguments.dtype)
-            turns = common.take_turns(contenders, arguments.seconds, *arguments.repeats)
-            peaks = common.ask_all(contenders, "peak")
+            turns = harness.take_turns(contenders, arguments.seconds, *arguments.repeats)
+            peaks = harness.ask_all(contenders, "peak")
         finally:
             for contender in contenders.values():
                 contender.stop()
     table = []
     for contender, answers in turns.items():
-        row = common.origin(arguments.device, arguments.dtype, arguments.threads)
+        row = harness.origin(arguments.device, arguments.dtype, arguments.threads)
         row |= {key: checks[contender][key] for key in ("torch", "transformers")}
         row |= {"size": size, "contender": contender, "tokens": rows * length, "backward": backward}
         times = [1e3 * answer["seconds"] for answer in answers]
-        row |= {f"ms_p{p}": common.significant(t) for p, t in zip((20, 50, 80), common.quantiles(times), strict=True)}
+        row |= {
+            f"ms_p{p}": harness.significant(t) for p, t in zip((20, 50, 80), harness.quantiles(times), strict=True)
+        }
         row |= {"repeats": len(times), "peak_mib": round(peaks[contender]["peak_mib"], 1)}
         if "legacy" in turns:
             ratios = [a["seconds"] / b["seconds"] for a, b in zip(turns["legacy"], answers, strict=True)]
-            row["times_legacy_p50"] = common.significant(common.quantiles(ratios)[1], 3)
+            row["times_legacy_p50"] = harness.significant(harness.quantiles(ratios)[1], 3)
         row["nll_difference"] = f"{abs(checks[contender]['loss'] - checks[REFERENCE]['loss']):.1e}"
         table.append(row)
         print(f"{size:24} {contender:8} {row['ms_p50']:>9} ms {row['peak_mib']:>9} MiB", flush=True)
-    common.append(arguments.output, table)
+    harness.append(arguments.output, table)
 
 
 def workload(name: str, rows: int, length: int) -> models.Workload:
@@ -90,10 +92,10 @@ def workload(name: str, rows: int, length: int) -> models.Workload:
     return replace(models.Workload("train", f"{name}-softmax", 0, length, rows))
 
 
-def start(contender: str, size: str, folder: str, arguments: argparse.Namespace) -> common.Contender:
+def start(contender: str, size: str, folder: str, arguments: argparse.Namespace) -> harness.Contender:
     python = arguments.peer_python if contender == "legacy" else sys.executable
     options = ["--device", arguments.device, "--dtype", arguments.dtype, "--threads", str(arguments.threads)]
-    return common.Contender([python, SCRIPT, *options, "--worker", contender, size, folder])
+    return harness.Contender([python, SCRIPT, *options, "--worker", contender, size, folder])
 
 
 def gate(checks: dict[str, dict], dtype: str):
@@ -113,7 +115,7 @@ def work(contender: str, size: str, folder: str, arguments: argparse.Namespace):
     name, rows, length, backward = SIZES[size]
     device = arguments.device
     model = models.load("legacy" if contender == "legacy" else "ours", workload(name, rows, length), folder, arguments)
-    autocast = torch.autocast(device, common.torch_dtype(arguments.dtype), enabled=arguments.dtype != "fp32")
+    autocast = torch.autocast(device, harness.torch_dtype(arguments.dtype), enabled=arguments.dtype != "fp32")
     ids = torch.load(f"{folder}/ids.pt")[:, :length].to(device)
     hidden = torch.randn(rows, length, model.config.d_model, generator=torch.Generator().manual_seed(3)).to(device)
 
@@ -137,22 +139,22 @@ def work(contender: str, size: str, folder: str, arguments: argparse.Namespace):
 
     def check() -> dict:
         loss, gradient = step(CHECKED_ROWS)
-        return {"loss": loss, "gradient": gradient, **common.versions()}
+        return {"loss": loss, "gradient": gradient, **harness.versions()}
 
     before = None
 
     def turn() -> dict:
         nonlocal before
         if before is None:
-            common.reset_peak(device)
-            before = common.resident_mib() if device == "cpu" else torch.cuda.memory_allocated() / 2**20
+            harness.reset_peak(device)
+            before = harness.resident_mib() if device == "cpu" else torch.cuda.memory_allocated() / 2**20
             step()
-        spent = common.seconds(step, device)
+        spent = harness.seconds(step, device)
         if device == "cuda":
             torch.cuda.empty_cache()
         return {"seconds": spent}
 
-    common.serve({"check": check, "turn": turn, "peak": lambda: {"peak_mib": common.peak_mib(device) - before}})
+    harness.serve({"check": check, "turn": turn, "peak": lambda: {"peak_mib": harness.peak_mib(device) - before}})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import common
+import harness
 
 os.environ.update(RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--peer-python", help="an interpreter with transformers 4.35 and sacremoses")
     parser.add_argument("--repeats", type=int, default=10, help="of ours; the legacy one runs a third as often")
     parser.add_argument(
-        "--output", type=Path, default=common.RESULTS / "tokenizer.csv", help="a row is appended to it"
+        "--output", type=Path, default=harness.RESULTS / "tokenizer.csv", help="a row is appended to it"
     )
     parser.add_argument("--peer", nargs=3, metavar=("VOCABULARY", "LINES", "REPEATS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -109,11 +109,11 @@ def main() -> None:
     ours_seconds, peer_seconds = percentiles(ours["seconds"]), percentiles(peer["seconds"])
     row = {
         "date": datetime.date.today().isoformat(),
-        "commit": common.commit(),
+        "commit": harness.commit(),
         "text": arguments.text.name,
         "tokens": ours["tokens"],
         "threads": 1,
-        "processor": common.processor(),
+        "processor": harness.processor(),
         "python": platform.python_version(),
         "transformers": ours["transformers"],
         "tokenizers": ours["tokenizers"],
@@ -123,7 +123,7 @@ def main() -> None:
         row |= {f"{name}seconds_p{p}": f"{s:.3f}" for p, s in zip((20, 50, 80), seconds, strict=True)}
         row[f"{name}tokens_per_second"] = round(ours["tokens"] / seconds[1])
     row["times_peer"] = f"{peer_seconds[1] / ours_seconds[1]:.1f}"
-    common.append(arguments.output, [row])
+    harness.append(arguments.output, [row])
     print(
         f"{row['tokens_per_second']:,} tokens/s, legacy {row['peer_tokens_per_second']:,}: {row['times_peer']} times"
     )

@@ -183,16 +183,16 @@ def test_smoke_figures_never_reach_the_results():
 
 def test_flops_are_those_of_the_recipes():
     """Per target, forward and backward: 0.51 G for NVIDIA's base model and 1.91 G for the large one."""
-    import common
+    import harness
     import model
 
     for name, length, batch, known in (("nvidia-base", 192, 256, 0.51e9), ("nvidia-large", 384, 128, 1.91e9)):
         config = model.MODELS[name]
-        ids = common.draw_ids(config["vocab_size"], (100_000,))
-        shares = common.bin_shares(ids, config["cutoffs"], config["vocab_size"])
+        ids = harness.draw_ids(config["vocab_size"], (100_000,))
+        shares = harness.bin_shares(ids, config["cutoffs"], config["vocab_size"])
         assert sum(shares) == pytest.approx(1)
         assert shares[0] == pytest.approx(0.93, abs=0.01)
-        flops = common.flops_per_token(config, length, length, batch, "train", shares)
+        flops = harness.flops_per_token(config, length, length, batch, "train", shares)
         assert flops == pytest.approx(known, rel=0.1)
 
 
@@ -200,7 +200,7 @@ def test_a_matrix_product_counts_as_the_formula_says():
     """The formula against torch's own counter, on one segment without a memory."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    import common
+    import harness
     import model
     from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 
@@ -211,7 +211,7 @@ def test_a_matrix_product_counts_as_the_formula_says():
     with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
         # With gradients and without oneDNN, so that no product is hidden in a fused operator.
         network(torch.ones(1, length, dtype=torch.long))
-    formula = length * common.flops_per_token(config, length, 0, 1, "evaluate", [1.0])
+    formula = length * harness.flops_per_token(config, length, 0, 1, "evaluate", [1.0])
     # Eager computes what it hides as well: L keys, not (L + 1) / 2; and W_R R, which evaluation has from before.
     width = config["n_head"] * config["d_head"]
     hidden = 2 * width * 3 * (length - (length + 1) / 2) * length
@@ -220,11 +220,11 @@ def test_a_matrix_product_counts_as_the_formula_says():
 
 
 def test_rows_of_earlier_versions_stay(tmp_path):
-    import common
+    import harness
 
     path = tmp_path / "rows.csv"
-    common.append(path, [{"a": 1, "b": 2}])
-    common.append(path, [{"a": 3, "c": 4}])
+    harness.append(path, [{"a": 1, "b": 2}])
+    harness.append(path, [{"a": 3, "c": 4}])
     assert path.read_text() == "a,b,c\n1,2,\n3,,4\n"
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
 
@@ -245,26 +245,26 @@ def read_model_rows() -> list[dict[str, str]]:
 
 
 def test_a_changed_figure_makes_the_tables_stale(tmp_path, monkeypatch, capsys):
-    import common
+    import harness
     import report
 
-    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
     # The default of an argument is from before.
     monkeypatch.setattr(report.latest, "__defaults__", (tmp_path,))
     rows = read_model_rows()
-    common.append(tmp_path / "model.csv", [row | {"tokens_per_second_p50": "12345.0"} for row in rows])
+    harness.append(tmp_path / "model.csv", [row | {"tokens_per_second_p50": "12345.0"} for row in rows])
     assert report.main(["--check"]) == 1
     assert "benchmarks/README.md" in capsys.readouterr().err
 
 
 def test_drift_of_a_ratio(tmp_path, capsys):
-    import common
+    import harness
     import report
 
     def results(name: str, ratio: float) -> Path:
         row = {"date": "2026-11-21", "commit": "c", "processor": "p", "threads": 2, "dtype": "fp32"}
         row |= {"workload": "w", "contender": "ours", "times_legacy_p50": ratio}
-        common.append(tmp_path / name / "model.csv", [row])
+        harness.append(tmp_path / name / "model.csv", [row])
         return tmp_path / name
 
     old = results("old", 3.0)

@@ -201,6 +201,8 @@ trainer.train()
 assert isinstance(trainer.model, FSDPModule)
 assert all(isinstance(layer, FSDPModule) for layer in trainer.model.transformer.layers)
 trainer.save_model(sys.argv[1])
+# One process writes; gloo aborts it if the other leaves meanwhile.
+trainer.accelerator.wait_for_everyone()
 trainer.accelerator.end_training()
 """
 
