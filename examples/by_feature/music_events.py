@@ -166,6 +166,7 @@ def main():
         aside = arguments.output.with_name(f".{arguments.output.name}")
         torch.save({"config": model.lm.config.to_dict(), "weights": model.state_dict()}, aside)
         os.replace(aside, arguments.output)
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
