@@ -20,6 +20,7 @@ BAD_CONFIGS = {
     "negative memory": ({"mem_len": -1}, "mem_len=-1"),
     "no layers": ({"n_layer": 0}, "n_layer=0"),
     "dropout beyond 1": ({"dropout": 1.5}, "dropout=1.5"),
+    "heads that do not fill the width": ({"attn_type": 3, "mem_len": 0, "d_head": 7}, "d_head=7.*d_model=16"),
     "wrong tie_projs": ({"tie_projs": [False, True]}, "tie_projs.*3 bins"),
 }
 
@@ -43,6 +44,12 @@ def mems_of(length=3, batch=2, width=16, layers=2, dtype=torch.float32):
 BAD_INPUTS = {
     "neither ids nor embeds": ({"input_ids": None}, "exactly one of input_ids and inputs_embeds"),
     "both ids and embeds": ({"inputs_embeds": torch.zeros(2, 5, 16)}, "exactly one of input_ids and inputs_embeds"),
+    "no tokens": ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, r"input_ids are \(2, 0\).*at least one token"),
+    "ids of one dimension": ({"input_ids": torch.zeros(5, dtype=torch.long)}, r"input_ids are \(5,\), not \(B, L\)"),
+    "embeds of two dimensions": (
+        {"input_ids": None, "inputs_embeds": torch.zeros(5, 16)},
+        r"\(5, 16\), not \(B, L, D\)",
+    ),
     "narrow embeds": ({"input_ids": None, "inputs_embeds": torch.zeros(2, 5, 8)}, "8 wide, not d_model=16"),
     "mems of fewer layers": ({"mems": mems_of(layers=1)}, "mems hold 1 layers.*n_layer=2"),
     "mems of another width": ({"mems": mems_of(width=8)}, r"mems\[0\] is \(2, 3, 8\).*\(2, m, 16\)"),
@@ -56,6 +63,7 @@ BAD_INPUTS = {
     "mask of four dimensions": ({"attention_mask": torch.ones(2, 1, 5, 5)}, r"\(2, 1, 5, 5\)"),
     "labels beyond the vocabulary": ({"labels": torch.full((2, 5), 61)}, r"labels holds 61.*\[0, 61\)"),
     "labels below": ({"labels": torch.full((2, 5), -1)}, "labels holds -1"),
+    "labels that are no ids": ({"labels": torch.zeros(2, 5)}, "labels are torch.float32, not token ids"),
     "labels of another shape": ({"labels": torch.zeros(2, 4, dtype=torch.long)}, r"labels are \(2, 4\)"),
     "shift_labels of another shape": (
         {"shift_labels": torch.zeros(2, 4, dtype=torch.long)},

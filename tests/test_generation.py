@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
-from txl_hf import TransfoXLForCausalLM, modeling_transfo_xl
+from txl_hf import TransfoXLForCausalLM, TransfoXLForSequenceClassification, modeling_transfo_xl
 from txl_hf.adaptive_transfo_xl import AdaptiveLogSoftmax
 
 VARIANTS = {
@@ -218,7 +218,7 @@ def test_static_cache_compiled_without_graph_breaks(make_model, make_ids, change
     assert steps == [3] + [1] * 11
 
 
-@pytest.mark.parametrize("kind", ["assistant", "prompt-lookup"])
+@pytest.mark.parametrize("kind", ["assistant", "prompt-lookup", "early-exit"])
 @pytest.mark.parametrize("changes", [{}, {"initial_memory": "zeros"}], ids=["empty", "zeros"])
 def test_assisted_decoding(make_model, make_ids, changes, kind):
     """Exact while the memory covers the text; beyond it, with one segment for each guess, as any segmentation is."""
@@ -229,8 +229,13 @@ def test_assisted_decoding(make_model, make_ids, changes, kind):
     ids = make_ids(1, 6)
     options = {"max_new_tokens": 20, "do_sample": False}
     expected = model.generate(ids, **options)
-    how = {"assistant_model": assistant} if kind == "assistant" else {"prompt_lookup_num_tokens": 3}
+    how = {
+        "assistant": {"assistant_model": assistant},
+        "prompt-lookup": {"prompt_lookup_num_tokens": 3},
+        "early-exit": {"assistant_early_exit": 1},
+    }[kind]
     assert torch.equal(model.generate(ids, **how, **options), expected)
+    assert model.config.n_layer == 2
     short = make_model(same_length=True, n_layer=1)
     short.generation_config = model.generation_config
     if kind == "assistant":
@@ -252,6 +257,30 @@ def test_logits_to_keep_and_return_dict(memory_model, make_ids):
         assert loss.dim() == 0 and len(mems) == 2 and losses.shape == (2, 4)
         loss, logits, mems, losses = memory_model(ids, labels=ids, output_logits=True, return_dict=False)
         assert logits.shape == (2, 5, 61)
+
+
+def test_outputs_are_tuples_where_the_configuration_says_so(make_model, make_ids):
+    model = make_model(return_dict=False)
+    loss, mems, losses = model(make_ids(2, 5), labels=make_ids(2, 5))
+    assert loss.dim() == 0 and len(mems) == 2 and losses.shape == (2, 4)
+    classifier = make_model(model_class=TransfoXLForSequenceClassification, return_dict=False)
+    assert classifier(make_ids(1, 5))[0].shape == (1, 2)
+
+
+@pytest.mark.parametrize("forget", [False, True])
+def test_logits_beside_a_loss_are_not_those_that_generate_hands_out(make_model, make_ids, tmp_path, forget):
+    """`output_logits` is a field of the model and an option of generate."""
+    model = make_model(output_logits=True)
+    ids, options = make_ids(2, 4), {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    text = model.generate(ids, **options)
+    assert isinstance(text, torch.Tensor)
+    model.save_pretrained(tmp_path)
+    if forget:
+        (tmp_path / "generation_config.json").unlink()
+    loaded = TransfoXLForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.output_logits and torch.equal(loaded.generate(ids, **options), text)
+    output = loaded.generate(ids, output_logits=True, return_dict_in_generate=True, **options)
+    assert len(output.logits) == 5
 
 
 @pytest.mark.slow

@@ -218,6 +218,74 @@ def test_padding_never_leaks_from_the_memory(make_model, make_ids, backend, how)
         seen += length
 
 
+@pytest.mark.parametrize("how", ["segment", "memory+segment", "whole", "none"])
+@pytest.mark.parametrize(
+    "make_cache",
+    [lambda c: None, lambda c: DynamicCache(), lambda c: StaticCache(config=c, max_cache_len=7)],
+    ids=["ours", "full", "static"],
+)
+@pytest.mark.parametrize("name", ["plain", "zeros", "shaw"])
+@torch.no_grad()
+def test_padding_never_leaks_from_a_cache(make_model, make_ids, name, make_cache, how):
+    """A cache remembers what was masked as mems do, whether or not later masks say so."""
+    model = make_model(**VARIANTS[name])
+    ids = make_ids(2, 15)
+    mask = torch.ones_like(ids)
+    mask[0, :2], mask[1, 5] = 0, 0
+    mems, cache, seen = None, make_cache(model.config), 0
+    for length in (4, 3, 1, 1, 4, 2):
+        segment, segment_mask = ids[:, seen : seen + length], mask[:, seen : seen + length]
+        memory_length = min(6, seen)
+        given = {
+            "segment": segment_mask,
+            "memory+segment": torch.cat([torch.ones(2, memory_length, dtype=torch.long), segment_mask], 1),
+            "whole": mask[:, : seen + length],
+            "none": segment_mask if not segment_mask.all() else None,
+        }[how]
+        expected = model(segment, mems=mems, attention_mask=segment_mask)
+        actual = model(segment, past_key_values=cache, attention_mask=given, use_cache=True)
+        close(actual.logits[segment_mask.bool()], expected.logits[segment_mask.bool()])
+        mems, cache, seen = expected.mems, actual.past_key_values, seen + length
+
+
+@torch.no_grad()
+def test_rows_of_a_cache_are_picked_with_their_masks(make_model, make_ids):
+    """Reordered, selected or repeated, every row keeps the padding that it started from."""
+    model = make_model(mem_len=9)
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
+    mems = model(make_ids(3, 4, seed=1), attention_mask=mask).mems
+    ids, more = make_ids(3, 2, seed=2), make_ids(6, 1, seed=3)
+    after = model(ids, mems=mems).mems
+    picks = {
+        "reorder_cache": (torch.tensor([2, 0, 1]), [2, 0, 1]),
+        "batch_select_indices": (torch.tensor([2, 0]), [2, 0]),
+        "batch_repeat_interleave": (2, [0, 0, 1, 1, 2, 2]),
+    }
+    for method, (argument, rows) in picks.items():
+        cache = model(ids, mems=mems, use_cache=True).past_key_values
+        getattr(cache, method)(argument)
+        expected = model(more[: len(rows)], mems=tuple(states[rows] for states in after))
+        close(model(more[: len(rows)], past_key_values=cache).logits, expected.logits)
+
+
+@torch.no_grad()
+def test_mask_of_the_whole_text_while_initial_zeros_remain(make_model, make_ids):
+    """The memory is longer than the text then, and the mask shorter than the keys."""
+    model = make_model(initial_memory="zeros", mem_len=9)
+    ids = make_ids(2, 14)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    mems, seen = None, 0
+    for length in (4, 3, 1, 6):
+        segment = ids[:, seen : seen + length]
+        expected = model(segment, mems=mems, attention_mask=mask[:, seen : seen + length])
+        close(model(segment, mems=mems, attention_mask=mask[:, : seen + length]).logits, expected.logits)
+        mems, seen = expected.mems, seen + length
+        if seen == 4:
+            with pytest.raises(ValueError, match=r"attention_mask is \(2, 5\).*\(2, 3\) or \(2, 12\)"):
+                model(ids[:, :3], mems=mems, attention_mask=torch.ones(2, 5))
+
+
 def test_mask_that_hides_nothing_is_dropped_on_cpu(make_model, make_ids, monkeypatch):
     """So that attention hides the future alone; a mask that hides something stays."""
     model, seen = make_model(), []

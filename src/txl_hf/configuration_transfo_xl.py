@@ -20,7 +20,8 @@ class TransfoXLConfig(PreTrainedConfig):
         d_model (`int`, defaults to 1024): D, the width of the hidden states; even, for the sinusoids.
         d_embed (`int`, defaults to 1024): Width of the embeddings of bin 0.
         n_head (`int`, defaults to 16): H, attention heads.
-        d_head (`int`, defaults to 64): Width of a head; `n_head * d_head` need not be `d_model`.
+        d_head (`int`, defaults to 64):
+            Width of a head; `n_head * d_head` need not be `d_model`, except with `attn_type=3`.
         d_inner (`int`, defaults to 4096): Width of the feed-forward layer.
         div_val (`int`, defaults to 4): Bin i has embeddings of width `d_embed // div_val**i`.
         pre_lnorm (`bool`, defaults to `False`): Layer normalisation before each sub-layer instead of after it.
@@ -158,6 +159,11 @@ class TransfoXLConfig(PreTrainedConfig):
             raise ValueError(
                 f"attn_type={self.attn_type} has absolute positions and no recurrence: "
                 f"mem_len={self.mem_len} must be 0"
+            )
+        if self.attn_type == 3 and self.n_head * self.d_head != self.d_model:
+            raise ValueError(
+                f"n_head={self.n_head} times d_head={self.d_head} must be d_model={self.d_model}: attn_type=3 "
+                "adds its learned positions, (n_head, d_head) each, to the hidden states"
             )
         if self.init not in ("normal", "uniform"):
             raise ValueError(f"init={self.init!r} must be 'normal' or 'uniform'")

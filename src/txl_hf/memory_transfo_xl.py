@@ -3,6 +3,7 @@
 Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, D = `d_model`, H heads, Dh = `d_head`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -16,14 +17,15 @@ from .configuration_transfo_xl import TransfoXLConfig
 __all__ = [
     "PADDING",
     "DecodingState",
+    "MemoryCache",
     "MemoryCacheLayer",
     "cached_key_mask",
     "decoding_state_of",
     "drop_idle_mask",
     "is_padding",
     "make_key_mask",
-    "memory_cache",
     "pad_memory",
+    "remember_key_mask",
     "text_length",
 ]
 
@@ -102,27 +104,57 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
         )
 
 
-def memory_cache(config: TransfoXLConfig) -> DynamicCache:
-    """An empty cache for the projected memory of every layer."""
-    cache = DynamicCache(config=config)
-    cache.layers = [MemoryCacheLayer(config.sliding_window) for _ in range(config.n_layer)]
-    return cache
-
-
 @dataclass
 class DecodingState:
     """What decoding needs beside the keys and values of a cache; `TransfoXLModel` attaches it as `decoding_state`.
 
     Args:
-        initial_mask: (B, m) bool, which states of the memory that the cache started from are real, or None for an
-            empty memory. They are older than the text, which alone later masks cover.
+        initial_length: how many states of memory the cache started from. They are older than the text.
+        key_mask: (B, n) bool, which of the last n keys up to position `end` are real; None: all of them. Later keys
+            are real unless a mask says otherwise. So what was masked once stays masked.
+        end: see `key_mask`; it counts the initial memory, as the cache does.
         positions: (n, D) sinusoids, furthest distance first.
         rel_keys: for each layer W_R R, (H, n, Dh): it depends on the distances alone, so it is projected once.
     """
 
-    initial_mask: Tensor | None = None
+    initial_length: int = 0
+    key_mask: Tensor | None = None
+    end: int = 0
     positions: Tensor | None = None
     rel_keys: dict[int, Tensor] = field(default_factory=dict)
+
+    def memory_mask(self, end: int, memory_length: int) -> Tensor | None:
+        """(B, m) bool: which of the m keys before position `end` are real; None: all of them."""
+        later = end - self.end
+        if self.key_mask is None or later >= memory_length:
+            return None
+        # Widths below 0 cut: what lies before the memory, and what a crop has taken back.
+        return F.pad(self.key_mask, (memory_length - self.key_mask.shape[1] - later, later), value=True)
+
+
+class MemoryCache(DynamicCache):
+    """A cache for the projected memory of every layer, empty at first. Rows are picked together with their masks."""
+
+    def __init__(self, config: TransfoXLConfig):
+        super().__init__(config=config)
+        self.layers = [MemoryCacheLayer(config.sliding_window) for _ in range(config.n_layer)]
+        self.decoding_state = DecodingState()
+
+    def reorder_cache(self, beam_idx: Tensor):
+        super().reorder_cache(beam_idx)
+        self._pick_masks(lambda mask: mask.index_select(0, beam_idx.to(mask.device)))
+
+    def batch_select_indices(self, indices: Tensor):
+        super().batch_select_indices(indices)
+        self._pick_masks(lambda mask: mask[indices])
+
+    def batch_repeat_interleave(self, repeats: int):
+        super().batch_repeat_interleave(repeats)
+        self._pick_masks(lambda mask: mask.repeat_interleave(repeats, dim=0))
+
+    def _pick_masks(self, pick: Callable[[Tensor], Tensor]):
+        if self.decoding_state.key_mask is not None:
+            self.decoding_state.key_mask = pick(self.decoding_state.key_mask)
 
 
 def decoding_state_of(cache: Cache) -> DecodingState:
@@ -134,8 +166,14 @@ def decoding_state_of(cache: Cache) -> DecodingState:
 
 def text_length(cache: Cache) -> int:
     """How many tokens the cache has seen besides the memory that it started from."""
-    initial_mask = decoding_state_of(cache).initial_mask
-    return cache.get_seq_length() - (0 if initial_mask is None else initial_mask.shape[1])
+    return cache.get_seq_length() - decoding_state_of(cache).initial_length
+
+
+def remember_key_mask(cache: Cache, key_mask: Tensor | None) -> None:
+    """Keep what a segment's keys were masked by, (B, m + L) bool or None, once the cache has taken them."""
+    if not _is_compiled_with(cache):
+        state = decoding_state_of(cache)
+        state.key_mask, state.end = key_mask, cache.get_seq_length()
 
 
 def cached_key_mask(
@@ -143,21 +181,22 @@ def cached_key_mask(
 ) -> tuple[int, Tensor | None]:
     """m and which of the m + L keys are real, (B, m + L) bool or None, for a cache that holds a memory."""
     memory_length = min(cache.get_mask_sizes(segment_length, 0)[0] - segment_length, mem_len)
-    key_length = memory_length + segment_length
-    if attention_mask is not None and attention_mask.shape[-1] == key_length:
-        return memory_length, make_key_mask(
-            attention_mask, None, batch_size, segment_length, memory_length, (key_length,)
-        )
-    seen = text_length(cache)
-    initial, memory_mask = decoding_state_of(cache).initial_mask, None
-    if initial is not None and memory_length > seen:
-        initial = initial[:, seen - memory_length :]
-        memory_mask = F.pad(initial, (0, memory_length - initial.shape[1]), value=True)
+    key_length, seen = memory_length + segment_length, text_length(cache)
+    if _is_compiled_with(cache):
+        # `prepare_inputs_for_generation` was here before.
+        memory_mask = None
+    else:
+        memory_mask = decoding_state_of(cache).memory_mask(cache.get_seq_length(), memory_length)
     lengths = (segment_length, key_length, seen + segment_length)
     longer = memory_length == mem_len
     return memory_length, make_key_mask(
         attention_mask, memory_mask, batch_size, segment_length, memory_length, lengths, longer
     )
+
+
+def _is_compiled_with(cache: Cache) -> bool:
+    """Whether this is part of a graph with one shape for every step, which has no room for numbers that count."""
+    return torch.compiler.is_compiling() and cache.is_compileable
 
 
 def make_key_mask(

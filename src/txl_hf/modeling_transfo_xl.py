@@ -53,13 +53,14 @@ from .linear_transfo_xl import Linear
 from .memory_transfo_xl import (
     PADDING,
     DecodingState,
+    MemoryCache,
     cached_key_mask,
     decoding_state_of,
     drop_idle_mask,
     is_padding,
     make_key_mask,
-    memory_cache,
     pad_memory,
+    remember_key_mask,
     text_length,
 )
 
@@ -575,21 +576,19 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             input_ids: (B, L), the segment.
             mems: the memory, tuple of n_layer tensors (B, m, D), m ≤ M. None: see `config.initial_memory`.
             attention_mask: 1 = real, 0 = padding: (B, L); (B, m + L); or the whole text so far, of which the last
-                m + L columns count. Padding is never attended to, neither now nor later: `mems` remember what was
-                masked. A row whose memory columns are all 0 starts fresh, without any memory. With
+                m + L columns count. Padding is never attended to, neither now nor later: `mems` and `past_key_values`
+                remember what was masked. A row whose memory columns are all 0 starts fresh, without any memory. With
                 `initial_memory="empty"` it equals the segment read alone, and a padded row the unpadded one; with
                 `"zeros"` a segment read alone sees zero states, which here are masked too, and those of a padded row
                 stand before the padding, further away.
             past_key_values: the memory as projected keys and values, continued in place. An empty one starts from
-                `mems`, or from the initial memory. Later masks then cover the whole text since the start.
+                `mems`, or from the initial memory. A mask of the whole text begins behind those.
             inputs_embeds: (B, L, D), instead of `input_ids`, on the scale of `get_input_embeddings()(input_ids)`.
             use_cache: return `past_key_values` instead of `mems`.
 
         Raises:
             ValueError: inputs that do not fit the model or each other; the message names them.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
         if kwargs.get("output_attentions", self.config.output_attentions) and (
             self.config._attn_implementation != "eager"
         ):
@@ -597,10 +596,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 f"output_attentions=True needs attn_implementation='eager', not {self.config._attn_implementation!r}: "
                 "call model.set_attn_implementation('eager')"
             )
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        elif inputs_embeds.shape[-1] != self.config.d_model:
-            raise ValueError(f"inputs_embeds are {inputs_embeds.shape[-1]} wide, not d_model={self.config.d_model}")
+        inputs_embeds = self._embed(input_ids, inputs_embeds)
         past_key_values = self._choose_cache(use_cache, past_key_values)
         memory, memory_length, key_mask = self._open_memory(inputs_embeds, mems, attention_mask, past_key_values)
         key_mask = drop_idle_mask(key_mask)
@@ -612,7 +608,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         encodings = self._relative_encodings(key_length, inputs_embeds, state)
         window = self._window()
         states = []
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.layers[: self.config.n_layer]):
             states.append(hidden_states)
             if self.config.attn_type == 3:
                 hidden_states = hidden_states + self.r_emb[i, -hidden_states.shape[1] :].flatten(1)
@@ -625,12 +621,28 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 past_key_values=past_key_values,
                 **encodings[i],
             )
+        if past_key_values is not None:
+            remember_key_mask(past_key_values, key_mask)
         new_mems = None
         if past_key_values is None and self.config.mem_len > 0:
             new_mems = self._remember(memory, states, key_mask if attention_mask is not None else None)
         return TransfoXLModelOutput(
             last_hidden_state=self.output_dropout(hidden_states), mems=new_mems, past_key_values=past_key_values
         )
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """(B, L, D) from the one that is given."""
+        if input_ids is not None and inputs_embeds is None:
+            if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+                raise ValueError(f"input_ids are {tuple(input_ids.shape)}, not (B, L) with at least one token")
+            return self.embed_tokens(input_ids)
+        if input_ids is not None or inputs_embeds is None:
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if inputs_embeds.dim() != 3 or inputs_embeds.shape[1] == 0:
+            raise ValueError(f"inputs_embeds are {tuple(inputs_embeds.shape)}, not (B, L, D) with at least one token")
+        if inputs_embeds.shape[-1] != self.config.d_model:
+            raise ValueError(f"inputs_embeds are {inputs_embeds.shape[-1]} wide, not d_model={self.config.d_model}")
+        return inputs_embeds
 
     def _choose_cache(self, use_cache: bool | None, past_key_values: Cache | None) -> Cache | None:
         if self.config.mem_len == 0:
@@ -641,7 +653,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             logger.warning_once("gradient checkpointing runs a layer twice and cannot fill a cache: use_cache=False")
             return None
         if use_cache and past_key_values is None:
-            return memory_cache(self.config)
+            return MemoryCache(self.config)
         return past_key_values
 
     def _open_memory(
@@ -672,8 +684,13 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         memory_length = memory[0].shape[1]
         memory_mask = None if memory_length == 0 else ~is_padding(memory)
         if past_key_values is not None:
-            past_key_values.decoding_state = DecodingState(memory_mask)
-        lengths = (segment_length, memory_length + segment_length)
+            past_key_values.decoding_state = DecodingState(initial_length=memory_length)
+        lengths: tuple[int, ...] = (segment_length, memory_length + segment_length)
+        if mems is not None and attention_mask is not None:
+            before_text = memory_length + segment_length - attention_mask.shape[-1]
+            if 0 < before_text < memory_length and not memory[0][:, :before_text].any():
+                # A mask of the whole text, which is shorter than a memory that still holds some of its initial zeros.
+                lengths += (attention_mask.shape[-1],)
         longer = mems is not None and memory_length == self.config.mem_len
         key_mask = make_key_mask(
             attention_mask, memory_mask, batch_size, segment_length, memory_length, lengths, longer
@@ -789,7 +806,18 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         self.transformer = TransfoXLModel(config)
         self.lm_head = AdaptiveLogSoftmax(config)
         self._tied_weights_keys = self.get_expanded_tied_weights_keys()
+        self._drop_output_logits()
         self.post_init()
+
+    def adjust_generation_fn(self, *args, **kwargs):
+        super().adjust_generation_fn(*args, **kwargs)
+        self._drop_output_logits()
+
+    def _drop_output_logits(self):
+        """`generate` has an option of the name of our field, and would take its value from there."""
+        if self.generation_config._from_model_config and self.config.output_logits:
+            self.generation_config.output_logits = None
+            self.generation_config.return_dict_in_generate = False
 
     def get_input_embeddings(self) -> AdaptiveEmbedding:
         return self.transformer.embed_tokens
@@ -859,6 +887,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
@@ -900,7 +929,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, GenerationMixin):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, batch_size, max_length)
         cache = model_kwargs.get("past_key_values")
         if type(cache) is DynamicCache and not cache.offloading and not hasattr(cache, "_is_user_defined"):
-            cache = model_kwargs["past_key_values"] = memory_cache(self.config)
+            cache = model_kwargs["past_key_values"] = MemoryCache(self.config)
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 
@@ -1021,6 +1050,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,
             **kwargs,
         )
         scores = self.score(outputs.last_hidden_state)
@@ -1090,6 +1120,8 @@ def _targets(labels: Tensor | None, shift_labels: Tensor | None, shape: torch.Si
     for name, given in (("shift_labels", shift_labels), ("labels", labels)):
         if given is not None and given.shape != shape:
             raise ValueError(f"{name} are {tuple(given.shape)}, but the inputs are {tuple(shape)}")
+        if given is not None and given.is_floating_point():
+            raise ValueError(f"{name} are {given.dtype}, not token ids")
     if shift_labels is not None:
         return shift_labels
     return None if labels is None else labels[:, 1:]
