@@ -145,6 +145,37 @@ def test_warm_up_is_read_and_not_scored(length, segment_length, ext_len, data):
     assert result.nll == pytest.approx(losses.double().mean().item(), rel=1e-5)
 
 
+class Processes:
+    """Process `process_index` of an accelerate run, whose part is left as it is, for the test to sum up."""
+
+    def __init__(self, num_processes: int, process_index: int):
+        self.num_processes, self.process_index = num_processes, process_index
+
+    def reduce(self, tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+        assert reduction == "sum"
+        return tensor
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 60), st.integers(1, 9), st.integers(1, 5), st.integers(0, 3), st.data())
+def test_processes_share_the_streams(length, segment_length, num_processes, ext_len, data):
+    """Together they score what one does, in as many passes each, also where there are fewer streams than processes."""
+    batch_size = data.draw(st.integers(1, min(7, length - 1)))
+    arguments = (MODEL, text(length), segment_length, 8, batch_size)
+    parts, passes = [], []
+    hook = MODEL.register_forward_hook(lambda *_: passes.append(None))
+    try:
+        for index in range(num_processes):
+            accelerator = Processes(num_processes, index)
+            parts.append(evaluate_language_model(*arguments, ext_len=ext_len, accelerator=accelerator))
+    finally:
+        hook.remove()
+    whole = evaluate_language_model(*arguments, ext_len=ext_len)
+    assert sum(part.nll for part in parts) == pytest.approx(whole.nll, rel=1e-5)
+    assert {dataclasses.replace(part, nll=0.0) for part in parts} == {dataclasses.replace(whole, nll=0.0)}
+    assert len(passes) == num_processes * -(-(-(-length // batch_size) - 1) // segment_length)
+
+
 def test_settings_of_the_evaluation_only():
     configured = tiny_model(mem_len=6, clamp_len=3, same_length=True)
     expected = evaluate_language_model(configured, text(50), segment_length=4)

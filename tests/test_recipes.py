@@ -13,6 +13,7 @@ pytest.importorskip("datasets")
 
 from accelerate.state import AcceleratorState, GradientState
 
+import lm_setup
 import train_lm
 from lm_arguments import parse_arguments
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
@@ -62,7 +63,7 @@ def test_the_whole_model_has_the_published_size(name):
     [recipe] = [path for path in RECIPES if path.stem == name]
     arguments = parse_arguments([str(recipe), "--data", "data", "--output", "output"])
     vocab_size = next(size for corpus, size in VOCABULARIES.items() if name.startswith(corpus))
-    config = train_lm.make_config(arguments.model, vocab_size, "data")
+    config = lm_setup.make_config(arguments.model, vocab_size, "data")
     with torch.device("meta"):
         parameters = TransfoXLForCausalLM(config).num_parameters()
     assert parameters == pytest.approx(PUBLISHED[name] * 1e6, rel=0.005)

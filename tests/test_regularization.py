@@ -10,9 +10,11 @@ from transformers import HfArgumentParser, set_seed
 
 pytest.importorskip("accelerate")
 
-from trainer_process import RegularizedTrainer, make_arguments, make_text, read_losses, run
+from trainer_process import make_arguments, make_text, read_losses, run
+from trainer_process import make_model as make_small
 from txl_hf import TokenStream, TransfoXLModel
 from txl_hf.regularization import LockedDropout, RegularizationArguments, regularize
+from txl_hf.trainer import TransfoXLTrainer
 
 PTB = RegularizationArguments(
     word_dropout=0.2, input_dropout=0.6, attention_dropout=0.2, mlp_dropout=0.2, output_dropout=0.5, ar=0.2, tar=0.1
@@ -260,6 +262,17 @@ def test_compiled(make_model, make_ids):
     torch.testing.assert_close(results[0], results[1])
 
 
+def test_compiled_after_a_model_without(make_model, make_ids):
+    """torch would take the other model's code, which has no hooks."""
+    torch.compiler.reset()
+    ids = make_ids(2, 6)
+    torch.compile(make_model().train(), backend="aot_eager")(ids, labels=ids)
+    model = make_model().train()
+    regularizer = regularize(model, RegularizationArguments(ar=0.2))
+    torch.compile(model, backend="aot_eager")(ids, labels=ids)
+    assert regularizer.penalty() > 0
+
+
 def test_compiled_with_dropout(make_model, make_ids):
     torch.compiler.reset()
     model, ids = make_model().train(), make_ids(2, 6)
@@ -298,6 +311,36 @@ def test_wrapped_models(make_model, make_ids, head):
         regularize(torch.nn.Linear(2, 2), PTB)
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("built", ["model", "model_init"])
+def test_trainer(tmp_path, built, accumulation):
+    """Steps are those of a loop that adds the penalty to its loss; the losses that are logged are without it."""
+    activations = RegularizationArguments(ar=2.0, tar=1.0)
+    stream, model = TokenStream(make_text(301), 5, 4), make_small().train()
+    regularizer, expected, mems = regularize(model, activations), [], None
+    for step in range(5):
+        items = [stream[step * 4 + row] for row in range(4)]
+        batch = {name: torch.stack([item[name] for item in items]) for name in items[0]}
+        outputs = model(**batch, mems=mems)
+        mems = outputs.mems
+        (outputs.loss + regularizer.penalty(batch["shift_labels"])).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.5 * parameter.grad
+                parameter.grad = None
+        expected.append(outputs.loss.item())
+    arguments = make_arguments(
+        tmp_path, max_steps=5, optim="sgd", learning_rate=0.5, lr_scheduler_type="constant", max_grad_norm=0,
+        gradient_accumulation_steps=accumulation, per_device_train_batch_size=4 // accumulation,
+    )  # fmt: skip
+    source = {"model": make_small()} if built == "model" else {"model_init": lambda: make_small()}
+    trainer = TransfoXLTrainer(args=arguments, train_dataset=stream, regularization=activations, **source)
+    trainer.train()
+    found = [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    torch.testing.assert_close(dict(trainer.model.named_parameters()), dict(model.named_parameters()))
+
+
 def test_two_processes(tmp_path):
     """Without randomness the losses of one, penalty included; with everything on, no parameter is missed by DDP."""
     found = []
@@ -322,11 +365,8 @@ def test_resumed_bit_for_bit(make_model, tmp_path):
         set_seed(0)
         model = make_model(ext_len=3)
         stream = TokenStream(make_text(301), 5, 4, ext_len=3, varlen_seed=0)
-        trainer = RegularizedTrainer(
-            model, make_arguments(tmp_path, max_steps=8, save_strategy="steps", save_steps=5), train_dataset=stream
-        )
-        trainer.regularizer = regularize(model, PTB)
-        return trainer
+        arguments = make_arguments(tmp_path, max_steps=8, save_strategy="steps", save_steps=5)
+        return TransfoXLTrainer(model, arguments, train_dataset=stream, regularization=PTB)
 
     whole, resumed = trainer(), trainer()
     whole.train()

@@ -24,11 +24,12 @@ from accelerate.utils import set_seed
 from datasets import Dataset, DatasetDict, load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import lm_setup
 import train_lm
 from lm_arguments import parse_arguments, write_smoke_data
 from train_lm_process import run, start
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model
-from txl_hf.trainer import last_checkpoint
+from txl_hf.checkpoints import last_checkpoint
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MODEL = {
@@ -190,8 +191,8 @@ def test_text_stays_on_the_disk(tmp_path):
         [str(write_recipe(tmp_path / "recipe.yaml", cutoffs=None)), "--data", str(tmp_path), "--output", "x"]
     )
     before = pyarrow.total_allocated_bytes()
-    _, corpus = train_lm.load_data(tmp_path)
-    train_lm.check_texts(corpus, TransfoXLConfig(vocab_size=10, cutoffs=[]), arguments)
+    _, corpus = lm_setup.load_data(tmp_path)
+    lm_setup.check_texts(corpus, TransfoXLConfig(vocab_size=10, cutoffs=[]), arguments)
     stream = TokenStream(corpus["train"].with_format("numpy")["token_ids"], 100, 8)
     assert stream[len(stream) - 1]["input_ids"].shape == (100,)
     assert pyarrow.total_allocated_bytes() - before < 1_000_000
@@ -207,7 +208,7 @@ def write_tokenizer(folder: Path) -> Path:
 def test_rolled_streams():
     """Every epoch begins elsewhere, each stream at a place of its own, and reads all of every stream in its order."""
     text = np.arange(4 * 40)
-    stream = train_lm.RolledStream(text, 8, 4, seed=0)
+    stream = lm_setup.RolledStream(text, 8, 4, seed=0)
     begins = []
     for epoch in range(3):
         stream.set_epoch(epoch)
@@ -283,7 +284,7 @@ def test_averages(tmp_path, recipe, corpus, monkeypatch, kind):
         keep = 0.7 if kind == "ema" else count / (count + 1)
         expected = [keep * old + (1 - keep) * new for old, new in zip(expected, step_weights, strict=True)]
     model = AutoModelForCausalLM.from_pretrained(output)
-    optimizer = train_lm.make_optimizer(model, parse_arguments([str(recipe), "--smoke"]).optimization)
+    optimizer = lm_setup.make_optimizer(model, parse_arguments([str(recipe), "--smoke"]).optimization)
     found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for left, right in zip(found, expected, strict=True):
         torch.testing.assert_close(left.detach(), right)
@@ -313,7 +314,7 @@ def test_lamb_is_that_of_nvidia(weight_decay):
     parameters = [torch.nn.Parameter(scale * torch.randn(30, 5, generator=generator)) for scale in (0.1, 20.0, 0.0)]
     expected = [parameter.detach().double() for parameter in parameters]
     means, squares = ([torch.zeros(30, 5, dtype=torch.float64) for _ in parameters] for _ in range(2))
-    optimizer = train_lm.make_lamb(parameters, lr=0.01, betas=(0.9, 0.999), eps=1e-6, weight_decay=weight_decay)
+    optimizer = lm_setup.make_lamb(parameters, lr=0.01, betas=(0.9, 0.999), eps=1e-6, weight_decay=weight_decay)
     for _ in range(20):
         for i, parameter in enumerate(parameters):
             parameter.grad = torch.randn(30, 5, generator=generator)
@@ -337,7 +338,7 @@ def optimization(tmp_path, **changes):
 def test_adam_has_its_decay_in_the_gradient_and_adamw_beside_it(tmp_path, make_model, name, kind):
     model = make_model()
     arguments = optimization(tmp_path, optimizer=name, weight_decay=0.1, beta2=0.98, epsilon=1e-5)
-    optimizer = train_lm.make_optimizer(model, arguments)
+    optimizer = lm_setup.make_optimizer(model, arguments)
     assert type(optimizer) is kind
     for group in optimizer.param_groups:
         assert (group["weight_decay"], group["betas"], group["eps"]) == (0.1, (0.9, 0.98), 1e-5)
@@ -349,7 +350,7 @@ def test_schedules(tmp_path):
     def rates(**changes) -> list[float]:
         arguments = optimization(tmp_path, learning_rate=2.0, warmup_steps=4, **changes)
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-        scheduler = train_lm.make_scheduler(optimizer, arguments, 20)
+        scheduler = lm_setup.make_scheduler(optimizer, arguments, 20)
         found = []
         for _ in range(20):
             found.append(scheduler.get_last_lr()[0])
@@ -599,7 +600,7 @@ def test_folders_that_are_refused(tmp_path, capsys, recipe, corpus):
     message = refused(capsys, recipe, *options, output, "--resume", "--d_inner", "20")
     assert "has another model: resume with the recipe and options of the run" in message
     message = refused(capsys, recipe, *options, output, "--resume", "--batch_size", "2")
-    assert "is from a stream at" in message and "resume with the same text, --batch_size and lengths" in message
+    assert "is from a stream at" in message and "resume with the same text, batch size and lengths" in message
     assert (output / "recipe.yaml").read_text() == settings
 
 

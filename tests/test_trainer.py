@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, EarlyStoppingCallback
 import txl_hf.trainer
 from trainer_process import UnevenStream, make_arguments, make_model, make_text, read_losses, run, start
 from txl_hf import TokenStream, TransfoXLTrainer, evaluate_language_model
-from txl_hf.trainer import last_checkpoint
+from txl_hf.checkpoints import last_checkpoint
 
 CPU_0 = "Trainer loads an optimizer to cpu:0 here, which torch refuses"
 SGD = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "learning_rate": 0.1}
@@ -234,6 +234,7 @@ def test_logs(tmp_path):
         ({"gradient_accumulation_steps": 3}, "make it a multiple of 3"),
         ({"train_sampling_strategy": "group_by_length"}, "use 'sequential'"),
         ({"dataloader_drop_last": True}, "dataloader_drop_last=True.*set it to False"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True.*raise gradient_accumulation_steps"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1.*set it to 0"),
         ({"dataloader_num_workers": 1, "dataloader_in_order": False}, "set in_order=True"),
         (
@@ -305,16 +306,16 @@ def test_either_label_alone_gives_an_evaluation_loss(tmp_path, label):
     assert math.isfinite(trainer.evaluate()["eval_loss"])
 
 
-def test_predictions_are_logits_alone(tmp_path):
+@pytest.mark.parametrize("model_changes", [{}, {"output_logits": True}], ids=["default", "output_logits"])
+def test_predictions_are_logits_alone(tmp_path, model_changes):
+    """Also those of a model with cutoffs, which with labels computes none unless it is asked to."""
     shapes = []
 
     def compute_metrics(prediction):
         shapes.append((prediction.predictions.shape, prediction.label_ids.shape))
         return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
-    trainer = make_trainer(
-        tmp_path, model_changes={"output_logits": True}, trainer={"compute_metrics": compute_metrics}
-    )
+    trainer = make_trainer(tmp_path, model_changes=model_changes, trainer={"compute_metrics": compute_metrics})
     metrics = trainer.evaluate(TokenStream(make_text(81), 5, 4))
     assert shapes == [((16, 5, 61), (16, 5))] and 0 <= metrics["eval_accuracy"] <= 1
     assert trainer.predict(TokenStream(make_text(81), 5, 4)).predictions.shape == (16, 5, 61)
@@ -378,7 +379,7 @@ def test_incomplete_checkpoints_are_skipped(tmp_path, saved_run, monkeypatch, da
         else:
             (folder / ("rng_state.pth" if damage == "missing" else "checkpoint_files.json")).unlink()
     warnings = []
-    monkeypatch.setattr(txl_hf.trainer.logger, "warning", warnings.append)
+    monkeypatch.setattr(txl_hf.checkpoints.logger, "warning", warnings.append)
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-5")
     assert len(warnings) == 2 and all("incomplete" in warning for warning in warnings)
     with pytest.raises(ValueError, match="checkpoint-12 cannot be resumed: it is incomplete"):
@@ -396,7 +397,7 @@ def test_nothing_to_resume(tmp_path, saved_run):
     make_trainer(tmp_path, save_only_model=True, **SAVING).train()
     with pytest.raises(ValueError, match="holds the model only"):
         make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
-    with pytest.raises(ValueError, match="same text and the same arguments of the stream"):
+    with pytest.raises(ValueError, match="same text, batch size and lengths"):
         make_trainer(tmp_path, stream=TokenStream(make_text(401), 5, 4)).train(
             resume_from_checkpoint=str(saved_run[0] / "checkpoint-10")
         )

@@ -13,6 +13,7 @@ import torch
 from accelerate.state import DistributedType, PartialState
 
 import train_lm
+from txl_hf import checkpoints
 
 context = multiprocessing.get_context("forkserver")
 FOLDERS = (Path(__file__).parent, Path(train_lm.__file__).parent)
@@ -93,5 +94,5 @@ def _kill_at(operation: int):
     os.replace = counted(os.replace)
     shutil.rmtree = counted(shutil.rmtree)
     os.unlink = counted(os.unlink)
-    train_lm.save_file = counted(train_lm.save_file)
+    checkpoints.save_file = counted(checkpoints.save_file)
     Path.write_text = counted(Path.write_text)

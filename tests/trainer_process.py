@@ -18,7 +18,7 @@ from transformers.trainer_utils import set_seed
 from transformers.utils import logging
 
 from conftest import SMALL
-from txl_hf import RegularizationArguments, TokenStream, TransfoXLConfig, TransfoXLForCausalLM, regularize
+from txl_hf import RegularizationArguments, TokenStream, TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.trainer import TransfoXLTrainer
 
 context = multiprocessing.get_context("forkserver")
@@ -34,16 +34,6 @@ class UnevenStream(TokenStream):
         if index // self.batch_size % 2:
             item["shift_labels"][item["shift_labels"] >= 30] = -100
         return item
-
-
-class RegularizedTrainer(TransfoXLTrainer):
-    """With the penalty of its `regularizer` in every loss."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        if model.training:
-            loss = loss + self.regularizer.penalty(inputs["shift_labels"])
-        return (loss, outputs) if return_outputs else loss
 
 
 class LossFile(TrainerCallback):
@@ -107,14 +97,14 @@ def train(
     if arguments.fsdp:
         # accelerate shards on every device but the CPU, though torch can.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    trainer = RegularizedTrainer(
+    trainer = TransfoXLTrainer(
         make_model(**(model or {})),
         arguments,
         train_dataset=stream(make_text(tokens), 5, batch_size),
         eval_dataset=stream(make_text(201, seed=1), 5, batch_size, keep_remainder=True),
         callbacks=[LossFile(output / "losses.jsonl")],
+        regularization=RegularizationArguments(**regularization) if regularization else None,
     )
-    trainer.regularizer = regularize(trainer.model, RegularizationArguments(**(regularization or {})))
     trainer.train(resume_from_checkpoint=resume)
     assert bool(arguments.fsdp) == isinstance(trainer.model, FSDPModule)
     assert bool(arguments.deepspeed) == trainer.is_deepspeed_enabled
@@ -136,13 +126,13 @@ def _kill_at(operation: int):
 
         return wrapper
 
-    import txl_hf.trainer as trainer
+    from txl_hf import checkpoints
 
     torch.save = counted(torch.save)
     os.replace = counted(os.replace)
     shutil.rmtree = counted(shutil.rmtree)
     os.unlink = counted(os.unlink)
-    trainer.save_file = counted(trainer.save_file)
+    checkpoints.save_file = counted(checkpoints.save_file)
     Path.write_text = counted(Path.write_text)
 
 

@@ -1,20 +1,26 @@
 """Perplexity and bits per token of a text, read segment by segment with memory."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from tqdm.auto import tqdm
 
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .streams import check_sizes, check_tokens, read_tokens
 
 __all__ = ["LanguageModelEvaluation", "evaluate_language_model"]
+
+# The softmax reads all of its tables, hundreds of MB for a large vocabulary, however few tokens it has to score. So it
+# waits until several short segments have been read.
+TOKENS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,7 @@ def evaluate_language_model(
     ext_len: int | None = None,
     clamp_len: int | None = None,
     same_length: bool | None = None,
+    accelerator: Any = None,
     progress: bool = False,
 ) -> LanguageModelEvaluation:
     """Score a text with memory.
@@ -113,7 +120,9 @@ def evaluate_language_model(
         batch_size: B ≥ 1, streams read in parallel.
         warm_up: tokens at the start of each stream that fill the memory and are not scored; the first never is.
         ext_len, clamp_len, same_length: as in the configuration. None: the model's.
-        progress: show a progress bar.
+        accelerator: an `accelerate.Accelerator` whose processes share the streams out among them. All must call this,
+            and all get the result of the whole text. None: this process reads all streams.
+        progress: show a progress bar, of this process's streams.
 
     Raises:
         ValueError: the text is empty, leaves nothing to score, is no sequence of integers, or holds an id outside the
@@ -123,28 +132,38 @@ def evaluate_language_model(
     check_tokens(token_ids)
     if len(token_ids) < batch_size:
         raise ValueError(f"batch_size={batch_size} streams are more than the text has tokens ({len(token_ids)})")
-    tokens = _scored_tokens(len(token_ids), batch_size, warm_up)
+    streams = _streams(len(token_ids), batch_size)
+    tokens = _scored_tokens(streams, warm_up)
+    if tokens == 0:
+        first = f"the first warm_up={warm_up} tokens" if warm_up > 1 else "the first token"
+        raise ValueError(
+            f"nothing to score: the text has {len(token_ids)} tokens, and {first} of each of the "
+            f"batch_size={batch_size} streams are not scored"
+        )
+    share = streams if accelerator is None else _share(streams, accelerator.num_processes, accelerator.process_index)
+    # All processes take as many passes, which a sharded model needs.
+    length = streams[0].stop - streams[0].start - 1
     _check_vocabulary(token_ids, model.config.vocab_size)
     with (
         _settings(
             model, mem_len=memory_length, ext_len=ext_len, clamp_len=clamp_len, same_length=same_length
         ) as config,
-        tqdm(total=tokens, unit="token", desc="evaluate", disable=not progress) as bar,
+        tqdm(total=_scored_tokens(share, warm_up), unit="token", desc="evaluate", disable=not progress) as bar,
         torch.no_grad(),
     ):
         total = torch.zeros((), dtype=torch.float64, device=model.device)
-        memory: dict[str, Any] = {}
-        for input_ids, shift_labels in _passes(token_ids, segment_length, batch_size, config.ext_len, warm_up):
-            outputs = model(
-                input_ids=input_ids.to(model.device),
-                shift_labels=shift_labels.to(model.device),
-                use_cache=config.ext_len == 0,
-                **memory,
-            )
-            memory = {name: outputs[name] for name in ("mems", "past_key_values") if outputs.get(name) is not None}
+        scored = _read(model, _passes(token_ids, share, length, segment_length, config.ext_len, warm_up))
+        # As many passes at a time in every process, whichever streams it has.
+        while group := list(islice(scored, max(1, TOKENS_AT_ONCE // (batch_size * segment_length)))):
+            hidden_states, targets = (torch.cat(parts) for parts in zip(*group, strict=True))
+            if isinstance(model, FSDPModule):
+                # After a forward the shards of the softmax, which is about to be called by itself, are apart again.
+                model.unshard()
             # Not read before the end, so that an accelerator need not wait for the processor.
-            total += outputs.losses.double().sum().to(total.device)
-            bar.update(int((shift_labels != -100).sum()))
+            total += model.lm_head(hidden_states, targets).double().sum().to(total.device)
+            bar.update(len(targets))
+        if accelerator is not None:
+            total = accelerator.reduce(total, "sum")
         return LanguageModelEvaluation(
             nll=total.item() / tokens,
             tokens=tokens,
@@ -159,39 +178,65 @@ def evaluate_language_model(
         )
 
 
-def _scored_tokens(text_tokens: int, batch_size: int, warm_up: int) -> int:
-    """How many tokens are scored; a ValueError where that is none."""
+def _read(
+    model: TransfoXLForCausalLM, passes: Iterable[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The hidden states (n, D) that predict the n scored tokens of each pass, and these tokens, (n,)."""
+    memory: dict[str, Any] = {}
+    nowhere = torch.empty(0, dtype=torch.long, device=model.device)
+    for input_ids, shift_labels in passes:
+        outputs = model(
+            input_ids=input_ids.to(model.device),
+            use_cache=model.config.ext_len == 0,
+            output_hidden_states=True,
+            logits_to_keep=nowhere,
+            **memory,
+        )
+        memory = {name: outputs[name] for name in ("mems", "past_key_values") if outputs.get(name) is not None}
+        shift_labels = shift_labels.flatten()
+        # Found on the host, where the tokens are, so that it need not wait for an accelerator.
+        places = (shift_labels != -100).nonzero()[:, 0]
+        hidden_states = outputs.hidden_states[-1].flatten(0, 1)
+        yield (
+            hidden_states.index_select(0, places.to(hidden_states.device)),
+            shift_labels[places].to(hidden_states.device),
+        )
+
+
+def _streams(text_tokens: int, batch_size: int) -> list[range]:
+    """Where each stream is in the text. The first are one token longer than the others, where it does not divide."""
+    shorter, longer = divmod(text_tokens, batch_size)
+    starts = [row * shorter + min(row, longer) for row in range(batch_size + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def _scored_tokens(streams: list[range], warm_up: int) -> int:
     if not isinstance(warm_up, int) or warm_up < 0:
         raise ValueError(f"warm_up={warm_up!r} must be an integer of at least 0")
-    unscored = max(warm_up, 1)
-    shorter, longer = divmod(text_tokens, batch_size)
-    tokens = longer * max(shorter + 1 - unscored, 0) + (batch_size - longer) * max(shorter - unscored, 0)
-    if tokens == 0:
-        first = f"the first warm_up={warm_up} tokens" if warm_up > 1 else "the first token"
-        raise ValueError(
-            f"nothing to score: the text has {text_tokens} tokens, and {first} of each of the "
-            f"batch_size={batch_size} streams are not scored"
-        )
-    return tokens
+    return sum(max(0, len(stream) - max(warm_up, 1)) for stream in streams)
+
+
+def _share(streams: list[range], num_processes: int, process_index: int) -> list[range]:
+    """The streams of one process; where there are fewer than processes, for some of them one without tokens."""
+    first, stop = (len(streams) * index // num_processes for index in (process_index, process_index + 1))
+    return streams[first:stop] or [range(0)]
 
 
 def _passes(
-    token_ids, segment_length: int, batch_size: int, ext_len: int, warm_up: int
+    token_ids, streams: list[range], length: int, segment_length: int, ext_len: int, warm_up: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """input_ids and shift_labels of each pass, both (B, e + L) with e ≤ ext_len tokens that are read again.
 
-    Streams one token shorter than the first end in a padding that nothing after it reads.
+    Streams with fewer than `length` labels end in a padding that nothing after it reads.
     """
-    shorter, longer = divmod(len(token_ids), batch_size)
-    starts = [row * shorter + min(row, longer) for row in range(batch_size + 1)]
-    length = starts[1] - 1
     for begin in range(0, length, segment_length):
         end = min(begin + segment_length, length)
         reread = max(0, begin - ext_len)
-        rows = torch.full((batch_size, end + 1 - reread), -100)
-        for row, (start, stop) in zip(rows, zip(starts, starts[1:], strict=False), strict=True):
-            tokens = read_tokens(token_ids, start + reread, min(start + end + 1, stop))
-            row[: len(tokens)] = tokens
+        rows = torch.full((len(streams), end + 1 - reread), -100)
+        for row, stream in zip(rows, streams, strict=True):
+            part = stream[reread : end + 1]
+            if part:
+                row[: len(part)] = read_tokens(token_ids, part.start, part.stop)
         shift_labels = rows[:, 1:].clone()
         shift_labels[:, : max(begin, warm_up - 1) - reread] = -100
         yield rows[:, :-1].clamp(min=0), shift_labels

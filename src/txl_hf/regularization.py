@@ -106,6 +106,9 @@ class Regularizer:
             self._hooks.append(transformer.embed_tokens.register_forward_hook(self._drop_words))
         if arguments.ar or arguments.tar:
             self._hooks.append(transformer.output_dropout.register_forward_hook(self._keep_outputs))
+        if self._hooks:
+            # What was compiled before, of this model or another, would be run again without a look for hooks.
+            torch.compiler.reset()
 
     def penalty(self, shift_labels: Tensor | None = None) -> Tensor:
         """AR and TAR of the last forward in training mode: a scalar in fp32, to be added to its loss.

@@ -1,9 +1,7 @@
 """`Trainer` with memory: what each stream remembers is carried from step to step, evaluated apart, and saved."""
 
-import json
 import math
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -13,27 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints
-from transformers.utils import logging
 
+from .checkpoints import (
+    UNFINISHED_PREFIX,
+    checkpoint_problem,
+    finish_checkpoint,
+    last_checkpoint,
+    load_mems,
+    save_mems,
+)
 from .modeling_transfo_xl import TransfoXLPreTrainedModel
+from .regularization import RegularizationArguments, Regularizer, regularize
 from .streams import check_loader
 
-__all__ = ["TransfoXLTrainer", "last_checkpoint"]
-
-logger = logging.get_logger(__name__)
-
-MEMS_NAME = "mems.safetensors"
-# Written last: the files of a complete checkpoint and their sizes.
-MANIFEST_NAME = "checkpoint_files.json"
-# Where checkpoints are written until they are complete; uploads of the output directory leave out what begins so.
-UNFINISHED_PREFIX = "_unfinished"
+__all__ = ["TransfoXLTrainer"]
 
 
 @dataclass
@@ -84,6 +80,8 @@ class TransfoXLTrainer(Trainer):
       `eval_loss` is the mean over all targets likewise.
     * Logs gain `perplexity`, `bits_per_token` (bits per character of a character-level model) and
       `tokens_per_second`, without the time for evaluating and saving; evaluations gain the same and `tokens`.
+    * `regularization` puts the regularisers of small corpora around the model, as `regularize` does, and adds their
+      penalty to what is minimised: its mean over micro-batches and processes. The losses that are logged are without.
     * Checkpoints hold the memory, in the order of the streams so that another number of processes or of accumulation
       steps can go on, and appear under their name when they are complete. Older ones go only after that.
       `train(resume_from_checkpoint=True)` takes the last complete one.
@@ -92,8 +90,13 @@ class TransfoXLTrainer(Trainer):
         ValueError: settings under which memory cannot be carried; the message names the fix.
     """
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, regularization: RegularizationArguments | None = None, **kwargs):
+        self._regularization = regularization
+        self._regularizer: Regularizer | None = None
+        self._penalty: Tensor | float = 0.0
         super().__init__(*args, **kwargs)
+        if regularization is not None and self._regularizer is None:
+            self._regularizer = regularize(self.model, regularization)
         _check_arguments(self.args)
         if self.args.label_names is None:
             self.label_names = ["shift_labels"]
@@ -103,6 +106,12 @@ class TransfoXLTrainer(Trainer):
         self._tokens: Tensor | int = 0
         self._counted_since = time.perf_counter()
         self.add_callback(_EpochMemory(self))
+
+    def call_model_init(self, trial=None):
+        model = super().call_model_init(trial)
+        if self._regularization is not None:
+            self._regularizer = regularize(model, self._regularization)
+        return model
 
     def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None, *args, **kwargs):
         """As `Trainer.train`, but only a complete checkpoint is resumed; with True, the last complete one.
@@ -117,7 +126,7 @@ class TransfoXLTrainer(Trainer):
                     f"{self.args.output_dir} holds no complete checkpoint of TransfoXLTrainer: train without "
                     "resume_from_checkpoint"
                 )
-        elif resume_from_checkpoint and (problem := _problem(Path(resume_from_checkpoint))):
+        elif resume_from_checkpoint and (problem := checkpoint_problem(Path(resume_from_checkpoint))):
             raise ValueError(
                 f"{resume_from_checkpoint} cannot be resumed: {problem}; resume_from_checkpoint=True takes the last "
                 "complete one, from_pretrained its weights alone"
@@ -215,11 +224,18 @@ class TransfoXLTrainer(Trainer):
             inputs = {**inputs, "mems": mems}
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         self._memory.replace(self._detach(outputs.get("mems")))
+        if self._regularizer is not None and model.training:
+            penalty = self._regularizer.penalty(inputs.get("shift_labels")) / self.current_gradient_accumulation_steps
+            loss, self._penalty = loss + penalty, penalty.detach()
         if not model.training and outputs.get("losses") is not None:
             targets = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
             self._memory.nll += outputs["losses"].sum().item()
             self._memory.targets += int((targets != -100).sum())
         return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, *args, **kwargs) -> Tensor:
+        # What is logged is the likelihood alone, so that its exponential is a perplexity.
+        return super().training_step(*args, **kwargs) - self._penalty
 
     def _detach(self, mems: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
         if mems is None:
@@ -278,6 +294,10 @@ class TransfoXLTrainer(Trainer):
         if ignore_keys is None:
             # Memory is no prediction.
             ignore_keys = ["past_key_values", "mems", "losses"]
+        self._set_signature_columns_if_needed()
+        if not prediction_loss_only and "output_logits" in self._signature_columns:
+            # With labels, a model with cutoffs would compute the loss alone.
+            inputs = {**inputs, "output_logits": True}
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -359,78 +379,21 @@ class TransfoXLTrainer(Trainer):
         return position
 
     def _save_memory(self, folder: Path):
-        """Write the mems of all streams, (G, m, D) for each layer, row g those of stream g."""
-        position, tensors = self._position(), {}
-        if position["step"] > 0 and self._memory.mems[0] is not None:
-            for layer in range(len(self._memory.mems[0])):
-                states = torch.cat([self.accelerator.gather(mems[layer].contiguous()) for mems in self._memory.mems])
-                if self.args.should_save:
-                    tensors[str(layer)] = states.cpu()
+        position, mems = self._position(), self._memory.mems
+        layers = []
+        # At the end of an epoch nothing is remembered any more.
+        if position["step"] > 0 and mems[0] is not None:
+            for states in zip(*mems, strict=True):
+                layers.append(torch.cat([self.accelerator.gather(part.contiguous()) for part in states]).cpu())
         if self.args.should_save:
-            save_file(tensors, folder / MEMS_NAME, metadata={"position": json.dumps(position)})
+            save_mems(folder, layers, position)
 
     def _load_memory(self, folder: Path) -> list[tuple[Tensor, ...] | None]:
         """The mems of each micro-batch of this process."""
         micro_batches, position = self.args.gradient_accumulation_steps, self._position()
         rows = position["batch_size"] // (micro_batches * self.args.world_size)
-        with safe_open(folder / MEMS_NAME, "pt") as file:
-            saved = json.loads(file.metadata()["position"])
-            if saved != position:
-                raise ValueError(
-                    f"{folder} is from a stream at {saved}, but the train_dataset would go on at {position}: resume "
-                    "with the same text and the same arguments of the stream"
-                )
-            layers = [file.get_slice(str(layer)) for layer in range(len(file.keys()))]
-            if not layers:
-                return [None] * micro_batches
-            starts = [(a * self.args.world_size + self.args.process_index) * rows for a in range(micro_batches)]
-            return [tuple(states[start : start + rows].to(self.args.device) for states in layers) for start in starts]
-
-
-def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """The complete checkpoint of the most steps in a directory, or None. Incomplete ones are warned of."""
-    checkpoints = []
-    for pattern in (f"{PREFIX_CHECKPOINT_DIR}-*", f"{UNFINISHED_PREFIX}-*/{PREFIX_CHECKPOINT_DIR}-*"):
-        for path in Path(output_dir).glob(pattern):
-            if match := re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name):
-                checkpoints.append((int(match[1]), path))
-    # Stable, so that of two with the same steps the renamed one comes first.
-    for _, path in sorted(checkpoints, key=lambda checkpoint: -checkpoint[0]):
-        problem = _problem(path)
-        if problem is None:
-            return str(path)
-        logger.warning(f"skipping {path}: {problem}")
-    return None
-
-
-def _problem(folder: Path) -> str | None:
-    """Why training cannot go on from a checkpoint, or None."""
-    if not folder.is_dir():
-        return "it does not exist"
-    try:
-        sizes = json.loads((folder / MANIFEST_NAME).read_text())
-    except (OSError, ValueError):
-        return f"it is incomplete, or not of TransfoXLTrainer ({MANIFEST_NAME} is missing)"
-    for name, size in sizes.items():
-        file = folder / name
-        if not file.is_file() or file.stat().st_size != size:
-            return f"it is incomplete ({name} is missing or truncated)"
-    if MEMS_NAME not in sizes:
-        return "it holds the model only (save_only_model=True)"
-    return None
-
-
-def finish_checkpoint(written: Path, final: Path):
-    """Give a checkpoint that is written its list of files and its name."""
-    sizes = {
-        path.relative_to(written).as_posix(): path.stat().st_size for path in written.rglob("*") if path.is_file()
-    }
-    (written / MANIFEST_NAME).write_text(json.dumps(sizes, indent=1))
-    if final.exists():
-        # From an earlier run. A folder cannot take the place of another in one go; killed in between,
-        # `last_checkpoint` finds the new one where it was written.
-        os.replace(final, written.parent / "replaced")
-    os.replace(written, final)
+        starts = [(a * self.args.world_size + self.args.process_index) * rows for a in range(micro_batches)]
+        return load_mems(folder, position, starts, rows, self.args.device)
 
 
 def _figures(nll: float) -> dict[str, float]:
@@ -446,6 +409,11 @@ def _check_arguments(args: TrainingArguments):
         )
     if args.dataloader_drop_last:
         raise ValueError("dataloader_drop_last=True would drop segments in the middle of a text: set it to False")
+    if args.auto_find_batch_size:
+        raise ValueError(
+            "auto_find_batch_size=True would change how many streams there are: set it to False, and where memory is "
+            "short lower per_device_train_batch_size and raise gradient_accumulation_steps"
+        )
     if args.n_gpu > 1:
         raise ValueError(
             f"DataParallel over {args.n_gpu} GPUs mixes the rows of streams: start one process per GPU with torchrun "

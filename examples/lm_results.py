@@ -1,0 +1,151 @@
+"""What a run of `train_lm.py` leaves: the folder of the run, its log and plot, and what the finished model scores."""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+import yaml
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM
+
+from lm_arguments import Arguments, EvaluationArguments, RunArguments
+from txl_hf import TransfoXLForCausalLM, evaluate_language_model
+from txl_hf.checkpoints import UNFINISHED_PREFIX
+from txl_hf.evaluation import LanguageModelEvaluation
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
+
+RECIPE, LOG, PLOT, RESULTS, BEST = "recipe.yaml", "log.jsonl", "training.png", "results.json", "best"
+
+# --- folder ----------------------------------------------------------------------------------------------------------
+
+
+def check_output(output: Path, run: RunArguments):
+    """Raise a FileExistsError if something would be lost."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not (output / RECIPE).is_file():
+        raise FileExistsError(f"--output {output} exists and is not from train_lm.py: choose another folder")
+    if not (run.resume or run.overwrite):
+        raise FileExistsError(f"--output {output} is in use: go on with --resume, or start again with --overwrite")
+
+
+def open_output(output: Path, arguments: Arguments):
+    """Make the folder of the run, or write the settings that it goes on with."""
+    if arguments.run.overwrite:
+        shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True, exist_ok=True)
+    settings = {name: value for name, value in arguments.as_dict().items() if name not in ("resume", "overwrite")}
+    replace_text(output / RECIPE, yaml.safe_dump(settings, sort_keys=False))
+
+
+# --- scores ----------------------------------------------------------------------------------------------------------
+
+
+def evaluate(
+    model: TransfoXLForCausalLM,
+    token_ids,
+    arguments: EvaluationArguments,
+    memory_length: int | None = None,
+    accelerator: Accelerator | None = None,
+    progress: bool = False,
+) -> LanguageModelEvaluation:
+    """With the lengths of the recipe, or another memory length; by one process, or shared out among all."""
+    return evaluate_language_model(
+        model,
+        token_ids,
+        segment_length=arguments.eval_tgt_len or model.config.tgt_len,
+        memory_length=arguments.eval_mem_len if memory_length is None else memory_length,
+        batch_size=arguments.eval_batch_size,
+        ext_len=arguments.eval_ext_len,
+        clamp_len=arguments.eval_clamp_len,
+        same_length=arguments.eval_same_length,
+        accelerator=accelerator,
+        progress=progress,
+    )
+
+
+def finish(output: Path, texts: dict, arguments: Arguments):
+    """Put the best model into its place, and say and write what it scores."""
+    if (output / BEST).exists():
+        for path in (output / BEST).iterdir():
+            os.replace(path, output / path.name)
+        (output / RESULTS).unlink(missing_ok=True)
+        (output / BEST).rmdir()
+    if not (output / RESULTS).exists():
+        replace_text(output / RESULTS, json.dumps(score(output, texts, arguments.evaluation), indent=1) + "\n")
+    results, metric = json.loads((output / RESULTS).read_text()), arguments.evaluation.metric
+    for split in ("validation", "test"):
+        print(f"{split}: {metric} {results[split][metric]:.3f}")
+    for result in results["memory_lengths"]:
+        print(f"test with memory {result['memory_length']}: {metric} {result[metric]:.3f}")
+
+
+def score(folder: Path, texts: dict, arguments: EvaluationArguments) -> dict[str, Any]:
+    """What the model in a folder scores on the validation and the test text, and with other memory lengths."""
+    model = AutoModelForCausalLM.from_pretrained(folder).to("cuda" if torch.cuda.is_available() else "cpu")
+    results: dict[str, Any] = {
+        split: describe(evaluate(model, texts[split], arguments, progress=True)) for split in ("validation", "test")
+    }
+    results["memory_lengths"] = [
+        describe(evaluate(model, texts["test"], arguments, memory_length, progress=True))
+        for memory_length in arguments.eval_memory_lengths
+    ]
+    return results
+
+
+def describe(evaluation: LanguageModelEvaluation) -> dict[str, float]:
+    return {**dataclasses.asdict(evaluation), **figures(evaluation.nll)}
+
+
+def figures(nll: float, prefix: str = "") -> dict[str, float]:
+    """Other ways to say a mean negative log-likelihood in nats."""
+    perplexity = math.exp(nll) if nll < 709 else math.inf
+    return {f"{prefix}perplexity": perplexity, f"{prefix}bits_per_token": nll / math.log(2)}
+
+
+# --- log -------------------------------------------------------------------------------------------------------------
+
+
+def read_log(path: Path) -> list[dict[str, float]]:
+    """The lines of a log; one that a killed process left half-written is none."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def cut_log(path: Path, step: int):
+    """Forget what came after a step, because it will come again."""
+    replace_text(path, "".join(json.dumps(line) + "\n" for line in read_log(path) if line["step"] <= step))
+
+
+def replace_text(path: Path, text: str):
+    """Write a file as a whole or not at all."""
+    aside = path.with_name(f"{UNFINISHED_PREFIX}-{path.name}")
+    aside.write_text(text)
+    os.replace(aside, path)
+
+
+def plot(log: list[dict[str, float]], path: Path, metric: str):
+    """Training and validation against the tokens learned from."""
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for name, key, marker in (("training", metric, ""), ("validation", f"validation_{metric}", ".")):
+        points = [(line["tokens"], line[key]) for line in log if key in line]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker=marker, label=name)
+    axes.set_xlabel("tokens learned from")
+    axes.set_ylabel(metric.replace("_", " "))
+    if metric == "perplexity":
+        axes.set_yscale("log")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    aside = path.with_name(f"{UNFINISHED_PREFIX}-{path.name}")
+    figure.savefig(aside, dpi=150)
+    os.replace(aside, path)
+    plt.close(figure)

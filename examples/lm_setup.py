@@ -1,0 +1,214 @@
+"""What a run of `train_lm.py` is made of. What cannot be is refused with a ValueError or an OSError."""
+
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow.compute
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
+
+from lm_arguments import CHANGEABLE, SPLITS, Arguments, ModelArguments, OptimizationArguments, RunArguments
+from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM
+from txl_hf.streams import read_tokens
+
+# --- text and streams ------------------------------------------------------------------------------------------------
+
+
+def load_data(folder: Path) -> tuple[PreTrainedTokenizerBase, datasets.DatasetDict]:
+    """What prepare_corpus.py wrote; token ids stay on the disk."""
+    if not folder.is_dir():
+        problem = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise FileNotFoundError(f"--data {folder} {problem}: write one with examples/prepare_corpus.py")
+    try:
+        corpus = datasets.load_from_disk(str(folder))
+    except IndexError as error:
+        # This is how it meets a split without rows.
+        raise ValueError(f"--data {folder}: the text of a split is empty") from error
+    for split in SPLITS:
+        if split not in corpus:
+            raise ValueError(f"--data {folder} has no split {split!r}, only {', '.join(map(repr, corpus))}")
+        if "token_ids" not in corpus[split].column_names:
+            raise ValueError(f"--data {folder}: the split {split!r} has no column 'token_ids'")
+    return AutoTokenizer.from_pretrained(folder), corpus
+
+
+def check_texts(corpus: datasets.DatasetDict, config: TransfoXLConfig, arguments: Arguments):
+    """Raise a ValueError for what training or evaluation would stumble over hours later."""
+    batch_size = arguments.evaluation.eval_batch_size
+    for split in SPLITS:
+        tokens = len(corpus[split])
+        if split != "train" and tokens <= batch_size:
+            raise ValueError(f"the {split} text has {tokens} tokens, too few for --eval_batch_size {batch_size}")
+        ids = pyarrow.compute.min_max(corpus[split].data.column("token_ids")).as_py()
+        if ids["min"] < 0 or ids["max"] >= config.vocab_size:
+            raise ValueError(
+                f"the {split} text holds token ids from {ids['min']} to {ids['max']}, outside the vocabulary "
+                f"[0, {config.vocab_size})"
+            )
+
+
+class RolledStream(TokenStream):
+    """In every epoch each stream begins at a place of its own, drawn anew, and wraps around (NVIDIA's --roll)."""
+
+    def __init__(self, *args, seed: int, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seed = seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int):
+        self.length = self.steps * self.segment_length
+        self.shifts = np.random.default_rng([self.seed, epoch]).integers(self.length, size=self.batch_size)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        step, row = divmod(index, self.batch_size)
+        begin = (step * self.segment_length + int(self.shifts[row])) % self.length
+        end = begin + self.segment_length + 1
+        start = row * self.length
+        tokens = read_tokens(self.token_ids, start + begin, start + min(end, self.length))
+        if end > self.length:
+            tokens = torch.cat([tokens, read_tokens(self.token_ids, start, start + end - self.length)])
+        return {"input_ids": tokens[:-1], "shift_labels": tokens[1:].clone()}
+
+
+def make_stream(token_ids, config: TransfoXLConfig, arguments: Arguments) -> TokenStream:
+    data, seed = arguments.data, arguments.run.seed
+    if data.roll:
+        if data.varlen or config.ext_len:
+            raise ValueError("--roll goes together with neither --varlen nor --ext_len")
+        return RolledStream(token_ids, config.tgt_len, data.batch_size, seed=seed)
+    varlen_seed = seed if data.varlen else None
+    return TokenStream(token_ids, config.tgt_len, data.batch_size, ext_len=config.ext_len, varlen_seed=varlen_seed)
+
+
+def make_loader(stream: TokenStream, accelerator: Accelerator, batch_chunk: int) -> DataLoader:
+    rows, left = divmod(stream.batch_size, accelerator.num_processes * batch_chunk)
+    if left:
+        raise ValueError(
+            f"--batch_size {stream.batch_size} must be a multiple of {accelerator.num_processes} process(es) × "
+            f"--batch_chunk {batch_chunk}"
+        )
+    # With a generator of its own it leaves the one of dropout alone.
+    return DataLoader(stream, batch_size=rows * batch_chunk, generator=torch.Generator())
+
+
+# --- model and accelerator -------------------------------------------------------------------------------------------
+
+
+def make_config(arguments: ModelArguments, vocab_size: int, data: str) -> TransfoXLConfig:
+    """Of a new model, or of a checkpoint with the settings that may change."""
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    source = given.pop("model_name_or_path", None)
+    if source is None:
+        if given["cutoffs"] and given["cutoffs"][-1] >= vocab_size:
+            raise ValueError(
+                f"the vocabulary of --data {data} has {vocab_size} tokens, fewer than the recipe's cutoffs "
+                f"{given['cutoffs']}: give smaller ones with --cutoffs, or none with --cutoffs alone"
+            )
+        return TransfoXLConfig(vocab_size=vocab_size, eos_token_id=None, **{"d_embed": arguments.d_model, **given})
+    config = AutoConfig.from_pretrained(source)
+    if not isinstance(config, TransfoXLConfig):
+        raise ValueError(f"--model_name_or_path {source} is no Transformer-XL, but a {config.model_type} model")
+    if vocab_size > config.vocab_size:
+        raise ValueError(
+            f"the vocabulary of --data {data} has {vocab_size} tokens, but --model_name_or_path {source} has "
+            f"{config.vocab_size}: prepare the text with the tokenizer of the model"
+        )
+    for name, value in given.items():
+        if name in CHANGEABLE:
+            setattr(config, name, value)
+        elif value not in ([], getattr(config, name)):
+            raise ValueError(f"--{name} is {value}, but {getattr(config, name)} in {source}: leave it out")
+    return config
+
+
+def make_model(config: TransfoXLConfig, arguments: ModelArguments, run: RunArguments) -> TransfoXLForCausalLM:
+    settings = {} if run.attn_implementation is None else {"attn_implementation": run.attn_implementation}
+    if arguments.model_name_or_path is not None:
+        name = arguments.model_name_or_path
+        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32, **settings)
+    else:
+        model = AutoModelForCausalLM.from_config(config, **settings)
+    if run.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def make_accelerator(arguments: Arguments) -> Accelerator:
+    run = arguments.run
+    accelerator = Accelerator(
+        # accelerate's launcher does not tell its processes that they are to train together without an accelerator.
+        cpu=not torch.accelerator.is_available(),
+        mixed_precision=run.mixed_precision,
+        dynamo_backend=run.dynamo_backend,
+        # The last step of an epoch is like all others.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            arguments.data.batch_chunk, sync_with_dataloader=False
+        ),
+        log_with="tensorboard",
+        project_dir=run.output,
+    )
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # It clips by itself.
+        clip = arguments.optimization.max_grad_norm
+        accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"] = clip
+    return accelerator
+
+
+# --- optimiser -------------------------------------------------------------------------------------------------------
+
+
+def make_optimizer(model: TransfoXLForCausalLM, arguments: OptimizationArguments) -> torch.optim.Optimizer:
+    """Adam with L2 regularisation, AdamW, or NVIDIA's LAMB. Tables of embeddings can have a rate of their own."""
+    tables = list(model.get_input_embeddings().emb_layers.parameters())
+    others = [parameter for parameter in model.parameters() if all(parameter is not table for table in tables)]
+    groups = [
+        {"params": others},
+        {"params": tables, "lr": arguments.learning_rate * arguments.embedding_lr_factor},
+    ]
+    settings = {
+        "lr": arguments.learning_rate,
+        "betas": (arguments.beta1, arguments.beta2),
+        "weight_decay": arguments.weight_decay,
+    }
+    if arguments.optimizer == "lamb":
+        return make_lamb(groups, eps=arguments.epsilon or 1e-6, **settings)
+    kind = torch.optim.AdamW if arguments.optimizer == "adamw" else torch.optim.Adam
+    return kind(groups, eps=arguments.epsilon or 1e-8, **settings)
+
+
+def make_lamb(groups: list[dict], **settings) -> torch.optim.Optimizer:
+    """LAMB (You et al., 2019, https://arxiv.org/abs/1904.00962) as NVIDIA trained: the moments are not corrected for
+    their bias, the norm of the weights counts up to 10, and the trust ratio applies without weight decay too.
+    """
+    from pytorch_optimizer import Lamb
+
+    return Lamb(groups, adam_debias=True, weight_decouple=False, **settings)
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, arguments: OptimizationArguments, max_steps: int) -> LRScheduler:
+    names = {"cosine": "cosine_with_min_lr", "constant": "constant_with_warmup", "inverse_sqrt": "inverse_sqrt"}
+    return get_scheduler(
+        names[arguments.scheduler],
+        optimizer,
+        num_warmup_steps=arguments.warmup_steps,
+        num_training_steps=max_steps,
+        scheduler_specific_kwargs={"min_lr": arguments.min_learning_rate} if arguments.scheduler == "cosine" else {},
+    )
+
+
+def make_average(
+    model: TransfoXLForCausalLM, arguments: OptimizationArguments, accelerator: Accelerator
+) -> AveragedModel | None:
+    if arguments.average == "none":
+        return None
+    if accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError(f"--average {arguments.average} needs whole weights, which FSDP does not keep: use none")
+    average = get_ema_multi_avg_fn(arguments.ema_decay) if arguments.average == "ema" else None
+    return AveragedModel(model, device=accelerator.device, multi_avg_fn=average)
