@@ -20,12 +20,11 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import JITFunction
 
 import txl_hf.attention_transfo_xl_triton as kernels
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+NVIDIA_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 class NamedGPU:
@@ -48,12 +47,14 @@ def resources(compiled) -> dict:
         cubin.write_bytes(compiled.asm["cubin"])
 
         def dump(option):
-            return subprocess.run([CUOBJDUMP, option, cubin], check=True, capture_output=True, text=True).stdout
+            return subprocess.run([NVIDIA_TOOLS / "cuobjdump", option, cubin], check=True, capture_output=True, text=True).stdout
 
         usage, code = dump("--dump-resource-usage"), dump("--dump-sass")
         ptx = Path(directory, "kernel.ptx")
         ptx.write_text(compiled.asm["ptx"])
-        command = [get_ptxas(90).path, "--regAllocOptLevel=2", "--gpu-name=sm_90a", "-v", ptx, "-o", "/dev/null"]
+        # Where there are two, the newer one is named after the newer hardware.
+        ptxas = max(NVIDIA_TOOLS.glob("ptxas*"))
+        command = [ptxas, "--gpu-name=sm_90a", "-v", ptx, "-o", "/dev/null"]
         report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)", code, re.MULTILINE)
     return {

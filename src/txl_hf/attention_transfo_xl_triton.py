@@ -127,14 +127,19 @@ if triton is not None:
 
     @triton.jit
     def _load_rows(pointer, rows, row_count, stride, D: tl.constexpr, WIDTH: tl.constexpr):
-        """(len(rows), WIDTH), zero in rows outside 0 … row_count - 1 and in columns from D on."""
+        """(len(rows), WIDTH): for a row outside 0 … row_count - 1 the nearest one, zero in columns from D on.
+
+        No query of the segment sees a row outside, so what is read there need only be finite. A mask of rows would
+        cost more than the products leave time for.
+        """
         columns = tl.arange(0, WIDTH)
-        inside = (rows >= 0) & (rows < row_count)
-        return tl.load(
-            pointer + rows[:, None] * stride + columns[None, :],
-            mask=inside[:, None] & (columns < D)[None, :],
-            other=0.0,
-        )
+        rows = tl.minimum(tl.maximum(rows, 0), row_count - 1)
+        pointers = pointer + rows[:, None] * stride + columns[None, :]
+        if D == WIDTH:
+            tile = tl.load(pointers)
+        else:
+            tile = tl.load(pointers, mask=(columns < D)[None, :], other=0.0)
+        return tile
 
     @triton.jit
     def _store_rows(pointer, tile, rows, row_count, stride, D: tl.constexpr, WIDTH: tl.constexpr):
@@ -157,16 +162,30 @@ if triton is not None:
         return biased
 
     @triton.jit
-    def _visible(i, j, key_mask, batch, L, K, window):
-        """Which of the keys j (1 × n or n × 1) the queries i (n × 1 or 1 × n) see, as `visible_keys` has it."""
-        distance = i + (K - L) - j
-        visible = distance >= 0
+    def _hide(scores, i0, j0, key_mask, batch, L, K, window):
+        """-∞ in place of the scores of keys that a query does not see, as `visible_keys` has it.
+
+        Most tiles are seen whole, which is known from their corners unless there is a mask.
+        """
+        M: tl.constexpr = scores.shape[0]
+        N: tl.constexpr = scores.shape[1]
+        own = i0 + (K - L)
+        partly = j0 + N - 1 > own
         if window is not None:
-            visible = visible & (distance <= window)
+            partly = partly | (own + M - 1 - j0 > window)
         if key_mask is not None:
-            real = tl.load(key_mask + batch * K + j, mask=j < K, other=0) != 0
-            visible = (visible & real) | (distance == 0)
-        return visible
+            partly = True
+        if partly:
+            i = own + tl.arange(0, M)[:, None]
+            j = j0 + tl.arange(0, N)[None, :]
+            visible = j <= i
+            if window is not None:
+                visible = visible & (j >= i - window)
+            if key_mask is not None:
+                real = tl.load(key_mask + batch * K + j, mask=j < K, other=0) != 0
+                visible = (visible & real) | (j == i)
+            scores = tl.where(visible, scores, -float("inf"))
+        return scores
 
     @triton.jit
     def _key_range(i0, L, K, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -185,7 +204,7 @@ if triton is not None:
         relative = _load_rows(rel_key, rows, K, stride, D, query.shape[1])
         scores = tl.dot(query, tl.trans(relative), input_precision=PRECISION)
         if rel_bias is not None:
-            row = tl.load(rel_bias + rows, mask=(rows >= 0) & (rows < K), other=0.0)
+            row = tl.load(rel_bias + tl.minimum(tl.maximum(rows, 0), K - 1))
             scores += row.to(tl.float32)[None, :]
         return scores
 
@@ -194,17 +213,19 @@ if triton is not None:
         """(M, N): of row i of [left, right] the N entries from column `start`[i] on.
 
         A gather from one long vector goes through shared memory and comes back in the layout of the products. The
-        vector holds squares of 8 × 8 entries, so that threads side by side and those below them use different banks;
+        vector holds squares of 8 × 8 entries, even rows before odd ones, so that the threads of a warp, which hold four
+        neighbours in each of eight rows, use different banks although each row starts one further than the one below;
         of a thread's many addresses only those within a square differ by more than a constant.
         """
         M: tl.constexpr = left.shape[0]
         N: tl.constexpr = left.shape[1]
-        squares = tl.reshape(tl.join(left, right), (M // 8, 8, N // 8, 8, 2))
-        vector = tl.reshape(tl.permute(squares, (0, 4, 2, 1, 3)), (2 * M * N,))
+        squares = tl.reshape(tl.join(left, right), (M // 8, 4, 2, N // 8, 8, 2))
+        vector = tl.reshape(tl.permute(squares, (0, 5, 3, 2, 1, 4)), (2 * M * N,))
         i = tl.arange(0, M)
         j = tl.arange(0, N)
         column = start[:, None] + (j % 8)[None, :]
-        place = (i // 8 * 16 * N + i % 8 * 8)[:, None] + column // 8 * 64 + column % 8 + (j // 8 * 64)[None, :]
+        row = i // 8 * 16 * N + i % 2 * 32 + i % 8 // 2 * 8
+        place = row[:, None] + column // 8 * 64 + column % 8 + (j // 8 * 64)[None, :]
         return tl.reshape(tl.gather(vector, tl.reshape(place, (M * N,)), axis=0), (M, N))
 
     @triton.jit
@@ -315,14 +336,13 @@ if triton is not None:
                 )
                 scores += _shift(low, high)
                 low = high
-            visible = _visible(i[:, None], j[None, :], key_mask, batch, L, K, window)
-            scores = tl.where(visible, scores * scaling_log2, -float("inf"))
+            scores = _hide(scores, i0, j0, key_mask, batch, L, K, window)
 
             new_maximum = tl.maximum(maximum, tl.max(scores, 1))
             # A row may see nothing until its last tiles; ∞ - ∞ must not reach the exponential.
-            shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-            weights = tl.exp2(scores - shift[:, None])
-            rescale = tl.exp2(maximum - shift)
+            shift = tl.where(new_maximum == -float("inf"), 0.0, new_maximum * scaling_log2)
+            weights = tl.exp2(scores * scaling_log2 - shift[:, None])
+            rescale = tl.exp2(maximum * scaling_log2 - shift)
             maximum = new_maximum
             total = total * rescale + tl.sum(weights, 1)
             if seed is not None:
@@ -333,7 +353,7 @@ if triton is not None:
         if seed is not None:
             attended *= keep_scale
         _store_rows(output, attended / total[:, None], i, L, output_strides[2], D, WIDTH)
-        tl.store(log_sum + pair.to(tl.int64) * L + i, maximum + tl.log2(total), mask=i < L)
+        tl.store(log_sum + pair.to(tl.int64) * L + i, maximum * scaling_log2 + tl.log2(total), mask=i < L)
 
     # ---------------------------------------------------------------------------------------------- backward
 
@@ -469,9 +489,8 @@ if triton is not None:
                     scores += _position_scores(
                         q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
                     )
-                visible = _visible(i[:, None], j[None, :], key_mask, batch, L, K, window)
-                scores = tl.where(visible, scores * scaling_log2, -float("inf"))
-                probabilities = tl.exp2(scores - row_log_sum[:, None])
+                scores = _hide(scores, i0, j0, key_mask, batch, L, K, window)
+                probabilities = tl.exp2(scores * scaling_log2 - row_log_sum[:, None])
 
                 v = _load_rows(value_head, j, K, value_strides[2], D, WIDTH)
                 d_probabilities = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
@@ -596,10 +615,9 @@ if triton is not None:
                 scores += _position_scores(
                     q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
                 )
-            visible = _visible(i[:, None], j[None, :], key_mask, batch, L, K, window)
-            scores = tl.where(visible, scores * scaling_log2, -float("inf"))
+            scores = _hide(scores, i0, j0, key_mask, batch, L, K, window)
             row_log_sum = tl.load(log_sum + i, mask=i < L, other=float("inf"))
-            probabilities = tl.exp2(scores - row_log_sum[:, None])
+            probabilities = tl.exp2(scores * scaling_log2 - row_log_sum[:, None])
 
             d_out = _load_rows(d_output, i, L, d_output_strides[2], D, WIDTH)
             d_probabilities = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
