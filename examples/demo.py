@@ -138,7 +138,7 @@ def standard_library() -> str:
 
 def read_text(path: Path) -> str:
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             text = file.read(MAXIMUM_TEXT)
     except UnicodeDecodeError:
         sys.exit(f"error: {path} is not a UTF-8 text")

@@ -242,7 +242,8 @@ def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> Text:
         counts, token_ids = count_stream(stream), look_up(stream, tokenizer).with_format("numpy")["token_ids"]
         return Text(token_ids, tokenizer, words=counts["words"], characters=counts["characters"])
     try:
-        with path.open(encoding="utf-8") as file:
+        # Without a byte-order mark, as prepare_corpus.py reads it.
+        with path.open(encoding="utf-8-sig") as file:
             lines = file.readlines()
     except UnicodeDecodeError as error:
         raise CorpusError(f"{path} is not UTF-8 text: {error}") from None

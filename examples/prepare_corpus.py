@@ -315,12 +315,17 @@ def unpack(archive: Path, folder: Path) -> Path:
 
 
 def read_lines(files: dict[str, list[Path]], path: Path, scratch: Path) -> dict[str, Dataset]:
+    for split, paths in files.items():
+        if not any(file.stat().st_size for file in paths):
+            raise CorpusError(f"the {split} text of {path.name} is empty")
     try:
         return load_dataset(
             "text",
             data_files={split: [str(file.absolute()) for file in paths] for split, paths in files.items()},
             cache_dir=str(scratch / "text"),
             keep_linebreaks=True,
+            # A byte-order mark, which editors and Project Gutenberg put at the beginning, is no part of a text.
+            encoding="utf-8-sig",
         )
     except datasets.exceptions.DatasetGenerationError as error:
         raise CorpusError(f"{path} is not UTF-8 text: {error.__cause__}") from None
@@ -375,7 +380,8 @@ def cut(text, convention: Convention) -> dict:
     """Hold out the last two times 5 % of a text: of 100,000,000 bytes 90 M, 5 M and 5 M."""
     held_out = len(text) // 20
     if held_out == 0:
-        raise CorpusError(f"the text is too short to hold out 5 % of it twice: {len(text)} bytes or lines")
+        unit = "bytes" if convention.stream else "line(s)"
+        raise CorpusError(f"the text is too short to hold out 5 % of it twice: it has {len(text)} {unit}, not 20")
     bounds = [0, len(text) - 2 * held_out, len(text) - held_out, len(text)]
     parts = zip(SPLITS, bounds, bounds[1:], strict=False)
     if not convention.stream:

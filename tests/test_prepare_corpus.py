@@ -281,6 +281,29 @@ def test_bad_input_is_one_line(tmp_path, corpus, make, message):
     assert not (tmp_path / "output").exists()
 
 
+@pytest.mark.parametrize("mode", ["whitespace", "characters"])
+def test_byte_order_mark_and_line_ends_of_windows(tmp_path, mode):
+    """They are no part of the text."""
+    text = "It was a Wolf , café N .\n\nThe end .\n" * 20
+    results = []
+    for name, data in {"plain": text.encode(), "windows": text.replace("\n", "\r\n").encode("utf-8-sig")}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "book.txt").write_bytes(data)
+        output = prepare(tmp_path / name, "text", "--input", tmp_path / name / "book.txt", "--mode", mode)
+        tokens, tokenizer, information = load(output)
+        results.append((tokens, tokenizer.get_vocab(), information["splits"]))
+    assert results[0] == results[1]
+
+
+def test_an_empty_file(tmp_path):
+    (tmp_path / "book.txt").write_bytes(b"")
+    with pytest.raises(SystemExit, match="the train text of book.txt is empty"):
+        prepare(tmp_path, "text", "--input", tmp_path / "book.txt")
+    folder = write(tmp_path / "input", "ptb.{}.txt", LINES | {"test": ""})
+    with pytest.raises(SystemExit, match="the test text of input is empty"):
+        prepare(tmp_path, "ptb", "--input", folder)
+
+
 def test_bytes_that_are_no_text(tmp_path):
     folder = write(tmp_path / "input", "ptb.{}.txt")
     (folder / "ptb.test.txt").write_bytes(b"caf\xe9\n")

@@ -73,7 +73,7 @@ def load(model_class, path: str, **changes):
 
 def read_text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not a UTF-8 text") from None
     if not text.strip():
