@@ -287,7 +287,8 @@ def reload(
     difference = max(float((expected - outputs["log_probs"]).abs().max()) for outputs in loaded.values())
     if difference > 1e-5 or loaded["with"]["continuation"] != loaded["without"]["continuation"]:
         sys.exit(f"error: the loaded model differs from the saved one: log-probabilities by up to {difference}")
-    print(f"\nSaved, and loaded in new processes with txl_hf and without it: equal to {difference:.0e}.")
+    equal = "equal to the last bit" if difference == 0 else f"equal to {difference:.0e}"
+    print(f"\nSaved, and loaded in new processes with txl_hf and without it: {equal}.")
     return loaded["without"]["continuation"]
 
 

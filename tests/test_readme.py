@@ -34,6 +34,15 @@ def test_readme(tmp_path):
     assert {"README.md", "config.json", "model.safetensors", "modeling_transfo_xl.py", "tokenizer.json"} <= set(files)
 
 
+def test_readme_names_tests_and_files_that_exist():
+    text = (ROOT / "README.md").read_text()
+    tests, links = re.findall(r"`(test_\w+\.py)`", text), re.findall(r"\]\((?!https?:)([^)#]+)\)", text)
+    assert len(tests) >= 8 and len(links) >= 4
+    missing = [path for path in [*(ROOT / "tests" / name for name in tests), *(ROOT / link for link in links)]
+               if not path.exists()]  # fmt: skip
+    assert not missing
+
+
 def test_readme_names_make_targets_that_exist():
     targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"^make (\w[\w-]*)", (ROOT / "README.md").read_text(), re.MULTILINE))
