@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from packaging import version
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
@@ -180,6 +182,32 @@ def test_chunked_prefill(memory_model, make_ids):
     options = {"max_new_tokens": 9, "do_sample": False}
     chunked = memory_model.generate(ids, prefill_chunk_size=4, **options)
     assert torch.equal(chunked, memory_model.generate(ids, **options))
+
+
+@pytest.mark.skipif(version.parse(transformers.__version__) < version.parse("5.23"), reason="not offered before")
+@pytest.mark.parametrize("start", ["nothing", "zeros", "mems"])
+def test_chunked_prefill_continues_a_cache(make_model, make_ids, start):
+    """The chunks are those of the new text alone, whatever memory the cache began with."""
+    model = make_model(initial_memory="zeros" if start == "zeros" else "empty")
+    text, new = make_ids(2, 9), make_ids(2, 5, seed=1)
+    mask = torch.ones(2, 14, dtype=torch.long)
+    mask[0, :8] = 0
+    with torch.no_grad():
+        mems = model(make_ids(2, 4, seed=2)).mems if start == "mems" else None
+        cache = model(text, mems=mems, attention_mask=mask[:, :9], use_cache=True).past_key_values
+        mems = model(text, mems=mems, attention_mask=mask[:, :9]).mems
+        for part in new[:, :4].split(2, dim=1):
+            mems = model(part, mems=mems).mems
+    written = model.generate(
+        torch.cat([text, new], dim=1),
+        attention_mask=mask,
+        past_key_values=cache,
+        prefill_chunk_size=2,
+        max_new_tokens=6,
+        do_sample=False,
+        eos_token_id=None,
+    )
+    assert torch.equal(written[:, 13:], by_hand(model, new[:, 4:], 6, mems))
 
 
 def test_static_cache(model, make_ids):

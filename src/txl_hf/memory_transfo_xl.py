@@ -110,9 +110,9 @@ class DecodingState:
 
     Args:
         initial_length: how many states of memory the cache started from. They are older than the text.
-        key_mask: (B, n) bool, which of the last n keys up to position `end` are real; None: all of them. Later keys
-            are real unless a mask says otherwise. So what was masked once stays masked.
-        end: see `key_mask`; it counts the initial memory, as the cache does.
+        key_mask: (B, n) bool, which of the last n keys up to token `end` of the text are real; None: all of them.
+            Later keys are real unless a mask says otherwise. So what was masked once stays masked.
+        end: see `key_mask`.
         positions: (n, D) sinusoids, furthest distance first.
         rel_keys: for each layer W_R R, (H, n, Dh): it depends on the distances alone, so it is projected once.
     """
@@ -124,7 +124,7 @@ class DecodingState:
     rel_keys: dict[int, Tensor] = field(default_factory=dict)
 
     def memory_mask(self, end: int, memory_length: int) -> Tensor | None:
-        """(B, m) bool: which of the m keys before position `end` are real; None: all of them."""
+        """(B, m) bool: which of the m keys before token `end` are real; None: all of them."""
         later = end - self.end
         if self.key_mask is None or later >= memory_length:
             return None
@@ -133,11 +133,22 @@ class DecodingState:
 
 
 class MemoryCache(DynamicCache):
-    """A cache for the projected memory of every layer, empty at first. Rows are picked together with their masks."""
+    """A cache for the projected memory of every layer, empty at first.
+
+    Its length is that of the text, without the memory from before the text, since `generate` skips so many tokens of
+    its input. Rows are picked together with their masks.
+    """
 
     def __init__(self, config: TransfoXLConfig):
         super().__init__(config=config)
         self.layers = [MemoryCacheLayer(config.sliding_window) for _ in range(config.n_layer)]
+        self.decoding_state = DecodingState()
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return super().get_seq_length(layer_idx) - self.decoding_state.initial_length
+
+    def reset(self):
+        super().reset()
         self.decoding_state = DecodingState()
 
     def reorder_cache(self, beam_idx: Tensor):
@@ -166,14 +177,15 @@ def decoding_state_of(cache: Cache) -> DecodingState:
 
 def text_length(cache: Cache) -> int:
     """How many tokens the cache has seen besides the memory that it started from."""
-    return cache.get_seq_length() - decoding_state_of(cache).initial_length
+    length = cache.get_seq_length()
+    return length if isinstance(cache, MemoryCache) else length - decoding_state_of(cache).initial_length
 
 
 def remember_key_mask(cache: Cache, key_mask: Tensor | None) -> None:
     """Keep what a segment's keys were masked by, (B, m + L) bool or None, once the cache has taken them."""
     if not _is_compiled_with(cache):
         state = decoding_state_of(cache)
-        state.key_mask, state.end = key_mask, cache.get_seq_length()
+        state.key_mask, state.end = key_mask, text_length(cache)
 
 
 def cached_key_mask(
@@ -186,7 +198,7 @@ def cached_key_mask(
         # `prepare_inputs_for_generation` was here before.
         memory_mask = None
     else:
-        memory_mask = decoding_state_of(cache).memory_mask(cache.get_seq_length(), memory_length)
+        memory_mask = decoding_state_of(cache).memory_mask(seen, memory_length)
     lengths = (segment_length, key_length, seen + segment_length)
     longer = memory_length == mem_len
     return memory_length, make_key_mask(
