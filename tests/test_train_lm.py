@@ -507,6 +507,34 @@ def refused(capsys, *argv: str | Path) -> str:
 
 
 @pytest.mark.parametrize(
+    ("ended_by", "message"),
+    [
+        (KeyboardInterrupt(), "stopped: the same command with --resume goes on from the last checkpoint"),
+        (OSError(28, "No space left on device"), "error: [Errno 28] No space left on device"),
+    ],
+)
+def test_what_ends_a_run_is_said_in_one_line(tmp_path, recipe, corpus, monkeypatch, ended_by, message):
+    """And the run goes on from where it was."""
+
+    def fails(*args):
+        raise ended_by
+
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output", "--resume"]
+    with monkeypatch.context() as patch:
+        patch.setattr(train_lm.Training, "validate", fails)
+        with pytest.raises(SystemExit) as exit:
+            train(*argv, "--save_every", "3")
+    assert exit.value.code == message
+    train(*argv)
+    assert len(read_log(tmp_path / "output")) == 12
+
+
+def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
+    with pytest.raises(SystemExit, match="error: the validation loss is nan after step 5: lower --learning_rate"):
+        train(recipe, "--data", corpus, "--output", tmp_path / "output", "--learning_rate", "1e30")
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"learnin_rate": 1.0}, "sets 'learnin_rate', which does not exist; the closest name is 'learning_rate'"),
