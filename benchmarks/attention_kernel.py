@@ -1,7 +1,7 @@
 """The attention operation alone: every backend against plain attention, which has no relative positions.
 
     python benchmarks/attention_kernel.py            # bf16 on a GPU (under three minutes), fp32 on a CPU
-    python benchmarks/attention_kernel.py --sweep    # other tiles, warps and stages of each kernel on one shape
+    python benchmarks/attention_kernel.py --sweep    # the best tiles of each kernel on a GPU, see attention_tiles.py
     TRITON_INTERPRET=1 python benchmarks/attention_kernel.py --smoke --output FILE     # the script itself, on a CPU
 
 First the gate: outputs and gradients of every contender with relative positions against fp64, at most twice as far off
@@ -46,15 +46,6 @@ CPU_SHAPES = {
 } | {f"growth-m{m}": (1, 8, 128, m, 64) for m in (8192, 16384)}
 GATE_SHAPES = [(2, 2, 192, 192, 64), (2, 2, 150, 150, 41), (1, 2, 65, 300, 64), (1, 2, 130, 7, 128)]
 SMOKE_SHAPES = {"smoke": (1, 2, 20, 30, 16)}
-TILES = [
-    (64, 64, 4, 1),
-    (64, 64, 4, 2),
-    (64, 64, 4, 3),
-    (64, 64, 8, 1),
-    (64, 64, 8, 2),
-    (64, 64, 8, 3),
-    (32, 64, 4, 2),
-]
 
 
 def draw(shape, dtype, device, seed=0):
@@ -232,20 +223,20 @@ def compare(shapes, contenders, device, dtype, budget, fewest) -> list[dict]:
     return rows
 
 
-def sweep(shape, device, dtype, budget) -> None:
-    """Each kernel with other tiles, the others as they are; a tile that does not fit is passed over."""
-    width = 128 if shape[-1] > 64 else 64
-    for kernel, mode in (("forward", "forward"), ("backward_query", "both"), ("backward_key", "both")):
-        chosen = kernels._TILES[kernel][width]
-        for tile in TILES:
-            kernels._TILES[kernel][width] = tile
-            try:
-                times = measure(shape, mode, ["txl_triton"], device, dtype, budget)["txl_triton"]["times"]
-                result = f"{harness.quantiles(times)[1] * 1e3:.3f} ms"
-            except kernels.triton.runtime.errors.OutOfResources as error:
-                result = str(error)
-            print(f"{kernel:15} {tile} {mode}: {result}{'  (chosen)' if tile == chosen else ''}", flush=True)
-        kernels._TILES[kernel][width] = chosen
+def insist_on_triton(device, dtype) -> None:
+    reason = kernels.why_not_triton(torch.empty(1, 1, 1, 64, dtype=dtype, device=device))
+    if reason:
+        sys.exit(f"error: txl_triton would fall back: {reason}")
+
+
+def sweep_tiles(arguments) -> int:
+    # It imports this module.
+    import attention_tiles
+
+    insist_on_triton(arguments.device, harness.torch_dtype(arguments.dtype))
+    if arguments.output == harness.RESULTS / "attention_kernel.csv":
+        arguments.output = harness.RESULTS / "attention_tiles.csv"
+    return attention_tiles.sweep(arguments)
 
 
 def main(given: list[str] | None = None) -> int:
@@ -253,23 +244,20 @@ def main(given: list[str] | None = None) -> int:
     harness.add_arguments(parser, "attention_kernel.csv", budget=2.0)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES | CPU_SHAPES)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, help="besides sdpa, the floor")
-    parser.add_argument("--sweep", action="store_true", help="time other tiles on the first of the shapes")
+    parser.add_argument("--sweep", action="store_true", help="find the best tiles instead")
     arguments = parser.parse_args(given)
     harness.complete(arguments)
     device, dtype = arguments.device, harness.torch_dtype(arguments.dtype)
+    if arguments.sweep:
+        return sweep_tiles(arguments)
     contenders = list(dict.fromkeys([*(arguments.contenders or DEFAULT[device]), "sdpa"]))
     if "txl_triton" in contenders:
-        reason = kernels.why_not_triton(torch.empty(1, 1, 1, 64, dtype=dtype, device=device))
-        if reason:
-            sys.exit(f"error: txl_triton would fall back: {reason}")
+        insist_on_triton(device, dtype)
 
     chosen = arguments.shapes or (SHAPES if device == "cuda" else CPU_SHAPES)
     shapes = SMOKE_SHAPES if arguments.smoke else {name: (SHAPES | CPU_SHAPES)[name] for name in chosen}
     if not passes_gate(contenders, shapes.values() if arguments.smoke else GATE_SHAPES, device, dtype):
         return 1
-    if arguments.sweep:
-        sweep(next(iter(shapes.values())), device, dtype, arguments.seconds)
-        return 0
     origin = harness.origin(device, arguments.dtype, arguments.threads) | harness.versions()
     origin["triton"] = kernels.triton.__version__ if "txl_triton" in contenders else ""
     rows = compare(shapes, contenders, device, dtype, arguments.seconds, 2 if arguments.smoke else 20)

@@ -47,7 +47,9 @@ def resources(compiled) -> dict:
         cubin.write_bytes(compiled.asm["cubin"])
 
         def dump(option):
-            return subprocess.run([NVIDIA_TOOLS / "cuobjdump", option, cubin], check=True, capture_output=True, text=True).stdout
+            return subprocess.run(
+                [NVIDIA_TOOLS / "cuobjdump", option, cubin], check=True, capture_output=True, text=True
+            ).stdout
 
         usage, code = dump("--dump-resource-usage"), dump("--dump-sass")
         ptx = Path(directory, "kernel.ptx")

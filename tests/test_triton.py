@@ -4,6 +4,7 @@ interpreter and on a GPU where there is one; and compiled for sm_90 where there 
 Tiles are made small, so that short sequences span several, and memory that the kernels ask for uninitialised is NaN.
 """
 
+import csv
 import importlib.util
 import json
 import os
@@ -342,6 +343,13 @@ def test_says_why_it_cannot_be_used(monkeypatch):
     assert "float64" in kernels.why_not_triton(query(dtype=torch.float64))
     with pytest.raises(ValueError, match="float64"):
         kernels.triton_relative_attention(*[query(dtype=torch.float64)] * 3, *[None] * 6, 1.0, 0.0)
+    with pytest.raises(ValueError, match="scaling is 0"):
+        kernels.triton_relative_attention(*[query()] * 3, *[None] * 6, 0.0, 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels.triton, "__version__", "3.3.1+cu126")
+        assert "3.3.1+cu126 is older than 3.4" in kernels.why_not_triton(query())
+        patch.setattr(kernels.triton, "__version__", "3.10.0")
+        assert kernels.why_not_triton(query()) is None
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     assert "cpu" in kernels.why_not_triton(query().cpu())
     monkeypatch.setattr(kernels, "triton", None)
@@ -396,6 +404,30 @@ def test_compiles_for_sm_90_without_a_gpu(options, tmp_path):
         assert row["stack"] <= (256 if options else 128)
         if not options:
             assert not row["serialized"]
+
+
+@pytest.mark.skipif(not kernels.INTERPRETED, reason="on a GPU the sweep itself is run")
+def test_sweep_times_the_tiles_that_are_right(tmp_path, monkeypatch, capsys):
+    """More queries than keys would need three blocks of distances, and the shift has two."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import attention_kernel
+    import attention_tiles
+
+    good, bad = (16, 16, 4, 1), (32, 16, 4, 1)
+    monkeypatch.setattr(attention_tiles, "SMOKE_CANDIDATES", {64: [good, bad]})
+    output = tmp_path / "tiles.csv"
+    options = ["--sweep", "--smoke", "--device", "cpu", "--threads", "1", "--output", str(output)]
+    assert attention_kernel.main(options) == 0
+    with output.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    columns = ("kernel", "block_m", "block_n")
+    assert [tuple(row[name] for name in columns) for row in rows] == [
+        (name, "16", "16") for name in ("forward", "backward_query", "backward_key")
+    ]
+    printed = capsys.readouterr().out
+    for name in ("forward", "backward_query", "backward_key"):
+        assert f"{name} 64 {bad} is left out" in printed
+        assert f'"{name}": {{64: {good}}}' in printed
 
 
 @pytest.mark.gpu

@@ -28,7 +28,8 @@ What decides is the register file. Gathers within a warp (shuffles) need an inde
 every entry; through shared memory, as `_pieces` has it, the addresses are constants. Backward computes `low` anew
 rather than carry it from tile to tile.
 
-Scores are kept in units of log 2, as the hardware has the exponential of base two.
+**Masks.** Only tiles at an edge (the query's own key, the window) compare positions at all; scores are scaled in the
+same instruction that subtracts the row's maximum. The exponential is the hardware's, of base two.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ __all__ = ["triton_relative_attention", "why_not_triton"]
 LOG2_E = 1.4426950408889634
 # Kernels built under Triton's interpreter run on the CPU; Triton decides at the same moment, when it decorates them.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+# Triton 3.3 gathers from a long vector by 4,600 shuffles a tile and spills 5 kB a thread; older ones have no tuples.
+OLDEST_TRITON = (3, 4)
 # Tests make it smaller, so that short sequences span several tiles.
 LARGEST_TILE = 128
 
@@ -57,8 +60,8 @@ def why_not_triton(query: Tensor) -> str | None:
     """The reason why `triton_relative_attention` cannot take this query (B, H, L, Dh), or None if it can."""
     if triton is None:
         return "Triton is not installed"
-    if not (hasattr(tl, "gather") and hasattr(tl, "tuple")):
-        return f"Triton {triton.__version__} is too old: it has no gather or no tuples"
+    if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
+        return f"Triton {triton.__version__} is older than {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}"
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"{query.dtype} is not supported"
     if query.shape[-1] > 128:
@@ -91,8 +94,11 @@ def triton_relative_attention(
     derive the same mask from it, forward and backward, whatever their tiles.
 
     Raises:
-        ValueError: these tensors cannot be taken, for the reason that `why_not_triton` gives.
+        ValueError: these tensors cannot be taken, for the reason that `why_not_triton` gives; `scaling` is not
+            positive: the kernels look for a row's largest score before they scale it.
     """
+    if scaling <= 0:
+        raise ValueError(f"txl_triton cannot be used: scaling is {scaling}, not a positive number")
     device_type = query.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else query.dtype
     if reason := why_not_triton(query.to(dtype)):
@@ -213,9 +219,9 @@ if triton is not None:
         """(M, N): of row i of [left, right] the N entries from column `start`[i] on.
 
         A gather from one long vector goes through shared memory and comes back in the layout of the products. The
-        vector holds squares of 8 × 8 entries, even rows before odd ones, so that the threads of a warp, which hold four
-        neighbours in each of eight rows, use different banks although each row starts one further than the one below;
-        of a thread's many addresses only those within a square differ by more than a constant.
+        vector holds squares of 8 × 8 entries, even rows before odd ones: the threads of a warp, which hold the same
+        few columns of eight rows, then use different banks though each row starts one column away from the next. Of
+        a thread's many addresses only those within a square differ by more than a constant.
         """
         M: tl.constexpr = left.shape[0]
         N: tl.constexpr = left.shape[1]
@@ -267,7 +273,7 @@ if triton is not None:
 
     # ----------------------------------------------------------------------------------------------- forward
 
-    @triton.jit(do_not_specialize=["L", "K", "window"])
+    @triton.jit(do_not_specialize=["H", "L", "K", "window"])
     def _forward_kernel(
         query,
         key,
@@ -382,7 +388,7 @@ if triton is not None:
         columns = tl.arange(0, gradient.shape[1])
         tl.atomic_add(pointer + columns, tl.sum(gradient, 0) * scaling, mask=columns < D, sem="relaxed")
 
-    @triton.jit(do_not_specialize=["L", "K", "window", "B"])
+    @triton.jit(do_not_specialize=["B", "H", "L", "K", "window"])
     def _backward_query_kernel(
         query,
         key,
@@ -535,7 +541,7 @@ if triton is not None:
                 # The next block adds to the same sums from other threads: not before these have been added.
                 tl.debug_barrier()
 
-    @triton.jit(do_not_specialize=["L", "K", "window"])
+    @triton.jit(do_not_specialize=["H", "L", "K", "window"])
     def _backward_key_kernel(
         query,
         key,
@@ -701,6 +707,17 @@ if triton is not None:
             "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
         }
 
+    def _backward_arguments(log_sum: Tensor, d_output: Tensor, scaling: float) -> dict:
+        """What both kernels of the backward pass need besides; the first fills delta."""
+        d_output = _rows_in_order(d_output)
+        return {
+            "log_sum": log_sum,
+            "d_output": d_output,
+            "delta": torch.empty_like(log_sum),
+            "d_output_strides": _strides(d_output),
+            "scaling": scaling,
+        }
+
     def _empty_output(query: Tensor) -> tuple[Tensor, Tensor]:
         B, H, L, D = query.shape
         # Heads side by side for each position, as the output projection wants them.
@@ -768,15 +785,8 @@ if triton is not None:
         shared = _shared_arguments(
             query, key, value, rel_key, content_bias, position_bias, rel_bias, key_mask, seed, window, scaling, dropout
         )
-        d_output = _rows_in_order(d_output)
         d_query, d_key, d_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        shared |= {
-            "log_sum": log_sum,
-            "d_output": d_output,
-            "delta": torch.empty_like(log_sum),
-            "d_output_strides": _strides(d_output),
-            "scaling": scaling,
-        }
+        shared |= _backward_arguments(log_sum, d_output, scaling)
         with torch.cuda.device_of(query):
             sums = _launch_backward_query(
                 shared, output, d_query, (rel_key, content_bias, position_bias, rel_bias), needed[3:]
