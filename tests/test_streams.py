@@ -305,6 +305,28 @@ def test_prepared_loaders_tell_the_stream_its_epoch(num_processes):
     assert lengths(resumed) == expected[1][2:]
 
 
+@pytest.mark.parametrize(
+    ("loader", "accumulation_steps", "message"),
+    [
+        ({"batch_size": 8, "num_workers": 2}, 1, "2 workers would take turns.*set num_workers to 0 or 1"),
+        ({"batch_size": 4}, 1, "batch size is 4, but 8 rows .*batch_size=8: set it to 8"),
+        ({"batch_size": 8}, 2, "set it to 4"),
+    ],
+)
+def test_loaders_of_iterable_datasets(loader, accumulation_steps, message):
+    class Iterable(torch.utils.data.IterableDataset):
+        batch_size = 8
+
+        def __iter__(self):
+            return iter(())
+
+    check_loader(DataLoader(Iterable(), batch_size=8, num_workers=1))
+    check_loader(DataLoader(Iterable(), batch_size=4), accumulation_steps=2)
+    check_loader(DataLoader(Iterable(), batch_size=None))
+    with pytest.raises(ValueError, match=message):
+        check_loader(DataLoader(Iterable(), **loader), accumulation_steps=accumulation_steps)
+
+
 def test_workers_that_outlive_an_epoch():
     stream = TokenStream(range(401), 5, 8, varlen_seed=0)
     loader = DataLoader(stream, batch_size=8, num_workers=1, persistent_workers=True)

@@ -168,7 +168,7 @@ def check_loader(
 
     Batch k of process p must hold the rows of micro-batch a = k mod A of step k // A, as memory carried from step to
     step needs it: rows aG/A + pR, …, aG/A + (p + 1)R - 1 with R = G / (P A). No item is read for that: the loader's
-    batch sampler is asked for the first batches. An iterable dataset has none, so that it is trusted.
+    batch sampler is asked for the first batches. An iterable dataset has none, so that its order is trusted.
 
     Args:
         loader: over a dataset with step-major items, as accelerate or Trainer prepared it, before skipping.
@@ -193,6 +193,16 @@ def check_loader(
             "(dataloader_persistent_workers in TrainingArguments)"
         )
     if isinstance(dataset, IterableDataset):
+        if loader.num_workers > 1:
+            raise ValueError(
+                f"{loader.num_workers} workers would take turns, each with items of its own: set num_workers to 0 or "
+                "1 (dataloader_num_workers in TrainingArguments)"
+            )
+        if num_processes == 1 and loader.batch_size not in (None, rows):
+            raise ValueError(
+                f"the loader's batch size is {loader.batch_size}, but {rows} rows × {layout} must be the stream's "
+                f"batch_size={streams}: set it to {rows}"
+            )
         return
     if num_processes > 1 and any(kind.__name__ == "DataLoaderDispatcher" for kind in type(loader).__mro__):
         raise ValueError("dispatch_batches=True skips to another place on resuming: set dispatch_batches=False")
