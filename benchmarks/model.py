@@ -9,7 +9,9 @@ does falls on all of them. First the gate: every contender with our weights must
 training after optimiser steps too (without dropout, and on a GPU for some rows of the batch), or write its text with
 its probabilities; nothing is timed if one does not.
 
-    ours                  the defaults; evaluation and decoding with the memory projected once
+    ours                  the defaults; evaluation and decoding with the memory projected once; in evaluation the softmax
+                          scores several segments at a time, as in evaluate_language_model
+    ours-step             evaluation with the loss of each segment before the next
     ours-mems             evaluation with the memory as hidden states
     ours-eager, …         another attn_implementation; eager evaluates with hidden states and is what all must equal
     ours-compile          training through torch.compile
@@ -90,13 +92,13 @@ DROPOUT = {"enwik8": 0.1, "enwik8-large": 0.15, "wt103-large": 0.2, "nvidia-base
 REFERENCE = "ours-eager"
 CPU = {
     "train": ["ours", "ours-eager", "legacy", "gpt2", "floor"],
-    "evaluate": ["ours", "ours-mems", "ours-eager", "legacy", "floor"],
+    "evaluate": ["ours", "ours-step", "ours-mems", "ours-eager", "legacy", "floor"],
     "decode": ["ours", "ours-eager", "legacy", "gpt2", "floor"],
 }
 BACKENDS = ["ours", "ours-sdpa", "ours-txl_triton", "ours-flex_attention"]
 CUDA = {
     "train": [*BACKENDS, "ours-compile", "ours-eager", "legacy", "legacy-autocast", "gpt2", "floor"],
-    "evaluate": [*BACKENDS, "ours-mems", "ours-eager", "legacy", "floor"],
+    "evaluate": [*BACKENDS, "ours-step", "ours-mems", "ours-eager", "legacy", "floor"],
     "decode": ["ours", "ours-static", "ours-eager", "legacy", "gpt2", "floor"],
 }
 
@@ -426,7 +428,7 @@ def load(contender: str, workload: Workload, folder: str, arguments: argparse.Na
         from txl_hf import TransfoXLForCausalLM
 
         variant = contender.partition("-")[2]
-        implementation = None if variant in ("", "mems", "compile", "static") else variant
+        implementation = None if variant in ("", "step", "mems", "compile", "static") else variant
         model = TransfoXLForCausalLM.from_pretrained(folder, attn_implementation=implementation)
         if variant == "compile":
             model.compile()
@@ -532,30 +534,37 @@ def make_optimizer(name: str, model):
 
 
 class Evaluate:
-    """A step is one segment with a full memory."""
+    """A step is one segment with a full memory, or as many as `evaluate_language_model` reads between two losses."""
 
     def __init__(self, contender: str, model, ids, workload: Workload):
         self.model, self.ids, self.segment = model.eval(), ids, workload.segment
         self.count, self.past = 0, {}
         # The others have their memory as states.
         self.cached = contender not in ("ours-mems", "ours-eager") and not contender.startswith("legacy")
+        self.together = 1
+        if self.cached and contender != "ours-step":
+            from txl_hf.evaluation import TOKENS_AT_ONCE
+
+            self.together = max(1, TOKENS_AT_ONCE // (workload.batch * workload.segment))
 
     def check(self, rows: int) -> dict:
         """Mean NLL of four segments, for some rows."""
-        losses = [self._step(self.ids[:rows]).item() for _ in range(4)]
+        ids = self.ids[:rows]
+        losses = self._losses(ids, 4) if self.together > 1 else [self._loss(ids) for _ in range(4)]
         self.past = {}
-        return {"nll": losses}
+        return {"nll": [loss.item() for loss in losses]}
 
     def step(self) -> tuple[int, dict]:
-        self._step(self.ids)
-        return len(self.ids) * self.segment, {}
+        if self.together > 1:
+            self._losses(self.ids, self.together)
+        else:
+            self._loss(self.ids)
+        return self.together * len(self.ids) * self.segment, {}
 
-    def _step(self, ids):
+    def _loss(self, ids):
         import torch
 
-        start = self.count % 4 * self.segment
-        ids = ids[:, start : start + self.segment]
-        self.count += 1
+        ids = self._next(ids)
         with torch.no_grad():
             if self.cached:
                 output = self.model(ids, labels=ids, use_cache=True, **self.past)
@@ -564,6 +573,27 @@ class Evaluate:
                 output = self.model(ids, labels=ids, **self.past)
                 self.past = {"mems": output.mems}
         return output.losses.float().mean()
+
+    def _losses(self, ids, segments: int) -> list:
+        """Mean NLL of each of the next segments, which the softmax scores together."""
+        import torch
+
+        read, nowhere = [], torch.empty(0, dtype=torch.long, device=ids.device)
+        with torch.no_grad():
+            for _ in range(segments):
+                part = self._next(ids)
+                output = self.model(
+                    part, use_cache=True, output_hidden_states=True, logits_to_keep=nowhere, **self.past
+                )
+                self.past = {"past_key_values": output.past_key_values}
+                read.append((output.hidden_states[-1][:, :-1].flatten(0, 1), part[:, 1:].flatten()))
+            losses = self.model.lm_head(*(torch.cat(parts) for parts in zip(*read, strict=True)))
+        return [loss.mean() for loss in losses.chunk(segments)]
+
+    def _next(self, ids):
+        start = self.count % 4 * self.segment
+        self.count += 1
+        return ids[:, start : start + self.segment]
 
 
 class Stopwatch:
