@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import StaticCache
 
 from txl_hf import TransfoXLConfig, TransfoXLForSequenceClassification
 
@@ -95,6 +96,8 @@ def test_memory_given_twice_or_to_a_model_without(make_model, make_ids):
         model(ids, mems=model(ids).mems, past_key_values=cache)
     with pytest.raises(ValueError, match=r"attention_mask is \(2, 4\).*\(2, 3\) or \(2, 6\)"):
         model(ids, past_key_values=cache, attention_mask=torch.ones(2, 4))
+    with pytest.raises(ValueError, match="room for 5 keys.*mem_len=6.*max_cache_len=7"):
+        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=5))
     short = make_model(mem_len=0)
     with pytest.raises(ValueError, match="mems were given, but mem_len=0"):
         short(ids, mems=mems_of())

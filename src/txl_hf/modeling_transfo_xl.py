@@ -206,6 +206,7 @@ class TransfoXLAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
+        self.heads = (config.n_head, config.d_head)
         width = config.n_head * config.d_head
         self.q_proj = Linear(config.d_model, width, bias=False)
         self.k_proj = Linear(config.d_model, width, bias=False)
@@ -273,7 +274,7 @@ class TransfoXLAttention(nn.Module):
         if rel_keys is not None and self.layer_idx in rel_keys:
             return rel_keys[self.layer_idx]
         if self.r_proj is not None:
-            positions = self.r_proj(positions).unflatten(-1, (self.config.n_head, self.config.d_head))
+            positions = self.r_proj(positions).unflatten(-1, self.heads)
         rel_key = positions.transpose(0, 1)
         if rel_keys is not None:
             rel_key = rel_keys[self.layer_idx] = rel_key.contiguous()
@@ -281,7 +282,7 @@ class TransfoXLAttention(nn.Module):
 
     def _split_heads(self, projected: Tensor) -> Tensor:
         """(B, n, H·Dh) → (B, H, n, Dh)."""
-        return projected.unflatten(-1, (self.config.n_head, self.config.d_head)).transpose(1, 2)
+        return projected.view(*projected.shape[:2], *self.heads).transpose(1, 2)
 
 
 class TransfoXLLayer(GradientCheckpointingLayer):
@@ -680,6 +681,12 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             key_mask = make_key_mask(attention_mask, None, batch_size, segment_length, 0, (segment_length,))
             return (None,) * self.config.n_layer, 0, key_mask
         if past_key_values is not None and past_key_values.is_compileable:
+            room = past_key_values.layers[0].max_cache_len
+            if room < self.config.sliding_window:
+                raise ValueError(
+                    f"past_key_values have room for {room} keys, but mem_len={self.config.mem_len} needs a static "
+                    f"cache of max_cache_len={self.config.sliding_window} at least"
+                )
             memory = tuple(pad_memory(states, self.config.mem_len) for states in memory)
         memory_length = memory[0].shape[1]
         memory_mask = None if memory_length == 0 else ~is_padding(memory)
