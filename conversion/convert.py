@@ -35,6 +35,12 @@ FAMILIES = {
     "nvidia": "nvidia_pytorch",
 }
 SETTINGS = ("mem_len", "clamp_len", "same_length", "tgt_len")
+# The model's class and its task on the Hub, by the head that the checkpoint has.
+MODELS = {
+    "softmax": ("TransfoXLForCausalLM", "text-generation"),
+    "classifier": ("TransfoXLForSequenceClassification", "text-classification"),
+    "none": ("TransfoXLModel", "feature-extraction"),
+}
 TOKENIZER_MODES = ("moses", "whitespace", "characters", "bytes", "lm1b")
 
 MODEL_CARD = """\
@@ -117,7 +123,7 @@ def convert(arguments: argparse.Namespace) -> None:
     config = None
     if checkpoint.tensors:
         config = build_config(checkpoint, arguments)
-        check_complete(checkpoint.tensors, config, checkpoint.classifier)
+        check_complete(checkpoint.tensors, config, checkpoint.head)
         print_settings(config, checkpoint)
     with unfinished(arguments.output) as folder:
         has_tokenizer = write_tokenizer(folder, checkpoint, arguments.tokenizer_mode)
@@ -184,7 +190,7 @@ def write_model(folder: Path, config, checkpoint: Checkpoint) -> type:
     from safetensors.torch import save_file
     from transformers.utils import logging
 
-    from txl_hf import TransfoXLForCausalLM, TransfoXLForSequenceClassification
+    import txl_hf
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -203,7 +209,7 @@ def write_model(folder: Path, config, checkpoint: Checkpoint) -> type:
     # The tensors have to go before the model comes: both together would be twice the checkpoint.
     del state
     gc.collect()
-    model_class = TransfoXLForSequenceClassification if checkpoint.classifier else TransfoXLForCausalLM
+    model_class = getattr(txl_hf, MODELS[checkpoint.head][0])
     model, report = model_class.from_pretrained(staging, dtype=dtype, output_loading_info=True)
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[problem]:
@@ -243,12 +249,12 @@ def model_card(arguments, config, checkpoint: Checkpoint, model_class: type, has
     title = arguments.push_to_hub or arguments.output.absolute().name
     load_tokenizer = f'tokenizer = AutoTokenizer.from_pretrained("{title}")\n'
     return MODEL_CARD.format(
-        task="text-classification" if checkpoint.classifier else "text-generation",
+        task=MODELS[checkpoint.head][1],
         title=title,
         origin=checkpoint.origin,
         family=arguments.family,
         settings="\n".join(rows),
-        auto_class=model_class.__name__.replace("TransfoXL", "AutoModel"),
+        auto_class=f"AutoModel{model_class.__name__.removeprefix('TransfoXL').removeprefix('Model')}",
         auto_tokenizer=", AutoTokenizer" if has_tokenizer else "",
         load_tokenizer=load_tokenizer if has_tokenizer else "",
     )

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import torch
 
+# What is above the layers: the language model's softmax, a sequence classifier's matrix, or nothing.
+HEADS = ("softmax", "classifier", "none")
+
 
 class ConversionError(Exception):
     """The checkpoint cannot be converted; the message is one line that says what was found and what was expected."""
@@ -52,7 +55,7 @@ class Checkpoint:
     `fields` are arguments of TransfoXLConfig; `explained` says for some of them where the value comes from; `tensors`
     maps names of the legacy layout to `Source`; `origin` completes the model card's "The weights are those of"; `size`
     is that of the checkpoint on disk in bytes. The text side is a `vocabulary.Vocabulary`, or a folder that
-    TransfoXLTokenizer loads, or neither. `classifier` is set where the head is a classifier's.
+    TransfoXLTokenizer loads, or neither. `head` is one of `HEADS`.
     Without `tensors` there is a vocabulary alone.
     """
 
@@ -62,7 +65,7 @@ class Checkpoint:
     size: int
     vocabulary: object = None
     tokenizer: Path | None = None
-    classifier: bool = False
+    head: str = "softmax"
     explained: dict = field(default_factory=dict)
 
 
@@ -92,10 +95,10 @@ def _pattern(original):
     return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", pattern))
 
 
-def legacy_tensors(config, classifier: bool = False) -> dict[str, tuple]:
+def legacy_tensors(config, head: str = "softmax") -> dict[str, tuple]:
     """Return {name: shape} of the state dict that `config`, a TransfoXLConfig, describes.
 
-    `classifier`: with the head of TransfoXLForSequenceClassification in place of the softmax.
+    `head` is one of `HEADS`.
     """
     shapes = {}
     last = 0 if config.div_val == 1 else len(config.bins) - 1
@@ -109,8 +112,10 @@ def legacy_tensors(config, classifier: bool = False) -> dict[str, tuple]:
     shapes |= _position_tensors(config)
     for number in range(config.n_layer):
         shapes |= {f"transformer.layers.{number}.{name}": shape for name, shape in _layer_tensors(config).items()}
-    if classifier:
+    if head == "classifier":
         return shapes | {"score.weight": (config.num_labels, config.d_model)}
+    if head == "none":
+        return shapes
     for i, table in enumerate(tables):
         shapes[f"crit.out_layers.{i}.bias"] = table[:1]
         if not config.tie_word_embeddings:
@@ -167,9 +172,9 @@ def _layer_tensors(config):
     return shapes
 
 
-def check_complete(tensors: dict[str, Source], config, classifier: bool = False) -> None:
+def check_complete(tensors: dict[str, Source], config, head: str = "softmax") -> None:
     """Raise ConversionError, naming it, for the first tensor that is missing, left over or of another shape."""
-    expected = legacy_tensors(config, classifier)
+    expected = legacy_tensors(config, head)
     for name, shape in expected.items():
         if name not in tensors:
             raise ConversionError(f"the checkpoint has no tensor for {name} {list(shape)}")

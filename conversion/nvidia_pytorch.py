@@ -1,5 +1,6 @@
 """Checkpoints of NVIDIA's DeepLearningExamples (PyTorch/LanguageModeling/Transformer-XL): `checkpoint_best.pt`."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import kimiyoung_pytorch
@@ -54,6 +55,8 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
         raise ConversionError(f"{path} has {describe(saved['model_config'])} for model_config; {EXPECTED}")
     fields = _fields(saved["model_config"])
     sources = state_dict_sources(saved["model_state"], f"model_state in {path}")
+    if all(source.name.startswith("module.") for source in sources):  # saved while wrapped for several GPUs
+        sources = [replace(source, name=source.name.removeprefix("module.")) for source in sources]
     return kimiyoung_pytorch.from_state(
         [_heads_apart(source, fields) for source in sources],
         fields,

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -46,6 +47,8 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     fields = _read_config(folder)
     path = find_file(folder, WEIGHTS_FILES, EXPECTED)
     sources = _safetensors_sources(path) if path.suffix == ".safetensors" else _pickled_sources(path)
+    if all(not source.name.startswith("transformer.") for source in sources):  # saved by TransfoXLModel
+        sources = [replace(source, name=f"transformer.{source.name}") for source in sources]
     tensors = map_names(sources, TABLE)
     sizes = fields_from_shapes(tensors)
     if fields["n_layer"] != sizes["n_layer"]:
@@ -57,8 +60,14 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
         origin=f"the legacy transformers checkpoint `{folder.resolve().name}` ({path.name})",
         size=path.stat().st_size,
         tokenizer=folder if has_tokenizer else None,
-        classifier="score.weight" in tensors,
+        head=_head(tensors),
     )
+
+
+def _head(tensors):
+    if "score.weight" in tensors:
+        return "classifier"
+    return "softmax" if any(name.startswith("crit.") for name in tensors) else "none"
 
 
 def _read_config(folder):

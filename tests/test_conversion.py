@@ -18,11 +18,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import convert
 import kimiyoung_pytorch
 import layout
+import unpickle
 import vocabulary
 from txl_hf import (
     TransfoXLConfig,
@@ -113,6 +114,20 @@ def test_nvidia_golden(name, tmp_path):
     model = TransfoXLForCausalLM.from_pretrained(tmp_path / "out").eval()
     check_segments(model, load_file(folder / "golden.safetensors"), config["segments"])
     check_generates(model)
+
+
+@torch.no_grad()
+def test_nvidia_golden_saved_while_wrapped_for_several_gpus(tmp_path):
+    folder = golden("nvidia_pytorch/nv_large_like")
+    saved = unpickle.load(folder / "checkpoint_best.pt")
+    state = {f"module.{name}": tensor.read() for name, tensor in saved["model_state"].items()}
+    torch.save({"model_config": saved["model_config"], "model_state": state}, tmp_path / "checkpoint_last.pt")
+    config = json.loads((folder / "golden.json").read_text())
+    arguments = ["--from", "nvidia", "--checkpoint", tmp_path, "--output", tmp_path / "out"]
+    arguments += ["--mem-len", config["eval_len"][2]]
+    assert convert.main([str(argument) for argument in arguments]) == 0
+    model = TransfoXLForCausalLM.from_pretrained(tmp_path / "out").eval()
+    check_segments(model, load_file(folder / "golden.safetensors"), config["segments"])
 
 
 @pytest.mark.parametrize("name", ["word_adaptive_div2_proj", "word_adaptive_div1", "char_base"])
@@ -213,6 +228,27 @@ def test_transformers_golden_classifier(tmp_path):
     tensors = load_file(folder / "golden.safetensors")
     out = model(tensors["input_ids"])
     torch.testing.assert_close(out.logits, tensors["seg0.logits"], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name, prefix", [("wt103_like", ""), ("tied_bias_pre_lnorm", "transformer.")])
+@torch.no_grad()
+def test_transformers_golden_without_its_head(name, prefix, tmp_path):
+    """As TransfoXLModel saves itself, or with the names of a model that has a head."""
+    folder = golden(f"hf_legacy/{name}")
+    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    state = {name: tensor for name, tensor in state.items() if name.startswith("transformer.")}
+    (tmp_path / "legacy").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "legacy")
+    state = {prefix + name.removeprefix("transformer."): tensor for name, tensor in state.items()}
+    torch.save(state, tmp_path / "legacy" / "pytorch_model.bin")
+    arguments = ["--from", "transformers", "--checkpoint", tmp_path / "legacy", "--output", tmp_path / "out"]
+    assert convert.main([str(argument) for argument in arguments]) == 0
+    model = AutoModel.from_pretrained(tmp_path / "out").eval()
+    tensors, facts = load_file(folder / "golden.safetensors"), json.loads((folder / "golden.json").read_text())
+    out = model(tensors["input_ids"][:, : facts["segment_length"]])
+    expected = tuple(tensors[f"seg0.mems.{layer}"] for layer in range(model.config.n_layer))
+    torch.testing.assert_close(out.mems, expected, atol=TOLERANCE, rtol=0)
+    assert "AutoModel.from_pretrained" in (tmp_path / "out" / "README.md").read_text()
 
 
 # ---- vocabularies ----
