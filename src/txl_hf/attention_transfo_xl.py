@@ -225,7 +225,7 @@ def _position_scores(
         rel_bias = None if rel_bias is None else F.pad(rel_bias, (1, 0))
     # One product for each head, whatever the batch: the distances are everybody's.
     queries = (_add_bias(query, position_bias) * scaling).transpose(0, 1).flatten(1, 2)
-    scores = (queries @ rel_key.transpose(-1, -2)).unflatten(1, (B, L))
+    scores = torch.bmm(queries, rel_key.transpose(1, 2)).unflatten(1, (B, L))
     if rel_bias is not None:
         scores = scores + rel_bias[:, None, None].to(scores.dtype) * scaling
     return (relative_shift(scores) if L > 1 else scores).transpose(0, 1)

@@ -33,14 +33,17 @@ def _onednn_takes(*tensors: Tensor) -> bool:
         and _onednn_has_avx512()
         and bool(torch.backends.mkldnn.enabled)
         and not torch.is_autocast_enabled("cpu")
-        and all(
-            type(tensor) in (Tensor, nn.Parameter)
-            and tensor.device.type == "cpu"
-            and tensor.dtype == torch.float32
-            and tensor.numel() > 0
-            and forward_ad.unpack_dual(tensor).tangent is None
-            for tensor in tensors
-        )
+        and all(map(_is_plain, tensors))
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.is_cpu
+        and tensor.dtype == torch.float32
+        and tensor.numel() > 0
+        and forward_ad.unpack_dual(tensor).tangent is None
     )
 
 
@@ -50,10 +53,10 @@ def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         b = b.contiguous()
     if 1 < a.numel() // a.shape[-1] <= FEW_ROWS and b.shape[0] < b.shape[1] and b.is_contiguous():
         # oneDNN reorders its second operand at every call: better the few rows than the matrix.
-        transposed = torch.ops.mkldnn._linear_pointwise(b, a.reshape(-1, a.shape[-1]), None, "none", [], "")
+        transposed = torch.ops.mkldnn._linear_pointwise.default(b, a.reshape(-1, a.shape[-1]), None, "none", [], "")
         result = transposed.t().contiguous().view(*a.shape[:-1], b.shape[0])
         return result if bias is None else result.add_(bias)
-    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.default(a, b, bias, "none", [], "")
 
 
 class _DifferentiableProduct(torch.autograd.Function):
