@@ -219,19 +219,18 @@ if triton is not None:
         """(M, N): of row i of [left, right] the N entries from column `start`[i] on.
 
         A gather from one long vector goes through shared memory and comes back in the layout of the products. The
-        vector holds squares of 8 × 8 entries, even rows before odd ones: the threads of a warp, which hold the same
-        few columns of eight rows, then use different banks though each row starts one column away from the next. Of
-        a thread's many addresses only those within a square differ by more than a constant.
+        vector holds squares of 8 × 8 entries, of which a warp, holding pairs of columns in eight rows, writes one at a
+        time without two threads in one bank, and reads with at most two; of a thread's many addresses only those
+        within a square differ by more than a constant.
         """
         M: tl.constexpr = left.shape[0]
         N: tl.constexpr = left.shape[1]
-        squares = tl.reshape(tl.join(left, right), (M // 8, 4, 2, N // 8, 8, 2))
-        vector = tl.reshape(tl.permute(squares, (0, 5, 3, 2, 1, 4)), (2 * M * N,))
+        squares = tl.reshape(tl.join(left, right), (M // 8, 8, N // 8, 8, 2))
+        vector = tl.reshape(tl.permute(squares, (0, 4, 2, 1, 3)), (2 * M * N,))
         i = tl.arange(0, M)
         j = tl.arange(0, N)
         column = start[:, None] + (j % 8)[None, :]
-        row = i // 8 * 16 * N + i % 2 * 32 + i % 8 // 2 * 8
-        place = row[:, None] + column // 8 * 64 + column % 8 + (j // 8 * 64)[None, :]
+        place = (i // 8 * 16 * N + i % 8 * 8)[:, None] + column // 8 * 64 + column % 8 + (j // 8 * 64)[None, :]
         return tl.reshape(tl.gather(vector, tl.reshape(place, (M * N,)), axis=0), (M, N))
 
     @triton.jit
@@ -641,12 +640,13 @@ if triton is not None:
 
     # ---------------------------------------------------------------------------------------------- launching
 
-    # Queries and keys of a tile, warps, stages, for heads up to 64 and up to 128 wide: what spills least when compiled
-    # for sm_90. Larger tiles spill everywhere. Without tensor cores, in fp32, operands of a product occupy registers.
+    # Queries (no more than keys: the shift has two blocks of distances) and keys of a tile, warps, stages, for heads up
+    # to 64 and up to 128 wide: what spills least when compiled for sm_90. benchmarks/attention_kernel.py --sweep times
+    # others. Larger tiles spill everywhere. Without tensor cores, in fp32, operands of a product occupy registers.
     _TILES = {
         "forward": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2)},
-        "backward_query": {64: (64, 64, 8, 2), 128: (32, 64, 8, 1)},
-        "backward_key": {64: (64, 64, 4, 2), 128: (32, 64, 8, 1)},
+        "backward_query": {64: (64, 64, 8, 2), 128: (32, 64, 8, 2)},
+        "backward_key": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2)},
     }
     _FP32_TILES = {
         "forward": {64: (32, 32, 8, 1), 128: (16, 16, 4, 1)},
