@@ -35,6 +35,23 @@ def test_labels_shift_inside_and_shift_labels_do_not(make_model, make_ids, chang
 
 
 @pytest.mark.parametrize("changes", [{}, {"cutoffs": [], "div_val": 1}], ids=["cutoffs", "no-cutoffs"])
+def test_gradients_of_each_row_by_vmap(make_model, make_ids, changes):
+    model = make_model(**changes)
+    ids = make_ids(3, 6)
+    parameters = dict(model.named_parameters())
+
+    def loss_of_row(parameters, row):
+        inputs = {"labels": row[None], "output_logits": True}
+        return torch.func.functional_call(model, parameters, row[None], inputs).loss
+
+    found = torch.func.vmap(torch.func.grad(loss_of_row), in_dims=(None, 0))(parameters, ids)
+    for i in range(3):
+        expected = torch.autograd.grad(loss_of_row(parameters, ids[i]), parameters.values())
+        for gradient, right in zip(found.values(), expected, strict=True):
+            torch.testing.assert_close(gradient[i], right, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"cutoffs": [], "div_val": 1}], ids=["cutoffs", "no-cutoffs"])
 def test_ignored_labels(make_model, make_ids, changes):
     """Quirk 15: the sum over the count; all ignored is 0 with a gradient path."""
     model = make_model(**changes).train()
