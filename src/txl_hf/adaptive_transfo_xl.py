@@ -453,9 +453,10 @@ def check_labels(labels: Tensor, vocab_size: int) -> None:
 
 
 def _check_range(ids: Tensor, vocab_size: int, name: str, error: type[Exception]) -> None:
-    # Where there are no numbers to look at (torch.func.vmap has those of many calls), nothing can be raised.
-    has_numbers = not (ids.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(ids) or ids.numel() == 0)
-    if torch.compiler.is_compiling() or not has_numbers:
+    if torch.compiler.is_compiling() or ids.is_meta or ids.numel() == 0:
+        return
+    if torch._C._functorch.is_functorch_wrapped_tensor(ids):
+        # torch.func.vmap: the numbers of many calls at once, which none of them can look at.
         return
     low, high = ids.aminmax()
     if ids.is_cuda:
