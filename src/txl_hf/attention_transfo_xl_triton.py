@@ -640,9 +640,9 @@ if triton is not None:
 
     # ---------------------------------------------------------------------------------------------- launching
 
-    # Queries (no more than keys: the shift has two blocks of distances) and keys of a tile, warps, stages, for heads up
-    # to 64 and up to 128 wide: what spills least when compiled for sm_90. benchmarks/attention_kernel.py --sweep times
-    # others. Larger tiles spill everywhere. Without tensor cores, in fp32, operands of a product occupy registers.
+    # Queries (no more than keys: the shift has two blocks of distances) and keys of a tile, warps, stages, for heads
+    # up to 64 and up to 128 wide: what spills least when compiled for sm_90; larger tiles spill everywhere.
+    # `benchmarks/attention_kernel.py --sweep` times others. In fp32 the operands of a product occupy registers.
     _TILES = {
         "forward": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2)},
         "backward_query": {64: (64, 64, 8, 2), 128: (32, 64, 8, 2)},
