@@ -81,6 +81,7 @@ def test_tokenizer_json_alone_is_enough(golden, tmp_path):
         ("10\xa0000 1\xa02\xa03", "10 @.@ 000 1 @.@ 2 3"),
         ("so....what a..b", "so .... what a .. b"),
         ("<UNK> stays, <unk> too", "<UNK> stays , <unk> too"),
+        ("14'<UNK> <Eos>St. <UNK>,5 a-<UNK> pp.<UNK>", "14'<UNK> <Eos>St . <UNK>,5 a @-@ <UNK> pp.<UNK>"),
         ("control\x01 char\tand\x1fspace", "control char and space"),
     ],
 )

@@ -499,7 +499,7 @@ def _build_backend(
     outside = [str(token) for token in specials if str(token) not in vocabulary]
     steps: list[normalizers.Normalizer] = [normalizers.Lowercase()] if lower_case else []
     if mode == "moses":
-        steps += _moses_normalizers()
+        steps += _moses_normalizers([] if lower_case else specials)
         backend.pre_tokenizer = _moses_pre_tokenizer(specials, lower_case)
         backend.decoder = _moses_decoder(symbols, outside)
     elif mode == "characters":
@@ -548,9 +548,9 @@ def _byte_character(symbol: str, specials) -> str:
 # detokenizer.perl as the legacy tokenizer ran them. Moses rewrites the text dozens of times with captured groups; a
 # `Replace` writes a constant, so each rule here says with look-arounds (or `\K`, which keeps what was matched so far)
 # where a space is inserted. Spaces matter only in that they part symbols, so rules that tidy them are left out.
-# What differs from Moses: it takes `<UNK>`, a special token in other letters, for a word when it decides on an
-# apostrophe, hyphen, comma or full stop beside it; here it is punctuation. Of five single letters parted by
-# apostrophes and more, and words of a hundred letters and more with a full stop inside, the far end is not looked at.
+# What differs from Moses: with `lower_case`, a special token in other letters (`<UNK>`) parted the text in two for it;
+# here it is punctuation. Of five single letters parted by apostrophes and more, and words of a hundred letters and
+# more with a full stop inside, the far end is not looked at.
 
 
 def _parse_class(ranges: str) -> str:
@@ -635,9 +635,10 @@ _CURRENCY = "24 a2-a5 58f 60b 9f2-9f3 9fb af1 bf9 e3f 17db 20a0-20bd a838 fdfc f
 # Noncharacters: no text has them, so they can mark places between two rules.
 _MARK = "\ufdd0"
 _BORDER = "\ufdd1"
+_OPEN, _CLOSE = "\ufdd2", "\ufdd3"
 
-_A = _parse_class(_ALPHA) + _parse_class(_VIRAMA)
-_D = _parse_class(_DIGIT)
+_A = _parse_class(_ALPHA) + _parse_class(_VIRAMA) + _OPEN
+_D = _parse_class(_DIGIT) + _CLOSE
 _AN = _A + _D
 _L = _parse_class(_LOWER)
 _WORD = _AN + r"'.,\-"
@@ -651,12 +652,13 @@ _PREFIXES = (
 _NUMERIC_PREFIXES = "No Art pp"
 
 
-def _moses_normalizers() -> list:
+def _moses_normalizers(specials: list) -> list:
     abbreviations = "".join(
         rf"(?<!(?<![{_WORD}])(?:{'|'.join(map(re.escape, group))})\.)" for group in _by_length(_PREFIXES)
     )
     x = f"[{_A}]'"
     before_number = "|".join(_NUMERIC_PREFIXES.split())
+    names = _protected_names(specials)
     steps = [
         # A no-break space between digits is a decimal point, unless the digit before it served one already.
         ("[\x1c-\x1f]|\xa0(?<=[0-9]\xa0[0-9]\xa0)(?<![0-9]\xa0[0-9]\xa0[0-9]\xa0)(?=[0-9])", " "),
@@ -672,6 +674,9 @@ def _moses_normalizers() -> list:
         ('"(?=[,.])', _MARK),
         (_MARK + r"[,.]+\K", '"'),
         (f"[\x00-\x08\r\x0e-\x1b]|{_MARK}", ""),
+        # A special token in other letters is a word to the rules below: its brackets count as letter and digit.
+        (f"<(?=(?i:{names})>)", _OPEN),
+        (f"{_OPEN}(?i:{names})\\K>", _CLOSE),
         # Words. A written `@-@` is no joiner.
         ("@(?=[-,.]@)", "@ "),
         (f"(?<=[{_AN}])-(?=[{_AN}])", " @-@ "),
@@ -699,6 +704,8 @@ def _moses_normalizers() -> list:
         ),
         (_MARK, "."),
         (r"\.(?<!\.\.)(?='\s*\z)", " . "),
+        (_OPEN, "<"),
+        (_CLOSE, ">"),
         (rf"(?<=[{_D}&&\d]),(?=[{_D}&&\d])", " @,@ "),
         (rf"(?<=[{_D}&&\d])\.(?=[{_D}&&\d])", " @.@ "),
     ]
@@ -713,11 +720,15 @@ def _by_length(words: str) -> list[list[str]]:
     return list(groups.values())
 
 
+def _protected_names(specials: list) -> str:
+    names = [re.escape(str(token)[1:-1]) for token in specials if re.fullmatch(r"<\w+>", str(token))]
+    return "|".join(names) or "(?!)"
+
+
 def _moses_pre_tokenizer(specials: list, lower_case: bool):
     # Moses keeps special tokens whole however they are capitalised; lower-cased, they stand by themselves. Any other
     # character that is neither of a word nor white space is a symbol, but for the joiners made above.
-    names = "|".join(re.escape(str(token)[1:-1]) for token in specials if re.fullmatch(r"<\w+>", str(token)))
-    protected = f"<(?i:{names or '(?!)'})>"
+    protected = f"<(?i:{_protected_names(specials)})>"
     word = f"{protected}|[{_WORD}]+" if lower_case else f"(?:[{_WORD}]|{protected})+"
     return pre_tokenizers.Split(Regex(rf"@[-,.]@|{word}|[^{_WORD}\s]"), behavior="removed", invert=True)
 
