@@ -9,8 +9,8 @@ does falls on all of them. First the gate: every contender with our weights must
 training after optimiser steps too (without dropout, and on a GPU for some rows of the batch), or write its text with
 its probabilities; nothing is timed if one does not.
 
-    ours                  the defaults; evaluation and decoding with the memory projected once; the softmax of evaluation
-                          scores several segments at once, as in evaluate_language_model
+    ours                  the defaults; evaluation and decoding with the memory projected once; when it evaluates, the
+                          softmax scores several segments at once, as in evaluate_language_model
     ours-step             evaluation with the loss of each segment before the next
     ours-mems             evaluation with the memory as hidden states
     ours-eager, …         another attn_implementation; eager evaluates with hidden states and is what all must equal

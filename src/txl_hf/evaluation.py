@@ -178,9 +178,7 @@ def evaluate_language_model(
         )
 
 
-def _read(
-    model: TransfoXLForCausalLM, passes: Iterable[tuple[Tensor, Tensor]]
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _read(model: TransfoXLForCausalLM, passes: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
     """The hidden states (n, D) that predict the n scored tokens of each pass, and these tokens, (n,)."""
     memory: dict[str, Any] = {}
     nowhere = torch.empty(0, dtype=torch.long, device=model.device)
