@@ -18,10 +18,13 @@ FOLDER = Path(__file__).parent
 SOURCES = FOLDER.parent / "src"
 SHORT = ["--seconds", "8", "--repeats", "3", "20"]
 TRAIN = ["--contenders", "ours", "ours-compile", "ours-txl_triton", "ours-sdpa"]
+# What hangs or compiles for too long takes no more than this from the others.
+STEP_SECONDS = 240
 # Script and its options.
 STEPS = [
     ("model", ["--workloads", "train-nvidia-base", *TRAIN]),
     ("model", ["--workloads", "train-nvidia-large", *TRAIN]),
+    ("attention_kernel", ["--sweep"]),
     ("attention_kernel", ["--seconds", "0.5"]),
     ("sliding_window", ["--model", "enwik8-large", "--seconds", "6", "--repeats", "3", "20"]),
     ("model", ["--workloads", "train-enwik8-b22", "train-wt103-large-b16"]),
@@ -54,7 +57,8 @@ def main() -> int:
         if left < 20:
             print(f"out of time; go on with --skip {number}", flush=True)
             return 3
-        command = [sys.executable, str(FOLDER / f"{script}.py"), "--output", str(arguments.output / f"{script}.csv")]
+        results = "attention_tiles" if "--sweep" in options else script
+        command = [sys.executable, str(FOLDER / f"{script}.py"), "--output", str(arguments.output / f"{results}.csv")]
         if arguments.smoke:
             command += ["--smoke"]
         elif script == "model":
@@ -64,12 +68,16 @@ def main() -> int:
         if arguments.peer_python and script in ("model", "softmax"):
             command += ["--peer-python", arguments.peer_python]
         print(f"\n== step {number}, {left:.0f} s left: {script} {' '.join(options)}", flush=True)
+        limit = min(left, STEP_SECONDS)
         try:
-            if subprocess.run([*command, *options], env=environment, timeout=left, check=False).returncode:
+            if subprocess.run([*command, *options], env=environment, timeout=limit, check=False).returncode:
                 failed.append(number)
         except subprocess.TimeoutExpired:
-            print(f"out of time in step {number}; go on with --skip {number}", flush=True)
-            return 3
+            if limit == left:
+                print(f"out of time in step {number}; go on with --skip {number}", flush=True)
+                return 3
+            print(f"step {number} was stopped after {limit} s", flush=True)
+            failed.append(number)
     print(f"\n{len(steps) - len(failed)} of {len(steps)} steps done; failed: {failed or 'none'}")
     return int(bool(failed))
 

@@ -22,8 +22,8 @@ its probabilities; nothing is timed if one does not.
     floor                 our layers with plain causal SDPA: absolute positions, no relative term
 
 A turn is an optimiser step (forward, backward, clipping, step), a segment, or `generate`; on a GPU several, after
-one that does not count. Peak memory is that of the contender's own process during its turns, over what it held before
-it had a model. Rows go to `results/model.csv`.
+one that does not count. Peak memory is that of the contender's own process in a turn behind the others, over what it
+held before it had a model. Rows go to `results/model.csv`.
 """
 
 import argparse
@@ -360,7 +360,7 @@ def work(contender: str, name: str, folder: str, arguments: argparse.Namespace):
     import_module(f"transformers.models.{family}.modeling_{family}" if family else "txl_hf")
     before = harness.resident_mib() if device == "cpu" else 0.0
     task = begin(contender, workload, folder, arguments)
-    steps, counted = STEPS[device][workload.task], False
+    steps, warm = STEPS[device][workload.task], False
 
     def check() -> dict:
         start = time.perf_counter()
@@ -374,13 +374,12 @@ def work(contender: str, name: str, folder: str, arguments: argparse.Namespace):
         }
 
     def turn() -> dict:
-        nonlocal counted
-        if not counted:
-            harness.reset_peak(device)
+        nonlocal warm
+        if not warm:
             # Of another size than what the gate saw, without a memory, with one.
             for _ in range(WARM_UP[device]):
                 task.step()
-            counted = True
+            warm = True
         elif device == "cuda":
             task.step()
         harness.synchronize(device)
@@ -397,7 +396,15 @@ def work(contender: str, name: str, folder: str, arguments: argparse.Namespace):
             torch.cuda.empty_cache()
         return {"seconds": spent, "tokens": tokens, **details}
 
-    harness.serve({"check": check, "turn": turn, "peak": lambda: {"peak_mib": harness.peak_mib(device) - before}})
+    def peak() -> dict:
+        # After all turns: what memory has been given back is slower to use again.
+        harness.reset_peak(device)
+        for _ in range(steps):
+            task.step()
+        harness.synchronize(device)
+        return {"peak_mib": harness.peak_mib(device) - before}
+
+    harness.serve({"check": check, "turn": turn, "peak": peak})
 
 
 def begin(contender: str, workload: Workload, folder: str, arguments: argparse.Namespace):

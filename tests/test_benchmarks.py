@@ -86,6 +86,40 @@ def test_every_contender(task, tmp_path):
             model.gate(task, checks | {"ours": other}, "fp32")
 
 
+def test_everything_on_a_gpu_outlives_a_step_that_hangs(tmp_path, monkeypatch, capsys):
+    """Every step is given options that its script knows, and one that is stopped takes no other with it."""
+    import attention_kernel
+    import gpu
+    import growth
+    import model
+    import sliding_window
+    import softmax
+
+    scripts = {"model": model, "attention_kernel": attention_kernel, "sliding_window": sliding_window}
+    scripts |= {"growth": growth, "softmax": softmax}
+    commands = []
+
+    def start(command, timeout, **_):
+        commands.append(command)
+        assert timeout <= gpu.STEP_SECONDS
+        if len(commands) == 2:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(gpu.subprocess, "run", start)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", str(tmp_path)])
+    assert gpu.main() == 1
+    assert "failed: [1]" in capsys.readouterr().out
+    assert len(commands) == len(gpu.STEPS)
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    # Without a GPU they get no further than to say so.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for _, script, *options in commands:
+        with pytest.raises(SystemExit, match="torch sees no GPU"):
+            scripts[Path(script).stem].main(options)
+
+
 def test_a_wrong_contender_stops_the_benchmark(tmp_path):
     """One bias too large by a tenth in one layer of `ours`, and nothing is timed."""
     broken = tmp_path / "broken.py"

@@ -444,7 +444,7 @@ def _column(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
 
 def _best(log_probs: Tensor, k: int) -> Tensor:
     """The k highest of (..., n), or all of them if there are fewer, highest first."""
-    return log_probs.topk(min(k, log_probs.shape[-1])).values
+    return log_probs.amax(-1, keepdim=True) if k == 1 else log_probs.topk(min(k, log_probs.shape[-1])).values
 
 
 def check_labels(labels: Tensor, vocab_size: int) -> None:

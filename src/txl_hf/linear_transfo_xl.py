@@ -94,9 +94,10 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         (…, n).
     """
-    if not _onednn_takes(*(tensor for tensor in (a, b, bias) if tensor is not None)):
+    tensors = (a, b) if bias is None else (a, b, bias)
+    if not _onednn_takes(*tensors):
         return nn.functional.linear(a, b, bias)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, bias)):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return _DifferentiableProduct.apply(a, b, bias)
     return _onednn_product(a, b, bias)
 

@@ -85,14 +85,17 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
                 self._make_room(memory_length)
             return keys, values
         self.cumulative_length += length
-        start = self._end - self.keys.shape[2]
-        self._end += length
+        seen = self.keys.shape[2] + length
         room = self._room - length
-        for buffer, states in ((self._key_buffer, key_states), (self._value_buffer, value_states)):
-            buffer[:, :, self._end - length : self._end] = states
-        kept = slice(max(start, self._end - memory_length), self._end)
-        self.keys, self.values, self._room = self._key_buffer[:, :, kept], self._value_buffer[:, :, kept], room
-        return self._key_buffer[:, :, start : self._end], self._value_buffer[:, :, start : self._end]
+        self._end += length
+        buffers = self._key_buffer, self._value_buffer
+        # `narrow` takes a third of the time of an index, and this is done in each layer for each token.
+        for buffer, states in zip(buffers, (key_states, value_states), strict=True):
+            buffer.narrow(2, self._end - length, length).copy_(states)
+        kept = min(seen, memory_length)
+        self.keys, self.values = (buffer.narrow(2, self._end - kept, kept) for buffer in buffers)
+        self._room = room
+        return tuple(buffer.narrow(2, self._end - seen, seen) for buffer in buffers)
 
     def _make_room(self, room: int):
         self._end = self.keys.shape[2]

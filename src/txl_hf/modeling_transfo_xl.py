@@ -252,8 +252,10 @@ class TransfoXLAttention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         # A cache that never forgets holds more than the memory.
-        key, value = key[:, :, -key_length:], value[:, :, -key_length:]
-        rel_key = None if positions is None else self._rel_key(positions, rel_keys)[:, -key_length:].to(query.dtype)
+        key, value = (states.narrow(2, -key_length, key_length) for states in (key, value))
+        rel_key = None
+        if positions is not None:
+            rel_key = self._rel_key(positions, rel_keys).narrow(1, -key_length, key_length).to(query.dtype)
         attended, probabilities = relative_attention(
             query,
             key,
