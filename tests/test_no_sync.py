@@ -1,4 +1,4 @@
-"""On a GPU the host runs ahead: nothing in a step waits for a number but the sizes of the bins, once for all of them."""
+"""On a GPU the host runs ahead: nothing waits for a number but the sizes of the bins, once for all of them."""
 
 import warnings
 
