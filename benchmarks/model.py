@@ -7,7 +7,7 @@
 Contenders are processes that take turns: each repeat runs every contender once, so that whatever else the machine
 does falls on all of them. First the gate: every contender with our weights must give the losses of `ours-eager`, in
 training after optimiser steps too (without dropout, and on a GPU for some rows of the batch), or write its text with
-its probabilities; nothing is timed if one does not.
+its probabilities; one that does not is not timed, and the program fails when the others are done.
 
     ours                  the defaults; evaluation and decoding with the memory projected once; when it evaluates, the
                           softmax scores several segments at once, as in evaluate_language_model
@@ -198,11 +198,13 @@ def main(given: list[str] | None = None):
     print(harness.FLOP_FORMULA)
     peak = harness.matmul_peak(arguments.device, arguments.dtype)
     print(f"peak: {peak / 1e12:.4g} TFLOP/s measured in a matrix product in {arguments.dtype}\n")
-    for name in chosen:
-        compare(name, peak, arguments)
+    wrong = [error for name in chosen for error in compare(name, peak, arguments)]
+    if wrong:
+        sys.exit("\n".join(f"error: {error}" for error in wrong))
 
 
-def compare(name: str, peak: float, arguments: argparse.Namespace):
+def compare(name: str, peak: float, arguments: argparse.Namespace) -> list[str]:
+    """Measure a workload; returns what is wrong with those that did not pass the gate and were left out."""
     workload = (WORKLOADS | SMOKE)[name]
     names = list(dict.fromkeys([*chosen_contenders(workload, arguments), REFERENCE]))
     with tempfile.TemporaryDirectory() as folder:
@@ -210,9 +212,10 @@ def compare(name: str, peak: float, arguments: argparse.Namespace):
         contenders = {contender: start(contender, name, folder, arguments) for contender in names}
         try:
             checks = harness.ask_all(contenders, "check")
-            differences = gate(workload.task, checks, arguments.dtype)
-            if REFERENCE not in chosen_contenders(workload, arguments):
-                contenders.pop(REFERENCE).stop()
+            differences, wrong = gate(workload.task, checks, arguments.dtype)
+            unwanted = set() if REFERENCE in chosen_contenders(workload, arguments) else {REFERENCE}
+            for contender in unwanted | wrong.keys():
+                contenders.pop(contender).stop()
             turns = harness.take_turns(contenders, arguments.seconds, *arguments.repeats)
             peaks = harness.ask_all(contenders, "peak")
         except harness.ContenderError as error:
@@ -236,7 +239,9 @@ def compare(name: str, peak: float, arguments: argparse.Namespace):
         if "token_ms_p50" in row:
             figures += f" {row['token_ms_p50']} ms a token, p99 {row['token_ms_p99']}"
         print(f"{name:26} {contender:16} {figures}", flush=True)
-    harness.append(arguments.output, rows)
+    if rows:
+        harness.append(arguments.output, rows)
+    return list(wrong.values())
 
 
 def chosen_contenders(workload: Workload, arguments: argparse.Namespace) -> list[str]:
@@ -275,11 +280,11 @@ def start(contender: str, workload: str, folder: str, arguments: argparse.Namesp
     return harness.Contender([python, SCRIPT, *options, "--worker", contender, workload, folder])
 
 
-def gate(task: str, checks: dict[str, dict], dtype: str) -> dict[str, float]:
-    """How far each contender's losses are from the reference's; ends the program if one is too far."""
+def gate(task: str, checks: dict[str, dict], dtype: str) -> tuple[dict[str, float], dict[str, str]]:
+    """How far each contender's losses are from the reference's, and what is wrong with those that are too far."""
     if REFERENCE not in checks:
         sys.exit("error: without ours-eager there is nothing to compare with")
-    reference, differences = checks[REFERENCE], {}
+    reference, differences, wrong = checks[REFERENCE], {}, {}
     tolerance = TOLERANCE[dtype][task] if dtype in TOLERANCE else COARSE
     for name, found in checks.items():
         if name in ("gpt2", "floor"):
@@ -287,15 +292,16 @@ def gate(task: str, checks: dict[str, dict], dtype: str) -> dict[str, float]:
         pairs = list(zip(found["nll"], reference["nll"], strict=True))
         if task == "decode" and found["text"] != reference["text"]:
             if dtype == "fp32":
-                sys.exit(f"error: {name} writes another text: {found['text']} for {reference['text']}")
+                wrong[name] = f"{name} writes another text: {found['text']} for {reference['text']}"
+                continue
             # Rounding may decide between two tokens; up to there the probabilities must agree.
             equal = [a == b for a, b in zip(found["text"], reference["text"], strict=True)]
             pairs = pairs[: equal.index(False) + 1]
         differences[name] = max(abs(a - b) for a, b in pairs)
         # One by one, because nothing is larger than what is not a number.
         if not all(abs(a - b) <= tolerance for a, b in pairs):
-            sys.exit(f"error: {name} has other losses than {REFERENCE}: {found['nll']} for {reference['nll']}")
-    return differences
+            wrong[name] = f"{name} has other losses than {REFERENCE}: {found['nll']} for {reference['nll']}"
+    return differences, wrong
 
 
 def describe(name: str, workload: Workload, contender: str, check: dict) -> dict:

@@ -64,11 +64,14 @@ def machine(row: Row) -> tuple[str, ...]:
     return tuple(row.get(column) or "" for column in MACHINE)
 
 
-def latest(name: str, folder: Path = harness.RESULTS) -> dict[tuple, dict[str, Row]]:
-    """{(machine, workload): {contender: row}} of the last run of each workload, the latest one last."""
+def latest(name: str, rows: list[Row] | None = None) -> dict[tuple, dict[str, Row]]:
+    """{(machine, workload): {contender: row}} of the last run of each workload, the latest one last.
+
+    `rows` of the file `name`, or all that are committed.
+    """
     workload, contender, _ = KEYS[name]
     runs: dict[tuple, dict[str, Row]] = {}
-    for row in harness.read(folder / name):
+    for row in harness.read(harness.RESULTS / name) if rows is None else rows:
         key = (machine(row), " ".join(row[column] for column in workload.split()))
         run = runs.get(key, {})
         started = next(iter(run.values()), row)
@@ -81,7 +84,7 @@ def latest(name: str, folder: Path = harness.RESULTS) -> dict[tuple, dict[str, R
 
 
 def add(folder: Path) -> None:
-    for name in KEYS:
+    for name in (*KEYS, "attention_tiles.csv"):
         rows = harness.read(folder / name)
         # Where the sources came without their repository, they are those here.
         rows = [row | {"commit": row["commit"] or harness.commit()} for row in rows]
@@ -91,12 +94,19 @@ def add(folder: Path) -> None:
 
 
 def compare(old: Path, new: Path) -> int:
-    """Print how each ratio has moved; 1 if one did by more than `DRIFT`."""
-    moved, seen = 0, 0
+    """Print how each ratio has moved; 1 if one did by more than `DRIFT`, or if nothing was measured.
+
+    Where `new` is `old` with rows behind them, only these count: what was not measured again cannot have moved.
+    """
+    moved, seen, measured = 0, 0, 0
     for name, (_, _, ratio) in KEYS.items():
         if ratio is None:
             continue
-        before, after = latest(name, old), latest(name, new)
+        rows, found = harness.read(old / name), harness.read(new / name)
+        if all(row.items() <= other.items() for row, other in zip(rows, found, strict=False)):
+            found = found[len(rows) :]
+        measured += len(found)
+        before, after = latest(name, rows), latest(name, found)
         for key in before.keys() & after.keys():
             for contender in before[key].keys() & after[key].keys():
                 ratios = [runs[key][contender].get(ratio) for runs in (before, after)]
@@ -108,6 +118,9 @@ def compare(old: Path, new: Path) -> int:
                 moved += abs(drift) > DRIFT
                 mark = "  MOVED" if abs(drift) > DRIFT else ""
                 print(f"{name:20} {key[1]:34} {contender:15} {first:9} → {second:9} {drift:+7.1%}{mark}")
+    if not measured:
+        print(f"error: {new} has no row that {old} has not", file=sys.stderr)
+        return 1
     print(f"{moved} of {seen} ratios moved by more than {DRIFT:.0%}" if seen else "nothing to compare on this machine")
     return int(moved > 0)
 
@@ -283,7 +296,7 @@ def short_table() -> str:
             ours = run.get("ours") or fastest(run)
             if "legacy" in run or not ours.get("threads"):
                 ratio = times(ours["times_legacy_p50"])
-                lines.append([what(ours), rate(fastest(run)), rate(run.get("legacy")), rate(run.get("gpt2")), ratio])
+                lines.append([what(ours), rate(ours), rate(run.get("legacy")), rate(run.get("gpt2")), ratio])
         return markdown(["tokens per second", "ours", "legacy", "GPT-2 of the same size", "times legacy"], lines)
 
     return by_machine("model.csv", table)

@@ -95,7 +95,8 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
         kept = min(seen, memory_length)
         self.keys, self.values = (buffer.narrow(2, self._end - kept, kept) for buffer in buffers)
         self._room = room
-        return tuple(buffer.narrow(2, self._end - seen, seen) for buffer in buffers)
+        keys, values = (buffer.narrow(2, self._end - seen, seen) for buffer in buffers)
+        return keys, values
 
     def _make_room(self, room: int):
         self._end = self.keys.shape[2]
