@@ -378,7 +378,7 @@ def train_sharded(rank: int, port: int, config, folder: str):
         alone.save_pretrained(f"{folder}/alone")
     accelerator.wait_for_everyone()
     torch.distributed.destroy_process_group()
-    # Threads that torch leaves behind may abort an interpreter that takes itself apart.
+    # As in test_launch.py, torch's threads may abort an interpreter that takes itself apart.
     os._exit(0)
 
 
