@@ -7,7 +7,7 @@ from packaging import version
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
-from txl_hf import TransfoXLForCausalLM, TransfoXLForSequenceClassification, modeling_transfo_xl
+from txl_hf import TransfoXLForCausalLM, TransfoXLForSequenceClassification, generation_transfo_xl
 from txl_hf.adaptive_transfo_xl import AdaptiveLogSoftmax
 
 VARIANTS = {
@@ -414,7 +414,7 @@ def test_pruned_generation_writes_the_same(make_model, make_ids, count_bins, mon
         return model.generate(ids, **options), len(count_bins)
 
     text, computed = generate()
-    monkeypatch.setattr(modeling_transfo_xl, "_logits_top_k", lambda *arguments: {})
+    monkeypatch.setattr(generation_transfo_xl, "_logits_top_k", lambda *arguments: {})
     whole_text, all_bins = generate()
     assert torch.equal(text, whole_text)
     if biases == WEIGHTS["head"] and options.get("top_k", 0) < 6:

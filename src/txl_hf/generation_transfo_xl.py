@@ -1,0 +1,153 @@
+"""What `generate` needs to know of a memory, and of the softmax on a CPU."""
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, GenerationMixin
+from transformers.generation import (
+    GenerationConfig,
+    LogitNormalization,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
+
+from .configuration_transfo_xl import TransfoXLConfig
+from .memory_transfo_xl import MemoryCache, cached_key_mask, text_length
+
+__all__ = ["TransfoXLGenerationMixin"]
+
+
+class TransfoXLGenerationMixin(GenerationMixin):
+    """`generate` with the memory as its cache, starting from `mems` if they are given; without one where `mem_len=0`.
+
+    Its loops tell the softmax how many of the best tokens can matter, so that a CPU need not compute the others.
+    """
+
+    config: TransfoXLConfig
+
+    def adjust_generation_fn(self, *args, **kwargs):
+        super().adjust_generation_fn(*args, **kwargs)
+        self._drop_output_logits()
+
+    def _drop_output_logits(self):
+        """`generate` has an option of the name of our field, and would take its value from there."""
+        if self.generation_config._from_model_config and self.config.output_logits:
+            self.generation_config.output_logits = None
+            self.generation_config.return_dict_in_generate = False
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, max_length):
+        if self.config.mem_len == 0:
+            # Nothing is remembered from step to step, so that every step reads the whole text.
+            if model_kwargs.get("inputs_embeds") is not None:
+                raise ValueError("mem_len=0 remembers no inputs_embeds from step to step: give generate input_ids")
+            generation_config.use_cache = model_kwargs["use_cache"] = False
+        # A static cache holds all of the memory from the first step on: its shapes never change.
+        max_length = max(max_length, self.config.sliding_window)
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, batch_size, max_length)
+        cache = model_kwargs.get("past_key_values")
+        if type(cache) is DynamicCache and not cache.offloading and not hasattr(cache, "_is_user_defined"):
+            cache = model_kwargs["past_key_values"] = MemoryCache(self.config)
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids,
+        next_sequence_length=None,
+        past_key_values=None,
+        attention_mask=None,
+        inputs_embeds=None,
+        is_first_iteration=False,
+        **kwargs,
+    ):
+        if past_key_values is not None and (length := past_key_values.get_seq_length()) > 0:
+            kwargs.pop("mems", None)
+            if is_first_iteration and next_sequence_length is not None:
+                # generate takes the whole cache for text; part of it may be memory from before the text.
+                seen = text_length(past_key_values)
+                next_sequence_length += length - seen
+                if next_sequence_length <= 0:
+                    name, given = (
+                        ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+                    )
+                    raise ValueError(
+                        f"{name} hold {given.shape[1]} tokens, but past_key_values have seen {seen} already: give the "
+                        "whole text, those and the new ones, or the new input_ids alone with an attention_mask over "
+                        "the whole text"
+                    )
+            if past_key_values.is_compileable:
+                # One shape at every step, made outside the compiled forward.
+                text = input_ids if inputs_embeds is None or not is_first_iteration else inputs_embeds
+                segment_length = next_sequence_length or text.shape[1]
+                memory_length, key_mask = cached_key_mask(
+                    attention_mask, past_key_values, self.config.mem_len, len(input_ids), segment_length
+                )
+                everything = torch.ones(len(input_ids), memory_length + segment_length, device=input_ids.device)
+                attention_mask = everything.bool() if key_mask is None else key_mask
+        return super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            past_key_values=past_key_values,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+
+    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        chosen = None if generation_config.do_sample else 1
+        kwargs |= _logits_top_k(logits_processor, generation_config, chosen, kwargs.get("synced_gpus"))
+        return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+
+    def _beam_search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        # As many candidates as beams could end with this token, and the beams that then go on.
+        ends = generation_config._eos_token_tensor
+        candidates = max(2, 1 + (0 if ends is None else len(ends))) * generation_config.num_beams
+        chosen = None if generation_config.do_sample else candidates
+        kwargs |= _logits_top_k(logits_processor, generation_config, chosen, kwargs.get("synced_gpus"))
+        return super()._beam_search(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask=None, **kwargs) -> Tensor | None:
+        """Masks stay (B, n): what a query may see beside padding, the attention knows."""
+        return attention_mask
+
+    def _expand_inputs_for_generation(self, expand_size=1, **kwargs):
+        if kwargs.get("mems") is not None:
+            kwargs["mems"] = tuple(states.repeat_interleave(expand_size, dim=0) for states in kwargs["mems"])
+        return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, **kwargs):
+        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs)
+        # Without a cache every step reads the whole text again; generate would take the mems for a cache.
+        if not isinstance(model_kwargs.get("past_key_values"), Cache):
+            model_kwargs.pop("past_key_values", None)
+        return model_kwargs
+
+
+def _logits_top_k(
+    processors: LogitsProcessorList, config: GenerationConfig, chosen: int | None, synced_gpus: bool | None
+) -> dict[str, int]:
+    """The argument `logits_top_k` for a loop of `generate`, or none where any token may matter.
+
+    What keeps the order of the tokens (a temperature, a normalisation) changes nobody's rank; what takes certain
+    tokens away lets as many others move up; after a top-k nothing else is left. Any other processor may lift a token
+    from anywhere, scores that are handed out are those of all tokens, and processes that gather sharded parameters
+    together have to use the same ones.
+
+    Args:
+        chosen: how many of the best tokens the loop chooses from; None: from all of them, unless there is a top-k.
+    """
+    if config.output_scores or config.output_logits or synced_gpus:
+        return {}
+    taken_away = 0
+    for processor in processors:
+        if type(processor) is TopKLogitsWarper:
+            return {"logits_top_k": processor.top_k + taken_away}
+        if type(processor) in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
+            taken_away += len(processor.eos_token_id)
+        elif type(processor) not in (TemperatureLogitsWarper, LogitNormalization):
+            return {}
+    return {} if chosen is None else {"logits_top_k": chosen + taken_away}
