@@ -1,0 +1,204 @@
+"""How a model lies on disk: tensors in the legacy layout, its code and its card beside them; and how it is read back.
+
+Tensors have the names and shapes of the legacy `transformers` model, so that its checkpoints load as they are, and
+what is saved loads there.
+"""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
+
+from .configuration_transfo_xl import TransfoXLConfig
+
+__all__ = ["CheckpointError", "TransfoXLLayoutMixin"]
+
+
+# Each entry is (on disk, in memory), where modules have the field's names.
+register_checkpoint_conversion_mapping(
+    TransfoXLConfig.model_type,
+    [
+        WeightRenaming("crit.", "lm_head."),
+        WeightRenaming("word_emb.", "embed_tokens."),
+        WeightRenaming(r"emb_projs.(\d+)(?!\.weight)", r"emb_projs.\1.weight"),
+        WeightRenaming(r"out_projs.(\d+)(?!\.weight)", r"out_projs.\1.weight"),
+        WeightRenaming("cluster_weight", "clusters.weight"),
+        WeightRenaming("cluster_bias", "clusters.bias"),
+        WeightRenaming("dec_attn.layer_norm", "self_attn_layer_norm"),
+        WeightRenaming("dec_attn.r_net", "self_attn.r_proj"),
+        WeightRenaming("dec_attn.o_net", "self_attn.o_proj"),
+        WeightRenaming("dec_attn.r_w_bias", "self_attn.content_bias"),
+        WeightRenaming("dec_attn.r_r_bias", "self_attn.position_bias"),
+        # Those that all layers share, also in the checkpoint of a TransfoXLModel, whose names have no prefix.
+        WeightRenaming("(?<!dec_attn.)r_w_bias", "(?<!self_attn.)content_bias"),
+        WeightRenaming("(?<!dec_attn.)r_r_bias", "(?<!self_attn.)position_bias"),
+        WeightRenaming("pos_ff.CoreNet.0", "mlp.up_proj"),
+        WeightRenaming("pos_ff.CoreNet.3", "mlp.down_proj"),
+        WeightRenaming("pos_ff.layer_norm", "mlp_layer_norm"),
+        # The PyTorch original has q_net and kv_net where positions are absolute. These are read but never written, as
+        # the pattern (?!), which matches nothing, says of the way back.
+        WeightRenaming("dec_attn.q_net", "self_attn.q_proj(?!)"),
+        WeightConverter(
+            "dec_attn.kv_net.weight",
+            ["self_attn.k_proj.weight(?!)", "self_attn.v_proj.weight(?!)"],
+            operations=[Chunk(dim=0)],
+        ),
+        WeightConverter(
+            "dec_attn.qkv_net.weight",
+            ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+            operations=[Chunk(dim=0)],
+        ),
+    ],
+    overwrite=True,
+)
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_transfo_xl.TransfoXLConfig",
+    "AutoModel": "modeling_transfo_xl.TransfoXLModel",
+    "AutoModelForCausalLM": "modeling_transfo_xl.TransfoXLForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_transfo_xl.TransfoXLForSequenceClassification",
+}
+MODEL_CARD = """---
+{metadata}
+---
+
+# {repo_id}
+
+A Transformer-XL model ([Dai et al., 2019](https://arxiv.org/abs/1901.02860)) with {config.n_layer} layers of width
+{config.d_model} over a vocabulary of {config.vocab_size}, which remembers {config.mem_len} hidden states per layer
+(initial memory: {config.initial_memory}).
+
+The code is in this repository, so nothing needs to be installed beside `transformers`:
+
+```python
+from transformers import {auto_class}
+
+model = {auto_class}.from_pretrained("{repo_id}", trust_remote_code=True)
+```
+
+With the package `txl-hf` installed, `import txl_hf` takes the place of `trust_remote_code=True`.
+"""
+
+
+class CheckpointError(ValueError, RuntimeError):
+    """A checkpoint that does not fit the model; `transformers` raises a RuntimeError where shapes differ."""
+
+
+class TransfoXLLayoutMixin(PreTrainedModel):
+    """Loading from and saving in the legacy layout."""
+
+    # The original keeps the frequencies of the sinusoids in its checkpoints, and legacy transformers a copy of shared
+    # biases in each layer.
+    _keys_to_ignore_on_load_unexpected = [r"pos_emb\.inv_freq", r"self_attn\.(content|position)_bias"]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
+        """As in `transformers`, but a checkpoint that lacks a tensor of the model is an error.
+
+        A head that the checkpoint lacks as a whole is new and is initialised, as usual. With `output_loading_info` the
+        missing tensors are listed there and are no error, nor are they where there is no checkpoint at all.
+
+        Raises:
+            CheckpointError: tensors are missing or have another shape, or a file is broken; the message names them.
+        """
+        name = pretrained_model_name_or_path
+        ignore_mismatched_sizes = kwargs.pop("ignore_mismatched_sizes", False)
+        try:
+            model, info = super().from_pretrained(
+                name, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            )
+        except SafetensorError as error:
+            damaged = ", ".join(_damaged_files(name)) or name
+            raise CheckpointError(f"{damaged} is truncated or damaged ({error}): copy or download it again") from error
+        if info["mismatched_keys"] and not ignore_mismatched_sizes:
+            shapes = [f"{key} is {tuple(found)}, not {tuple(right)}" for key, found, right in info["mismatched_keys"]]
+            raise CheckpointError(f"the checkpoint {name} does not fit the model: {'; '.join(sorted(shapes))}")
+        missing = set(info["missing_keys"])
+        for head in ("lm_head", "score"):
+            if hasattr(model, head):
+                names = {f"{head}.{name}" for name, _ in getattr(model, head).named_parameters()}
+                names -= set(model.all_tied_weights_keys)
+                missing -= names if names <= missing else set()
+        if missing and not output_loading_info and name is not None:
+            raise CheckpointError(f"the checkpoint {name} lacks {', '.join(sorted(missing))}")
+        return (model, info) if output_loading_info else model
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs):
+        """As in torch; the names and joined tensors of a file that `save_pretrained` wrote are understood too.
+
+        `Trainer` hands such files over as they are when it resumes or loads its best model.
+        """
+        return super().load_state_dict(_from_disk_layout(state_dict), *args, **kwargs)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs):
+        """As in `transformers`: weights, configuration, and what loads them where this package is not installed: the
+        code, and an `auto_map` for all heads. A model card is written unless there is one.
+        """
+        self.config.auto_map = dict(AUTO_MAP)
+        if kwargs.get("state_dict") is not None:
+            # Gathered from shards, tied tensors would be written twice.
+            tied = self.all_tied_weights_keys
+            kwargs["state_dict"] = {name: tensor for name, tensor in kwargs["state_dict"].items() if name not in tied}
+        present_class = type(self)
+        # torch gives a sharded model a class of its own, whose code would be saved in place of ours.
+        self.__class__ = next(cls for cls in present_class.__mro__ if not cls.__module__.startswith("torch."))
+        try:
+            super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        finally:
+            self.__class__ = present_class
+        card = Path(save_directory, "README.md")
+        if is_main_process and not card.exists():
+            self._model_card(kwargs.get("repo_id") or Path(save_directory).name).save(card)
+
+    def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args, **kwargs):
+        # Where the repository has no card, `transformers` writes one that does not say how to load the model.
+        if not HfApi(token=kwargs.get("token")).file_exists(repo_id, "README.md"):
+            self._model_card(repo_id).save(Path(working_dir, "README.md"))
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
+
+    def _model_card(self, repo_id: str) -> ModelCard:
+        config = self.config
+        auto_class = type(self)._auto_class or "AutoModel"
+        data = ModelCardData(library_name="transformers", tags=["transformer-xl", config.model_type])
+        return ModelCard(
+            MODEL_CARD.format(metadata=data.to_yaml(), repo_id=repo_id, auto_class=auto_class, config=config)
+        )
+
+
+def _from_disk_layout(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Names in memory for names on disk; what has its name in memory already stays."""
+    mapping = get_checkpoint_conversion_mapping(TransfoXLConfig.model_type)
+    renamings = [transform for transform in mapping if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in mapping if isinstance(transform, WeightConverter)]
+    converted = {}
+    for name, tensor in state_dict.items():
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        converter = next((c for c in converters if c.source_patterns[0] in name), None)
+        if converter is None:
+            converted[name] = tensor
+            continue
+        parts = converter.target_patterns
+        for part, chunk in zip(parts, tensor.chunk(len(parts), dim=0), strict=True):
+            converted[name.replace(converter.source_patterns[0], part)] = chunk
+    return converted
+
+
+def _damaged_files(folder: str | os.PathLike) -> list[str]:
+    """The safetensors files in a folder that cannot be opened."""
+    damaged = []
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            safe_open(path, "pt")
+        except SafetensorError:
+            damaged.append(str(path))
+    return damaged
