@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from lm_arguments import Arguments, EvaluationArguments, RunArguments
 from txl_hf import TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.checkpoints import UNFINISHED_PREFIX
-from txl_hf.evaluation import LanguageModelEvaluation
+from txl_hf.evaluation import LanguageModelEvaluation, perplexity
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
@@ -107,8 +107,7 @@ def describe(evaluation: LanguageModelEvaluation) -> dict[str, float]:
 
 def figures(nll: float, prefix: str = "") -> dict[str, float]:
     """Other ways to say a mean negative log-likelihood in nats."""
-    perplexity = math.exp(nll) if nll < 709 else math.inf
-    return {f"{prefix}perplexity": perplexity, f"{prefix}bits_per_token": nll / math.log(2)}
+    return {f"{prefix}perplexity": perplexity(nll), f"{prefix}bits_per_token": nll / math.log(2)}
 
 
 # --- log -------------------------------------------------------------------------------------------------------------

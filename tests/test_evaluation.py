@@ -201,10 +201,12 @@ def test_measures_agree():
         result.bits_per_character(2.5)
 
 
-def test_perplexity_of_a_hopeless_model_is_infinite():
+def test_perplexity_of_a_hopeless_model_is_infinite_and_of_a_broken_one_nan():
     result = evaluate_language_model(MODEL, text(30), segment_length=8)
     hopeless = dataclasses.replace(result, nll=1e3)
     assert hopeless.perplexity == math.inf == hopeless.perplexity_per_word(1)
+    broken = dataclasses.replace(hopeless, nll=math.nan)
+    assert math.isnan(broken.perplexity) and math.isnan(broken.perplexity_per_word(1))
 
 
 def test_every_kind_of_text(tmp_path):

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .streams import check_sizes, check_tokens, read_tokens
 
-__all__ = ["LanguageModelEvaluation", "evaluate_language_model"]
+__all__ = ["LanguageModelEvaluation", "evaluate_language_model", "perplexity"]
 
 # The softmax reads all of its tables, hundreds of MB for a large vocabulary, however few tokens it has to score. So it
 # waits until several short segments have been read.
@@ -49,7 +49,7 @@ class LanguageModelEvaluation:
     @property
     def perplexity(self) -> float:
         """exp(nll) of a token; infinite where that exceeds a float."""
-        return _exp(self.nll)
+        return perplexity(self.nll)
 
     @property
     def bits_per_token(self) -> float:
@@ -67,7 +67,7 @@ class LanguageModelEvaluation:
             ValueError: `words` is no positive integer.
         """
         check_sizes(words=words)
-        return _exp(self.nll * self.text_tokens / words)
+        return perplexity(self.nll * self.text_tokens / words)
 
     def bits_per_character(self, characters: int) -> float:
         """Bits per character of a model whose tokens are not characters.
@@ -82,8 +82,9 @@ class LanguageModelEvaluation:
         return self.bits_per_token * self.text_tokens / characters
 
 
-def _exp(nll: float) -> float:
-    return math.exp(nll) if nll < 709 else math.inf
+def perplexity(nll: float) -> float:
+    """exp of a mean negative log-likelihood in nats; infinite where that exceeds a float."""
+    return math.inf if nll > 709 else math.exp(nll)
 
 
 def evaluate_language_model(

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from datasets import Features, Value
 
+from .evaluation import perplexity
+
 __all__ = ["LanguageModelMetric"]
 
 _INPUTS = """
@@ -80,9 +82,9 @@ class LanguageModelMetric(evaluate.Metric):
         if counted == 0:
             raise ValueError("no token was scored: the entries added have tokens=0 altogether")
         mean = total / counted
-        result = {"nll": mean, "perplexity": _exp(mean), "bits_per_token": mean / math.log(2), "tokens": counted}
+        result = {"nll": mean, "perplexity": perplexity(mean), "bits_per_token": mean / math.log(2), "tokens": counted}
         if count := sum(words):
-            result |= {"perplexity_per_word": _exp(total / count), "words": count}
+            result |= {"perplexity_per_word": perplexity(total / count), "words": count}
         if count := sum(characters):
             result |= {"bits_per_character": total / count / math.log(2), "characters": count}
         return result
@@ -110,7 +112,3 @@ def _on_cpu(values):
         return values
     # numpy has no bfloat16.
     return (values.detach().double() if values.is_floating_point() else values).cpu().numpy()
-
-
-def _exp(nll: float) -> float:
-    return math.inf if nll > 709 else math.exp(nll)

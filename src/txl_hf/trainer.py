@@ -25,6 +25,7 @@ from .checkpoints import (
     load_mems,
     save_mems,
 )
+from .evaluation import perplexity
 from .modeling_transfo_xl import TransfoXLPreTrainedModel
 from .regularization import RegularizationArguments, Regularizer, regularize
 from .streams import check_loader
@@ -398,7 +399,7 @@ class TransfoXLTrainer(Trainer):
 
 def _figures(nll: float) -> dict[str, float]:
     """Other ways to say a mean negative log-likelihood in nats."""
-    return {"perplexity": math.exp(nll) if nll < 709 else math.inf, "bits_per_token": nll / math.log(2)}
+    return {"perplexity": perplexity(nll), "bits_per_token": nll / math.log(2)}
 
 
 def _check_arguments(args: TrainingArguments):
