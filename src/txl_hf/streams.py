@@ -167,8 +167,9 @@ def check_loader(
     """Raise a ValueError that names the fix unless a loader keeps the streams of its dataset together.
 
     Batch k of process p must hold the rows of micro-batch a = k mod A of step k // A, as memory carried from step to
-    step needs it: rows aG/A + pR, …, aG/A + (p + 1)R - 1 with R = G / (P A). No item is read for that: the loader's
-    batch sampler is asked for the first batches. An iterable dataset has none, so that its order is trusted.
+    step needs it: rows aG/A + pR, …, aG/A + (p + 1)R - 1 with R = G / (P A). These are the items from (kP + p)R on. No
+    item is read for that: the loader's batch sampler is asked for the first batches. An iterable dataset has none, so
+    that its order is trusted.
 
     Args:
         loader: over a dataset with step-major items, as accelerate or Trainer prepared it, before skipping.
@@ -185,19 +186,8 @@ def check_loader(
             f"the stream has batch_size={streams}, which {layout} cannot share: make it a multiple of "
             f"{num_processes * accumulation_steps}"
         )
-    if loader.num_workers > 0 and not getattr(loader, "in_order", True):
-        raise ValueError("the loader's workers may return batches out of order: set in_order=True")
-    if getattr(loader, "persistent_workers", False) and getattr(dataset, "varlen_seed", None) is not None:
-        raise ValueError(
-            "workers that outlive an epoch keep its segment lengths: set persistent_workers=False "
-            "(dataloader_persistent_workers in TrainingArguments)"
-        )
+    _check_workers(loader)
     if isinstance(dataset, IterableDataset):
-        if loader.num_workers > 1:
-            raise ValueError(
-                f"{loader.num_workers} workers would take turns, each with items of its own: set num_workers to 0 or "
-                "1 (dataloader_num_workers in TrainingArguments)"
-            )
         if num_processes == 1 and loader.batch_size not in (None, rows):
             raise ValueError(
                 f"the loader's batch size is {loader.batch_size}, but {rows} rows × {layout} must be the stream's "
@@ -211,8 +201,7 @@ def check_loader(
         sampler: Any = loader.batch_sampler
         batches = [list(batch) for batch in islice(sampler, max(256, 2 * accumulation_steps))]
     for k, batch in enumerate(batches):
-        step, micro = divmod(k, accumulation_steps)
-        first = (step * accumulation_steps + micro) * num_processes * rows + process_index * rows
+        first = (k * num_processes + process_index) * rows
         if batch == list(range(first, first + rows)):
             continue
         if batch != list(range(batch[0], batch[0] + len(batch))):
@@ -231,6 +220,22 @@ def check_loader(
         raise ValueError(
             f"{len(loader)} batches of {rows} rows on {num_processes} process(es) are not the {len(dataset)} items of "
             f"the stream: they must be whole steps of {streams} rows, all of which are read"
+        )
+
+
+def _check_workers(loader: DataLoader) -> None:
+    """Raise a ValueError for workers that return items in another order, or of another epoch."""
+    if loader.num_workers > 0 and not getattr(loader, "in_order", True):
+        raise ValueError("the loader's workers may return batches out of order: set in_order=True")
+    if isinstance(loader.dataset, IterableDataset) and loader.num_workers > 1:
+        raise ValueError(
+            f"{loader.num_workers} workers would take turns, each with items of its own: set num_workers to 0 or "
+            "1 (dataloader_num_workers in TrainingArguments)"
+        )
+    if getattr(loader, "persistent_workers", False) and getattr(loader.dataset, "varlen_seed", None) is not None:
+        raise ValueError(
+            "workers that outlive an epoch keep its segment lengths: set persistent_workers=False "
+            "(dataloader_persistent_workers in TrainingArguments)"
         )
 
 
