@@ -1,15 +1,17 @@
-"""The PyTorch original's models: token losses and memories from its own weights, segment by segment.
+"""The originals' models, from their own weights, and what their configurations may hold.
 
-Its state dicts have the names of the legacy layout, less the prefix `transformer.`; clusters stand in reverse order
-(quirk 3).
+The PyTorch original's: token losses and memories, segment by segment. Its state dicts have the names of the legacy
+layout, less the prefix `transformer.`; clusters stand in reverse order (quirk 3).
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 
@@ -84,3 +86,48 @@ def test_token_losses_and_memories(golden, tmp_path, backend):
         for i, states in enumerate(mems or ()):
             expected = tensors[f"io.seg{k}.mems.{i}"]
             torch.testing.assert_close(states, expected, rtol=2e-5, atol=2e-5 * expected.abs().max().item())
+
+
+# ---- configurations of legacy transformers -------------------------------------------------------------------------
+
+LEGACY = Path(__file__).parent / "fixtures/hf_legacy/wt103_like_safetensors"
+
+
+@pytest.fixture
+def legacy_folder(tmp_path):
+    """The golden with other fields in its config.json: `legacy_folder(init_std=1)`."""
+
+    def make(**changes):
+        folder = shutil.copytree(LEGACY, tmp_path / "legacy", dirs_exist_ok=True)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        return folder
+
+    return make
+
+
+@torch.no_grad()
+def test_configuration_that_asks_for_attentions(legacy_folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(legacy_folder(output_attentions=True)).eval()
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+    expected = load_file(LEGACY / "golden.safetensors")
+    length = expected["seg0.logits"].shape[1]
+    for loaded in (model, again):
+        first = loaded(expected["input_ids"][:, :length])
+        second = loaded(expected["input_ids"][:, length : 2 * length], mems=first.mems)
+        for i, probabilities in enumerate(second.attentions):
+            torch.testing.assert_close(probabilities, expected[f"seg1.attentions.{i}"], rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("field", ["init_std", "init_range", "proj_init_std", "layer_norm_epsilon"])
+def test_whole_numbers(legacy_folder, field):
+    assert getattr(AutoConfig.from_pretrained(legacy_folder(**{field: 1})), field) == 1
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_entry_of_tie_projs_is_that_of_the_first_bin(make_model, tied):
+    model = make_model(tie_projs=[tied], tie_word_embeddings=False)
+    assert model.config.tie_projs == [tied, False, False]
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    assert (inputs.weight is outputs.weight) == (inputs.emb_projs[0].weight is outputs.out_projs[0].weight) == tied

@@ -48,8 +48,8 @@ class TransfoXLConfig(PreTrainedConfig):
         eos_token_id (`int`, defaults to 0): End of text.
         tie_word_embeddings (`bool`, defaults to `True`): The softmax uses the embeddings as its weights.
         tie_projs (`list[bool]`, *optional*):
-            For each bin whether the softmax uses the projection of the embeddings. By default
-            `[False] + [proj_share_all_but_first] * len(cutoffs)`.
+            For each bin whether the softmax uses the projection of the embeddings; a single entry is that of bin 0,
+            and the others are `False`. By default `[False] + [proj_share_all_but_first] * len(cutoffs)`.
         proj_same_dim (`bool`, defaults to `True`):
             With `div_val > 1`, project also a bin whose width is `d_model` already.
         initial_memory (`str`, defaults to `"zeros"`):
@@ -111,10 +111,10 @@ class TransfoXLConfig(PreTrainedConfig):
     dropatt: float | int = 0.0
     untie_r: bool = True
     init: str = "normal"
-    init_range: float = 0.01
-    proj_init_std: float = 0.01
-    init_std: float = 0.02
-    layer_norm_epsilon: float = 1e-5
+    init_range: float | int = 0.01
+    proj_init_std: float | int = 0.01
+    init_std: float | int = 0.02
+    layer_norm_epsilon: float | int = 1e-5
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = 0
     pad_token_id: int | None = None
@@ -134,6 +134,9 @@ class TransfoXLConfig(PreTrainedConfig):
             self.tie_word_embeddings = kwargs.pop("tie_weight")
         if self.tie_projs is None:
             self.tie_projs = [False] + [self.proj_share_all_but_first] * len(self.cutoffs)
+        elif len(self.tie_projs) == 1:
+            # What the originals start from; they leave the bins behind its end untied.
+            self.tie_projs = self.tie_projs + [False] * len(self.cutoffs)
         if self.max_klen is None and self.attn_type in (1, 3):
             self.max_klen = self.tgt_len + self.ext_len + self.mem_len
         super().__post_init__(**kwargs)
@@ -186,7 +189,7 @@ class TransfoXLConfig(PreTrainedConfig):
                 f"div_val={self.div_val} leaves bin {len(self.cutoffs)} without width: d_embed={self.d_embed} "
                 f"divided {len(self.cutoffs)} times by it is below 1"
             )
-        if len(self.tie_projs) not in (1, len(self.cutoffs) + 1):
+        if len(self.tie_projs) != len(self.cutoffs) + 1:
             raise ValueError(
                 f"tie_projs={self.tie_projs} must have one entry for each of the {len(self.cutoffs) + 1} bins"
             )

@@ -308,7 +308,9 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
         return True
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """The backend's name; what `transformers` does not know of is ours."""
+        """The backend's name; what `transformers` does not know of is ours, and only eager has attentions."""
+        if requested_attention is None and self.config.output_attentions:
+            return "eager"
         if requested_attention in RELATIVE_ATTENTION_FUNCTIONS:
             return requested_attention
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
