@@ -1,15 +1,9 @@
-"""Training in processes of their own: to kill them, and to have two of them. Imported once, by a fork server."""
+"""Small trainings with `TransfoXLTrainer`, in processes of their own too: to kill them, and to have two of them."""
 
 import json
-import multiprocessing
-import multiprocessing.forkserver
 import os
-import shutil
-import signal
-import socket
 from pathlib import Path
 
-import pytest
 import torch
 from accelerate.state import DistributedType, PartialState
 from torch.distributed.fsdp import FSDPModule
@@ -17,11 +11,10 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import set_seed
 from transformers.utils import logging
 
+import launcher
 from conftest import SMALL
 from txl_hf import RegularizationArguments, TokenStream, TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.trainer import TransfoXLTrainer
-
-context = multiprocessing.get_context("forkserver")
 
 
 class UnevenStream(TokenStream):
@@ -90,9 +83,10 @@ def train(
 ):
     """Train and write the losses to output/losses.jsonl; kill the process at file operation number `kill_at`."""
     logging.disable_progress_bar()
-    torch.set_num_threads(1)
+    # DeepSpeed would look for a GPU.
+    os.environ["DS_ACCELERATOR"] = "cpu"
     if kill_at is not None:
-        _kill_at(kill_at)
+        launcher.kill_at(kill_at)
     arguments = make_arguments(output, **arguments)
     if arguments.fsdp:
         # accelerate shards on every device but the CPU, though torch can.
@@ -112,69 +106,14 @@ def train(
         torch.distributed.destroy_process_group()
 
 
-def _kill_at(operation: int):
-    """Count what writes, renames and removes while a checkpoint is saved, and die before number `operation`."""
-    left = operation
-
-    def counted(function):
-        def wrapper(*args, **kwargs):
-            nonlocal left
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return wrapper
-
-    from txl_hf import checkpoints
-
-    torch.save = counted(torch.save)
-    os.replace = counted(os.replace)
-    shutil.rmtree = counted(shutil.rmtree)
-    os.unlink = counted(os.unlink)
-    checkpoints.save_file = counted(checkpoints.save_file)
-    Path.write_text = counted(Path.write_text)
-
-
-def _in_process(rank: int, processes: int, port: int, arguments: dict):
-    # DeepSpeed would look for a GPU.
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    if processes > 1:
-        os.environ |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(processes),
-            "LOCAL_WORLD_SIZE": str(processes),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-    train(**arguments)
-
-
 def start(processes: int = 1, **arguments) -> list:
     """Start `train(**arguments)` in so many processes."""
-    # The server finds this module by the environment alone.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        context.set_forkserver_preload([__name__])
-        multiprocessing.forkserver.ensure_running()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = [
-        context.Process(target=_in_process, args=(rank, processes, port, arguments)) for rank in range(processes)
-    ]
-    for process in started:
-        process.start()
-    return started
+    return launcher.start(train, processes, **arguments)
 
 
 def run(processes: int = 1, **arguments) -> list[int]:
     """`train(**arguments)` in so many processes, to the end; their exit codes."""
-    started = start(processes, **arguments)
-    for process in started:
-        process.join()
-    return [process.exitcode for process in started]
+    return launcher.join(start(processes, **arguments))
 
 
 def read_losses(output: Path) -> list[list]:

@@ -1,0 +1,80 @@
+"""Processes of their own for tests: to kill them at any file operation, and to have several that train together."""
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from txl_hf import checkpoints
+
+TESTS = Path(__file__).parent
+context = multiprocessing.get_context("forkserver")
+
+
+def start(target: Callable, processes: int = 1, folders: tuple[Path, ...] = (), **arguments) -> list:
+    """Start `target(**arguments)` in so many processes that find one another. The target's module, which may import
+    from `folders`, is imported once, by a fork server."""
+    # The server finds modules by the environment alone.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (TESTS, *folders))), prepend=os.pathsep)
+        context.set_forkserver_preload([target.__module__])
+        multiprocessing.forkserver.ensure_running()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = [
+        context.Process(target=_run, args=(target, arguments, rank, processes, port)) for rank in range(processes)
+    ]
+    for process in started:
+        process.start()
+    return started
+
+
+def join(started: list) -> list[int]:
+    """Wait for the end of processes; their exit codes."""
+    for process in started:
+        process.join()
+    return [process.exitcode for process in started]
+
+
+def kill_at(operation: int):
+    """Count what writes, renames and removes in this process, and die before number `operation`."""
+    left = operation
+
+    def counted(function):
+        def wrapper(*args, **kwargs):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    torch.save = counted(torch.save)
+    os.replace = counted(os.replace)
+    shutil.rmtree = counted(shutil.rmtree)
+    os.unlink = counted(os.unlink)
+    checkpoints.save_file = counted(checkpoints.save_file)
+    Path.write_text = counted(Path.write_text)
+
+
+def _run(target: Callable, arguments: dict, rank: int, processes: int, port: int):
+    torch.set_num_threads(1)
+    if processes > 1:
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(processes),
+            "LOCAL_WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+    target(**arguments)
