@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+from txl_hf.modeling_transfo_xl import sinusoid
 
+LEGACY = Path(__file__).parent / "fixtures/hf_legacy/wt103_like_safetensors"
 FOLDERS = [
     Path(__file__).parent / "fixtures/kimiyoung_pytorch",
     Path(__file__).parents[2] / "shared/golden/kimiyoung_pytorch",
@@ -88,9 +90,16 @@ def test_token_losses_and_memories(golden, tmp_path, backend):
             torch.testing.assert_close(states, expected, rtol=2e-5, atol=2e-5 * expected.abs().max().item())
 
 
-# ---- configurations of legacy transformers -------------------------------------------------------------------------
+def test_frequencies_are_rounded_as_the_originals():
+    """They keep theirs in their checkpoints; in fp32 the order of the operations shows at long distances."""
+    frequencies = load_file(LEGACY / "model.safetensors")["transformer.pos_emb.inv_freq"]
+    distances = torch.arange(2000.0)
+    angles = torch.outer(distances, frequencies)
+    encoded = sinusoid(distances, 2 * len(frequencies))
+    torch.testing.assert_close(encoded, torch.cat([angles.sin(), angles.cos()], dim=-1), rtol=0, atol=0)
 
-LEGACY = Path(__file__).parent / "fixtures/hf_legacy/wt103_like_safetensors"
+
+# ---- configurations of legacy transformers -------------------------------------------------------------------------
 
 
 @pytest.fixture
