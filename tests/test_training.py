@@ -209,8 +209,7 @@ def test_trainer_resumes_with_the_weights_it_saved(make_model, make_ids, tmp_pat
 def test_state_dicts_of_both_layouts_load(make_model, make_ids, tmp_path):
     model, other = make_model(seed=1), make_model(seed=2)
     model.save_pretrained(tmp_path)
-    missing = other.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False).missing_keys
-    assert set(missing) == set(other.all_tied_weights_keys)
+    other.load_state_dict(load_file(tmp_path / "model.safetensors"))
     third = make_model(seed=3)
     third.load_state_dict(model.state_dict())
     for name, tensor in model.state_dict().items():

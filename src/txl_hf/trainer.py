@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints
 
@@ -26,7 +26,6 @@ from .checkpoints import (
     save_mems,
 )
 from .evaluation import perplexity
-from .modeling_transfo_xl import TransfoXLPreTrainedModel
 from .regularization import RegularizationArguments, Regularizer, regularize
 from .streams import check_loader
 
@@ -91,11 +90,20 @@ class TransfoXLTrainer(Trainer):
         ValueError: settings under which memory cannot be carried; the message names the fix.
     """
 
-    def __init__(self, *args, regularization: RegularizationArguments | None = None, **kwargs):
+    def __init__(
+        self,
+        model=None,
+        args: TrainingArguments | None = None,
+        data_collator=None,
+        *more,
+        regularization: RegularizationArguments | None = None,
+        **kwargs,
+    ):
         self._regularization = regularization
         self._regularizer: Regularizer | None = None
         self._penalty: Tensor | float = 0.0
-        super().__init__(*args, **kwargs)
+        # A tokenizer is there to be saved with the model: segments are whole, and Trainer would have it pad them.
+        super().__init__(model, args, data_collator or default_data_collator, *more, **kwargs)
         if regularization is not None and self._regularizer is None:
             self._regularizer = regularize(self.model, regularization)
         _check_arguments(self.args)
@@ -344,28 +352,6 @@ class TransfoXLTrainer(Trainer):
         # An upload runs on while the folder would be renamed.
         if self._writing_to is None:
             super()._push_from_checkpoint(checkpoint_folder)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
-        if self._has_own_layout():
-            self._load_weights(resume_from_checkpoint)
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        if self._has_own_layout():
-            self._load_weights(self.state.best_model_checkpoint)
-        else:
-            super()._load_best_model()
-
-    def _has_own_layout(self) -> bool:
-        """Whether checkpoints hold what `save_pretrained` writes: not sharded, and no adapters."""
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        return isinstance(self.model, TransfoXLPreTrainedModel) and not sharded
-
-    def _load_weights(self, folder: str) -> None:
-        """Trainer would look for the names in memory, which are others on disk, and go on with the weights it has."""
-        loaded = type(self.model).from_pretrained(folder, dtype=self.model.dtype)
-        self.model.load_state_dict(loaded.state_dict())
 
     def _position(self) -> dict[str, Any]:
         """Where the training is in its stream: derived from the steps done, because loaders read ahead."""
