@@ -13,13 +13,13 @@
 | `lm1b` | `news.en-*`, `news.en.heldout-00000-of-00050` | words, `<S>` begins and ends each line | see below |
 | `enwik8` | the file `enwik8`, 100,000,000 bytes | bytes without line feeds | of all three texts |
 | `text8` | the file `text8`, 100,000,000 characters | letters, and `_` for a space | of all three texts |
-| `text` | `train*.txt`, `valid*.txt`, `test*.txt`, or one file | `--mode` | of the training text |
+| `text` | one file; or `train*.txt`, `valid*.txt`, `test*.txt`; or other `*.txt` | `--mode` | of the training text |
 
 Symbols are numbered by frequency, the most frequent first, after `<eos>`. lm1b comes with a vocabulary of its own,
 `1b_word_vocab.txt`, read where it lies beside the text; otherwise it is the words that occur three times in the
-training text. As in the originals, lm1b is validated on its test text. A text in one file (enwik8 and text8, too) is
-cut into 90, 5 and 5 %. Characters and bytes of a text of your own are numbered over all three texts; lines keep their
-ends.
+training text. enwik8 and text8, in one file, are cut into 90, 5 and 5 % of their bytes. A text of your own that is not
+in three parts is cut into 90, 5 and 5 % of its lines, several files in the order of their names. Its characters and
+bytes are numbered over all three texts; lines keep their ends.
 
 `--input` is a folder with these files, the archive they come in, or the one file that it is. The names that the
 originals' getdata.sh gives the files (`train.txt`, `valid.txt`, `test.txt`) will do too. As in the originals, lm1b is
@@ -282,13 +282,24 @@ def find_files(
         if all(files.values()):
             vocabulary = convention.vocabulary and next(iter(matches(folder, convention.vocabulary)), None)
             return files, vocabulary
-    if convention.whole and (whole := matches(folder, convention.whole)) and len(whole) == 1:
+    if convention.whole and (whole := whole_text(folder, convention)):
         return {"train": whole}, None
     found = sorted(file.name for file in folder.rglob("*") if file.is_file())
     listed = ", ".join(found[:6]) + (" …" if len(found) > 6 else "")
     raise CorpusError(
         f"{path} is not laid out as {corpus}, which is {wanted(convention)}; it has {listed or 'no files'}"
     )
+
+
+def whole_text(folder: Path, convention: Convention) -> list[Path]:
+    """The one file of a text that is not split yet; those of a text of one's own, in the order of their names."""
+    files = matches(folder, convention.whole)
+    if len(files) == 1 or convention.whole != "*":
+        return files
+    # Where some splits are there, the rest was forgotten.
+    if any(matches(folder, pattern) for layout in convention.layouts for pattern in layout):
+        return []
+    return matches(folder, "*.txt")
 
 
 def matches(folder: Path, pattern: str) -> list[Path]:
@@ -301,7 +312,7 @@ def matches(folder: Path, pattern: str) -> list[Path]:
 def wanted(convention: Convention) -> str:
     forms = [", ".join(dict.fromkeys(layout)) for layout in convention.layouts]
     if convention.whole is not None:
-        forms.insert(0, "one file" if convention.whole == "*" else f"the one file {convention.whole}")
+        forms.insert(0, "one file, *.txt" if convention.whole == "*" else f"the one file {convention.whole}")
     return " or ".join(forms)
 
 

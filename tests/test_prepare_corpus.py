@@ -195,6 +195,15 @@ def test_text_in_one_file(tmp_path, mode):
         assert tokenizer.unk_token_id in tokens["test"], "57 is not in the training text"
 
 
+def test_text_in_a_folder_of_files(tmp_path):
+    letters = {f"letter-{number}": f"Dear Zoë, this is letter {number}.\n" * 20 for number in range(3)}
+    folder = write(tmp_path / "letters", "{}.txt", letters)
+    (folder / "stamp.png").write_bytes(b"\x89PNG")
+    tokens, tokenizer, _ = load(prepare(tmp_path, "text", "--input", folder, "--mode", "characters"))
+    assert tokenizer.decode(sum(tokens.values(), [])) == "".join(letters.values())
+    assert [len(tokens[split]) for split in SPLITS] == [54 * 28, 3 * 28, 3 * 28]
+
+
 def test_text_options(tmp_path):
     folder = write(tmp_path / "input", "{}.txt")
     _, tokenizer, _ = load(prepare(tmp_path, "text", "--input", folder, "--lower_case", "--min_freq", "6"))
@@ -271,6 +280,7 @@ def twice(folder: Path) -> Path:
         ("ptb", lambda folder: twice(folder), "which of them"),
         ("text8", lambda folder: write(folder, "{}", {"text8": "Not lower case. " * 9}), "this text has 'N'"),
         ("text", lambda folder: write(folder, "{}", {"book": "one line"}) / "book", "too short to hold out"),
+        ("text", lambda folder: write(folder, "{}.txt", {"train": "a", "test": "b"}), "it has test.txt, train.txt"),
         ("enwik8", lambda folder: write(folder, "{}", {"enwik8": ""}), "too short"),
     ],
 )
