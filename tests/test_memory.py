@@ -269,6 +269,16 @@ def test_rows_of_a_cache_are_picked_with_their_masks(make_model, make_ids):
 
 
 @torch.no_grad()
+def test_reset_forgets_the_text_with_its_mask(make_model, make_ids):
+    model, ids = make_model(), make_ids(2, 4)
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    cache = model(ids, mems=model(ids).mems, attention_mask=mask, use_cache=True).past_key_values
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(model(ids, past_key_values=cache).logits, model(ids).logits)
+
+
+@torch.no_grad()
 def test_mask_of_the_whole_text_while_initial_zeros_remain(make_model, make_ids):
     """The memory is longer than the text then, and the mask shorter than the keys."""
     model = make_model(initial_memory="zeros", mem_len=9)
