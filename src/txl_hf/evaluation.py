@@ -130,6 +130,7 @@ def evaluate_language_model(
             vocabulary; there are more streams than tokens; or a size is out of range.
     """
     check_sizes(segment_length=segment_length, batch_size=batch_size)
+    check_sizes(least=0, warm_up=warm_up)
     check_tokens(token_ids)
     if len(token_ids) < batch_size:
         raise ValueError(f"batch_size={batch_size} streams are more than the text has tokens ({len(token_ids)})")
@@ -210,8 +211,6 @@ def _streams(text_tokens: int, batch_size: int) -> list[range]:
 
 
 def _scored_tokens(streams: list[range], warm_up: int) -> int:
-    if not isinstance(warm_up, int) or warm_up < 0:
-        raise ValueError(f"warm_up={warm_up!r} must be an integer of at least 0")
     return sum(max(0, len(stream) - max(warm_up, 1)) for stream in streams)
 
 

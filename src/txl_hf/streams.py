@@ -66,8 +66,7 @@ class TokenStream(Dataset):
     ):
         check_sizes(segment_length=segment_length, batch_size=batch_size)
         check_tokens(token_ids)
-        if not isinstance(ext_len, int) or ext_len < 0:
-            raise ValueError(f"ext_len={ext_len!r} must be an integer of at least 0")
+        check_sizes(least=0, ext_len=ext_len)
         self.token_ids = token_ids
         self.segment_length = segment_length
         self.batch_size = batch_size
@@ -86,14 +85,16 @@ class TokenStream(Dataset):
         # The first `longer` streams are one token longer than the others.
         self._longer = longer if keep_remainder else 0
         longest = self._stream_length + (self._longer > 0)
-        self._ends = None if varlen_seed is None else varying_ends(longest, segment_length, varlen_seed)
-        if self._ends is not None:
-            self.steps = len(self._ends)
-            self._lengths = np.diff(self._ends, prepend=0)
+        # Where the segments end. With a remainder, the last may end behind the text.
+        self._ends: range | np.ndarray
+        if varlen_seed is None:
+            self._ends = range(segment_length, longest + (segment_length if keep_remainder else 1), segment_length)
         else:
-            self.steps = -(-longest // segment_length) if keep_remainder else longest // segment_length
-            if not keep_remainder:
-                self._stream_length = self.steps * segment_length
+            self._ends = varying_ends(longest, segment_length, varlen_seed)
+            self._lengths = np.diff(self._ends, prepend=0)
+        self.steps = len(self._ends)
+        if not keep_remainder:
+            self._stream_length = int(self._ends[-1])
         self.dropped_tokens = labels - self._stream_length * batch_size - self._longer
         if not isinstance(first_step, int) or not 0 <= first_step < self.steps:
             raise ValueError(f"first_step={first_step!r} must be an integer in [0, {self.steps}), the steps there are")
@@ -135,10 +136,8 @@ class TokenStream(Dataset):
 
     def _segment(self, step: int) -> tuple[int, int]:
         """Where segment `step` begins and ends in every stream."""
-        if self._ends is not None:
-            return int(self._ends[step - 1]) if step else 0, int(self._ends[step])
-        begin = step * self.segment_length
-        return begin, min(begin + self.segment_length, self._stream_length + (self._longer > 0))
+        begin = self._ends[step - 1] if step else 0
+        return int(begin), min(int(self._ends[step]), self._stream_length + (self._longer > 0))
 
 
 def varying_ends(length: int, segment_length: int, seed: int) -> np.ndarray:
@@ -254,8 +253,8 @@ def check_tokens(token_ids) -> None:
         raise ValueError(f"token_ids must be one sequence of integers, but holds {first.dtype}{shape}")
 
 
-def check_sizes(**sizes: int) -> None:
-    """Raise a ValueError that names the size that is not a positive integer."""
+def check_sizes(*, least: int = 1, **sizes: int) -> None:
+    """Raise a ValueError that names the size that is not an integer of at least `least`."""
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name}={size!r} must be an integer of at least 1")
+        if not isinstance(size, int) or size < least:
+            raise ValueError(f"{name}={size!r} must be an integer of at least {least}")
