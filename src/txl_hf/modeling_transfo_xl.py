@@ -128,6 +128,8 @@ def sinusoid(positions: Tensor, width: int) -> Tensor:
 
 
 class TransfoXLMLP(nn.Module):
+    """The position-wise feed-forward, (B, L, D) → (B, L, D)."""
+
     def __init__(self, config: TransfoXLConfig):
         super().__init__()
         self.up_proj = Linear(config.d_model, config.d_inner)
@@ -232,6 +234,13 @@ class TransfoXLAttention(nn.Module):
 
 
 class TransfoXLLayer(GradientCheckpointingLayer):
+    """One layer, as the equations that end Section 3.3 have it. With h the segment, m the memory and h̃ = [m, h]:
+
+        o = LayerNorm(h + W_o · attention of h to h̃),    the next h = LayerNorm(o + feed-forward(o)).
+
+    With `pre_lnorm`, what enters attention and feed-forward is normalised instead of the sums.
+    """
+
     def __init__(self, config: TransfoXLConfig, layer_idx: int):
         super().__init__()
         self.pre_lnorm = config.pre_lnorm
@@ -589,7 +598,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         return self.input_dropout(inputs_embeds)
 
     def _relative_encodings(
-        self, key_length: int, embeds: Tensor, state: "DecodingState | None"
+        self, key_length: int, embeds: Tensor, state: DecodingState | None
     ) -> list[dict[str, Tensor | dict[int, Tensor]]]:
         """For each layer the arguments of its attention that encode distance."""
         config = self.config
