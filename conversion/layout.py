@@ -219,7 +219,8 @@ def _bin_fields(shape, n_tables, d_model):
     if n_tables > 1:
         fields["cutoffs"] = ends[:-1]
         fields["div_val"] = tables[0][1] // max(tables[1][1], 1)
-        fields["proj_same_dim"] = projected or tables[0][1] != d_model
+        own_width = [i for i, (_, width) in enumerate(tables) if width == d_model]
+        fields["proj_same_dim"] = all(f"transformer.word_emb.emb_projs.{i}" in shape for i in own_width)
     elif projected and tables[0][1] == d_model:
         fields["div_val"] = 2  # only bins of falling width are projected at the model's own width
     return fields

@@ -122,6 +122,14 @@ MODELS = {
         "proj_same_dim": False,
         "tie_projs": [False, False, False],
     },
+    "lm1b's rule where a later bin has the model's width": {
+        "d_model": 8,
+        "d_embed": 16,
+        "div_val": 2,
+        "cutoffs": [4, 7],
+        "proj_same_dim": False,
+        "tie_projs": [False, True, False],
+    },
 }
 
 
