@@ -300,9 +300,6 @@ class TransfoXLTrainer(Trainer):
             self.label_names = [name for name in ("shift_labels", "labels") if name in inputs][:1]
             if not self.label_names:
                 raise ValueError("an evaluation with memory needs items with shift_labels or labels")
-        if ignore_keys is None:
-            # Memory is no prediction.
-            ignore_keys = ["past_key_values", "mems", "losses"]
         self._set_signature_columns_if_needed()
         if not prediction_loss_only and "output_logits" in self._signature_columns:
             # With labels, a model with cutoffs would compute the loss alone.
