@@ -404,12 +404,6 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def get_input_embeddings(self) -> AdaptiveEmbedding:
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: AdaptiveEmbedding):
-        self.embed_tokens = value
-
     @capture_outputs
     def forward(
         self,
@@ -664,18 +658,6 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         self._tied_weights_keys = self.get_expanded_tied_weights_keys()
         self._drop_output_logits()
         self.post_init()
-
-    def get_input_embeddings(self) -> AdaptiveEmbedding:
-        return self.transformer.embed_tokens
-
-    def set_input_embeddings(self, value: AdaptiveEmbedding):
-        self.transformer.embed_tokens = value
-
-    def get_output_embeddings(self) -> AdaptiveLogSoftmax:
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: AdaptiveLogSoftmax):
-        self.lm_head = new_embeddings
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
         """{softmax parameter: the embedding's that it is}, by `tie_word_embeddings` and `tie_projs`."""
