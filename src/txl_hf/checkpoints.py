@@ -18,7 +18,14 @@ from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
-__all__ = ["checkpoint_problem", "finish_checkpoint", "last_checkpoint", "load_mems", "save_mems"]
+__all__ = [
+    "UNFINISHED_PREFIX",
+    "checkpoint_problem",
+    "finish_checkpoint",
+    "last_checkpoint",
+    "load_mems",
+    "save_mems",
+]
 
 logger = logging.get_logger(__name__)
 

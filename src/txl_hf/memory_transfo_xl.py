@@ -173,6 +173,7 @@ class MemoryCache(DynamicCache):
 
 
 def decoding_state_of(cache: Cache) -> DecodingState:
+    """The state on any cache; one without anything where the cache has none."""
     if not hasattr(cache, "decoding_state"):
         # The cache was filled by another process or program.
         cache.decoding_state = DecodingState()

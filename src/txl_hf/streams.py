@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-__all__ = ["TokenStream", "check_loader"]
+__all__ = ["TokenStream", "check_loader", "check_sizes", "check_tokens", "read_tokens"]
 
 
 class TokenStream(Dataset):
