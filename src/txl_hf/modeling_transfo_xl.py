@@ -272,7 +272,7 @@ class TransfoXLLayer(GradientCheckpointingLayer):
 
 
 class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
-    """What all three models have: loading and saving, initial weights, a vocabulary that grows, a memory to begin with."""
+    """What all models have: loading and saving, initial weights, a vocabulary that grows, a memory to begin with."""
 
     config: TransfoXLConfig
     config_class = TransfoXLConfig
