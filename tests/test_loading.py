@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, QuantoConfig
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLModel
 
@@ -616,3 +618,35 @@ def test_folders_are_left_as_they_were(tmp_path):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     AutoModelForCausalLM.from_pretrained(folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+class _Halve(ConversionOps):
+    """As torchao's and Quanto's quantizers do, it takes the first tensor that it is given and no other."""
+
+    def convert(self, input_dict, full_layer_name=None, **kwargs):
+        value = next(iter(input_dict.values()))
+        return {full_layer_name: (value[0] if isinstance(value, list) else value) / 2}
+
+
+class _Quantizer(HfQuantizer):
+    requires_calibration = False
+    is_serializable = is_trainable = False
+
+    def param_needs_quantization(self, model, param_name, **kwargs):
+        return param_name.endswith("_proj.weight")
+
+    def get_quantize_ops(self):
+        return _Halve()
+
+
+def test_quantizers_get_every_projection(make_model, tmp_path, monkeypatch):
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    config = QuantoConfig()
+    monkeypatch.setattr(
+        AutoHfQuantizer, "from_config", lambda *args, **kwargs: _Quantizer(config, pre_quantized=False)
+    )
+    quantized = TransfoXLForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    for name, parameter in model.named_parameters():
+        factor = 2 if name.endswith("_proj.weight") else 1
+        torch.testing.assert_close(factor * quantized.get_parameter(name), parameter)

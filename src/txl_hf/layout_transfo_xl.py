@@ -23,6 +23,22 @@ from .configuration_transfo_xl import TransfoXLConfig
 __all__ = ["CheckpointError", "TransfoXLLayoutMixin"]
 
 
+class _Split(WeightConverter):
+    """One tensor on disk, several in memory. Quantizers get them one by one: most would keep the first alone."""
+
+    def convert(self, layer_name: str, model=None, config=None, hf_quantizer=None, loading_info=None):
+        tensors = super().convert(layer_name, model, config, None, loading_info)
+        if hf_quantizer is None or self.quantization_operation is None:
+            return tensors
+        missing, quantized = loading_info.missing_keys if loading_info else None, {}
+        for name, tensor in tensors.items():
+            quantized |= self.quantization_operation.convert(
+                {name: tensor}, full_layer_name=name, model=model, config=config, missing_keys=missing,
+                source_patterns=self.source_patterns, target_patterns=self.target_patterns,
+            )  # fmt: skip
+        return quantized
+
+
 # Each entry is (on disk, in memory), where modules have the field's names.
 register_checkpoint_conversion_mapping(
     TransfoXLConfig.model_type,
@@ -47,12 +63,12 @@ register_checkpoint_conversion_mapping(
         # The PyTorch original has q_net and kv_net where positions are absolute. These are read but never written, as
         # the pattern (?!), which matches nothing, says of the way back.
         WeightRenaming("dec_attn.q_net", "self_attn.q_proj(?!)"),
-        WeightConverter(
+        _Split(
             "dec_attn.kv_net.weight",
             ["self_attn.k_proj.weight(?!)", "self_attn.v_proj.weight(?!)"],
             operations=[Chunk(dim=0)],
         ),
-        WeightConverter(
+        _Split(
             "dec_attn.qkv_net.weight",
             ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
             operations=[Chunk(dim=0)],
