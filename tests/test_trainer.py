@@ -18,11 +18,11 @@ from packaging.version import Version
 
 pytest.importorskip("accelerate")
 
-from transformers import AutoModelForCausalLM, EarlyStoppingCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
 
 import txl_hf.trainer
 from trainer_process import UnevenStream, make_arguments, make_model, make_text, read_losses, run, start
-from txl_hf import TokenStream, TransfoXLTrainer, evaluate_language_model
+from txl_hf import TokenStream, TransfoXLTokenizer, TransfoXLTrainer, evaluate_language_model
 from txl_hf.checkpoints import last_checkpoint
 
 CPU_0 = "Trainer loads an optimizer to cpu:0 here, which torch refuses"
@@ -100,6 +100,14 @@ def test_other_models(tmp_path, model_changes):
     trainer.train()
     expected = losses_by_hand(trainer.train_dataset, 8, torch.float64, **model_changes)
     np.testing.assert_allclose(logged(trainer), expected, rtol=1e-6)
+
+
+def test_a_tokenizer_is_saved_and_pads_nothing(tmp_path):
+    tokenizer = TransfoXLTokenizer.from_symbols("abc", mode="characters")
+    assert tokenizer.pad_token is None
+    trainer = make_trainer(tmp_path, trainer={"processing_class": tokenizer}, **(SAVING | {"max_steps": 5}))
+    trainer.train()
+    assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint-5").get_vocab() == tokenizer.get_vocab()
 
 
 def test_low_rank_adapters(tmp_path):
