@@ -102,9 +102,9 @@ def run(text: str, arguments: argparse.Namespace, scratch: Path) -> Path:
     training, held_out = text[:-held_out_length], text[-held_out_length:]
     # Characters too rare to be learned become <unk>.
     tokenizer = TransfoXLTokenizer.train_from_iterator(
-        lines(training), mode="characters", unk_token="<unk>", min_freq=10
+        lines(training), mode="characters", unk_token="<unk>", pad_token="<unk>", min_freq=10
     )
-    model = build_model(len(tokenizer), arguments.layers, arguments.width)
+    model = build_model(tokenizer, arguments.layers, arguments.width)
     print(
         f"Text: {len(text):,} characters, the last {len(held_out):,} of them held out; {len(tokenizer)} symbols.\n"
         f"Model: {arguments.layers} layers of {arguments.width}, {model.num_parameters():,} parameters, segments of "
@@ -173,10 +173,10 @@ def indent(text: str) -> str:
     return "\n".join("    " + line for line in text.splitlines())
 
 
-def build_model(vocab_size: int, layers: int, width: int) -> TransfoXLForCausalLM:
+def build_model(tokenizer: TransfoXLTokenizer, layers: int, width: int) -> TransfoXLForCausalLM:
     return TransfoXLForCausalLM(
         TransfoXLConfig(
-            vocab_size=vocab_size,
+            vocab_size=len(tokenizer),
             cutoffs=[],
             div_val=1,
             d_model=width,
@@ -195,6 +195,7 @@ def build_model(vocab_size: int, layers: int, width: int) -> TransfoXLForCausalL
             dropout=0.0,
             pre_lnorm=True,
             eos_token_id=None,
+            pad_token_id=tokenizer.pad_token_id,
         ),
     )
 

@@ -10,7 +10,7 @@ BAD_CONFIGS = {
     "odd d_model": ({"d_model": 15}, "d_model=15"),
     "decreasing cutoffs": ({"cutoffs": [30, 9]}, r"cutoffs=\[30, 9\]"),
     "repeated cutoffs": ({"cutoffs": [9, 9]}, r"cutoffs=\[9, 9\]"),
-    "cutoffs beyond the vocabulary": ({"cutoffs": [9, 61]}, "vocab_size=61"),
+    "cutoffs beyond the vocabulary": ({"cutoffs": [9, 61]}, r"vocab_size=61; cutoffs=\[\] makes one bin"),
     "negative cutoff": ({"cutoffs": [-1, 9]}, "cutoffs"),
     "no width left": ({"div_val": 5}, "div_val=5.*bin 2.*d_embed=16"),
     "sampled softmax": ({"sample_softmax": 100}, "sample_softmax=100"),

@@ -182,7 +182,8 @@ class TransfoXLConfig(PreTrainedConfig):
         ends = [0, *self.cutoffs, self.vocab_size]
         if any(start >= end for start, end in zip(ends, ends[1:], strict=False)):
             raise ValueError(
-                f"cutoffs={self.cutoffs} must be positive, increase and stay below vocab_size={self.vocab_size}"
+                f"cutoffs={self.cutoffs} must be positive, increase and stay below vocab_size={self.vocab_size}; "
+                "cutoffs=[] makes one bin of the vocabulary"
             )
         if self.d_embed // self.div_val ** len(self.cutoffs) < 1:
             raise ValueError(
