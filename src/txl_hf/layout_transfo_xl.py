@@ -149,15 +149,11 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         return (model, info) if output_loading_info else model
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs):
-        """As in torch; the names, joined and tied tensors of a file that `save_pretrained` wrote are understood too.
+        """As in torch; the names and joined tensors of a file that `save_pretrained` wrote are understood too.
 
         `Trainer` hands such files over as they are when it resumes or loads its best model.
         """
-        state_dict = _from_disk_layout(state_dict)
-        for name, source in self.all_tied_weights_keys.items():
-            if source in state_dict:
-                state_dict.setdefault(name, state_dict[source])
-        return super().load_state_dict(state_dict, *args, **kwargs)
+        return super().load_state_dict(_from_disk_layout(state_dict), *args, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs):
         """As in `transformers`: weights, configuration, and what loads them where this package is not installed: the
