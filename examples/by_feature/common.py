@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import transformers
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer
 
@@ -81,9 +81,12 @@ def read_text(path: Path) -> str:
     return text
 
 
-def encode(tokenizer: TransfoXLTokenizer, text: str) -> np.ndarray:
-    """(N,) token ids; each line ends in the end-of-line symbol where the vocabulary has one."""
-    return tokenizer.encode_lines(text.splitlines(keepends=True), add_eos=tokenizer.eos_token is not None)
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
+    """(N,) token ids, as `prepare_corpus.py` makes them; each line of a text of words ends in `eos_token`."""
+    lines = text.splitlines(keepends=True)
+    if isinstance(tokenizer, TransfoXLTokenizer):
+        return tokenizer.encode_lines(lines, add_eos=tokenizer.eos_token is not None)
+    return np.concatenate(tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"]).astype(np.int64)
 
 
 def standard_library(name: str) -> str:
