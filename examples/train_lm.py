@@ -309,8 +309,6 @@ class Training:
         if accelerator.is_main_process:
             finish_checkpoint(aside / name, self.output / name)
             rotate_checkpoints(str(self.output), self.arguments.run.save_total_limit)
-            for leftover in self.output.glob(f"{UNFINISHED_PREFIX}-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
         accelerator.wait_for_everyone()
 
     def load_checkpoint(self, folder: Path):

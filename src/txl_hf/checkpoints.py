@@ -7,6 +7,7 @@ its name when it is complete.
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def checkpoint_problem(folder: Path) -> str | None:
 
 
 def finish_checkpoint(written: Path, final: Path):
-    """Give a checkpoint that is written its list of files and its name."""
+    """Give a checkpoint that is written its list of files and its name; then remove what is unfinished beside it."""
     sizes = {
         path.relative_to(written).as_posix(): path.stat().st_size for path in written.rglob("*") if path.is_file()
     }
@@ -80,6 +81,8 @@ def finish_checkpoint(written: Path, final: Path):
         # `last_checkpoint` finds the new one where it was written.
         os.replace(final, written.parent / "replaced")
     os.replace(written, final)
+    for leftover in final.parent.glob(f"{UNFINISHED_PREFIX}-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def save_mems(folder: Path, layers: Sequence[Tensor], position: dict[str, Any]):

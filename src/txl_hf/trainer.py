@@ -341,14 +341,17 @@ class TransfoXLTrainer(Trainer):
                     best_model_checkpoint=self.state.best_model_checkpoint,
                     use_mtime=True,
                 )
-                for leftover in run.glob(f"{UNFINISHED_PREFIX}-*"):
-                    shutil.rmtree(leftover, ignore_errors=True)
             self.accelerator.wait_for_everyone()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # An upload runs on while the folder would be renamed.
         if self._writing_to is None:
             super()._push_from_checkpoint(checkpoint_folder)
+
+    def _issue_warnings_after_load(self, load_result) -> None:
+        # Tied tensors are written once.
+        missing = [name for name in load_result.missing_keys if name not in self.model.all_tied_weights_keys]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def _position(self) -> dict[str, Any]:
         """Where the training is in its stream: derived from the steps done, because loaders read ahead."""
