@@ -15,8 +15,10 @@ import argparse
 import contextlib
 import functools
 import gc
+import glob
 import importlib
 import shutil
+import signal
 import sys
 import uuid
 from collections.abc import Iterator
@@ -143,7 +145,9 @@ def build_config(checkpoint: Checkpoint, arguments: argparse.Namespace):
     fields = dict(checkpoint.fields)
     if checkpoint.vocabulary is not None:
         found, size = len(checkpoint.vocabulary.symbols), fields["vocab_size"]
-        if found != size:
+        if found > size:
+            raise ConversionError(f"the vocabulary has {found} symbols, the model only {size}: it is another corpus'")
+        if found < size:
             print(f"warning: the vocabulary has {found} symbols, the model {size}: another corpus?", file=sys.stderr)
         eos_token_id = checkpoint.vocabulary.eos_token_id
         fields["eos_token_id"] = eos_token_id if eos_token_id is not None and eos_token_id < size else None
@@ -171,6 +175,8 @@ def unfinished(output: Path) -> Iterator[Path]:
     """Give a folder beside `output` that takes its name when the block ends, and is removed when it raises."""
     output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
+    for left in output.parent.glob(f".{glob.escape(output.name)}.unfinished-*"):
+        print(f"warning: {left} is of a conversion still running, or killed: then remove it", file=sys.stderr)
     folder = output.parent / f".{output.name}.unfinished-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     try:
@@ -216,6 +222,8 @@ def write_model(folder: Path, config, checkpoint: Checkpoint) -> type:
             raise ConversionError(f"{problem.replace('_', ' ')} in the written model: {sorted(report[problem])[:4]}")
     shutil.rmtree(staging)
     model.save_pretrained(folder, max_shard_size="1TB")
+    # safetensors lets only the owner read what it writes.
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
     return model_class
 
 
@@ -287,4 +295,5 @@ def push(folder: Path, repository: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's end is cleaned up after like Ctrl-C
     sys.exit(main())

@@ -8,16 +8,18 @@ import pickle
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import types
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import convert
@@ -251,6 +253,67 @@ def test_transformers_golden_without_its_head(name, prefix, tmp_path):
     assert "AutoModel.from_pretrained" in (tmp_path / "out" / "README.md").read_text()
 
 
+def legacy_shards(folder, path, kind):
+    """Copy a legacy folder to `path` with its weights in two files, as a small max_shard_size writes them."""
+    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    path.mkdir()
+    shutil.copy(folder / "config.json", path)
+    stem, save = {"bin": ("pytorch_model", torch.save), "safetensors": ("model", save_file)}[kind]
+    if kind == "safetensors":
+        state = {name: tensor.clone() for name, tensor in state.items()}
+    names = list(state)
+    weight_map = {name: f"{stem}-0000{1 + (i % 2)}-of-00002.{kind}" for i, name in enumerate(names)}
+    for shard in set(weight_map.values()):
+        save({name: state[name] for name in names if weight_map[name] == shard}, path / shard)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (path / f"{stem}.{kind}.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("kind", ["bin", "safetensors"])
+def test_weights_in_several_files(kind, tmp_path):
+    folder = golden("hf_legacy/wt103_like")
+    legacy_shards(folder, tmp_path / "shards", kind)
+    for checkpoint, output in ((folder, "whole"), (tmp_path / "shards", "joined")):
+        arguments = ["--from", "transformers", "--checkpoint", checkpoint, "--output", tmp_path / output]
+        assert convert.main([str(argument) for argument in arguments]) == 0
+    whole, joined = (load_file(tmp_path / output / "model.safetensors") for output in ("whole", "joined"))
+    assert whole.keys() == joined.keys() and all(torch.equal(whole[name], joined[name]) for name in whole)
+
+
+def test_tensors_of_two_files_are_not_the_same_memory(tmp_path, capfd):
+    """Each file counts its storages from 0: a projection of its own lies where the other file has the embedding's."""
+    folder, name = golden("hf_legacy/wt103_like"), "crit.out_projs.1"
+    legacy_shards(folder, tmp_path / "shards", "bin")
+    (index,) = (tmp_path / "shards").glob("*.index.json")
+    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    projection = state["transformer.word_emb.emb_projs.1"]
+    files = [{"transformer.word_emb.emb_projs.1": projection}, {name: projection + 1}, state]
+    for written in ("transformer.word_emb.emb_projs.1", name):
+        del state[written]
+    weight_map = {}
+    for i, tensors in enumerate(files):
+        torch.save(tensors, tmp_path / "shards" / f"{i}.bin")
+        weight_map |= dict.fromkeys(tensors, f"{i}.bin")
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    line = refusal(capfd, tmp_path, "transformers", tmp_path / "shards")
+    assert f"{name} is not equal to the weight that the settings tie it to" in line
+
+
+@pytest.mark.parametrize(
+    ("index", "found"),
+    [
+        ({"weight_map": {"a": "pytorch_model-00001-of-00002.bin", "b": "gone.bin"}}, "gone.bin does not exist, which"),
+        ({"weight_map": {"a": "../pytorch_model.bin"}}, "is no index of weights (ValueError: Invalid name"),
+        ({"weight_map": ["a"]}, "is no index of weights"),
+        ([], "is no index of weights"),
+    ],
+)
+def test_refuses_an_index_that_misleads(index, found, tmp_path, capfd):
+    legacy_shards(golden("hf_legacy/wt103_like"), tmp_path / "shards", "bin")
+    (tmp_path / "shards" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert found in refusal(capfd, tmp_path, "transformers", tmp_path / "shards")
+
+
 # ---- vocabularies ----
 
 
@@ -298,6 +361,15 @@ def test_corpus_of_another_size_is_warned_of(tmp_path, capfd, monkeypatch):
     arguments = ["--checkpoint", module, "--corpus", str(tmp_path / "cache.pt"), "--output", str(tmp_path / "out")]
     assert convert.main(["--from", "kimiyoung-pytorch", *arguments]) == 0
     assert "2 symbols, the model 120: another corpus?" in capfd.readouterr().err
+
+
+def test_corpus_with_more_symbols_than_the_model_is_refused(tmp_path, capfd, monkeypatch):
+    write_corpus(tmp_path / "cache.pt", monkeypatch, [*map(str, range(120)), "<eos>"], "wt103")
+    module = str(golden("kimiyoung_pytorch/word_adaptive_div2_proj.model.pt"))
+    arguments = ["--checkpoint", module, "--corpus", str(tmp_path / "cache.pt"), "--output", str(tmp_path / "out")]
+    assert convert.main(["--from", "kimiyoung-pytorch", *arguments]) == 1
+    assert "121 symbols, the model only 120" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 TEXTS = {
@@ -447,14 +519,23 @@ def test_refuses_a_folder_of_shards(family, tmp_path, capfd):
         (b"", "is empty"),
         (b"version https://git-lfs.github.com/spec/v1\n", "cannot be read as a pickle"),
         (b"\x89HDF\r\n\x1a\n" + bytes(99), "cannot be read as a pickle"),
-        (b"\x1f\x8b\x08" + bytes(99), "cannot be read as a pickle"),
+        (b"\x1f\x8b\x08" + bytes(99), "is a packed file; unpack it first: expected"),
+        (b"model.pt".ljust(257, b"\0") + b"ustar" + bytes(250), "is a packed file; unpack it first: expected"),
+        (b"PK\x05\x06" + bytes(18), "cannot be read as a pickle"),
         (b"\x10\x00\x00\x00\x00\x00\x00\x00{}              ", "cannot be read as a pickle"),
     ],
-    ids=["empty", "lfs", "hdf5", "gzip", "safetensors"],
+    ids=["empty", "lfs", "hdf5", "gzip", "tar", "empty zip", "safetensors"],
 )
 def test_refuses_other_file_types(family, content, found, tmp_path, capfd):
     (tmp_path / "model.pt").write_bytes(content)
     assert found in refusal(capfd, tmp_path, family, tmp_path / "model.pt")
+
+
+def test_refuses_a_zipped_release(tmp_path, capfd):
+    with zipfile.ZipFile(tmp_path / "release.zip", "w") as archive:
+        archive.writestr("LM-TFM/model.pt", bytes(99))
+    line = refusal(capfd, tmp_path, "kimiyoung-pytorch", tmp_path / "release.zip")
+    assert "a zip archive with 0 data.pkl records, where torch.save writes one: a packed release?" in line
 
 
 def test_refuses_another_family(tmp_path, capfd):
@@ -498,6 +579,43 @@ def test_names_the_tensor_that_is_wrong(change, tmp_path, capfd):
     shutil.copy(folder / "config.json", tmp_path / "legacy")
     torch.save(state, tmp_path / "legacy" / "pytorch_model.bin")
     assert NAMED[change] in refusal(capfd, tmp_path, "transformers", tmp_path / "legacy")
+
+
+STOPPED = """
+import os, runpy, signal, sys, time
+from txl_hf import TransfoXLForCausalLM
+
+def stop(*arguments, **options):
+    os.kill(os.getpid(), int(sys.argv.pop()))
+    time.sleep(60)
+
+TransfoXLForCausalLM.save_pretrained = stop
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_conversion_leaves_no_output(how, tmp_path, capfd):
+    options = ["--from", "transformers", "--checkpoint", str(golden("hf_legacy/wt103_like"))]
+    options += ["--output", str(tmp_path / "out")]
+    script = str(REPOSITORY / "conversion" / "convert.py")
+    command = [sys.executable, "-c", STOPPED, "-c", script, *options, str(int(how))]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    left = list(tmp_path.iterdir())
+    if how == signal.SIGTERM:
+        assert (result.returncode, result.stderr.splitlines()[-1], left) == (1, "convert.py: interrupted", [])
+        return
+    assert result.returncode == -how and not (tmp_path / "out").exists()
+    assert convert.main(options) == 0 and (tmp_path / "out" / "model.safetensors").exists()
+    assert f"warning: {left[0]} is of a conversion" in capfd.readouterr().err
+
+
+def test_others_may_read_what_was_written(tmp_path):
+    arguments = ["--from", "transformers", "--checkpoint", str(golden("hf_legacy/wt103_like"))]
+    assert convert.main([*arguments, "--output", str(tmp_path / "out")]) == 0
+    modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir() if path.is_file()}
+    assert modes == {(tmp_path / "out" / "config.json").stat().st_mode}
 
 
 def test_a_failed_write_leaves_nothing(tmp_path, capfd, monkeypatch):
