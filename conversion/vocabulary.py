@@ -72,7 +72,10 @@ def from_stand_in(vocab: object, dataset: str | None, where: str) -> Vocabulary:
         raise ConversionError(f"{where} holds a vocabulary without a list of symbols (idx2sym)")
     if len(set(symbols)) != len(symbols):
         raise ConversionError(f"{where} holds a vocabulary with the same symbol twice")
-    return Vocabulary(symbols, MODES.get(dataset, "whitespace"), attributes.get("lower_case") is True)
+    # Here, because a wrong path should not wait for `transformers`.
+    from txl_hf.tokenization_transfo_xl import repair_symbols
+
+    return Vocabulary(repair_symbols(symbols), MODES.get(dataset, "whitespace"), attributes.get("lower_case") is True)
 
 
 def read_corpus_info(folders: list[Path]) -> dict:

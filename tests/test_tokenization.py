@@ -5,9 +5,11 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -123,6 +125,15 @@ def test_hostile_lengths_take_no_time(text):
     assert small("moses")(text)["input_ids"]
 
 
+def test_long_texts_are_decoded_in_no_time():
+    tokenizer = small("moses")
+    ids = tokenizer(SENTENCE)["input_ids"]
+    start = time.process_time()
+    text = tokenizer.decode(ids * (30_000 // len(ids)))
+    assert time.process_time() - start < 5
+    assert text.startswith(tokenizer.decode(ids))
+
+
 # ---- legacy vocabularies --------------------------------------------------------------------------------------------
 
 
@@ -146,6 +157,35 @@ def test_both_formats_of_torch_save(tmp_path, new_format):
     state = {"idx2sym": ["<unk>", "a"], "sym2idx": OrderedDict([("<unk>", 0), ("a", 1)])}
     torch.save(state, tmp_path / "vocab.bin", _use_new_zipfile_serialization=new_format)
     assert TransfoXLTokenizer.from_pretrained(tmp_path).symbols == ["<unk>", "a"]
+
+
+class Python2Pickler(pickle._Pickler):
+    """Writes strings as Python 2 wrote its own: as bytes."""
+
+    dispatch: ClassVar = dict(pickle._Pickler.dispatch)
+
+    def save_str(self, text):
+        self.write(pickle.SHORT_BINSTRING + bytes([len(text.encode())]) + text.encode())
+
+    dispatch[str] = save_str
+
+
+@pytest.mark.parametrize("python2", [True, False], ids=["pickled by Python 2", "as published"])
+def test_bytes_that_were_taken_for_latin1_are_words_again(tmp_path, python2):
+    words = ["<eos>", "<unk>", "'Enquêtes", "–", "Москва"]
+    with (tmp_path / "vocab.pkl").open("wb") as file:
+        published = [word.encode().decode("latin-1") for word in words]
+        pickler = Python2Pickler if python2 else pickle.Pickler
+        pickler(file, 2).dump({"idx2sym": words if python2 else published})
+    tokenizer = TransfoXLTokenizer.from_pretrained(tmp_path, mode="whitespace")
+    assert tokenizer.symbols == words
+    assert tokenizer("'Enquêtes – Москва")["input_ids"] == [2, 3, 4]
+
+
+def test_words_that_are_no_bytes_stay_as_they_are(tmp_path):
+    words = ["<eos>", "<unk>", "é", "Ã©"]  # the last could be an é, the one before nothing else
+    (tmp_path / "vocab.pkl").write_bytes(pickle.dumps({"idx2sym": words}))
+    assert read_vocab_pickle(tmp_path / "vocab.pkl") == words
 
 
 class Call:

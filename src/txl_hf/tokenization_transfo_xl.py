@@ -792,7 +792,8 @@ def _moses_decoder(symbols: list[str], outside: list[str]):
     no_space = "|".join(
         [
             rf" (?=[,.?!:;\\%}}\])]+ |'[{letter}]|[{_QUOTE}]+{_MARK} )",
-            rf"(?<= [{currency}]+| [{_QUOTE}]+) ",
+            # Without a bound, each look back would go as far as the text's beginning.
+            rf"(?<= [{currency}]{{1,99}}| [{_QUOTE}]{{1,99}}) ",
             rf"(?<=[{_CJK}]) (?=[{_CJK}])",
         ]
     )
@@ -920,7 +921,7 @@ def read_vocab_pickle(path) -> list[str]:
     """The symbols of a legacy `vocab.pkl` or `vocab.bin`, in the order of the ids. Executes nothing in the file.
 
     Pickles and both formats of `torch.save` are read with an allow-list of containers; the legacy tokenizer's own
-    objects become inert stand-ins, anything else is refused.
+    objects become inert stand-ins, anything else is refused. Symbols come with `repair_symbols`.
 
     Args:
         path (`str` or `os.PathLike`): the file.
@@ -939,9 +940,21 @@ def read_vocab_pickle(path) -> list[str]:
             symbols = list(state["sym2idx"])
         if isinstance(symbols, list):
             _check_symbols(symbols, str(path))
-            return symbols
+            return repair_symbols(symbols)
     found = f"a dict with the keys {sorted(map(str, state))[:8]}" if isinstance(state, dict) else type(state).__name__
     raise ValueError(f"{path}: holds {found}, not a legacy vocabulary, which is a dict with idx2sym or sym2idx.")
+
+
+def repair_symbols(symbols: list[str]) -> list[str]:
+    """The symbols as they were written, where all of them are UTF-8 that was read as Latin-1; else as they are.
+
+    The originals' Python 2 pickled bytes, which the published `transfo-xl-wt103` took for Latin-1: it holds
+    `'EnquÃªtes` for `'Enquêtes`, and thousands of words more that no text would ever match.
+    """
+    try:
+        return [symbol.encode("latin-1").decode("utf-8") for symbol in symbols]
+    except UnicodeError:
+        return symbols
 
 
 def _unpickle(data: bytes):
@@ -952,8 +965,9 @@ def _unpickle(data: bytes):
                 raise ValueError("a zip archive, but not one of torch.save")
             data = archive.read(entries[0])
     stream = BytesIO(data)
-    state = _VocabularyUnpickler(stream).load()
+    # The strings of Python 2 are bytes, which Latin-1 keeps as they are.
+    state = _VocabularyUnpickler(stream, encoding="latin-1").load()
     if state == _TORCH_MAGIC and isinstance(state, int):
         for _ in ("protocol version", "system", "object"):
-            state = _VocabularyUnpickler(stream).load()
+            state = _VocabularyUnpickler(stream, encoding="latin-1").load()
     return state
