@@ -1,4 +1,7 @@
-"""Folders of the legacy `transformers` model: config.json, pytorch_model.bin or model.safetensors, vocab.pkl."""
+"""Folders of the legacy `transformers` model: config.json, pytorch_model.bin or model.safetensors, vocab.pkl.
+
+The weights may be in several files, which `pytorch_model.bin.index.json` or `model.safetensors.index.json` lists.
+"""
 
 import functools
 import json
@@ -21,6 +24,7 @@ TABLE = [
 ]
 EXPECTED = "expected a folder with config.json and pytorch_model.bin or model.safetensors"
 WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
+INDEX_FILES = tuple(f"{name}.index.json" for name in WEIGHTS_FILES)  # of weights in several files
 TOKENIZER_FILES = ("vocab.pkl", "vocab.bin", "vocab.txt", "tokenizer.json")
 
 
@@ -42,11 +46,12 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
         # The tokenizer reads these again by itself; this reader also refuses what would exhaust stack or memory.
         if (folder / name).is_file():
             unpickle.load(folder / name)
-    if has_tokenizer and not any((folder / name).is_file() for name in ("config.json", *WEIGHTS_FILES)):
+    if has_tokenizer and not any((folder / name).is_file() for name in ("config.json", *WEIGHTS_FILES, *INDEX_FILES)):
         return Checkpoint({}, {}, origin=f"the tokenizer `{folder.resolve().name}`", size=0, tokenizer=folder)
     fields = _read_config(folder)
-    path = find_file(folder, WEIGHTS_FILES, EXPECTED)
-    sources = _safetensors_sources(path) if path.suffix == ".safetensors" else _pickled_sources(path)
+    path = find_file(folder, WEIGHTS_FILES + INDEX_FILES, EXPECTED)
+    files = _indexed_files(path) if path.name in INDEX_FILES else [path]
+    sources = [source for file in files for source in _sources(file)]
     if all(not source.name.startswith("transformer.") for source in sources):  # saved by TransfoXLModel
         sources = [replace(source, name=f"transformer.{source.name}") for source in sources]
     tensors = map_names(sources, TABLE)
@@ -58,7 +63,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
         fields,
         tensors,
         origin=f"the legacy transformers checkpoint `{folder.resolve().name}` ({path.name})",
-        size=path.stat().st_size,
+        size=sum(file.stat().st_size for file in files),
         tokenizer=folder if has_tokenizer else None,
         head=_head(tensors),
     )
@@ -89,14 +94,38 @@ def _read_config(folder):
         raise ConversionError(f"{path} describes no model: {error}") from None
 
 
+def _indexed_files(path):
+    try:
+        names = json.loads(path.read_text())["weight_map"].values()
+        files = sorted({path.with_name(name) for name in names})  # raises ValueError for a path to another folder
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConversionError(f"{path} is no index of weights ({type(error).__name__}: {error})") from None
+    for file in files:
+        if not file.is_file():
+            raise ConversionError(f"{file} does not exist, which {path.name} lists")
+    return files
+
+
+def _sources(path):
+    return _safetensors_sources(path) if path.suffix == ".safetensors" else _pickled_sources(path)
+
+
 def _safetensors_sources(path):
     try:
-        file = safe_open(path, framework="pt")
-        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        with safe_open(path, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
     except SafetensorError as error:
         raise ConversionError(f"{path} is no safetensors file: {error}") from None
-    return [Source(name, shape, functools.partial(file.get_tensor, name)) for name, shape in shapes.items()]
+    return [Source(name, shape, functools.partial(_read_safetensor, path, name)) for name, shape in shapes.items()]
+
+
+def _read_safetensor(path, name):
+    # Opened anew for each: the pages of a mapping that stays open count as memory.
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(name)
 
 
 def _pickled_sources(path):
-    return state_dict_sources(unpickle.load(path), path)
+    # The storages of another file have the same keys.
+    sources = state_dict_sources(unpickle.load(path), path)
+    return [replace(source, place=(path, source.place)) for source in sources]

@@ -167,7 +167,9 @@ def _load_archive(path, data):
         records = {info.filename: info for info in archive.infolist()}
     pickles = [name for name in records if name.endswith("/data.pkl")]
     if len(pickles) != 1:
-        raise UnsafePickleError(f"a zip archive with {len(pickles)} data.pkl records, where torch.save writes one")
+        raise UnsafePickleError(
+            f"a zip archive with {len(pickles)} data.pkl records, where torch.save writes one: a packed release?"
+        )
     root = pickles[0].removesuffix("data.pkl")
     if f"{root}constants.pkl" in records:
         raise UnsafePickleError("a TorchScript program, not a file written by torch.save")

@@ -582,15 +582,18 @@ def test_names_the_tensor_that_is_wrong(change, tmp_path, capfd):
 
 
 STOPPED = """
-import os, runpy, signal, sys, time
+import os, runpy, sys, time
 from txl_hf import TransfoXLForCausalLM
 
+number = int(sys.argv.pop())
+
 def stop(*arguments, **options):
-    os.kill(os.getpid(), int(sys.argv.pop()))
+    os.kill(os.getpid(), number)
     time.sleep(60)
 
 TransfoXLForCausalLM.save_pretrained = stop
 sys.argv.pop(0)
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -600,7 +603,7 @@ def test_a_stopped_conversion_leaves_no_output(how, tmp_path, capfd):
     options = ["--from", "transformers", "--checkpoint", str(golden("hf_legacy/wt103_like"))]
     options += ["--output", str(tmp_path / "out")]
     script = str(REPOSITORY / "conversion" / "convert.py")
-    command = [sys.executable, "-c", STOPPED, "-c", script, *options, str(int(how))]
+    command = [sys.executable, "-c", STOPPED, script, *options, str(int(how))]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     left = list(tmp_path.iterdir())
     if how == signal.SIGTERM:
