@@ -5,6 +5,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Nothing is ever fetched: a test that tries fails at once instead of waiting for the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import subprocess
+import venv
+from pathlib import Path
+
 import pytest
 import torch
 from transformers.utils import logging
@@ -66,3 +70,21 @@ def make_ids():
         return torch.randint(vocab_size, (batch_size, length), generator=generator)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def legacy_python(tmp_path_factory):
+    """An interpreter with transformers 4.35.2: that of TXL_LEGACY_PYTHON, or of an environment built for the test."""
+    if python := os.environ.get("TXL_LEGACY_PYTHON"):
+        return python
+    folder = tmp_path_factory.mktemp("legacy") / "venv"
+    venv.create(folder, with_pip=True, symlinks=True)
+    python = folder / "bin" / "python"
+    install = [python, "-m", "pip", "install", "--quiet", "transformers==4.35.2", "safetensors"]
+    result = subprocess.run(install, capture_output=True, text=True)
+    if result.returncode:
+        pytest.skip(f"transformers 4.35.2 cannot be installed here: {result.stderr.strip().splitlines()[-1]}")
+    # Its own packages come first; torch is the one at hand.
+    site = next((folder / "lib").glob("python*/site-packages"))
+    (site / "torch_at_hand.pth").write_text(str(Path(torch.__file__).parents[1]))
+    return python

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
@@ -312,24 +311,6 @@ def test_saved_folder_in_another_process(read_folders, name):
     actual, expected = load_file(read_folders / name / "outputs.safetensors"), outputs_of(build(name))
     for key, tensor in expected.items():
         torch.testing.assert_close(actual[key], tensor, **LAST_BIT)
-
-
-@pytest.fixture(scope="module")
-def legacy_python(tmp_path_factory):
-    """An interpreter with transformers 4.35.2: that of TXL_LEGACY_PYTHON, or of an environment built for the test."""
-    if python := os.environ.get("TXL_LEGACY_PYTHON"):
-        return python
-    folder = tmp_path_factory.mktemp("legacy") / "venv"
-    venv.create(folder, with_pip=True, symlinks=True)
-    python = folder / "bin" / "python"
-    install = [python, "-m", "pip", "install", "--quiet", "transformers==4.35.2", "safetensors"]
-    result = subprocess.run(install, capture_output=True, text=True)
-    if result.returncode:
-        pytest.skip(f"transformers 4.35.2 cannot be installed here: {result.stderr.strip().splitlines()[-1]}")
-    # Its own packages come first; torch is the one at hand.
-    site = next((folder / "lib").glob("python*/site-packages"))
-    (site / "torch_at_hand.pth").write_text(str(Path(torch.__file__).parents[1]))
-    return python
 
 
 @pytest.fixture(scope="module")
