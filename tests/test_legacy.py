@@ -1,5 +1,5 @@
 """Random models of transformers 4.35: what it saves loads here, and computes, remembers, differentiates and writes the
-same; what we save, it loads.
+same.
 
 The legacy side runs in its own environment (`legacy_python`), once for all models.
 """

@@ -85,6 +85,17 @@ def test_other_caches_of_transformers_equal_mems(make_model, make_ids, variant, 
 
 
 @torch.no_grad()
+def test_a_cache_of_nothing_but_keys_and_values_goes_on(make_model, make_ids):
+    """As another program may have filled it."""
+    model = make_model()
+    first, more = make_ids(2, 5).split([4, 1], dim=1)
+    cache = model(first, use_cache=True).past_key_values
+    bare = DynamicCache([(layer.keys.clone(), layer.values.clone()) for layer in cache.layers])
+    expected = model(more, past_key_values=cache).logits
+    assert torch.equal(model(more, past_key_values=bare).logits, expected)
+
+
+@torch.no_grad()
 def test_cache_starts_from_mems(make_model, make_ids, variant):
     model = make_model(**variant)
     first, *rest = segments(make_ids(2, 16), 4)
@@ -268,6 +279,39 @@ def test_rows_of_a_cache_are_picked_with_their_masks(make_model, make_ids):
         close(model(more[: len(rows)], past_key_values=cache).logits, expected.logits)
 
 
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(1, 9), st.sampled_from(["nothing", "segment", "all"]), st.booleans()),
+        min_size=2,
+        max_size=6,
+    ),
+    shape=st.sampled_from(["plain", "zeros", "same_length", "pre_lnorm", "shaw-clamp-zeros"]),
+    seed=st.integers(0, 100),
+)
+@settings(max_examples=40, deadline=None)
+def test_mems_and_a_cache_agree_whatever_is_masked_and_picked(steps, shape, seed):
+    """They keep what was masked in different ways; the rows may be picked anew before any segment."""
+    from conftest import SMALL
+
+    torch.manual_seed(seed)
+    model = TransfoXLForCausalLM(TransfoXLConfig(**(SMALL | VARIANTS[shape]))).eval()
+    mems, cache = model.init_mems(3), None
+    with torch.no_grad():
+        for length, masked, picks in steps:
+            if picks and cache is not None:
+                rows = torch.randint(3, (3,))
+                mems = tuple(states[rows] for states in mems)
+                cache.reorder_cache(rows)
+            widths = {"nothing": 0, "segment": length, "all": mems[0].shape[1] + length}
+            mask = torch.rand(3, widths[masked]) < 0.7 if widths[masked] else None
+            ids = torch.randint(61, (3, length))
+            with_mems = model(ids, mems=mems, attention_mask=mask)
+            cached = model(ids, past_key_values=cache, attention_mask=mask, use_cache=True)
+            real = torch.ones(3, length, dtype=torch.bool) if mask is None else mask[:, -length:]
+            close(cached.logits[real], with_mems.logits[real], 2e-5)
+            mems, cache = with_mems.mems, cached.past_key_values
+
+
 @torch.no_grad()
 def test_reset_forgets_the_text_with_its_mask(make_model, make_ids):
     model, ids = make_model(), make_ids(2, 4)
@@ -424,6 +468,9 @@ def test_memory_lengths_change_after_training(make_model, make_ids):
         assert model(ids).mems[0].shape[1] == 6
         model.reset_memory_length(11)
         assert model(ids).mems[0].shape[1] == 11
+        # What transformers calls it: the memory and the query's own key.
+        model.config.sliding_window = 8
+        assert model(ids).mems[0].shape[1] == 7
         model.reset_memory_length(0)
         output = model(ids, use_cache=True)
         assert output.mems is None and output.past_key_values is None

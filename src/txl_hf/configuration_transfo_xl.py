@@ -29,7 +29,9 @@ class TransfoXLConfig(PreTrainedConfig):
         mem_len (`int`, defaults to 1600): M, how many hidden states a layer remembers.
         clamp_len (`int`, defaults to 1000): Distances beyond it share one position; not positive: no clamping.
         same_length (`bool`, defaults to `True`):
-            Every query sees the same number of keys; otherwise all of the memory and of the segment up to itself.
+            Every query sees the same number of keys, and without a memory itself alone, where legacy `transformers`
+            hides every key and takes the mean of all, future ones too; otherwise a query sees all of the memory and of
+            the segment up to itself.
         proj_share_all_but_first (`bool`, defaults to `True`): Sets `tie_projs` where that is not given.
         attn_type (`int`, defaults to 0):
             0: relative sinusoidal (Transformer-XL), 1: relative learned (after Shaw et al.), 2: absolute sinusoidal
