@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 
 import txl_hf
 from hub_client import TEXT
@@ -108,11 +109,15 @@ def test_auto_map_serves_every_head(author, hub, repository):
         assert f"class {class_name}(".encode() in files[f"{module}.py"]
 
 
-@pytest.mark.parametrize("repository, head", [("user/name", HEADS[1]), ("user/classifier", HEADS[2])])
-def test_card_says_how_to_load(author, hub, repository, head):
+@pytest.mark.parametrize(
+    "repository, head, task",
+    [("user/name", HEADS[1], "text-generation"), ("user/classifier", HEADS[2], "text-classification")],
+)
+def test_card_says_how_to_load_and_what_for(author, hub, repository, head, task):
     author("push")
     card = hub.repos[repository].files()["README.md"].decode()
-    assert card.startswith("---\nlibrary_name: transformers\n")
+    data = ModelCard(card).data
+    assert (data.library_name, data.pipeline_tag) == ("transformers", task)
     assert f'{head}.from_pretrained("{repository}", trust_remote_code=True)' in card
 
 

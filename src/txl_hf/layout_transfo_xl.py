@@ -83,6 +83,12 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_transfo_xl.TransfoXLForCausalLM",
     "AutoModelForSequenceClassification": "modeling_transfo_xl.TransfoXLForSequenceClassification",
 }
+# What the Hub files a model under; of code that comes with it, it cannot tell.
+TASKS = {
+    "AutoModel": "feature-extraction",
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSequenceClassification": "text-classification",
+}
 MODEL_CARD = """---
 {metadata}
 ---
@@ -184,7 +190,8 @@ class TransfoXLLayoutMixin(PreTrainedModel):
     def _model_card(self, repo_id: str) -> ModelCard:
         config = self.config
         auto_class = type(self)._auto_class or "AutoModel"
-        data = ModelCardData(library_name="transformers", tags=["transformer-xl", config.model_type])
+        tags = ["transformer-xl", config.model_type]
+        data = ModelCardData(library_name="transformers", pipeline_tag=TASKS.get(auto_class), tags=tags)
         return ModelCard(
             MODEL_CARD.format(metadata=data.to_yaml(), repo_id=repo_id, auto_class=auto_class, config=config)
         )
