@@ -137,6 +137,7 @@ def test_resizing_changes_the_last_bin_and_keeps_the_others(make_model, make_ids
             torch.testing.assert_close(model(ids).logits, before, atol=1e-5, rtol=1e-5)
         model.resize_token_embeddings(pad_to_multiple_of=8)
         assert model.config.vocab_size == 64
+        assert model.resize_token_embeddings() is model.get_input_embeddings() and model.config.vocab_size == 64
     with pytest.raises(ValueError, match="new_num_tokens=30.*30"):
         make_model().resize_token_embeddings(30)
 

@@ -283,6 +283,20 @@ def test_loaders_that_break_continuity_name_the_fix(loader, layout, message):
             check_loader(prepare(stream, **loader, **options), process_index=process_index, **layout)
 
 
+def test_a_loader_that_dispatches_batches_is_refused():
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    loader = data_loader.prepare_data_loader(
+        DataLoader(TokenStream(range(401), 5, 8), batch_size=4),
+        device=torch.device("cpu"),
+        num_processes=2,
+        process_index=0,
+        put_on_device=True,
+        dispatch_batches=True,
+    )
+    with pytest.raises(ValueError, match="set dispatch_batches=False"):
+        check_loader(loader, num_processes=2)
+
+
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_prepared_loaders_tell_the_stream_its_epoch(num_processes):
     """Also a loader that skips, once it is told of the epoch; workers that are forked anew hear of it too."""

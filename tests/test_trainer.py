@@ -267,6 +267,18 @@ def test_datasets_that_say_nothing_of_streams(tmp_path):
         make_trainer(tmp_path).evaluate(items)
 
 
+def test_items_without_targets_are_no_evaluation(tmp_path):
+    class Unlabelled(TokenStream):
+        def __getitem__(self, index):
+            return {"input_ids": super().__getitem__(index)["input_ids"]}
+
+    held_out = Unlabelled(make_text(81), 5, 4)
+    trainer = make_trainer(tmp_path, trainer={"eval_dataset": held_out})
+    assert trainer.get_eval_dataloader().dataset is held_out
+    with pytest.raises(ValueError, match="items with shift_labels or labels"):
+        trainer.evaluate()
+
+
 def test_a_loader_of_a_subclass_that_shuffles(tmp_path, monkeypatch):
     monkeypatch.setattr(TransfoXLTrainer, "_get_train_sampler", lambda self, dataset=None: torch.randperm(60).tolist())
     with pytest.raises(ValueError, match="shuffles.*train_sampling_strategy='sequential'"):

@@ -398,3 +398,18 @@ def test_plain_accelerate_shards_and_saves(make_config, tmp_path, changes):
     for name, tensor in tensors[1].items():
         torch.testing.assert_close(tensors[0][name], tensor, atol=1e-4, rtol=1e-4)
     assert TransfoXLForCausalLM.from_pretrained(tmp_path / "sharded").config.architectures == ["TransfoXLForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "deviation", "furthest"),
+    [({"init": "uniform", "init_range": 0.05}, 0.05 / 3**0.5, 0.05), ({"init_std": 0.05}, 0.05, 0.3)],
+    ids=["uniform", "normal"],
+)
+def test_initial_weights(make_model, changes, deviation, furthest):
+    model = make_model(**changes)
+    weights = [layer.mlp.up_proj.weight for layer in model.transformer.layers] + [
+        table.weight for table in model.get_input_embeddings().emb_layers
+    ]
+    for weight in weights:
+        assert weight.std().item() == pytest.approx(deviation, rel=0.3)
+        assert 0.8 * deviation < weight.abs().max() <= furthest
