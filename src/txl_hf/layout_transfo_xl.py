@@ -30,7 +30,8 @@ class _Split(WeightConverter):
         tensors = super().convert(layer_name, model, config, None, loading_info)
         if hf_quantizer is None or self.quantization_operation is None:
             return tensors
-        missing, quantized = loading_info.missing_keys if loading_info else None, {}
+        missing = loading_info.missing_keys if loading_info else None
+        quantized: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             quantized |= self.quantization_operation.convert(
                 {name: tensor}, full_layer_name=name, model=model, config=config, missing_keys=missing,
