@@ -130,6 +130,8 @@ def load(path: str | Path) -> object:
         return _load_archive(path, data) if data[:4] == b"PK\x03\x04" else _load_stream(path, data)
     except UnsafePickleError as error:
         raise UnsafePickleError(f"{path.name}: {error}") from None
+    except zipfile.BadZipFile as error:  # its directory is at the end
+        raise UnsafePickleError(f"{path.name} is truncated or damaged ({error}): copy or download it again") from None
     except Exception as error:  # damaged bytes make the standard readers fail in a dozen ways
         raise UnsafePickleError(f"{path.name} cannot be read as a pickle ({_one_line(error)})") from None
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -401,6 +402,25 @@ def test_truncated_file_is_named(tmp_path, loader, left):
     path.write_bytes(path.read_bytes()[:left])
     with pytest.raises(ValueError, match="model.safetensors.*(truncated|damaged)"):
         loader.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "torch-1.5"])
+@pytest.mark.parametrize("content", [slice(0), slice(-500), slice(2000), b"<html>", b"version https://git-lfs"])
+def test_truncated_pickle_is_named(tmp_path, content, zipped):
+    model = build()
+    model.config.save_pretrained(tmp_path)
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(model.state_dict(), path, _use_new_zipfile_serialization=zipped)
+    path.write_bytes(path.read_bytes()[content] if isinstance(content, slice) else content)
+    with pytest.raises(ValueError, match="pytorch_model.bin.*truncated or damaged"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_pickle_with_a_program_is_refused_as_torch_does(tmp_path):
+    build().config.save_pretrained(tmp_path)
+    torch.save({"transformer.r_w_bias": Path("x")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_truncated_shard_is_named(tmp_path):

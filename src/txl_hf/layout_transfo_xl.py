@@ -5,9 +5,12 @@ what is saved loads there.
 """
 
 import os
+import struct
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 
+import torch
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -112,6 +115,10 @@ With the package `txl-hf` installed, `import txl_hf` takes the place of `trust_r
 """
 
 
+# What torch raises for a file that ends too early.
+TORN = (EOFError, IndexError, OSError, RuntimeError, struct.error)
+
+
 class CheckpointError(ValueError, RuntimeError):
     """A checkpoint that does not fit the model; `transformers` raises a RuntimeError where shapes differ."""
 
@@ -139,9 +146,13 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             model, info = super().from_pretrained(
                 name, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
             )
-        except SafetensorError as error:
-            damaged = ", ".join(_damaged_files(name)) or name
-            raise CheckpointError(f"{damaged} is truncated or damaged ({error}): copy or download it again") from error
+        except (SafetensorError, UnpicklingError, *TORN) as error:
+            damaged = ", ".join(_damaged_files(name)) if name is not None else ""
+            if not damaged and not isinstance(error, SafetensorError):
+                raise
+            reason = error if isinstance(error, SafetensorError) else type(error).__name__
+            damaged = f"{damaged or name} is truncated or damaged ({reason})"
+            raise CheckpointError(f"{damaged}: copy or download it again") from error
         if info["mismatched_keys"] and not ignore_mismatched_sizes:
             shapes = [f"{key} is {tuple(found)}, not {tuple(right)}" for key, found, right in info["mismatched_keys"]]
             raise CheckpointError(f"the checkpoint {name} does not fit the model: {'; '.join(sorted(shapes))}")
@@ -218,8 +229,17 @@ def _from_disk_layout(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _damaged_files(folder: str | os.PathLike) -> list[str]:
-    """The safetensors files in a folder that cannot be opened."""
+    """The files of weights in a folder that cannot be opened."""
     damaged = []
+    for path in sorted(Path(folder).glob("pytorch_model*.bin")):
+        try:
+            torch.load(path, map_location="meta", weights_only=True)
+        except TORN:
+            damaged.append(str(path))
+        except UnpicklingError:  # torch explains what is wrong with a pickle; a web page or a pointer is none
+            with path.open("rb") as file:
+                if file.read(1) not in (b"P", b"\x80"):
+                    damaged.append(str(path))
     for path in sorted(Path(folder).glob("*.safetensors")):
         try:
             safe_open(path, "pt")
