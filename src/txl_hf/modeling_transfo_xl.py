@@ -360,12 +360,12 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
 
     def reset_memory_length(self, mem_len: int):
         """Remember `mem_len` states from now on, any number ≥ 0; longer mems are the caller's to cut."""
-        if mem_len < 0 or (mem_len > 0 and self.config.attn_type in (2, 3)):
-            raise ValueError(
-                f"mem_len={mem_len} must not be negative, and 0 with absolute positions "
-                f"(attn_type={self.config.attn_type})"
-            )
-        self.config.mem_len = mem_len
+        previous, self.config.mem_len = self.config.mem_len, mem_len
+        try:
+            self.config.validate_architecture()
+        except ValueError:
+            self.config.mem_len = previous
+            raise
 
     def init_mems(self, batch_size: int, device: torch.device | None = None) -> tuple[Tensor, ...] | None:
         """What precedes the first segment: n_layer tensors (B, M, D) of zeros or (B, 0, D), or None if M = 0.

@@ -211,7 +211,8 @@ def check_loader(
         raise ValueError(
             f"batch {k} of process {process_index} holds items {batch[0]} to {batch[-1]} instead of {first} to "
             f"{first + rows - 1}, so that rows would go on with the memory of others: {rows} rows per process × "
-            f"{layout} must be the stream's batch_size={streams}. Set the loader's batch size to {rows} (with "
+            f"{layout} must be the stream's batch_size={streams}. Set the loader's batch size to {rows} "
+            f"(per_device_train_batch_size or per_device_eval_batch_size in TrainingArguments; with "
             f"split_batches=True to {rows * num_processes}), or make the stream with "
             f"batch_size={len(batch) * num_processes * accumulation_steps}"
         )
