@@ -73,7 +73,7 @@ def from_stand_in(vocab: object, dataset: str | None, where: str) -> Vocabulary:
     if len(set(symbols)) != len(symbols):
         raise ConversionError(f"{where} holds a vocabulary with the same symbol twice")
     # Here, because a wrong path should not wait for `transformers`.
-    from txl_hf.tokenization_transfo_xl import repair_symbols
+    from txl_hf.vocabulary_transfo_xl import repair_symbols
 
     return Vocabulary(repair_symbols(symbols), MODES.get(dataset, "whitespace"), attributes.get("lower_case") is True)
 

@@ -6,6 +6,7 @@ once, when it is imported.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,20 @@ from hub_server import HubServer
 HEADS = ["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"]
 SOURCES = Path(txl_hf.__file__).parent
 # Flat siblings are what remote code can import.
-HUB_SET = {path.name for path in SOURCES.glob("*_transfo_xl*.py")} - {"tokenization_transfo_xl.py"}
+FLAT = {path.name for path in SOURCES.glob("*_transfo_xl*.py")}
+
+
+def with_imports(name):
+    """The names of a file and of all those that it imports, which are copied beside the weights with it."""
+    found, pending = set(), [name]
+    while pending:
+        found.add(name := pending.pop())
+        siblings = re.findall(r"^\s*from \.(\w+) import", (SOURCES / name).read_text(), re.M)
+        pending += {f"{sibling}.py" for sibling in siblings} - found
+    return found
+
+
+HUB_SET, TOKENIZER = with_imports("modeling_transfo_xl.py"), with_imports("tokenization_transfo_xl.py")
 CODE = HUB_SET - {"attention_transfo_xl_triton.py"}
 MODEL = CODE | {"README.md", "config.json", "generation_config.json", "model.safetensors"}
 
@@ -83,6 +97,10 @@ def next_stranger(stranger, play):
     return play("next_stranger")
 
 
+def test_every_flat_file_is_the_models_or_the_tokenizers():
+    assert HUB_SET | TOKENIZER == FLAT
+
+
 def test_repository_holds_all_that_loads_it(author, hub):
     author("push")
     repo = hub.repos["user/name"]
@@ -142,11 +160,9 @@ def test_no_code_runs_without_trust(stranger):
 
 
 def test_tokenizer_loads_from_the_hub(author, reader, hub):
-    if not hasattr(txl_hf, "TransfoXLTokenizer"):
-        pytest.skip("the package exports no tokenizer")
     ids = author("push_tokenizer")
     files = hub.repos["user/spoken"].files()
-    assert set(files) >= MODEL | {"tokenization_transfo_xl.py", "tokenizer.json", "tokenizer_config.json"}
+    assert set(files) >= MODEL | TOKENIZER | {"tokenizer.json", "tokenizer_config.json"}
     assert "trust_remote_code=True" in files["README.md"].decode(), "the model's card was replaced"
     assert reader("read_tokenizer") == ("TransfoXLTokenizer", ids, TEXT)
 
