@@ -111,8 +111,8 @@ class ReferenceModel:
             length = config.mem_len if config.initial_memory == "zeros" else 0
             mems = [torch.zeros(B, length, config.d_model, dtype=torch.float64)] * config.n_layer
         window = None
-        if config.same_length:
-            window = max(config.mem_len - 1, 0) if config.same_length_counts_self else config.mem_len
+        if config.same_length and config.mem_len > 0:
+            window = config.mem_len - 1 if config.same_length_counts_self else config.mem_len
         hidden = torch.stack([torch.stack([self.embed(int(token)) for token in row]) for row in input_ids])
         new_mems = []
         for n in range(config.n_layer):

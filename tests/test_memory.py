@@ -1,5 +1,7 @@
 """Segment-level recurrence: mems, past_key_values, masks, padding and every way of cutting a text."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
 import oracle
-from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLModel
+from txl_hf import MemoryLengths, TransfoXLConfig, TransfoXLForCausalLM, TransfoXLModel
 from txl_hf.attention_transfo_xl import relative_attention
 
 VARIANTS = {
@@ -481,6 +483,86 @@ def test_memory_lengths_change_after_training(make_model, make_ids):
         make_model(attn_type=2, mem_len=0).reset_memory_length(5)
 
 
+LENGTHS = {
+    "shorter": {"mem_len": 3},
+    "longer": {"mem_len": 11, "same_length": True},
+    "none": {"mem_len": 0, "same_length": True},
+    "clamped": {"clamp_len": 2},
+    "extended": {"ext_len": 2},
+}
+
+
+@pytest.mark.parametrize("initial_memory", ["empty", "zeros"])
+@pytest.mark.parametrize("attn_type", [0, 1])
+@pytest.mark.parametrize("changes", LENGTHS.values(), ids=LENGTHS)
+@torch.no_grad()
+def test_lengths_of_a_call_are_those_of_a_model_configured_so(
+    make_model, make_ids, changes, attn_type, initial_memory
+):
+    options = {"attn_type": attn_type, "max_klen": 11, "initial_memory": initial_memory}
+    model, configured = make_model(**options), make_model(**options | changes)
+    found, lengths = model.config.to_dict(), MemoryLengths(**changes)
+    for use_cache in [False] if "ext_len" in changes else [False, True]:
+        expected = actual = {}
+        for ids in make_ids(2, 19).split([5, 1, 1, 4, 8], dim=1):
+            memory, expected_memory = (
+                {name: outputs.get(name) for name in ("mems", "past_key_values")} for outputs in (actual, expected)
+            )
+            expected = configured(ids, use_cache=use_cache, **expected_memory)
+            actual = model(ids, use_cache=use_cache, lengths=lengths, **memory)
+            assert torch.equal(actual.logits, expected.logits)
+    assert model.config.to_dict() == found
+
+
+@torch.no_grad()
+def test_a_cache_takes_the_distances_of_each_call(make_model, make_ids):
+    """Projected positions are kept on the cache, but not those of another clamp_len."""
+    model, ids = make_model(), make_ids(2, 8)
+    first, more = ids.split([6, 2], dim=1)
+    cache = model(first, use_cache=True).past_key_values
+    clamped = MemoryLengths(clamp_len=2)
+    expected = model(more, mems=model(first).mems, lengths=clamped).logits
+    close(model(more, past_key_values=cache, lengths=clamped).logits, expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@torch.no_grad()
+def test_same_length_without_a_memory_reads_the_whole_segment(make_model, make_ids, backend):
+    ids = make_ids(2, 9)
+    for attn_type in (0, 1, 2, 3):
+        limited, plain = (
+            make_model(backend, attn_type=attn_type, mem_len=0, tgt_len=9, same_length=same_length)
+            for same_length in (True, False)
+        )
+        assert torch.equal(limited(ids).logits, plain(ids).logits)
+
+
+def test_threads_share_a_model_with_lengths_of_their_own(make_model, make_ids):
+    model, ids = make_model(), make_ids(2, 40)
+
+    def read(mem_len):
+        with torch.no_grad():
+            mems, parts = None, []
+            for segment in segments(ids, 4):
+                outputs = model(segment, mems=mems, lengths=MemoryLengths(mem_len=mem_len))
+                mems = outputs.mems
+                parts.append(outputs.logits)
+            return torch.cat(parts, 1)
+
+    choices = [0, 2, 6, 9] * 5
+    expected = {mem_len: read(mem_len) for mem_len in set(choices)}
+    with ThreadPoolExecutor(4) as threads:
+        for mem_len, actual in zip(choices, threads.map(read, choices), strict=True):
+            assert torch.equal(actual, expected[mem_len])
+
+
+def test_lengths_that_do_not_fit_the_model_are_refused(make_model, make_ids):
+    with pytest.raises(ValueError, match="mem_len=-1 must not be negative"):
+        make_model()(make_ids(1, 3), lengths=MemoryLengths(mem_len=-1))
+    with pytest.raises(ValueError, match="attn_type=2.*mem_len=4 must be 0"):
+        make_model(attn_type=2, mem_len=0)(make_ids(1, 3), lengths=MemoryLengths(mem_len=4))
+
+
 def test_learned_positions_keep_their_rows_when_lengths_change(make_model, make_ids, tmp_path):
     model = make_model(attn_type=1)
     assert model.transformer.r_emb.shape == (2, 5 + 6, 2, 8)
@@ -512,7 +594,7 @@ def test_positions_are_counted_in_fp32_in_every_dtype(make_model, make_ids):
     """Quirk 11: in bf16 position 301 would become 300."""
     model = make_model(model_class=TransfoXLModel, mem_len=400, init_std=0.02).to(torch.bfloat16)
     embeds = torch.zeros(1, 1, 16, dtype=torch.bfloat16)
-    sinusoids = model._sinusoids(402, embeds)
+    sinusoids = model._sinusoids(402, embeds, clamp_len=-1)
     assert sinusoids.dtype == torch.bfloat16
     expected = oracle.sinusoid(301, 16)
     close(sinusoids[402 - 1 - 301].double(), expected, 4e-3)

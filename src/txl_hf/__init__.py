@@ -15,6 +15,7 @@ from transformers import (
 
 from .configuration_transfo_xl import TransfoXLConfig
 from .evaluation import evaluate_language_model
+from .memory_transfo_xl import MemoryLengths
 from .modeling_transfo_xl import (
     TransfoXLForCausalLM,
     TransfoXLForSequenceClassification,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .trainer import TransfoXLTrainer
 
 __all__ = [
+    "MemoryLengths",
     "RegularizationArguments",
     "TokenStream",
     "TransfoXLConfig",

@@ -29,9 +29,10 @@ class TransfoXLConfig(PreTrainedConfig):
         mem_len (`int`, defaults to 1600): M, how many hidden states a layer remembers.
         clamp_len (`int`, defaults to 1000): Distances beyond it share one position; not positive: no clamping.
         same_length (`bool`, defaults to `True`):
-            Every query sees the same number of keys, and without a memory itself alone, where legacy `transformers`
-            hides every key and takes the mean of all, future ones too; otherwise a query sees all of the memory and of
-            the segment up to itself.
+            Every query sees the same number of keys, as many as the memory is long; otherwise it sees all of the
+            memory and of the segment up to itself. Without a memory that number would be 0 (legacy `transformers`
+            then hides every key and takes the mean of all, future ones too), so that with `mem_len=0` a segment is
+            read without this limit.
         proj_share_all_but_first (`bool`, defaults to `True`): Sets `tie_projs` where that is not given.
         attn_type (`int`, defaults to 0):
             0: relative sinusoidal (Transformer-XL), 1: relative learned (after Shaw et al.), 2: absolute sinusoidal
@@ -150,9 +151,6 @@ class TransfoXLConfig(PreTrainedConfig):
         for name in ("vocab_size", "d_model", "d_embed", "n_head", "d_head", "d_inner", "n_layer", "div_val"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("mem_len", "ext_len", "tgt_len"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         for name in ("dropout", "dropatt"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1")
@@ -160,11 +158,7 @@ class TransfoXLConfig(PreTrainedConfig):
             raise ValueError(f"d_model={self.d_model} is odd: the sinusoids need an even d_model")
         if self.attn_type not in (0, 1, 2, 3):
             raise ValueError(f"attn_type={self.attn_type} must be 0, 1, 2 or 3")
-        if self.attn_type in (2, 3) and self.mem_len > 0:
-            raise ValueError(
-                f"attn_type={self.attn_type} has absolute positions and no recurrence: "
-                f"mem_len={self.mem_len} must be 0"
-            )
+        self.check_lengths(mem_len=self.mem_len, ext_len=self.ext_len, tgt_len=self.tgt_len)
         if self.attn_type == 3 and self.n_head * self.d_head != self.d_model:
             raise ValueError(
                 f"n_head={self.n_head} times d_head={self.d_head} must be d_model={self.d_model}: attn_type=3 "
@@ -179,6 +173,16 @@ class TransfoXLConfig(PreTrainedConfig):
                 f"sample_softmax={self.sample_softmax}: sampled softmax is not offered; use -1 with cutoffs instead"
             )
         self._validate_bins()
+
+    def check_lengths(self, mem_len: int, **lengths: int):
+        """Raise a ValueError unless these lengths, the configuration's own or those of one call, fit the model."""
+        for name, length in {"mem_len": mem_len, **lengths}.items():
+            if length < 0:
+                raise ValueError(f"{name}={length} must not be negative")
+        if self.attn_type in (2, 3) and mem_len > 0:
+            raise ValueError(
+                f"attn_type={self.attn_type} has absolute positions and no recurrence: mem_len={mem_len} must be 0"
+            )
 
     def _validate_bins(self):
         ends = [0, *self.cutoffs, self.vocab_size]

@@ -19,6 +19,7 @@ __all__ = [
     "DecodingState",
     "MemoryCache",
     "MemoryCacheLayer",
+    "MemoryLengths",
     "cached_key_mask",
     "decoding_state_of",
     "drop_idle_mask",
@@ -32,6 +33,60 @@ __all__ = [
 # Padding in the memory is stored as -0, in every channel of every layer, which no layer computes: so a memory carries
 # its own mask wherever it is gathered, saved or moved, and what was masked once stays masked.
 PADDING = -0.0
+
+
+@dataclass(frozen=True)
+class MemoryLengths:
+    """How far a call remembers and sees: fields of `TransfoXLConfig` that an evaluation may choose anew.
+
+    They are arguments of a call, so that threads can share a model and use different ones.
+
+    Attributes:
+        mem_len, ext_len, clamp_len, same_length: as in the configuration. None: the configuration's.
+    """
+
+    mem_len: int | None = None
+    ext_len: int | None = None
+    clamp_len: int | None = None
+    same_length: bool | None = None
+
+    def of(self, config: TransfoXLConfig) -> "FilledLengths":
+        """What holds in a call of a model: these lengths, and the configuration's for those that are None.
+
+        Raises:
+            ValueError: a length is negative, or the model's positions allow no memory.
+        """
+        filled = FilledLengths(
+            mem_len=config.mem_len if self.mem_len is None else self.mem_len,
+            ext_len=config.ext_len if self.ext_len is None else self.ext_len,
+            clamp_len=config.clamp_len if self.clamp_len is None else self.clamp_len,
+            same_length=config.same_length if self.same_length is None else self.same_length,
+            counts_self=config.same_length_counts_self,
+        )
+        config.check_lengths(mem_len=filled.mem_len, ext_len=filled.ext_len)
+        return filled
+
+
+@dataclass(frozen=True)
+class FilledLengths:
+    """The lengths of one call, none of them missing: see `MemoryLengths.of`."""
+
+    mem_len: int
+    ext_len: int
+    clamp_len: int
+    same_length: bool
+    counts_self: bool
+
+    @property
+    def window(self) -> int | None:
+        """The furthest distance that a query sees, or None: all of the memory and of the segment up to itself.
+
+        `same_length` gives every query as many keys as the memory is long. Without a memory that would be none, so
+        that a segment is then read without this limit.
+        """
+        if not self.same_length or self.mem_len == 0:
+            return None
+        return self.mem_len - self.counts_self
 
 
 def is_padding(mems: tuple[Tensor, ...]) -> Tensor:
@@ -117,7 +172,7 @@ class DecodingState:
         key_mask: (B, n) bool, which of the last n keys up to token `end` of the text are real; None: all of them.
             Later keys are real unless a mask says otherwise. So what was masked once stays masked.
         end: see `key_mask`.
-        positions: (n, D) sinusoids, furthest distance first.
+        positions: (n, D) sinusoids, furthest distance first; distances beyond `clamp_len` share one.
         rel_keys: for each layer W_R R, (H, n, Dh): it depends on the distances alone, so it is projected once.
     """
 
@@ -125,6 +180,7 @@ class DecodingState:
     key_mask: Tensor | None = None
     end: int = 0
     positions: Tensor | None = None
+    clamp_len: int = -1
     rel_keys: dict[int, Tensor] = field(default_factory=dict)
 
     def memory_mask(self, end: int, memory_length: int) -> Tensor | None:
@@ -143,9 +199,11 @@ class MemoryCache(DynamicCache):
     its input. Rows are picked together with their masks.
     """
 
-    def __init__(self, config: TransfoXLConfig):
+    def __init__(self, config: TransfoXLConfig, mem_len: int | None = None):
+        """Args: config: the model's. mem_len: M ≥ 1, how much to remember. None: `config.mem_len`."""
         super().__init__(config=config)
-        self.layers = [MemoryCacheLayer(config.sliding_window) for _ in range(config.n_layer)]
+        window = 1 + (config.mem_len if mem_len is None else mem_len)
+        self.layers = [MemoryCacheLayer(window) for _ in range(config.n_layer)]
         self.decoding_state = DecodingState()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

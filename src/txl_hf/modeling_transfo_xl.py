@@ -36,7 +36,9 @@ from .linear_transfo_xl import Linear
 from .memory_transfo_xl import (
     PADDING,
     DecodingState,
+    FilledLengths,
     MemoryCache,
+    MemoryLengths,
     cached_key_mask,
     decoding_state_of,
     drop_idle_mask,
@@ -367,15 +369,19 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
             self.config.mem_len = previous
             raise
 
-    def init_mems(self, batch_size: int, device: torch.device | None = None) -> tuple[Tensor, ...] | None:
+    def init_mems(
+        self, batch_size: int, device: torch.device | None = None, mem_len: int | None = None
+    ) -> tuple[Tensor, ...] | None:
         """What precedes the first segment: n_layer tensors (B, M, D) of zeros or (B, 0, D), or None if M = 0.
 
-        The device is that of the embeddings unless another is given, the type theirs.
+        The device is that of the embeddings unless another is given, the type theirs; M is `config.mem_len` likewise.
         """
-        if self.config.mem_len == 0:
+        if mem_len is None:
+            mem_len = self.config.mem_len
+        if mem_len == 0:
             return None
         weight = self.get_input_embeddings().emb_layers[0].weight
-        length = self.config.mem_len if self.config.initial_memory == "zeros" else 0
+        length = mem_len if self.config.initial_memory == "zeros" else 0
         zeros = torch.zeros(
             batch_size, length, self.config.d_model, dtype=weight.dtype, device=device or weight.device
         )
@@ -415,6 +421,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        lengths: MemoryLengths | None = None,
         **kwargs,
     ) -> TransfoXLModelOutput:
         """
@@ -431,6 +438,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 `mems`, or from the initial memory. A mask of the whole text begins behind those.
             inputs_embeds: (B, L, D), instead of `input_ids`, on the scale of `get_input_embeddings()(input_ids)`.
             use_cache: return `past_key_values` instead of `mems`.
+            lengths: how long the memory and the distances are in this call, instead of in the configuration, which
+                a call never writes to: threads may share a model and use different lengths.
 
         Raises:
             ValueError: inputs that do not fit the model or each other; the message names them.
@@ -442,17 +451,20 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 f"output_attentions=True needs attn_implementation='eager', not {self.config._attn_implementation!r}: "
                 "call model.set_attn_implementation('eager')"
             )
+        filled = (lengths or MemoryLengths()).of(self.config)
         inputs_embeds = self._embed(input_ids, inputs_embeds)
-        past_key_values = self._choose_cache(use_cache, past_key_values)
-        memory, memory_length, key_mask = self._open_memory(inputs_embeds, mems, attention_mask, past_key_values)
+        past_key_values = self._choose_cache(use_cache, past_key_values, filled)
+        memory, memory_length, key_mask = self._open_memory(
+            inputs_embeds, mems, attention_mask, past_key_values, filled.mem_len
+        )
         key_mask = drop_idle_mask(key_mask)
 
-        hidden_states = self._embed_positions(inputs_embeds)
+        hidden_states = self._embed_positions(inputs_embeds, filled.clamp_len)
         key_length = memory_length + inputs_embeds.shape[1]
         # What is projected without dropout or gradient can be used again.
         state = None if past_key_values is None or torch.is_grad_enabled() else decoding_state_of(past_key_values)
-        encodings = self._relative_encodings(key_length, inputs_embeds, state)
-        window = self._window()
+        encodings = self._relative_encodings(key_length, inputs_embeds, state, filled)
+        window = filled.window
         states = []
         for i, layer in enumerate(self.layers[: self.config.n_layer]):
             states.append(hidden_states)
@@ -470,8 +482,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         if past_key_values is not None:
             remember_key_mask(past_key_values, key_mask)
         new_mems = None
-        if past_key_values is None and self.config.mem_len > 0:
-            new_mems = self._remember(memory, states, key_mask if attention_mask is not None else None)
+        if past_key_values is None and filled.mem_len > 0:
+            new_mems = self._remember(memory, states, key_mask if attention_mask is not None else None, filled)
         return TransfoXLModelOutput(
             last_hidden_state=self.output_dropout(hidden_states), mems=new_mems, past_key_values=past_key_values
         )
@@ -490,8 +502,10 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             raise ValueError(f"inputs_embeds are {inputs_embeds.shape[-1]} wide, not d_model={self.config.d_model}")
         return inputs_embeds
 
-    def _choose_cache(self, use_cache: bool | None, past_key_values: Cache | None) -> Cache | None:
-        if self.config.mem_len == 0:
+    def _choose_cache(
+        self, use_cache: bool | None, past_key_values: Cache | None, lengths: FilledLengths
+    ) -> Cache | None:
+        if lengths.mem_len == 0:
             if past_key_values is not None:
                 raise ValueError("past_key_values hold a memory, but mem_len=0 means that there is none")
             return None
@@ -499,7 +513,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             logger.warning_once("gradient checkpointing runs a layer twice and cannot fill a cache: use_cache=False")
             return None
         if use_cache and past_key_values is None:
-            return MemoryCache(self.config)
+            return MemoryCache(self.config, lengths.mem_len)
         return past_key_values
 
     def _open_memory(
@@ -508,6 +522,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         mems: tuple[Tensor, ...] | None,
         attention_mask: Tensor | None,
         past_key_values: Cache | None,
+        mem_len: int,
     ) -> tuple[tuple, int, Tensor | None]:
         """For each layer the states it remembers (None where a cache holds them), m, and which keys are real."""
         batch_size, segment_length, _ = inputs_embeds.shape
@@ -515,24 +530,24 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             if mems is not None:
                 raise ValueError("give mems or past_key_values that hold a memory already, not both")
             memory_length, key_mask = cached_key_mask(
-                attention_mask, past_key_values, self.config.mem_len, batch_size, segment_length
+                attention_mask, past_key_values, mem_len, batch_size, segment_length
             )
             return (None,) * self.config.n_layer, memory_length, key_mask
 
         if mems is not None:
-            self._check_mems(mems, inputs_embeds)
-        memory = self.init_mems(batch_size, inputs_embeds.device) if mems is None else mems
+            self._check_mems(mems, inputs_embeds, mem_len)
+        memory = self.init_mems(batch_size, inputs_embeds.device, mem_len) if mems is None else mems
         if memory is None:
             key_mask = make_key_mask(attention_mask, None, batch_size, segment_length, 0, (segment_length,))
             return (None,) * self.config.n_layer, 0, key_mask
         if past_key_values is not None and past_key_values.is_compileable:
             room = past_key_values.layers[0].max_cache_len
-            if room < self.config.sliding_window:
+            if room <= mem_len:
                 raise ValueError(
-                    f"past_key_values have room for {room} keys, but mem_len={self.config.mem_len} needs a static "
-                    f"cache of max_cache_len={self.config.sliding_window} at least"
+                    f"past_key_values have room for {room} keys, but mem_len={mem_len} needs a static cache of "
+                    f"max_cache_len={mem_len + 1} at least"
                 )
-            memory = tuple(pad_memory(states, self.config.mem_len) for states in memory)
+            memory = tuple(pad_memory(states, mem_len) for states in memory)
         memory_length = memory[0].shape[1]
         memory_mask = None if memory_length == 0 else ~is_padding(memory)
         if past_key_values is not None:
@@ -543,49 +558,43 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             if 0 < before_text < memory_length and not memory[0][:, :before_text].any():
                 # A mask of the whole text, which is shorter than a memory that still holds some of its initial zeros.
                 lengths += (attention_mask.shape[-1],)
-        longer = mems is not None and memory_length == self.config.mem_len
+        longer = mems is not None and memory_length == mem_len
         key_mask = make_key_mask(
             attention_mask, memory_mask, batch_size, segment_length, memory_length, lengths, longer
         )
         return memory, memory_length, key_mask
 
-    def _check_mems(self, mems: tuple[Tensor, ...], inputs_embeds: Tensor):
-        config, (batch_size, _, width) = self.config, inputs_embeds.shape
-        if config.mem_len == 0:
+    def _check_mems(self, mems: tuple[Tensor, ...], inputs_embeds: Tensor, mem_len: int):
+        batch_size, _, width = inputs_embeds.shape
+        if mem_len == 0:
             raise ValueError("mems were given, but mem_len=0 means that there is no memory")
-        if len(mems) != config.n_layer:
-            raise ValueError(f"mems hold {len(mems)} layers, but the model has n_layer={config.n_layer}")
+        if len(mems) != self.config.n_layer:
+            raise ValueError(f"mems hold {len(mems)} layers, but the model has n_layer={self.config.n_layer}")
         for i, states in enumerate(mems):
             if states.dim() != 3 or (states.shape[0], states.shape[2]) != (batch_size, width):
                 raise ValueError(
                     f"mems[{i}] is {tuple(states.shape)}, but this batch needs ({batch_size}, m, {width})"
                 )
-            if states.shape[1] != mems[0].shape[1] or states.shape[1] > config.mem_len:
+            if states.shape[1] != mems[0].shape[1] or states.shape[1] > mem_len:
                 raise ValueError(
                     f"mems[{i}] holds {states.shape[1]} states, but all layers need the same number, "
-                    f"{config.mem_len} (mem_len) at most"
+                    f"{mem_len} (mem_len) at most"
                 )
             if states.dtype != inputs_embeds.dtype:
                 raise ValueError(f"mems[{i}] is {states.dtype}, but the model computes {inputs_embeds.dtype}")
 
-    def _window(self) -> int | None:
-        """The furthest distance that a query sees, or None: all of the memory and of the segment up to itself."""
-        if not self.config.same_length:
-            return None
-        return max(self.config.mem_len - self.config.same_length_counts_self, 0)
-
-    def _sinusoids(self, key_length: int, embeds: Tensor) -> Tensor:
+    def _sinusoids(self, key_length: int, embeds: Tensor, clamp_len: int) -> Tensor:
         """(K, D) for the distances K - 1, …, 0. Distances are counted in fp32: bf16 has no 301."""
         distances = torch.arange(key_length - 1, -1, -1, device=embeds.device, dtype=torch.float32)
-        if self.config.clamp_len > 0:
-            distances = distances.clamp(max=self.config.clamp_len)
+        if clamp_len > 0:
+            distances = distances.clamp(max=clamp_len)
         return sinusoid(distances, self.config.d_model).to(embeds.dtype)
 
-    def _embed_positions(self, inputs_embeds: Tensor) -> Tensor:
+    def _embed_positions(self, inputs_embeds: Tensor, clamp_len: int) -> Tensor:
         """What enters the first layer: (B, L, D). The absolute baselines count positions from the segment's end."""
         segment_length = inputs_embeds.shape[1]
         if self.config.attn_type == 2:
-            inputs_embeds = inputs_embeds + self._sinusoids(segment_length, inputs_embeds)
+            inputs_embeds = inputs_embeds + self._sinusoids(segment_length, inputs_embeds, clamp_len)
         if self.config.attn_type == 3 and segment_length > self.config.learned_positions:
             raise ValueError(
                 f"the segment has {segment_length} tokens, but the model learned max_klen={self.config.max_klen} "
@@ -594,25 +603,26 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         return self.input_dropout(inputs_embeds)
 
     def _relative_encodings(
-        self, key_length: int, embeds: Tensor, state: DecodingState | None
+        self, key_length: int, embeds: Tensor, state: DecodingState | None, lengths: FilledLengths
     ) -> list[dict[str, Tensor | dict[int, Tensor]]]:
         """For each layer the arguments of its attention that encode distance."""
-        config = self.config
+        config, clamp_len = self.config, lengths.clamp_len
         if config.attn_type == 0:
             if state is None:
-                shared = {"positions": self.position_dropout(self._sinusoids(key_length, embeds))}
+                shared = {"positions": self.position_dropout(self._sinusoids(key_length, embeds, clamp_len))}
             else:
-                if state.positions is None or len(state.positions) < key_length:
+                if state.positions is None or len(state.positions) < key_length or state.clamp_len != clamp_len:
                     # At once as many as a full memory needs, so that a growing one asks for them only once.
-                    rows = max(key_length, config.sliding_window)
-                    state.positions, state.rel_keys = self.position_dropout(self._sinusoids(rows, embeds)), {}
+                    rows = max(key_length, lengths.mem_len + 1)
+                    state.positions = self.position_dropout(self._sinusoids(rows, embeds, clamp_len))
+                    state.rel_keys, state.clamp_len = {}, clamp_len
                 shared = {"positions": state.positions, "rel_keys": state.rel_keys}
             if not config.untie_r:
                 shared |= {"content_bias": self.content_bias, "position_bias": self.position_bias}
             return [shared] * config.n_layer
         if config.attn_type == 1:
             learned = config.learned_positions
-            furthest = min(config.clamp_len, learned) if config.clamp_len > 0 else learned
+            furthest = min(clamp_len, learned) if clamp_len > 0 else learned
             distances = torch.arange(key_length - 1, -1, -1, device=embeds.device).clamp(max=furthest - 1)
             distance_rows = learned - 1 - distances
             return [
@@ -627,7 +637,11 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
 
     @torch.no_grad()
     def _remember(
-        self, memory: tuple[Tensor, ...], states: list[Tensor], key_mask: Tensor | None
+        self,
+        memory: tuple[Tensor, ...],
+        states: list[Tensor],
+        key_mask: Tensor | None,
+        lengths: FilledLengths,
     ) -> tuple[Tensor, ...]:
         """The last M of the m + L states of each layer, without the last ext_len of the segment (Section 3.2).
 
@@ -636,8 +650,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             key_mask: (B, m + L) bool; what it masks is remembered as padding.
         """
         memory_length, segment_length = memory[0].shape[1], states[0].shape[1]
-        end = memory_length + max(0, segment_length - self.config.ext_len)
-        start = max(0, end - self.config.mem_len)
+        end = memory_length + max(0, segment_length - lengths.ext_len)
+        start = max(0, end - lengths.mem_len)
         new_mems = tuple(
             torch.cat(
                 [remembered[:, start:], entered[:, max(0, start - memory_length) : end - memory_length]], dim=1
@@ -688,11 +702,13 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         output_logits: bool | None = None,
+        lengths: MemoryLengths | None = None,
         **kwargs,
     ) -> TransfoXLCausalLMOutput:
         """
         Args:
-            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache: see `TransfoXLModel.forward`.
+            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths: see
+                `TransfoXLModel.forward`.
             labels: (B, L), shifted inside: token i predicts label i + 1. -100 is ignored.
             shift_labels (in kwargs): (B, L), targets aligned with the inputs already, so that the last token of a
                 segment predicts the first of the next. Takes precedence over `labels`.
@@ -717,6 +733,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            lengths=lengths,
             return_dict=True,
             **kwargs,
         )
@@ -772,13 +789,14 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        lengths: MemoryLengths | None = None,
         **kwargs,
     ) -> TransfoXLSequenceClassifierOutput:
         """
         Args:
-            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache: see `TransfoXLModel.forward`.
-                The last real token is the last one that `attention_mask` marks, or else that is not
-                `config.pad_token_id`; padding may stand on either side.
+            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths: see
+                `TransfoXLModel.forward`. The last real token is the last one that `attention_mask` marks, or else that
+                is not `config.pad_token_id`; padding may stand on either side.
             labels: (B,) classes, or (B,) or (B, num_labels) numbers for regression or multi-label classification.
 
         Raises:
@@ -791,6 +809,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            lengths=lengths,
             return_dict=True,
             **kwargs,
         )
