@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model, evaluation, token_losses
 
 VOCAB_SIZE = 20
 
@@ -41,7 +41,7 @@ def text(length: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def token_losses(model: TransfoXLForCausalLM, token_ids: torch.Tensor) -> torch.Tensor:
+def losses_of_one_forward(model: TransfoXLForCausalLM, token_ids: torch.Tensor) -> torch.Tensor:
     """(N - 1,) losses of one forward over the whole text."""
     return model.eval()(token_ids[None, :-1], shift_labels=token_ids[None, 1:]).losses[0]
 
@@ -52,7 +52,7 @@ MODEL = tiny_model()
 @settings(max_examples=30, deadline=None)
 @given(length=st.integers(2, 60), segment_length=st.integers(1, 70))
 def test_any_segmentation_scores_like_one_forward(length, segment_length):
-    expected = token_losses(MODEL, text(length)).double().mean().item()
+    expected = losses_of_one_forward(MODEL, text(length)).double().mean().item()
     result = evaluate_language_model(MODEL, text(length), segment_length)
     assert result.nll == pytest.approx(expected, rel=1e-5)
     assert result.tokens == length - 1
@@ -63,7 +63,7 @@ def test_any_segmentation_scores_like_one_forward(length, segment_length):
 def test_streams_of_uneven_length_are_scored_to_the_end(length, segment_length, data):
     batch_size = data.draw(st.integers(1, length - 1))
     streams = [torch.from_numpy(stream) for stream in np.array_split(text(length).numpy(), batch_size)]
-    losses = torch.cat([token_losses(MODEL, stream) for stream in streams if len(stream) > 1])
+    losses = torch.cat([losses_of_one_forward(MODEL, stream) for stream in streams if len(stream) > 1])
     result = evaluate_language_model(MODEL, text(length), segment_length, batch_size=batch_size)
     assert result.tokens == len(losses) == length - batch_size
     assert result.nll == pytest.approx(losses.double().mean().item(), rel=1e-5)
@@ -98,6 +98,7 @@ def test_equals_a_loop_over_mems(settings):
     result = evaluate_language_model(model, token_ids, segment_length=6)
     assert result.tokens == len(expected) == 39
     assert result.nll == pytest.approx(expected.double().mean().item(), rel=1e-5)
+    torch.testing.assert_close(token_losses(model, token_ids, segment_length=6), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("memory_length", [0, 5, 64])
@@ -106,7 +107,7 @@ def test_memory_length_sets_what_is_seen(memory_length):
     model, token_ids, expected = tiny_model(n_layer=1), text(30), []
     for end in range(1, len(token_ids)):
         window = token_ids[max(0, end - memory_length - 1) : end + 1]
-        expected.append(token_losses(model, window)[-1])
+        expected.append(losses_of_one_forward(model, window)[-1])
     result = evaluate_language_model(model, token_ids, segment_length=1, memory_length=memory_length)
     assert result.nll == pytest.approx(torch.stack(expected).double().mean().item(), rel=1e-5)
     assert result.memory_length == memory_length
@@ -119,7 +120,9 @@ def test_sliding_window_protocol(settings, batch_size):
     model, window, expected = tiny_model(**settings), 5, []
     alone = tiny_model(**settings | {"mem_len": 0})
     for stream in text(30).chunk(batch_size):
-        expected += [token_losses(alone, stream[max(0, end - window) : end + 1])[-1] for end in range(1, len(stream))]
+        expected += [
+            losses_of_one_forward(alone, stream[max(0, end - window) : end + 1])[-1] for end in range(1, len(stream))
+        ]
     protocol = {"segment_length": 1, "memory_length": 0, "ext_len": window - 1}
     result = evaluate_language_model(model, text(30), batch_size=batch_size, **protocol)
     assert result.nll == pytest.approx(torch.stack(expected).double().mean().item(), rel=1e-5)
@@ -137,12 +140,15 @@ def test_warm_up_is_read_and_not_scored(length, segment_length, ext_len, data):
     batch_size = data.draw(st.integers(1, length - 1))
     streams = [torch.from_numpy(stream) for stream in np.array_split(text(length).numpy(), batch_size)]
     warm_up = data.draw(st.integers(0, len(streams[0]) - 1))
-    losses = torch.cat([token_losses(MODEL, row)[max(warm_up - 1, 0) :] for row in streams if len(row) > 1])
+    losses = torch.cat([losses_of_one_forward(MODEL, row)[max(warm_up - 1, 0) :] for row in streams if len(row) > 1])
     result = evaluate_language_model(
         MODEL, text(length), segment_length, batch_size=batch_size, warm_up=warm_up, ext_len=ext_len
     )
     assert (result.tokens, result.text_tokens, result.warm_up) == (len(losses), length, warm_up)
     assert result.nll == pytest.approx(losses.double().mean().item(), rel=1e-5)
+    found = token_losses(MODEL, text(length), segment_length, batch_size=batch_size, warm_up=warm_up, ext_len=ext_len)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-5)
 
 
 class Processes:
@@ -162,18 +168,30 @@ def test_processes_share_the_streams(length, segment_length, num_processes, ext_
     """Together they score what one does, in as many passes each, also where there are fewer streams than processes."""
     batch_size = data.draw(st.integers(1, min(7, length - 1)))
     arguments = (MODEL, text(length), segment_length, 8, batch_size)
-    parts, passes = [], []
+    parts, losses, passes = [], [], []
     hook = MODEL.register_forward_hook(lambda *_: passes.append(None))
     try:
         for index in range(num_processes):
             accelerator = Processes(num_processes, index)
             parts.append(evaluate_language_model(*arguments, ext_len=ext_len, accelerator=accelerator))
+            losses.append(token_losses(*arguments, ext_len=ext_len, accelerator=accelerator))
     finally:
         hook.remove()
     whole = evaluate_language_model(*arguments, ext_len=ext_len)
     assert sum(part.nll for part in parts) == pytest.approx(whole.nll, rel=1e-5)
     assert {dataclasses.replace(part, nll=0.0) for part in parts} == {dataclasses.replace(whole, nll=0.0)}
-    assert len(passes) == num_processes * -(-(-(-length // batch_size) - 1) // segment_length)
+    torch.testing.assert_close(sum(losses), token_losses(*arguments, ext_len=ext_len), rtol=1e-5, atol=1e-5)
+    assert len(passes) == 2 * num_processes * -(-(-(-length // batch_size) - 1) // segment_length)
+
+
+@pytest.mark.parametrize("accelerator", [None, Processes(1, 0)], ids=["alone", "process"])
+def test_losses_of_a_long_text_move_piece_by_piece(monkeypatch, accelerator):
+    """Off the device, and from process to process."""
+    expected = token_losses(MODEL, text(90), 4, batch_size=3, warm_up=7)
+    monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 24)
+    monkeypatch.setattr(evaluation, "TOKENS_MOVED", 30)
+    found = token_losses(MODEL, text(90), 4, batch_size=3, warm_up=7, accelerator=accelerator)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_settings_of_the_evaluation_only():
@@ -266,8 +284,9 @@ def test_the_model_is_left_as_it_was_by_settings_it_cannot_have():
     ],
 )
 def test_bad_input_is_named(token_ids, arguments, message):
-    with pytest.raises(ValueError, match=message):
-        evaluate_language_model(MODEL, token_ids, **{"segment_length": 4} | arguments)
+    for function in (evaluate_language_model, token_losses):
+        with pytest.raises(ValueError, match=message):
+            function(MODEL, token_ids, **{"segment_length": 4} | arguments)
 
 
 def test_progress_counts_scored_tokens(capsys):

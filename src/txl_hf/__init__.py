@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from .configuration_transfo_xl import TransfoXLConfig
-from .evaluation import evaluate_language_model
+from .evaluation import evaluate_language_model, token_losses
 from .memory_transfo_xl import MemoryLengths
 from .modeling_transfo_xl import (
     TransfoXLForCausalLM,
@@ -44,6 +44,7 @@ __all__ = [
     "TransfoXLTrainer",
     "evaluate_language_model",
     "regularize",
+    "token_losses",
 ]
 
 AutoConfig.register(TransfoXLConfig.model_type, TransfoXLConfig)
