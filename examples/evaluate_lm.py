@@ -1,27 +1,36 @@
-"""Score a text with a Transformer-XL: every token once, at any memory length, as JSON.
+"""Score a text with a Transformer-XL: every token once, at any memory length.
 
-    python examples/evaluate_lm.py --model wt103 --data data/wikitext-103 --segment_length 64 --memory_length 640 \
+    python examples/evaluate_lm.py --model wt103 --data data/wikitext-103 --segment_length 64 --memory_length 640 \\
         --clamp_len 400 --same_length true
     python examples/evaluate_lm.py --model demo-output --data book.txt --memory_length 0 64 128 --output result.json
-    python examples/evaluate_lm.py --model wt103 --data data/wikitext-103 --memory_length 640 --sliding_window 640 \
-        --max_tokens 1000
+    python examples/evaluate_lm.py --model wt103 --data data/wikitext-103 --memory_length 150 300 450 640 \\
+        --clamp_len 400 --same_length true --plot curve.png
+    python examples/evaluate_lm.py --model wt103 --data data/wikitext-103 --sliding_window 640 --max_tokens 1000
 
 `--data` is a folder of `prepare_corpus.py`, of which `--split` is read, or a UTF-8 text file, which is tokenised with
 the model's tokenizer or with `--tokenizer`. Several values of `--memory_length` are scored one after the other.
-`--sliding_window N` scores the text in the vanilla way beside them: the last N tokens are read anew for every token,
-without memory.
+`--sliding_window N` scores the text in the vanilla way: the last N tokens are read anew for every token, without
+memory. It stands alone, or beside the memory lengths that are given.
 
-The result, on standard output and in `--output`, holds for each of them the negative log-likelihood, perplexity and
-bits of a token, perplexity per word and bits per character of the text (words and characters as `prepare_corpus.py`
-counts them), and all settings that these figures depend on. An infinite perplexity, for which JSON has no number, is
-null.
+On a terminal the figures appear as a table, line by line as they are found; elsewhere, or with `--json`, the result is
+JSON. `--output` holds the same JSON, from the first figure on. The result has for each length the negative
+log-likelihood, perplexity and bits of a token, perplexity per word and bits per character of the text (words and
+characters as `prepare_corpus.py` counts them), and all settings that these figures depend on. An infinite perplexity,
+for which JSON has no number, is null.
+
+`curves` are the columns of the paper's ablation (Tables 6 and 10), for memories and for windows: the perplexity `init`
+at the attention length of training (`null` where that is not among the lengths), the `best` one, and
+`attention_length`, the shortest length whose perplexity is the best one to the decimals that the paper prints.
 """
 
 import argparse
+import copy
 import dataclasses
 import datetime
+import io
 import json
 import math
+import os
 import platform
 import sys
 import time
@@ -38,7 +47,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from prepare_corpus import INFORMATION, CorpusError, count_batch, count_stream, encode_lines, ends_lines, look_up
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model
+from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.evaluation import LanguageModelEvaluation
+
+MEMORY, WINDOW = "memory", "sliding window"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,32 +68,27 @@ def main(argv: list[str] | None = None):
     options = parse_arguments(argv)
     if not options.progress:
         transformers.logging.disable_progress_bar()
-    try:
-        if options.output is not None and options.output.exists():
-            raise CorpusError(f"{options.output} exists: choose another file with --output, or remove it")
-        result = run(options)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
-    text = json.dumps(result, indent=2, allow_nan=False)
-    print(text)
-    if options.output is not None:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        partial = options.output.with_name(f".{options.output.name}.partial")
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.rename(options.output)
+    with one_line_errors():
+        if options.plot is not None:
+            # What is missing is said before any work.
+            import matplotlib.pyplot  # noqa: F401
+        for path in filter(None, (options.output, options.plot)):
+            if path.exists():
+                raise CorpusError(f"{path} exists: choose another file, or remove it")
+        run(options)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder or Hub name")
     parser.add_argument("--data", type=Path, required=True, help="folder of prepare_corpus.py, or a text file")
     parser.add_argument("--split", choices=["train", "validation", "test"], default="test", help="(%(default)s)")
     parser.add_argument("--tokenizer", help="folder or Hub name, for a text file (the model's)")
     parser.add_argument("--segment_length", type=int, help="tokens in one pass (the model's tgt_len)")
-    parser.add_argument("--memory_length", type=int, nargs="+", help="one or more (the model's mem_len)")
     parser.add_argument(
-        "--sliding_window", type=int, nargs="+", default=[], help="window lengths to score beside them"
+        "--memory_length", type=int, nargs="+", help="one or more (the model's mem_len, without --sliding_window)"
     )
+    parser.add_argument("--sliding_window", type=int, nargs="+", default=[], help="window lengths to score")
     parser.add_argument("--ext_len", type=int, help="tokens read again with each segment (the model's)")
     parser.add_argument("--clamp_len", type=int, help="(the model's)")
     parser.add_argument("--same_length", choices=["true", "false"], help="(the model's)")
@@ -93,17 +100,28 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="(%(default)s)")
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--progress", action="store_true", help="show a progress bar")
+    parser.add_argument("--plot", type=Path, help="PNG file to write: perplexity by attention length")
+    parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")
+    parser.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        default=sys.stderr.isatty(),
+        help="show a progress bar (where standard error is a terminal)",
+    )
     options = parser.parse_args(argv)
     for name in ("sliding_window", "max_tokens"):
         if min(np.atleast_1d(getattr(options, name) or 1)) < 1:
             parser.error(f"--{name} must be at least 1")
+    options.json = options.json or not sys.stdout.isatty()
     return options
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Score the text with each memory length and each sliding window; returns what is written."""
+def run(options: argparse.Namespace):
+    """Score the text with each memory length and each sliding window; each figure is kept when it is there."""
     config = load_config(options.model)
+    planned = protocols(options, config)
+    for settings in planned:
+        check_protocol(config, clamp_len=options.clamp_len, **settings)
     text = read_text(options)
     if len(text.token_ids) == 0:
         raise CorpusError(f"{options.data} is empty: it has no token")
@@ -112,12 +130,33 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         text = dataclasses.replace(text, token_ids=text.token_ids[: options.max_tokens], words=None, characters=None)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
     model.to(options.device)
+    report = {**describe(model, text, options), "results": [], "curves": {}}
+    try:
+        for settings in planned:
+            report["results"].append(score(model, text, options, **settings))
+            report["curves"] = curves(report["results"], config)
+            if not options.json:
+                print_row(report["results"], text)
+            if options.output is not None:
+                write(options.output, json.dumps(report, indent=2, allow_nan=False).encode() + b"\n")
+    finally:
+        # Stopped or refused half-way, what has been found is not lost.
+        if options.json and report["results"]:
+            print(json.dumps(report, indent=2, allow_nan=False))
+    if not options.json:
+        print_curves(report["curves"])
+    if options.plot is not None:
+        plot(report, options.plot)
+
+
+def describe(model: TransfoXLForCausalLM, text: Text, options: argparse.Namespace) -> dict[str, Any]:
+    """What all figures have in common."""
     return {
         "model": options.model,
         "parameters": model.num_parameters(),
-        "initial_memory": config.initial_memory,
-        "same_length_counts_self": config.same_length_counts_self,
-        "attn_type": config.attn_type,
+        "initial_memory": model.config.initial_memory,
+        "same_length_counts_self": model.config.same_length_counts_self,
+        "attn_type": model.config.attn_type,
         "attn_implementation": model.config._attn_implementation,
         "data": str(options.data),
         "corpus": text.corpus,
@@ -129,8 +168,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "dtype": options.dtype,
         "versions": {name: version(name) for name in ("txl-hf", "transformers", "torch")},
         "date": datetime.date.today().isoformat(),
-        "results": [score(model, text, options, **settings) for settings in protocols(options, config)],
     }
+
+
+# ---- protocols --------------------------------------------------------------------------------------------------
 
 
 def protocols(options: argparse.Namespace, config: TransfoXLConfig) -> list[dict[str, Any]]:
@@ -138,18 +179,18 @@ def protocols(options: argparse.Namespace, config: TransfoXLConfig) -> list[dict
     same_length = None if options.same_length is None else options.same_length == "true"
     with_memory = [
         {
-            "protocol": "memory",
+            "protocol": MEMORY,
             "segment_length": options.segment_length or config.tgt_len,
             "memory_length": memory_length,
             "ext_len": options.ext_len,
             "same_length": same_length,
         }
-        for memory_length in options.memory_length or [None]
+        for memory_length in options.memory_length or ([] if options.sliding_window else [config.mem_len])
     ]
     # What a query sees is the window itself: same_length would take it away.
     windows = [
         {
-            "protocol": "sliding window",
+            "protocol": WINDOW,
             "segment_length": 1,
             "memory_length": 0,
             "ext_len": window - 1,
@@ -158,6 +199,22 @@ def protocols(options: argparse.Namespace, config: TransfoXLConfig) -> list[dict
         for window in options.sliding_window
     ]
     return with_memory + windows
+
+
+def check_protocol(config: TransfoXLConfig, segment_length: int, memory_length: int, ext_len: int | None, **_):
+    """Raise a ValueError for lengths that the model cannot be read with, before it is read with others."""
+    lengths = {"segment_length": segment_length, "memory_length": memory_length, "ext_len": ext_len}
+    config = copy.deepcopy(config)
+    config.mem_len, config.ext_len = memory_length, config.ext_len if ext_len is None else ext_len
+    config.validate_architecture()
+    if segment_length < 1:
+        raise ValueError(f"segment_length={segment_length} must be an integer of at least 1")
+    read = segment_length + config.ext_len
+    if config.attn_type == 3 and read > config.learned_positions:
+        given = ", ".join(f"{name}={value}" for name, value in lengths.items() if value is not None)
+        raise ValueError(
+            f"{given} reads {read} tokens at once, but the model learned max_klen={config.max_klen} absolute positions"
+        )
 
 
 def score(
@@ -190,6 +247,92 @@ def measures(result: LanguageModelEvaluation, text: Text) -> dict[str, float | N
         "perplexity_per_word": result.perplexity_per_word(text.words) if text.words else None,
         "bits_per_character": result.bits_per_character(text.characters) if text.characters else None,
     }
+
+
+# ---- what is said -----------------------------------------------------------------------------------------------
+
+
+def attention_length(row: dict[str, Any]) -> int:
+    """How far back a token sees: the memory, or all of the window."""
+    return row["memory_length"] if row["protocol"] == MEMORY else row["ext_len"] + 1
+
+
+def curves(results: list[dict[str, Any]], config: TransfoXLConfig) -> dict[str, dict[str, Any]]:
+    """The paper's columns for each protocol: `init`, `best` and the shortest length that is as good as the best."""
+    trained = {MEMORY: config.mem_len, WINDOW: config.tgt_len + config.ext_len}
+    found = {}
+    for protocol, length in trained.items():
+        points = {
+            attention_length(row): row["perplexity"]
+            for row in results
+            if row["protocol"] == protocol and row["perplexity"] is not None
+        }
+        if points:
+            best = min(points.values())
+            shortest = min(n for n, value in points.items() if round(value, 2) == round(best, 2))
+            found[protocol] = {"init": points.get(length), "best": best, "attention_length": shortest}
+    return found
+
+
+def print_row(results: list[dict[str, Any]], text: Text):
+    """The newest line of the table, and its head before the first."""
+    row = results[-1]
+    columns = {
+        "protocol": row["protocol"],
+        "length": attention_length(row),
+        "segment": row["segment_length"],
+        "perplexity": row["perplexity"],
+        "bits/token": row["bits_per_token"],
+        "ppl/word": row["perplexity_per_word"],
+        "bits/char": row["bits_per_character"],
+        "tokens": row["tokens"],
+        "tokens/s": round(row["tokens_per_second"]),
+    }
+    if len(results) == 1:
+        print("  ".join(f"{name:>14}" if name == "protocol" else f"{name:>10}" for name in columns))
+    cells = (
+        "-" if value is None else f"{value:.3f}" if isinstance(value, float) else value for value in columns.values()
+    )
+    print("  ".join(f"{cell:>14}" if i == 0 else f"{cell:>10}" for i, cell in enumerate(cells)), flush=True)
+
+
+def print_curves(found: dict[str, dict[str, Any]]):
+    for protocol, curve in found.items():
+        at_training = "" if curve["init"] is None else f"{curve['init']:.2f} at the length of training, "
+        print(
+            f"{protocol}: perplexity {at_training}{curve['best']:.2f} at best, from length {curve['attention_length']}"
+        )
+
+
+def plot(report: dict[str, Any], path: Path):
+    """Perplexity by attention length, as the paper's Figure 4."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    for protocol in report["curves"]:
+        rows = [row for row in report["results"] if row["protocol"] == protocol and row["perplexity"] is not None]
+        points = sorted((attention_length(row), row["perplexity"]) for row in rows)
+        axes.plot(*zip(*points, strict=True), marker="o", label=protocol)
+    axes.set_xlabel("attention length (tokens)")
+    axes.set_ylabel("perplexity")
+    axes.set_title(f"{report['model']} on {report['data']}", fontsize="medium")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    image = io.BytesIO()
+    figure.savefig(image, dpi=150, format=path.suffix[1:] or "png")
+    plt.close(figure)
+    write(path, image.getvalue())
+
+
+def write(path: Path, content: bytes):
+    """As a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(content)
+    os.replace(partial, path)
 
 
 # ---- what is scored ---------------------------------------------------------------------------------------------

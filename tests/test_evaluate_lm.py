@@ -147,7 +147,8 @@ def test_prepared_and_raw_streams_give_the_same_figures(name, tmp_path, tmp_path
 
 
 def test_sliding_window_beside_memory(corpus, model, capsys):
-    result = run(capsys, *f"--model {model} --data {corpus} --sliding_window 1 5 --max_tokens 60".split())
+    command = f"--model {model} --data {corpus} --memory_length 12 --sliding_window 1 5 --max_tokens 60"
+    result = run(capsys, *command.split())
     assert [row["protocol"] for row in result["results"]] == ["memory", "sliding window", "sliding window"]
     assert result["words"] is None and result["results"][0]["perplexity_per_word"] is None
     loaded = AutoModelForCausalLM.from_pretrained(model).eval()
@@ -159,6 +160,77 @@ def test_sliding_window_beside_memory(corpus, model, capsys):
             losses = [loaded(ids[:, :-1], shift_labels=ids[:, 1:]).losses[0, -1] for ids in windows]
         assert row["tokens"] == 59 and row["ext_len"] == window - 1
         assert row["nll"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+
+
+def test_sliding_window_alone_reads_no_memory(corpus, model, capsys):
+    result = run(capsys, *f"--model {model} --data {corpus} --sliding-window 5 --max-tokens 40".split())
+    assert [row["protocol"] for row in result["results"]] == ["sliding window"]
+    assert list(result["curves"]) == ["sliding window"]
+
+
+def test_the_curve_has_the_columns_of_the_paper(corpus, model, tmp_path, capsys):
+    """init at the lengths of training, the best, and the shortest length that rounds to it; and a picture."""
+    command = f"--model {model} --data {corpus} --memory_length 0 4 12 20 --sliding_window 4 8 --max_tokens 80"
+    result = run(capsys, *command.split(), "--plot", tmp_path / "curve.png")
+    for protocol, lengths, trained in (("memory", (0, 4, 12, 20), 12), ("sliding window", (4, 8), 8)):
+        rows = [row["perplexity"] for row in result["results"] if row["protocol"] == protocol]
+        points = dict(zip(lengths, rows, strict=True))
+        curve = result["curves"][protocol]
+        assert curve["init"] == points[trained]
+        assert curve["best"] == min(rows)
+        assert curve["attention_length"] == min(n for n in points if f"{points[n]:.2f}" == f"{min(rows):.2f}")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_length_that_was_not_evaluated_has_no_init(corpus, model, capsys):
+    result = run(capsys, *f"--model {model} --data {corpus} --memory_length 3 --max_tokens 40".split())
+    assert result["curves"]["memory"]["init"] is None
+
+
+def test_a_terminal_gets_a_table_line_by_line(corpus, model, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    evaluate_lm.main([*f"--model {model} --data {corpus} --memory_length 4 12 --max_tokens 40".split()])
+    head, first, second, curve = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["protocol", "length", "segment", "perplexity"]
+    assert first.split()[:2] == ["memory", "4"] and second.split()[:2] == ["memory", "12"]
+    assert curve.startswith("memory: perplexity") and "at the length of training" in curve
+    assert run(capsys, *f"--model {model} --data {corpus} --max_tokens 40 --json".split())["results"]
+
+
+def test_what_was_found_before_an_interruption_is_kept(corpus, model, monkeypatch, tmp_path, capsys):
+    """In the file and on standard output, as whole JSON."""
+    evaluate = evaluate_lm.evaluate_language_model
+
+    def interrupted(*arguments, memory_length, **settings):
+        if memory_length == 8:
+            raise KeyboardInterrupt
+        return evaluate(*arguments, memory_length=memory_length, **settings)
+
+    monkeypatch.setattr(evaluate_lm, "evaluate_language_model", interrupted)
+    command = f"--model {model} --data {corpus} --memory_length 4 8 12 --max_tokens 40 --output {tmp_path}/result.json"
+    with pytest.raises(SystemExit) as stopped:
+        evaluate_lm.main(command.split())
+    assert stopped.value.code == "stopped"
+    kept = json.loads((tmp_path / "result.json").read_text())
+    assert [row["memory_length"] for row in kept["results"]] == [4]
+    assert json.loads(capsys.readouterr().out) == kept
+
+
+def test_all_lengths_are_checked_before_the_text_is_read_with_any(corpus, model, monkeypatch, tmp_path):
+    """A refused one costs nothing of what the others would have found."""
+    monkeypatch.delattr(evaluate_lm, "evaluate_language_model")
+    config = {**json.loads((model / "config.json").read_text()), "attn_type": 3, "mem_len": 0, "max_klen": 8}
+    TransfoXLForCausalLM(TransfoXLConfig(**config)).save_pretrained(tmp_path)
+    message = fails("--model", tmp_path, "--data", corpus, "--sliding_window", 4, 9)
+    assert "reads 9 tokens at once" in message and "max_klen=8" in message
+    assert "mem_len=3 must be 0" in fails("--model", tmp_path, "--data", corpus, "--memory_length", 0, 3)
+    assert "segment_length=-1" in fails("--model", model, "--data", corpus, "--segment_length", "-1")
+
+
+def test_a_library_that_is_missing_is_named_with_what_to_install(corpus, model, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    message = fails("--model", model, "--data", corpus, "--plot", tmp_path / "curve.png")
+    assert "matplotlib" in message and 'pip install "txl-hf[train]"' in message
 
 
 def test_sub_words_are_compared_by_words(text, tmp_path, tmp_path_factory, capsys):
