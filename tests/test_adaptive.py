@@ -119,7 +119,7 @@ def test_every_parameter_gets_a_gradient_without_targets_in_the_tail(make_model,
 
 
 def test_resizing_changes_the_last_bin_and_keeps_the_others(make_model, make_ids):
-    """Quirk 18."""
+    """Quirk 18: the cutoffs stay, so that the probabilities still sum to one."""
     for changes in BINS.values():
         model = make_model(**changes)
         ids = make_ids(2, 5)
@@ -157,7 +157,7 @@ def test_resized_model_trains_saves_and_loads(make_model, make_ids, tmp_path, ch
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("changes", BINS.values(), ids=BINS)
 def test_autocast_trains_and_evaluates(make_model, make_ids, changes, dtype):
-    """Quirk 19."""
+    """Quirk 19: adaptive input and softmax take 16-bit activations, and sum in fp32."""
     model = make_model(**changes, init_std=0.1, proj_init_std=0.1).train()
     ids = make_ids(2, 6)
     with torch.autocast("cpu", dtype=dtype):

@@ -27,6 +27,7 @@ import kimiyoung_pytorch
 import layout
 import unpickle
 import vocabulary
+from goldens import golden
 from txl_hf import (
     TransfoXLConfig,
     TransfoXLForCausalLM,
@@ -35,17 +36,7 @@ from txl_hf import (
 )
 
 REPOSITORY = Path(__file__).parents[1]
-FIXTURES = REPOSITORY / "tests" / "fixtures" / "conversion"
-SHARED = REPOSITORY.parent / "shared" / "golden"
 TOLERANCE = 1e-4
-
-
-def golden(path):
-    """Return the path of a golden file or folder: the copy in fixtures/, else the one in ../shared, else skip."""
-    for root in (FIXTURES, SHARED):
-        if (root / path).exists():
-            return root / path
-    pytest.skip(f"../shared/golden/{path} is not at hand")
 
 
 def run_cli(family, checkpoint, output, *options):
@@ -656,8 +647,8 @@ def test_150_mutated_checkpoints_end_in_one_line_or_a_model(data, tmp_path_facto
     tmp_path = tmp_path_factory.mktemp("mutated")
     family = data.draw(st.sampled_from(["kimiyoung-pytorch", "nvidia"]))
     path = {
-        "kimiyoung-pytorch": FIXTURES / "kimiyoung_pytorch" / "word_adaptive_div2_proj.model.pt",
-        "nvidia": FIXTURES / "nvidia_pytorch" / "nv_large_like" / "checkpoint_best.pt",
+        "kimiyoung-pytorch": golden("kimiyoung_pytorch/word_adaptive_div2_proj.model.pt"),
+        "nvidia": golden("nvidia_pytorch/nv_large_like/checkpoint_best.pt"),
     }[family]
     content = bytearray(path.read_bytes())
     start = content.index(b"\x80\x02")

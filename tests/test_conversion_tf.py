@@ -2,7 +2,6 @@
 
 import json
 import struct
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,15 +13,11 @@ import convert
 import kimiyoung_tf
 import layout
 import tf_checkpoint
+from goldens import golden
 from tf_checkpoint import TensorBundle, TensorBundleError, masked_crc32c
 from txl_hf import TransfoXLConfig
 
-REPOSITORY = Path(__file__).parents[1]
-GOLDENS = {
-    path.parent.name: path.parent
-    for root in (REPOSITORY.parent / "shared" / "golden", REPOSITORY / "tests" / "fixtures" / "conversion")
-    for path in sorted(root.glob("kimiyoung_tf/*/golden.json"))
-}
+GOLDENS = {path.parent.name: path.parent for path in sorted(golden("kimiyoung_tf").glob("*/golden.json"))}
 FUZZ = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
 
 

@@ -8,7 +8,6 @@ import struct
 import sys
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ from hypothesis import strategies as st
 import convert
 import unpickle
 
-REPOSITORY = Path(__file__).parents[1]
-FIXTURES = REPOSITORY / "tests" / "fixtures" / "conversion"
 FUZZ = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
 
 # Python reports here whatever a program does to the world; a hook cannot be removed, so that it is switched.

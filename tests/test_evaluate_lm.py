@@ -14,9 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import evaluate_lm
 import prepare_corpus
+from goldens import golden
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model
-
-FIXTURES = Path(__file__).parent / "fixtures"
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +247,7 @@ def test_sub_words_are_compared_by_words(text, tmp_path, tmp_path_factory, capsy
 
 def test_a_legacy_checkpoint_with_a_tokenizer_beside_it(text, tmp_path, capsys):
     """Weights that legacy transformers wrote; it reads at most as many symbols as it has."""
-    checkpoint = FIXTURES / "hf_legacy" / "wt103_like_safetensors"
+    checkpoint = golden("hf_legacy/wt103_like_safetensors")
     vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
     lines = (text / "wiki.train.tokens").read_text().splitlines(keepends=True)
     tokenizer = TransfoXLTokenizer.train_from_iterator(lines, mode="whitespace", max_size=vocab_size - 2)

@@ -69,7 +69,7 @@ def test_prompt_as_embeddings(model, make_ids):
 
 
 def test_uncached_equals_cached_while_memory_covers_the_text(make_model, make_ids):
-    """Quirk 24."""
+    """Quirk 24: a step feeds the new token alone, not the prompt again beside its memory."""
     model = make_model(mem_len=40)
     ids = make_ids(2, 5)
     options = {"max_new_tokens": 15, "do_sample": False, "eos_token_id": None, "pad_token_id": 60}

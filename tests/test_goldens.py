@@ -1,26 +1,22 @@
 """The originals' models, from their own weights, and what their configurations may hold.
 
 The PyTorch original's: token losses and memories, segment by segment. Its state dicts have the names of the legacy
-layout, less the prefix `transformer.`; clusters stand in reverse order (quirk 3).
+layout, less the prefix `transformer.`; clusters stand in reverse order (quirk 3 of docs/quirks.md).
 """
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from goldens import golden
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.modeling_transfo_xl import sinusoid
 
-LEGACY = Path(__file__).parent / "fixtures/hf_legacy/wt103_like_safetensors"
-FOLDERS = [
-    Path(__file__).parent / "fixtures/kimiyoung_pytorch",
-    Path(__file__).parents[2] / "shared/golden/kimiyoung_pytorch",
-]
+LEGACY = golden("hf_legacy/wt103_like_safetensors")
 NAMES = [
     "absolute_attn_type2_nomem",
     "alrfou_attn_type3_nomem",
@@ -39,13 +35,10 @@ SAME_NAME = (
 
 
 @pytest.fixture(params=NAMES)
-def golden(request):
-    """(constructor arguments, tensors) of a golden."""
-    for folder in FOLDERS:
-        if (folder / f"{request.param}.json").exists():
-            arguments = json.loads((folder / f"{request.param}.json").read_text())
-            return arguments, load_file(folder / f"{request.param}.safetensors")
-    pytest.skip(f"../shared/golden/kimiyoung_pytorch/{request.param} is not at hand")
+def original(request):
+    """(constructor arguments, tensors) of a golden of the PyTorch original."""
+    path = golden(f"kimiyoung_pytorch/{request.param}.json")
+    return json.loads(path.read_text()), load_file(path.with_suffix(".safetensors"))
 
 
 def load(arguments, tensors, folder, backend):
@@ -69,8 +62,8 @@ def load(arguments, tensors, folder, backend):
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @torch.no_grad()
-def test_token_losses_and_memories(golden, tmp_path, backend):
-    arguments, tensors = golden
+def test_token_losses_and_memories(original, tmp_path, backend):
+    arguments, tensors = original
     model = load(arguments, tensors, tmp_path, backend)
     length = (arguments["eval_len"] or [arguments["tgt_len"]])[0]
     stream, mems = tensors["io.stream"], None

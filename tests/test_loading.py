@@ -15,24 +15,15 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 
+from goldens import golden
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLModel
 
 REPOSITORY = Path(__file__).parents[1]
-FIXTURES = REPOSITORY / "tests" / "fixtures"
-SHARED = REPOSITORY.parent / "shared" / "golden"
 IMPLEMENTATIONS = ["eager", "sdpa"]
 IDS = torch.arange(1, 25).view(2, 12)
 
 # Loaded tensors lie in the file, at other alignments, so that vectorised sums may differ in the last bit.
 LAST_BIT = {"rtol": 1e-6, "atol": 1e-6}
-
-
-def golden(path: str) -> Path:
-    """The copy of a golden among the fixtures, else the one in ../shared."""
-    for root in (FIXTURES, SHARED):
-        if (root / path).exists():
-            return root / path
-    pytest.skip(f"../shared/golden/{path} is not at hand")
 
 
 def assert_equal_to(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5):

@@ -153,7 +153,7 @@ def test_same_length_makes_segmentation_irrelevant_beyond_the_memory(make_model,
 @pytest.mark.parametrize("counts_self, expected", [(True, 6), (False, 7)])
 @torch.no_grad()
 def test_same_length_keeps_so_many_keys(make_model, make_ids, counts_self, expected):
-    """Quirk 2."""
+    """Quirk 2: mem_len keys, the query's own among them, or mem_len besides it."""
     model = make_model(
         "eager", same_length=True, same_length_counts_self=counts_self, initial_memory="zeros", init_std=0.1
     )
@@ -163,7 +163,7 @@ def test_same_length_keeps_so_many_keys(make_model, make_ids, counts_self, expec
 
 @torch.no_grad()
 def test_initial_memory_is_attended_to_or_not(make_model, make_ids):
-    """Quirk 1."""
+    """Quirk 1: zero states take a share of the softmax, and an empty memory has no keys."""
     ids = make_ids(1, 3)
     zeros = make_model("eager", initial_memory="zeros")(ids, output_attentions=True)
     empty = make_model("eager", initial_memory="empty")(ids, output_attentions=True)

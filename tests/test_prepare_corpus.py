@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import prepare_corpus
+from goldens import golden
 from txl_hf import TokenStream, TransfoXLTokenizer
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -373,7 +374,7 @@ def test_real_corpora_have_the_published_counts(tmp_path, corpus, vocab_size, to
 
 def test_the_vocabulary_of_the_original(tmp_path):
     """Its Corpus was built on the first lines of WikiText-2: 400, 60 and 60."""
-    expected = json.loads(shared("golden/kimiyoung_pytorch_corpus/expected.json").read_text())
+    expected = json.loads(golden("kimiyoung_pytorch_corpus/expected.json").read_text())
     lines = {"train": 400, "valid": 60, "test": 60}
     texts = {}
     for name, count in lines.items():

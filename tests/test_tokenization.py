@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, pipeline
 
+from goldens import golden
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer
 from txl_hf.tokenization_transfo_xl import MODES
 
-FIXTURES = Path(__file__).parent / "fixtures" / "tokenizer"
+GOLDENS = golden("tokenizer")
 DATA = Path(__file__).parents[2] / "shared" / "data"
 SENTENCE = "Mr. Smith said: \"It's 1,234.5 km (well-known).\" <unk> didn't <formula> agree ...\n"
 
@@ -29,8 +30,8 @@ def needs(path: str) -> Path:
 
 
 @pytest.fixture(scope="module", params=["cased", "lower"])
-def golden(request):
-    folder = FIXTURES / request.param
+def legacy(request):
+    folder = GOLDENS / request.param
     return TransfoXLTokenizer.from_pretrained(folder), json.loads((folder / "expected.json").read_text("utf-8"))
 
 
@@ -41,22 +42,22 @@ def small(mode: str, **kwargs) -> TransfoXLTokenizer:
 # ---- the legacy tokenizer -------------------------------------------------------------------------------------------
 
 
-def test_golden_lines_have_equal_symbols_ids_and_text(golden):
-    tokenizer, lines = golden
+def test_golden_lines_have_equal_symbols_ids_and_text(legacy):
+    tokenizer, lines = legacy
     for line in lines:
         assert tokenizer.tokenize(line["text"]) == line["tokens"], line["text"]
         assert tokenizer(line["text"])["input_ids"] == line["ids"], line["text"]
         assert tokenizer.decode(line["ids"]) == line["decoded"], line["text"]
 
 
-def test_golden_lines_in_one_batch(golden):
-    tokenizer, lines = golden
+def test_golden_lines_in_one_batch(legacy):
+    tokenizer, lines = legacy
     assert tokenizer([line["text"] for line in lines])["input_ids"] == [line["ids"] for line in lines]
     assert tokenizer.batch_decode([line["ids"] for line in lines]) == [line["decoded"] for line in lines]
 
 
-def test_tokenizer_json_alone_is_enough(golden, tmp_path):
-    tokenizer, lines = golden
+def test_tokenizer_json_alone_is_enough(legacy, tmp_path):
+    tokenizer, lines = legacy
     tokenizer.save_pretrained(tmp_path)
     plain = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert not isinstance(plain, TransfoXLTokenizer)
@@ -294,7 +295,7 @@ def test_remote_code_needs_no_package(tmp_path):
 
 
 def test_auto_tokenizer_loads_a_legacy_folder():
-    assert isinstance(AutoTokenizer.from_pretrained(FIXTURES / "cased"), TransfoXLTokenizer)
+    assert isinstance(AutoTokenizer.from_pretrained(GOLDENS / "cased"), TransfoXLTokenizer)
 
 
 # ---- the originals' vocabularies ------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def test_num_items_in_batch(make_model, make_ids):
 
 
 def test_logits_beside_a_loss(make_model, make_ids):
-    """Quirk 16."""
+    """Quirk 16: logits and a loss in one output, without an empty tuple where logits were not asked for."""
     ids = make_ids(2, 6)
     assert make_model()(ids, labels=ids).logits is None
     assert make_model()(ids, labels=ids, output_logits=True).logits.shape == (2, 6, 61)
@@ -91,7 +91,7 @@ def test_logits_beside_a_loss(make_model, make_ids):
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
 def test_classification_reads_the_last_real_token(make_model, make_ids, side, by):
-    """Quirk 22."""
+    """Quirk 22: the head is d_model wide, and padding may stand on either side."""
     model = make_model(
         model_class=TransfoXLForSequenceClassification, d_embed=8, num_labels=3, pad_token_id=60, same_length=False
     )

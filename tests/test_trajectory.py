@@ -1,10 +1,9 @@
 """30 steps of SGD with memory from a legacy checkpoint follow what legacy transformers 4.35.2 computed.
 
-tests/fixtures/make_trajectory.py says where the fixtures come from.
+tests/golden/make_trajectory.py wrote what they start from and what it computed.
 """
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +11,11 @@ from torch.utils.data import DataLoader
 
 pytest.importorskip("accelerate")
 
+from goldens import golden
 from trainer_process import make_arguments
 from txl_hf import TokenStream, TransfoXLForCausalLM, TransfoXLTrainer
 
-FOLDER = Path(__file__).parent / "fixtures" / "trajectory"
+FOLDER = golden("trajectory")
 TOLERANCE = 2e-4
 
 

@@ -13,17 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from goldens import golden
 from txl_hf import TransfoXLTokenizer
 from txl_hf.vocabulary_transfo_xl import read_vocab_pickle, read_vocab_text
 
-FIXTURES = Path(__file__).parent / "fixtures" / "tokenizer"
+GOLDENS = golden("tokenizer")
 SENTENCE = "Mr. Smith said: \"It's 1,234.5 km (well-known).\" <unk> didn't <formula> agree ...\n"
 
 
 def test_legacy_text_vocabulary():
-    pickled = TransfoXLTokenizer.from_pretrained(FIXTURES / "cased")
-    tokenizer = TransfoXLTokenizer(vocab_file=FIXTURES / "vocab.txt")
-    assert tokenizer.symbols == pickled.symbols == read_vocab_text(FIXTURES / "vocab.txt")
+    pickled = TransfoXLTokenizer.from_pretrained(GOLDENS / "cased")
+    tokenizer = TransfoXLTokenizer(vocab_file=GOLDENS / "vocab.txt")
+    assert tokenizer.symbols == pickled.symbols == read_vocab_text(GOLDENS / "vocab.txt")
     assert tokenizer(SENTENCE)["input_ids"] == pickled(SENTENCE)["input_ids"]
 
 
@@ -139,7 +140,7 @@ def test_compressed_archives_are_refused(tmp_path):
 @settings(max_examples=300, deadline=None)
 def test_300_random_and_damaged_pickles_raise_value_errors_or_load(tmp_path_factory, data):
     if isinstance(data, tuple):
-        valid = (FIXTURES / "cased" / "vocab.pkl").read_bytes()[:4000]
+        valid = (GOLDENS / "cased" / "vocab.pkl").read_bytes()[:4000]
         data = valid[: data[0]] + data[1] + valid[data[0] + len(data[1]) :]
     path = tmp_path_factory.mktemp("fuzz") / "vocab.pkl"
     path.write_bytes(data)
