@@ -146,7 +146,12 @@ def load_without_trust(folder: Path):
 
 
 def read(folder: Path):
-    return outputs_of(*load("user/name", "user/classifier"))
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    models = load("user/name", "user/classifier")
+    # By this `Trainer` knows whose labels to shift.
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["transfo-xl"] == type(models[1]).__name__
+    return outputs_of(*models)
 
 
 def read_trained(folder: Path):

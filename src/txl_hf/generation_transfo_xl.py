@@ -14,7 +14,7 @@ from transformers.generation import (
 )
 
 from .configuration_transfo_xl import TransfoXLConfig
-from .memory_transfo_xl import MemoryCache, cached_key_mask, text_length
+from .memory_transfo_xl import MemoryCache, MemoryLengths, cached_key_mask, text_length
 
 __all__ = ["TransfoXLGenerationMixin"]
 
@@ -38,19 +38,29 @@ class TransfoXLGenerationMixin(GenerationMixin):
             self.generation_config.return_dict_in_generate = False
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, max_length):
-        if self.config.mem_len == 0:
+        mem_len = self._mem_len(model_kwargs.get("lengths"))
+        if mem_len == 0:
             # Nothing is remembered from step to step, so that every step reads the whole text.
             if model_kwargs.get("inputs_embeds") is not None:
                 raise ValueError("mem_len=0 remembers no inputs_embeds from step to step: give generate input_ids")
             generation_config.use_cache = model_kwargs["use_cache"] = False
         # A static cache holds all of the memory from the first step on: its shapes never change.
-        max_length = max(max_length, self.config.sliding_window)
+        max_length = max(max_length, mem_len + 1)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, batch_size, max_length)
         cache = model_kwargs.get("past_key_values")
         if type(cache) is DynamicCache and not cache.offloading and not hasattr(cache, "_is_user_defined"):
-            cache = model_kwargs["past_key_values"] = MemoryCache(self.config)
+            cache = model_kwargs["past_key_values"] = MemoryCache(self.config, mem_len)
             if generation_config.is_assistant:
                 cache.activate_past_recording()
+
+    def _mem_len(self, lengths: MemoryLengths | None) -> int:
+        return (lengths or MemoryLengths()).of(self.config).mem_len
+
+    def init_continuous_batching(self, *args, **kwargs):
+        raise NotImplementedError(
+            "continuous batching pages the keys and values of whole texts, but Transformer-XL decodes with a memory: "
+            "call generate with a padded batch instead"
+        )
 
     def prepare_inputs_for_generation(
         self,
@@ -82,7 +92,11 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 text = input_ids if inputs_embeds is None or not is_first_iteration else inputs_embeds
                 segment_length = next_sequence_length or text.shape[1]
                 memory_length, key_mask = cached_key_mask(
-                    attention_mask, past_key_values, self.config.mem_len, len(input_ids), segment_length
+                    attention_mask,
+                    past_key_values,
+                    self._mem_len(kwargs.get("lengths")),
+                    len(input_ids),
+                    segment_length,
                 )
                 everything = torch.ones(len(input_ids), memory_length + segment_length, device=input_ids.device)
                 attention_mask = everything.bool() if key_mask is None else key_mask

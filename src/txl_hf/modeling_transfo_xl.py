@@ -11,12 +11,14 @@ Dh = `d_head`, V vocabulary. u and v are the paper's biases, `content_bias` and 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput, can_return_tuple, logging
 from transformers.utils.output_capturing import capture_outputs
 
@@ -31,6 +33,7 @@ from .adaptive_transfo_xl import (
 from .attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, relative_attention
 from .configuration_transfo_xl import TransfoXLConfig
 from .generation_transfo_xl import TransfoXLGenerationMixin
+from .inputs_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, document_starts
 from .layout_transfo_xl import TransfoXLLayoutMixin
 from .linear_transfo_xl import Linear
 from .memory_transfo_xl import (
@@ -440,10 +443,16 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             use_cache: return `past_key_values` instead of `mems`.
             lengths: how long the memory and the distances are in this call, instead of in the configuration, which
                 a call never writes to: threads may share a model and use different lengths.
+            output_hidden_states, output_attentions (in kwargs): return these too.
+            position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx (in kwargs): must not tell of several documents in a
+                row.
 
         Raises:
             ValueError: inputs that do not fit the model or each other; the message names them.
+            TypeError: keyword arguments that nothing reads; but those that `transformers` hands to every model may be
+                there.
         """
+        check_keywords(kwargs)
         if kwargs.get("output_attentions", self.config.output_attentions) and (
             self.config._attn_implementation != "eager"
         ):
@@ -453,6 +462,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             )
         filled = (lengths or MemoryLengths()).of(self.config)
         inputs_embeds = self._embed(input_ids, inputs_embeds)
+        _check_documents(inputs_embeds, attention_mask, kwargs)
         past_key_values = self._choose_cache(use_cache, past_key_values, filled)
         memory, memory_length, key_mask = self._open_memory(
             inputs_embeds, mems, attention_mask, past_key_values, filled.mem_len
@@ -767,6 +777,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
 
 
 TransfoXLLMHeadModel = TransfoXLForCausalLM
+# By this table `Trainer` decides whether a smoothed loss has to shift the labels; the Auto classes do not enter it.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TransfoXLConfig.model_type] = TransfoXLForCausalLM.__name__
 
 
 class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
@@ -798,10 +810,13 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 `TransfoXLModel.forward`. The last real token is the last one that `attention_mask` marks, or else that
                 is not `config.pad_token_id`; padding may stand on either side.
             labels: (B,) classes, or (B,) or (B, num_labels) numbers for regression or multi-label classification.
+            num_items_in_batch (in kwargs): what the sum of the losses of all labels is divided by, instead of their
+                number.
 
         Raises:
             ValueError: a batch of several rows with neither a mask nor a `pad_token_id`.
         """
+        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         outputs = self.transformer(
             input_ids,
             mems=mems,
@@ -819,6 +834,8 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=scores, labels=labels, pooled_logits=logits, config=self.config)
+            if num_items_in_batch is not None:
+                loss = loss * labels.numel() / num_items_in_batch
         return TransfoXLSequenceClassifierOutput(
             loss=loss,
             logits=logits,
@@ -843,6 +860,17 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 "a batch of several rows may hold padding: give attention_mask, or set config.pad_token_id"
             )
         return (torch.arange(segment_length, device=scores.device) * real.to(scores.device)).argmax(-1)
+
+
+def _check_documents(inputs_embeds: Tensor, attention_mask: Tensor | None, keywords: dict[str, Any]):
+    given = {name: keywords[name] for name in DOCUMENT_KEYWORDS if keywords.get(name) is not None}
+    batch_size, segment_length, _ = inputs_embeds.shape
+    starts = document_starts((batch_size, segment_length), inputs_embeds.device, attention_mask, **given)
+    if starts is not None and starts.any():
+        raise ValueError(
+            f"{' and '.join(given)} tell of several documents in a row, which would be read as one: give each a row "
+            "of its own, padded under an attention_mask"
+        )
 
 
 def _targets(labels: Tensor | None, shift_labels: Tensor | None, shape: torch.Size) -> Tensor | None:

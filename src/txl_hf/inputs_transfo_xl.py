@@ -1,0 +1,106 @@
+"""What a call is given beside its segment and memory: keywords of `transformers`, and where documents begin in a row.
+
+Letters: B batch, L segment.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["DOCUMENT_KEYWORDS", "check_keywords", "document_starts"]
+
+# These say where documents begin; see `document_starts`.
+DOCUMENT_KEYWORDS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+# `capture_outputs` reads these, around the forward of the model.
+CAPTURED = {"output_hidden_states", "output_attentions"}
+# `transformers` hands these to every model, and they say nothing that this one could lose: where the segment stands in
+# the text is in the memory, how long documents are follows from where they begin, a single sort of token needs no
+# types, and attention is causal.
+IDLE = {"cache_position", "max_length_q", "max_length_k", "token_type_ids", "is_causal"}
+
+
+def check_keywords(keywords: dict[str, Any]) -> None:
+    """Let keywords pass that are read elsewhere or say nothing here.
+
+    Raises:
+        TypeError: there are others, which nothing would read; the message names them.
+        ValueError: `is_causal=False`.
+    """
+    known = CAPTURED.union(IDLE, DOCUMENT_KEYWORDS)
+    unread = [name for name, value in keywords.items() if value is not None and name not in known]
+    if unread:
+        raise TypeError(f"forward() got keyword arguments that nothing reads: {', '.join(sorted(unread))}")
+    if keywords.get("is_causal") is False:
+        raise ValueError(
+            "is_causal=False asks for tokens that see later ones, but this model reads from left to right"
+        )
+
+
+def document_starts(
+    shape: tuple[int, int],
+    device: torch.device,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+) -> Tensor | None:
+    """Where documents begin inside the rows of a segment, as `transformers` and TRL write it into packed batches.
+
+    What begins with a row is not among them: whether it continues a text, its memory says.
+
+    Args:
+        shape: (B, L). device: the segment's.
+        attention_mask: (B, ≥ L), 1 = real. Positions of padding say nothing.
+        position_ids: (L,), (1, L) or (B, L) integers, which count on by one, from any number, and restart at each
+            document.
+        cu_seq_lens_q, cu_seq_lens_k: (n + 1,), where documents begin and end in the only row of the batch.
+        seq_idx: (1, L) or (B, L), the number of the document that a token is of.
+
+    Returns:
+        (B, L) bool, or None where nothing of this is given.
+
+    Raises:
+        ValueError: one of them has another shape or type, or positions leave out some.
+    """
+    starts = None
+    if position_ids is not None:
+        positions = _per_token("position_ids", position_ids, shape, device)
+        steps = positions[:, 1:] - positions[:, :-1]
+        if attention_mask is not None:
+            real = attention_mask[:, -shape[1] :].to(device) != 0
+            steps = torch.where(real[:, 1:] & real[:, :-1], steps, 1)
+        if not torch.compiler.is_compiling() and bool((steps > 1).any()):
+            raise ValueError("position_ids leave out positions: they must count on by one, and may restart")
+        starts = _with_start(steps != 1)
+    if seq_idx is not None:
+        documents = _per_token("seq_idx", seq_idx, shape, device)
+        changes = _with_start(documents[:, 1:] != documents[:, :-1])
+        starts = changes if starts is None else starts | changes
+    for name, lengths in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
+        if lengths is None:
+            continue
+        if lengths.dim() != 1 or lengths.is_floating_point() or shape[0] != 1:
+            raise ValueError(
+                f"{name} is {tuple(lengths.shape)} of {lengths.dtype} for {shape[0]} rows, but must be integers "
+                "(documents + 1,), for a single row"
+            )
+        changes = torch.zeros(shape[1] + 1, dtype=torch.bool, device=device)
+        changes = changes.index_fill(0, lengths[1:-1].to(device, torch.long), True)[None, : shape[1]]
+        starts = changes if starts is None else starts | changes
+    return starts
+
+
+def _per_token(name: str, given: Tensor, shape: tuple[int, int], device: torch.device) -> Tensor:
+    """(B, L) of what is given for each token, for all rows alike or for each."""
+    rows = given[None] if given.dim() == 1 else given
+    if rows.shape not in (shape, (1, shape[1])) or given.is_floating_point():
+        raise ValueError(
+            f"{name} are {tuple(given.shape)} of {given.dtype}, but must be integers {shape} or (1, {shape[1]})"
+        )
+    return rows.to(device).expand(shape)
+
+
+def _with_start(changes: Tensor) -> Tensor:
+    return torch.nn.functional.pad(changes, (1, 0))

@@ -1,0 +1,176 @@
+"""Keyword arguments: what nothing reads is an error, what transformers hands to every model is none."""
+
+import inspect
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from txl_hf import MemoryLengths, TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLModel
+from txl_hf.inputs_transfo_xl import document_starts
+
+HEADS = [TransfoXLModel, TransfoXLForCausalLM, TransfoXLForSequenceClassification]
+
+
+@pytest.mark.parametrize("model_class", HEADS)
+@pytest.mark.parametrize("name", ["mem", "position_id", "attention_masks", "hidden_states"])
+def test_a_keyword_that_nothing_reads_is_named(make_model, make_ids, model_class, name):
+    model, ids = make_model(model_class=model_class), make_ids(1, 4)
+    with pytest.raises(TypeError, match=f"nothing reads: {name}$"):
+        model(ids, **{name: ids})
+    # Nothing is lost where nothing was asked for.
+    model(ids, **{name: None})
+
+
+@pytest.mark.parametrize("model_class", [TransfoXLModel, TransfoXLForSequenceClassification])
+def test_a_keyword_of_another_head_is_named(make_model, make_ids, model_class):
+    with pytest.raises(TypeError, match="nothing reads: shift_labels$"):
+        make_model(model_class=model_class)(make_ids(1, 4), shift_labels=make_ids(1, 4))
+
+
+@pytest.mark.parametrize("model_class", HEADS)
+def test_what_transformers_hands_over_passes(make_model, make_ids, model_class):
+    model, ids = make_model("eager", model_class=model_class), make_ids(1, 4)
+    with torch.no_grad():
+        expected = model(ids)[0]
+        outputs = model(
+            ids,
+            position_ids=torch.arange(7, 11)[None],
+            cache_position=torch.arange(4),
+            token_type_ids=torch.zeros_like(ids),
+            cu_seq_lens_q=torch.tensor([0, 4], dtype=torch.int32),
+            cu_seq_lens_k=torch.tensor([0, 4], dtype=torch.int32),
+            max_length_q=4,
+            max_length_k=4,
+            seq_idx=torch.zeros(1, 4, dtype=torch.int32),
+            is_causal=True,
+            output_attentions=True,
+            output_hidden_states=True,
+            return_dict=True,
+        )
+    assert torch.equal(outputs[0], expected) and len(outputs.attentions) == 2 and len(outputs.hidden_states) == 3
+
+
+def test_bidirectional_attention_is_refused(make_model, make_ids):
+    with pytest.raises(ValueError, match="is_causal=False"):
+        make_model()(make_ids(1, 4), is_causal=False)
+
+
+# --- packed batches --------------------------------------------------------------------------------------------------
+
+
+def test_where_documents_begin_is_read_from_what_the_flattening_collator_writes():
+    texts = [list(range(5)), [7], list(range(3)), list(range(4))]
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True, return_tensors="pt")
+    batch = collate([{"input_ids": text} for text in texts])
+    expected = torch.zeros(1, 13, dtype=torch.bool)
+    expected[0, [5, 6, 9]] = True
+    names = [name for name in inspect.signature(document_starts).parameters if name in batch]
+    assert len(names) == 4
+    for name in names:
+        starts = document_starts((1, 13), torch.device("cpu"), **{name: batch[name]})
+        assert torch.equal(starts, expected), name
+
+
+def test_positions_of_padding_say_nothing():
+    """As everyone counts them under a mask: cumsum - 1, and anything where there is padding."""
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    assert not document_starts((2, 6), torch.device("cpu"), mask, position_ids=positions).any()
+    assert document_starts((2, 6), torch.device("cpu"), position_ids=positions).any()
+
+
+BAD_DOCUMENTS = {
+    "positions that jump": ({"position_ids": torch.tensor([[0, 1, 5, 6]])}, "position_ids leave out positions"),
+    "positions of another length": (
+        {"position_ids": torch.arange(5)},
+        r"position_ids are \(5,\).*\(2, 4\) or \(1, 4\)",
+    ),
+    "positions that are no integers": ({"position_ids": torch.arange(4.0)}, "position_ids are .*float32"),
+    "seq_idx of three rows": ({"seq_idx": torch.zeros(3, 4, dtype=torch.int)}, r"seq_idx are \(3, 4\)"),
+    "ends of documents in two rows": ({"cu_seq_lens_q": torch.tensor([0, 4])}, "cu_seq_lens_q .* 2 rows.*single row"),
+    "several documents": ({"position_ids": torch.tensor([0, 1, 0, 1])}, "position_ids tell of several documents"),
+}
+
+
+@pytest.mark.parametrize("keywords, message", BAD_DOCUMENTS.values(), ids=BAD_DOCUMENTS)
+def test_bad_documents(make_model, make_ids, keywords, message):
+    with pytest.raises(ValueError, match=message):
+        make_model()(make_ids(2, 4), **keywords)
+
+
+# --- generate and Trainer --------------------------------------------------------------------------------------------
+
+
+def test_continuous_batching_is_refused_at_once(make_model):
+    model = make_model()
+    with pytest.raises(NotImplementedError, match="continuous batching.*generate"):
+        model.generate_batch([[1, 2, 3]])
+    with pytest.raises(NotImplementedError, match="continuous batching.*generate"):
+        model.init_continuous_batching()
+
+
+def test_generate_takes_lengths_of_its_own(make_model, make_ids):
+    model, ids = make_model(eos_token_id=None), make_ids(2, 9)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 60}
+    for mem_len in (0, 3, 9):
+        configured = make_model(mem_len=mem_len, eos_token_id=None)
+        text = model.generate(ids, lengths=MemoryLengths(mem_len=mem_len), **options)
+        assert torch.equal(text, configured.generate(ids, **options))
+    with pytest.raises(ValueError, match="mem"):
+        model.generate(ids, mem=ids, **options)
+
+
+def test_a_smoothed_loss_does_not_teach_to_copy(make_model, tmp_path):
+    """`Trainer` shifts the labels of models that it finds in a table."""
+    model = make_model(cutoffs=[], vocab_size=8, div_val=1)
+    cycle = torch.arange(64) % 8
+    items = [{"input_ids": cycle[i : i + 9], "labels": cycle[i : i + 9]} for i in range(16)] * 10
+    arguments = TrainingArguments(
+        output_dir=tmp_path,
+        label_smoothing_factor=0.1,
+        learning_rate=1e-2,
+        num_train_epochs=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        per_device_train_batch_size=8,
+    )
+    Trainer(model, arguments, train_dataset=items).train()
+    with torch.no_grad():
+        predicted = model.eval()(cycle[None, :9]).logits.argmax(-1)[0]
+    assert torch.equal(predicted, cycle[1:10])
+
+
+def test_accumulated_batches_of_a_classifier_weigh_as_one(make_model, tmp_path):
+    """`Trainer` leaves the division to models that take the number of items."""
+    items = [{"input_ids": torch.arange(3) + i, "labels": i % 2} for i in range(4)]
+    norms = []
+    for rows, steps in ((4, 1), (1, 4)):
+        arguments = TrainingArguments(
+            output_dir=tmp_path,
+            max_steps=1,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=steps,
+            logging_steps=1,
+            max_grad_norm=1e9,
+            report_to=[],
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        model = make_model(model_class=TransfoXLForSequenceClassification, pad_token_id=60)
+        trainer = Trainer(model, arguments, train_dataset=items)
+        trainer.train()
+        norms.append(trainer.state.log_history[0]["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_the_number_of_items_divides_the_loss_of_a_classifier(make_model, make_ids):
+    model = make_model(model_class=TransfoXLForSequenceClassification, pad_token_id=60)
+    ids, labels = make_ids(3, 5), torch.tensor([0, 1, 1])
+    outputs = model(ids, labels=labels, num_items_in_batch=6)
+    expected = F.cross_entropy(outputs.logits, labels, reduction="sum") / 6
+    torch.testing.assert_close(outputs.loss, expected)
