@@ -48,7 +48,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from prepare_corpus import INFORMATION, CorpusError, count_batch, count_stream, encode_lines, ends_lines, look_up
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.command_line import CommandParser, one_line_errors
-from txl_hf.evaluation import LanguageModelEvaluation
+from txl_hf.evaluation import LanguageModelEvaluation, figures
 
 MEMORY, WINDOW = "memory", "sliding window"
 
@@ -232,18 +232,17 @@ def score(
     )
     seconds = time.perf_counter() - started
     speed = {"seconds": seconds, "tokens_per_second": result.tokens / seconds}
-    figures = {"protocol": protocol} | measures(result, text) | dataclasses.asdict(result) | speed
+    described = {"protocol": protocol} | measures(result, text) | dataclasses.asdict(result) | speed
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in figures.items()
+        for name, value in described.items()
     }
 
 
 def measures(result: LanguageModelEvaluation, text: Text) -> dict[str, float | None]:
     return {
         "nll": result.nll,
-        "perplexity": result.perplexity,
-        "bits_per_token": result.bits_per_token,
+        **figures(result.nll),
         "perplexity_per_word": result.perplexity_per_word(text.words) if text.words else None,
         "bits_per_character": result.bits_per_character(text.characters) if text.characters else None,
     }

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import shutil
 from pathlib import Path
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from lm_arguments import Arguments, EvaluationArguments, RunArguments
 from txl_hf import TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.checkpoints import UNFINISHED_PREFIX
-from txl_hf.evaluation import LanguageModelEvaluation, perplexity
+from txl_hf.evaluation import LanguageModelEvaluation, figures
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
@@ -103,11 +102,6 @@ def score(folder: Path, texts: dict, arguments: EvaluationArguments) -> dict[str
 
 def describe(evaluation: LanguageModelEvaluation) -> dict[str, float]:
     return {**dataclasses.asdict(evaluation), **figures(evaluation.nll)}
-
-
-def figures(nll: float, prefix: str = "") -> dict[str, float]:
-    """Other ways to say a mean negative log-likelihood in nats."""
-    return {f"{prefix}perplexity": perplexity(nll), f"{prefix}bits_per_token": nll / math.log(2)}
 
 
 # --- log -------------------------------------------------------------------------------------------------------------

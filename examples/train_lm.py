@@ -41,7 +41,6 @@ from lm_results import (
     check_output,
     cut_log,
     evaluate,
-    figures,
     finish,
     open_output,
     plot,
@@ -61,6 +60,7 @@ from lm_setup import (
 )
 from txl_hf import TransfoXLForCausalLM
 from txl_hf.checkpoints import UNFINISHED_PREFIX, finish_checkpoint, last_checkpoint, load_mems, save_mems
+from txl_hf.evaluation import figures
 from txl_hf.regularization import regularize
 from txl_hf.streams import check_loader
 

@@ -1,7 +1,9 @@
 """evaluate_language_model: every token scored once, whatever the segments, and the model left as it was."""
 
+import contextlib
 import dataclasses
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model, evaluation, token_losses
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model, evaluation, reading, token_losses
 
 VOCAB_SIZE = 20
 
@@ -161,6 +163,8 @@ class Processes:
         assert reduction == "sum"
         return tensor
 
+    autocast = contextlib.nullcontext
+
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 60), st.integers(1, 9), st.integers(1, 5), st.integers(0, 3), st.data())
@@ -169,7 +173,7 @@ def test_processes_share_the_streams(length, segment_length, num_processes, ext_
     batch_size = data.draw(st.integers(1, min(7, length - 1)))
     arguments = (MODEL, text(length), segment_length, 8, batch_size)
     parts, losses, passes = [], [], []
-    hook = MODEL.register_forward_hook(lambda *_: passes.append(None))
+    hook = MODEL.transformer.register_forward_hook(lambda *_: passes.append(None))
     try:
         for index in range(num_processes):
             accelerator = Processes(num_processes, index)
@@ -185,12 +189,15 @@ def test_processes_share_the_streams(length, segment_length, num_processes, ext_
 
 
 @pytest.mark.parametrize("accelerator", [None, Processes(1, 0)], ids=["alone", "process"])
-def test_losses_of_a_long_text_move_piece_by_piece(monkeypatch, accelerator):
-    """Off the device, and from process to process."""
-    expected = token_losses(MODEL, text(90), 4, batch_size=3, warm_up=7)
+@pytest.mark.parametrize("ext_len", [0, 6])
+def test_a_long_text_moves_piece_by_piece(monkeypatch, accelerator, ext_len):
+    """To the device and off it, and from process to process."""
+    protocol = {"segment_length": 4, "batch_size": 3, "warm_up": 7, "ext_len": ext_len}
+    expected = token_losses(MODEL, text(90), **protocol)
     monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 24)
-    monkeypatch.setattr(evaluation, "TOKENS_MOVED", 30)
-    found = token_losses(MODEL, text(90), 4, batch_size=3, warm_up=7, accelerator=accelerator)
+    for module in (evaluation, reading):
+        monkeypatch.setattr(module, "TOKENS_MOVED", 30)
+    found = token_losses(MODEL, text(90), **protocol, accelerator=accelerator)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -256,6 +263,64 @@ def test_the_model_is_left_as_it_was_by_an_error_half_way(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         evaluate_language_model(model, text(30), 8, memory_length=3)
     assert model.training and model.config.mem_len == 64
+
+
+@pytest.mark.parametrize("settings", [{}, {"ext_len": 2}, {"cutoffs": [5, 10], "div_val": 2}], ids=str)
+def test_nothing_is_written_to_a_model_in_evaluation_mode(monkeypatch, settings):
+    model = tiny_model(**settings).eval()
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+
+    def refuse(self, name, value):
+        raise AssertionError(f"{name} of {type(self).__name__} was set to {value!r}")
+
+    monkeypatch.setattr(torch.nn.Module, "__setattr__", refuse)
+    monkeypatch.setattr(TransfoXLConfig, "__setattr__", refuse)
+    evaluate_language_model(model, text(30), 8, memory_length=3, clamp_len=2, same_length=True)
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+
+
+def test_threads_share_a_model():
+    """Each with a memory of its own, while a third calls the model with its own settings."""
+    model, token_ids = tiny_model(mem_len=16).eval(), text(400)
+    lengths = [0, 2, 16, None]
+    expected = [evaluate_language_model(model, token_ids, 5, length) for length in lengths]
+    assert len({result.nll for result in expected}) == 3
+    with torch.no_grad():
+        logits = model(token_ids[None, :30]).logits
+    with ThreadPoolExecutor(len(lengths) + 1) as pool:
+        evaluations = [pool.submit(evaluate_language_model, model, token_ids, 5, length) for length in lengths]
+        with torch.no_grad():
+            while not all(evaluation.done() for evaluation in evaluations):
+                torch.testing.assert_close(model(token_ids[None, :30]).logits, logits, rtol=0, atol=0)
+    assert [evaluation.result() for evaluation in evaluations] == expected
+    assert model.config.mem_len == 16
+
+
+def test_a_model_with_an_adapter():
+    """PEFT's wrapper is read through, with the adapter."""
+    peft = pytest.importorskip("peft")
+    model, token_ids = tiny_model(), text(40)
+    static = evaluate_language_model(model, token_ids, 8)
+    settings = peft.LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, settings)
+    expected = losses_of_one_forward(adapted, token_ids).double().mean().item()
+    result = evaluate_language_model(adapted, token_ids, 8)
+    assert result.nll == pytest.approx(expected, rel=1e-5)
+    assert abs(result.nll - static.nll) > 1e-3
+    prompted = peft.get_peft_model(tiny_model(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ValueError, match="PromptTuningConfig puts a prompt before every segment"):
+        evaluate_language_model(prompted, token_ids, 8)
+
+
+@pytest.mark.parametrize("settings", [{}, {"cutoffs": [5, 10], "div_val": 2}], ids=str)
+def test_a_model_whose_weights_are_elsewhere_between_calls(settings):
+    """accelerate's hooks bring them."""
+    model, token_ids = tiny_model(**settings), text(40)
+    expected = evaluate_language_model(model, token_ids, 8)
+    accelerate = pytest.importorskip("accelerate")
+    offloaded = accelerate.cpu_offload(model)
+    assert {parameter.device.type for parameter in offloaded.parameters()} == {"meta"}
+    assert evaluate_language_model(offloaded, token_ids, 8) == expected
 
 
 def test_the_model_is_left_as_it_was_by_settings_it_cannot_have():

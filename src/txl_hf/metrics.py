@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from datasets import Features, Value
 
-from .evaluation import perplexity
+from .evaluation import bits, figures, perplexity
 
 __all__ = ["LanguageModelMetric"]
 
@@ -82,11 +82,11 @@ class LanguageModelMetric(evaluate.Metric):
         if counted == 0:
             raise ValueError("no token was scored: the entries added have tokens=0 altogether")
         mean = total / counted
-        result = {"nll": mean, "perplexity": perplexity(mean), "bits_per_token": mean / math.log(2), "tokens": counted}
+        result = {"nll": mean, **figures(mean), "tokens": counted}
         if count := sum(words):
             result |= {"perplexity_per_word": perplexity(total / count), "words": count}
         if count := sum(characters):
-            result |= {"bits_per_character": total / count / math.log(2), "characters": count}
+            result |= {"bits_per_character": bits(total / count), "characters": count}
         return result
 
 

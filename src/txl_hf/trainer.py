@@ -1,6 +1,5 @@
 """`Trainer` with memory: what each stream remembers is carried from step to step, evaluated apart, and saved."""
 
-import math
 import os
 import shutil
 import time
@@ -25,7 +24,7 @@ from .checkpoints import (
     load_mems,
     save_mems,
 )
-from .evaluation import perplexity
+from .evaluation import figures
 from .regularization import RegularizationArguments, Regularizer, regularize
 from .streams import check_loader
 
@@ -258,7 +257,7 @@ class TransfoXLTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             seconds = time.perf_counter() - self._counted_since
-            logs |= _figures(logs["loss"])
+            logs |= figures(logs["loss"])
             logs["tokens_per_second"] = float(self._tokens) / seconds
             self._tokens, self._counted_since = 0, time.perf_counter()
         super().log(logs, start_time)
@@ -290,9 +289,9 @@ class TransfoXLTrainer(Trainer):
         nll, targets = sums.tolist()
         if targets > 0:
             loss = nll / targets
-            figures = {"loss": loss, **_figures(loss), "tokens": int(targets)}
-            figures["tokens_per_second"] = targets / (time.perf_counter() - start)
-            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
+            metrics = {"loss": loss, **figures(loss), "tokens": int(targets)}
+            metrics["tokens_per_second"] = targets / (time.perf_counter() - start)
+            output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -381,11 +380,6 @@ class TransfoXLTrainer(Trainer):
         rows = position["batch_size"] // (micro_batches * self.args.world_size)
         starts = [(a * self.args.world_size + self.args.process_index) * rows for a in range(micro_batches)]
         return load_mems(folder, position, starts, rows, self.args.device)
-
-
-def _figures(nll: float) -> dict[str, float]:
-    """Other ways to say a mean negative log-likelihood in nats."""
-    return {"perplexity": perplexity(nll), "bits_per_token": nll / math.log(2)}
 
 
 def _check_arguments(args: TrainingArguments):

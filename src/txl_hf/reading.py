@@ -1,0 +1,239 @@
+"""How a text is read with memory: in streams, segment after segment, each token's loss in its place."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from .memory_transfo_xl import MemoryLengths
+from .modeling_transfo_xl import TransfoXLForCausalLM
+from .streams import check_sizes, check_tokens, read_tokens
+
+__all__ = ["TOKENS_MOVED", "Reader", "Segment", "Text", "device_of", "evaluating"]
+
+# Between the host and a device the text and its losses move in pieces of so many tokens.
+TOKENS_MOVED = 2**20
+
+
+class Segment(NamedTuple):
+    """What one pass reads, of B streams.
+
+    Attributes:
+        begin: column of the first target: in each stream, how many targets come before it.
+        input_ids: (B, e + L), of which the first e are read again and predict nothing that is asked for.
+        labels: (B, L), the tokens that come next; -100 behind the end of a stream.
+        targets: (B, L), those of them that are scored; -100 elsewhere.
+        scored: how many these are. scored_by_all: how many with those of all other processes.
+    """
+
+    begin: int
+    input_ids: Tensor
+    labels: Tensor
+    targets: Tensor
+    scored: int
+    scored_by_all: int
+
+
+class Text:
+    """Where the streams of a text are, which of them this process reads, and which tokens are scored.
+
+    Args:
+        token_ids, segment_length, batch_size, warm_up, accelerator: see `evaluate_language_model`.
+        vocab_size: ids from there on are errors. They are looked for before the first pass, because the last segment
+            of a long text is hours away.
+
+    Attributes:
+        share: the streams that this process reads.
+        length: labels of the longest stream.
+        unscored: tokens at the start of a stream that are not scored.
+        tokens, share_tokens: how many tokens are scored, and how many of them by this process.
+
+    Raises:
+        ValueError: see `evaluate_language_model`.
+    """
+
+    def __init__(
+        self, token_ids, segment_length: int, batch_size: int, warm_up: int, accelerator: Any, vocab_size: int
+    ):
+        check_sizes(segment_length=segment_length, batch_size=batch_size)
+        check_sizes(least=0, warm_up=warm_up)
+        check_tokens(token_ids)
+        if len(token_ids) < batch_size:
+            raise ValueError(f"batch_size={batch_size} streams are more than the text has tokens ({len(token_ids)})")
+        self.token_ids, self.segment_length, self.batch_size = token_ids, segment_length, batch_size
+        self.unscored = max(warm_up, 1)
+        self._streams = _streams(len(token_ids), batch_size)
+        self.length = len(self._streams[0]) - 1
+        self.tokens = self._scored(self._streams, 0, self.length)
+        if self.tokens == 0:
+            unscored = f"the first warm_up={warm_up} tokens" if warm_up > 1 else "the first token"
+            raise ValueError(
+                f"nothing to score: the text has {len(token_ids)} tokens, and {unscored} of each of the "
+                f"batch_size={batch_size} streams are not scored"
+            )
+        processes = 1 if accelerator is None else accelerator.num_processes
+        index = 0 if accelerator is None else accelerator.process_index
+        first, stop = batch_size * index // processes, batch_size * (index + 1) // processes
+        # Where there are fewer streams than processes, some have one without tokens, as all take as many passes, which
+        # a sharded model needs.
+        self.share = self._streams[first:stop] or [range(0)]
+        self.share_tokens = self._scored(self.share, 0, self.length)
+        self._before = self._scored(self._streams[:first], 0, self.length)
+        _check_vocabulary(token_ids, vocab_size)
+
+    def segments(self, ext_len: int, device: torch.device) -> Iterator[Segment]:
+        """All passes; in each up to `ext_len` tokens are read again."""
+        # A whole number of segments, so that no segment is cut by the end of a piece.
+        at_once = max(1, TOKENS_MOVED // (len(self.share) * self.segment_length)) * self.segment_length
+        for start in range(0, self.length, at_once):
+            stop = min(start + at_once, self.length)
+            first = max(0, start - ext_len)
+            rows = self._rows(first, stop + 1).to(device)
+            for begin in range(start, stop, self.segment_length):
+                end = min(begin + self.segment_length, stop)
+                labels = targets = rows[:, begin + 1 - first : end + 1 - first]
+                if begin + 1 < self.unscored:
+                    targets = labels.clone()
+                    targets[:, : self.unscored - 1 - begin] = -100
+                yield Segment(
+                    begin,
+                    rows[:, max(0, begin - ext_len) - first : end - first].clamp(min=0),
+                    labels,
+                    targets,
+                    self._scored(self.share, begin, end),
+                    self._scored(self._streams, begin, end),
+                )
+
+    def place(self, result: Tensor, begin: int, losses: Tensor):
+        """Put (B, n) losses of the targets from `begin` on of each stream where they belong among all scored ones."""
+        start = self._before
+        # The target of column c is token c + 1 of its stream.
+        skipped = begin + 1 - self.unscored
+        for stream, row in zip(self.share, losses, strict=True):
+            scored = self._scored([stream], 0, self.length)
+            row = row[max(0, -skipped) : max(0, scored - skipped)]
+            result[start + max(0, skipped) :][: len(row)] = row
+            start += scored
+
+    def _rows(self, first: int, stop: int) -> Tensor:
+        """(B, n) int64, the tokens [first, stop) of each stream of this process; -100 behind its end."""
+        rows = torch.full((len(self.share), stop - first), -100)
+        for row, stream in zip(rows, self.share, strict=True):
+            part = stream[first:stop]
+            if part:
+                row[: len(part)] = read_tokens(self.token_ids, part.start, part.stop)
+        return rows
+
+    def _scored(self, streams: list[range], begin: int, end: int) -> int:
+        """How many of the targets [begin, end) of these streams are scored."""
+        return sum(max(0, min(end, len(stream) - 1) - max(begin, self.unscored - 1)) for stream in streams)
+
+
+class Reader:
+    """A model that reads segment after segment, each after what it remembers of those before.
+
+    The parts of the model are called one by one, because the softmax of several segments can be computed together.
+    They are called as the model calls them: under the accelerator's autocast, and by the model itself where it is
+    sharded (FSDP2), since it gathers its weights in its own forward alone.
+
+    Args:
+        model, accelerator: see `evaluate_language_model`.
+        lengths: those of this reading.
+        projected: remember projected keys and values, which is faster, and not states. With `ext_len` it is states.
+    """
+
+    def __init__(self, model: TransfoXLForCausalLM, lengths: MemoryLengths, accelerator: Any, projected: bool = True):
+        peft_config = getattr(model, "active_peft_config", None)
+        if getattr(peft_config, "is_prompt_learning", False):
+            raise ValueError(
+                f"{type(peft_config).__name__} puts a prompt before every segment, which a text read with memory "
+                "does not have: evaluate model.base_model, or an adapter of another kind"
+            )
+        self.model = model
+        self.whole = isinstance(model, FSDPModule)
+        self._lengths = lengths
+        self._projected = projected and lengths.of(model.config).ext_len == 0
+        self._accelerator = accelerator
+        self._memory: dict[str, Any] = {}
+
+    def read(self, segment: Segment) -> Tensor:
+        """(B, L, D), the states that enter the softmax and predict the targets of the segment."""
+        with self._autocast():
+            outputs = self.model.transformer(segment.input_ids, **self._arguments())
+        self._remember(outputs)
+        return outputs.last_hidden_state[:, -segment.targets.shape[1] :]
+
+    def score(self, hidden_states: Tensor, targets: Tensor) -> Tensor:
+        """(B, n) fp32 losses of the targets, from (B, n, D) states; 0 where the target is -100."""
+        with self._autocast():
+            losses = self.model.lm_head(hidden_states.flatten(0, 1), targets.to(hidden_states.device).flatten())
+        return losses.view(targets.shape)
+
+    def read_and_score(self, segment: Segment) -> tuple[Tensor, Tensor]:
+        """What `read` and `score` return, by a forward of the whole model."""
+        length = segment.targets.shape[1]
+        shift_labels = torch.full_like(segment.input_ids, -100)
+        shift_labels[:, -length:] = segment.targets
+        outputs = self.model(
+            segment.input_ids,
+            shift_labels=shift_labels,
+            output_logits=False,
+            output_hidden_states=True,
+            **self._arguments(),
+        )
+        self._remember(outputs)
+        return outputs.hidden_states[-1][:, -length:], outputs.losses[:, -length:]
+
+    def _arguments(self) -> dict[str, Any]:
+        return {"lengths": self._lengths, "use_cache": self._projected, "return_dict": True, **self._memory}
+
+    def _remember(self, outputs: Any):
+        self._memory = {name: outputs[name] for name in ("mems", "past_key_values") if outputs.get(name) is not None}
+
+    def _autocast(self) -> AbstractContextManager:
+        """Anew for each call: within one, casts of weights are kept, and these may change between segments."""
+        return nullcontext() if self._accelerator is None else self._accelerator.autocast()
+
+
+def device_of(model: TransfoXLForCausalLM) -> torch.device:
+    """Where its inputs go: those of a model whose weights are elsewhere between calls, where its hooks take them."""
+    return torch.device("cpu") if model.device.type == "meta" else model.device
+
+
+@contextmanager
+def evaluating(model: TransfoXLForCausalLM) -> Iterator[None]:
+    """The model in evaluation mode. Nothing is written to one that is in it already, so that threads can share it."""
+    modes = {module: module.training for module in model.modules()}
+    if not any(modes.values()):
+        yield
+        return
+    try:
+        model.eval()
+        yield
+    finally:
+        # Module by module: parts of a model may be frozen in a mode of their own.
+        for module, training in modes.items():
+            module.training = training
+
+
+def _streams(text_tokens: int, batch_size: int) -> list[range]:
+    """Where each stream is in the text. The first are one token longer than the others, where it does not divide."""
+    shorter, longer = divmod(text_tokens, batch_size)
+    starts = [row * shorter + min(row, longer) for row in range(batch_size + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def _check_vocabulary(token_ids, vocab_size: int, chunk: int = 1 << 20) -> None:
+    for start in range(0, len(token_ids), chunk):
+        ids = np.asarray(token_ids[start : start + chunk])
+        outside = (ids < 0) | (ids >= vocab_size)
+        if outside.any():
+            position = int(outside.argmax())
+            raise ValueError(
+                f"token_ids[{start + position}] is {ids[position]}, outside the vocabulary [0, {vocab_size})"
+            )
