@@ -1,4 +1,4 @@
-"""Processes of their own for tests: to kill them at any file operation, and to have several that train together."""
+"""Processes of their own for tests: to kill them at any operation, and to have several that train together."""
 
 import multiprocessing
 import multiprocessing.forkserver
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from txl_hf import checkpoints
 
@@ -45,7 +46,8 @@ def join(started: list) -> list[int]:
 
 
 def kill_at(operation: int):
-    """Count what writes, renames and removes in this process, and die before number `operation`."""
+    """Count the steps of the optimiser and what writes, renames and removes in this process; die before number
+    `operation`. A number, not a moment, so that a run that fails can be repeated."""
     left = operation
 
     def counted(function):
@@ -64,6 +66,7 @@ def kill_at(operation: int):
     os.unlink = counted(os.unlink)
     checkpoints.save_file = counted(checkpoints.save_file)
     Path.write_text = counted(Path.write_text)
+    register_optimizer_step_pre_hook(counted(lambda *step: None))
 
 
 def _run(target: Callable, arguments: dict, rank: int, processes: int, port: int):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import StaticCache
 
 from txl_hf import TransfoXLConfig, TransfoXLForSequenceClassification
@@ -27,14 +28,14 @@ BAD_CONFIGS = {
 
 
 @pytest.mark.parametrize("changes, message", BAD_CONFIGS.values(), ids=BAD_CONFIGS)
-def test_config(make_config, changes, message):
+def test_a_configuration_that_will_not_do_is_named(make_config, changes, message):
     with pytest.raises(ValueError, match=message):
         make_config(**changes)
 
 
 def test_overriding_with_a_bad_value(make_model, tmp_path):
     make_model().save_pretrained(tmp_path)
-    with pytest.raises(Exception, match="mem_len"):
+    with pytest.raises(StrictDataclassFieldValidationError, match="mem_len"):
         TransfoXLConfig.from_pretrained(tmp_path, mem_len="long")
 
 
@@ -76,7 +77,7 @@ BAD_INPUTS = {
 
 @pytest.mark.parametrize("changes, message", BAD_INPUTS.values(), ids=BAD_INPUTS)
 @pytest.mark.parametrize("bins", [{}, {"cutoffs": [], "div_val": 1}], ids=["cutoffs", "no-cutoffs"])
-def test_forward(make_model, make_ids, bins, changes, message):
+def test_an_input_that_will_not_do_is_named(make_model, make_ids, bins, changes, message):
     with pytest.raises(ValueError, match=message):
         make_model(**bins)(**({"input_ids": make_ids(2, 5)} | changes))
 

@@ -43,7 +43,7 @@ def test_every_configuration_is_tested():
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_what_it_says(name):
+def test_a_configuration_says_what_its_name_promises(name):
     config = load_config_from_file(str(LAUNCH / f"{name}.yaml"))
     expected = {"num_machines": 1, "use_cpu": False} | FIELDS[name]
     assert {field: getattr(config, field) for field in expected} == expected

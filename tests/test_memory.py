@@ -441,9 +441,27 @@ def test_mems_are_the_inputs_of_the_layers(make_model, make_ids):
     output = model(make_ids(2, 9), output_hidden_states=True)
     assert len(output.mems) == 2 and len(output.hidden_states) == 3
     for states, hidden in zip(output.mems, output.hidden_states, strict=False):
-        assert torch.equal(states, hidden[:, -6:]) and not states.requires_grad
+        assert torch.equal(states, hidden[:, -6:])
     base = model.transformer(make_ids(2, 9))
     assert torch.equal(base.last_hidden_state, output.hidden_states[-1])
+
+
+def test_no_gradient_reaches_the_segment_before(make_model, make_ids):
+    """SG of the paper: what is remembered is a constant of the next segment's loss, in training too."""
+    model = make_model().train()
+    embeds = model.get_input_embeddings()(make_ids(2, 5)).detach().requires_grad_()
+    first = model(inputs_embeds=embeds, output_hidden_states=True)
+    assert all(hidden.requires_grad for hidden in first.hidden_states)
+    assert not any(states.requires_grad for states in first.mems)
+    second = model(make_ids(2, 6, seed=1), mems=first.mems, labels=make_ids(2, 6, seed=1))
+    [gradient] = torch.autograd.grad(second.loss, embeds, retain_graph=True, allow_unused=True)
+    assert gradient is None
+    # Without SG there would be one: the memory counts.
+    mems = tuple(hidden[:, -6:] for hidden in first.hidden_states[:-1])
+    with_gradient = model(make_ids(2, 6, seed=1), mems=mems, labels=make_ids(2, 6, seed=1))
+    torch.testing.assert_close(with_gradient.loss, second.loss)
+    [gradient] = torch.autograd.grad(with_gradient.loss, embeds)
+    assert gradient.abs().max() > 0
 
 
 def test_inputs_are_never_modified(make_model, make_ids):

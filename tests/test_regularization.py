@@ -248,7 +248,7 @@ def test_gradient_checkpointing_draws_the_same_masks_again(make_model, make_ids)
     assert all(map(torch.equal, results[0][1], results[1][1]))
 
 
-def test_compiled(make_model, make_ids):
+def test_compiled_regularisation_is_the_same(make_model, make_ids):
     """Without randomness the same; the penalty comes out of the graph with its gradient."""
     torch.compiler.reset()
     ids, results = make_ids(2, 6), []
@@ -285,7 +285,7 @@ def test_compiled_with_dropout(make_model, make_ids):
     assert 0 < (mask == 0).sum() < mask.numel() and loss.isfinite()
 
 
-def test_bf16(make_model, make_ids):
+def test_regularisation_under_autocast_is_that_of_fp32(make_model, make_ids):
     ids, losses = make_ids(2, 6), []
     for enabled in (False, True):
         model = make_model(init_std=0.1, proj_init_std=0.1).train()
@@ -313,7 +313,7 @@ def test_wrapped_models(make_model, make_ids, head):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("built", ["model", "model_init"])
-def test_trainer(tmp_path, built, accumulation):
+def test_trainer_adds_the_penalty_and_logs_the_loss_without(tmp_path, built, accumulation):
     """Steps are those of a loop that adds the penalty to its loss; the losses that are logged are without it."""
     activations = RegularizationArguments(ar=2.0, tar=1.0)
     stream, model = TokenStream(make_text(301), 5, 4), make_small().train()

@@ -5,6 +5,7 @@ import logging
 import math
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -94,7 +95,7 @@ def test_steps_go_on_with_the_memory_of_their_streams(tmp_path, kind, accumulati
     [{"mem_len": 0}, {"initial_memory": "zeros"}, {"attn_type": 1}, {"pre_lnorm": True}, {"mem_len": 3}],
     ids=["no-memory", "zeros", "shaw", "pre-norm", "short-memory"],
 )
-def test_other_models(tmp_path, model_changes):
+def test_models_of_other_kinds_train_as_the_loop_by_hand(tmp_path, model_changes):
     """In fp64, where rounding moves nothing across the kink of a ReLU."""
     model = make_model(**model_changes).double()
     trainer = make_trainer(tmp_path, model=model, max_steps=8, **SGD)
@@ -205,7 +206,7 @@ def test_settings_that_change_no_loss(tmp_path, changes):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bf16(tmp_path, dtype):
+def test_bf16_trains_as_the_loop_by_hand(tmp_path, dtype):
     """Under autocast, with weights in fp32 and in bf16: memory comes back in what the model computes."""
     trainer = make_trainer(tmp_path, model=make_model().to(dtype), max_steps=6, bf16=True, **SGD)
     trainer.train()
@@ -223,7 +224,7 @@ def test_a_batch_without_targets_is_no_nan(tmp_path):
     assert logged(trainer) == [0, 0] and all(p.isfinite().all() for p in trainer.model.parameters())
 
 
-def test_logs(tmp_path):
+def test_logs_hold_perplexity_bits_and_speed(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=4, logging_steps=2)
     trainer.train()
     for logs in trainer.state.log_history[:2]:
@@ -440,10 +441,6 @@ def test_a_checkpoint_of_the_same_name_is_replaced(tmp_path, saved_run):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-12"]
 
 
-def logged_lines(output: Path) -> int:
-    return len(read_losses(output)) if (output / "losses.jsonl").exists() else 0
-
-
 def kill_and_resume(path: Path, kills: int, seed: int, **arguments):
     """Kill a run so often, or until it is done, resume it, and compare every loss on the way with a whole run."""
     chance = random.Random(seed)
@@ -461,34 +458,28 @@ def kill_and_resume(path: Path, kills: int, seed: int, **arguments):
     whole.mkdir()
     killed.mkdir()
     assert set(run(output=whole, **arguments)) == {0}
-    for kill in range(kills):
+    for _ in range(kills):
         checkpoint = last_checkpoint(killed)
         resume = checkpoint is not None
         if resume and checkpoint.endswith(f"-{arguments['max_steps']}"):
             break
-        if kill % 2:
-            running = start(output=killed, resume=resume, kill_at=chance.randrange(20), **arguments)
-            while all(process.is_alive() for process in running):
-                time.sleep(0.002)
-        else:
-            running = start(output=killed, resume=resume, **arguments)
-            wanted = logged_lines(killed) + chance.randrange(1, 6)
-            while all(process.is_alive() for process in running) and logged_lines(killed) < wanted:
-                time.sleep(0.002)
-            time.sleep(chance.random() * 0.03)
+        running = start(output=killed, resume=resume, kill_at=chance.randrange(40), **arguments)
+        while all(process.is_alive() for process in running):
+            time.sleep(0.002)
         for process in running:
             process.kill()
             process.join()
+        assert -signal.SIGKILL in [process.exitcode for process in running]
     assert set(run(output=killed, resume=last_checkpoint(killed) is not None, **arguments)) == {0}
     expected = {(name, step): rest for name, step, *rest in read_losses(whole)}
     found = read_losses(killed)
     assert {(name, step) for name, step, *_ in found} == set(expected)
     for name, step, *rest in found:
-        assert rest == expected[name, step], f"{name} of step {step}, seed {seed}"
+        assert rest == expected[name, step], f"{name} of step {step}"
 
 
 def test_killed_and_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
-    kill_and_resume(tmp_path, kills=8, seed=time.time_ns())
+    kill_and_resume(tmp_path, kills=8, seed=0)
 
 
 @pytest.mark.slow
@@ -505,8 +496,9 @@ def test_killed_and_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path):
     ],
     ids=["plain", "accumulation", "every-step", "two-processes"],
 )
-def test_killed_often(tmp_path, arguments):
-    kill_and_resume(tmp_path, kills=30, seed=time.time_ns(), **arguments)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_often(tmp_path, arguments, seed):
+    kill_and_resume(tmp_path, kills=30, seed=seed, **arguments)
 
 
 # --- processes -------------------------------------------------------------------------------------------------------

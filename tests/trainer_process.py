@@ -81,7 +81,7 @@ def train(
     regularization=None,
     **arguments,
 ):
-    """Train and write the losses to output/losses.jsonl; kill the process at file operation number `kill_at`."""
+    """Train and write the losses to output/losses.jsonl; kill the process at operation number `kill_at`."""
     logging.disable_progress_bar()
     # DeepSpeed would look for a GPU.
     os.environ["DS_ACCELERATOR"] = "cpu"
