@@ -272,7 +272,7 @@ def reload(
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(scratch / "modules")}
     loaded = {}
     for package in ("with", "without"):
-        command = [sys.executable, Path(__file__).with_name("demo_reload.py"), folder, scratch / "prompt.txt"]
+        command: list[str | Path] = [sys.executable, Path(__file__).with_name("demo_reload.py"), folder, scratch / "prompt.txt"]
         process = subprocess.run(
             [*command, scratch / package, package],
             env=environment,

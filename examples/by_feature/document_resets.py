@@ -41,7 +41,7 @@ def smoke(folder: Path) -> list[str | Path]:
     source = common.standard_library("statistics")
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     for node in functions:
-        (folder / f"{node.name}.txt").write_text(ast.get_source_segment(source, node), encoding="utf-8")
+        (folder / f"{node.name}.txt").write_text(ast.get_source_segment(source, node) or "", encoding="utf-8")
     paths = [folder / f"{node.name}.txt" for node in functions]
     sizes = ["--batch-size", "3", "--epochs", "1", "--learning-rate", "1e-3"]
     model = common.tiny_checkpoint(folder)

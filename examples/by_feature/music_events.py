@@ -62,9 +62,10 @@ class MusicModel(nn.Module):
     def __init__(self, config: TransfoXLConfig, sizes: list[int]):
         super().__init__()
         self.lm = TransfoXLForCausalLM(config)
-        self.tables = nn.ModuleList(nn.Embedding(size, config.d_model) for size in sizes[1:])
+        tables = [nn.Embedding(size, config.d_model) for size in sizes[1:]]
+        self.tables = nn.ModuleList(tables)
         self.heads = nn.ModuleList(nn.Linear(config.d_model, size) for size in sizes[1:])
-        for table in self.tables:
+        for table in tables:
             nn.init.normal_(table.weight, 0.0, config.init_std)
 
     def embed(self, events: Tensor) -> Tensor:
@@ -129,7 +130,7 @@ def train(accelerator: Accelerator, model, events: Tensor, stream: TokenStream, 
 @torch.no_grad()
 def evaluate(model: MusicModel, events: Tensor, segment_length: int, memory_length: int) -> Tensor:
     """Bits per event of each attribute, (3,)."""
-    device = model.heads[0].weight.device
+    device = model.lm.device
     trained_with = model.lm.config.mem_len
     model.eval().lm.reset_memory_length(memory_length)
     mems, total = None, torch.zeros(len(ATTRIBUTES), device=device)

@@ -30,6 +30,8 @@ from .tokenization_transfo_xl import TransfoXLTokenizer
 if TYPE_CHECKING:
     from .trainer import TransfoXLTrainer
 
+__version__ = "0.1.0"
+
 __all__ = [
     "MemoryLengths",
     "RegularizationArguments",
