@@ -9,7 +9,8 @@ as eager in the same dtype; nothing is timed if one fails. Then forward, and for
 
     txl_triton       the kernels (on a GPU)
     flex_attention   PyTorch's FlexAttention, compiled (on a GPU; on a CPU with --contenders, forward alone)
-    sdpa_relative    scaled_dot_product_attention with (b) + (d) as its mask: the fallback
+    auto             what the model does by default: on a CPU the fastest of tiles, eager and sdpa_relative
+    sdpa_relative    scaled_dot_product_attention with (b) + (d) as its mask
     eager            the reference (on a CPU; its L × K tensors fill a GPU at these sizes)
     sdpa             scaled_dot_product_attention, causal to the lower right: the floor, what flash attention reaches
 
@@ -91,13 +92,14 @@ def exact(inputs):
 CONTENDERS = {
     "txl_triton": relative("txl_triton"),
     "flex_attention": relative("flex_attention"),
+    "auto": relative("auto"),
     "sdpa_relative": relative("sdpa"),
     "eager": relative("eager"),
     "sdpa": plain,
 }
 DEFAULT = {
     "cuda": ["txl_triton", "flex_attention", "sdpa_relative", "sdpa"],
-    "cpu": ["sdpa_relative", "eager", "sdpa"],
+    "cpu": ["auto", "eager", "sdpa"],
 }
 
 

@@ -475,17 +475,17 @@ def floor(config: dict):
     return model
 
 
-def plain_attention(query, key, value, *arguments):
-    """Has the signature of `eager_relative_attention`; the last two are the scale and the dropout."""
+def plain_attention(inputs):
+    """A backend: see `eager_relative_attention`."""
     import torch
     from torch.nn.attention.bias import causal_lower_right
 
-    L, K = query.shape[2], key.shape[2]
-    scaling, dropout = arguments[-2:]
+    L, K = inputs.query.shape[2], inputs.key.shape[2]
     # One token sees everything; as many queries as keys have a mask that needs no tensor.
     mask = causal_lower_right(L, K) if 1 < L < K else None
     attend = torch.nn.functional.scaled_dot_product_attention
-    return attend(query, key, value, mask, dropout_p=dropout, is_causal=1 < L == K, scale=scaling), None
+    options = {"dropout_p": inputs.dropout, "is_causal": 1 < L == K, "scale": inputs.scaling}
+    return attend(inputs.query, inputs.key, inputs.value, mask, **options), None
 
 
 class Train:

@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import txl_hf.attention_transfo_xl_triton as kernels
+from txl_hf.attention_transfo_xl_inputs import AttentionInputs
 
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
@@ -82,11 +83,25 @@ def attend_and_differentiate(dtype, width, length, memory, window, dropout, mask
     # Heads side by side for each position, as projections leave them.
     query, key, value = (tensor(B, n, H, width).transpose(1, 2) for n in (length, K, K))
     rel_key = tensor(K, H, width).transpose(0, 1)
-    inputs = [query, key, value, rel_key, tensor(H, width), tensor(H, width)]
+    content_bias, position_bias = tensor(H, width), tensor(H, width)
+    leaves = [query, key, value, rel_key, content_bias, position_bias]
     rel_bias = tensor(H, K) if bias else None
     key_mask = torch.ones(B, K, dtype=torch.bool) if masked else None
-    output, _ = kernels.triton_relative_attention(*inputs, rel_bias, key_mask, window, width**-0.5, dropout)
-    torch.autograd.grad(output, inputs + ([rel_bias] if bias else []), torch.ones_like(output))
+    inputs = AttentionInputs(
+        query,
+        key,
+        value,
+        scaling=width**-0.5,
+        dropout=dropout,
+        rel_key=rel_key,
+        content_bias=content_bias,
+        position_bias=position_bias,
+        rel_bias=rel_bias,
+        key_mask=key_mask,
+        window=window,
+    )
+    output, _ = kernels.triton_relative_attention(inputs)
+    torch.autograd.grad(output, leaves + ([rel_bias] if bias else []), torch.ones_like(output))
 
 
 def main():

@@ -52,7 +52,7 @@ def make_config():
 def make_model(make_config):
     """A small causal model in evaluation mode: `make_model(mem_len=3, attn_implementation="eager")`."""
 
-    def make(attn_implementation="sdpa", model_class=TransfoXLForCausalLM, seed=0, **changes):
+    def make(attn_implementation="auto", model_class=TransfoXLForCausalLM, seed=0, **changes):
         torch.manual_seed(seed)
         config = make_config(**changes)
         config._attn_implementation = attn_implementation

@@ -11,10 +11,11 @@ from transformers.utils import logging
 import oracle
 from txl_hf.attention_transfo_xl import (
     RELATIVE_ATTENTION_FUNCTIONS,
-    _cpu_relative_attention,
-    _pays_tile_by_tile,
+    AttentionInputs,
+    _fastest,
     relative_attention,
     relative_shift,
+    tiled_relative_attention,
 )
 
 SHAPES = {
@@ -102,8 +103,9 @@ CPU_SHAPES = SHAPES | {"B3-H2-L6-M0-D1": (3, 2, 6, 0, 1), "B1-H1-L1-M0-D3": (1, 
 def tile_by_tile(tensors, key_mask=None, window=None, dropout=0.0):
     """What the default does where tiles are large, at any size."""
     tensors = {name: tensor for name, tensor in tensors.items() if name != "rel_bias"}
-    scaling = tensors["query"].shape[-1] ** -0.5
-    return _cpu_relative_attention(**tensors, key_mask=key_mask, window=window, scaling=scaling, dropout=dropout)
+    options = {"key_mask": key_mask, "window": window, "dropout": dropout}
+    inputs = AttentionInputs(**tensors, scaling=tensors["query"].shape[-1] ** -0.5, **options)
+    return tiled_relative_attention(inputs)[0]
 
 
 @pytest.mark.parametrize("window", [None, 0, 4], ids=lambda w: f"window{w}")
@@ -141,17 +143,17 @@ def test_large_tiles_agree_with_eager(products, masked):
     """The sizes at which the default takes them: with gradient and without, with oneDNN's products and MKL's."""
     tensors, key_mask = draw((2, 2, 191, 800, 41), masked=masked)
     del tensors["rel_bias"]
-    assert _pays_tile_by_tile(tensors["query"], tensors["key"])
+    assert _fastest(AttentionInputs(**tensors, scaling=1.0)) == "txl_tiles"
     arguments, results = {"key_mask": key_mask, "window": 600 if masked else None}, {}
-    for name in ("eager", "sdpa"):
+    for name in ("eager", "auto"):
         with torch.backends.mkldnn.flags(enabled=products == "onednn"):
             output, _ = relative_attention(**tensors, **arguments, implementation=name)
             results[name] = [output, *torch.autograd.grad(output.square().sum(), list(tensors.values()))]
-    for quantity, a, b in zip(["output", *tensors], results["sdpa"], results["eager"], strict=True):
+    for quantity, a, b in zip(["output", *tensors], results["auto"], results["eager"], strict=True):
         assert (a - b).norm() <= 5e-6 * b.norm(), quantity
     with torch.no_grad():
-        output, _ = relative_attention(**tensors, **arguments, implementation="sdpa")
-    torch.testing.assert_close(output, results["sdpa"][0])
+        output, _ = relative_attention(**tensors, **arguments, implementation="auto")
+    torch.testing.assert_close(output, results["auto"][0])
 
 
 def test_tiles_drop_probabilities_like_eager_and_replay():
@@ -226,7 +228,7 @@ def test_fallback_warns_once(caplog):
     for _ in range(2):
         relative_attention(**tensors, implementation="flex_attention", dropout=0.1)
     warnings = [record.message for record in caplog.records if "dropout of probabilities" in record.message]
-    assert len(warnings) == 1 and "'flex_attention' falls back to 'sdpa'" in warnings[0]
+    assert len(warnings) == 1 and "'flex_attention' falls back to 'auto'" in warnings[0]
 
 
 def test_dropout_drops_probabilities_and_keeps_their_mean():
@@ -240,7 +242,7 @@ def test_dropout_drops_probabilities_and_keeps_their_mean():
 
 def test_unknown_backend_is_named():
     tensors, _ = draw((1, 1, 2, 0, 4))
-    with pytest.raises(ValueError, match="'flash'.*eager, sdpa, flex_attention, txl_triton"):
+    with pytest.raises(ValueError, match="'flash'.*auto, eager, sdpa, txl_tiles, flex_attention, txl_triton"):
         relative_attention(**tensors, implementation="flash")
 
 
@@ -248,7 +250,7 @@ def test_tiles_refuse_a_second_derivative():
     """A gradient that is no function of the inputs any more would pass for a constant one."""
     query, key, value = (torch.randn(1, 1, 400, 8, requires_grad=True) for _ in range(3))
     rel_key = torch.randn(1, 400, 8)
-    attended, _ = relative_attention(query, key, value, rel_key, implementation="sdpa")
+    attended, _ = relative_attention(query, key, value, rel_key, implementation="auto")
     with pytest.raises(RuntimeError, match="attn_implementation='eager'"):
         torch.autograd.grad(attended.sum(), query, create_graph=True)
     attended, _ = relative_attention(query, key, value, rel_key, implementation="eager")
@@ -260,12 +262,28 @@ def test_tiles_refuse_a_second_derivative():
 def test_autocast_of_fp32_operands_trains():
     """As where a replaced projection returns fp32 under autocast."""
     gradients = {}
-    for implementation in ("sdpa", "eager"):
+    for implementation in ("auto", "eager"):
         tensors, _ = draw((1, 2, 400, 0, 8))
         del tensors["rel_bias"]
         with torch.autocast("cpu", torch.bfloat16):
             attended, _ = relative_attention(**tensors, implementation=implementation)
         assert attended.dtype == torch.bfloat16
         gradients[implementation] = torch.autograd.grad(attended.float().square().sum(), tensors.values())
-    for actual, expected in zip(gradients["sdpa"], gradients["eager"], strict=True):
+    for actual, expected in zip(gradients["auto"], gradients["eager"], strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("implementation", [name for name in RELATIVE_ATTENTION_FUNCTIONS if name != "eager"])
+@pytest.mark.parametrize("asked", ["call", "configuration"])
+def test_attentions_come_from_eager_whatever_the_backend(make_model, make_ids, implementation, asked):
+    ids = make_ids(2, 5)
+    expected = make_model("eager")(ids, output_attentions=True)
+    model = make_model(implementation)
+    if asked == "configuration":
+        model.config.output_attentions = True
+        model.config.validate()
+    outputs = model(ids, **({"output_attentions": True} if asked == "call" else {}))
+    assert model.config._attn_implementation == implementation
+    for actual, probabilities in zip(outputs.attentions, expected.attentions, strict=True):
+        assert torch.equal(actual, probabilities)
+    assert torch.equal(outputs.logits, expected.logits)

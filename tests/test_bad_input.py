@@ -71,7 +71,6 @@ BAD_INPUTS = {
         {"shift_labels": torch.zeros(2, 4, dtype=torch.long)},
         r"shift_labels are \(2, 4\)",
     ),
-    "attentions without eager": ({"output_attentions": True}, "attn_implementation='eager'"),
 }
 
 
@@ -118,7 +117,7 @@ def test_unknown_backend(make_model):
         make_model().set_attn_implementation("flash_attention_2")
 
 
-@pytest.mark.parametrize("name", ["eager", "sdpa", "txl_triton"])
+@pytest.mark.parametrize("name", ["auto", "eager", "sdpa", "txl_tiles", "txl_triton"])
 def test_every_backend_can_be_chosen_when_loading_and_later(make_model, make_ids, tmp_path, name):
     model = make_model()
     with torch.no_grad():

@@ -214,13 +214,13 @@ def test_attention_and_its_gate(tmp_path, monkeypatch, capsys):
     output = tmp_path / "attention_kernel.csv"
     options = ["--smoke", *CPU, "--output", str(output)]
     assert attention_kernel.main(options) == 0
-    assert {row["contender"] for row in read(output)} == {"sdpa_relative", "eager", "sdpa"}
+    assert {row["contender"] for row in read(output)} == {"auto", "eager", "sdpa"}
     assert {row["mode"] for row in read(output)} == {"forward", "forward+backward"}
 
     written = output.read_text()
-    monkeypatch.setitem(attention_kernel.CONTENDERS, "sdpa_relative", attention_kernel.plain)
+    monkeypatch.setitem(attention_kernel.CONTENDERS, "auto", attention_kernel.plain)
     assert attention_kernel.main(options) == 1
-    assert "sdpa_relative: FAILED" in capsys.readouterr().out
+    assert "auto: FAILED" in capsys.readouterr().out
     assert output.read_text() == written
 
 

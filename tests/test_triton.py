@@ -5,6 +5,7 @@ Tiles are made small, so that short sequences span several, and memory that the 
 """
 
 import csv
+import functools
 import importlib.util
 import json
 import os
@@ -22,6 +23,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install txl-h
 import oracle
 import txl_hf.attention_transfo_xl_triton as kernels
 from txl_hf.attention_transfo_xl import eager_relative_attention, visible_keys
+from txl_hf.attention_transfo_xl_inputs import AttentionInputs
 
 if not (kernels.INTERPRETED or torch.cuda.is_available()):
     pytest.skip("without a GPU the kernels need TRITON_INTERPRET=1 before txl_hf is imported", allow_module_level=True)
@@ -80,44 +82,44 @@ def draw(shape, missing=(), masked=False, seed=0):
     return tensors, key_mask, cotangent
 
 
-def exact_relative_attention(
-    query,
-    key,
-    value,
-    rel_key,
-    content_bias,
-    position_bias,
-    rel_bias,
-    key_mask,
-    window,
-    scaling,
-    dropout,
-    kept=None,
-):
-    """Eager with a softmax in the inputs' dtype, and with dropout by a mask that is given."""
+def exact_relative_attention(inputs, kept=None):
+    """By another way than eager's: a gather in place of the shift, and dropout by a mask that is given."""
+    query, key, rel_key = inputs.query, inputs.key, inputs.rel_key
     L, K = query.shape[-2], key.shape[-2]
-    scores = (query if content_bias is None else query + content_bias[:, None]) @ key.transpose(-1, -2)
+    scores = (query if inputs.content_bias is None else query + inputs.content_bias[:, None]) @ key.transpose(-1, -2)
     if rel_key is not None:
-        position = (query if position_bias is None else query + position_bias[:, None]) @ rel_key.transpose(-1, -2)
-        position = position if rel_bias is None else position + rel_bias[:, None]
+        biased = query if inputs.position_bias is None else query + inputs.position_bias[:, None]
+        position = biased @ rel_key.transpose(-1, -2)
+        position = position if inputs.rel_bias is None else position + inputs.rel_bias[:, None]
         row = torch.arange(L - 1, -1, -1)[:, None] + torch.arange(K)
         scores = scores + position.gather(-1, row.clamp(max=K - 1).to(position.device).expand_as(position))
-    visible = visible_keys(L, K, window, key_mask, query.device)
-    probabilities = F.softmax((scores * scaling).masked_fill(~visible, -torch.inf), -1)
+    visible = visible_keys(L, K, inputs.window, inputs.key_mask, query.device)
+    probabilities = F.softmax((scores * inputs.scaling).masked_fill(~visible, -torch.inf), -1)
     if kept is not None:
-        probabilities = probabilities * kept / (1 - dropout)
-    return probabilities @ value, probabilities
+        probabilities = probabilities * kept / (1 - inputs.dropout)
+    return probabilities @ inputs.value, probabilities
 
 
-def differentiate(attention, tensors, cotangent, dtype, *options, **more_options):
-    """The output and the gradients by name."""
-    inputs = {
-        name: None if tensor is None else tensor.to(DEVICE, dtype).requires_grad_() for name, tensor in tensors.items()
+def prepare(tensors, dtype, scaling=0.3, **options):
+    """AttentionInputs of a dtype on the device that is tested, from tensors by name; all of them ask for gradients."""
+    leaves = {
+        name: None if tensor is None else tensor.to(DEVICE, dtype).detach().requires_grad_()
+        for name, tensor in tensors.items()
     }
-    output, _ = attention(*inputs.values(), *options, **more_options)
-    given = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-    gradients = torch.autograd.grad(output, list(given.values()), cotangent.to(DEVICE, dtype))
-    return {"output": output.detach()} | dict(zip(given, gradients, strict=True))
+    return AttentionInputs(**leaves, scaling=scaling, **options)
+
+
+def leaves_of(inputs):
+    return {name: getattr(inputs, name) for name in NAMES if getattr(inputs, name) is not None}
+
+
+def differentiate(attention, tensors, cotangent, dtype, **options):
+    """The output and the gradients by name."""
+    inputs = prepare(tensors, dtype, **options)
+    output, _ = attention(inputs)
+    leaves = leaves_of(inputs)
+    gradients = torch.autograd.grad(output, list(leaves.values()), cotangent.to(DEVICE, dtype))
+    return {"output": output.detach()} | dict(zip(leaves, gradients, strict=True))
 
 
 def errors(results, exact):
@@ -133,10 +135,10 @@ def assert_within_budget(shape, window, masked, missing, dtype):
     # All start from what the dtype can represent.
     tensors = {name: None if tensor is None else tensor.to(dtype).double() for name, tensor in tensors.items()}
     cotangent = cotangent.to(dtype).double()
-    options = (key_mask, window, shape[-1] ** -0.5, 0.0)
-    exact = differentiate(exact_relative_attention, tensors, cotangent, torch.float64, *options)
-    eager = errors(differentiate(eager_relative_attention, tensors, cotangent, dtype, *options), exact)
-    result = differentiate(kernels.triton_relative_attention, tensors, cotangent, dtype, *options)
+    options = {"key_mask": key_mask, "window": window, "scaling": shape[-1] ** -0.5}
+    exact = differentiate(exact_relative_attention, tensors, cotangent, torch.float64, **options)
+    eager = errors(differentiate(eager_relative_attention, tensors, cotangent, dtype, **options), exact)
+    result = differentiate(kernels.triton_relative_attention, tensors, cotangent, dtype, **options)
     assert all(tensor.dtype == dtype for tensor in result.values())
     floor = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
     # A gradient that is zero, as with one visible key, has no relative error.
@@ -185,8 +187,8 @@ def test_output_is_the_loop_over_i_and_j(window, monkeypatch):
         key_mask.cpu(),
         window,
     )
-    inputs = [tensor.to(DEVICE, torch.float32) for tensor in tensors.values()]
-    output, probabilities = kernels.triton_relative_attention(*inputs, key_mask, window, shape[-1] ** -0.5, 0.0)
+    options = {"key_mask": key_mask, "window": window, "scaling": shape[-1] ** -0.5}
+    output, probabilities = kernels.triton_relative_attention(prepare(tensors, torch.float32, **options))
     assert probabilities is None
     torch.testing.assert_close(output.cpu().double(), expected, atol=2e-6, rtol=2e-6)
 
@@ -196,10 +198,10 @@ def kept_by_dropout(shape, dropout, seed, window=None):
     B, H, L, m, D = shape
     K = m + L
     tensors, _, _ = draw(shape)
-    inputs = [tensor.to(DEVICE, torch.float32) for tensor in tensors.values()]
-    inputs[2] = torch.eye(K, D, device=DEVICE).expand(B, H, K, D)
+    tensors["value"] = torch.eye(K, D).expand(B, H, K, D)
     torch.manual_seed(seed)
-    probabilities, _ = kernels.triton_relative_attention(*inputs, None, window, D**-0.5, dropout)
+    options = {"window": window, "scaling": D**-0.5, "dropout": dropout}
+    probabilities, _ = kernels.triton_relative_attention(prepare(tensors, torch.float32, **options))
     return probabilities[..., :K] != 0
 
 
@@ -209,16 +211,17 @@ def test_dropout_differentiates_through_the_mask_of_its_seed(tile, monkeypatch):
     shape, dropout, window = (2, 2, 24, 20, 64), 0.3, 30
     tensors, _, cotangent = draw(shape)
     kept = kept_by_dropout(shape, dropout, seed=1, window=window)
-    options = (None, window, 0.125, dropout)
-    exact = differentiate(exact_relative_attention, tensors, cotangent, torch.float64, *options, kept=kept)
+    options = {"window": window, "scaling": 0.125, "dropout": dropout}
+    exact_attention = functools.partial(exact_relative_attention, kept=kept)
+    exact = differentiate(exact_attention, tensors, cotangent, torch.float64, **options)
     torch.manual_seed(1)
-    result = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, *options)
+    result = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, **options)
     assert max(errors(result, exact).values()) < 2e-6
 
     torch.manual_seed(1)
-    again = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, *options)
+    again = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, **options)
     assert torch.equal(result["output"], again["output"])
-    other = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, *options)
+    other = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, **options)
     assert not torch.equal(result["output"], other["output"])
 
 
@@ -241,7 +244,7 @@ def test_dropout_mask_depends_on_the_position_alone_and_drops_its_share(monkeypa
 
 def test_everything_dropped_is_zero():
     tensors, _, cotangent = draw((1, 1, 5, 3, 8))
-    result = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, None, None, 0.3, 1.0)
+    result = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, dropout=1.0)
     assert all((tensor == 0).all() for tensor in result.values())
 
 
@@ -250,7 +253,7 @@ def test_strided_inputs_give_what_contiguous_ones_do(monkeypatch):
     monkeypatch.setattr(kernels, "LARGEST_TILE", 16)
     shape = B, H, L, m, D = 2, 2, 21, 12, 24
     tensors, key_mask, _ = draw(shape, masked=True)
-    contiguous = [tensor.to(DEVICE, torch.float32).requires_grad_() for tensor in tensors.values()]
+    contiguous = prepare(tensors, torch.float32, key_mask=key_mask, window=17, scaling=0.2)
 
     def strided(tensor):
         buffer = torch.full((B, 50, H, D), torch.nan, device=DEVICE)
@@ -258,15 +261,18 @@ def test_strided_inputs_give_what_contiguous_ones_do(monkeypatch):
         view.copy_(tensor.detach())
         return view.requires_grad_()
 
-    odd = [strided(tensor) for tensor in contiguous[:3]]
-    odd.append(contiguous[3].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_())
-    # Columns that are not side by side have to be copied.
-    odd.append(contiguous[4].detach().T.contiguous().T.requires_grad_())
-    odd += [tensor.detach().clone().requires_grad_() for tensor in contiguous[5:]]
+    odd = contiguous._replace(
+        query=strided(contiguous.query),
+        key=strided(contiguous.key),
+        value=strided(contiguous.value),
+        rel_key=contiguous.rel_key.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(),
+        # Columns that are not side by side have to be copied.
+        content_bias=contiguous.content_bias.detach().T.contiguous().T.requires_grad_(),
+    )
     results = []
     for inputs in (contiguous, odd):
-        output, _ = kernels.triton_relative_attention(*inputs, key_mask, 17, 0.2, 0.0)
-        results.append([output, *torch.autograd.grad(output.sum(), inputs)])
+        output, _ = kernels.triton_relative_attention(inputs)
+        results.append([output, *torch.autograd.grad(output.sum(), list(leaves_of(inputs).values()))])
     for expected, result in zip(*results, strict=True):
         torch.testing.assert_close(result, expected, atol=0, rtol=0)
 
@@ -276,12 +282,12 @@ def test_deterministic_gradients_are_the_same_gradients(monkeypatch):
     # Two programs share ten blocks of queries.
     monkeypatch.setattr(kernels, "_partial_sums", lambda H, K, D: 2)
     tensors, key_mask, cotangent = draw((2, 2, 70, 9, 16), masked=True)
-    options = (key_mask, 40, 0.25, 0.0)
-    expected = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, *options)
+    options = {"key_mask": key_mask, "window": 40, "scaling": 0.25}
+    expected = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, **options)
     torch.use_deterministic_algorithms(True)
     try:
         results = [
-            differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, *options)
+            differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, **options)
             for _ in range(2)
         ]
     finally:
@@ -294,35 +300,36 @@ def test_deterministic_gradients_are_the_same_gradients(monkeypatch):
 @pytest.mark.parametrize("wanted", [("query",), ("value",), ("rel_key",), ("content_bias", "rel_bias")], ids="-".join)
 def test_gradients_of_some_inputs_only(wanted):
     tensors, _, cotangent = draw((1, 2, 9, 4, 8))
-    options = (None, None, 0.3, 0.0)
-    expected = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, *options)
-    inputs = {name: tensor.to(DEVICE, torch.float32) for name, tensor in tensors.items()}
-    leaves = [inputs[name].requires_grad_() for name in wanted]
-    output, _ = kernels.triton_relative_attention(*inputs.values(), *options)
+    expected = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32)
+    inputs = prepare(tensors, torch.float32)
+    for name, leaf in leaves_of(inputs).items():
+        leaf.requires_grad_(name in wanted)
+    output, _ = kernels.triton_relative_attention(inputs)
+    leaves = [getattr(inputs, name) for name in wanted]
     for name, gradient in zip(wanted, torch.autograd.grad(output, leaves, cotangent.to(output)), strict=True):
         torch.testing.assert_close(gradient, expected[name])
 
 
 def test_autocast_computes_in_its_dtype():
     tensors, _, _ = draw((1, 2, 9, 4, 8))
-    inputs = [tensor.to(DEVICE, torch.float32).requires_grad_() for tensor in tensors.values()]
-    expected, _ = kernels.triton_relative_attention(*inputs, None, None, 0.3, 0.0)
+    inputs = prepare(tensors, torch.float32)
+    expected, _ = kernels.triton_relative_attention(inputs)
     with torch.autocast(DEVICE, torch.bfloat16):
-        output, _ = kernels.triton_relative_attention(*inputs, None, None, 0.3, 0.0)
+        output, _ = kernels.triton_relative_attention(inputs)
     assert output.dtype == torch.bfloat16
     torch.testing.assert_close(output.float(), expected, atol=0.05, rtol=0.05)
-    assert torch.autograd.grad(output.sum(), inputs[0])[0].dtype == torch.float32
+    assert torch.autograd.grad(output.sum(), inputs.query)[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_compiles_in_one_graph(dropout):
     tensors, key_mask, cotangent = draw((1, 2, 9, 4, 8), masked=True)
-    options = (key_mask, 6, 0.3, dropout)
+    options = {"key_mask": key_mask, "window": 6, "dropout": dropout}
     compiled = torch.compile(kernels.triton_relative_attention, backend="aot_eager", fullgraph=True)
     results = []
     for attention in (kernels.triton_relative_attention, compiled):
         torch.manual_seed(0)
-        results.append(differentiate(attention, tensors, cotangent, torch.float32, *options))
+        results.append(differentiate(attention, tensors, cotangent, torch.float32, **options))
     for expected, result in zip(results[0].values(), results[1].values(), strict=True):
         torch.testing.assert_close(result, expected)
 
@@ -342,9 +349,9 @@ def test_says_why_it_cannot_be_used(monkeypatch):
     assert "129" in kernels.why_not_triton(query(D=129))
     assert "float64" in kernels.why_not_triton(query(dtype=torch.float64))
     with pytest.raises(ValueError, match="float64"):
-        kernels.triton_relative_attention(*[query(dtype=torch.float64)] * 3, *[None] * 6, 1.0, 0.0)
+        kernels.triton_relative_attention(AttentionInputs(*[query(dtype=torch.float64)] * 3, scaling=1.0))
     with pytest.raises(ValueError, match="scaling is 0"):
-        kernels.triton_relative_attention(*[query()] * 3, *[None] * 6, 0.0, 0.0)
+        kernels.triton_relative_attention(AttentionInputs(*[query()] * 3, scaling=0.0))
     with monkeypatch.context() as patch:
         patch.setattr(kernels.triton, "__version__", "3.3.1+cu126")
         assert "3.3.1+cu126 is older than 3.4" in kernels.why_not_triton(query())
@@ -360,7 +367,7 @@ def test_module_lives_without_triton(monkeypatch):
     """A checkpoint's remote code brings this file to users who never asked for Triton."""
     assert "triton" not in get_imports(kernels.__file__)
     monkeypatch.setitem(sys.modules, "triton", None)
-    spec = importlib.util.spec_from_file_location("kernels_without_triton", kernels.__file__)
+    spec = importlib.util.spec_from_file_location("txl_hf.kernels_without_triton", kernels.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert "not installed" in module.why_not_triton(torch.zeros(1, 1, 2, 8))
@@ -368,14 +375,12 @@ def test_module_lives_without_triton(monkeypatch):
 
 def test_two_copies_live_in_one_process():
     """The package, and the file as it came with a checkpoint."""
-    spec = importlib.util.spec_from_file_location("transformers_modules.model.attention", kernels.__file__)
+    spec = importlib.util.spec_from_file_location("txl_hf.copy_of_the_kernels", kernels.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     tensors, _, cotangent = draw((1, 1, 5, 2, 8))
-    options = (None, None, 0.3, 0.0)
     results = [
-        differentiate(copy.triton_relative_attention, tensors, cotangent, torch.float32, *options)
-        for copy in (kernels, module)
+        differentiate(copy.triton_relative_attention, tensors, cotangent, torch.float32) for copy in (kernels, module)
     ]
     for expected, result in zip(results[0].values(), results[1].values(), strict=True):
         assert torch.equal(expected, result)
@@ -445,7 +450,7 @@ def test_memory_is_linear_in_the_number_of_keys():
         tensors, _, cotangent = draw((1, 2, L, m, D))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.bfloat16, None, None, 0.125, 0.0)
+        differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.bfloat16, scaling=0.125)
         peaks.append(torch.cuda.max_memory_allocated() - before)
     # One head's L × K scores in bf16 would be 32 MiB.
     assert peaks[1] - peaks[0] < 2**24

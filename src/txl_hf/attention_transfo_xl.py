@@ -22,9 +22,16 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers.utils import logging
 
 from .attention_transfo_xl_cpu import attend_tile_by_tile
+from .attention_transfo_xl_inputs import AttentionInputs, visible_keys
 from .attention_transfo_xl_triton import triton_relative_attention, why_not_triton
 
-__all__ = ["RELATIVE_ATTENTION_FUNCTIONS", "relative_attention", "relative_shift", "visible_keys"]
+__all__ = [
+    "RELATIVE_ATTENTION_FUNCTIONS",
+    "AttentionInputs",
+    "relative_attention",
+    "relative_shift",
+    "visible_keys",
+]
 
 logger = logging.get_logger(__name__)
 
@@ -44,143 +51,87 @@ def relative_shift(scores: Tensor) -> Tensor:
     return scores.flatten(-2)[..., L:].unflatten(-1, (L, K))
 
 
-def visible_keys(
-    query_length: int, key_length: int, window: int | None, key_mask: Tensor | None, device: torch.device
-) -> Tensor:
-    """Which key each query may attend to.
-
-    Args:
-        query_length: L. key_length: K.
-        window: furthest distance seen; None: every key up to the query.
-        key_mask: (B, K) bool, False for padding; None: no padding.
-
-    Returns:
-        (B or 1, 1, L, K) bool. A query always sees itself, so that no softmax is empty: what a padded query computes
-        is never read.
-    """
-    query_position = torch.arange(key_length - query_length, key_length, device=device)[:, None]
-    distance = query_position - torch.arange(key_length, device=device)
-    visible = distance >= 0
-    if window is not None:
-        visible = visible & (distance <= window)
-    visible = visible[None, None]
-    if key_mask is not None:
-        visible = (visible & key_mask[:, None, None, :]) | (distance == 0)
-    return visible
-
-
-def eager_relative_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rel_key: Tensor | None,
-    content_bias: Tensor | None,
-    position_bias: Tensor | None,
-    rel_bias: Tensor | None,
-    key_mask: Tensor | None,
-    window: int | None,
-    scaling: float,
-    dropout: float,
-) -> tuple[Tensor, Tensor]:
+def eager_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """The reference: every score is materialised, so the probabilities can be returned."""
-    scores = (_add_bias(query, content_bias) * scaling) @ key.transpose(-1, -2)
-    if rel_key is not None:
-        scores = scores + _position_scores(query, rel_key, position_bias, rel_bias, scaling)
-    scores = _hide(scores, window, key_mask)
-    probabilities = F.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-    probabilities = F.dropout(probabilities, dropout, training=dropout > 0)
-    return probabilities @ value, probabilities
+    query = _add_bias(inputs.query, inputs.content_bias) * inputs.scaling
+    scores = query @ inputs.key.transpose(-1, -2)
+    if inputs.rel_key is not None:
+        scores = scores + _position_scores(inputs, inputs.rel_key)
+    scores = _hide(scores, inputs)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    probabilities = F.softmax(scores, dim=-1, dtype=wide).to(inputs.value.dtype)
+    probabilities = F.dropout(probabilities, inputs.dropout, training=inputs.dropout > 0)
+    return probabilities @ inputs.value, probabilities
 
 
-def sdpa_relative_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rel_key: Tensor | None,
-    content_bias: Tensor | None,
-    position_bias: Tensor | None,
-    rel_bias: Tensor | None,
-    key_mask: Tensor | None,
-    window: int | None,
-    scaling: float,
-    dropout: float,
-) -> tuple[Tensor, None]:
-    """PyTorch's scaled_dot_product_attention, with (b) + (d) as its additive mask; on CPU what is faster than that."""
-    if rel_key is not None and rel_bias is None and _pays_tile_by_tile(query, key):
-        attended = _cpu_relative_attention(
-            query, key, value, rel_key, content_bias, position_bias, key_mask, window, scaling, dropout
-        )
-        return attended, None
-    if rel_key is not None and query.device.type == "cpu" and torch.is_grad_enabled() and query.requires_grad:
-        # With a mask that needs a gradient, PyTorch has no fused path on CPU, and its plain one is slower than ours.
-        arguments = (query, key, value, rel_key, content_bias, position_bias, rel_bias, key_mask, window)
-        return eager_relative_attention(*arguments, scaling, dropout)[0], None
-    if rel_key is None:
-        mask = visible_keys(query.shape[-2], key.shape[-2], window, key_mask, query.device)
+def sdpa_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
+    """PyTorch's scaled_dot_product_attention, with (b) + (d) as its additive mask."""
+    query, key = inputs.query, inputs.key
+    if inputs.rel_key is None:
+        mask = visible_keys(query.shape[-2], key.shape[-2], inputs.window, inputs.key_mask, query.device)
     else:
-        mask = _hide(_position_scores(query, rel_key, position_bias, rel_bias, scaling), window, key_mask)
-    query = _add_bias(query, content_bias)
-    return F.scaled_dot_product_attention(query, key, value, mask, dropout_p=dropout, scale=scaling), None
-
-
-def _pays_tile_by_tile(query: Tensor, key: Tensor) -> bool:
-    """Small tiles are done sooner all at once, and half precision has faster products for that."""
-    return (
-        query.device.type == "cpu"
-        and query.dtype == torch.float32
-        and query.shape[2] * key.shape[2] >= 1 << 17
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and not torch.is_autocast_enabled("cpu")
+        mask = _hide(_position_scores(inputs, inputs.rel_key), inputs)
+    attended = F.scaled_dot_product_attention(
+        _add_bias(query, inputs.content_bias),
+        key,
+        inputs.value,
+        mask,
+        dropout_p=inputs.dropout,
+        scale=inputs.scaling,
     )
+    return attended, None
 
 
-def _cpu_relative_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rel_key: Tensor,
-    content_bias: Tensor | None,
-    position_bias: Tensor | None,
-    key_mask: Tensor | None,
-    window: int | None,
-    scaling: float,
-    dropout: float,
-) -> Tensor:
-    """One head of one row of the batch at a time, so that its scores stay in the processor's cache."""
-    L, K = query.shape[2], key.shape[2]
-    maskless = window is None and key_mask is None
-    visible = visible_keys(L, L if maskless else K, window, key_mask, query.device)[:, 0]
-    hidden = query.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
-    content_query, position_query = (_add_bias(query, bias) * scaling for bias in (content_bias, position_bias))
-    return attend_tile_by_tile(content_query, position_query, key, value, rel_key, hidden, dropout)
+def tiled_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
+    """On CPU, one head of one row of the batch at a time, so that its scores stay in the processor's cache.
 
-
-def flex_relative_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rel_key: Tensor | None,
-    content_bias: Tensor | None,
-    position_bias: Tensor | None,
-    rel_bias: Tensor | None,
-    key_mask: Tensor | None,
-    window: int | None,
-    scaling: float,
-    dropout: float,
-) -> tuple[Tensor, None]:
-    """PyTorch's FlexAttention, compiled, with (b) + (d) as a captured L × K tensor."""
+    Raises:
+        ValueError: there is no rel_key.
+    """
+    query, rel_key = inputs.query, inputs.rel_key
     if rel_key is None:
+        raise ValueError("tiles are for relative positions, and there is no rel_key")
+    L, K = query.shape[2], inputs.key.shape[2]
+    maskless = inputs.window is None and inputs.key_mask is None
+    visible = visible_keys(L, L if maskless else K, inputs.window, inputs.key_mask, query.device)[:, 0]
+    hidden = query.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+    content_query, position_query = (
+        _add_bias(query, bias) * inputs.scaling for bias in (inputs.content_bias, inputs.position_bias)
+    )
+    attended = attend_tile_by_tile(
+        content_query, position_query, inputs.key, inputs.value, rel_key, hidden, inputs.dropout
+    )
+    return attended, None
+
+
+def _why_not_tiled(inputs: AttentionInputs) -> str | None:
+    if inputs.query.device.type != "cpu":
+        return f"the tensors are on {inputs.query.device.type}, not on a CPU"
+    if inputs.query.dtype not in (torch.float32, torch.float64):
+        return f"tiles are not computed in {inputs.query.dtype}"
+    if inputs.rel_key is None or inputs.rel_bias is not None:
+        return "tiles are for sinusoidal relative positions only"
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return "a loop over heads and rows is no graph"
+    if torch.is_autocast_enabled("cpu"):
+        return "tiles know nothing of autocast"
+    return None
+
+
+def flex_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
+    """PyTorch's FlexAttention, compiled, with (b) + (d) as a captured L × K tensor."""
+    query, key = inputs.query, inputs.key
+    if inputs.rel_key is None:
         bias = query.new_zeros(*query.shape[:3], key.shape[2])
     else:
-        bias = _position_scores(query, rel_key, position_bias, rel_bias, scaling)
-    bias = _hide(bias, window, key_mask)
+        bias = _position_scores(inputs, inputs.rel_key)
+    bias = _hide(bias, inputs)
 
     def add_bias(score, b, h, i, j):
         return score + bias[b, h, i, j]
 
-    query = _add_bias(query, content_bias)
-    return _compiled_flex_attention()(query, key, value, score_mod=add_bias, scale=scaling), None
+    query = _add_bias(query, inputs.content_bias)
+    return _compiled_flex_attention()(query, key, inputs.value, score_mod=add_bias, scale=inputs.scaling), None
 
 
 @functools.cache
@@ -188,24 +139,45 @@ def _compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def _why_not_flex(query: Tensor, dropout: float) -> str | None:
-    if dropout > 0:
+def _why_not_flex(inputs: AttentionInputs) -> str | None:
+    if inputs.dropout > 0:
         return "FlexAttention has no dropout of probabilities"
-    if query.device.type == "cpu" and torch.is_grad_enabled() and query.requires_grad:
+    if inputs.query.device.type == "cpu" and _needs_gradient(inputs.query):
         return "FlexAttention has no backward on CPU"
     return None
 
 
-def _with_fallback(name: str, function: Callable, why_not: Callable[[Tensor, float], str | None]) -> Callable:
-    """A backend that hands over to sdpa, with one warning, what it cannot do."""
+def auto_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
+    """The default: PyTorch's fused attention, and on CPU whatever is fastest there for these inputs."""
+    return RELATIVE_ATTENTION_FUNCTIONS[_fastest(inputs)](inputs)
+
+
+def _fastest(inputs: AttentionInputs) -> str:
+    query = inputs.query
+    if query.device.type != "cpu" or inputs.rel_key is None:
+        return "sdpa"
+    # Small tiles are done sooner all at once, and half precision has faster products for that.
+    large = query.dtype == torch.float32 and query.shape[2] * inputs.key.shape[2] >= 1 << 17
+    if large and _why_not_tiled(inputs) is None:
+        return "txl_tiles"
+    # With a mask that needs a gradient, PyTorch has no fused path on CPU, and its plain one is slower than ours.
+    return "eager" if _needs_gradient(query) else "sdpa"
+
+
+def _needs_gradient(query: Tensor) -> bool:
+    return torch.is_grad_enabled() and query.requires_grad
+
+
+def _with_fallback(name: str, function: Callable, why_not: Callable[[AttentionInputs], str | None]) -> Callable:
+    """A backend that hands over to the default, with one warning, what it cannot do."""
 
     @functools.wraps(function)
-    def attend(query: Tensor, *args):
-        reason = why_not(query, args[-1])
+    def attend(inputs: AttentionInputs):
+        reason = why_not(inputs)
         if reason is None:
-            return function(query, *args)
-        logger.warning_once(f"attn_implementation={name!r} falls back to 'sdpa': {reason}")
-        return sdpa_relative_attention(query, *args)
+            return function(inputs)
+        logger.warning_once(f"attn_implementation={name!r} falls back to 'auto': {reason}")
+        return auto_relative_attention(inputs)
 
     return attend
 
@@ -214,39 +186,41 @@ def _add_bias(query: Tensor, bias: Tensor | None) -> Tensor:
     return query if bias is None else query + bias[:, None].to(query.dtype)
 
 
-def _position_scores(
-    query: Tensor, rel_key: Tensor, position_bias: Tensor | None, rel_bias: Tensor | None, scaling: float
-) -> Tensor:
+def _position_scores(inputs: AttentionInputs, rel_key: Tensor) -> Tensor:
     """(b) + (d), or (b) and a learned score per distance: (B, H, L, K)."""
+    query, rel_bias = inputs.query, inputs.rel_bias
     B, _, L, _ = query.shape
     if L > 1:
         # Whatever the spare column holds: a row that is there already takes less time than zeros.
         rel_key = torch.cat([rel_key[:, :1], rel_key], dim=1)
         rel_bias = None if rel_bias is None else F.pad(rel_bias, (1, 0))
     # One product for each head, whatever the batch: the distances are everybody's.
-    queries = (_add_bias(query, position_bias) * scaling).transpose(0, 1).flatten(1, 2)
+    queries = (_add_bias(query, inputs.position_bias) * inputs.scaling).transpose(0, 1).flatten(1, 2)
     scores = torch.bmm(queries, rel_key.transpose(1, 2)).unflatten(1, (B, L))
     if rel_bias is not None:
-        scores = scores + rel_bias[:, None, None].to(scores.dtype) * scaling
+        scores = scores + rel_bias[:, None, None].to(scores.dtype) * inputs.scaling
     return (relative_shift(scores) if L > 1 else scores).transpose(0, 1)
 
 
-def _hide(scores: Tensor, window: int | None, key_mask: Tensor | None) -> Tensor:
+def _hide(scores: Tensor, inputs: AttentionInputs) -> Tensor:
     """Set the scores (B, H, L, K) of keys that a query does not see to minus infinity, in place."""
     L, K = scores.shape[-2:]
-    if window is not None or key_mask is not None:
-        return scores.masked_fill_(~visible_keys(L, K, window, key_mask, scores.device), -torch.inf)
+    if inputs.window is not None or inputs.key_mask is not None:
+        visible = visible_keys(L, K, inputs.window, inputs.key_mask, scores.device)
+        return scores.masked_fill_(~visible, -torch.inf)
     if L > 1:
         future = torch.ones(L, L, dtype=torch.bool, device=scores.device).triu(1)
         scores[..., K - L :].masked_fill_(future, -torch.inf)
     return scores
 
 
-RELATIVE_ATTENTION_FUNCTIONS: dict[str, Callable[..., tuple[Tensor, Tensor | None]]] = {
+RELATIVE_ATTENTION_FUNCTIONS: dict[str, Callable[[AttentionInputs], tuple[Tensor, Tensor | None]]] = {
+    "auto": auto_relative_attention,
     "eager": eager_relative_attention,
     "sdpa": sdpa_relative_attention,
+    "txl_tiles": _with_fallback("txl_tiles", tiled_relative_attention, _why_not_tiled),
     "flex_attention": _with_fallback("flex_attention", flex_relative_attention, _why_not_flex),
-    "txl_triton": _with_fallback("txl_triton", triton_relative_attention, lambda query, _: why_not_triton(query)),
+    "txl_triton": _with_fallback("txl_triton", triton_relative_attention, lambda inputs: why_not_triton(inputs.query)),
 }
 
 
@@ -290,16 +264,17 @@ def relative_attention(
         raise ValueError(
             f"attn_implementation={implementation!r} is not one of {', '.join(RELATIVE_ATTENTION_FUNCTIONS)}"
         )
-    return RELATIVE_ATTENTION_FUNCTIONS[implementation](
+    inputs = AttentionInputs(
         query,
         key,
         value,
-        rel_key,
-        content_bias,
-        position_bias,
-        rel_bias,
-        key_mask,
-        window,
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        dropout,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        dropout=dropout,
+        rel_key=rel_key,
+        content_bias=content_bias,
+        position_bias=position_bias,
+        rel_bias=rel_bias,
+        key_mask=key_mask,
+        window=window,
     )
+    return RELATIVE_ATTENTION_FUNCTIONS[implementation](inputs)

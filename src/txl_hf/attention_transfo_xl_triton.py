@@ -39,6 +39,8 @@ import os
 import torch
 from torch import Tensor
 
+from .attention_transfo_xl_inputs import AttentionInputs
+
 try:
     import triton
     import triton.language as tl
@@ -75,20 +77,8 @@ def why_not_triton(query: Tensor) -> str | None:
     return None
 
 
-def triton_relative_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rel_key: Tensor | None,
-    content_bias: Tensor | None,
-    position_bias: Tensor | None,
-    rel_bias: Tensor | None,
-    key_mask: Tensor | None,
-    window: int | None,
-    scaling: float,
-    dropout: float,
-) -> tuple[Tensor, None]:
-    """Relative attention without an L × K tensor; arguments as for every backend, see `relative_attention`.
+def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
+    """Relative attention without an L × K tensor.
 
     Dropout draws one seed from PyTorch's generator of the device, so that `torch.manual_seed` repeats it; the kernels
     derive the same mask from it, forward and backward, whatever their tiles.
@@ -97,33 +87,29 @@ def triton_relative_attention(
         ValueError: these tensors cannot be taken, for the reason that `why_not_triton` gives; `scaling` is not
             positive: the kernels look for a row's largest score before they scale it.
     """
-    if scaling <= 0:
-        raise ValueError(f"txl_triton cannot be used: scaling is {scaling}, not a positive number")
+    if inputs.scaling <= 0:
+        raise ValueError(f"txl_triton cannot be used: scaling is {inputs.scaling}, not a positive number")
+    query, rel_key = inputs.query, inputs.rel_key
     device_type = query.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else query.dtype
     if reason := why_not_triton(query.to(dtype)):
         raise ValueError(f"txl_triton cannot be used: {reason}")
     # The interpreter multiplies the bits of bfloat16 numbers as if they were integers.
     inner_dtype = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
-    query, key, value = query.to(inner_dtype), key.to(inner_dtype), value.to(inner_dtype)
-    if rel_key is None:
-        position_bias = rel_bias = None
-    else:
-        rel_key = rel_key.to(inner_dtype)
-    seed = torch.randint(2**62, (1,), device=query.device) if dropout > 0 else None
+    seed = torch.randint(2**62, (1,), device=query.device) if inputs.dropout > 0 else None
     output, _ = relative_attention_op(
-        query,
-        key,
-        value,
-        rel_key,
-        content_bias,
-        position_bias,
-        rel_bias,
-        key_mask,
+        query.to(inner_dtype),
+        inputs.key.to(inner_dtype),
+        inputs.value.to(inner_dtype),
+        None if rel_key is None else rel_key.to(inner_dtype),
+        inputs.content_bias,
+        None if rel_key is None else inputs.position_bias,
+        None if rel_key is None else inputs.rel_bias,
+        inputs.key_mask,
         seed,
-        window,
-        scaling,
-        dropout,
+        inputs.window,
+        inputs.scaling,
+        inputs.dropout,
     )
     return output.to(dtype), None
 

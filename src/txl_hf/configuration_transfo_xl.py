@@ -146,6 +146,18 @@ class TransfoXLConfig(PreTrainedConfig):
         # Here too, because `@strict` wraps what its validators raise into an error that is no ValueError.
         self.validate_architecture()
 
+    @property
+    def output_attentions(self) -> bool | None:
+        """Whether to return attentions; under any backend, since such a call is computed by eager."""
+        return self._output_attentions
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool):
+        self._output_attentions = value
+
+    def validate_output_attentions(self):
+        """`transformers` refuses any backend but eager here."""
+
     def validate_architecture(self):
         """Part of the `@strict` validation: fields that fit together."""
         for name in ("vocab_size", "d_model", "d_embed", "n_head", "d_head", "d_inner", "n_layer", "div_val"):

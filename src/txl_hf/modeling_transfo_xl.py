@@ -182,6 +182,7 @@ class TransfoXLAttention(nn.Module):
         key_mask: Tensor | None = None,
         window: int | None = None,
         past_key_values: Cache | None = None,
+        implementation: str | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         """
@@ -193,6 +194,7 @@ class TransfoXLAttention(nn.Module):
             rel_keys: the positions as projected by each layer before; this layer adds its own.
             content_bias, position_bias, rel_bias, key_mask, window: see `relative_attention`.
             past_key_values: holds the keys and values of the memory and takes those of `context`.
+            implementation: the backend, by default that of the configuration.
 
         Returns:
             (B, L, D), and the probabilities where the backend has them.
@@ -218,7 +220,7 @@ class TransfoXLAttention(nn.Module):
             key_mask=key_mask,
             window=window,
             dropout=self.config.dropatt if self.training else 0.0,
-            implementation=self.config._attn_implementation,
+            implementation=implementation or self.config._attn_implementation,
         )
         return self.dropout(self.o_proj(attended.transpose(1, 2).flatten(2))), probabilities
 
@@ -325,9 +327,9 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
         return True
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """The backend's name; what `transformers` does not know of is ours, and only eager has attentions."""
-        if requested_attention is None and self.config.output_attentions:
-            return "eager"
+        """The backend's name; what `transformers` does not know of is ours, the default among them."""
+        if requested_attention is None:
+            return "auto"
         if requested_attention in RELATIVE_ATTENTION_FUNCTIONS:
             return requested_attention
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
@@ -453,13 +455,6 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 there.
         """
         check_keywords(kwargs)
-        if kwargs.get("output_attentions", self.config.output_attentions) and (
-            self.config._attn_implementation != "eager"
-        ):
-            raise ValueError(
-                f"output_attentions=True needs attn_implementation='eager', not {self.config._attn_implementation!r}: "
-                "call model.set_attn_implementation('eager')"
-            )
         filled = (lengths or MemoryLengths()).of(self.config)
         inputs_embeds = self._embed(input_ids, inputs_embeds)
         _check_documents(inputs_embeds, attention_mask, kwargs)
@@ -475,6 +470,9 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         state = None if past_key_values is None or torch.is_grad_enabled() else decoding_state_of(past_key_values)
         encodings = self._relative_encodings(key_length, inputs_embeds, state, filled)
         window = filled.window
+        # Only eager has the probabilities.
+        wants_attentions = kwargs.get("output_attentions", self.config.output_attentions)
+        implementation = "eager" if wants_attentions else None
         states = []
         for i, layer in enumerate(self.layers[: self.config.n_layer]):
             states.append(hidden_states)
@@ -487,6 +485,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 key_mask=key_mask,
                 window=window,
                 past_key_values=past_key_values,
+                implementation=implementation,
                 **encodings[i],
             )
         if past_key_values is not None:

@@ -1,0 +1,64 @@
+"""What every attention backend is given, and which keys a query sees of it.
+
+Shapes: B batch, H heads, Dh head width, L queries (the segment), K = m + L keys (memory, then segment).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["AttentionInputs", "visible_keys"]
+
+
+class AttentionInputs(NamedTuple):
+    """The arguments of `relative_attention`, as its backends take them: one tuple, read by name.
+
+    Args:
+        query: (B, H, L, Dh). key, value: (B, H, K, Dh), K ≥ L; the queries are the last L of the K keys' positions.
+        scaling: factor of all scores.
+        dropout: probability of dropping an attention probability.
+        rel_key: (H, K, Dh), W_R R with the furthest distance first: row c belongs to distance K - 1 - c.
+            None: no term depends on the distance.
+        content_bias: (H, Dh), u. position_bias: (H, Dh), v.
+        rel_bias: (H, K), a learned score per distance, rows as in `rel_key`.
+        key_mask: (B, K) bool, False where a key is padding.
+        window: the furthest distance a query sees; None: all keys up to itself.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+    dropout: float = 0.0
+    rel_key: Tensor | None = None
+    content_bias: Tensor | None = None
+    position_bias: Tensor | None = None
+    rel_bias: Tensor | None = None
+    key_mask: Tensor | None = None
+    window: int | None = None
+
+
+def visible_keys(
+    query_length: int, key_length: int, window: int | None, key_mask: Tensor | None, device: torch.device
+) -> Tensor:
+    """Which key each query may attend to.
+
+    Args:
+        query_length: L. key_length: K.
+        window: furthest distance seen; None: every key up to the query.
+        key_mask: (B, K) bool, False for padding; None: no padding.
+
+    Returns:
+        (B or 1, 1, L, K) bool. A query always sees itself, so that no softmax is empty: what a padded query computes
+        is never read.
+    """
+    query_position = torch.arange(key_length - query_length, key_length, device=device)[:, None]
+    distance = query_position - torch.arange(key_length, device=device)
+    visible = distance >= 0
+    if window is not None:
+        visible = visible & (distance <= window)
+    visible = visible[None, None]
+    if key_mask is not None:
+        visible = (visible & key_mask[:, None, None, :]) | (distance == 0)
+    return visible
