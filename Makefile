@@ -7,28 +7,37 @@ LEGACY ?= .venv-legacy
 PEER := --peer-python $(LEGACY)/bin/python
 PROSE ?= ../shared/data/wikitext-2/wiki.test.tokens
 BIN := $(VENV)/bin
+# The newest torch and the newest transformers, unless told otherwise: see test-oldest.
+CONSTRAINTS ?= constraints.txt
+TRANSFORMERS ?= transformers
 # Triton decides when it is imported whether its interpreter runs the kernels, so these tests have processes of their own.
-INTERPRETED := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
-PIP := $(BIN)/python -m pip install --constraint constraints.txt
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=10 --durations-min=1
+INTERPRETED := TRITON_INTERPRET=1 $(PYTEST)
+PIP := $(BIN)/python -m pip install --constraint $(CONSTRAINTS)
 
-.PHONY: venv demo test test-all test-gpu style quality bench bench-gpu clean
+.PHONY: venv demo test test-all test-gpu test-oldest style quality docs mutants bench bench-gpu clean
 
 # Train a small model on real text and see what its memory is worth; TEXT=path for a text of your own.
 demo: $(VENV)/demo-installed
 	@$(BIN)/python examples/demo.py --output $(OUTPUT) $(if $(TEXT),--text "$(TEXT)")
 
-# The suite, within minutes on two cores.
+# The suite, in under eight minutes on two cores; ends with its ten slowest.
 test: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu" --ignore tests/test_triton.py
+	$(PYTEST) --dist loadfile -m "not slow and not gpu" --ignore tests/test_triton.py
 	$(INTERPRETED) -m "not slow and not gpu" tests/test_triton.py
 
 # The suite with its long tests.
 test-all: venv
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" --ignore tests/test_triton.py
+	$(PYTEST) --dist loadfile -m "not gpu" --ignore tests/test_triton.py
 	$(INTERPRETED) -m "not gpu" tests/test_triton.py
 
 test-gpu: venv
 	$(BIN)/python -m pytest -m gpu
+
+# The suite with the oldest transformers that is promised, in an environment of its own. CONSTRAINTS=FILE, with a line
+# like torch==2.6.0, for the oldest torch too.
+test-oldest:
+	$(MAKE) test VENV=.venv-oldest TRANSFORMERS=transformers==5.17.0
 
 # Rewrite the sources in the project's style.
 style: venv
@@ -39,7 +48,15 @@ style: venv
 quality: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy src
+	$(BIN)/mypy
+
+# The documentation, as a site in build/site; a link that leads nowhere is an error.
+docs: venv
+	$(BIN)/mkdocs build --strict --quiet
+
+# Whether the tests would notice: 210 seeded changes to the sources, each of which some test should find.
+mutants: venv
+	$(BIN)/python tests/mutants.py
 
 # Every benchmark for a CPU, half an hour on two cores; then the tables, and whether the ratios are those committed.
 bench: venv $(LEGACY)/installed
@@ -59,21 +76,21 @@ bench-gpu: venv
 	$(BIN)/python benchmarks/report.py
 
 clean:
-	rm -rf $(VENV) $(LEGACY) build demo-output .pytest_cache .hypothesis .ruff_cache .mypy_cache src/*.egg-info
+	rm -rf $(VENV) .venv-oldest $(LEGACY) build demo-output .pytest_cache .hypothesis .ruff_cache .mypy_cache src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 venv: $(VENV)/dev-installed
 
 $(VENV)/dev-installed: $(VENV)/demo-installed
-	$(PIP) --editable ".[dev]"
+	$(PIP) --editable ".[dev]" $(TRANSFORMERS)
 	@touch $@
 
 # torch comes first and alone: with it in place, nothing that follows looks for another one.
-$(VENV)/demo-installed: pyproject.toml constraints.txt
+$(VENV)/demo-installed: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=path/to/python")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install "$$(grep ^torch== constraints.txt)"
-	$(PIP) --editable . matplotlib
+	$(BIN)/python -m pip install "$$(grep ^torch== $(CONSTRAINTS))"
+	$(PIP) --editable . matplotlib $(TRANSFORMERS)
 	@touch $@
 
 $(LEGACY)/installed: constraints.txt

@@ -271,10 +271,11 @@ def reload(
     # The folder's code goes through a cache of its own; nothing comes from elsewhere.
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(scratch / "modules")}
     loaded = {}
+    script = Path(__file__).with_name("demo_reload.py")
     for package in ("with", "without"):
-        command: list[str | Path] = [sys.executable, Path(__file__).with_name("demo_reload.py"), folder, scratch / "prompt.txt"]
+        command = [sys.executable, str(script), str(folder), str(scratch / "prompt.txt")]
         process = subprocess.run(
-            [*command, scratch / package, package],
+            [*command, str(scratch / package), package],
             env=environment,
             capture_output=True,
             text=True,
