@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -114,26 +113,6 @@ def test_offsets_point_into_the_text():
     encoding = small("moses")(text, return_offsets_mapping=True)
     spans = [text[start:end] for start, end in encoding["offset_mapping"]]
     assert spans == ["Über", "1", ",", "234", "well", "-", "known", '"', "naïve", '"', "…", "–", "<unk>", "don", "’t"]
-
-
-@pytest.mark.parametrize(
-    "text", ["a" * 50_000 + ".", "a." * 20_000, "," * 20_000 + "5", "'" * 20_000, "1.1. " * 9_000]
-)
-def test_hostile_lengths_take_no_time(text):
-    """Linear in the length; a rule that looks back to the beginning would take minutes."""
-    tokenizer = small("moses")
-    start = time.process_time()
-    assert tokenizer(text)["input_ids"]
-    assert time.process_time() - start < 5
-
-
-def test_long_texts_are_decoded_in_no_time():
-    tokenizer = small("moses")
-    ids = tokenizer(SENTENCE)["input_ids"]
-    start = time.process_time()
-    text = tokenizer.decode(ids * (30_000 // len(ids)))
-    assert time.process_time() - start < 5
-    assert text.startswith(tokenizer.decode(ids))
 
 
 # ---- modes and vocabularies -----------------------------------------------------------------------------------------

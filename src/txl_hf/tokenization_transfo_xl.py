@@ -669,8 +669,10 @@ def _moses_normalizers(specials: list) -> list:
         (f"(?<=[{_AN}])-(?=[{_AN}])", " @-@ "),
         (r"\.(?<!\.\.)(?=\.)", " ."),
         (r"\.(?<=\.\.)(?!\.)", ". "),
-        # A comma between digits stays. Of a run of commas Moses takes two at a time.
-        (rf",(?:(?![{_D}])|(?<!(?:[{_D}]|\A)(?:,,)*,|[^{_D},](?:,,)+))", " , "),
+        # A comma between digits stays. Of a run of commas Moses takes two at a time, so the last one may stay as well.
+        (rf"(?:(?<=[{_D}])|\A)(?:,,)*+\K,(?=[{_D}])|(?<=[^{_D},]),(?:,,)*+\K,(?=[{_D}])", _MARK),
+        (",", " , "),
+        (_MARK, ","),
         # Apostrophes. Of `x'y'z` Moses sees the first, since `y` is taken.
         (
             rf"'(?:(?<=[^{_A}]')(?=[^{_A}])(?<![^{_A}]'(?:[{_D}.\-&&[^{_A}]]|\s{{1,9}})?')"
@@ -683,7 +685,11 @@ def _moses_normalizers(specials: list) -> list:
             " '",
         ),
         # A full stop ends a word, but not abbreviations with a full stop inside or known ones, or before lower case.
-        (rf"\.(?=[{_WORD}])[{_WORD}]*\K(?<=[{_A}][{_WORD}]{{0,99}})\.(?![{_WORD}])", _MARK),
+        (
+            rf"(?<![{_WORD}])(?=[{_WORD}&&[^{_A}]]*+[{_A}])(?:[{_WORD}&&[^.]]*+\.(?=[{_WORD}]))++"
+            rf"[{_WORD}&&[^.]]*+\K\.(?![{_WORD}])",
+            _MARK,
+        ),
         (
             rf"\.(?![{_WORD}])(?!\s*[{_L}])(?<=[{_WORD}>]\.)(?<!\.\.){abbreviations}"
             rf"(?:(?!\s+[0-9])|(?<!(?:\A|[^{_WORD}])(?:{before_number})\.))",
@@ -787,8 +793,8 @@ def _moses_decoder(symbols: list[str], outside: list[str]):
     steps += [
         decoders.Replace(Regex(no_space), ""),
         decoders.Replace(_MARK, ""),
-        decoders.Replace(Regex(rf" *{_BORDER}[ {_BORDER}]*"), _BORDER),
-        decoders.Replace(Regex(rf"\A[ {_BORDER}]+|[ {_BORDER}]+\z"), ""),
+        decoders.Replace(Regex(rf"(?<! ) *+{_BORDER}[ {_BORDER}]*+"), _BORDER),
+        decoders.Replace(Regex(rf"\A[ {_BORDER}]+|(?<![ {_BORDER}])[ {_BORDER}]++\z"), ""),
         decoders.Replace(" @,@ ", ","),
         decoders.Replace(" @.@ ", "."),
         decoders.Replace(_BORDER, " "),

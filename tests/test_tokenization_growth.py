@@ -1,0 +1,113 @@
+"""The tokenizer takes time in proportion to a text's length, whatever the text.
+
+A call cannot be interrupted, so that a quadratic rule is a way to stop a server: 16,000 full stops once took a minute.
+"""
+
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from txl_hf import TransfoXLTokenizer
+
+SENTENCE = "Mr. Smith said: \"It's 1,234.5 km (well-known).\" <unk> didn't <formula> agree ...\n"
+
+# What the rules look at, alone and with what stands beside it: each was, or could be, a run that is read again from
+# each of its characters.
+HOSTILE = [
+    *(". .. 1. a. .a .1 a.. . . a.1 .' '. .\n 0.1234,0.5678, No.5. x.y. Mr. U.S. e.g.".split(" ")),
+    *(", ,, 1, a, ,5 a,1 1,1 1,, a,1; a,,,1; a,a., ,. ,'".split(" ")),
+    *("' a' 1' 's '1 '' ` `` \" \", '\" „ » « “’ n't".split(" ")),
+    *("- a- -1 – — @ @-@ @,@ @.@ < <unk> <UNK> <unk > > $ ( ! ? &amp; …".split(" ")),
+    *("a é 漢 ١ Ⅷ İ \u0301 \u200b \x01 \ufdd0 \ufdd2".split(" ")),
+    *[" ", "\t", "\n", "\xa0", "1\xa0", "\u3000", "\x1c", "«\xa0", "\xa0»", ". ", ".  5", "a b", "' ", "\n' ", "a,1 "],
+]
+PIECES = [*HOSTILE, *"abAZ019.,-'\"<>@() \xa0\n", "...", ",,", ", ", "<formula>"]
+
+
+def check_growth(call: Callable, make: Callable[[int], object]) -> None:
+    """Four times the length takes four times as long, and not 16 times. Least processor time of three trials."""
+
+    def seconds(length: int, at_most: float = 60.0) -> float:
+        text = make(length)
+        least = float("inf")
+        for _ in range(3):
+            start = time.process_time()
+            call(text)
+            least = min(least, time.process_time() - start)
+            if least < at_most:
+                break
+        return least
+
+    call(make(100))
+    assert seconds(2000, at_most=0.5) < 0.5
+    short = seconds(4000)
+    # A millisecond is within what a clock and a busy machine are off by.
+    at_most = 8 * max(short, 0.002)
+    assert seconds(16_000, at_most) < at_most, f"4,000 characters take {short:.4f} s"
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["cased", "lower"])
+def tokenizer(request):
+    return TransfoXLTokenizer.train_from_iterator([SENTENCE, "the cat"], mode="moses", lower_case=request.param)
+
+
+@pytest.mark.parametrize("piece", HOSTILE, ids=ascii)
+def test_a_run_of_anything_takes_time_in_proportion_to_its_length(tokenizer, piece):
+    check_growth(tokenizer, lambda length: piece * (length // len(piece)))
+
+
+runs = st.lists(st.lists(st.sampled_from(PIECES), min_size=1, max_size=4).map("".join), min_size=1, max_size=3)
+
+
+def check_runs(tokenizer, pieces: list[str], ends: list[str]) -> None:
+    def make(length: int) -> str:
+        return ends[0] + "".join(piece * (length // len(piece) // len(pieces)) for piece in pieces) + ends[1]
+
+    check_growth(tokenizer, make)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(pieces=runs, ends=st.lists(st.sampled_from(PIECES), min_size=2, max_size=2))
+def test_runs_of_mixtures_take_time_in_proportion_to_their_length(tokenizer, pieces, ends):
+    check_runs(tokenizer, pieces, ends)
+
+
+@pytest.mark.slow
+@settings(max_examples=600, deadline=None)
+@given(pieces=runs, ends=st.lists(st.sampled_from(PIECES), min_size=2, max_size=2))
+def test_600_runs_of_mixtures_take_time_in_proportion_to_their_length(tokenizer, pieces, ends):
+    check_runs(tokenizer, pieces, ends)
+
+
+SYMBOLS = [
+    "<eos>",
+    " ",
+    "  ",
+    "a",
+    "'",
+    '"',
+    "„",
+    "``",
+    ".",
+    ",",
+    "@-@",
+    "@,@",
+    "(",
+    "$",
+    "漢",
+    "s",
+    "&amp;",
+    "\ufdd1",
+]
+
+
+@pytest.mark.parametrize(
+    "symbols", [[symbol] for symbol in SYMBOLS] + [["'", "a"], ["s", "'"], ["„", "a"], [" ", "a"]]
+)
+def test_decoding_takes_time_in_proportion_to_the_number_of_symbols(symbols):
+    tokenizer = TransfoXLTokenizer.from_symbols(SYMBOLS, extra_special_tokens=["<pad>"])
+    ids = tokenizer.convert_tokens_to_ids(symbols)
+    check_growth(tokenizer.decode, lambda length: ids * (length // 2 // len(ids)))
