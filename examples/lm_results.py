@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from lm_arguments import Arguments, EvaluationArguments, RunArguments
 from txl_hf import TransfoXLForCausalLM, evaluate_language_model
-from txl_hf.checkpoints import UNFINISHED_PREFIX
 from txl_hf.evaluation import LanguageModelEvaluation, figures
+from txl_hf.files import whole_file, write_text
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
@@ -42,7 +42,7 @@ def open_output(output: Path, arguments: Arguments):
         shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True, exist_ok=True)
     settings = {name: value for name, value in arguments.as_dict().items() if name not in ("resume", "overwrite")}
-    replace_text(output / RECIPE, yaml.safe_dump(settings, sort_keys=False))
+    write_text(output / RECIPE, yaml.safe_dump(settings, sort_keys=False))
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def finish(output: Path, texts: dict, arguments: Arguments):
         (output / RESULTS).unlink(missing_ok=True)
         (output / BEST).rmdir()
     if not (output / RESULTS).exists():
-        replace_text(output / RESULTS, json.dumps(score(output, texts, arguments.evaluation), indent=1) + "\n")
+        write_text(output / RESULTS, json.dumps(score(output, texts, arguments.evaluation), indent=1) + "\n")
     results, metric = json.loads((output / RESULTS).read_text()), arguments.evaluation.metric
     for split in ("validation", "test"):
         print(f"{split}: {metric} {results[split][metric]:.3f}")
@@ -115,14 +115,7 @@ def read_log(path: Path) -> list[dict[str, float]]:
 
 def cut_log(path: Path, step: int):
     """Forget what came after a step, because it will come again."""
-    replace_text(path, "".join(json.dumps(line) + "\n" for line in read_log(path) if line["step"] <= step))
-
-
-def replace_text(path: Path, text: str):
-    """Write a file as a whole or not at all."""
-    aside = path.with_name(f"{UNFINISHED_PREFIX}-{path.name}")
-    aside.write_text(text)
-    os.replace(aside, path)
+    write_text(path, "".join(json.dumps(line) + "\n" for line in read_log(path) if line["step"] <= step))
 
 
 def plot(log: list[dict[str, float]], path: Path, metric: str):
@@ -138,7 +131,6 @@ def plot(log: list[dict[str, float]], path: Path, metric: str):
         axes.set_yscale("log")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
-    aside = path.with_name(f"{UNFINISHED_PREFIX}-{path.name}")
-    figure.savefig(aside, dpi=150)
-    os.replace(aside, path)
+    with whole_file(path) as aside:
+        figure.savefig(aside, dpi=150)
     plt.close(figure)

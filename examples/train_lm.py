@@ -31,7 +31,6 @@ from accelerate import skip_first_batches
 from accelerate.utils import set_seed
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers.trainer_utils import rotate_checkpoints
 
 from lm_arguments import SPLITS, Arguments, parse_arguments, shrink
 from lm_results import (
@@ -59,10 +58,25 @@ from lm_setup import (
     make_stream,
 )
 from txl_hf import TransfoXLForCausalLM
-from txl_hf.checkpoints import UNFINISHED_PREFIX, finish_checkpoint, last_checkpoint, load_mems, save_mems
+from txl_hf.checkpoints import (
+    UNFINISHED_PREFIX,
+    begin_run,
+    data_only,
+    finish_checkpoint,
+    last_checkpoint,
+    list_checkpoints,
+    load_mems,
+    remove_old_checkpoints,
+    save_mems,
+)
 from txl_hf.evaluation import figures
+from txl_hf.files import whole_folder
 from txl_hf.regularization import regularize
 from txl_hf.streams import check_loader
+
+# How far a run is, with the types in a checkpoint's JSON; the rest is accelerate's.
+STATE = {"step": int, "tokens": int, "best": float}
+STATE_NAME, AVERAGE_NAME = "training_state.json", "average.pt"
 
 
 def main(argv: list[str] | None = None):
@@ -244,12 +258,9 @@ class Training:
         """Put a model into the place of the best one."""
         state_dict = self.accelerator.get_state_dict(model, unwrap=False)
         if self.accelerator.is_main_process:
-            aside = self.output / f"{UNFINISHED_PREFIX}-{BEST}"
-            shutil.rmtree(aside, ignore_errors=True)
-            model.save_pretrained(aside, state_dict=state_dict, repo_id=self.output.name)
-            self.tokenizer.save_pretrained(aside)
-            shutil.rmtree(self.output / BEST, ignore_errors=True)
-            os.replace(aside, self.output / BEST)
+            with whole_folder(self.output / BEST) as aside:
+                model.save_pretrained(aside, state_dict=state_dict, repo_id=self.output.name)
+                self.tokenizer.save_pretrained(aside)
         self.accelerator.wait_for_everyone()
 
     # --- log ---------------------------------------------------------------------------------------------------------
@@ -277,18 +288,22 @@ class Training:
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def resume(self):
-        """Go on from the last complete checkpoint, if that is wanted and there is one, and open the output."""
-        self.accelerator.register_for_checkpointing(self, self.scheduler)
-        if self.averaged is not None:
-            self.accelerator.register_for_checkpointing(self.averaged)
+        """Go on from the last usable checkpoint, if that is wanted and there is one, and open the output."""
         checkpoint = last_checkpoint(self.output) if self.arguments.run.resume else None
         if checkpoint is not None:
             self.load_checkpoint(Path(checkpoint))
+        elif self.arguments.run.resume and (unusable := list_checkpoints(self.output)):
+            names = ", ".join(path.name for _, path in unusable)
+            raise ValueError(
+                f"no checkpoint in --output {self.output} can be resumed ({names}; the lines above say why): start "
+                "again with --overwrite"
+            )
         # All processes have looked; what is refused has changed nothing.
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             open_output(self.output, self.arguments)
             cut_log(self.output / LOG, self.step)
+            self.run_id = begin_run(self.output, checkpoint)
         self.accelerator.wait_for_everyone()
         self.accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": self.step + 1}})
 
@@ -305,34 +320,55 @@ class Training:
         layers = [accelerator.gather(states.contiguous()).cpu() for states in mems]
         if accelerator.is_main_process:
             save_mems(aside / name, layers, self.position())
+            state = {name: getattr(self, name) for name in STATE}
+            (aside / name / STATE_NAME).write_text(json.dumps(state), encoding="utf-8")
+            if self.averaged is not None:
+                torch.save(self.averaged.state_dict(), aside / name / AVERAGE_NAME)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            finish_checkpoint(aside / name, self.output / name)
-            rotate_checkpoints(str(self.output), self.arguments.run.save_total_limit)
+            finish_checkpoint(aside / name, self.output / name, self.run_id)
+            remove_old_checkpoints(self.output, self.arguments.run.save_total_limit, keep=[self.output / name])
         accelerator.wait_for_everyone()
 
     def load_checkpoint(self, folder: Path):
         try:
-            self.accelerator.load_state(str(folder))
-        except RuntimeError as error:
-            if "loading state_dict" not in str(error):
-                raise
-            raise ValueError(f"{folder} has another model: resume with the recipe and options of the run") from error
+            with data_only():
+                self.accelerator.load_state(str(folder))
+                if self.averaged is not None:
+                    self.averaged.load_state_dict(torch.load(folder / AVERAGE_NAME, map_location="cpu"))
+        except Exception as error:
+            # Each of the libraries that read it has errors of its own for a model or an optimiser of another shape.
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"{folder} has another model or optimiser: resume with the recipe and options of the run ({reason})"
+            ) from error
+        self.load_state(folder / STATE_NAME)
+        self.go_on_with_schedule()
         share = self.stream.batch_size // self.accelerator.num_processes
         first, rows = self.accelerator.process_index * share, share // len(self.mems)
         starts = range(first, first + share, rows)
         self.mems = load_mems(folder, self.position(), starts, rows, self.accelerator.device)
 
+    def load_state(self, path: Path):
+        """How far the run is; nothing else that the file may hold is taken."""
+        state = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if not isinstance(state, dict) or not all(isinstance(state.get(name), kind) for name, kind in STATE.items()):
+            raise ValueError(f"{path} is no state of a run of train_lm.py, with {', '.join(STATE)}")
+        self.step, self.tokens, self.best = (state[name] for name in STATE)
+
+    def go_on_with_schedule(self):
+        """Learning rates are a function of the steps done, and of the recipe."""
+        scheduler = self.scheduler
+        scheduler.last_epoch, scheduler._step_count = self.step, self.step + 1
+        pairs = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        scheduler._last_lr = [rate * factor(self.step) for rate, factor in pairs]
+        for group, rate in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+
     def position(self) -> dict[str, int]:
         """Where the run is in the stream that it reads."""
-        names = ("batch_size", "segment_length", "ext_len", "varlen_seed", "steps")
+        names = ("batch_size", "segment_length", "ext_len", "varlen_seed", "steps", "fingerprint")
         return {"step": self.step, **{name: getattr(self.stream, name) for name in names}}
-
-    def state_dict(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in ("step", "tokens", "best")}
-
-    def load_state_dict(self, state: dict[str, float]):
-        vars(self).update(state)
 
 
 if __name__ == "__main__":

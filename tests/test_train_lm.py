@@ -621,7 +621,7 @@ def test_folders_that_are_refused(tmp_path, capsys, recipe, corpus):
     train(recipe, *options, output, "--overwrite", "--save_every", "1")
     settings = (output / "recipe.yaml").read_text()
     message = refused(capsys, recipe, *options, output, "--resume", "--d_inner", "20")
-    assert "has another model: resume with the recipe and options of the run" in message
+    assert "has another model or optimiser: resume with the recipe and options of the run" in message
     message = refused(capsys, recipe, *options, output, "--resume", "--batch_size", "2")
     assert "is from a stream at" in message and "resume with the same text, batch size and lengths" in message
     assert (output / "recipe.yaml").read_text() == settings

@@ -438,7 +438,7 @@ def test_a_checkpoint_of_the_same_name_is_replaced(tmp_path, saved_run):
     shutil.copytree(saved_run[0] / "checkpoint-5", tmp_path / "checkpoint-5")
     (tmp_path / "checkpoint-5" / "of-an-earlier-run").touch()
     make_trainer(tmp_path, **SGD, **SAVING, save_total_limit=2).train()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-12"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-12", "run.json"]
 
 
 def kill_and_resume(path: Path, kills: int, seed: int, **arguments):

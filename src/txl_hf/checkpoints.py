@@ -1,17 +1,28 @@
 """Checkpoints of a training with memory: they are whole or not there, and hold what each stream remembers.
 
 A checkpoint is written aside, into a folder whose name begins with `UNFINISHED_PREFIX`; `finish_checkpoint` gives it
-its name when it is complete.
+its name when it is complete and on the disk. Its manifest names the run that wrote it and each of its files with size
+and CRC-32, so that one that is damaged is known as such before anything is read from it.
+
+A checkpoint may come from anyone. Nothing in it is executed: what is pickled is opened as data alone before any
+library reads it (`checkpoint_problem`), and libraries that would do more are kept from it (`data_only`).
 """
 
+import codecs
 import json
 import os
+import pickle
 import re
+import secrets
 import shutil
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -19,70 +30,262 @@ from torch import Tensor
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
+from .files import UNFINISHED_PREFIX, move_into_place, write_text
+
 __all__ = [
     "UNFINISHED_PREFIX",
+    "begin_run",
     "checkpoint_problem",
+    "data_only",
     "finish_checkpoint",
     "last_checkpoint",
+    "list_checkpoints",
     "load_mems",
+    "remove_old_checkpoints",
     "save_mems",
 ]
 
 logger = logging.get_logger(__name__)
 
 MEMS_NAME = "mems.safetensors"
-# Written last: the files of a complete checkpoint and their sizes.
+# Written last: which run wrote a checkpoint, and what files it is of.
 MANIFEST_NAME = "checkpoint_files.json"
-# Uploads of an output directory leave out what begins so.
-UNFINISHED_PREFIX = "_unfinished"
+# In the folder of the checkpoints: which run writes there now.
+RUN_NAME = "run.json"
+# Pickled, but read by nobody.
+NEVER_READ = ("training_args.bin",)
+
+# --- which checkpoint ------------------------------------------------------------------------------------------------
+
+
+def begin_run(output_dir: str | os.PathLike, checkpoint: str | os.PathLike | None = None) -> str:
+    """Say that a run writes to a directory from now on: that of the checkpoint that it goes on from, or a new one.
+
+    Returns:
+        What the run is known by, for `finish_checkpoint`.
+    """
+    run = secrets.token_hex(8) if checkpoint is None else _read_manifest(Path(checkpoint))["run"]
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    write_text(Path(output_dir) / RUN_NAME, json.dumps({"run": run}) + "\n")
+    return run
+
+
+def current_run(output_dir: str | os.PathLike) -> str | None:
+    """The run that writes to a directory, or None where none has begun."""
+    try:
+        run = json.loads((Path(output_dir) / RUN_NAME).read_text(encoding="utf-8"))["run"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return run if isinstance(run, str) else None
+
+
+def list_checkpoints(output_dir: str | os.PathLike) -> list[tuple[int, Path]]:
+    """The checkpoints of a directory with their steps, in the order of the steps, whatever clocks say."""
+    found = [(_step(path), path) for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
+    return sorted((step, path) for step, path in found if step is not None)
 
 
 def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """The complete checkpoint of the most steps in a directory, or None. Incomplete ones are warned of."""
-    checkpoints = []
-    for pattern in (f"{PREFIX_CHECKPOINT_DIR}-*", f"{UNFINISHED_PREFIX}-*/{PREFIX_CHECKPOINT_DIR}-*"):
-        for path in Path(output_dir).glob(pattern):
-            if match := re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name):
-                checkpoints.append((int(match[1]), path))
+    """The usable checkpoint of the most steps of the run that writes to a directory, or None.
+
+    Those that cannot be used, or are of an earlier run in the same directory, are warned of.
+    """
+    unfinished = [(_step(path), path) for path in Path(output_dir).glob(f"{UNFINISHED_PREFIX}-*/*")]
     # Stable, so that of two with the same steps the renamed one comes first.
-    for _, path in sorted(checkpoints, key=lambda checkpoint: -checkpoint[0]):
+    candidates = list_checkpoints(output_dir)[::-1] + [(step, path) for step, path in unfinished if step is not None]
+    run = current_run(output_dir)
+    for _, path in sorted(candidates, key=lambda candidate: -candidate[0]):
         problem = checkpoint_problem(path)
+        if problem is None and run not in (None, _read_manifest(path)["run"]):
+            problem = "it is of an earlier run in this directory; to go on from it, name it"
         if problem is None:
             return str(path)
         logger.warning(f"skipping {path}: {problem}")
     return None
 
 
+def remove_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, keep: Iterable[str | os.PathLike | None]):
+    """Remove checkpoints until `limit` are left: first those of earlier runs, then those of the fewest steps.
+
+    Args:
+        limit: None or 0: all stay.
+        keep: checkpoints that stay in any case.
+    """
+    run, kept = current_run(output_dir), {Path(path).resolve() for path in keep if path is not None}
+    checkpoints = list_checkpoints(output_dir)
+    own = [path for _, path in checkpoints if run is None or _run_of(path) == run]
+    others = [path for _, path in checkpoints if path not in own]
+    candidates = [path for path in others + own if path.resolve() not in kept]
+    if limit:
+        for path in candidates[: max(0, len(checkpoints) - limit)]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _step(path: Path) -> int | None:
+    match = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name)
+    return int(match[1]) if match else None
+
+
+def _run_of(checkpoint: Path) -> str | None:
+    try:
+        return _read_manifest(checkpoint)["run"]
+    except ValueError:
+        return None
+
+
+# --- whole, and data alone -------------------------------------------------------------------------------------------
+
+
+def finish_checkpoint(written: Path, final: Path, run: str):
+    """Give a checkpoint that is written its manifest and its name; then remove what is unfinished beside it."""
+    files = {path.relative_to(written).as_posix(): _describe(path) for path in written.rglob("*") if path.is_file()}
+    (written / MANIFEST_NAME).write_text(json.dumps({"run": run, "files": files}, indent=1), encoding="utf-8")
+    # Killed between the two renames that replace one of the same name, `last_checkpoint` finds the new one where it
+    # was written.
+    move_into_place(written, final)
+    for leftover in final.parent.glob(f"{UNFINISHED_PREFIX}-*"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
 def checkpoint_problem(folder: Path) -> str | None:
-    """Why training cannot go on from a checkpoint, or None."""
+    """Why training cannot go on from a checkpoint, or None: every file has been read then."""
     if not folder.is_dir():
         return "it does not exist"
     try:
-        sizes = json.loads((folder / MANIFEST_NAME).read_text())
-    except (OSError, ValueError):
-        return f"it is incomplete, or not of a training with memory ({MANIFEST_NAME} is missing)"
-    for name, size in sizes.items():
-        file = folder / name
-        if not file.is_file() or file.stat().st_size != size:
-            return f"it is incomplete ({name} is missing or truncated)"
-    if MEMS_NAME not in sizes:
+        files = _read_manifest(folder)["files"]
+        for name, expected in files.items():
+            file = folder / name
+            if not file.is_file() or file.stat().st_size != expected["size"]:
+                return f"it is incomplete ({name} is missing or truncated)"
+            if _describe(file) != expected:
+                return f"it is damaged ({name} is not what was written)"
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and path.name not in NEVER_READ:
+                _check_readable(path, path.relative_to(folder).as_posix())
+    except ValueError as error:
+        return str(error)
+    except OSError as error:
+        return f"it cannot be read ({error})"
+    if MEMS_NAME not in files:
         return "it holds the model only (save_only_model=True)"
     return None
 
 
-def finish_checkpoint(written: Path, final: Path):
-    """Give a checkpoint that is written its list of files and its name; then remove what is unfinished beside it."""
-    sizes = {
-        path.relative_to(written).as_posix(): path.stat().st_size for path in written.rglob("*") if path.is_file()
+@contextmanager
+def data_only() -> Iterator[None]:
+    """In the meantime `torch.load` refuses, in every library, to call what a pickle names."""
+    names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    os.environ[names[0]] = "1"
+    try:
+        with torch.serialization.safe_globals(_plain_classes()):
+            yield
+    finally:
+        del os.environ[names[0]]
+        os.environ.update(before)
+
+
+def _describe(path: Path) -> dict[str, int]:
+    """Size and CRC-32 of a file."""
+    checksum = 0
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            checksum = zlib.crc32(part, checksum)
+    return {"size": path.stat().st_size, "crc32": checksum}
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """Raises a ValueError that says what is wrong with it."""
+    try:
+        manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"it is incomplete, or not of a training with memory ({MANIFEST_NAME} is missing)") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is damaged ({MANIFEST_NAME} is no JSON)") from error
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    whole = isinstance(files, dict) and all(
+        isinstance(entry, dict) and {"size", "crc32"} <= set(entry) for entry in files.values()
+    )
+    if not whole or not isinstance(manifest.get("run"), str):
+        raise ValueError(
+            f"it is damaged, or of an earlier version ({MANIFEST_NAME} is no list of files with checksums)"
+        )
+    return manifest
+
+
+def _check_readable(path: Path, name: str):
+    """Raise a ValueError for a file that cannot be opened as what its name says, or that holds more than data."""
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt"):
+                pass
+        elif path.suffix == ".json":
+            json.loads(path.read_text(encoding="utf-8"))
+        elif path.suffix in (".pt", ".pth", ".bin", ".pkl", ".ckpt"):
+            with data_only():
+                # Nothing but the structure is read.
+                torch.load(path, map_location="meta", weights_only=True)
+        elif path.name.endswith(".metadata"):
+            with path.open("rb") as file:
+                _ShardsUnpickler(file).load()
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(f"it is damaged, or holds more than data ({name} cannot be read)") from error
+
+
+class _ShardsUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
+    """Opens the list of shards that torch.distributed.checkpoint pickles, if it is of its own records alone.
+
+    In Python, because only there can it be kept from setting attributes of a class.
+    """
+
+    CLASSES = {
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch.serialization._get_layout",
+        "torch.Size",
+        "collections.OrderedDict",
+        "pathlib.PosixPath",
+        "pathlib.WindowsPath",
+        "pathlib._local.PosixPath",
+        "pathlib._local.WindowsPath",
     }
-    (written / MANIFEST_NAME).write_text(json.dumps(sizes, indent=1))
-    if final.exists():
-        # From an earlier run. A folder cannot take the place of another in one go; killed in between,
-        # `last_checkpoint` finds the new one where it was written.
-        os.replace(final, written.parent / "replaced")
-    os.replace(written, final)
-    for leftover in final.parent.glob(f"{UNFINISHED_PREFIX}-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    METADATA = {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        records = module == "torch.distributed.checkpoint.metadata" and name in self.METADATA
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if records or dtype or f"{module}.{name}" in self.CLASSES:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is no record of shards")
+
+    def load_build(self):
+        target = self.stack[-2]
+        if isinstance(target, type) or not is_dataclass(target):
+            raise pickle.UnpicklingError("what is no record of shards would be changed")
+        super().load_build()
+
+    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}  # type: ignore[attr-defined, dict-item]
+
+
+def _plain_classes() -> list:
+    """What the pickles of accelerate, transformers and DeepSpeed name beside tensors: arrays, and plain settings."""
+    multiarray = (np._core if hasattr(np, "_core") else np.core).multiarray
+    classes: list = [multiarray._reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType, codecs.encode]
+    return classes
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
 
 
 def save_mems(folder: Path, layers: Sequence[Tensor], position: dict[str, Any]):
@@ -105,11 +308,18 @@ def load_mems(
         ValueError: they are those of another position, or of another text or layout.
     """
     with safe_open(folder / MEMS_NAME, "pt") as file:
-        saved = json.loads(file.metadata()["position"])
-        if saved != position:
+        saved = json.loads((file.metadata() or {}).get("position", "null"))
+        names = [str(layer) for layer in range(len(file.keys()))]
+        if not isinstance(saved, dict) or sorted(names) != sorted(file.keys()):
             raise ValueError(
-                f"{folder} is from a stream at {saved}, but the training would go on at {position}: resume with the "
+                f"{folder / MEMS_NAME} is damaged: it says no position, or holds other tensors than layers"
+            )
+        differing = {name for name in {*saved, *position} if saved.get(name) != position.get(name)}
+        if differing:
+            then, now = ({name: place.get(name) for name in sorted(differing)} for place in (saved, position))
+            raise ValueError(
+                f"{folder} is from a stream at {then}, but the training would go on at {now}: resume with the "
                 "same text, batch size and lengths"
             )
-        layers = [file.get_slice(str(layer)) for layer in range(len(file.keys()))]
+        layers = [file.get_slice(name) for name in names]
         return [tuple(states[i : i + rows].to(device) for states in layers) or None for i in starts]

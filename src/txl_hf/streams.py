@@ -1,5 +1,6 @@
 """Text as parallel streams of contiguous segments, for training with memory."""
 
+import hashlib
 from itertools import islice
 from typing import Any
 
@@ -47,6 +48,7 @@ class TokenStream(Dataset):
     Attributes:
         steps: segments per stream and epoch, those before `first_step` included.
         dropped_tokens: tokens at the end of the text that are in no segment, neither as input nor as label.
+        fingerprint: what the text is known by, so that a memory is not resumed with another one.
 
     Raises:
         ValueError: the text is not a sequence of integers, or too short for one segment per stream; or a size is
@@ -99,6 +101,7 @@ class TokenStream(Dataset):
         if not isinstance(first_step, int) or not 0 <= first_step < self.steps:
             raise ValueError(f"first_step={first_step!r} must be an integer in [0, {self.steps}), the steps there are")
         self.first_step = first_step
+        self.fingerprint = text_fingerprint(token_ids)
 
     def set_epoch(self, epoch: int):
         """Order varying lengths as epoch `epoch` ≥ 0 has them; without `varlen_seed` all epochs are the same.
@@ -242,6 +245,15 @@ def _check_workers(loader: DataLoader) -> None:
 def read_tokens(token_ids, start: int, stop: int) -> Tensor:
     """Tokens [start, stop) of a text as int64, a copy."""
     return torch.from_numpy(np.asarray(token_ids[start:stop]).astype(np.int64))
+
+
+def text_fingerprint(token_ids, ends: int = 4096) -> str:
+    """A text's length, and a hash of its first and last `ends` tokens: whole texts are long, and lie on disks."""
+    length = len(token_ids)
+    digest = hashlib.blake2b(digest_size=8)
+    for start in (0, max(0, length - ends)):
+        digest.update(read_tokens(token_ids, start, min(length, start + ends)).numpy().astype("<i8").tobytes())
+    return f"{length} tokens, {digest.hexdigest()}"
 
 
 def check_tokens(token_ids) -> None:

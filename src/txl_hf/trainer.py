@@ -12,16 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
-from transformers import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import Trainer, TrainingArguments, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy
 
 from .checkpoints import (
     UNFINISHED_PREFIX,
+    begin_run,
     checkpoint_problem,
+    data_only,
     finish_checkpoint,
     last_checkpoint,
     load_mems,
+    remove_old_checkpoints,
     save_mems,
 )
 from .evaluation import figures
@@ -50,19 +53,6 @@ class _Memory:
         """Keep the mems of the current micro-batch and go on to the next one."""
         self.mems[self.micro_batch] = mems
         self.micro_batch = (self.micro_batch + 1) % len(self.mems)
-
-
-class _EpochMemory(TrainerCallback):
-    """An epoch begins at the beginning of the text."""
-
-    def __init__(self, trainer: "TransfoXLTrainer"):
-        self.trainer = trainer
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer._tokens, self.trainer._counted_since = 0, time.perf_counter()
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        self.trainer._begin_epoch()
 
 
 class TransfoXLTrainer(Trainer):
@@ -110,10 +100,10 @@ class TransfoXLTrainer(Trainer):
             self.label_names = ["shift_labels"]
         self._memory = _Memory()
         self._resumed_from: Path | None = None
+        self._run: str | None = None
         self._writing_to: Path | None = None
         self._tokens: Tensor | int = 0
         self._counted_since = time.perf_counter()
-        self.add_callback(_EpochMemory(self))
 
     def call_model_init(self, trial=None):
         model = super().call_model_init(trial)
@@ -140,6 +130,7 @@ class TransfoXLTrainer(Trainer):
                 "complete one, from_pretrained its weights alone"
             )
         self._resumed_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        self._run = None
         try:
             return super().train(str(self._resumed_from) if self._resumed_from else None, *args, **kwargs)
         finally:
@@ -195,18 +186,23 @@ class TransfoXLTrainer(Trainer):
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def _begin_epoch(self):
+    def _run_epoch(self, **kwargs) -> None:
+        """An epoch begins at the beginning of the text, but for one that is resumed."""
         self._memory = _Memory([None] * self.args.gradient_accumulation_steps)
-        if self._resumed_from is not None and not self.args.ignore_data_skip:
-            self._memory.mems = self._load_memory(self._resumed_from)
-        self._resumed_from = None
-
-    def _run_epoch(self, *args, **kwargs) -> None:
+        if kwargs["epoch"] == kwargs["epochs_trained"]:
+            self._begin_training(Path(self._get_output_dir(kwargs["trial"])))
         # Trainer takes one step more when it resumes a run that is done.
         if self.state.global_step < self.state.max_steps:
-            super()._run_epoch(*args, **kwargs)
+            super()._run_epoch(**kwargs)
         else:
             self.control.should_training_stop = True
+
+    def _begin_training(self, output_dir: Path):
+        self._tokens, self._counted_since = 0, time.perf_counter()
+        if self._resumed_from is not None and not self.args.ignore_data_skip:
+            self._memory.mems = self._load_memory(self._resumed_from)
+        if self.args.should_save and self.args.save_strategy != SaveStrategy.NO:
+            self._run = begin_run(output_dir, self._resumed_from)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         self._memory.micro_batch = 0
@@ -331,21 +327,35 @@ class TransfoXLTrainer(Trainer):
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 self.state.save_to_json(str(aside / name / TRAINER_STATE_NAME))
-                finish_checkpoint(aside / name, run / name)
+                if self._run is None:
+                    # A callback asked for it, without a strategy.
+                    self._run = begin_run(run)
+                finish_checkpoint(aside / name, run / name, self._run)
                 if self.args.push_to_hub:
                     self._push_from_checkpoint(str(run / name))
-                rotate_checkpoints(
-                    output_dir=str(run),
-                    save_total_limit=self.args.save_total_limit,
-                    best_model_checkpoint=self.state.best_model_checkpoint,
-                    use_mtime=True,
-                )
+                # Not by Trainer's way, which asks the clock which is the latest.
+                keep = [run / name, self.state.best_model_checkpoint]
+                remove_old_checkpoints(run, self.args.save_total_limit, keep)
             self.accelerator.wait_for_everyone()
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # An upload runs on while the folder would be renamed.
         if self._writing_to is None:
             super()._push_from_checkpoint(checkpoint_folder)
+
+    # Whatever loads them, sharded or not: nothing in a checkpoint is executed.
+
+    def _prepare_for_training(self, *args, **kwargs):
+        with data_only():
+            return super()._prepare_for_training(*args, **kwargs)
+
+    def _load_from_checkpoint(self, *args, **kwargs):
+        with data_only():
+            return super()._load_from_checkpoint(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        with data_only():
+            super()._load_best_model()
 
     def _issue_warnings_after_load(self, load_result) -> None:
         # Tied tensors are written once.
@@ -356,7 +366,7 @@ class TransfoXLTrainer(Trainer):
         """Where the training is in its stream: derived from the steps done, because loaders read ahead."""
         streams = self.train_dataset.batch_size
         position = {"batch_size": streams, "step": self.state.global_step}
-        for name in ("segment_length", "ext_len", "varlen_seed"):
+        for name in ("segment_length", "ext_len", "varlen_seed", "fingerprint"):
             if hasattr(self.train_dataset, name):
                 position[name] = getattr(self.train_dataset, name)
         if not isinstance(self.train_dataset, IterableDataset):
