@@ -556,7 +556,7 @@ class Evaluate:
         self.cached = contender not in ("ours-mems", "ours-eager") and not contender.startswith("legacy")
         self.together = 1
         if self.cached and contender != "ours-step":
-            from txl_hf.evaluation import TOKENS_AT_ONCE
+            from txl_hf.reading import TOKENS_AT_ONCE
 
             self.together = max(1, TOKENS_AT_ONCE // (workload.batch * workload.segment))
 

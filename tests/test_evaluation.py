@@ -194,7 +194,7 @@ def test_a_long_text_moves_piece_by_piece(monkeypatch, accelerator, ext_len):
     """To the device and off it, and from process to process."""
     protocol = {"segment_length": 4, "batch_size": 3, "warm_up": 7, "ext_len": ext_len}
     expected = token_losses(MODEL, text(90), **protocol)
-    monkeypatch.setattr(evaluation, "TOKENS_AT_ONCE", 24)
+    monkeypatch.setattr(reading, "TOKENS_AT_ONCE", 24)
     for module in (evaluation, reading):
         monkeypatch.setattr(module, "TOKENS_MOVED", 30)
     found = token_losses(MODEL, text(90), **protocol, accelerator=accelerator)

@@ -13,6 +13,7 @@ from transformers import (
     AutoTokenizer,
 )
 
+from .adaptation import DynamicEvaluation
 from .configuration_transfo_xl import TransfoXLConfig
 from .evaluation import evaluate_language_model, token_losses
 from .memory_transfo_xl import MemoryLengths
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "DynamicEvaluation",
     "MemoryLengths",
     "RegularizationArguments",
     "TokenStream",

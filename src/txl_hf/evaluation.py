@@ -4,23 +4,19 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from .adaptation import DynamicEvaluation, adapting, following
 from .memory_transfo_xl import MemoryLengths
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .reading import TOKENS_MOVED, Reader, Segment, Text, device_of, evaluating
 from .streams import check_sizes
 
 __all__ = ["LanguageModelEvaluation", "bits", "evaluate_language_model", "figures", "perplexity", "token_losses"]
-
-# The softmax reads all of its tables, hundreds of MB for a large vocabulary, however few tokens it has to score. So it
-# waits until several short segments have been read.
-TOKENS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -33,6 +29,7 @@ class LanguageModelEvaluation:
         text_tokens: how many tokens the text has, those that were read only included.
         segment_length, memory_length, batch_size, warm_up, ext_len, clamp_len, same_length: as they were in this
             evaluation.
+        dynamic: `DynamicEvaluation.describe` of what the weights followed the text by. None: a static evaluation.
     """
 
     nll: float
@@ -45,6 +42,7 @@ class LanguageModelEvaluation:
     ext_len: int
     clamp_len: int
     same_length: bool
+    dynamic: dict[str, Any] | None = None
 
     @property
     def perplexity(self) -> float:
@@ -108,6 +106,7 @@ def evaluate_language_model(
     ext_len: int | None = None,
     clamp_len: int | None = None,
     same_length: bool | None = None,
+    dynamic: DynamicEvaluation | None = None,
     accelerator: Any = None,
     progress: bool = False,
 ) -> LanguageModelEvaluation:
@@ -132,6 +131,8 @@ def evaluate_language_model(
         batch_size: B ≥ 1, streams read in parallel.
         warm_up: tokens at the start of each stream that fill the memory and are not scored; the first never is.
         ext_len, clamp_len, same_length: as in the configuration. None: the model's.
+        dynamic: let the weights follow the text. They are restored at the end, bit for bit, also after an error; until
+            then the model belongs to this call alone. The memory is kept as hidden states.
         accelerator: an `accelerate.Accelerator` whose processes share the streams out among them. All must call this,
             and all get the result of the whole text. None: this process reads all streams.
         progress: show a progress bar, of this process's streams.
@@ -143,7 +144,7 @@ def evaluate_language_model(
     text = Text(token_ids, segment_length, batch_size, warm_up, accelerator, model.config.vocab_size)
     lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
     filled = lengths.of(model.config)
-    with _reading(model, text, lengths, accelerator, progress) as losses:
+    with _reading(model, text, lengths, dynamic, accelerator, progress) as losses:
         # Not read before the end, so that an accelerator need not wait for the processor.
         total = sum((part.double().sum() for _, part in losses), start=torch.zeros((), dtype=torch.float64))
         if accelerator is not None:
@@ -159,6 +160,7 @@ def evaluate_language_model(
         ext_len=filled.ext_len,
         clamp_len=filled.clamp_len,
         same_length=filled.same_length,
+        dynamic=None if dynamic is None else dynamic.describe(),
     )
 
 
@@ -173,6 +175,7 @@ def token_losses(
     ext_len: int | None = None,
     clamp_len: int | None = None,
     same_length: bool | None = None,
+    dynamic: DynamicEvaluation | None = None,
     accelerator: Any = None,
     progress: bool = False,
 ) -> Tensor:
@@ -191,8 +194,8 @@ def token_losses(
     """
     text = Text(token_ids, segment_length, batch_size, warm_up, accelerator, model.config.vocab_size)
     lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
-    result = torch.zeros(text.tokens)
-    with _reading(model, text, lengths, accelerator, progress) as losses:
+    with _reading(model, text, lengths, dynamic, accelerator, progress) as losses:
+        result = torch.zeros(text.tokens)
         for begin, part in _on_host(losses):
             text.place(result, begin, part)
         if accelerator is not None:
@@ -204,35 +207,27 @@ def token_losses(
 
 @contextmanager
 def _reading(
-    model: TransfoXLForCausalLM, text: Text, lengths: MemoryLengths, accelerator: Any, progress: bool
+    model: TransfoXLForCausalLM,
+    text: Text,
+    lengths: MemoryLengths,
+    dynamic: DynamicEvaluation | None,
+    accelerator: Any,
+    progress: bool,
 ) -> Iterator[Iterator[tuple[int, Tensor]]]:
-    """Of each part of the text the column where it begins and (B, n) losses, 0 where nothing is scored."""
-    reader = Reader(model, lengths, accelerator)
-    segments = text.segments(lengths.of(model.config).ext_len, device_of(model))
-    with (
-        evaluating(model),
-        tqdm(total=text.share_tokens, unit="token", desc="evaluate", disable=not progress) as bar,
-        torch.no_grad(),
-    ):
-        if reader.whole:
-            yield ((segment.begin, reader.read_and_score(segment)[1]) for segment in _counted(segments, bar))
-        else:
-            # As many at a time in every process, whichever streams it has.
-            at_once = max(1, TOKENS_AT_ONCE // (text.batch_size * text.segment_length))
-            yield _score(reader, _counted(segments, bar), at_once)
+    """Of each segment the column where it begins and its (B, L) losses, 0 where nothing is scored."""
+    bar = tqdm(total=text.share_tokens, unit="token", desc="evaluate", disable=not progress)
+    if dynamic is None:
+        with evaluating(model), torch.no_grad(), bar:
+            yield _count(Reader(model, lengths, accelerator).losses(text), bar)
+    else:
+        with adapting(model, dynamic, text, lengths, accelerator, progress) as adaptation, following(model), bar:
+            yield _count(adaptation.losses(text), bar)
 
 
-def _score(reader: Reader, segments: Iterator[Segment], at_once: int) -> Iterator[tuple[int, Tensor]]:
-    while group := [(segment, reader.read(segment)) for segment in islice(segments, at_once)]:
-        targets = torch.cat([segment.targets for segment, _ in group], dim=1)
-        yield group[0][0].begin, reader.score(torch.cat([states for _, states in group], dim=1), targets)
-
-
-def _counted(segments: Iterable[Segment], bar: tqdm) -> Iterator[Segment]:
-    """The same segments, each counted when it has been read."""
-    for segment in segments:
-        yield segment
+def _count(scored: Iterable[tuple[Segment, Tensor, Tensor]], bar: tqdm) -> Iterator[tuple[int, Tensor]]:
+    for segment, _, losses in scored:
         bar.update(segment.scored)
+        yield segment.begin, losses
 
 
 def _on_host(losses: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:

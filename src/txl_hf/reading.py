@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,9 @@ __all__ = ["TOKENS_MOVED", "Reader", "Segment", "Text", "device_of", "evaluating
 
 # Between the host and a device the text and its losses move in pieces of so many tokens.
 TOKENS_MOVED = 2**20
+# The softmax reads all of its tables, hundreds of MB for a large vocabulary, however few tokens it has to score. So it
+# waits until several short segments have been read.
+TOKENS_AT_ONCE = 1024
 
 
 class Segment(NamedTuple):
@@ -188,6 +191,20 @@ class Reader:
         )
         self._remember(outputs)
         return outputs.hidden_states[-1][:, -length:], outputs.losses[:, -length:]
+
+    def losses(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
+        """Of each segment the states (B, L, D) that predict its targets, and (B, L) fp32 losses, 0 where unscored."""
+        segments = text.segments(self._lengths.of(self.model.config).ext_len, device_of(self.model))
+        if self.whole:
+            for segment in segments:
+                yield segment, *self.read_and_score(segment)
+            return
+        # As many at a time in every process, whichever streams it has.
+        at_once = max(1, TOKENS_AT_ONCE // (text.batch_size * text.segment_length))
+        while group := [(segment, self.read(segment)) for segment in islice(segments, at_once)]:
+            read, states = zip(*group, strict=True)
+            losses = self.score(torch.cat(states, dim=1), torch.cat([segment.targets for segment in read], dim=1))
+            yield from zip(read, states, losses.split([part.shape[1] for part in states], dim=1), strict=True)
 
     def _arguments(self) -> dict[str, Any]:
         return {"lengths": self._lengths, "use_cache": self._projected, "return_dict": True, **self._memory}

@@ -1,0 +1,239 @@
+"""Dynamic evaluation (Krause et al., 2018, https://arxiv.org/abs/1709.07432; of Transformer-XL: 2019,
+https://arxiv.org/abs/1904.08378): weights that follow the text being read, and come back."""
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from .memory_transfo_xl import MemoryLengths
+from .modeling_transfo_xl import TransfoXLForCausalLM
+from .reading import Reader, Segment, Text, device_of, evaluating
+
+__all__ = ["Adaptation", "DynamicEvaluation", "adapting", "following"]
+
+
+@dataclass(frozen=True, eq=False)
+class DynamicEvaluation:
+    """How the weights θ follow a text: each segment is scored, and then they step on it.
+
+    With g the gradient of the segment's mean loss and θ₀ the weights at the beginning of the text, all streams and
+    processes together:
+
+        θ ← θ - η g + λ (θ₀ - θ),    or with statistics    θ ← θ - η g / (√S + ε) + min(λ √S, 1) (θ₀ - θ),
+
+    where S = Σ g² over the segments of a training text, element by element. The step on a segment needs its losses,
+    so no token influences its own or an earlier one. Dropout is off. The memory is what the weights of then computed,
+    as in the original.
+
+    Settings of the authors for the published models, with segments of 128 tokens, one stream, and as statistics 1/5000
+    of the training text: WikiText-103 η = 2e-6, λ = 0, ε = 1e-5; enwik8 η = 1.2e-5, λ = 24, ε = 1e-4; text8
+    η = 1.5e-5, λ = 24, ε = 1e-4. S grows with the length of the text that it is taken from, so that η belongs to it.
+    Without statistics η is much larger.
+
+    Args:
+        learning_rate: η ≥ 0; with 0 the losses are those of a static evaluation.
+        decay: λ ≥ 0, how strongly the weights are drawn back.
+        epsilon: ε > 0.
+        statistics: token ids of a training text, some hundred segments of it, read with the same lengths and streams
+            as the text. None: plain gradient descent.
+        parameters: a regular expression found in the names of the parameters that follow, among those that require a
+            gradient: r"layers\\.(9|1[0-1])\\." for the last quarter of twelve layers, "lora" for an adapter. None: all
+            that require a gradient.
+
+    Raises:
+        ValueError: a number is out of range, or `parameters` is no regular expression.
+    """
+
+    learning_rate: float
+    decay: float = 0.0
+    epsilon: float = 1e-5
+    statistics: Any = None
+    parameters: str | None = None
+
+    def __post_init__(self):
+        for name in ("learning_rate", "decay", "epsilon"):
+            value, least = getattr(self, name), "above" if name == "epsilon" else "at least"
+            if not math.isfinite(value) or value < 0 or (name == "epsilon" and value == 0):
+                raise ValueError(f"{name}={value} must be a finite number {least} 0")
+        try:
+            re.compile(self.parameters or "")
+        except re.error as error:
+            raise ValueError(f"parameters={self.parameters!r} is no regular expression: {error}") from None
+
+    def describe(self) -> dict[str, float | int | str | None]:
+        """The settings that a figure depends on, for JSON; of the statistics, how many tokens they are."""
+        tokens = None if self.statistics is None else len(self.statistics)
+        described = {name: getattr(self, name) for name in ("learning_rate", "decay", "epsilon", "parameters")}
+        return {**described, "statistics": tokens}
+
+    @contextmanager
+    def adapted_to(
+        self,
+        model: TransfoXLForCausalLM,
+        token_ids,
+        segment_length: int,
+        memory_length: int | None = None,
+        *,
+        progress: bool = False,
+    ) -> Iterator[TransfoXLForCausalLM]:
+        """The model as it is when it has read a text, for instance the prompt that `generate` is about to continue:
+
+            with DynamicEvaluation(1e-3).adapted_to(model, prompt[0], segment_length=64):
+                model.generate(prompt)
+
+        Its weights are restored at the end, bit for bit, also after an error. Until then it belongs to this thread.
+
+        Args:
+            model, token_ids, segment_length, memory_length, progress: see `evaluate_language_model`.
+
+        Raises:
+            ValueError: see `evaluate_language_model`.
+        """
+        text = Text(token_ids, segment_length, 1, 0, None, model.config.vocab_size)
+        lengths = MemoryLengths(mem_len=memory_length)
+        with adapting(model, self, text, lengths, None, progress) as adaptation:
+            bar = tqdm(total=text.tokens, unit="token", desc="adapt", disable=not progress)
+            with following(model), bar:
+                for segment, _, _ in adaptation.losses(text):
+                    bar.update(segment.scored)
+            yield model
+
+
+class Adaptation:
+    """The parameters that follow a text, and where they began; made by `adapting`."""
+
+    def __init__(self, model: TransfoXLForCausalLM, dynamic: DynamicEvaluation, lengths: MemoryLengths, accelerator):
+        self._model, self._dynamic, self._lengths, self._accelerator = model, dynamic, lengths, accelerator
+        self._parameters = _chosen(model, dynamic.parameters)
+        self._start = [parameter.detach().clone() for parameter in self._parameters]
+        # Steps much smaller than the weight that they are added to are lost in half precision.
+        self._weights = [
+            parameter.detach() if parameter.dtype.itemsize >= 4 else parameter.detach().float()
+            for parameter in self._parameters
+        ]
+        self._roots: list[Tensor] | None = None
+
+    def losses(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
+        """As `Reader.losses`. When a segment is given out, the parameters have stepped on it."""
+        for segment, hidden_states, losses in self._read(text):
+            if (gradients := self._gradients(losses, segment)) is not None:
+                self._step(gradients)
+            yield segment, hidden_states.detach(), losses.detach()
+
+    def collect(self, text: Text, bar: tqdm):
+        """Take the statistics, √S, from a text."""
+        squares = [torch.zeros_like(weight) for weight in self._weights]
+        for segment, _, losses in self._read(text):
+            for square, gradient in zip(squares, self._gradients(losses, segment) or (), strict=False):
+                square.addcmul_(gradient, gradient)
+            bar.update(segment.scored)
+        self._roots = [square.sqrt_() for square in squares]
+
+    @torch.no_grad()
+    def restore(self):
+        for parameter, start in zip(self._parameters, self._start, strict=True):
+            parameter.copy_(start)
+
+    def _read(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
+        # Projected keys and values would be those of other weights.
+        reader = Reader(self._model, self._lengths, self._accelerator, projected=False)
+        if reader.whole:
+            raise ValueError(
+                "dynamic evaluation changes whole weights, which FSDP keeps in parts: evaluate the model that was "
+                "saved, with one copy in each process"
+            )
+        for segment in text.segments(self._lengths.of(self._model.config).ext_len, device_of(self._model)):
+            hidden_states = reader.read(segment)
+            yield segment, hidden_states, reader.score(hidden_states, segment.targets)
+
+    def _gradients(self, losses: Tensor, segment: Segment) -> list[Tensor] | None:
+        """Of the mean over the segment's scored tokens in all streams and processes; None where there are none."""
+        if segment.scored_by_all == 0:
+            return None
+        found = torch.autograd.grad(losses.sum() / segment.scored_by_all, self._parameters, allow_unused=True)
+        gradients = [
+            torch.zeros_like(weight) if gradient is None else gradient.to(weight.dtype)
+            for gradient, weight in zip(found, self._weights, strict=True)
+        ]
+        if self._accelerator is None:
+            return gradients
+        return [self._accelerator.reduce(gradient, "sum") for gradient in gradients]
+
+    @torch.no_grad()
+    def _step(self, gradients: list[Tensor]):
+        rate, decay = self._dynamic.learning_rate, self._dynamic.decay
+        for i, (weight, gradient) in enumerate(zip(self._weights, gradients, strict=True)):
+            root = None if self._roots is None else self._roots[i]
+            if decay > 0:
+                start = self._start[i].to(weight.dtype)
+                weight.lerp_(start, min(decay, 1.0) if root is None else (decay * root).clamp_(max=1))
+            if root is not None:
+                gradient = gradient / (root + self._dynamic.epsilon)
+            weight.add_(gradient, alpha=-rate)
+            if weight.dtype != self._parameters[i].dtype:
+                self._parameters[i].copy_(weight)
+
+
+@contextmanager
+def adapting(
+    model: TransfoXLForCausalLM,
+    dynamic: DynamicEvaluation,
+    text: Text,
+    lengths: MemoryLengths,
+    accelerator: Any,
+    progress: bool,
+) -> Iterator[Adaptation]:
+    """What reads a text so that the weights follow it; they come back at the end, whatever happens.
+
+    Args:
+        model, accelerator, progress: see `evaluate_language_model`.
+        dynamic: how they follow.
+        text: what is going to be read; the statistics are read in as many streams and as long segments.
+        lengths: those of the reading.
+    """
+    with following(model):
+        adaptation = Adaptation(model, dynamic, lengths, accelerator)
+    try:
+        if dynamic.statistics is not None:
+            try:
+                statistics = Text(
+                    dynamic.statistics, text.segment_length, text.batch_size, 0, accelerator, model.config.vocab_size
+                )
+            except ValueError as error:
+                raise ValueError(f"statistics: {error}") from None
+            bar = tqdm(total=statistics.share_tokens, unit="token", desc="statistics", disable=not progress)
+            with following(model), bar:
+                adaptation.collect(statistics, bar)
+        yield adaptation
+    finally:
+        adaptation.restore()
+
+
+@contextmanager
+def following(model: TransfoXLForCausalLM) -> Iterator[None]:
+    """Evaluation mode with gradients, whatever the caller is in. A generator is run in it by who loops over it."""
+    with evaluating(model), torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def _chosen(model: TransfoXLForCausalLM, pattern: str | None) -> list[nn.Parameter]:
+    """The parameters that a pattern chooses, each once however many modules share it."""
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trainable:
+        raise ValueError("no parameter of the model requires a gradient, so that none can follow the text")
+    chosen = [parameter for name, parameter in trainable.items() if re.search(pattern or "", name)]
+    if not chosen:
+        raise ValueError(
+            f"parameters={pattern!r} is found in the name of no parameter that requires a gradient; one of them is "
+            f"{next(iter(trainable))}"
+        )
+    if any(parameter.is_meta for parameter in chosen):
+        raise ValueError("weights that are elsewhere between calls (offloaded) cannot follow the text")
+    return chosen

@@ -1,0 +1,261 @@
+"""Dynamic evaluation: the formulas by hand, no token that pays for a later one, and weights that come back."""
+
+import copy
+import re
+
+import pytest
+import torch
+
+import adaptation_process
+import launcher
+from txl_hf import DynamicEvaluation, TransfoXLForCausalLM, evaluate_language_model, token_losses
+
+RATE = 0.05
+
+
+def parameters_of(model: TransfoXLForCausalLM) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def moved(model: TransfoXLForCausalLM, found: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if not torch.equal(parameter, found[name])}
+
+
+def assert_restored(model: TransfoXLForCausalLM, found: dict[str, torch.Tensor]):
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, found[name]) and torch.equal(tensor.signbit(), found[name].signbit()), name
+
+
+def by_hand(
+    model: TransfoXLForCausalLM,
+    streams: torch.Tensor,
+    segment_length: int,
+    dynamic: DynamicEvaluation,
+    statistics: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(B, n - 1) losses of streams (B, n): the formulas of the docstring, on a copy of the model."""
+    model = copy.deepcopy(model).eval()
+    theta = [parameter for name, parameter in model.named_parameters() if re.search(dynamic.parameters or "", name)]
+    theta_0 = [parameter.detach().clone() for parameter in theta]
+
+    def segments(text):
+        mems = None
+        for start in range(0, text.shape[1] - 1, segment_length):
+            part = text[:, start : start + segment_length + 1]
+            outputs = model(part[:, :-1], shift_labels=part[:, 1:], mems=mems)
+            mems = outputs.mems
+            yield outputs.losses.detach(), torch.autograd.grad(outputs.losses.mean(), theta)
+
+    squares = [torch.zeros_like(parameter) for parameter in theta]
+    for _, gradients in segments(statistics) if statistics is not None else ():
+        squares = [square + gradient**2 for square, gradient in zip(squares, gradients, strict=True)]
+    losses = []
+    for part, gradients in segments(streams):
+        losses.append(part)
+        with torch.no_grad():
+            for parameter, start, gradient, square in zip(theta, theta_0, gradients, squares, strict=True):
+                back = dynamic.decay * (start - parameter)
+                step = dynamic.learning_rate * gradient
+                if statistics is not None:
+                    back = (dynamic.decay * square.sqrt()).clamp(max=1) * (start - parameter)
+                    step = step / (square.sqrt() + dynamic.epsilon)
+                parameter += back - step
+    return torch.cat(losses, dim=1)
+
+
+@pytest.mark.parametrize("settings", [{}, {"cutoffs": [], "div_val": 1}, {"mem_len": 0}, {"attn_type": 1}], ids=str)
+@pytest.mark.parametrize("with_statistics", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_formulas(make_model, make_ids, settings, with_statistics, batch_size):
+    model, ids = make_model(**settings).double(), make_ids(1, 66)[0]
+    training = make_ids(1, 45, seed=1)[0] if with_statistics else None
+    dynamic = DynamicEvaluation(RATE, decay=0.3, epsilon=0.5, statistics=training)
+    streams = [None if text is None else text.view(batch_size, -1) for text in (ids, training)]
+    expected = by_hand(model, streams[0], 5, dynamic, streams[1])
+    found = token_losses(model, ids, 5, batch_size=batch_size, dynamic=dynamic)
+    torch.testing.assert_close(found, expected.flatten().float(), rtol=1e-6, atol=1e-6)
+    static = token_losses(model, ids, 5, batch_size=batch_size)
+    assert (found - static).abs().max() > 1e-2, "the weights moved"
+    result = evaluate_language_model(model, ids, 5, batch_size=batch_size, dynamic=dynamic)
+    assert result.nll == pytest.approx(found.double().mean().item(), rel=1e-6)
+    assert result.dynamic == dynamic.describe()
+
+
+def test_rate_0_is_a_static_evaluation(make_model, make_ids):
+    model, ids = make_model(), make_ids(1, 90)[0]
+    for dynamic in (DynamicEvaluation(0.0), DynamicEvaluation(0.0, decay=0.5, statistics=ids[:40])):
+        found = evaluate_language_model(model, ids, 7, batch_size=2, dynamic=dynamic)
+        assert found.nll == pytest.approx(evaluate_language_model(model, ids, 7, batch_size=2).nll, abs=1e-6)
+        found, static = (token_losses(model.double(), ids, 7, warm_up=9, dynamic=by) for by in (dynamic, None))
+        torch.testing.assert_close(found, static, rtol=0, atol=1e-6)
+        model.float()
+
+
+def test_no_token_changes_its_own_loss_or_an_earlier_one(make_model, make_ids):
+    """Nor one of its segment but through the memory and the text, as ever: those that are later change nothing."""
+    model, ids, dynamic = make_model(), make_ids(1, 41)[0], DynamicEvaluation(RATE)
+    losses = token_losses(model, ids, 8, dynamic=dynamic)
+    for changed in (9, 16, 25, 40):
+        other = ids.clone()
+        other[changed:] = (other[changed:] + 1) % 60
+        found = token_losses(model, other, 8, dynamic=dynamic)
+        # Loss i is that of token i + 1.
+        assert torch.equal(found[: changed - 1], losses[: changed - 1])
+        assert (found[changed - 1 :] != losses[changed - 1 :]).all()
+
+
+def test_what_a_text_repeats_becomes_cheaper(make_model, make_ids):
+    model, ids = make_model(), make_ids(1, 12)[0].repeat(12)
+    static = evaluate_language_model(model, ids, 6)
+    assert evaluate_language_model(model, ids, 6, dynamic=DynamicEvaluation(0.1)).nll < static.nll - 1
+
+
+class Stop(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError, KeyboardInterrupt, Stop])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_gradients_and_mode_come_back(make_model, make_ids, error, dtype):
+    model, ids = make_model(dropout=0.5).to(dtype).train(), make_ids(1, 60)[0]
+    # A weight of -0, which a sum with 0 would lose, and a gradient that is someone else's.
+    with torch.no_grad():
+        model.transformer.layers[0].mlp.up_proj.weight[0] = -0.0
+    model.transformer.layers[1].eval()
+    parameter = model.transformer.layers[0].mlp.up_proj.weight
+    parameter.grad = torch.ones_like(parameter)
+    found, modes = parameters_of(model), [module.training for module in model.modules()]
+    name = next(name for name, other in model.named_parameters() if other is parameter)
+    seen = []
+
+    def watch(*_):
+        seen.append(not torch.equal(parameter, found[name]))
+        if error is not None and len(seen) == 9:
+            raise error
+
+    hook = model.transformer.register_forward_hook(watch)
+    dynamic = DynamicEvaluation(RATE, decay=0.1, statistics=ids[:21])
+    if error is None:
+        token_losses(model, ids, 5, dynamic=dynamic)
+    else:
+        with pytest.raises(error):
+            token_losses(model, ids, 5, dynamic=dynamic)
+    hook.remove()
+    # Four segments of statistics and the first of the text are read by the weights as they were.
+    assert not any(seen[:5]) and all(seen[5:]) and len(seen) >= 9
+    assert_restored(model, found)
+    assert torch.equal(parameter.grad, torch.ones_like(parameter))
+    assert sum(other.grad is not None for other in model.parameters()) == 1
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_dropout_is_off(make_model, make_ids):
+    model, ids, dynamic = make_model(dropout=0.5, dropatt=0.5), make_ids(1, 40)[0], DynamicEvaluation(RATE)
+    expected = token_losses(model.eval(), ids, 5, dynamic=dynamic)
+    assert torch.equal(token_losses(model.train(), ids, 5, dynamic=dynamic), expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_in_any_mode_of_the_caller(make_model, make_ids, mode):
+    model, ids, dynamic = make_model(), make_ids(1, 40)[0], DynamicEvaluation(RATE, statistics=make_ids(1, 30)[0])
+    expected = token_losses(model, ids, 5, dynamic=dynamic)
+    with mode():
+        assert torch.equal(token_losses(model, ids, 5, dynamic=dynamic), expected)
+        assert not torch.is_grad_enabled()
+        with dynamic.adapted_to(model, ids, 5):
+            assert not torch.is_grad_enabled()
+
+
+def test_small_steps_of_a_model_in_half_precision_add_up(make_model, make_ids):
+    """Each is lost in a weight of 8 bits; together they are not."""
+    ids = make_ids(1, 12)[0].repeat(12)
+    model = make_model().bfloat16()
+    static = evaluate_language_model(model, ids, 6).nll
+    dynamic = DynamicEvaluation(4e-3)
+    expected = static - evaluate_language_model(make_model(), ids, 6, dynamic=dynamic).nll
+    assert expected > 0.1
+    assert static - evaluate_language_model(model, ids, 6, dynamic=dynamic).nll == pytest.approx(expected, rel=0.15)
+
+
+def test_only_named_parameters_follow(make_model, make_ids):
+    model, ids = make_model().double(), make_ids(1, 40)[0]
+    dynamic = DynamicEvaluation(RATE, parameters=r"layers\.1\.")
+    found = parameters_of(model)
+    with dynamic.adapted_to(model, ids, 5):
+        assert moved(model, found) == {name for name in found if "layers.1." in name}
+    assert_restored(model, found)
+    expected = by_hand(model, ids[None], 5, dynamic)
+    torch.testing.assert_close(token_losses(model, ids, 5, dynamic=dynamic), expected[0].float())
+
+
+def test_an_adapter_follows_alone(make_model, make_ids):
+    peft = pytest.importorskip("peft")
+    model, ids = make_model(), make_ids(1, 60)[0]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    found = parameters_of(adapted)
+    with DynamicEvaluation(RATE).adapted_to(adapted, ids, 5):
+        assert moved(adapted, found) == {name for name in found if "lora" in name}
+    assert_restored(adapted, found)
+
+
+def test_generate_after_adapting_to_a_prompt(make_model, make_ids):
+    """As if the weights had been trained on it by hand; afterwards they are as before."""
+    model, prompt = make_model(), make_ids(1, 12).repeat(1, 10)
+    found, before = parameters_of(model), model.generate(prompt, max_new_tokens=12, do_sample=False)
+    trained = copy.deepcopy(model)
+    mems = None
+    for start in range(0, 119, 6):
+        part = prompt[:, start : start + 7]
+        outputs = trained(part[:, :-1], shift_labels=part[:, 1:], mems=mems)
+        mems = outputs.mems
+        parameters = list(trained.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(outputs.loss, parameters), strict=True):
+            parameter.data -= 0.2 * gradient
+    with DynamicEvaluation(0.2).adapted_to(model, prompt[0], 6) as adapted:
+        assert adapted is model
+        for (name, parameter), expected in zip(model.named_parameters(), trained.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected, msg=name)
+        after = model.generate(prompt, max_new_tokens=12, do_sample=False)
+    assert torch.equal(after, trained.generate(prompt, max_new_tokens=12, do_sample=False))
+    assert not torch.equal(after, before)
+    assert_restored(model, found)
+    with pytest.raises(ZeroDivisionError), DynamicEvaluation(0.2).adapted_to(model, prompt[0], 6):
+        raise ZeroDivisionError
+    assert_restored(model, found)
+
+
+def test_two_processes_agree_with_one(tmp_path):
+    started = launcher.start(adaptation_process.save_losses, 2, folder=tmp_path)
+    assert launcher.join(started) == [0, 0]
+    expected = adaptation_process.losses()
+    for rank in (0, 1):
+        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(torch.load(tmp_path / "0.pt"), torch.load(tmp_path / "1.pt"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learning_rate": -1.0}, "learning_rate=-1.0 must be a finite number at least 0"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan"),
+        ({"learning_rate": 1.0, "decay": float("inf")}, "decay=inf"),
+        ({"learning_rate": 1.0, "epsilon": 0.0}, "epsilon=0.0 must be a finite number above 0"),
+        ({"learning_rate": 1.0, "parameters": "("}, r"parameters='\(' is no regular expression"),
+    ],
+)
+def test_bad_settings_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DynamicEvaluation(**settings)
+
+
+def test_what_cannot_be_done_is_named(make_model, make_ids):
+    model, ids = make_model(), make_ids(1, 40)[0]
+    with pytest.raises(ValueError, match="parameters='lora' is found in the name of no parameter"):
+        token_losses(model, ids, 5, dynamic=DynamicEvaluation(RATE, parameters="lora"))
+    with pytest.raises(ValueError, match="statistics: the text is empty"):
+        token_losses(model, ids, 5, dynamic=DynamicEvaluation(RATE, statistics=[]))
+    with pytest.raises(ValueError, match=r"statistics: token_ids\[1\] is 61, outside the vocabulary"):
+        token_losses(model, ids, 5, dynamic=DynamicEvaluation(RATE, statistics=[3, 61, 4]))
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        token_losses(model, ids, 5, dynamic=DynamicEvaluation(RATE))
