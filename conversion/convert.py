@@ -1,299 +1,37 @@
 """Convert an original Transformer-XL checkpoint to a folder that `AutoModelForCausalLM.from_pretrained` loads.
 
-    python conversion/convert.py --from kimiyoung-tf --checkpoint tf_wt103/model/model.ckpt-0 --output wt103
-    python conversion/convert.py --from kimiyoung-pytorch --checkpoint model.pt --corpus cache.pt --output lm
-    python conversion/convert.py --from nvidia --checkpoint checkpoint_best.pt --output base
-    python conversion/convert.py --from transformers --checkpoint transfo-xl-wt103 --output wt103
+    txl-convert --from kimiyoung-tf --checkpoint tf_wt103/model/model.ckpt-0 --output wt103
+    txl-convert --from kimiyoung-pytorch --checkpoint model.pt --corpus cache.pt --output lm
+    txl-convert --from nvidia --checkpoint checkpoint_best.pt --output base
+    txl-convert --from transformers --checkpoint transfo-xl-wt103 --output wt103
 
-The folder gets config.json, model.safetensors, the tokenizer where a vocabulary is at hand, and a model card; where
-there is a vocabulary alone (a pickled corpus, a folder with vocab.pkl), only the tokenizer. Nothing in a pickle is
-executed (`unpickle.py`). The exit status is 0 on success; otherwise the reason is one line on standard
-error and no folder is left behind.
+`python conversion/convert.py` is the same command. The work is done in `command_line.py`; what is here comes before
+its imports, which take seconds.
 """
 
-import argparse
-import contextlib
-import functools
-import gc
-import glob
 import importlib
-import shutil
 import signal
 import sys
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
-
-import torch
-from tqdm import tqdm
-
-from layout import Checkpoint, ConversionError, check_complete
-
-# --from: the module that reads the family. Imported when chosen: a wrong path should not wait for `transformers`.
-FAMILIES = {
-    "transformers": "transformers_legacy",
-    "kimiyoung-pytorch": "kimiyoung_pytorch",
-    "kimiyoung-tf": "kimiyoung_tf",
-    "nvidia": "nvidia_pytorch",
-}
-SETTINGS = ("mem_len", "clamp_len", "same_length", "tgt_len")
-# The model's class and its task on the Hub, by the head that the checkpoint has.
-MODELS = {
-    "softmax": ("TransfoXLForCausalLM", "text-generation"),
-    "classifier": ("TransfoXLForSequenceClassification", "text-classification"),
-    "none": ("TransfoXLModel", "feature-extraction"),
-}
-TOKENIZER_MODES = ("moses", "whitespace", "characters", "bytes", "lm1b")
-
-MODEL_CARD = """\
----
-library_name: transformers
-pipeline_tag: {task}
-tags:
-- transfo-xl
-- transformer-xl
----
-
-# {title}
-
-A Transformer-XL (Dai et al., 2019, https://arxiv.org/abs/1901.02860).
-The weights are those of {origin}.
-They were converted, values unchanged, by `conversion/convert.py --from {family}` of `txl-hf`.
-
-| setting | value |
-|---|---|
-{settings}
-
-## Use
-
-```python
-import txl_hf
-from transformers import {auto_class}{auto_tokenizer}
-
-model = {auto_class}.from_pretrained("{title}")
-{load_tokenizer}```
-
-`import txl_hf` registers the model; without the package, pass `trust_remote_code=True`.
-Lengths can be set when loading: `from_pretrained("{title}", mem_len=640, clamp_len=400, same_length=True)`.
-"""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    arguments = parse_arguments(argv)
+    # A batch system's end and a lost terminal are cleaned up after like Ctrl-C.
+    for number in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, number):
+            signal.signal(getattr(signal, number), signal.default_int_handler)
     try:
-        convert(arguments)
+        if not __package__:  # run as a file, whose folder is the package where none is installed
+            import txl_hf
+
+            txl_hf.__path__.append(str(Path(__file__).resolve().parents[1]))
+            command_line = importlib.import_module("txl_hf.conversion.command_line")
     except KeyboardInterrupt:
-        return fail("interrupted")
-    # Whatever a damaged or hostile file provokes ends as one line, not as a traceback.
-    except Exception as error:
-        known = isinstance(error, ConversionError | ValueError | OSError)
-        return fail(str(error) if known else f"{type(error).__name__}: {error}")
-    return 0
-
-
-def fail(reason: str) -> int:
-    line = " ".join(reason.split())
-    print(f"convert.py: {line[:600]}", file=sys.stderr)
-    return 1
-
-
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="convert.py", description=__doc__.split("\n")[0], epilog="Nothing in a pickle is executed."
-    )
-    parser.add_argument("--from", dest="family", required=True, choices=FAMILIES, help="who wrote the checkpoint")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="the checkpoint, or the folder that holds it")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write; must not exist or be empty")
-    parser.add_argument("--corpus", type=Path, help="the pickled corpus (cache.pt, cache.pkl) with the vocabulary")
-    parser.add_argument("--mem-len", type=int, help="states remembered")
-    parser.add_argument("--clamp-len", type=int, help="distances beyond it share one position; -1: no limit")
-    parser.add_argument(
-        "--same-length", action=argparse.BooleanOptionalAction, help="the same context for every token"
-    )
-    parser.add_argument("--tokenizer-mode", choices=TOKENIZER_MODES, help="how text is split; default: as the corpus")
-    parser.add_argument("--push-to-hub", metavar="REPO", help="also upload the finished folder to this repository")
-    return parser.parse_args(argv)
-
-
-def convert(arguments: argparse.Namespace) -> None:
-    """Convert as `arguments`, of `parse_arguments`, say. Raises ConversionError or what reading and writing raise."""
-    if arguments.output.exists() and (not arguments.output.is_dir() or any(arguments.output.iterdir())):
-        raise ConversionError(f"{arguments.output} exists and is not empty; expected a new folder")
-    family = importlib.import_module(FAMILIES[arguments.family])
-    checkpoint = family.read(arguments.checkpoint, arguments.corpus)
-    config = None
-    if checkpoint.tensors:
-        config = build_config(checkpoint, arguments)
-        check_complete(checkpoint.tensors, config, checkpoint.head)
-        print_settings(config, checkpoint)
-    with unfinished(arguments.output) as folder:
-        has_tokenizer = write_tokenizer(folder, checkpoint, arguments.tokenizer_mode)
-        if config is not None:
-            model_class = write_model(folder, config, checkpoint)
-            card = model_card(arguments, config, checkpoint, model_class, has_tokenizer)
-            (folder / "README.md").write_text(card, encoding="utf-8")
-    print(f"wrote {arguments.output}")
-    if arguments.push_to_hub:
-        push(arguments.output, arguments.push_to_hub)
-
-
-def build_config(checkpoint: Checkpoint, arguments: argparse.Namespace):
-    """Return the TransfoXLConfig: the checkpoint's fields, then what the command line sets."""
-    from txl_hf import TransfoXLConfig
-
-    fields = dict(checkpoint.fields)
-    if checkpoint.vocabulary is not None:
-        found, size = len(checkpoint.vocabulary.symbols), fields["vocab_size"]
-        if found > size:
-            raise ConversionError(f"the vocabulary has {found} symbols, the model only {size}: it is another corpus'")
-        if found < size:
-            print(f"warning: the vocabulary has {found} symbols, the model {size}: another corpus?", file=sys.stderr)
-        eos_token_id = checkpoint.vocabulary.eos_token_id
-        fields["eos_token_id"] = eos_token_id if eos_token_id is not None and eos_token_id < size else None
-    # The originals' word corpora, which have cutoffs, begin with <eos>; symbol 0 of the others is a letter.
-    fields.setdefault("eos_token_id", 0 if fields["cutoffs"] else None)
-    for name in SETTINGS:
-        value = getattr(arguments, name, None)
-        if value is not None:
-            fields[name] = value
-            checkpoint.explained[name] = "as asked"
-    try:
-        return TransfoXLConfig.from_dict(fields)
-    except Exception as error:  # the configuration's validators raise errors of several kinds
-        raise ConversionError(f"the settings describe no model: {error}") from None
-
-
-def print_settings(config, checkpoint: Checkpoint) -> None:
-    print("settings (--mem-len, --clamp-len and --same-length change them):")
-    for name in SETTINGS:
-        print(f"  {name} = {getattr(config, name)} ({checkpoint.explained.get(name, 'as in config.json')})")
-
-
-@contextlib.contextmanager
-def unfinished(output: Path) -> Iterator[Path]:
-    """Give a folder beside `output` that takes its name when the block ends, and is removed when it raises."""
-    output = output.absolute()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    for left in output.parent.glob(f".{glob.escape(output.name)}.unfinished-*"):
-        print(f"warning: {left} is of a conversion still running, or killed: then remove it", file=sys.stderr)
-    folder = output.parent / f".{output.name}.unfinished-{uuid.uuid4().hex[:8]}"
-    folder.mkdir()
-    try:
-        yield folder
-        if output.exists():
-            output.rmdir()
-        folder.rename(output)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def write_model(folder: Path, config, checkpoint: Checkpoint) -> type:
-    """Write config.json, model.safetensors and the model's code to `folder`; return the model's class.
-
-    The tensors go through a file that `from_pretrained` reads, so that no weight can stay random unseen.
-    """
-    from safetensors.torch import save_file
-    from transformers.utils import logging
-
-    import txl_hf
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    staging = folder / "staging"
-    config.save_pretrained(staging)
-    state, left = {}, checkpoint.size
-    for name, source in tqdm(checkpoint.tensors.items(), desc="reading", unit="tensor", disable=None):
-        state[name] = source.read()
-        if not state[name].is_floating_point():
-            raise ConversionError(f"{source.name} holds {state[name].dtype}, which is no weight")
-        left -= state[name].nbytes
-        if left < 0:  # a hostile file can give the same bytes many names
-            raise ConversionError("the tensors would take more room than the checkpoint has")
-    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in state.values()))
-    save_file(state, staging / "model.safetensors", metadata={"format": "pt"})
-    # The tensors have to go before the model comes: both together would be twice the checkpoint.
-    del state
-    gc.collect()
-    model_class = getattr(txl_hf, MODELS[checkpoint.head][0])
-    model, report = model_class.from_pretrained(staging, dtype=dtype, output_loading_info=True)
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report[problem]:
-            raise ConversionError(f"{problem.replace('_', ' ')} in the written model: {sorted(report[problem])[:4]}")
-    shutil.rmtree(staging)
-    model.save_pretrained(folder, max_shard_size="1TB")
-    # safetensors lets only the owner read what it writes.
-    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
-    return model_class
-
-
-def write_tokenizer(folder: Path, checkpoint: Checkpoint, mode: str | None) -> bool:
-    """Write the tokenizer's files to `folder` if there is a vocabulary; return whether there is."""
-    vocabulary = checkpoint.vocabulary
-    if vocabulary is None and checkpoint.tokenizer is None:
-        print("no tokenizer: no vocabulary at hand (--corpus)")
-        return False
-    from txl_hf import TransfoXLTokenizer
-
-    if vocabulary is None:
-        if mode is not None:
-            raise ConversionError("--tokenizer-mode is for a vocabulary; this folder's tokenizer has its own mode")
-        tokenizer = TransfoXLTokenizer.from_pretrained(checkpoint.tokenizer)
-    else:
-        tokenizer = TransfoXLTokenizer.from_symbols(
-            vocabulary.symbols,
-            mode=mode or vocabulary.mode,
-            lower_case=vocabulary.lower_case,
-            unk_token=vocabulary.unk_token,
-            eos_token=vocabulary.eos_token,
-        )
-    tokenizer.save_pretrained(folder)
-    return True
-
-
-def model_card(arguments, config, checkpoint: Checkpoint, model_class: type, has_tokenizer: bool) -> str:
-    """Return the text of README.md: origin, settings and how to load."""
-    rows = [f"| {name} | {value} |" for name, value in describe_settings(config).items()]
-    title = arguments.push_to_hub or arguments.output.absolute().name
-    load_tokenizer = f'tokenizer = AutoTokenizer.from_pretrained("{title}")\n'
-    return MODEL_CARD.format(
-        task=MODELS[checkpoint.head][1],
-        title=title,
-        origin=checkpoint.origin,
-        family=arguments.family,
-        settings="\n".join(rows),
-        auto_class=f"AutoModel{model_class.__name__.removeprefix('TransfoXL').removeprefix('Model')}",
-        auto_tokenizer=", AutoTokenizer" if has_tokenizer else "",
-        load_tokenizer=load_tokenizer if has_tokenizer else "",
-    )
-
-
-def describe_settings(config) -> dict:
-    bins = f", cutoffs {', '.join(map(str, config.cutoffs))}" if config.cutoffs else ""
-    return {
-        "layers": config.n_layer,
-        "width": f"{config.d_model} (feed-forward {config.d_inner})",
-        "heads": f"{config.n_head} of {config.d_head}",
-        "vocabulary": f"{config.vocab_size}{bins}",
-        "memory (`mem_len`)": config.mem_len,
-        "`clamp_len`": config.clamp_len,
-        "`same_length`": f"{config.same_length} (counting itself: {config.same_length_counts_self})",
-        "memory before the first segment": config.initial_memory,
-    }
-
-
-def push(folder: Path, repository: str) -> None:
-    """Upload the finished `folder` to the Hub's `repository` with the user's own login."""
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    try:
-        api.create_repo(repository, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=folder)
-    except Exception as error:  # network, login, rights: the library has an error for each
-        raise ConversionError(f"{folder} is complete, but was not uploaded: {error}") from None
+        print("convert.py: interrupted", file=sys.stderr)
+        return 1
+    return command_line.main(argv)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's end is cleaned up after like Ctrl-C
     sys.exit(main())

@@ -1,9 +1,12 @@
 """What the readers of the families share about files: finding them, and saying what was found instead."""
 
+from itertools import islice
 from pathlib import Path
 
-import unpickle
-from layout import ConversionError, Source
+from txl_hf.unpickle_transfo_xl import StandIn, shown
+
+from .layout import ConversionError, Source
+from .torch_file import StoredTensor
 
 # How compressed files begin.
 PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
@@ -35,18 +38,18 @@ def state_dict_sources(state: object, where: object) -> list[Source]:
     if not isinstance(state, dict):
         raise ConversionError(f"{where} holds {describe(state)}; expected a dictionary of tensors")
     for name, tensor in state.items():
-        if not isinstance(name, str) or not isinstance(tensor, unpickle.StoredTensor):
+        if not isinstance(name, str) or not isinstance(tensor, StoredTensor):
             raise ConversionError(f"{where} has {describe(tensor)} among its tensors, under {describe(name)}")
     return [Source(name, tensor.shape, tensor.read, tensor.place) for name, tensor in state.items()]
 
 
 def describe(value: object) -> str:
     """Return a few words for an unpickled value, for error messages."""
-    if isinstance(value, unpickle.StandIn):
-        return f"an object of class {str(value.name)[:80]}"
+    if isinstance(value, StandIn):
+        return f"an object of class {shown(str(value.name))}"
     if isinstance(value, str):
-        return f"the text {value[:80]!r}"
+        return f"the text '{shown(value)}'"
     if isinstance(value, dict):
-        keys = ", ".join(key[:40] for key in list(value)[:4] if isinstance(key, str))
+        keys = ", ".join(shown(key) for key in islice(value, 4) if isinstance(key, str))
         return f"a dictionary with {len(value)} keys ({keys}, …)"
     return f"a {type(value).__name__}"

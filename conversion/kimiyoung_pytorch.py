@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-import unpickle
-import vocabulary
-from files import describe, find_file, state_dict_sources
-from layout import Checkpoint, ConversionError, Source, drop_copies, fields_from_shapes, map_names, tying_fields
+from txl_hf.unpickle_transfo_xl import StandIn
+
+from . import torch_file, vocabulary
+from .files import describe, find_file, state_dict_sources
+from .layout import Checkpoint, ConversionError, Source, drop_copies, fields_from_shapes, map_names, tying_fields
 
 # Name in the module's state dict (pytorch/mem_transformer.py), tensor of the legacy layout, what changes.
 TABLE = [
@@ -34,8 +35,8 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     `corpus` is the pickled corpus (cache.pt, cache.pkl) or its folder. Raises ConversionError or UnsafePickleError.
     """
     path = find_file(Path(checkpoint), ("model.pt", "cache.pt", "cache.pkl"), EXPECTED)
-    model = unpickle.load(path)
-    if isinstance(model, unpickle.StandIn) and "vocab" in model.attributes:
+    model = torch_file.load(path)
+    if isinstance(model, StandIn) and "vocab" in model.attributes:
         symbols, _ = vocabulary.read_corpus(path)
         return Checkpoint({}, {}, origin=f"the corpus `{path.name}`", size=0, vocabulary=symbols)
     if isinstance(model, dict) and "model_state" in model:
@@ -75,7 +76,7 @@ def from_state(
 
 
 def _modules(module):
-    modules = module.attributes.get("_modules") if isinstance(module, unpickle.StandIn) else None
+    modules = module.attributes.get("_modules") if isinstance(module, StandIn) else None
     return modules if isinstance(modules, dict) else {}
 
 
@@ -86,9 +87,9 @@ def _named_tensors(model):
         prefix, module = pending.pop()
         seen += 1
         for kind in ("_parameters", "_buffers"):
-            owned = module.attributes.get(kind) if isinstance(module, unpickle.StandIn) else None
+            owned = module.attributes.get(kind) if isinstance(module, StandIn) else None
             for name, tensor in owned.items() if isinstance(owned, dict) else ():
-                if isinstance(tensor, unpickle.StoredTensor):
+                if isinstance(tensor, torch_file.StoredTensor):
                     tensors[f"{prefix}{name}"] = tensor
         # A hostile file may nest a module in itself, or list one a million times.
         if seen + len(pending) + len(_modules(module)) > MAX_MODULES or len(prefix) > MAX_NAME:
@@ -126,7 +127,7 @@ def _child(module, name):
 
 
 def _attribute(module, name, kind):
-    value = module.attributes.get(name) if isinstance(module, unpickle.StandIn) else None
+    value = module.attributes.get(name) if isinstance(module, StandIn) else None
     if not isinstance(value, kind):
         raise ConversionError(f"the pickled module's attribute {name} is missing or of the wrong kind")
     return value

@@ -1,14 +1,15 @@
 """Checkpoints of the TensorFlow original (kimiyoung/transformer-xl, tf/): `model.ckpt-N.*` and `corpus-info.json`."""
 
+import functools
 import glob
 import re
 from pathlib import Path
 
 import torch
 
-import vocabulary
-from layout import Checkpoint, ConversionError, Source, fields_from_shapes, map_names
-from tf_checkpoint import TensorBundle
+from . import vocabulary
+from .layout import Checkpoint, ConversionError, Source, fields_from_shapes, map_names
+from .tf_checkpoint import TensorBundle
 
 # Variable under `transformer/` (tf/model.py), tensor of the legacy layout, what changes.
 TABLE = [
@@ -62,7 +63,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     if corpus is not None and (Path(corpus).is_file() or (Path(corpus) / "cache.pkl").is_file()):
         symbols, dataset = vocabulary.read_corpus(corpus, dataset)
     sources = [
-        Source(name, entry.shape, lambda name=name: bundle.read(name))
+        Source(name, entry.shape, functools.partial(bundle.read, name))
         for name, entry in bundle.entries.items()
         if not SKIPPED.fullmatch(name)
     ]

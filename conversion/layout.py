@@ -9,8 +9,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from .vocabulary import Vocabulary
 
 # What is above the layers: the language model's softmax, a sequence classifier's matrix, or nothing.
 HEADS = ("softmax", "classifier", "none")
@@ -63,7 +67,7 @@ class Checkpoint:
     tensors: dict
     origin: str
     size: int
-    vocabulary: object = None
+    vocabulary: "Vocabulary | None" = None
     tokenizer: Path | None = None
     head: str = "softmax"
     explained: dict = field(default_factory=dict)
@@ -100,7 +104,7 @@ def legacy_tensors(config, head: str = "softmax") -> dict[str, tuple]:
 
     `head` is one of `HEADS`.
     """
-    shapes = {}
+    shapes: dict[str, tuple] = {}
     last = 0 if config.div_val == 1 else len(config.bins) - 1
     tables = [(config.vocab_size, config.d_embed)]
     if config.div_val > 1:
@@ -152,7 +156,7 @@ def _position_tensors(config):
 
 def _layer_tensors(config):
     d_model, d_inner, d_heads = config.d_model, config.d_inner, config.n_head * config.d_head
-    shapes = {
+    shapes: dict[str, tuple] = {
         "dec_attn.o_net.weight": (d_model, d_heads),
         "pos_ff.CoreNet.0.weight": (d_inner, d_model),
         "pos_ff.CoreNet.0.bias": (d_inner,),

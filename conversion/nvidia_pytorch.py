@@ -3,11 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
-import kimiyoung_pytorch
-import unpickle
-import vocabulary
-from files import describe, find_file, state_dict_sources
-from layout import Checkpoint, ConversionError
+from txl_hf.unpickle_transfo_xl import StandIn
+
+from . import kimiyoung_pytorch, torch_file, vocabulary
+from .files import describe, find_file, state_dict_sources
+from .layout import Checkpoint, ConversionError
 
 # Name in model_state (pytorch/mem_transformer.py, utils/proj_adaptive_softmax.py), legacy tensor, what changes. The
 # rest is as in the original it derives from.
@@ -48,7 +48,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     or UnsafePickleError.
     """
     path = find_file(Path(checkpoint), ("checkpoint_best.pt", "checkpoint_last.pt"), EXPECTED)
-    saved = unpickle.load(path)
+    saved = torch_file.load(path)
     if not (isinstance(saved, dict) and {"model_config", "model_state"} <= saved.keys()):
         raise ConversionError(f"{path} holds {describe(saved)}; {EXPECTED}")
     if not isinstance(saved["model_config"], dict):
@@ -94,11 +94,11 @@ def _heads_apart(source, fields):
 
 def _symbols(saved, corpus, path):
     arguments = saved.get("args")
-    dataset = arguments.attributes.get("dataset") if isinstance(arguments, unpickle.StandIn) else None
+    dataset = arguments.attributes.get("dataset") if isinstance(arguments, StandIn) else None
     dataset = dataset if isinstance(dataset, str) else None
     if corpus is not None:
         return vocabulary.read_corpus(corpus, dataset)[0]
     vocab = saved.get("vocab")
-    if isinstance(vocab, unpickle.StandIn) and "idx2sym" in vocab.attributes:
+    if isinstance(vocab, StandIn) and "idx2sym" in vocab.attributes:
         return vocabulary.from_stand_in(vocab, dataset, path.name)
     return None

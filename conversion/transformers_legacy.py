@@ -10,10 +10,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-import unpickle
-from files import find_file, state_dict_sources
-from layout import Checkpoint, ConversionError, Source, drop_copies, fields_from_shapes, map_names
 from txl_hf import TransfoXLConfig
+
+from . import torch_file
+from .files import find_file, state_dict_sources
+from .layout import Checkpoint, ConversionError, Source, drop_copies, fields_from_shapes, map_names
 
 # Name in the state dict, the same in the layout. With shared biases (untie_r false) every layer lists the pair again.
 TABLE = [
@@ -42,10 +43,6 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     if not folder.is_dir():
         raise ConversionError(f"{folder} does not exist; {EXPECTED}")
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
-    for name in TOKENIZER_FILES[:2]:
-        # The tokenizer reads these again by itself; this reader also refuses what would exhaust stack or memory.
-        if (folder / name).is_file():
-            unpickle.load(folder / name)
     if has_tokenizer and not any((folder / name).is_file() for name in ("config.json", *WEIGHTS_FILES, *INDEX_FILES)):
         return Checkpoint({}, {}, origin=f"the tokenizer `{folder.resolve().name}`", size=0, tokenizer=folder)
     fields = _read_config(folder)
@@ -127,5 +124,5 @@ def _read_safetensor(path, name):
 
 def _pickled_sources(path):
     # The storages of another file have the same keys.
-    sources = state_dict_sources(unpickle.load(path), path)
+    sources = state_dict_sources(torch_file.load(path), path)
     return [replace(source, place=(path, source.place)) for source in sources]

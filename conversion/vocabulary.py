@@ -4,9 +4,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import unpickle
-from files import describe
-from layout import ConversionError
+from txl_hf.unpickle_transfo_xl import StandIn
+from txl_hf.vocabulary_transfo_xl import repair_symbols
+
+from . import torch_file
+from .files import describe
+from .layout import ConversionError
 
 # How the text of each of the originals' data sets is split into symbols: a mode of TransfoXLTokenizer.
 MODES = {
@@ -55,8 +58,8 @@ def read_corpus(path: Path, dataset: str | None = None) -> tuple[Vocabulary, str
         path = found[0]
     if not path.is_file():
         raise ConversionError(f"{path} does not exist; expected the pickled corpus, cache.pt or cache.pkl")
-    corpus = unpickle.load(path)
-    attributes = corpus.attributes if isinstance(corpus, unpickle.StandIn) else {}
+    corpus = torch_file.load(path)
+    attributes = corpus.attributes if isinstance(corpus, StandIn) else {}
     if "vocab" not in attributes:
         raise ConversionError(f"{path} holds {describe(corpus)}; expected a pickled corpus with a vocabulary")
     if isinstance(attributes.get("dataset"), str):
@@ -66,16 +69,15 @@ def read_corpus(path: Path, dataset: str | None = None) -> tuple[Vocabulary, str
 
 def from_stand_in(vocab: object, dataset: str | None, where: str) -> Vocabulary:
     """Return the Vocabulary of an unpickled `Vocab` object; `dataset` decides the mode, `where` is named in errors."""
-    attributes = vocab.attributes if isinstance(vocab, unpickle.StandIn) else {}
+    attributes = vocab.attributes if isinstance(vocab, StandIn) else {}
     symbols = attributes.get("idx2sym")
     if not isinstance(symbols, list) or not symbols or not all(isinstance(symbol, str) for symbol in symbols):
         raise ConversionError(f"{where} holds a vocabulary without a list of symbols (idx2sym)")
     if len(set(symbols)) != len(symbols):
         raise ConversionError(f"{where} holds a vocabulary with the same symbol twice")
-    # Here, because a wrong path should not wait for `transformers`.
-    from txl_hf.vocabulary_transfo_xl import repair_symbols
-
-    return Vocabulary(repair_symbols(symbols), MODES.get(dataset, "whitespace"), attributes.get("lower_case") is True)
+    return Vocabulary(
+        repair_symbols(symbols), MODES.get(dataset or "", "whitespace"), attributes.get("lower_case") is True
+    )
 
 
 def read_corpus_info(folders: list[Path]) -> dict:

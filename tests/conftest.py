@@ -13,8 +13,11 @@ import pytest
 import torch
 from transformers.utils import logging
 
+import txl_hf
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 
+# The converters of this checkout, whichever is installed.
+txl_hf.__path__.insert(0, str(Path(__file__).resolve().parents[1]))
 logging.disable_progress_bar()
 
 SMALL = {

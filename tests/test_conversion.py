@@ -22,11 +22,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-import convert
-import kimiyoung_pytorch
-import layout
-import unpickle
-import vocabulary
 from goldens import golden
 from txl_hf import (
     TransfoXLConfig,
@@ -34,6 +29,7 @@ from txl_hf import (
     TransfoXLForSequenceClassification,
     TransfoXLTokenizer,
 )
+from txl_hf.conversion import command_line, kimiyoung_pytorch, layout, torch_file, vocabulary
 
 REPOSITORY = Path(__file__).parents[1]
 TOLERANCE = 1e-4
@@ -112,13 +108,13 @@ def test_nvidia_golden(name, tmp_path):
 @torch.no_grad()
 def test_nvidia_golden_saved_while_wrapped_for_several_gpus(tmp_path):
     folder = golden("nvidia_pytorch/nv_large_like")
-    saved = unpickle.load(folder / "checkpoint_best.pt")
+    saved = torch_file.load(folder / "checkpoint_best.pt")
     state = {f"module.{name}": tensor.read() for name, tensor in saved["model_state"].items()}
     torch.save({"model_config": saved["model_config"], "model_state": state}, tmp_path / "checkpoint_last.pt")
     config = json.loads((folder / "golden.json").read_text())
     arguments = ["--from", "nvidia", "--checkpoint", tmp_path, "--output", tmp_path / "out"]
     arguments += ["--mem-len", config["eval_len"][2]]
-    assert convert.main([str(argument) for argument in arguments]) == 0
+    assert command_line.main([str(argument) for argument in arguments]) == 0
     model = TransfoXLForCausalLM.from_pretrained(tmp_path / "out").eval()
     check_segments(model, load_file(folder / "golden.safetensors"), config["segments"])
 
@@ -185,10 +181,10 @@ def convert_state_dict(name, tmp_path):
     if config["eval_len"]:
         fields["tgt_len"], fields["ext_len"], fields["mem_len"] = config["eval_len"]
     checkpoint = kimiyoung_pytorch.from_state(sources, fields, origin="a golden", size=10**6)
-    arguments = convert.parse_arguments(["--from", "kimiyoung-pytorch", "--checkpoint", "x", "--output", "y"])
-    model_config = convert.build_config(checkpoint, arguments)
+    arguments = command_line.parse_arguments(["--from", "kimiyoung-pytorch", "--checkpoint", "x", "--output", "y"])
+    model_config = command_line.build_config(checkpoint, arguments)
     layout.check_complete(checkpoint.tensors, model_config)
-    convert.write_model(tmp_path, model_config, checkpoint)
+    command_line.write_model(tmp_path, model_config, checkpoint)
     return TransfoXLForCausalLM.from_pretrained(tmp_path).eval(), config
 
 
@@ -235,7 +231,7 @@ def test_transformers_golden_without_its_head(name, prefix, tmp_path):
     state = {prefix + name.removeprefix("transformer."): tensor for name, tensor in state.items()}
     torch.save(state, tmp_path / "legacy" / "pytorch_model.bin")
     arguments = ["--from", "transformers", "--checkpoint", tmp_path / "legacy", "--output", tmp_path / "out"]
-    assert convert.main([str(argument) for argument in arguments]) == 0
+    assert command_line.main([str(argument) for argument in arguments]) == 0
     model = AutoModel.from_pretrained(tmp_path / "out").eval()
     tensors, facts = load_file(folder / "golden.safetensors"), json.loads((folder / "golden.json").read_text())
     out = model(tensors["input_ids"][:, : facts["segment_length"]])
@@ -266,7 +262,7 @@ def test_weights_in_several_files(kind, tmp_path):
     legacy_shards(folder, tmp_path / "shards", kind)
     for checkpoint, output in ((folder, "whole"), (tmp_path / "shards", "joined")):
         arguments = ["--from", "transformers", "--checkpoint", checkpoint, "--output", tmp_path / output]
-        assert convert.main([str(argument) for argument in arguments]) == 0
+        assert command_line.main([str(argument) for argument in arguments]) == 0
     whole, joined = (load_file(tmp_path / output / "model.safetensors") for output in ("whole", "joined"))
     assert whole.keys() == joined.keys() and all(torch.equal(whole[name], joined[name]) for name in whole)
 
@@ -350,7 +346,7 @@ def test_corpus_of_another_size_is_warned_of(tmp_path, capfd, monkeypatch):
     write_corpus(tmp_path / "cache.pt", monkeypatch, ["a", "<eos>"], "wt103")
     module = str(golden("kimiyoung_pytorch/word_adaptive_div2_proj.model.pt"))
     arguments = ["--checkpoint", module, "--corpus", str(tmp_path / "cache.pt"), "--output", str(tmp_path / "out")]
-    assert convert.main(["--from", "kimiyoung-pytorch", *arguments]) == 0
+    assert command_line.main(["--from", "kimiyoung-pytorch", *arguments]) == 0
     assert "2 symbols, the model 120: another corpus?" in capfd.readouterr().err
 
 
@@ -358,7 +354,7 @@ def test_corpus_with_more_symbols_than_the_model_is_refused(tmp_path, capfd, mon
     write_corpus(tmp_path / "cache.pt", monkeypatch, [*map(str, range(120)), "<eos>"], "wt103")
     module = str(golden("kimiyoung_pytorch/word_adaptive_div2_proj.model.pt"))
     arguments = ["--checkpoint", module, "--corpus", str(tmp_path / "cache.pt"), "--output", str(tmp_path / "out")]
-    assert convert.main(["--from", "kimiyoung-pytorch", *arguments]) == 1
+    assert command_line.main(["--from", "kimiyoung-pytorch", *arguments]) == 1
     assert "121 symbols, the model only 120" in capfd.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -377,7 +373,7 @@ def test_tokenizer_of_each_corpus(dataset, tmp_path, monkeypatch):
     write_corpus(tmp_path / "cache.pt", monkeypatch, symbols, dataset)
     write_module(tmp_path / "model.pt", monkeypatch, n_token=len(symbols))
     arguments = ["--checkpoint", str(tmp_path), "--corpus", str(tmp_path), "--output", str(tmp_path / "out")]
-    assert convert.main(["--from", "kimiyoung-pytorch", *arguments]) == 0
+    assert command_line.main(["--from", "kimiyoung-pytorch", *arguments]) == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer(text)["input_ids"] == ids
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -477,7 +473,7 @@ def refusal(capfd, tmp_path, family, checkpoint, *options):
     """Run the command line, which must refuse in one line and leave nothing; return the line."""
     before = sorted(tmp_path.iterdir())
     arguments = ["--from", family, "--checkpoint", checkpoint, "--output", tmp_path / "new" / "out", *options]
-    assert convert.main([str(argument) for argument in arguments]) == 1
+    assert command_line.main([str(argument) for argument in arguments]) == 1
     lines = capfd.readouterr().err.splitlines()
     lines = [line for line in lines if line.startswith("convert.py: ")]
     assert len(lines) == 1
@@ -487,12 +483,12 @@ def refusal(capfd, tmp_path, family, checkpoint, *options):
     return lines[0]
 
 
-@pytest.mark.parametrize("family", convert.FAMILIES)
+@pytest.mark.parametrize("family", command_line.FAMILIES)
 def test_refuses_what_is_not_there(family, tmp_path, capfd):
     assert "does not exist; expected" in refusal(capfd, tmp_path, family, tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("family", convert.FAMILIES)
+@pytest.mark.parametrize("family", command_line.FAMILIES)
 def test_refuses_a_folder_of_shards(family, tmp_path, capfd):
     folder = tmp_path / "shards"
     folder.mkdir()
@@ -540,7 +536,7 @@ def test_refuses_an_output_that_is_not_empty(tmp_path, capfd):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
     arguments = ["--from", "nvidia", "--checkpoint", "x", "--output", str(tmp_path / "out")]
-    assert convert.main(arguments) == 1
+    assert command_line.main(arguments) == 1
     assert "not empty" in capfd.readouterr().err
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
 
@@ -601,13 +597,13 @@ def test_a_stopped_conversion_leaves_no_output(how, tmp_path, capfd):
         assert (result.returncode, result.stderr.splitlines()[-1], left) == (1, "convert.py: interrupted", [])
         return
     assert result.returncode == -how and not (tmp_path / "out").exists()
-    assert convert.main(options) == 0 and (tmp_path / "out" / "model.safetensors").exists()
+    assert command_line.main(options) == 0 and (tmp_path / "out" / "model.safetensors").exists()
     assert f"warning: {left[0]} is of a conversion" in capfd.readouterr().err
 
 
 def test_others_may_read_what_was_written(tmp_path):
     arguments = ["--from", "transformers", "--checkpoint", str(golden("hf_legacy/wt103_like"))]
-    assert convert.main([*arguments, "--output", str(tmp_path / "out")]) == 0
+    assert command_line.main([*arguments, "--output", str(tmp_path / "out")]) == 0
     modes = {path.stat().st_mode for path in (tmp_path / "out").iterdir() if path.is_file()}
     assert modes == {(tmp_path / "out" / "config.json").stat().st_mode}
 
@@ -658,7 +654,7 @@ def test_150_mutated_checkpoints_end_in_one_line_or_a_model(data, tmp_path_facto
     (tmp_path / "model.pt").write_bytes(content)
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         arguments = ["--from", family, "--checkpoint", str(tmp_path / "model.pt"), "--output", str(tmp_path / "out")]
-        status = convert.main(arguments)
+        status = command_line.main(arguments)
     if status == 0:
         assert (tmp_path / "out" / "model.safetensors").exists()
     else:
@@ -690,7 +686,7 @@ def test_push_to_hub_after_the_local_save(fails, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(FakeHub, "fails", fails)
     monkeypatch.setattr(FakeHub, "calls", [])
     arguments = ["--from", "nvidia", "--checkpoint", str(golden("nvidia_pytorch/nv_large_like"))]
-    assert convert.main([*arguments, "--output", str(tmp_path / "out"), "--push-to-hub", "me/xl"]) == int(fails)
+    assert command_line.main([*arguments, "--output", str(tmp_path / "out"), "--push-to-hub", "me/xl"]) == int(fails)
     assert FakeHub.calls == ["me/xl"] * (1 if fails else 2)
     assert 'from_pretrained("me/xl")' in (tmp_path / "out" / "README.md").read_text()
     if fails:
@@ -727,7 +723,7 @@ def test_readme_commands(tmp_path, monkeypatch):
         assert result.returncode == 0, result.stderr
         check_generates(AutoModelForCausalLM.from_pretrained(options["--output"]).eval())
         seen.add(options["--from"])
-    assert seen == convert.FAMILIES.keys()
+    assert seen == command_line.FAMILIES.keys()
 
 
 @pytest.mark.slow

@@ -9,13 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-import convert
-import kimiyoung_tf
-import layout
-import tf_checkpoint
 from goldens import golden
-from tf_checkpoint import TensorBundle, TensorBundleError, masked_crc32c
 from txl_hf import TransfoXLConfig
+from txl_hf.conversion import command_line, kimiyoung_tf, layout, tf_checkpoint
+from txl_hf.conversion.tf_checkpoint import TensorBundle, TensorBundleError, masked_crc32c
 
 GOLDENS = {path.parent.name: path.parent for path in sorted(golden("kimiyoung_tf").glob("*/golden.json"))}
 FUZZ = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
@@ -188,7 +185,7 @@ def test_models_of_every_kind(name, tmp_path):
     info = {"vocab_size": 12, "cutoffs": cutoffs, "dataset": "lm1b"}
     (tmp_path / "data" / "corpus-info.json").write_text(json.dumps(info))
     arguments = ["--from", "kimiyoung-tf", "--checkpoint", str(tmp_path / "model"), "--output", str(tmp_path / "out")]
-    assert convert.main(arguments) == 0
+    assert command_line.main(arguments) == 0
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == state.keys()
     assert all(torch.equal(written[key], state[key]) for key in state)

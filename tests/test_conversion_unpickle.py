@@ -14,8 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import convert
-import unpickle
+from txl_hf.conversion import command_line, torch_file
+from txl_hf.unpickle_transfo_xl import StandIn, UnsafePickleError
 
 FUZZ = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
 
@@ -37,8 +37,8 @@ def load_watched(path):
     global _events
     _events = []
     try:
-        return unpickle.load(path)
-    except unpickle.UnsafePickleError as error:
+        return torch_file.load(path)
+    except UnsafePickleError as error:
         assert "\n" not in str(error)
         return error
     finally:
@@ -52,19 +52,19 @@ def warm(tmp_path_factory):
     """The first use of zipfile and of the text codecs imports them."""
     path = tmp_path_factory.mktemp("warm") / "file"
     torch.save({"text": "é", "tensor": torch.ones(2)}, path)
-    unpickle.load(path)["tensor"].read()
+    torch_file.load(path)["tensor"].read()
     load_lenient(archive(path.parent, {"a/data.pkl": b"\x80\x02N."}))
     for protocol in range(6):
         path.write_bytes(pickle.dumps(["é", b"\xff", 2**80, 1.5, {1}], protocol=protocol))
-        unpickle.load(path)
+        torch_file.load(path)
     path.write_bytes(b"\x80\x02I1\nL1L\nF1.0\nS'a'\nVx\\u0041\n.")
-    assert isinstance(load_lenient(path), unpickle.UnsafePickleError)
+    assert isinstance(load_lenient(path), UnsafePickleError)
 
 
 def load_lenient(path):
     try:
-        return unpickle.load(path)
-    except unpickle.UnsafePickleError as error:
+        return torch_file.load(path)
+    except UnsafePickleError as error:
         return error
 
 
@@ -179,7 +179,7 @@ def test_hostile_pickle_runs_nothing(name, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     value = load_watched(write(tmp_path, HOSTILE[name]))
     assert not (tmp_path / "pwned").exists()
-    assert isinstance(value, unpickle.UnsafePickleError | unpickle.StandIn | list | dict) or value is None
+    assert isinstance(value, UnsafePickleError | StandIn | list | dict) or value is None
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "tokenizer").mkdir()
@@ -187,7 +187,7 @@ def test_hostile_pickle_runs_nothing(name, tmp_path, monkeypatch, capfd):
         (tmp_path / copy).write_bytes(HOSTILE[name])
     before = sorted(tmp_path.rglob("*"))
     for family, checkpoint in CHECKPOINTS:
-        assert convert.main(["--from", family, "--checkpoint", checkpoint, "--output", "out"]) == 1
+        assert command_line.main(["--from", family, "--checkpoint", checkpoint, "--output", "out"]) == 1
         err = capfd.readouterr().err
         assert len(err.splitlines()) == 1 and "Traceback" not in err
     assert sorted(tmp_path.rglob("*")) == before
@@ -231,11 +231,11 @@ class _Persistent:
 def test_tensor_that_does_not_fit_its_storage(numel, shape, stride, offset, tmp_path):
     records = {"a/data.pkl": storage_pickle(numel, shape, stride, offset), "a/data/0": bytes(16)}
     value = load_watched(archive(tmp_path, records))
-    if isinstance(value, unpickle.StoredTensor):
-        with pytest.raises(unpickle.UnsafePickleError):
+    if isinstance(value, torch_file.StoredTensor):
+        with pytest.raises(UnsafePickleError):
             value.read()
     else:
-        assert isinstance(value, unpickle.UnsafePickleError)
+        assert isinstance(value, UnsafePickleError)
 
 
 def test_compression_bomb_is_not_unpacked(tmp_path):
@@ -248,7 +248,7 @@ def test_record_that_claims_more_than_the_file(tmp_path):
     data = path.read_bytes()
     entry = data.rindex(b"PK\x01\x02")  # the central directory's entry of the last record
     path.write_bytes(data[: entry + 20] + struct.pack("<II", 2**30, 2**30) + data[entry + 28 :])
-    assert isinstance(load_watched(path), unpickle.UnsafePickleError)
+    assert isinstance(load_watched(path), UnsafePickleError)
 
 
 @pytest.mark.parametrize("kept", [0.1, 0.5, 0.9, 0.999])
@@ -258,7 +258,7 @@ def test_truncated_file(kept, new_format, tmp_path):
     data = (tmp_path / "file.pt").read_bytes()
     (tmp_path / "file.pt").write_bytes(data[: int(len(data) * kept)])
     refusal = load_watched(tmp_path / "file.pt")
-    assert isinstance(refusal, unpickle.UnsafePickleError)
+    assert isinstance(refusal, UnsafePickleError)
     if new_format:
         assert "file.pt is truncated or damaged" in str(refusal)
 
@@ -279,14 +279,14 @@ SEEDS = [seed[:20_000] for seed in SEEDS]
 
 def read_all(value):
     """Read every tensor that a few steps into the value reach, as a converter would."""
-    if isinstance(value, unpickle.StandIn):
+    if isinstance(value, StandIn):
         value = value.attributes
     children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     for child in [value, *list(children)[:20]]:
-        if isinstance(child, unpickle.StoredTensor):
+        if isinstance(child, torch_file.StoredTensor):
             try:
                 child.read()
-            except unpickle.UnsafePickleError:
+            except UnsafePickleError:
                 pass
 
 

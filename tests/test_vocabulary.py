@@ -157,8 +157,8 @@ DEEP_KEYS = {
     "dict": b"(" + NESTED + b"K\x01d.",
     "set": b"\x8f(" + NESTED + b"\x90.",
     "frozenset": b"(" + NESTED + b"\x91.",
-    "OrderedDict": b"ccollections\nOrderedDict\n((" + NESTED + b"K\x01\x86l\x85R.",
-    "Counter": b"ccollections\nCounter\n((" + NESTED + b"K\x01\x86t\x85R.",
+    "OrderedDict": b"ccollections\nOrderedDict\n(" + NESTED + b"K\x01\x86l\x85R.",
+    "Counter": b"ccollections\nCounter\n(" + NESTED + b"K\x01\x86t\x85R.",
 }
 
 

@@ -1,0 +1,250 @@
+"""The tensors in files of `torch.save`, read one at a time and without running what the files say.
+
+`txl_hf.unpickle_transfo_xl` has the machine that runs pickles; this one also knows tensors and their storages. Tensors
+are not read until `StoredTensor.read` asks for them.
+"""
+
+import math
+import mmap
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from txl_hf.unpickle_transfo_xl import (
+    Machine,
+    Name,
+    Record,
+    StandIn,
+    Stream,
+    UnsafePickleError,
+    checksum_differs,
+    shown,
+)
+from txl_hf.unpickle_transfo_xl import load as load_pickle
+
+MAX_DIMENSIONS = 8
+STORAGE_SIZE = 400  # bytes that a `Storage` takes
+CHUNK = 1 << 24
+# How many times the file's size may be read: each tensor once, tied ones once more to compare them.
+MAX_READS = 4
+
+STORAGE_DTYPES = {
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+
+
+def load(path: str | Path) -> Any:
+    """Return the object pickled in `path`: plain values, lists, dicts, `StandIn`s and `StoredTensor`s.
+
+    Raises UnsafePickleError with a one-line reason for anything but a whole, uncompressed file of the three kinds.
+    """
+    return load_pickle(path, _TorchMachine(StorageFile(Path(path))))
+
+
+class StorageFile:
+    """Where the bytes of each storage lie in the file. `places`: key -> Record."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.places: dict[str, Record] = {}
+        self.checked: set[str] = set()
+        self.left = MAX_READS * path.stat().st_size
+
+    def place(self, storage: "Storage") -> int:
+        """Return where in the file `storage` begins, after a look at its size and checksum."""
+        if storage.key not in self.places:
+            raise UnsafePickleError(f"storage {shown(storage.key)} is missing from {self.path.name}")
+        record, width = self.places[storage.key], storage.dtype.itemsize
+        if (storage.first + storage.numel) * width > record.length:
+            raise UnsafePickleError(f"storage {shown(storage.key)} in {self.path.name} is shorter than it says")
+        if record.checksum != 0 and record.name not in self.checked:
+            self._check(record)
+            self.checked.add(record.name)
+        return record.begin + storage.first * width
+
+    def _check(self, record: Record) -> None:
+        with self.path.open("rb") as file:
+            file.seek(record.begin)
+            checksum, left = 0, record.length
+            while left > 0 and (data := file.read(min(left, CHUNK))):
+                checksum, left = zlib.crc32(data, checksum), left - len(data)
+        if checksum_differs(checksum, record.checksum):
+            raise UnsafePickleError(
+                f"{self.path.name} is damaged: the checksum of record {shown(record.name)} does not match; copy or "
+                "download it again"
+            )
+
+    def read(self, begin: int, length: int) -> bytearray:
+        """Return bytes of the file in memory. Those of a mapping would count on top of the tensors."""
+        self.pay(length)
+        data = bytearray(length)
+        with self.path.open("rb") as file:
+            file.seek(begin)
+            if file.readinto(data) != length:
+                raise UnsafePickleError(f"{self.path.name} is cut off")
+        return data
+
+    def map(self, length: int) -> mmap.mmap:
+        """Return the file as a mapping, for `length` bytes that lie far from one another."""
+        self.pay(length)
+        with self.path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def pay(self, length: int) -> None:
+        self.left -= length
+        if self.left < 0:  # a hostile file can give the same bytes many names
+            raise UnsafePickleError(f"the tensors in {self.path.name} would take more room than the checkpoint has")
+
+
+@dataclass(eq=False)
+class Storage:
+    """A flat piece of memory that tensors are views of; its bytes are known once the file is laid out."""
+
+    dtype: torch.dtype
+    key: str
+    numel: int
+    file: StorageFile
+    first: int = 0  # element at which this view of the storage begins (torch < 0.4 shared storages that way)
+
+
+@dataclass(eq=False)
+class StoredTensor:
+    """A tensor still in its file. `stride` and `offset` count elements of the storage."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.storage.dtype
+
+    @property
+    def place(self) -> tuple:
+        """What tells whether two tensors of one file are the same memory."""
+        return (self.storage.key, self.storage.first + self.offset, self.shape, self.stride)
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor, contiguous, in memory of its own that is as large as the tensor.
+
+        Raises UnsafePickleError if the file has not enough bytes for it, or damaged ones.
+        """
+        numel = math.prod(self.shape)
+        if numel == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        span = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        # The first condition keeps out tensors blown up from a few bytes by strides of 0.
+        if numel > self.storage.numel or self.offset + span > self.storage.numel:
+            raise UnsafePickleError(f"a tensor of shape {list(self.shape)} does not fit its storage")
+        file, width = self.storage.file, self.dtype.itemsize
+        begin = file.place(self.storage) + self.offset * width
+        dense = span <= 2 * numel
+        array: np.ndarray = np.ndarray(
+            self.shape,
+            f"<u{width}",
+            buffer=file.read(begin, span * width) if dense else file.map(numel * width),
+            offset=0 if dense else begin,
+            strides=[step * width for step in self.stride],
+        )
+        # A view of a larger buffer would keep the whole of it in memory.
+        whole = dense and span == numel and array.flags.c_contiguous
+        return torch.from_numpy(array if whole else array.copy(order="C")).view(self.dtype)
+
+
+# ---- what torch writes in pickles ----
+
+
+def _tensor(
+    machine: Machine, storage: Any, offset: Any, shape: Any, stride: Any, *_hooks: Any
+) -> StoredTensor | StandIn:
+    if isinstance(storage, StandIn):  # pickled without torch.save: the bytes are a pickle inside the pickle
+        return StandIn(Name("torch", "Tensor"))
+    shape, stride = tuple(machine.walk(shape)), tuple(machine.walk(stride))
+    numbers = (offset, *shape, *stride)
+    if not isinstance(storage, Storage) or not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
+        raise UnsafePickleError("a tensor with a storage, shape or stride of the wrong kind")
+    if len(shape) != len(stride) or len(shape) > MAX_DIMENSIONS:
+        raise UnsafePickleError(f"a tensor with {len(shape)} dimensions and {len(stride)} strides")
+    return StoredTensor(storage, offset, shape, stride)
+
+
+def _parameter(_machine: Machine, tensor: Any, *_rest: Any) -> StoredTensor:
+    if not isinstance(tensor, StoredTensor):
+        raise UnsafePickleError("a parameter made of something that is no tensor")
+    return tensor
+
+
+def _size(machine: Machine, sizes: Any = ()) -> tuple:
+    return tuple(machine.walk(sizes))
+
+
+class _TorchMachine(Machine):
+    """Also builds tensors, whose storages are in `file`."""
+
+    builders: dict[str, Callable] = Machine.builders | {
+        "torch.Size": _size,
+        "torch._utils._rebuild_tensor": _tensor,
+        "torch._utils._rebuild_tensor_v2": _tensor,
+        "torch._utils._rebuild_parameter": _parameter,
+        "torch.nn.parameter.Parameter": _parameter,
+    }
+    described = (StoredTensor,)
+
+    def __init__(self, file: StorageFile):
+        super().__init__()
+        self.file = file
+        self.dtypes: dict[str, torch.dtype] = {}  # of each storage, for torch's old file format
+
+    def refer(self, identity: Any) -> Name | Storage:
+        match identity:
+            case ("module", Name() as name, *_):  # torch < 1.6 kept the source of each class beside it
+                return name
+            case ("storage", Name(module="torch" | "torch.cuda", name=kind), str(key), _, int(numel), *view):
+                self.pay(STORAGE_SIZE)
+                return self.storage(kind, key, numel, view[0] if view else None)
+        raise UnsafePickleError("a reference outside the file that torch does not write")
+
+    def storage(self, kind: str, key: str, numel: int, view: Any) -> Storage:
+        if kind not in STORAGE_DTYPES:
+            raise UnsafePickleError(f"a storage of the unknown kind {shown(kind)}")
+        dtype, first = STORAGE_DTYPES[kind], 0
+        if view is not None:
+            _, first, numel = view
+        if not (type(first) is int and type(numel) is int and 0 <= first < 2**62 and 0 <= numel < 2**62):
+            raise UnsafePickleError("a storage of an impossible size")
+        self.dtypes[self.key(key)] = dtype
+        return Storage(dtype, key, numel, self.file, first)
+
+    def place_records(self, records: dict[str, Record]) -> None:
+        self.file.places = records
+
+    def place_stream(self, stream: Stream) -> None:
+        dtypes = self.dtypes
+        keys = self.run(stream)
+        if not (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
+            raise UnsafePickleError("no list of storages after the pickle")
+        for key in keys:
+            if key not in dtypes:
+                raise UnsafePickleError(f"storage {shown(key)} belongs to no tensor")
+            (numel,) = struct.unpack("<q", stream.read(8))
+            length = numel * dtypes[key].itemsize
+            if numel < 0 or stream.position + length > stream.end:
+                raise UnsafePickleError(f"storage {shown(key)} is cut off")
+            self.file.places[key] = Record(key, stream.position, length, checksum=0)
+            stream.position += length

@@ -1,0 +1,681 @@
+# Copyright 2026 The txl-hf authors. Licensed under the Apache License, Version 2.0.
+"""Reads pickles without running anything they say, for the tokenizer's legacy vocabularies and for the converters.
+
+A pickle is a program for a small stack machine, and the standard machine imports and calls whatever the program
+names. [`Machine`] knows the same instructions but imports nothing, calls nothing and sets no attribute: a class or
+function is only ever a [`Name`], and only names that the originals' files are known to hold are taken at all. Where
+the program calls one of the names in `Machine.builders` (OrderedDict, Counter, set and the like), a function of this
+module makes the plain value it stands for; where it calls any other known name, the result is a [`StandIn`] that keeps
+the arguments and attributes and can do nothing.
+
+A few bytes of program can ask for much. So the machine counts what it builds, copies, hashes and walks, in bytes, and
+its instructions; a pickle that asks for more than `MAX_BYTES` and its own size is refused. Keys of dictionaries and
+members of sets are texts and numbers alone, since a tuple is hashed anew each time; and not many large numbers, since
+those can be made to collide.
+
+Three kinds of file are understood, as the originals wrote them over the years: a bare pickle (`vocab.pkl`,
+`cache.pkl`), the zip archives of torch >= 1.6, and the concatenated pickles that torch wrote before that.
+"""
+
+import functools
+import mmap
+import os
+import pickletools
+import re
+import struct
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["Machine", "Name", "Record", "StandIn", "Stream", "UnsafePickleError", "checksum_differs", "load", "shown"]
+
+MAX_BYTES = 640 << 20  # beside the size of the pickle; a vocabulary of a million words takes 500 MiB
+MAX_STEPS = 1 << 25  # the same vocabulary takes 8 million
+MAX_CONSTANT = 8 << 20  # bytes; longer texts, which are pickled arrays of numbers, are left in the file
+MAX_NUMBER_KEYS = 1 << 15  # an optimizer's state has one for each parameter
+MAX_DIRECTORY = 8 << 20  # bytes of a zip's list of records: a hundred thousand, of which a large model has a thousand
+
+LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # what torch < 1.6 pickles first
+LEGACY_PROTOCOL = 1001
+
+# What each thing takes in CPython, with the room that growth leaves unused.
+LIST_ITEM, DICT_ITEM, SET_ITEM, STAND_IN = 16, 96, 112, 400
+
+# The classes and functions that the originals' files name: by module, or, since others keep the originals' sources
+# where they like, by the last part of the module or by the class's own name.
+_KNOWN = re.compile(
+    r"""(?x)
+    builtins\.(bool|bytes|dict|float|frozenset|int|list|long|object|set|slice|str|tuple|unicode)
+    | _codecs\.encode | copy_reg\._reconstructor | copyreg\._reconstructor | functools\.partial | argparse\.Namespace
+    | collections\.\w+ | pathlib\.\w+
+    | (torch|numpy|apex|re|regex|sacremoses|transformers|tokenizers|pytorch_transformers)(\.\w+)*\.\w+
+    | __main__\.\w+
+    | (\w+\.)*(mem_transformer|data_utils|vocabulary|fp16_opt|proj_adaptive_softmax|adaptive_softmax)\.\w+
+    | (\w+\.)*utils(\.\w+)*\.\w+
+    | (\w+\.)+(Corpus|LM1BCorpus|Vocab|OpenAIVocab|MemTransformerLM|AdaptiveEmbedding|ProjectedAdaptiveLogSoftmax
+      |PositionalEmbedding|PositionwiseFF|DecoderLayer|RelLearnableDecoderLayer|RelPartialLearnableDecoderLayer
+      |MultiHeadAttn|RelMultiHeadAttn|RelLearnableMultiHeadAttn|RelPartialLearnableMultiHeadAttn)
+    """
+)
+
+
+class UnsafePickleError(ValueError):
+    """The file is no pickle, is damaged, or asks for something that is refused. The message is one line."""
+
+
+def shown(value: object) -> str:
+    """The beginning of a text for an error message, without control characters; of anything else, the type."""
+    if isinstance(value, str):
+        return repr(value[:60])[1:-1] + ("…" if len(value) > 60 else "")
+    return f"a {type(value).__name__}"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Name:
+    """A class or function the pickle names: never imported."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(eq=False, slots=True)
+class StandIn:
+    """An object of a class that is not built: what the pickle said about it, and nothing else.
+
+    `attributes` holds what would have become `__dict__`; `items` and `entries` what would have been appended or set.
+    """
+
+    name: Name
+    args: tuple = ()
+    attributes: dict[Any, Any] = field(default_factory=dict)
+    items: list = field(default_factory=list)
+    entries: dict[Any, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<stand-in for {shown(str(self.name))}>"
+
+
+# ---- files ----
+
+
+class Record(NamedTuple):
+    """A record of a zip archive: its bytes in the file, and their CRC-32."""
+
+    name: str
+    begin: int
+    length: int
+    checksum: int
+
+
+class Stream:
+    """The bytes of a mapping from `position` to `end`, read as `pickletools` reads a file."""
+
+    def __init__(self, data: mmap.mmap, position: int, end: int):
+        self.data = data
+        self.position = position
+        self.end = end
+
+    def read(self, length: int) -> bytes:
+        if length > MAX_CONSTANT:
+            raise UnsafePickleError(f"a constant of {length} bytes")
+        begin, self.position = self.position, min(self.position + length, self.end)
+        return self.data[begin : self.position]
+
+    def readline(self) -> bytes:
+        found = self.data.find(b"\n", self.position, min(self.end, self.position + MAX_CONSTANT))
+        if found < 0:
+            raise UnsafePickleError("cannot be read as a pickle (a line without end)")
+        return self.read(found + 1 - self.position)
+
+
+def load(path: str | os.PathLike, machine: "Machine | None" = None) -> Any:
+    """The object pickled in a file: plain values, lists, dicts and [`StandIn`]s.
+
+    Args:
+        path (`str` or `os.PathLike`): the file.
+        machine ([`Machine`], *optional*): the one that runs the pickle; one that also knows tensors reads those.
+
+    Raises:
+        UnsafePickleError: in one line that names the file, why it is none of the three kinds, or what is refused.
+    """
+    path = Path(path)
+    machine = machine or Machine()
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            raise UnsafePickleError(f"{path.name} is empty")
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        with data:
+            machine.budget += len(data)
+            archive = data[:4] == b"PK\x03\x04"
+            return _load_archive(path, data, machine) if archive else _load_stream(data, machine)
+    except UnsafePickleError as error:
+        raise UnsafePickleError(f"{path.name}: {error}") from None
+    except zipfile.BadZipFile as error:  # its directory is at the end
+        raise UnsafePickleError(f"{path.name} is truncated or damaged ({error}): copy or download it again") from None
+    except Exception as error:  # damaged bytes make the standard readers fail in a dozen ways
+        reason = " ".join(f"{type(error).__name__}: {shown(str(error))}".split())
+        raise UnsafePickleError(f"{path.name} cannot be read as a pickle ({reason})") from None
+
+
+def _load_archive(path: Path, data: mmap.mmap, machine: "Machine") -> Any:
+    records = read_directory(path, data)
+    pickles = [name for name in records if name.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise UnsafePickleError(
+            f"a zip archive with {len(pickles)} data.pkl records, where torch.save writes one: a packed release?"
+        )
+    root = pickles[0].removesuffix("data.pkl")
+    if f"{root}constants.pkl" in records:
+        raise UnsafePickleError("a TorchScript program, not a file written by torch.save")
+    order = records.get(f"{root}byteorder")
+    if order is not None and data[order.begin : order.begin + order.length] != b"little":
+        raise UnsafePickleError("written on a big-endian machine")
+    place = f"{root}data/"
+    machine.place_records({name[len(place) :]: record for name, record in records.items() if name.startswith(place)})
+    record = records[pickles[0]]
+    end = record.begin + record.length
+    with memoryview(data) as view, view[record.begin : end] as content:
+        if checksum_differs(zlib.crc32(content), record.checksum):
+            raise UnsafePickleError("record data.pkl is damaged: its checksum does not match")
+    return machine.run(Stream(data, record.begin, end))
+
+
+def read_directory(path: Path, data: mmap.mmap) -> dict[str, Record]:
+    """The records of a zip archive by name. torch stores its records uncompressed; others could unpack to any size.
+
+    Args:
+        path (`Path`): the file.
+        data (`mmap.mmap`): its bytes.
+
+    Raises:
+        UnsafePickleError: a record is compressed or encrypted or cut off, or there are too many.
+        zipfile.BadZipFile: the archive is damaged.
+    """
+    if _directory_size(data) > MAX_DIRECTORY:
+        raise UnsafePickleError("a zip archive of more than a hundred thousand records")
+    with zipfile.ZipFile(path) as archive:
+        return {info.filename: _record(data, info) for info in archive.infolist()}
+
+
+def _directory_size(data: mmap.mmap) -> int:
+    """What the archive's end says of its directory: `zipfile` would read as much before anything can be counted."""
+    end = data.rfind(b"PK\x05\x06", max(0, len(data) - (1 << 16) - 22))
+    if end < 0 or end + 22 > len(data):
+        raise zipfile.BadZipFile("it ends without a directory")
+    if data[-22:-18] == b"PK\x05\x06" and end != len(data) - 22:
+        raise zipfile.BadZipFile("it has two ends")
+    sizes = [struct.unpack("<L", data[end + 12 : end + 16])[0]]
+    if end >= 76 and data[end - 20 : end - 16] == b"PK\x06\x07":  # the directory is that of large archives
+        (offset,) = struct.unpack("<Q", data[end - 12 : end - 4])
+        sizes = [struct.unpack("<Q", data[at + 40 : at + 48])[0] for at in (offset, end - 76) if at <= end - 76]
+    return max(sizes)
+
+
+def _record(data: mmap.mmap, info: zipfile.ZipInfo) -> Record:
+    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.file_size != info.compress_size:
+        raise UnsafePickleError(
+            f"record {shown(info.filename)} of the zip archive is compressed or encrypted, which torch.save never "
+            "does: another program packed the file again"
+        )
+    header = data[info.header_offset : info.header_offset + 30]
+    if len(header) < 30:
+        raise UnsafePickleError(f"record {shown(info.filename)} is cut off")
+    name_length, extra_length = struct.unpack("<HH", header[26:30])
+    begin = info.header_offset + 30 + name_length + extra_length
+    if begin + info.file_size > len(data):
+        raise UnsafePickleError(f"record {shown(info.filename)} is cut off")
+    return Record(info.filename, begin, info.file_size, info.CRC)
+
+
+def checksum_differs(found: int, written: int) -> bool:
+    """Whether a CRC-32 is not the one in the file. torch writes 0 where it was told to compute none."""
+    return written not in (0, found)
+
+
+def _load_stream(data: mmap.mmap, machine: "Machine") -> Any:
+    stream = Stream(data, 0, len(data))
+    first = machine.run(stream)
+    if type(first) is not int or first != LEGACY_MAGIC:
+        return first
+    version = machine.run(stream)
+    if type(version) is not int or version != LEGACY_PROTOCOL:
+        raise UnsafePickleError("an unknown version of torch's old file format")
+    system = machine.run(stream)
+    if not (isinstance(system, dict) and system.get("little_endian") is True):
+        raise UnsafePickleError("written on a big-endian machine")
+    value = machine.run(stream)
+    machine.place_stream(stream)
+    return value
+
+
+# ---- what a pickle may build ----
+
+
+def _pairs(machine: "Machine", pairs: Any = (), *_: Any) -> dict:
+    """What a dictionary and its kin are made of: a mapping, or pairs of a key and a value."""
+    built: dict[Any, Any] = {}
+    if isinstance(pairs, dict):
+        machine.pay(DICT_ITEM * len(pairs))
+        return dict(pairs)
+    for pair in machine.walk(pairs):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise UnsafePickleError("a dictionary made of something else than pairs")
+        machine.pay(DICT_ITEM)
+        built[machine.key(pair[0])] = pair[1]
+    return built
+
+
+def _counter(machine: "Machine", counts: Any = None, *_: Any) -> dict:
+    return _pairs(machine, counts if counts is not None else ())
+
+
+def _defaultdict(machine: "Machine", _factory: Any = None, pairs: Any = ()) -> dict:
+    return _pairs(machine, pairs)
+
+
+def _set(machine: "Machine", items: Any = ()) -> set:
+    return {machine.member(item) for item in machine.walk(items)}
+
+
+def _list(machine: "Machine", items: Any = ()) -> list:
+    return list(machine.walk(items))
+
+
+def _tuple(machine: "Machine", items: Any = ()) -> tuple:
+    return tuple(machine.walk(items))
+
+
+def _no_bytes(_machine: "Machine") -> bytes:
+    return b""  # an empty one in protocols below 3; with arguments it is refused
+
+
+def _encode(machine: "Machine", text: Any, encoding: Any = "latin1") -> bytes | StandIn:
+    # Python 3 writes bytes this way in old protocols; every other codec (zip, hex, ...) stays out of reach.
+    if isinstance(text, StandIn):
+        return text
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1", "utf-8"):
+        raise UnsafePickleError("bytes in an encoding that pickle never uses")
+    machine.pay(4 * len(text) + 64)
+    return text.encode(encoding)
+
+
+def _reconstructed(machine: "Machine", kind: Any, *_: Any) -> StandIn:
+    """Objects in the protocols before 2."""
+    if not isinstance(kind, Name):
+        raise UnsafePickleError("an object of something that is no class")
+    machine.pay(STAND_IN)
+    return StandIn(kind)
+
+
+# ---- the machine ----
+
+_CONSTANTS = frozenset(
+    "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING BINBYTES"
+    " SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8".split()
+)
+# How those that may be long give their length.
+_LENGTHS = {"BINSTRING": "<I", "BINBYTES": "<I", "BINUNICODE": "<I"}
+_LENGTHS |= {"BINBYTES8": "<Q", "BYTEARRAY8": "<Q", "BINUNICODE8": "<Q"}
+_LONG_CONSTANT = Name("builtins", "bytes")
+_MARK = object()
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_known(name: str) -> bool:
+    return _KNOWN.fullmatch(name) is not None
+
+
+class Machine:
+    """Runs pickles; the method named after an instruction, in lower case behind `op_`, carries it out.
+
+    A subclass can know more `builders`, what a persistent id refers to (`refer`), and where the records of an archive
+    (`place_records`) or what follows the pickles of torch's old format (`place_stream`) belong.
+    """
+
+    builders: dict[str, Callable] = {
+        "collections.OrderedDict": _pairs,
+        "collections.Counter": _counter,
+        "collections.defaultdict": _defaultdict,
+        "builtins.dict": _pairs,
+        "builtins.list": _list,
+        "builtins.tuple": _tuple,
+        "builtins.set": _set,
+        "builtins.frozenset": _set,
+        "builtins.bytes": _no_bytes,
+        "_codecs.encode": _encode,
+        "copy_reg._reconstructor": _reconstructed,
+        "copyreg._reconstructor": _reconstructed,
+    }
+    # Plain values beside the containers on which a pickle may set attributes.
+    described: tuple[type, ...] = ()
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+        self.budget = MAX_BYTES
+        self.steps = MAX_STEPS
+        self.number_keys = MAX_NUMBER_KEYS
+        self.instructions: dict[int, tuple[str, Callable | None, Callable | None]] = {}
+        for opcode in pickletools.opcodes:
+            reader = opcode.arg.reader if opcode.arg is not None else None
+            step = self.push_new if opcode.name in _CONSTANTS else getattr(self, f"op_{opcode.name.lower()}", None)
+            self.instructions[ord(opcode.code)] = (opcode.name, reader, step)
+
+    def refer(self, identity: Any) -> Any:
+        """What a persistent id stands for."""
+        raise UnsafePickleError("it refers to objects outside itself, which no vocabulary does")
+
+    def place_records(self, records: dict[str, Record]) -> None:
+        """Takes note of an archive's records, by their names below `data/`, before the pickle is run."""
+
+    def place_stream(self, stream: Stream) -> None:
+        """Reads on behind the pickle in torch's old format."""
+
+    def run(self, stream: Stream) -> Any:
+        """Runs the pickle at the position of `stream` and returns its value.
+
+        The stream is left at the first byte behind the pickle.
+        """
+        self.stack, self.memo = [], {}
+        data = stream.data
+        while stream.position < stream.end:
+            code = data[stream.position]
+            stream.position += 1
+            if code == 0x2E:  # STOP
+                value = self.take()
+                if self.stack:
+                    raise UnsafePickleError("the pickle ends in the middle of a value")
+                self.stack, self.memo = [], {}
+                return value
+            if code not in self.instructions:
+                raise ValueError(f"no instruction has the number {code}")
+            name, reader, step = self.instructions[code]
+            self.steps -= 1
+            if self.steps < 0:
+                raise UnsafePickleError(f"a pickle of more than {MAX_STEPS} instructions")
+            if step is None:
+                raise UnsafePickleError(f"instruction {name}, which no original writes, is refused")
+            if name in _LENGTHS and self.skip_long(name, stream):
+                continue
+            step(reader(stream) if reader is not None else None)
+        raise ValueError("it ends too early")
+
+    def skip_long(self, name: str, stream: Stream) -> bool:
+        """Steps over a constant that is too long to be a name or a symbol; a stand-in takes its place."""
+        width = struct.calcsize(_LENGTHS[name])
+        begin = stream.position
+        (length,) = struct.unpack(_LENGTHS[name], stream.read(width))
+        if length <= MAX_CONSTANT:
+            stream.position = begin
+            return False
+        stream.position += length
+        if stream.position > stream.end:
+            raise ValueError(f"a constant of {length} bytes in a shorter file")
+        self.pay(STAND_IN)
+        self.stack.append(StandIn(_LONG_CONSTANT))
+        return True
+
+    # What is counted
+    def pay(self, amount: int) -> None:
+        """Counts bytes that are built, copied, hashed or walked."""
+        self.budget -= amount
+        if self.budget < 0:
+            raise UnsafePickleError("the pickle would unpack to more than it holds")
+
+    def push_new(self, value: Any) -> None:
+        self.pay(sys.getsizeof(value) + LIST_ITEM)
+        self.stack.append(value)
+
+    def walk(self, values: Any) -> Iterable[Any]:
+        """The items of a list, a tuple or a set, paid for as a copy."""
+        if not isinstance(values, list | tuple | set | frozenset | dict):
+            raise UnsafePickleError(f"a {type(values).__name__} where a list should be")
+        self.pay(64 + LIST_ITEM * len(values))
+        return values
+
+    def key(self, value: Any) -> Any:
+        """`value` if it may be a dictionary's key: hashing it then takes no longer than it is long."""
+        if type(value) is str:
+            self.pay(len(value))
+        elif type(value) is int or type(value) is bool:
+            self.number_keys -= not -257 < value < 1 << 16
+            # Of numbers beyond 2^61 many have one hash; the others can only be made to meet on their way to a place.
+            if self.number_keys < 0 or not -(1 << 60) < value < 1 << 60:
+                raise UnsafePickleError("numbers as dictionary keys that no original has")
+        elif value is not None:
+            kind = "tuples" if isinstance(value, tuple | frozenset) else f"a {type(value).__name__}"
+            raise UnsafePickleError(f"it has {kind} for keys, which nothing has that is read here")
+        return value
+
+    def member(self, value: Any) -> Any:
+        self.pay(SET_ITEM)
+        return self.key(value)
+
+    # The stack
+    def take(self) -> Any:
+        value = self.stack.pop()
+        if value is _MARK:
+            raise UnsafePickleError("a mark where a value should be")
+        return value
+
+    def top(self) -> Any:
+        if self.stack[-1] is _MARK:
+            raise UnsafePickleError("a mark where a value should be")
+        return self.stack[-1]
+
+    def take_to_mark(self) -> list[Any]:
+        index = len(self.stack) - 1
+        while index >= 0 and self.stack[index] is not _MARK:
+            index -= 1
+        if index < 0:
+            raise UnsafePickleError("a mark is missing")
+        values = self.stack[index + 1 :]
+        del self.stack[index:]
+        return values
+
+    # The version and the framing change nothing
+    def op_proto(self, _: Any) -> None:
+        pass
+
+    def op_frame(self, _: Any) -> None:
+        pass
+
+    def op_none(self, _: Any) -> None:
+        self.push(None)
+
+    def op_newtrue(self, _: Any) -> None:
+        self.push(True)
+
+    def op_newfalse(self, _: Any) -> None:
+        self.push(False)
+
+    def op_mark(self, _: Any) -> None:
+        self.push(_MARK)
+
+    def push(self, value: Any) -> None:
+        self.pay(LIST_ITEM)
+        self.stack.append(value)
+
+    def op_pop(self, _: Any) -> None:
+        self.stack.pop()
+
+    def op_pop_mark(self, _: Any) -> None:
+        self.take_to_mark()
+
+    def op_dup(self, _: Any) -> None:
+        self.push(self.top())
+
+    # The memo
+    def op_memoize(self, _: Any) -> None:
+        self.op_put(len(self.memo))
+
+    def op_put(self, index: int) -> None:
+        # Numbers so close to one another have places of their own in a dictionary.
+        if not 0 <= index <= 4 * len(self.memo) + 1024:
+            raise UnsafePickleError(f"a memo with a place {index} but only {len(self.memo)} values")
+        self.pay(DICT_ITEM)
+        self.memo[index] = self.top()
+
+    op_binput = op_long_binput = op_put
+
+    def op_get(self, index: int) -> None:
+        self.push(self.memo[index])
+
+    op_binget = op_long_binget = op_get
+
+    # Containers
+    def op_empty_list(self, _: Any) -> None:
+        self.push_new([])
+
+    def op_list(self, _: Any) -> None:
+        self.push_new(self.take_to_mark())
+
+    def op_append(self, _: Any) -> None:
+        self.extend([self.take()])
+
+    def op_appends(self, _: Any) -> None:
+        self.extend(self.take_to_mark())
+
+    def extend(self, values: list[Any]) -> None:
+        target = self.top()
+        target = target.items if isinstance(target, StandIn) else target
+        if not isinstance(target, list):
+            raise UnsafePickleError("an append to something that is no list")
+        self.pay(LIST_ITEM * len(values))
+        target.extend(values)
+
+    def op_empty_tuple(self, _: Any) -> None:
+        self.push(())
+
+    def op_tuple(self, _: Any) -> None:
+        self.push_new(tuple(self.take_to_mark()))
+
+    def op_tuple1(self, _: Any) -> None:
+        self.push_new((self.take(),))
+
+    def op_tuple2(self, _: Any) -> None:
+        second, first = self.take(), self.take()
+        self.push_new((first, second))
+
+    def op_tuple3(self, _: Any) -> None:
+        third, second, first = self.take(), self.take(), self.take()
+        self.push_new((first, second, third))
+
+    def op_empty_dict(self, _: Any) -> None:
+        self.push_new({})
+
+    def op_dict(self, _: Any) -> None:
+        values = self.take_to_mark()
+        self.push_new({})
+        self.assign(values)
+
+    def op_setitem(self, _: Any) -> None:
+        value, key = self.take(), self.take()
+        self.assign([key, value])
+
+    def op_setitems(self, _: Any) -> None:
+        self.assign(self.take_to_mark())
+
+    def assign(self, values: list[Any]) -> None:
+        target = self.top()
+        target = target.entries if isinstance(target, StandIn) else target
+        if not isinstance(target, dict) or len(values) % 2:
+            raise UnsafePickleError("keys and values set on something that is no dictionary")
+        self.pay(DICT_ITEM * (len(values) // 2))
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            target[self.key(key)] = value
+
+    def op_empty_set(self, _: Any) -> None:
+        self.push_new(set())
+
+    def op_additems(self, _: Any) -> None:
+        values, target = self.take_to_mark(), self.top()
+        if not isinstance(target, set):
+            raise UnsafePickleError("members added to something that is no set")
+        target.update([self.member(value) for value in values])
+
+    def op_frozenset(self, _: Any) -> None:
+        self.push_new(frozenset([self.member(value) for value in self.take_to_mark()]))
+
+    # Names and objects
+    def op_global(self, names: str) -> None:
+        module, _, name = names.partition(" ")
+        self.name(module, name)
+
+    def op_stack_global(self, _: Any) -> None:
+        name, module = self.take(), self.take()
+        if not (isinstance(name, str) and isinstance(module, str)):
+            raise UnsafePickleError("a class name that is no text")
+        self.name(module, name)
+
+    def name(self, module: str, name: str) -> None:
+        module = "builtins" if module == "__builtin__" else module
+        if len(module) + len(name) > 200 or "." in name or not _is_known(f"{module}.{name}"):
+            raise UnsafePickleError(
+                f"it holds {shown(module)}.{shown(name)}, which is no part of a checkpoint or vocabulary; nothing was "
+                "run"
+            )
+        self.pay(STAND_IN)
+        self.stack.append(Name(module, name))
+
+    def op_reduce(self, _: Any) -> None:
+        args, callee = self.take(), self.take()
+        self.construct(callee, args)
+
+    op_newobj = op_reduce
+
+    def op_newobj_ex(self, _: Any) -> None:
+        keywords, args, callee = self.take(), self.take(), self.take()
+        self.construct(callee, args)
+        self.set_attributes(keywords)
+
+    def op_obj(self, _: Any) -> None:
+        callee, *args = self.take_to_mark()
+        self.construct(callee, tuple(args))
+
+    def op_inst(self, names: str) -> None:
+        args = tuple(self.take_to_mark())
+        self.op_global(names)
+        self.construct(self.take(), args)
+
+    def construct(self, callee: Any, args: Any) -> None:
+        if not isinstance(callee, Name) or not isinstance(args, tuple):
+            raise UnsafePickleError("a call of something that is no plain class or function name")
+        self.pay(STAND_IN)
+        build = self.builders.get(str(callee))
+        if build is None:
+            self.stack.append(StandIn(callee, args))
+            return
+        try:
+            self.stack.append(build(self, *args))
+        except UnsafePickleError:
+            raise
+        except (TypeError, ValueError, AttributeError) as error:
+            raise UnsafePickleError(f"{callee} with arguments it cannot have ({shown(str(error))})") from None
+
+    def op_build(self, _: Any) -> None:
+        self.set_attributes(self.take())
+
+    def set_attributes(self, state: Any) -> None:
+        """Keeps the attributes of a stand-in. Those of the plain values mean nothing here, and nothing is ever set."""
+        target = self.top()
+        if not isinstance(target, (StandIn, dict, set, list, *self.described)):
+            raise UnsafePickleError("attributes set on something that has none")
+        if not isinstance(target, StandIn):
+            return
+        parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+        for part in parts:  # (attributes of __dict__, attributes of __slots__)
+            if isinstance(part, dict):
+                self.pay(DICT_ITEM * len(part))
+                target.attributes.update(part)
+
+    def op_binpersid(self, _: Any) -> None:
+        self.push(self.refer(self.take()))
