@@ -402,7 +402,7 @@ class Machine:
             if self.steps < 0:
                 raise UnsafePickleError(f"a pickle of more than {MAX_STEPS} instructions")
             if step is None:
-                raise UnsafePickleError(f"instruction {name}, which no original writes, is refused")
+                raise UnsafePickleError(f"cannot be read as a pickle (instruction {name}, which no original writes)")
             if name in _LENGTHS and self.skip_long(name, stream):
                 continue
             step(reader(stream) if reader is not None else None)
