@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, pipeline
 
 from goldens import golden
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer
-from txl_hf.tokenization_transfo_xl import MODES
+from txl_hf.tokenization_transfo_xl_backend import MODES
 
 GOLDENS = golden("tokenizer")
 DATA = Path(__file__).parents[2] / "shared" / "data"

@@ -1,4 +1,4 @@
-"""The tokenizer takes time in proportion to a text's length, whatever the text.
+"""The tokenizer takes time in proportion to a text's length, whatever the text, and splits as it did before.
 
 A call cannot be interrupted, so that a quadratic rule is a way to stop a server: 16,000 full stops once took a minute.
 """
@@ -9,8 +9,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, normalizers
 
 from txl_hf import TransfoXLTokenizer
+from txl_hf.tokenization_transfo_xl_moses import _A, _D, _MARK, _WORD, COMMAS, INNER_STOPS
 
 SENTENCE = "Mr. Smith said: \"It's 1,234.5 km (well-known).\" <unk> didn't <formula> agree ...\n"
 
@@ -111,3 +113,25 @@ def test_decoding_takes_time_in_proportion_to_the_number_of_symbols(symbols):
     tokenizer = TransfoXLTokenizer.from_symbols(SYMBOLS, extra_special_tokens=["<pad>"])
     ids = tokenizer.convert_tokens_to_ids(symbols)
     check_growth(tokenizer.decode, lambda length: ids * (length // 2 // len(ids)))
+
+
+# The rules as they are said shortest, which took quadratic time: looking back from each character, to any distance.
+PLAIN = {
+    "commas": [(rf",(?:(?![{_D}])|(?<!(?:[{_D}]|\A)(?:,,)*,|[^{_D},](?:,,)+))", " , ")],
+    "inner full stops": [(rf"\.(?=[{_WORD}])[{_WORD}]*\K(?<=[{_A}][{_WORD}]{{0,99}})\.(?![{_WORD}])", _MARK)],
+}
+LINEAR = {"commas": COMMAS, "inner full stops": INNER_STOPS}
+
+
+def apply(steps: list[tuple[str, str]], text: str) -> str:
+    for pattern, content in steps:
+        text = normalizers.Replace(Regex(pattern), content).normalize_str(text)
+    return text
+
+
+@pytest.mark.parametrize("rule", PLAIN)
+@settings(max_examples=300, deadline=None)
+@given(text=st.text(st.sampled_from("aZ09.,.,-' <>é١")) | st.lists(st.sampled_from(PIECES)).map("".join))
+def test_linear_rules_are_the_plain_ones(rule, text):
+    text = text.replace(_MARK, "")
+    assert apply(LINEAR[rule], text) == apply(PLAIN[rule], text)

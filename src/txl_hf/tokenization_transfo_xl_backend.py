@@ -1,0 +1,136 @@
+"""The tokenizer's modes, each a pipeline of the `tokenizers` library, and how a text is split without a vocabulary."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import WordLevel
+
+from .tokenization_transfo_xl_moses import moses_decoder, moses_normalizers, moses_pre_tokenizer
+
+__all__ = [
+    "BYTE_SYMBOLS",
+    "MODES",
+    "build_backend",
+    "check_mode",
+    "count_symbols",
+    "flatten",
+    "specials_pattern",
+    "split_symbols",
+]
+
+MODES = ("moses", "whitespace", "lm1b", "characters", "bytes")
+
+
+def check_mode(mode: str) -> None:
+    """Raises ValueError where `mode` is none of `MODES`."""
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r} is unknown; it is one of {', '.join(map(repr, MODES))}")
+
+
+def build_backend(
+    symbols: list[str], mode: str, lower_case: bool, unk_token, specials, as_published: bool = False
+) -> Tokenizer:
+    """A tokenizer of the `tokenizers` library whose symbol `symbols[i]` has id i.
+
+    Args:
+        symbols, mode, lower_case, unk_token: as for `TransfoXLTokenizer.from_symbols`.
+        specials: the special tokens, None among them skipped; those that are no symbols get ids after the symbols.
+        as_published: read a given alphabet as the originals wrote their data, `_` for a space and lines without ends.
+
+    Raises:
+        ValueError: in mode `"bytes"`, a symbol is neither a byte's number nor a special token.
+    """
+    names = symbols
+    if mode == "bytes":
+        names = [_byte_character(symbol, specials) for symbol in symbols]
+    vocabulary = {name: index for index, name in enumerate(names)}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="" if unk_token is None else str(unk_token)))
+    specials = [token for token in specials if token is not None]
+    outside = [str(token) for token in specials if str(token) not in vocabulary]
+    steps: list[normalizers.Normalizer] = [normalizers.Lowercase()] if lower_case else []
+    if mode == "moses":
+        steps += moses_normalizers([] if lower_case else specials)
+        backend.pre_tokenizer = moses_pre_tokenizer(specials, lower_case)
+        backend.decoder = moses_decoder(symbols, outside)
+    elif mode == "characters":
+        backend.pre_tokenizer = pre_tokenizers.FixedLength(length=1)
+        backend.decoder = decoders.Fuse()
+        if as_published and "_" in vocabulary and " " not in vocabulary:
+            steps.append(normalizers.Replace(" ", "_"))
+            backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("_", " ")])
+    elif mode == "bytes":
+        if as_published and _BYTE_CHARACTERS["10"] not in vocabulary:
+            steps.append(normalizers.Replace("\n", ""))
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([byte_level, pre_tokenizers.FixedLength(length=1)])
+        backend.decoder = decoders.ByteLevel()
+    else:
+        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if steps:
+        backend.normalizer = normalizers.Sequence(steps)
+    added = [token if isinstance(token, AddedToken) else AddedToken(token, normalized=False) for token in specials]
+    backend.add_special_tokens(added)
+    return backend
+
+
+def _byte_characters() -> dict[str, str]:
+    # ByteLevel writes printable Latin-1 bytes as themselves and the others as the characters from 256 on.
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return {str(byte): chr(byte if byte in printable else next(others)) for byte in range(256)}
+
+
+_BYTE_CHARACTERS = _byte_characters()
+BYTE_SYMBOLS = {character: byte for byte, character in _BYTE_CHARACTERS.items()}
+
+
+def _byte_character(symbol: str, specials) -> str:
+    if symbol in _BYTE_CHARACTERS:
+        return _BYTE_CHARACTERS[symbol]
+    if symbol in map(str, specials):
+        return symbol
+    raise ValueError(f"symbols: {symbol!r} is no byte; in mode 'bytes' a symbol is a decimal number '0' … '255'")
+
+
+def split_symbols(backend: Tokenizer, text: str) -> list[str]:
+    """The symbols of a text without special tokens as they are written, in the vocabulary or not."""
+    if backend.normalizer is not None:
+        text = backend.normalizer.normalize_str(text)
+    return [symbol for symbol, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
+
+
+def specials_pattern(specials: Iterable[str]) -> re.Pattern:
+    """A pattern whose `split` gives text and special tokens in turn, a longer special token before its beginning."""
+    longest_first = sorted(specials, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+
+
+def count_symbols(lines, mode: str, lower_case: bool, specials: list[str]) -> Counter:
+    """How often each symbol, each special token too, occurs in lines or batches of lines."""
+    backend = build_backend(["<unk>"], mode, lower_case, None, ["<unk>"])
+    splitters: dict[str, Callable[[str], Iterable[str]]] = {
+        "whitespace": str.split,
+        "lm1b": str.split,
+        "characters": list,
+        "bytes": lambda text: map(str, text.encode()),
+        "moses": lambda text: split_symbols(backend, text),
+    }
+    split = splitters[mode]
+    lower = normalizers.Lowercase().normalize_str if lower_case else str
+    between = specials_pattern(specials)
+    counter: Counter[str] = Counter()
+    for line in flatten(lines):
+        for index, part in enumerate(between.split(line)):
+            counter.update([part] if index % 2 else split(lower(part)))
+    return counter
+
+
+def flatten(text) -> Iterator[str]:
+    """The strings in a string, a list of strings, a list of lists …, in their order."""
+    if isinstance(text, str):
+        yield text
+    else:
+        for item in text:
+            yield from flatten(item)
