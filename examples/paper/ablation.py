@@ -1,0 +1,438 @@
+"""The paper's ablation (Tables 6, 7 and 10, Figure 4b): recurrence × encoding × loss, trained alike and tabulated.
+
+    python examples/paper/ablation.py                          # the miniature of Tables 6 and 10, three seeds
+    python examples/paper/ablation.py --shuffled               # Table 7: what is left of it in shuffled sentences
+    python examples/paper/ablation.py --rows recurrence-ours-full none-ours-full --seeds 0
+    python examples/paper/ablation.py --smoke --output /tmp/ablation
+
+All rows see the same text in the same order and take equally many optimiser steps, so that a row with half losses has
+half as many targets; each row of `rows.csv` says both. A run that was stopped goes on where it was: the same command
+again. Models are kept in `--work`, results in `--output`: `rows.csv`, `curves.csv` (perplexity by attention length),
+`table.md` with the paper's figures beside ours and what holds of its orders, and `curves.png`.
+
+Attention length n is, with recurrence, a memory of n that each query sees exactly (`same_length`); without, a window
+of n tokens of which the last quarter is scored (with `--exact` the last one). All lengths score the same tokens; the
+test text is scored at two of them.
+"""
+
+import argparse
+import dataclasses
+import math
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+# One thread a process; read by torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import matplotlib
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+import harness
+from contenders import ROWS, Row, count_parameters, losses_of, make_model, segments
+from miniature import MINIATURE, ROOT, SMOKE, Corpus, Sizes, describe, prepare, shuffle_sentences
+from txl_hf import TokenStream, TransfoXLForCausalLM, evaluate_language_model
+from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.evaluation import perplexity
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
+
+RESULTS = ROOT / "examples" / "results" / "paper"
+WORK = ROOT / "build" / "paper"
+# Rows that stand in Tables 6 and 10 and beside them; what Table 8 compares with has no attention length.
+TABLE = [name for name, row in ROWS.items() if row.kind == "transfo-xl"]
+CONTROL = ["recurrence-ours-full", "recurrence-shaw-full", "none-ours-full"]
+# (better, worse) by the best perplexity in Table 6.
+ORDERS = [
+    ("recurrence-ours-full", "none-ours-full"),
+    ("recurrence-ours-full", "recurrence-shaw-full"),
+    ("recurrence-ours-full", "recurrence-ours-half"),
+    ("none-ours-full", "none-shaw-full"),
+    ("none-ours-full", "none-ours-half"),
+    ("none-shaw-full", "none-shaw-half"),
+    ("none-ours-half", "none-shaw-half"),
+    ("none-shaw-half", "none-vaswani-half"),
+    ("none-vaswani-half", "none-al-rfou-half"),
+    # Table 10: a longer segment does not make up for the memory.
+    ("recurrence-ours-full", "none-ours-full-176"),
+    ("recurrence-ours-half", "none-ours-half-172"),
+    # Section 4.2: absolute positions need half losses. Section 3.3: and cannot have recurrence.
+    ("none-vaswani-half", "none-vaswani-full"),
+    ("none-al-rfou-half", "none-al-rfou-full"),
+    ("none-vaswani-full", "recurrence-vaswani-full"),
+]
+SAVE_EVERY = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One run: a row with a seed, on the text as it is or shuffled."""
+
+    row: Row
+    seed: int
+    sizes: Sizes
+    work: Path
+    shuffled: bool = False
+    exact: bool = False
+
+    @property
+    def folder(self) -> Path:
+        text = "shuffled-" if self.shuffled else ""
+        return self.work / f"{text}{self.row.name}-{self.seed}"
+
+    def corpus(self) -> Corpus:
+        corpus = prepare(self.work / "corpus", self.sizes)
+        return shuffle_sentences(corpus) if self.shuffled else corpus
+
+
+def main(argv: list[str] | None = None):
+    options = parse_arguments(argv)
+    transformers.logging.disable_progress_bar()
+    with one_line_errors():
+        sizes = SMOKE if options.smoke else MINIATURE
+        if options.steps is not None:
+            sizes = dataclasses.replace(sizes, steps=options.steps)
+        names = options.rows or (CONTROL if options.shuffled else TABLE)
+        jobs = [
+            Job(
+                dataclasses.replace(ROWS[name], shaw=options.shaw or ROWS[name].shaw),
+                seed,
+                sizes,
+                options.work,
+                options.shuffled,
+                options.exact,
+            )
+            for seed in options.seeds
+            for name in names
+        ]
+        run(jobs, options.output, options.workers)
+        report(options.output)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="ROW", help=f"of {', '.join(ROWS)}")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(%(default)s)")
+    parser.add_argument("--steps", type=int, help="optimiser steps of a run (those of the sizes)")
+    parser.add_argument("--shuffled", action="store_true", help="Table 7: shuffle the sentences of the texts")
+    parser.add_argument(
+        "--shaw", choices=["code", "paper"], help="with the terms (c) and (d), as the code, or without"
+    )
+    parser.add_argument("--exact", action="store_true", help="windows of which only the last token is scored")
+    parser.add_argument("--workers", type=int, default=1, help="runs at a time, one thread each (%(default)s)")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results (%(default)s)")
+    parser.add_argument("--work", type=Path, help=f"folder of models and texts ({WORK}; with --smoke in --output)")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to try the script itself")
+    options = parser.parse_args(argv)
+    if options.smoke and options.output == RESULTS:
+        parser.error("--smoke measures nothing worth keeping: name another folder with --output")
+    options.work = options.work or (options.output / "work" if options.smoke else WORK)
+    return options
+
+
+def run(jobs: list[Job], output: Path, workers: int):
+    """Train and score what is not in the results yet; each run's rows are written when it is done."""
+    done = {(row["row"], row["seed"], row["text"], row["steps"]) for row in harness.read(output / "rows.csv")}
+    corpus = jobs[0].corpus()
+    left = [job for job in jobs if key(job, corpus) not in done]
+    print(f"{len(jobs) - len(left)} of {len(jobs)} runs are done", flush=True)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        for row, curve in pool.map(train_and_score, left):
+            harness.append(output / "curves.csv", curve)
+            harness.append(output / "rows.csv", [row])
+            print(f"{row['row']}, seed {row['seed']}: {row['init']}, best {row['best']} @ {row['length']}", flush=True)
+
+
+def key(job: Job, corpus: Corpus) -> tuple[str, str, str, str]:
+    return job.row.name, str(job.seed), corpus.name, str(job.sizes.steps)
+
+
+# ---- training ---------------------------------------------------------------------------------------------------
+
+
+def train_and_score(job: Job) -> tuple[dict, list[dict]]:
+    """The row of a run for `rows.csv`, and its lines for `curves.csv`."""
+    torch.set_num_threads(1)
+    transformers.logging.disable_progress_bar()
+    corpus = job.corpus()
+    model, spent = train(job, corpus)
+    curve = score(model, job, corpus) if job.row.kind == "transfo-xl" else []
+    tgt_len, ext_len = segments(job.row, job.sizes)
+    targets = job.sizes.steps * job.sizes.streams * tgt_len
+    points = {row["length"]: row["perplexity"] for row in curve if row["protocol"] == protocol(job.row)}
+    best = min(points, key=lambda n: (round(points[n], 2), n), default=None)
+    tested = {
+        n: perplexity_at(model, corpus.texts["test"], protocol(job.row), n, max(points), job)
+        for n in {best, job.sizes.segment} & set(points)
+    }
+    row = {
+        **harness.origin("cpu", "fp32", torch.get_num_threads()),
+        **harness.versions(),
+        "text": corpus.name,
+        "row": job.row.name,
+        "seed": job.seed,
+        "parameters": count_parameters(model),
+        "tgt_len": tgt_len,
+        "ext_len": ext_len,
+        "targets": targets,
+        "init": points.get(job.sizes.segment, ""),
+        "best": points.get(best, ""),
+        "length": "" if best is None else best,
+        "test_init": tested.get(job.sizes.segment, ""),
+        "test_best": tested.get(best, ""),
+        "processor_seconds": round(spent),
+        "targets_per_second": round(targets / spent),
+        "shaw": job.row.shaw,
+        "window": "exact" if job.exact else "quarter",
+        **describe(job.sizes),
+    }
+    return row, curve
+
+
+def train(job: Job, corpus: Corpus) -> tuple[nn.Module, float]:
+    """The trained model and its seconds of processor time; from where an earlier call was stopped, if one was."""
+    row, sizes, folder = job.row, job.sizes, job.folder
+    finished, state_path = folder / "seconds.txt", folder / "state.pt"
+    if finished.exists():
+        return AutoModelForCausalLM.from_pretrained(folder), float(finished.read_text())
+    torch.manual_seed(job.seed)
+    tgt_len, ext_len = segments(row, sizes)
+    stream = TokenStream(corpus.texts["train"], tgt_len, sizes.streams, ext_len=ext_len)
+    model = make_model(row, sizes, len(corpus.tokenizer))
+    optimizer = torch.optim.Adam(model.parameters(), lr=sizes.learning_rate, betas=(0.9, 0.98))
+    first, mems, before = 0, None, 0.0
+    if state_path.exists():
+        state = torch.load(state_path)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first, mems, before = state["step"], state["mems"], state["seconds"]
+    started, saved = time.process_time(), time.monotonic()
+    model.train()
+    for step in range(first, sizes.steps):
+        if step % stream.steps == 0:
+            mems = None
+        begin = step % stream.steps * sizes.streams
+        items = [stream[index] for index in range(begin, begin + sizes.streams)]
+        batch = {name: torch.stack([item[name] for item in items]) for name in items[0]}
+        for group in optimizer.param_groups:
+            group["lr"] = sizes.learning_rate * schedule(step / sizes.steps)
+        losses, mems = losses_of(model, **batch, mems=mems)
+        loss = losses.sum() / (batch["shift_labels"] != -100).sum()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        if not math.isfinite(loss.item()):
+            raise FloatingPointError(f"the loss of {row.name} is {loss.item()} at step {step}")
+        if time.monotonic() - saved > SAVE_EVERY:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1, "mems": mems}
+            save_state({**state, "seconds": before + time.process_time() - started}, state_path)
+            saved = time.monotonic()
+    spent = before + time.process_time() - started
+    model.eval().save_pretrained(folder)
+    finished.write_text(str(spent))
+    state_path.unlink(missing_ok=True)
+    return model, spent
+
+
+def schedule(done: float) -> float:
+    """Warm-up over the first tenth of training, then cosine decay to a twentieth."""
+    return min(1, 10 * done + 0.001) * (0.05 + 0.95 * math.cos(math.pi / 2 * done) ** 2)
+
+
+def save_state(state: dict, path: Path):
+    """As a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".partial")
+    torch.save(state, aside)
+    os.replace(aside, path)
+
+
+# ---- scores -----------------------------------------------------------------------------------------------------
+
+
+def protocol(row: Row) -> str:
+    return "memory" if row.recurrence else "window"
+
+
+def score(model: TransfoXLForCausalLM, job: Job, corpus: Corpus) -> list[dict]:
+    """Validation perplexity at each attention length; with relative positions and no recurrence also with memory."""
+    sizes, row = job.sizes, job.row
+    lengths = sorted({max(1, round(n * sizes.segment)) for n in sizes.lengths})
+    protocols = [protocol(row)]
+    if not row.recurrence and row.encoding in (0, 1):
+        protocols.append("memory")
+    return [
+        {
+            "text": corpus.name,
+            "row": row.name,
+            "seed": job.seed,
+            "steps": sizes.steps,
+            "protocol": kind,
+            "length": length,
+            "perplexity": perplexity_at(model, corpus.texts["validation"], kind, length, max(lengths), job),
+        }
+        for kind in protocols
+        for length in lengths
+        if kind == "memory" or length <= (model.config.max_klen or length)
+    ]
+
+
+def perplexity_at(model: TransfoXLForCausalLM, token_ids, kind: str, length: int, longest: int, job: Job) -> float:
+    """Perplexity of the tokens after the first `longest` of each stream, to four decimals."""
+    sizes = job.sizes
+    if kind == "memory":
+        # Absolute positions with recurrence count within a segment, which must be as long as in training.
+        segment = sizes.segment if job.row.encoding > 1 else max(1, sizes.segment // 4)
+        settings = {"segment_length": segment, "memory_length": length, "ext_len": 0, "same_length": True}
+        if job.row.encoding > 1:
+            settings["same_length"] = False
+    else:
+        segment = 1 if job.exact else max(1, length // 4)
+        settings = {"segment_length": segment, "memory_length": 0, "ext_len": length - segment, "same_length": False}
+    result = evaluate_language_model(
+        model, token_ids, batch_size=sizes.evaluation_streams, warm_up=longest, clamp_len=-1, **settings
+    )
+    return round(perplexity(result.nll), 4)
+
+
+# ---- tables -----------------------------------------------------------------------------------------------------
+
+
+def report(output: Path):
+    """Write table.md and curves.png from the rows."""
+    rows = harness.read(output / "rows.csv")
+    texts = dict.fromkeys(row["text"] for row in rows)
+    parts = [f"### {text}\n\n{table(chosen)}\n\n{orders(chosen)}\n" for text in texts if (chosen := of(rows, text))]
+    (output / "table.md").write_text("\n".join(parts))
+    print("\n".join(parts))
+    plot(harness.read(output / "curves.csv"), output / "curves.png")
+
+
+def of(rows: list[dict[str, str]], text: str) -> list[dict[str, str]]:
+    """The rows of one text that have an attention length, in the order of the tables."""
+    names = list(ROWS)
+    chosen = [row for row in rows if row["text"] == text and row["best"]]
+    return sorted(chosen, key=lambda row: (names.index(row["row"]), int(row["seed"])))
+
+
+def values(rows: Iterable[dict[str, str]], name: str, column: str) -> list[float]:
+    return [float(row[column]) for row in rows if row["row"] == name and row[column]]
+
+
+def mean(numbers: list[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def with_range(numbers: list[float]) -> str:
+    """The mean, and what lies between the lowest and the highest seed."""
+    if not numbers:
+        return "–"
+    spread = f" ± {(max(numbers) - min(numbers)) / 2:.2f}" if len(numbers) > 1 else ""
+    return f"{mean(numbers):.2f}{spread}"
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """The paper's columns, ours beside the paper's."""
+    lines = [
+        "| row | recurrence | encoding | loss | seeds | targets | init | best | attention length | paper: init | best "
+        "| attention length |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    encodings = ("ours", "Shaw", "Vaswani", "Al-Rfou")
+    for name in dict.fromkeys(row["row"] for row in rows):
+        row, chosen = ROWS[name], [r for r in rows if r["row"] == name]
+        encoding = encodings[row.encoding] + (" (terms a, b)" if row.shaw == "paper" else "")
+        lengths = ", ".join(dict.fromkeys(r["length"] for r in chosen))
+        theirs = [f"{x:.2f}" if isinstance(x, float) else str(x or "–") for x in row.paper or (None,) * 3]
+        cells = [
+            name,
+            "✓" if row.recurrence else "✗",
+            encoding,
+            row.loss,
+            str(len(chosen)),
+            f"{int(chosen[0]['targets']):,}",
+        ]
+        cells += [with_range(values(chosen, name, "init")), with_range(values(chosen, name, "best")), lengths, *theirs]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def spread_of(rows: list[dict[str, str]]) -> float | None:
+    """The widest range of the best perplexity over the seeds of a row; None where no row has two seeds."""
+    ranges = [max(found) - min(found) for name in ROWS if len(found := values(rows, name, "best")) > 1]
+    return max(ranges, default=None)
+
+
+def orders(rows: list[dict[str, str]]) -> str:
+    """For each of the paper's pairwise orders whether ours are in that order."""
+    spread = spread_of(rows)
+    lines = []
+    for better, worse in ORDERS:
+        ours, others = values(rows, better, "best"), values(rows, worse, "best")
+        if ours and others:
+            difference = mean(others) - mean(ours)
+            lines.append(f"* {better} before {worse}: {verdict(difference, spread)} ({difference:+.2f})")
+    gains = {
+        name: mean(values(rows, name, "init")) - mean(values(rows, name, "best"))
+        for name in dict.fromkeys(row["row"] for row in rows)
+        if values(rows, name, "init")
+    }
+    for name, gain in gains.items():
+        longer = [int(row["length"]) > int(row["segment"]) for row in rows if row["row"] == name]
+        lines.append(
+            f"* {name} gains beyond the length of training: {sum(longer)} of {len(longer)} seeds ({gain:+.2f})"
+        )
+    said = (
+        "one seed each: no spread is known"
+        if spread is None
+        else f"the seeds of a row spread over {spread:.2f} at most"
+    )
+    return f"Orders of the paper, by the best perplexity ({said}):\n\n" + "\n".join(lines)
+
+
+def verdict(difference: float, spread: float | None) -> str:
+    if spread is None:
+        return "holds with one seed" if difference > 0 else "does not hold with one seed"
+    if abs(difference) <= spread:
+        return "within the spread of the seeds"
+    return "holds" if difference > 0 else "does not hold"
+
+
+def plot(curves: list[dict[str, str]], path: Path):
+    """Perplexity by attention length (Figure 4b), the mean over the seeds; one panel a text."""
+    texts = list(dict.fromkeys(row["text"] for row in curves))
+    figure, axes = plt.subplots(1, len(texts), figsize=(6.5 * len(texts), 5), layout="constrained", squeeze=False)
+    for axis, text in zip(axes[0], texts, strict=True):
+        for number, name in enumerate(ROWS):
+            points: dict[int, list[float]] = {}
+            for row in curves:
+                if (row["text"], row["row"], row["protocol"]) == (text, name, protocol(ROWS[name])):
+                    points.setdefault(int(row["length"]), []).append(float(row["perplexity"]))
+            if points:
+                lengths = sorted(points)
+                style = "-" if ROWS[name].recurrence else "--"
+                means = [mean(points[n]) for n in lengths]
+                axis.plot(lengths, means, style, marker="o", markersize=3, color=f"C{number % 10}", label=name)
+        axis.set_title(text, fontsize="medium")
+        axis.set_xlabel("attention length (tokens)")
+        axis.set_ylabel("validation perplexity")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="x-small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

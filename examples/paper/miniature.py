@@ -1,0 +1,140 @@
+"""The miniature's text and sizes: words of long Wikipedia articles, or without them of Python's standard library.
+
+The articles are looked for in the folder that the environment variable TXL_WIKIPEDIA names, then in
+`../shared/data/wikipedia-long` beside the clone: `train.txt.xz`, `valid.txt.xz` and `test.txt.xz`, a paragraph a line.
+"""
+
+import itertools
+import json
+import lzma
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from txl_hf import TransfoXLTokenizer
+
+__all__ = ["MINIATURE", "SMOKE", "SPLITS", "Corpus", "Sizes", "prepare", "shuffle_sentences"]
+
+ROOT = Path(__file__).resolve().parents[2]
+SPLITS = ("train", "validation", "test")
+SENTENCE_ENDS = (".", "?", "!", "<eos>")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What every row of a table has in common.
+
+    Attributes:
+        characters: how much of the training text is read, and how much of the two others, at most.
+        vocabulary: the most frequent words; the others are one unknown word. cutoff: where the softmax's head ends.
+        segment: L, tokens of a segment, and of its memory where there is one.
+        streams: B. steps: optimiser steps. learning_rate: at the end of the warm-up, a tenth of the steps.
+        lengths: attention lengths that are evaluated, in segments.
+        evaluation_streams: streams that the validation and the test text are cut into.
+    """
+
+    characters: tuple[int, int] = (16_000_000, 60_000)
+    vocabulary: int = 5000
+    cutoff: int = 1000
+    layers: int = 3
+    width: int = 128
+    heads: int = 4
+    segment: int = 16
+    streams: int = 16
+    steps: int = 3000
+    learning_rate: float = 2e-3
+    lengths: tuple[float, ...] = (0.25, 0.5, 1, 1.5, 2, 3, 4, 5)
+    evaluation_streams: int = 16
+
+
+MINIATURE = Sizes()
+SMOKE = Sizes((60_000, 8_000), 200, 100, 2, 16, 2, 8, 4, 3, lengths=(0.5, 1, 2), evaluation_streams=4)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token ids of the three texts, (N,) int64 each, their tokenizer, and what they are."""
+
+    texts: dict[str, np.ndarray]
+    tokenizer: TransfoXLTokenizer
+    name: str
+
+
+def prepare(folder: Path, sizes: Sizes) -> Corpus:
+    """The texts as token ids; kept in `folder`, where a later call with the same sizes finds them."""
+    articles = find_articles()
+    name = "the standard library" if articles is None else articles.name
+    wanted = {"text": name, "characters": list(sizes.characters), "vocabulary": sizes.vocabulary}
+    kept = folder / "corpus.json"
+    if not kept.exists() or json.loads(kept.read_text()) != wanted:
+        lines = {
+            split: list(read_lines(articles, split, characters))
+            for split, characters in zip(SPLITS, (*sizes.characters, sizes.characters[1]), strict=True)
+        }
+        tokenizer = TransfoXLTokenizer.train_from_iterator(
+            lines["train"], mode="moses", max_size=sizes.vocabulary - 2, unk_token="<unk>", eos_token="<eos>"
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.save_pretrained(folder)
+        for split in SPLITS:
+            np.save(folder / f"{split}.npy", np.asarray(tokenizer.encode_lines(lines[split], add_eos=True)))
+        kept.write_text(json.dumps(wanted))
+    texts = {split: np.load(folder / f"{split}.npy") for split in SPLITS}
+    return Corpus(texts, TransfoXLTokenizer.from_pretrained(folder), name)
+
+
+def find_articles() -> Path | None:
+    """
+    Raises:
+        FileNotFoundError: the folder that the environment names is not there.
+    """
+    named = os.environ.get("TXL_WIKIPEDIA")
+    if named is not None:
+        if not Path(named, "train.txt.xz").is_file():
+            raise FileNotFoundError(f"TXL_WIKIPEDIA={named} is no folder with train.txt.xz, valid.txt.xz, test.txt.xz")
+        return Path(named)
+    beside = ROOT.parent / "shared" / "data" / "wikipedia-long"
+    return beside if (beside / "train.txt.xz").is_file() else None
+
+
+def read_lines(articles: Path | None, split: str, characters: int) -> Iterator[str]:
+    """Lines that hold something, until they have so many characters."""
+    if articles is None:
+        lines = standard_library(split)
+    else:
+        lines = lzma.open(articles / f"{'valid' if split == 'validation' else split}.txt.xz", "rt", encoding="utf-8")
+    read = 0
+    for line in lines:
+        if line.strip():
+            yield line
+            read += len(line)
+        if read >= characters:
+            return
+
+
+def standard_library(split: str) -> Iterator[str]:
+    """Of every twenty modules one is for validation and one for the test."""
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    held_out = {"validation": (8,), "test": (16,)}.get(split, set(range(20)) - {8, 16})
+    chosen = (module for i, module in enumerate(modules) if i % 20 in held_out)
+    return itertools.chain.from_iterable(module.read_text(encoding="utf-8").splitlines(True) for module in chosen)
+
+
+def shuffle_sentences(corpus: Corpus, seed: int = 0) -> Corpus:
+    """The same sentences in another order: what a sentence says of the one before it is lost."""
+    ends = corpus.tokenizer.convert_tokens_to_ids(list(SENTENCE_ENDS))
+    texts = {}
+    for split, ids in corpus.texts.items():
+        sentences = np.split(ids, np.flatnonzero(np.isin(ids, ends))[:-1] + 1)
+        order = np.random.default_rng(seed).permutation(len(sentences))
+        texts[split] = np.concatenate([sentences[i] for i in order])
+    return Corpus(texts, corpus.tokenizer, f"{corpus.name}, sentences shuffled")
+
+
+def describe(sizes: Sizes) -> dict:
+    """The columns that say what a row was computed with."""
+    return {name: str(value) if isinstance(value, tuple) else value for name, value in asdict(sizes).items()}
