@@ -170,10 +170,12 @@ def train_and_score(job: Job) -> tuple[dict, list[dict]]:
     tgt_len, ext_len = segments(job.row, job.sizes)
     targets = job.sizes.steps * job.sizes.streams * tgt_len
     points = {row["length"]: row["perplexity"] for row in curve if row["protocol"] == protocol(job.row)}
-    best = min(points, key=lambda n: (round(points[n], 2), n), default=None)
+    best = min(points.values(), default=None)
+    # As the paper: the shortest length that is as good as the best, to the decimals that are printed.
+    shortest = min((n for n in points if round(points[n], 2) == round(best, 2)), default=None)
     tested = {
         n: perplexity_at(model, corpus.texts["test"], protocol(job.row), n, max(points), job)
-        for n in {best, job.sizes.segment} & set(points)
+        for n in {shortest, job.sizes.segment} & set(points)
     }
     row = {
         **harness.origin("cpu", "fp32", torch.get_num_threads()),
@@ -186,10 +188,10 @@ def train_and_score(job: Job) -> tuple[dict, list[dict]]:
         "ext_len": ext_len,
         "targets": targets,
         "init": points.get(job.sizes.segment, ""),
-        "best": points.get(best, ""),
-        "length": "" if best is None else best,
+        "best": "" if best is None else best,
+        "length": "" if shortest is None else shortest,
         "test_init": tested.get(job.sizes.segment, ""),
-        "test_best": tested.get(best, ""),
+        "test_best": tested.get(shortest, ""),
         "processor_seconds": round(spent),
         "targets_per_second": round(targets / spent),
         "shaw": job.row.shaw,

@@ -52,7 +52,7 @@ class Sizes:
 
 
 MINIATURE = Sizes()
-SMOKE = Sizes((60_000, 8_000), 200, 100, 2, 16, 2, 8, 4, 3, lengths=(0.5, 1, 2), evaluation_streams=4)
+SMOKE = Sizes((60_000, 3_000), 200, 100, 2, 16, 2, 8, 4, 3, lengths=(0.5, 1, 2), evaluation_streams=8)
 
 
 @dataclass(frozen=True)

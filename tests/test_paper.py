@@ -1,0 +1,219 @@
+"""The paper's experiments at tiny sizes, and the arithmetic of their tables."""
+
+import csv
+import dataclasses
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import ablation
+import contenders
+import miniature
+from txl_hf import TokenStream
+
+TINY = miniature.SMOKE
+
+
+@pytest.fixture(scope="module")
+def library():
+    """The words of the standard library, whatever text lies about; yields what looks for another one."""
+    find_articles = miniature.find_articles
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(miniature, "find_articles", lambda: None)
+        yield find_articles
+
+
+@pytest.fixture(scope="module")
+def work(library, tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("paper")
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# ---- the miniature ----------------------------------------------------------------------------------------------
+
+
+def test_the_corpus_is_kept_and_made_anew_for_other_sizes(library, tmp_path):
+    corpus = miniature.prepare(tmp_path, TINY)
+    assert corpus.name == "the standard library" and len(corpus.tokenizer) == TINY.vocabulary
+    written = (tmp_path / "train.npy").stat().st_mtime_ns
+    again = miniature.prepare(tmp_path, TINY)
+    assert (tmp_path / "train.npy").stat().st_mtime_ns == written
+    assert all(np.array_equal(corpus.texts[split], again.texts[split]) for split in miniature.SPLITS)
+    other = miniature.prepare(tmp_path, dataclasses.replace(TINY, vocabulary=150))
+    assert len(other.tokenizer) == 150 and other.texts["train"].max() < 150
+
+
+def test_articles_are_read_from_the_folder_that_the_environment_names(library, monkeypatch, tmp_path):
+    for name in ("train", "valid", "test"):
+        (tmp_path / f"{name}.txt.xz").write_bytes(lzma.compress(f"{name} one.\n\n\n{name} two.\n".encode()))
+    monkeypatch.setenv("TXL_WIKIPEDIA", str(tmp_path))
+    assert library() == tmp_path
+    assert list(miniature.read_lines(tmp_path, "validation", 5)) == ["valid one.\n"]
+    assert list(miniature.read_lines(tmp_path, "test", 99)) == ["test one.\n", "test two.\n"]
+    monkeypatch.setenv("TXL_WIKIPEDIA", str(tmp_path / "nowhere"))
+    with pytest.raises(FileNotFoundError, match="TXL_WIKIPEDIA=.*nowhere is no folder"):
+        library()
+
+
+def test_shuffled_sentences_are_the_same_sentences(work):
+    corpus = miniature.prepare(work / "corpus", TINY)
+    shuffled = miniature.shuffle_sentences(corpus)
+    ends = corpus.tokenizer.convert_tokens_to_ids(list(miniature.SENTENCE_ENDS))
+    for split, ids in corpus.texts.items():
+        cut = [np.split(text, np.flatnonzero(np.isin(text, ends)) + 1) for text in (ids, shuffled.texts[split])]
+        before, after = (sorted(tuple(sentence) for sentence in sentences if len(sentence)) for sentences in cut)
+        assert len(ids) == len(shuffled.texts[split]) and not np.array_equal(ids, shuffled.texts[split])
+        # The last sentence of a text may have no end, and then runs into the one that comes to follow it.
+        assert len(set(before) ^ set(after)) <= 3
+
+
+# ---- models -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", contenders.ROWS)
+def test_a_row_learns_from_what_it_says(name, work):
+    """Half losses: the second half of each segment. A memory is as long as a segment, whatever is learned from."""
+    row = contenders.ROWS[name]
+    sizes = dataclasses.replace(TINY, segment=8)
+    tgt_len, ext_len = contenders.segments(row, sizes)
+    assert tgt_len + ext_len == 2 * round(row.backprop * 4) and (
+        ext_len == tgt_len if row.loss == "half" else ext_len == 0
+    )
+    corpus = miniature.prepare(work / "corpus", TINY)
+    torch.manual_seed(0)
+    model = contenders.make_model(row, sizes, len(corpus.tokenizer)).eval()
+    stream = TokenStream(corpus.texts["train"], tgt_len, 2, ext_len=ext_len)
+    mems = None
+    for step in range(4):
+        items = [stream[2 * step + i] for i in range(2)]
+        input_ids, labels = (torch.stack([item[key] for item in items]) for key in ("input_ids", "shift_labels"))
+        losses, mems = contenders.losses_of(model, input_ids, labels, mems)
+        assert int((losses != 0).sum()) == 2 * tgt_len
+    assert (mems is not None) == row.recurrence
+    if row.recurrence and row.kind == "transfo-xl":
+        assert mems[0].shape[1] == sizes.segment
+        assert model.config.mem_len == sizes.segment
+
+
+def test_shaw_of_the_paper_has_the_terms_a_and_b_alone(work):
+    row = contenders.ROWS["recurrence-shaw-paper-full"]
+    model = contenders.make_model(row, TINY, 200)
+    assert not model.transformer.content_bias.any() and not model.transformer.r_bias.any()
+    model(torch.zeros(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).loss.backward()
+    assert model.transformer.content_bias.grad is None and model.transformer.r_emb.grad is not None
+
+
+def test_naive_recurrence_cannot_tell_which_of_two_segments_came_first(tmp_path):
+    """Section 3.3's opening: with U_1:L in each segment, the memory is a set of states with the same positions."""
+    ids = torch.arange(16)[None]
+    change = {}
+    for name in ("recurrence-vaswani-full", "recurrence-ours-full"):
+        contenders.make_model(contenders.ROWS[name], TINY, 200).save_pretrained(tmp_path / name)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name, mem_len=16).transformer.eval()
+        older = model(ids[:, :8]).mems
+        newer = model(ids[:, 8:]).mems
+        told = [
+            model(ids[:, 4:12], mems=tuple(map(cat, first, second))).last_hidden_state
+            for first, second in ((older, newer), (newer, older))
+        ]
+        change[name] = float((told[0] - told[1]).abs().max())
+    assert change["recurrence-vaswani-full"] < 1e-5 < 1e-3 < change["recurrence-ours-full"]
+
+
+def cat(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return torch.cat([first, second], dim=1)
+
+
+# ---- ablation ---------------------------------------------------------------------------------------------------
+
+
+def test_ablation_trains_scores_and_tabulates(work, monkeypatch, capsys):
+    """In this process, since a worker's would not know that the library is the text; a second call trains nothing."""
+    monkeypatch.setattr(ablation, "ProcessPoolExecutor", InProcess)
+    names = ["recurrence-ours-full", "none-al-rfou-half", "none-ours-full", "lstm"]
+    command = ["--smoke", "--output", str(work), "--work", str(work), "--seeds", "0", "1", "--rows", *names]
+    ablation.main(command)
+    rows = read(work / "rows.csv")
+    assert [(row["row"], row["seed"]) for row in rows] == [(name, seed) for seed in "01" for name in names]
+    assert {row["text"] for row in rows} == {"the standard library"} and all(row["torch"] for row in rows)
+    assert rows[0]["targets"] == str(3 * 4 * 8) and rows[1]["targets"] == str(3 * 4 * 4)
+    curves = read(work / "curves.csv")
+    lengths = [
+        (row["protocol"], row["length"]) for row in curves if (row["row"], row["seed"]) == ("none-ours-full", "0")
+    ]
+    assert lengths == [(kind, length) for kind in ("window", "memory") for length in ("4", "8", "16")]
+    # Al-Rfou's positions end where its segments do.
+    assert [row["length"] for row in curves if row["row"] == "none-al-rfou-half"] == ["4", "8"] * 2
+    by_length = {row["length"]: float(row["perplexity"]) for row in curves if row["row"] == "recurrence-ours-full"}
+    assert float(rows[4]["best"]) == min(by_length.values()) and float(rows[4]["init"]) == by_length["8"]
+    table = (work / "table.md").read_text()
+    assert "| recurrence-ours-full | ✓ | ours | full | 2 |" in table and "27.02" in table
+    assert "recurrence-ours-full before none-ours-full: within the spread of the seeds" in table
+    assert (work / "curves.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setattr(ablation, "train", None)
+    capsys.readouterr()
+    ablation.main(command)
+    assert "8 of 8 runs are done" in capsys.readouterr().out and len(read(work / "rows.csv")) == 8
+
+
+class InProcess:
+    def __init__(self, *_):
+        self.map = map
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_was(work, tmp_path, monkeypatch):
+    sizes = dataclasses.replace(TINY, steps=6)
+    monkeypatch.setattr(ablation, "SAVE_EVERY", 0)
+    row, saved, models = contenders.ROWS["recurrence-ours-full"], ablation.save_state, []
+    for name, stop in (("whole", None), ("stopped", 3)):
+        job = ablation.Job(row, 0, sizes, tmp_path / name)
+        corpus = miniature.prepare(work / "corpus", TINY)
+
+        def save(state, path, stop=stop):
+            saved(state, path)
+            if state["step"] == stop:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(ablation, "save_state", save)
+        if stop is not None:
+            with pytest.raises(KeyboardInterrupt):
+                ablation.train(job, corpus)
+            monkeypatch.setattr(ablation, "save_state", saved)
+        models.append(ablation.train(job, corpus)[0])
+    whole, stopped = (model.state_dict() for model in models)
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    "difference, spread, expected",
+    [
+        (0.5, None, "holds with one seed"),
+        (-0.5, None, "does not hold with one seed"),
+        (0.5, 0.6, "within the spread of the seeds"),
+        (-0.5, 0.6, "within the spread of the seeds"),
+        (0.7, 0.6, "holds"),
+        (-0.7, 0.6, "does not hold"),
+    ],
+)
+def test_an_order_is_never_said_to_be_more_than_it_is(difference, spread, expected):
+    assert ablation.verdict(difference, spread) == expected
+
+
+def test_smoke_leaves_the_committed_results_alone(capsys):
+    with pytest.raises(SystemExit):
+        ablation.main(["--smoke"])
+    assert "name another folder with --output" in capsys.readouterr().err
