@@ -113,10 +113,15 @@ def test_shaw_of_the_paper_has_the_terms_a_and_b_alone(work):
 
 def test_naive_recurrence_cannot_tell_which_of_two_segments_came_first(tmp_path):
     """Section 3.3's opening: with U_1:L in each segment, the memory is a set of states with the same positions."""
+    torch.manual_seed(0)
     ids = torch.arange(16)[None]
     change = {}
     for name in ("recurrence-vaswani-full", "recurrence-ours-full"):
-        contenders.make_model(contenders.ROWS[name], TINY, 200).save_pretrained(tmp_path / name)
+        untrained = contenders.make_model(contenders.ROWS[name], TINY, 200)
+        for parameter in untrained.parameters():
+            # Large, so that the memory matters.
+            torch.nn.init.normal_(parameter, std=0.5)
+        untrained.save_pretrained(tmp_path / name)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name, mem_len=16).transformer.eval()
         older = model(ids[:, :8]).mems
         newer = model(ids[:, 8:]).mems
@@ -125,7 +130,7 @@ def test_naive_recurrence_cannot_tell_which_of_two_segments_came_first(tmp_path)
             for first, second in ((older, newer), (newer, older))
         ]
         change[name] = float((told[0] - told[1]).abs().max())
-    assert change["recurrence-vaswani-full"] < 1e-5 < 1e-3 < change["recurrence-ours-full"]
+    assert change["recurrence-vaswani-full"] < 1e-4 < 1e-2 < change["recurrence-ours-full"]
 
 
 def cat(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
