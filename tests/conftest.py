@@ -41,6 +41,14 @@ SMALL = {
 }
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """The device of a test that runs on each: `-m gpu` selects the one on a GPU."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return request.param
+
+
 @pytest.fixture
 def make_config():
     """A small configuration with weights so large that an error anywhere shows: `make_config(mem_len=3)`."""

@@ -54,7 +54,7 @@ def relative_attention(
 class ReferenceModel:
     """A whole Transformer-XL in fp64 from a model's parameters: `ReferenceModel(model)(input_ids, mems)`.
 
-    For attn_type 0 and 1, without dropout; returns (log-probabilities (B, L, V), new mems).
+    Without dropout; returns (log-probabilities (B, L, V), new mems), no mems for attn_type 2 and 3.
     """
 
     def __init__(self, model):
@@ -74,6 +74,11 @@ class ReferenceModel:
         if projection is not None:
             embedding = projection @ embedding
         return embedding * math.sqrt(config.d_model)
+
+    def absolute_position(self, distance: int) -> torch.Tensor:
+        """What attn_type 2 adds to the embedding of the token that is `distance` before the segment's last one."""
+        clamped = min(distance, self.config.clamp_len) if self.config.clamp_len > 0 else distance
+        return sinusoid(clamped, self.config.d_model)
 
     def log_prob(self, hidden: torch.Tensor) -> torch.Tensor:
         """log P of each token, one token at a time: log P(cluster) + log P(token | cluster)."""
@@ -114,21 +119,29 @@ class ReferenceModel:
         if config.same_length and config.mem_len > 0:
             window = config.mem_len - 1 if config.same_length_counts_self else config.mem_len
         hidden = torch.stack([torch.stack([self.embed(int(token)) for token in row]) for row in input_ids])
+        if config.attn_type == 2:
+            hidden = hidden + torch.stack([self.absolute_position(L - 1 - i) for i in range(L)])
         new_mems = []
         for n in range(config.n_layer):
             name = f"transformer.layers.{n}"
+            if config.attn_type == 3:
+                rows = [parameters["transformer.r_emb"][n, config.max_klen - L + i].reshape(-1) for i in range(L)]
+                hidden = hidden + torch.stack(rows)
             memory = mems[n].double()
             end = memory.shape[1] + max(0, L - config.ext_len)
             new_mems.append(torch.cat([memory, hidden], 1)[:, max(0, end - config.mem_len) : end])
             context = torch.cat([memory, hidden], 1)
+            queries = hidden
             if config.pre_lnorm:
                 context = self.norm(context, f"{name}.self_attn_layer_norm")
+                if config.attn_type in (0, 1):
+                    queries = context[:, -L:]
 
             def heads(states, projection, name=name):
                 weight = parameters[f"{name}.self_attn.{projection}.weight"]
                 return (states @ weight.T).view(B, -1, H, Dh).transpose(1, 2)
 
-            rel_bias_of = None
+            u = v = rel_key_of = rel_bias_of = None
             if config.attn_type == 0:
 
                 def rel_key_of(h, distance, name=name):
@@ -138,7 +151,7 @@ class ReferenceModel:
 
                 owner = f"{name}.self_attn" if config.untie_r else "transformer"
                 u, v = parameters[f"{owner}.content_bias"], parameters[f"{owner}.position_bias"]
-            else:
+            elif config.attn_type == 1:
                 rows = config.max_klen
                 furthest = min(rows, config.clamp_len) if config.clamp_len > 0 else rows
 
@@ -148,9 +161,9 @@ class ReferenceModel:
                 def rel_bias_of(h, distance, n=n, rows=rows, furthest=furthest):
                     return parameters["transformer.r_bias"][n, rows - 1 - min(distance, furthest - 1), h]
 
-                u, v = parameters["transformer.content_bias"][n], None
+                u = parameters["transformer.content_bias"][n]
             attended, _ = relative_attention(
-                heads(context[:, -L:], "q_proj"),
+                heads(queries, "q_proj"),
                 heads(context, "k_proj"),
                 heads(context, "v_proj"),
                 rel_key_of,
@@ -170,4 +183,4 @@ class ReferenceModel:
             if not config.pre_lnorm:
                 hidden = self.norm(hidden, f"{name}.mlp_layer_norm")
         log_probs = torch.stack([torch.stack([self.log_prob(state) for state in row]) for row in hidden])
-        return log_probs, new_mems
+        return log_probs, new_mems if config.attn_type in (0, 1) else None

@@ -25,10 +25,16 @@ import txl_hf.attention_transfo_xl_triton as kernels
 from txl_hf.attention_transfo_xl import eager_relative_attention, visible_keys
 from txl_hf.attention_transfo_xl_inputs import AttentionInputs
 
-if not (kernels.INTERPRETED or torch.cuda.is_available()):
-    pytest.skip("without a GPU the kernels need TRITON_INTERPRET=1 before txl_hf is imported", allow_module_level=True)
-
 DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
+# Where the interpreter does not run the kernels a GPU has to: then `-m gpu` selects every test of this file.
+if not kernels.INTERPRETED:
+    pytestmark = [
+        pytest.mark.gpu,
+        pytest.mark.skipif(
+            not torch.cuda.is_available(),
+            reason="without a GPU the kernels need TRITON_INTERPRET=1 before txl_hf is imported",
+        ),
+    ]
 NAMES = ("query", "key", "value", "rel_key", "content_bias", "position_bias", "rel_bias")
 # B, H, L, m, Dh; tile; window; which keys are masked; which optional tensors are None.
 CASES = {

@@ -14,6 +14,7 @@ Shapes: B batch, H heads, Dh head width, L queries (the segment), K = m + L keys
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +29,12 @@ from .attention_transfo_xl_triton import triton_relative_attention, why_not_trit
 __all__ = [
     "RELATIVE_ATTENTION_FUNCTIONS",
     "AttentionInputs",
+    "AttentionTerms",
+    "attention_terms",
     "relative_attention",
     "relative_shift",
     "visible_keys",
+    "why_not",
 ]
 
 logger = logging.get_logger(__name__)
@@ -62,6 +66,50 @@ def eager_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     probabilities = F.softmax(scores, dim=-1, dtype=wide).to(inputs.value.dtype)
     probabilities = F.dropout(probabilities, inputs.dropout, training=inputs.dropout > 0)
     return probabilities @ inputs.value, probabilities
+
+
+class AttentionTerms(NamedTuple):
+    """The score of each query for each key as the sum of what it is made of: (B, H, L, K) each, 0 where not visible.
+
+    Args:
+        content: (a), q_i·k_j. position: (b), q_i·W_R R. content_bias: (c), u·k_j.
+        position_bias: (d), v·W_R R, or the learned score per distance.
+        visible: (B or 1, 1, L, K) bool, which key each query may attend to. The attention probabilities are the
+            softmax over visible keys of the terms' sum.
+    """
+
+    content: Tensor
+    position: Tensor
+    content_bias: Tensor
+    position_bias: Tensor
+    visible: Tensor
+
+
+def attention_terms(inputs: AttentionInputs) -> AttentionTerms:
+    """The four terms of A_ij (Section 3.3) one by one, scaled; what `inputs` lacks is 0. See `relative_attention`.
+
+    A model's inputs are what a backend of one's own is called with: enter it in `RELATIVE_ATTENTION_FUNCTIONS`.
+    """
+    query, key, rel_key = inputs.query, inputs.key, inputs.rel_key
+    (B, H, L, _), K = query.shape, key.shape[2]
+    visible = visible_keys(L, K, inputs.window, inputs.key_mask, query.device)
+    u, v, learned = (
+        None if bias is None else bias.to(query.dtype)
+        for bias in (inputs.content_bias, inputs.position_bias, inputs.rel_bias)
+    )
+
+    def scores(queries: Tensor | None, keys: Tensor | None) -> Tensor:
+        """(B, H, L, K) products of (…, L or 1, Dh) with (…, K, Dh); 0 where one of them is missing."""
+        found = None if queries is None or keys is None else queries @ keys.transpose(-1, -2) * inputs.scaling
+        return query.new_zeros(B, H, L, K) if found is None else found.expand(B, H, L, K)
+
+    position_bias = scores(None if v is None else v[:, None], rel_key)
+    if learned is not None:
+        position_bias = position_bias + learned[:, None] * inputs.scaling
+    by_key = (scores(query, key), scores(None if u is None else u[:, None], key))
+    by_distance = (relative_shift(F.pad(found, (1, 0))) for found in (scores(query, rel_key), position_bias))
+    a, c, b, d = (found.masked_fill(~visible, 0) for found in (*by_key, *by_distance))
+    return AttentionTerms(content=a, position=b, content_bias=c, position_bias=d, visible=visible)
 
 
 def sdpa_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
@@ -144,6 +192,8 @@ def _why_not_flex(inputs: AttentionInputs) -> str | None:
         return "FlexAttention has no dropout of probabilities"
     if inputs.query.device.type == "cpu" and _needs_gradient(inputs.query):
         return "FlexAttention has no backward on CPU"
+    if inputs.query.device.type == "cuda" and inputs.query.shape[-1] < 16:
+        return f"heads are {inputs.query.shape[-1]} wide, and FlexAttention wants 16 at least on a GPU"
     return None
 
 
@@ -166,20 +216,6 @@ def _fastest(inputs: AttentionInputs) -> str:
 
 def _needs_gradient(query: Tensor) -> bool:
     return torch.is_grad_enabled() and query.requires_grad
-
-
-def _with_fallback(name: str, function: Callable, why_not: Callable[[AttentionInputs], str | None]) -> Callable:
-    """A backend that hands over to the default, with one warning, what it cannot do."""
-
-    @functools.wraps(function)
-    def attend(inputs: AttentionInputs):
-        reason = why_not(inputs)
-        if reason is None:
-            return function(inputs)
-        logger.warning_once(f"attn_implementation={name!r} falls back to 'auto': {reason}")
-        return auto_relative_attention(inputs)
-
-    return attend
 
 
 def _add_bias(query: Tensor, bias: Tensor | None) -> Tensor:
@@ -218,10 +254,21 @@ RELATIVE_ATTENTION_FUNCTIONS: dict[str, Callable[[AttentionInputs], tuple[Tensor
     "auto": auto_relative_attention,
     "eager": eager_relative_attention,
     "sdpa": sdpa_relative_attention,
-    "txl_tiles": _with_fallback("txl_tiles", tiled_relative_attention, _why_not_tiled),
-    "flex_attention": _with_fallback("flex_attention", flex_relative_attention, _why_not_flex),
-    "txl_triton": _with_fallback("txl_triton", triton_relative_attention, lambda inputs: why_not_triton(inputs.query)),
+    "txl_tiles": tiled_relative_attention,
+    "flex_attention": flex_relative_attention,
+    "txl_triton": triton_relative_attention,
 }
+
+_WHY_NOT: dict[str, Callable[[AttentionInputs], str | None]] = {
+    "txl_tiles": _why_not_tiled,
+    "flex_attention": _why_not_flex,
+    "txl_triton": lambda inputs: why_not_triton(inputs.query),
+}
+
+
+def why_not(implementation: str, inputs: AttentionInputs) -> str | None:
+    """The reason why a backend cannot take these inputs, so that the default does; None if it can."""
+    return _WHY_NOT[implementation](inputs) if implementation in _WHY_NOT else None
 
 
 def relative_attention(
@@ -252,7 +299,8 @@ def relative_attention(
         window: the furthest distance a query sees; None: all keys up to itself.
         scaling: factor of all scores, by default Dh ** -0.5.
         dropout: probability of dropping an attention probability.
-        implementation: a name in `RELATIVE_ATTENTION_FUNCTIONS`.
+        implementation: a name in `RELATIVE_ATTENTION_FUNCTIONS`. What a backend cannot do (`why_not`) goes to the
+            default, `"auto"`, with one warning.
 
     Returns:
         The attended values (B, H, L, Dh), and the probabilities (B, H, L, K) where the backend has them, else None.
@@ -277,4 +325,7 @@ def relative_attention(
         key_mask=key_mask,
         window=window,
     )
+    if reason := why_not(implementation, inputs):
+        logger.warning_once(f"attn_implementation={implementation!r} falls back to 'auto': {reason}")
+        implementation = "auto"
     return RELATIVE_ATTENTION_FUNCTIONS[implementation](inputs)
