@@ -52,7 +52,7 @@ quality: venv
 
 # The documentation, as a site in build/site; a link that leads nowhere is an error.
 docs: venv
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Whether the tests would notice: 210 seeded changes to the sources, each of which some test should find.
 mutants: venv

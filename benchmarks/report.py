@@ -346,9 +346,7 @@ def plot_speed() -> None:
         lengths = [int(row["attention_length"]) for row in rows]
         right.plot(lengths, [float(row["times_p50"]) for row in rows], "o-", label=f"{model}, {processor}")
     if windows:
-        right.plot(
-            lengths, [float(row["paper"]) for row in rows], "s--", color="C7", label="paper, 24 layers, one GPU"
-        )
+        right.plot(lengths, [float(row["paper"]) for row in rows], "s--", color="C7", label="paper, one GPU")
         right.legend()
     right.set(xlabel="attention length", ylabel="times the sliding window", title="Evaluation with memory")
     save(figure, "speed.png")

@@ -693,13 +693,13 @@ def test_push_to_hub_after_the_local_save(fails, tmp_path, capfd, monkeypatch):
         assert "is complete, but was not uploaded: no network at all" in capfd.readouterr().err.splitlines()[-1]
 
 
-# ---- what the README shows ----
+# ---- what docs/conversion.md shows ----
 
 
-def test_readme_commands(tmp_path, monkeypatch):
-    """The README's command for each family, word for word, in a folder laid out as it says."""
-    readme = REPOSITORY / "README.md"
-    commands = re.findall(r"^python conversion/convert\.py .*$", readme.read_text(), re.M)
+def test_commands_of_the_page_on_conversion(tmp_path, monkeypatch):
+    """The page's command for each family, word for word, in a folder laid out as it says."""
+    page = REPOSITORY / "docs" / "conversion.md"
+    commands = re.findall(r"^python conversion/convert\.py .*$", page.read_text(), re.M)
     sources = {
         "transformers": golden("hf_legacy/wt103_like"),
         "kimiyoung-pytorch": golden("kimiyoung_pytorch/word_adaptive_div2_proj.model.pt"),

@@ -1,4 +1,4 @@
-"""The shell commands of the README and of the examples' page, as they are typed, one after the other.
+"""The shell commands of the examples' page and of the README, as they are typed, one after the other.
 
 Each page has a folder of its own that looks like a clone, with small texts where it names a corpus. What is typed gets
 further options, for the sake of time; as they come last, they win.
@@ -118,14 +118,6 @@ def clone(tmp_path):
     return tmp_path
 
 
-def test_readme(clone):
-    typed = [words for words in commands("README.md") if words[0] == "python"]
-    scripts = [Path(words[1]).name for words in typed]
-    assert scripts == ["prepare_corpus.py", "train_lm.py", "evaluate_lm.py"]
-    printed = type_all(typed, clone)
-    assert '"bits_per_token"' in printed
-
-
 def test_examples(clone):
     typed = [words for words in commands("examples/README.md") if words[0] == "python"]
     assert {Path(words[1]).name for words in typed} == SHORTER.keys()
@@ -158,6 +150,7 @@ def test_launches(monkeypatch):
 
 def test_every_other_command_is_one_that_tests_run():
     """make: tests/test_demo.py and this suite; pip: the Makefile does it."""
-    rest = [words for words in commands("README.md") if words[0] != "python"]
+    pages = ["README.md", *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
+    rest = [words for page in pages for words in commands(page)]
     assert {words[0] for words in rest} == {"make", "pip"}
     assert ["pip", "install", "."] in rest

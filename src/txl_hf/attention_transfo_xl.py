@@ -293,8 +293,8 @@ def relative_attention(
         rel_key: (H, K, Dh), W_R R with the furthest distance first: row c belongs to distance K - 1 - c.
             None: attention without positions (the absolute baselines add theirs to the hidden states).
         content_bias: (H, Dh), u. position_bias: (H, Dh), v.
-        rel_bias: (H, K), a learned score per distance, rows as in `rel_key`; takes the place of v·W_R R in the
-            encoding after Shaw et al.
+        rel_bias: (H, K), a learned score per distance, rows as in `rel_key`; takes the place of v·W_R R in
+            `attn_type=1`, as in the authors' code; the paper gives the encoding of Shaw et al. (a) and (b) alone.
         key_mask: (B, K) bool, False where a key is padding.
         window: the furthest distance a query sees; None: all keys up to itself.
         scaling: factor of all scores, by default Dh ** -0.5.

@@ -35,9 +35,10 @@ class TransfoXLConfig(PreTrainedConfig):
             read without this limit.
         proj_share_all_but_first (`bool`, defaults to `True`): Sets `tie_projs` where that is not given.
         attn_type (`int`, defaults to 0):
-            0: relative sinusoidal (Transformer-XL), 1: relative learned (after Shaw et al.), 2: absolute sinusoidal
-            (Vaswani et al.), 3: absolute learned per layer (after Al-Rfou et al.). 2 and 3 are the paper's baselines
-            without recurrence: they need `mem_len=0`.
+            0: relative sinusoidal (Transformer-XL), 1: relative learned (what the authors' code has for Shaw et al.: a
+            learned vector and score per distance, terms (a) to (d), where the paper gives it (a) and (b) alone),
+            2: absolute sinusoidal (Vaswani et al.), 3: absolute learned per layer (after Al-Rfou et al.). 2 and 3 are
+            the paper's baselines without recurrence: they need `mem_len=0`.
         sample_softmax (`int`, defaults to -1): Must not be positive: sampled softmax is not offered.
         adaptive (`bool`, defaults to `True`): Kept from the legacy configuration; `cutoffs` decides.
         dropout (`float`, defaults to 0.1): Dropout of embeddings, positions, sub-layer outputs and final states.

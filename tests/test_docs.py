@@ -1,0 +1,119 @@
+"""Every Python block of the README and of docs/ runs, and every name, link and command on them leads somewhere.
+
+The shell commands are run by test_walkthrough.py, those of conversion by test_conversion.py.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import txl_hf
+from goldens import golden
+from hub_server import HubServer
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PUBLISHED = "transfo-xl/transfo-xl-wt103"
+
+# Each page by itself, in a folder of its own; imports are paid for once.
+RUNNER = """
+import os, re, sys
+from pathlib import Path
+
+for page in map(Path, sys.argv[1:]):
+    text = page.read_text(encoding="utf-8")
+    # A block keeps its place, so that an error names the line of the page.
+    code = re.sub(r"(?s)(.*?)(?:^```python\\n(.*?)^```|\\Z)", lambda part: "\\n" * part[1].count("\\n")
+                  + ("\\n" + part[2] if part[2] else ""), text, flags=re.M)
+    folder = Path(page.stem)
+    folder.mkdir()
+    os.chdir(folder)
+    print("page", page.name, flush=True)
+    exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
+    os.chdir("..")
+"""
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> Path:
+    """A small model as legacy transformers published its own: a vocab.pkl, and no code beside the weights."""
+    folder = tmp_path_factory.mktemp("published")
+    vocabulary = golden("tokenizer/cased")
+    size = len(TransfoXLTokenizer.from_pretrained(vocabulary))
+    torch.manual_seed(0)
+    widths = {"d_model": 16, "d_embed": 16, "n_head": 2, "d_head": 8, "d_inner": 24, "div_val": 2, "n_layer": 2}
+    config = TransfoXLConfig(vocab_size=size, cutoffs=[100, 400], mem_len=32, clamp_len=24, **widths)
+    TransfoXLForCausalLM(config).save_pretrained(folder / "model")
+    for path in [*(folder / "model").glob("*.safetensors"), *(folder / "model").glob("*.json"), *vocabulary.iterdir()]:
+        if path.name not in ("expected.json", "special_tokens_map.json"):
+            (folder / path.name).write_bytes(path.read_bytes())
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(re.sub(r'"auto_map": \{[^}]*\},', "", text))
+    return folder
+
+
+def test_every_python_block_runs(tmp_path, published):
+    pages = [page for page in PAGES if blocks(page)]
+    assert {page.stem for page in pages} == {"README", "guide", "memory", "training"}
+    (tmp_path / "runner.py").write_text(RUNNER)
+    with HubServer({"hf_token_of_user": "user", "hf_token_of_authors": "transfo-xl"}) as hub:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home")}
+        upload = f"import huggingface_hub as h; h.create_repo({PUBLISHED!r});"
+        upload += f"h.upload_folder(repo_id={PUBLISHED!r}, folder_path={str(published)!r})"
+        command = [sys.executable, "-c", upload]
+        subprocess.run(command, env=environment | hub.environment("hf_token_of_authors"), check=True)
+        run = subprocess.run(
+            [sys.executable, tmp_path / "runner.py", *pages],
+            cwd=tmp_path,
+            env=environment | hub.environment("hf_token_of_user"),
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stdout[-500:] + run.stderr[-3000:]
+        files = hub.repos["user/name"].files()
+    assert {"README.md", "config.json", "model.safetensors", "modeling_transfo_xl.py", "tokenizer.json"} <= set(files)
+
+
+def test_the_first_block_of_the_readme_loads_the_published_model():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f'AutoModelForCausalLM.from_pretrained("{PUBLISHED}")' in blocks(ROOT / "README.md")[0]
+    assert len(text.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_pages_name_tests_and_files_that_exist(page):
+    text = page.read_text(encoding="utf-8")
+    tests, links = re.findall(r"`(test_\w+\.py)`", text), re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
+    # Pages of the site alone: those that docs/pages.py takes from elsewhere.
+    elsewhere = {"examples.md", "benchmarks.md", "contributing.md", "changelog.md"}
+    paths = [*(ROOT / "tests" / name for name in tests), *(page.parent / link for link in set(links) - elsewhere)]
+    assert [path for path in paths if not path.exists()] == []
+
+
+def test_every_public_name_has_a_place_in_the_reference():
+    text = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    assert set(re.findall(r"^::: txl_hf\.(\w+)$", text, re.MULTILINE)) == set(txl_hf.__all__)
+
+
+def test_quirks_that_are_named_are_in_the_list():
+    numbers = set(re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "quirks.md").read_text(), re.MULTILINE))
+    sources = [path for folder in ("src", "conversion", "tests") for path in (ROOT / folder).rglob("*.py")]
+    text = "".join(path.read_text(encoding="utf-8") for path in sources)
+    named = re.findall(r"[Qq]uirks? (\d+)(?: and (\d+))?", text)
+    assert len(named) > 10 and {number for pair in named for number in pair if number} <= numbers
+
+
+def test_readme_names_make_targets_that_exist():
+    targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"`?make (\w[\w-]*)", "".join(page.read_text() for page in PAGES)))
+    assert {"demo", "test"} <= named <= targets
