@@ -16,13 +16,15 @@ pytest.importorskip("accelerate")
 pytest.importorskip("datasets")
 
 from accelerate.state import AcceleratorState, GradientState
-from transformers import TrainerCallback
+from datasets import DatasetDict, load_from_disk
+from safetensors.torch import save_file
+from transformers import AutoTokenizer, TrainerCallback
 
 import train_lm
 from lm_arguments import parse_arguments, write_smoke_data
 from trainer_process import make_arguments, make_model, make_text
 from txl_hf import TokenStream, TransfoXLTrainer, checkpoints
-from txl_hf.checkpoints import MANIFEST_NAME, checkpoint_problem
+from txl_hf.checkpoints import MANIFEST_NAME, MEMS_NAME, checkpoint_problem, last_checkpoint, remove_old_checkpoints
 
 RECIPE = {
     "n_layer": 1,
@@ -191,3 +193,149 @@ def test_nothing_in_a_checkpoint_runs(run, tmp_path, monkeypatch, format, checke
         shutil.rmtree(checkpoint)
         shutil.copytree(whole, checkpoint)
     assert checkpoint_problem(checkpoint) is None
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warnings(monkeypatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(checkpoints.logger, "warning", found.append)
+    return found
+
+
+def zero(path: Path):
+    """As after a power cut: the right size, and nothing written."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def flip(path: Path):
+    content = bytearray(path.read_bytes())
+    content[len(content) * 2 // 3] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE: dict[str, Callable] = {
+    "missing": Path.unlink,
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "zeroed": zero,
+    "one-bit": flip,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_any_damaged_file_is_named_and_the_checkpoint_before_it_taken(run, warnings, damage):
+    checkpoint = run.output / "checkpoint-4"
+    for path in sorted(path for path in checkpoint.iterdir() if path.is_file()):
+        content = path.read_bytes()
+        DAMAGE[damage](path)
+        assert last_checkpoint(run.output) == str(run.output / "checkpoint-2"), path.name
+        assert str(checkpoint) in warnings[-1] and path.name in warnings[-1]
+        assert "weights_only" not in warnings[-1]
+        path.write_bytes(content)
+    assert last_checkpoint(run.output) == str(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "manifest", ["[]", "null", '"x"', "{}", '{"files": {"a": 3}, "run": "b"}', "[" * 5000, "\0" * 9]
+)
+def test_a_manifest_of_another_kind_is_named(run, warnings, manifest):
+    (run.output / "checkpoint-4" / MANIFEST_NAME).write_text(manifest)
+    assert last_checkpoint(run.output) == str(run.output / "checkpoint-2")
+    assert MANIFEST_NAME in warnings[0]
+
+
+def test_a_memory_that_another_program_wrote_is_named(run, warnings):
+    for tensors, metadata in [({"0": torch.ones(1)}, None), ({"a": torch.ones(1)}, {"position": "{}"})]:
+        save_file(tensors, run.output / "checkpoint-4" / MEMS_NAME, metadata=metadata)
+        sign(run.output / "checkpoint-4")
+        assert last_checkpoint(run.output) == str(run.output / "checkpoint-2")
+        assert MEMS_NAME in warnings[-1]
+
+
+def test_a_run_goes_on_before_what_is_damaged(run, warnings):
+    zero(run.output / "checkpoint-4" / "model.safetensors")
+    assert run.resume() == 2
+    shutil.rmtree(run.output / "checkpoint-2")
+    zero(next((run.output / "checkpoint-4").glob("optimizer.*")))
+    with pytest.raises(ValueError, match="no checkpoint in --output .* can be resumed|holds no complete checkpoint"):
+        run.resume()
+
+
+def test_all_is_on_the_disk_before_a_checkpoint_has_its_name(tmp_path, monkeypatch):
+    synced, renamed = set(), {}
+    fsync, replace = os.fsync, os.replace
+
+    def synced_now(descriptor):
+        synced.add(os.path.realpath(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def renamed_now(source, target):
+        renamed[str(target)] = {str(path) for path in Path(source).rglob("*")} | {str(source)}
+        assert renamed[str(target)] <= synced
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced_now)
+    monkeypatch.setattr(os, "replace", renamed_now)
+    TrainerRun(tmp_path, tmp_path).train(max_steps=2)
+    assert len(renamed[str(tmp_path / "checkpoint-2")]) > 8 and str(tmp_path) in synced
+
+
+# --- which run, which text -------------------------------------------------------------------------------------------
+
+
+def test_no_clock_decides_which_checkpoint_stays(run):
+    """Older checkpoints are of a later time: set back, copied, restored."""
+    for step in (2, 4):
+        os.utime(run.output / f"checkpoint-{step}", (2**32, 2**32))
+    if isinstance(run, TrainerRun):
+        run.train(resume=True, max_steps=6, save_total_limit=1)
+    else:
+        run.train("--resume", "--max_steps", "6", "--save_total_limit", "1")
+    assert [path.name for path in run.output.glob("checkpoint-*")] == ["checkpoint-6"]
+
+
+def test_a_second_run_in_a_folder_goes_on_from_its_own_checkpoints(tmp_path, warnings, monkeypatch):
+    first, second = TrainerRun(tmp_path, tmp_path), TrainerRun(tmp_path, tmp_path)
+    first.train()
+    second.train(max_steps=2)
+    assert second.train(resume=True, max_steps=3) == 2
+    assert "checkpoint-4: it is of an earlier run" in warnings[0]
+    # One that was stopped before its first takes none.
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(TransfoXLTrainer, "training_step", stop)
+        second.train()
+    with pytest.raises(ValueError, match="holds no complete checkpoint"):
+        second.train(resume=True)
+    # The earlier run's go first, whatever their steps, and what was just written stays.
+    for step in (2, 4):
+        assert (tmp_path / f"checkpoint-{step}").exists()
+    second.train(max_steps=2, save_total_limit=1)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def stop(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+def test_what_is_to_be_kept_is_kept(tmp_path):
+    for step in range(5):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    remove_old_checkpoints(tmp_path, 2, keep=[tmp_path / "checkpoint-1", None])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-4"]
+    remove_old_checkpoints(tmp_path, None, keep=[])
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_another_text_of_the_same_length_is_refused(run, tmp_path):
+    with pytest.raises(ValueError, match="fingerprint.*resume with the same text"):
+        if isinstance(run, TrainerRun):
+            run.train(resume=True, seed=1)
+        else:
+            splits = load_from_disk(run.data)
+            train = splits["train"].select([1, 0, *range(2, len(splits["train"]))]).flatten_indices()
+            DatasetDict({**splits, "train": train}).save_to_disk(tmp_path / "other")
+            AutoTokenizer.from_pretrained(run.data).save_pretrained(tmp_path / "other")
+            run.data = tmp_path / "other"
+            run.resume()

@@ -163,12 +163,13 @@ def checkpoint_problem(folder: Path) -> str | None:
         for path in sorted(folder.rglob("*")):
             if path.is_file() and path.name not in NEVER_READ:
                 _check_readable(path, path.relative_to(folder).as_posix())
+        if MEMS_NAME not in files:
+            return "it holds the model only (save_only_model=True)"
+        _read_position(folder / MEMS_NAME)
     except ValueError as error:
         return str(error)
     except OSError as error:
         return f"it cannot be read ({error})"
-    if MEMS_NAME not in files:
-        return "it holds the model only (save_only_model=True)"
     return None
 
 
@@ -307,19 +308,28 @@ def load_mems(
     Raises:
         ValueError: they are those of another position, or of another text or layout.
     """
+    saved, layers = _read_position(folder / MEMS_NAME)
+    differing = {name for name in {*saved, *position} if saved.get(name) != position.get(name)}
+    if differing:
+        then, now = ({name: place.get(name) for name in sorted(differing)} for place in (saved, position))
+        raise ValueError(
+            f"{folder} is from a stream at {then}, but the training would go on at {now}: resume with the "
+            "same text, batch size and lengths"
+        )
     with safe_open(folder / MEMS_NAME, "pt") as file:
-        saved = json.loads((file.metadata() or {}).get("position", "null"))
-        names = [str(layer) for layer in range(len(file.keys()))]
-        if not isinstance(saved, dict) or sorted(names) != sorted(file.keys()):
-            raise ValueError(
-                f"{folder / MEMS_NAME} is damaged: it says no position, or holds other tensors than layers"
-            )
-        differing = {name for name in {*saved, *position} if saved.get(name) != position.get(name)}
-        if differing:
-            then, now = ({name: place.get(name) for name in sorted(differing)} for place in (saved, position))
-            raise ValueError(
-                f"{folder} is from a stream at {then}, but the training would go on at {now}: resume with the "
-                "same text, batch size and lengths"
-            )
-        layers = [file.get_slice(name) for name in names]
-        return [tuple(states[i : i + rows].to(device) for states in layers) or None for i in starts]
+        slices = [file.get_slice(str(layer)) for layer in range(layers)]
+        return [tuple(states[i : i + rows].to(device) for states in slices) or None for i in starts]
+
+
+def _read_position(path: Path) -> tuple[dict[str, Any], int]:
+    """Where a training was when it wrote its memory, and how many layers that has.
+
+    Raises:
+        ValueError: it was not written by `save_mems`.
+    """
+    with safe_open(path, "pt") as file:
+        position = json.loads((file.metadata() or {}).get("position", "null"))
+        layers = len(file.keys())
+        if not isinstance(position, dict) or {str(layer) for layer in range(layers)} != set(file.keys()):
+            raise ValueError(f"it is damaged ({path.name} says no position, or holds other tensors than layers)")
+    return position, layers
