@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import matplotlib
 import torch
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from lm_arguments import Arguments, EvaluationArguments, RunArguments
 from txl_hf import TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.evaluation import LanguageModelEvaluation, figures
-from txl_hf.files import whole_file, write_text
+from txl_hf.files import LOCK_NAME, lock_folder, whole_file, write_text
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
@@ -28,7 +28,7 @@ RECIPE, LOG, PLOT, RESULTS, BEST = "recipe.yaml", "log.jsonl", "training.png", "
 
 def check_output(output: Path, run: RunArguments):
     """Raise a FileExistsError if something would be lost."""
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+    if not output.exists() or (output.is_dir() and all(path.name == LOCK_NAME for path in output.iterdir())):
         return
     if not (output / RECIPE).is_file():
         raise FileExistsError(f"--output {output} exists and is not from train_lm.py: choose another folder")
@@ -36,11 +36,23 @@ def check_output(output: Path, run: RunArguments):
         raise FileExistsError(f"--output {output} is in use: go on with --resume, or start again with --overwrite")
 
 
-def open_output(output: Path, arguments: Arguments):
-    """Make the folder of the run, or write the settings that it goes on with."""
-    if arguments.run.overwrite:
-        shutil.rmtree(output, ignore_errors=True)
+def lock_output(output: Path, run: RunArguments) -> IO:
+    """Make the folder of a run and keep other runs from it: what is returned holds it until this process ends."""
     output.mkdir(parents=True, exist_ok=True)
+    lock = lock_folder(output)
+    # Another run may have begun there, and ended, since this one looked.
+    check_output(output, run)
+    return lock
+
+
+def open_output(output: Path, arguments: Arguments):
+    """Empty the folder of the run, or write the settings that it goes on with."""
+    if arguments.run.overwrite:
+        for path in output.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != LOCK_NAME:
+                path.unlink()
     settings = {name: value for name, value in arguments.as_dict().items() if name not in ("resume", "overwrite")}
     write_text(output / RECIPE, yaml.safe_dump(settings, sort_keys=False))
 

@@ -41,6 +41,7 @@ from lm_results import (
     cut_log,
     evaluate,
     finish,
+    lock_output,
     open_output,
     plot,
     read_log,
@@ -70,7 +71,7 @@ from txl_hf.checkpoints import (
     save_mems,
 )
 from txl_hf.evaluation import figures
-from txl_hf.files import whole_folder
+from txl_hf.files import disk_errors, whole_folder
 from txl_hf.regularization import regularize
 from txl_hf.streams import check_loader
 
@@ -258,7 +259,7 @@ class Training:
         """Put a model into the place of the best one."""
         state_dict = self.accelerator.get_state_dict(model, unwrap=False)
         if self.accelerator.is_main_process:
-            with whole_folder(self.output / BEST) as aside:
+            with disk_errors(self.output), whole_folder(self.output / BEST) as aside:
                 model.save_pretrained(aside, state_dict=state_dict, repo_id=self.output.name)
                 self.tokenizer.save_pretrained(aside)
         self.accelerator.wait_for_everyone()
@@ -301,6 +302,7 @@ class Training:
         # All processes have looked; what is refused has changed nothing.
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
+            self.lock = lock_output(self.output, self.arguments.run)
             open_output(self.output, self.arguments)
             cut_log(self.output / LOG, self.step)
             self.run_id = begin_run(self.output, checkpoint)
@@ -309,7 +311,11 @@ class Training:
 
     def save_checkpoint(self):
         """Write aside, rename when complete, and only then let go of older checkpoints."""
-        accelerator, name = self.accelerator, f"checkpoint-{self.step}"
+        with disk_errors(self.output):
+            self.write_checkpoint(f"checkpoint-{self.step}")
+
+    def write_checkpoint(self, name: str):
+        accelerator = self.accelerator
         aside = self.output / f"{UNFINISHED_PREFIX}-{self.step}"
         if accelerator.is_main_process:
             shutil.rmtree(aside, ignore_errors=True)

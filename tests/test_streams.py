@@ -283,6 +283,44 @@ def test_loaders_that_break_continuity_name_the_fix(loader, layout, message):
             check_loader(prepare(stream, **loader, **options), process_index=process_index, **layout)
 
 
+def test_a_loader_of_single_items_is_refused():
+    with pytest.raises(ValueError, match="batch_size=None.*set its batch_size to 8"):
+        check_loader(DataLoader(TokenStream(range(401), 5, 8), batch_size=None))
+
+
+@pytest.mark.parametrize(
+    "token_ids", [[1, 2.7, 3], [1, "2", 3], [1, float("nan"), 3], [1, None, 3], [1, [2], 3], [[1], [2], [3]]], ids=str
+)
+def test_a_list_with_anything_but_integers_is_refused(token_ids):
+    with pytest.raises(ValueError, match="token_ids must be one sequence of integers"):
+        TokenStream(token_ids, 1, 1)
+
+
+def test_what_turns_out_to_be_no_integer_is_refused_where_it_is_read():
+    class Text:
+        """Floats behind integers, as a file may hold them; too long to be looked at as a whole."""
+
+        def __len__(self):
+            return 10_000
+
+        def __getitem__(self, places):
+            return ([1] * 5002 + [2.5] + [1] * 4997)[places]
+
+    stream = TokenStream(Text(), 5, 1, first_step=0)
+    stream[0]
+    with pytest.raises(ValueError, match="tokens 5000 to 5005 hold float64"):
+        stream[1000]
+
+
+def test_sizes_of_numpy_are_sizes_and_truth_values_are_none():
+    stream = TokenStream(range(401), np.int64(5), np.int32(8), ext_len=np.int16(2), first_step=np.uint8(1))
+    assert torch.equal(stream[0]["input_ids"], TokenStream(range(401), 5, 8, ext_len=2, first_step=1)[0]["input_ids"])
+    assert type(stream.batch_size) is int and type(stream.segment_length) is int
+    for sizes in [(True, 8), (5, True), (5, np.True_), (5, 8.0)]:
+        with pytest.raises(ValueError, match="must be an integer of at least 1"):
+            TokenStream(range(401), *sizes)
+
+
 def test_a_loader_that_dispatches_batches_is_refused():
     data_loader = pytest.importorskip("accelerate.data_loader")
     loader = data_loader.prepare_data_loader(

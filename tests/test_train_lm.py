@@ -520,6 +520,41 @@ def test_what_ends_a_run_is_said_in_one_line(tmp_path, recipe, corpus, monkeypat
     assert len(read_log(tmp_path / "output")) == 12
 
 
+def test_a_full_disk_is_said_in_one_line(tmp_path, recipe, corpus, monkeypatch):
+    """torch and safetensors have errors of their own for it."""
+    save = torch.save
+
+    def full(state, path, **options):
+        save(state, "/dev/full")
+
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output", "--resume", "--save_every", "3"]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(SystemExit, match=f"error: {tmp_path / 'output'} cannot be written, as on a disk that is"):
+            train(*argv)
+    train(*argv)
+    assert len(read_log(tmp_path / "output")) == 12
+
+
+def test_a_second_run_in_the_same_folder_is_refused_until_the_first_is_gone(tmp_path, capsys, recipe, corpus):
+    argv, output = [recipe, "--data", corpus, "--output", tmp_path / "output"], tmp_path / "output"
+    output.mkdir()
+    hold = (
+        "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.lockf(f, 2 | 4); print(flush=True); time.sleep(99)"
+    )
+    with subprocess.Popen([sys.executable, "-c", hold, output / "run.lock"], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        for options in ([], ["--resume"], ["--overwrite"]):
+            message = refused(capsys, *argv, *options)
+            assert (
+                message == f"error: another process is writing to {output}: wait for its end, or choose another folder"
+            )
+        assert [path.name for path in output.iterdir()] == ["run.lock"]
+        other.kill()
+    train(*argv)
+    assert (output / "results.json").exists()
+
+
 def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
     with pytest.raises(SystemExit, match="error: the validation loss is nan after step 5: lower --learning_rate"):
         train(recipe, "--data", corpus, "--output", tmp_path / "output", "--learning_rate", "1e30")

@@ -427,6 +427,18 @@ def test_nothing_to_resume(tmp_path, saved_run):
         )
 
 
+def test_no_checkpoint_holds_the_token_of_the_hub(tmp_path):
+    trainer = make_trainer(tmp_path, hub_token="hf_secret", **(SAVING | {"max_steps": 5}))
+    trainer.train()
+    trainer.save_model()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"training_args.bin"} <= {path.name for path in files}
+    assert not [path for path in files if b"hf_secret" in path.read_bytes()]
+    assert trainer.args.hub_token == "hf_secret"
+    saved = torch.load(tmp_path / "training_args.bin", weights_only=False)
+    assert saved.max_steps == 5 and saved.hub_token is None
+
+
 def test_a_run_that_is_done_stays_so(tmp_path, saved_run):
     shutil.copytree(saved_run[0], tmp_path, dirs_exist_ok=True)
     trainer = make_trainer(tmp_path, **SGD, **SAVING)

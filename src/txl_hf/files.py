@@ -12,11 +12,30 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
-__all__ = ["UNFINISHED_PREFIX", "move_into_place", "sync", "whole_file", "whole_folder", "write_text"]
+try:
+    import fcntl
+except ImportError:  # Windows.
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = [
+    "LOCK_NAME",
+    "UNFINISHED_PREFIX",
+    "disk_errors",
+    "lock_folder",
+    "move_into_place",
+    "sync",
+    "whole_file",
+    "whole_folder",
+    "write_text",
+]
 
 # Uploads of an output directory leave out what begins so.
 UNFINISHED_PREFIX = "_unfinished"
+LOCK_NAME = "run.lock"
+# What torch and safetensors say, in errors of their own, where the system refuses to write.
+_REFUSED_WRITES = ("inline_container.cc", "iostream error", "PytorchStreamWriter", "I/O error", "IoError")
 
 
 @contextmanager
@@ -69,6 +88,44 @@ def move_into_place(written: Path, final: Path) -> None:
     else:
         os.replace(written, final)
     _sync_one(final.parent)
+
+
+@contextmanager
+def disk_errors(folder: str | os.PathLike) -> Iterator[None]:
+    """Let libraries that meet a full disk, or another one that refuses, raise an OSError that names the folder."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if not any(words in str(error) for words in _REFUSED_WRITES):
+            raise
+        reason = " ".join(str(error).split())
+        raise OSError(f"{folder} cannot be written, as on a disk that is full ({reason})") from error
+
+
+def lock_folder(folder: Path) -> IO:
+    """Keep other processes from a folder that one process writes.
+
+    Returns:
+        A file that holds the lock until it is closed or the process ends, however it ends.
+
+    Raises:
+        BlockingIOError: another process has it.
+    """
+    file = (folder / LOCK_NAME).open("a+")
+    try:
+        if fcntl is not None:
+            # Of the process, not of the file: no child holds on to it.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
+        raise BlockingIOError(
+            f"another process is writing to {folder}: wait for its end, or choose another folder"
+        ) from error
+    return file
 
 
 def sync(path: Path) -> None:

@@ -69,6 +69,7 @@ class TokenStream(Dataset):
         check_sizes(segment_length=segment_length, batch_size=batch_size)
         check_tokens(token_ids)
         check_sizes(least=0, ext_len=ext_len)
+        segment_length, batch_size, ext_len = int(segment_length), int(batch_size), int(ext_len)
         self.token_ids = token_ids
         self.segment_length = segment_length
         self.batch_size = batch_size
@@ -98,9 +99,10 @@ class TokenStream(Dataset):
         if not keep_remainder:
             self._stream_length = int(self._ends[-1])
         self.dropped_tokens = labels - self._stream_length * batch_size - self._longer
-        if not isinstance(first_step, int) or not 0 <= first_step < self.steps:
+        check_sizes(least=0, first_step=first_step)
+        if first_step >= self.steps:
             raise ValueError(f"first_step={first_step!r} must be an integer in [0, {self.steps}), the steps there are")
-        self.first_step = first_step
+        self.first_step = int(first_step)
         self.fingerprint = text_fingerprint(token_ids)
 
     def set_epoch(self, epoch: int):
@@ -198,6 +200,8 @@ def check_loader(
         return
     if num_processes > 1 and any(kind.__name__ == "DataLoaderDispatcher" for kind in type(loader).__mro__):
         raise ValueError("dispatch_batches=True skips to another place on resuming: set dispatch_batches=False")
+    if loader.batch_sampler is None:
+        raise ValueError(f"the loader reads single items (batch_size=None), not batches: set its batch_size to {rows}")
     # A sampler that shuffles draws its seed here, which must not move the generator of the training.
     with torch.random.fork_rng(devices=[]):
         sampler: Any = loader.batch_sampler
@@ -243,8 +247,18 @@ def _check_workers(loader: DataLoader) -> None:
 
 
 def read_tokens(token_ids, start: int, stop: int) -> Tensor:
-    """Tokens [start, stop) of a text as int64, a copy."""
-    return torch.from_numpy(np.asarray(token_ids[start:stop]).astype(np.int64))
+    """Tokens [start, stop) of a text as int64, a copy.
+
+    Raises:
+        ValueError: they are not all integers.
+    """
+    tokens = _as_array(token_ids[start:stop])
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        shape = "" if tokens.ndim == 1 else f" in {tokens.ndim} dimensions"
+        raise ValueError(
+            f"token_ids must be one sequence of integers, but tokens {start} to {stop - 1} hold {tokens.dtype}{shape}"
+        )
+    return torch.from_numpy(tokens.astype(np.int64))
 
 
 def text_fingerprint(token_ids, ends: int = 4096) -> str:
@@ -257,17 +271,25 @@ def text_fingerprint(token_ids, ends: int = 4096) -> str:
 
 
 def check_tokens(token_ids) -> None:
-    """Raise a ValueError unless the text is a sequence of at least one integer."""
+    """Raise a ValueError unless the text is a sequence of at least one integer.
+
+    A list is looked at as a whole; of what has one type for all its items, one item is read.
+    """
     if len(token_ids) == 0:
         raise ValueError("the text is empty: token_ids holds no token")
-    first = np.asarray(token_ids[:1])
-    if first.ndim != 1 or first.dtype.kind not in "iu":
-        shape = "" if first.ndim == 1 else f" in {first.ndim} dimensions"
-        raise ValueError(f"token_ids must be one sequence of integers, but holds {first.dtype}{shape}")
+    read_tokens(token_ids, 0, len(token_ids) if isinstance(token_ids, list | tuple) else 1)
+
+
+def _as_array(tokens) -> np.ndarray:
+    try:
+        return np.asarray(tokens)
+    except ValueError:
+        # Sequences of different lengths.
+        return np.asarray([None])
 
 
 def check_sizes(*, least: int = 1, **sizes: int) -> None:
-    """Raise a ValueError that names the size that is not an integer of at least `least`."""
+    """Raise a ValueError that names the size that is not an integer of at least `least`; True and False are none."""
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < least:
+        if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < least:
             raise ValueError(f"{name}={size!r} must be an integer of at least {least}")

@@ -341,7 +341,25 @@ class TransfoXLTrainer(Trainer):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # An upload runs on while the folder would be renamed.
         if self._writing_to is None:
-            super()._push_from_checkpoint(checkpoint_folder)
+            with self._pickled_without_token():
+                super()._push_from_checkpoint(checkpoint_folder)
+
+    # Checkpoints go to others; the token that writes to the Hub does not.
+
+    def _save(self, *args, **kwargs) -> None:
+        with self._pickled_without_token():
+            super()._save(*args, **kwargs)
+
+    @contextmanager
+    def _pickled_without_token(self) -> Iterator[None]:
+        """Trainer writes its arguments into each checkpoint, and before each upload, which needs the token itself."""
+        settings = {**vars(self.args), "hub_token": None}
+        # pickle asks an object for its state, whatever its class says.
+        self.args.__getstate__ = lambda: settings  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self.args.__getstate__  # type: ignore[method-assign]
 
     # Whatever loads them, sharded or not: nothing in a checkpoint is executed.
 
