@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import ablation
 import contenders
+import context_length
 import miniature
 from txl_hf import TokenStream
 
@@ -222,3 +223,81 @@ def test_smoke_leaves_the_committed_results_alone(capsys):
     with pytest.raises(SystemExit):
         ablation.main(["--smoke"])
     assert "name another folder with --output" in capsys.readouterr().err
+
+
+# ---- effective context length -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["recurrence-ours-full", "none-shaw-full", "none-vaswani-half", "lstm", "gpt2"])
+def test_a_loss_is_of_exactly_so_much_context(name, work):
+    """Each position's window read by itself, from scratch; beyond what a model reads at once, as much as it does."""
+    row = contenders.ROWS[name]
+    torch.manual_seed(0)
+    model = contenders.make_model(row, TINY, 200)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.eval()
+    ids, contexts = torch.randint(200, (60,)), [4, 8, 16, 20]
+    places = np.array([20, 24, 40, 56])
+    found = context_length.window_losses(model, ids.numpy(), contexts, places, batch_size=3)
+    for k, context in enumerate(contexts):
+        seen = min(context, {"none-vaswani-half": 8, "gpt2": 16}.get(name, 99))
+        for j, place in enumerate(places):
+            window, target = ids[place - seen : place][None], ids[place - seen + 1 : place + 1][None]
+            with torch.no_grad():
+                expected = contenders.losses_of(model, window, target)[0][0, -1]
+            assert float(found[k, j]) == pytest.approx(float(expected), rel=1e-4, abs=1e-5)
+
+
+def test_models_that_gain_up_to_a_length_have_that_length():
+    """Losses that fall by 5 % a step up to 800 and 200 tokens: the second gains nothing beside the first."""
+    contexts = list(range(100, 1001, 100))
+    falling = torch.tensor([[5 - 0.05 * min(k, last) for k in range(10)] for last in (7, 1)])
+    losses = falling[..., None].expand(-1, -1, 50).contiguous()
+    assert [context_length.effective_length(losses, contexts, i, 0.5) for i in (0, 1)] == [(800, False), (200, False)]
+    assert context_length.effective_length(losses + torch.tensor([0.0, 1.0])[:, None, None], contexts, 1, 0.5) == (
+        100,
+        False,
+    )
+    own = [context_length.effective_length(losses, contexts, i, 1.0, relative=False) for i in (0, 1)]
+    assert own == [(800, False), (200, False)]
+    ever = torch.arange(10, 0, -1.0)[None, :, None].expand(1, 10, 50)
+    assert context_length.effective_length(ever, contexts, 0, 0.1) == (1000, True)
+
+
+def test_the_formula_of_appendix_c():
+    """By hand: two models, two contexts, three positions, of which the hardest third and all."""
+    losses = torch.tensor([[[1.0, 2.0, 4.0], [1.0, 1.0, 3.0]], [[2.0, 1.5, 3.5], [2.0, 1.5, 3.0]]])
+    # b(c, t) = 1, 1.5, 3.5; the hardest position is the last: min(3.5, 3) = 3 for both models.
+    for i in (0, 1):
+        assert float(context_length.gains(losses, i, 1 / 3)[0][0]) == pytest.approx(1 - np.exp(3 - 3.5))
+    # All: b has the mean 2, model 0 then (1 + 1 + 3) / 3, model 1 (1 + 1.5 + 3) / 3.
+    assert float(context_length.gains(losses, 0, 1.0)[0][0]) == pytest.approx(1 - np.exp(5 / 3 - 2), rel=1e-5)
+    assert float(context_length.gains(losses, 1, 1.0)[1][0]) == pytest.approx(np.exp(2) - np.exp(5.5 / 3), rel=1e-5)
+    # ECL of model 0: its own losses, 7 / 3 before.
+    assert float(context_length.gains(losses, 0, 1.0, relative=False)[0][0]) == pytest.approx(1 - np.exp(-2 / 3))
+
+
+def test_context_length_of_the_miniatures_group(work, tmp_path, monkeypatch):
+    monkeypatch.setattr(context_length, "GROUP", ["none-ours-full", "none-vaswani-half", "gpt2"])
+    context_length.main(["--smoke", "--output", str(tmp_path)])
+    rows = read(tmp_path / "context_length.csv")
+    assert [(row["measure"], row["model"], row["r"]) for row in rows][:4] == [
+        ("RECL", "none-ours-full", "0.1"),
+        ("RECL", "none-ours-full", "0.5"),
+        ("RECL", "none-ours-full", "1.0"),
+        ("RECL", "none-vaswani-half", "0.1"),
+    ]
+    assert all(int(row["low"]) <= int(row["high"]) for row in rows)
+    table = (tmp_path / "context_length.md").read_text()
+    assert "300 / 300 / 300" in table and "none-ours-full none-vaswani-half gpt2" in table
+    assert (tmp_path / "context_length.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_group_that_cannot_be_compared_is_refused(work):
+    model = contenders.make_model(contenders.ROWS["gpt2"], TINY, 200)
+    other = contenders.make_model(contenders.ROWS["gpt2"], TINY, 150)
+    with pytest.raises(ValueError, match=r"one vocabulary, but theirs have \[150, 200\] tokens"):
+        context_length.measure({"a": model, "b": other}, np.zeros(100, int), [4, 8], 3)
+    with pytest.raises(ValueError, match="room for 3 positions 4 apart after 8 tokens, not for 30"):
+        context_length.measure({"a": model}, np.zeros(20, int), [4, 8], 30)

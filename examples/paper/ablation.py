@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 # One thread a process; read by torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -170,9 +171,9 @@ def train_and_score(job: Job) -> tuple[dict, list[dict]]:
     tgt_len, ext_len = segments(job.row, job.sizes)
     targets = job.sizes.steps * job.sizes.streams * tgt_len
     points = {row["length"]: row["perplexity"] for row in curve if row["protocol"] == protocol(job.row)}
-    best = min(points.values(), default=None)
+    best = min(points.values(), default=math.nan)
     # As the paper: the shortest length that is as good as the best, to the decimals that are printed.
-    shortest = min((n for n in points if round(points[n], 2) == round(best, 2)), default=None)
+    shortest = min((n for n in points if round(points[n], 2) == round(best, 2)), default=0)
     tested = {
         n: perplexity_at(model, corpus.texts["test"], protocol(job.row), n, max(points), job)
         for n in {shortest, job.sizes.segment} & set(points)
@@ -188,8 +189,8 @@ def train_and_score(job: Job) -> tuple[dict, list[dict]]:
         "ext_len": ext_len,
         "targets": targets,
         "init": points.get(job.sizes.segment, ""),
-        "best": "" if best is None else best,
-        "length": "" if shortest is None else shortest,
+        "best": best if points else "",
+        "length": shortest or "",
         "test_init": tested.get(job.sizes.segment, ""),
         "test_best": tested.get(shortest, ""),
         "processor_seconds": round(spent),
@@ -201,7 +202,7 @@ def train_and_score(job: Job) -> tuple[dict, list[dict]]:
     return row, curve
 
 
-def train(job: Job, corpus: Corpus) -> tuple[nn.Module, float]:
+def train(job: Job, corpus: Corpus) -> tuple[Any, float]:
     """The trained model and its seconds of processor time; from where an earlier call was stopped, if one was."""
     row, sizes, folder = job.row, job.sizes, job.folder
     finished, state_path = folder / "seconds.txt", folder / "state.pt"
@@ -292,13 +293,12 @@ def score(model: TransfoXLForCausalLM, job: Job, corpus: Corpus) -> list[dict]:
 
 def perplexity_at(model: TransfoXLForCausalLM, token_ids, kind: str, length: int, longest: int, job: Job) -> float:
     """Perplexity of the tokens after the first `longest` of each stream, to four decimals."""
-    sizes = job.sizes
+    sizes, settings = job.sizes, dict[str, Any]()
     if kind == "memory":
         # Absolute positions with recurrence count within a segment, which must be as long as in training.
-        segment = sizes.segment if job.row.encoding > 1 else max(1, sizes.segment // 4)
-        settings = {"segment_length": segment, "memory_length": length, "ext_len": 0, "same_length": True}
-        if job.row.encoding > 1:
-            settings["same_length"] = False
+        relative = job.row.encoding < 2
+        segment = max(1, sizes.segment // 4) if relative else sizes.segment
+        settings = {"segment_length": segment, "memory_length": length, "ext_len": 0, "same_length": relative}
     else:
         segment = 1 if job.exact else max(1, length // 4)
         settings = {"segment_length": segment, "memory_length": 0, "ext_len": length - segment, "same_length": False}

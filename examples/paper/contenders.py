@@ -4,8 +4,8 @@ Importing this registers what the package does not have with the Auto classes, s
 """
 
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
@@ -84,7 +84,7 @@ ROWS = {
 }
 
 
-def make_model(row: Row, sizes: Sizes, vocab_size: int) -> nn.Module:
+def make_model(row: Row, sizes: Sizes, vocab_size: int) -> Any:
     """A new model of the row's kind; all have about as many parameters."""
     tgt_len, ext_len = segments(row, sizes)
     if row.kind == "lstm":
@@ -214,10 +214,10 @@ class LSTMForCausalLM(PreTrainedModel):
         """input_ids, shift_labels: (B, L). mems: the states of the segment before."""
         hidden_states, state = self.lstm(self.embed_tokens(input_ids), mems)
         logits = self.lm_head(hidden_states)
-        losses = None
-        if shift_labels is not None:
-            losses = F.cross_entropy(logits.transpose(1, 2), shift_labels, reduction="none")
-        loss = None if losses is None else losses.sum() / (shift_labels != -100).sum()
+        if shift_labels is None:
+            return LSTMOutput(logits=logits, mems=tuple(part.detach() for part in state))
+        losses = F.cross_entropy(logits.transpose(1, 2), shift_labels, reduction="none")
+        loss = losses.sum() / shift_labels.ne(-100).sum()
         return LSTMOutput(loss, logits, losses, tuple(part.detach() for part in state))
 
 
@@ -225,7 +225,7 @@ AutoConfig.register(LSTMConfig.model_type, LSTMConfig)
 AutoModelForCausalLM.register(LSTMConfig, LSTMForCausalLM)
 
 
-def losses_of(model: nn.Module, input_ids: Tensor, shift_labels: Tensor, mems=None):
+def losses_of(model: Any, input_ids: Tensor, shift_labels: Tensor, mems=None) -> tuple[Tensor, Any]:
     """(B, L) losses in nats of any causal model, 0 where the label is -100, and what it remembers, if it does."""
     if isinstance(model, TransfoXLForCausalLM | LSTMForCausalLM):
         outputs = model(input_ids=input_ids, shift_labels=shift_labels, mems=mems)
@@ -239,6 +239,5 @@ def uses_segment_end(model: nn.Module) -> bool:
     return isinstance(model, TransfoXLForCausalLM) and model.config.attn_type in (VASWANI, AL_RFOU)
 
 
-@torch.no_grad()
 def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())

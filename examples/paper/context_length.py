@@ -1,0 +1,306 @@
+"""Relative effective context length (Table 8, Appendix C; Figures 3 and 4a): how far back does each model look?
+
+    python examples/paper/context_length.py                # the group of the miniature, trained where it is missing
+    python examples/paper/context_length.py --models runs/wt103 runs/lstm --data data/wikitext-103 --contexts 1000 \
+        --step 100
+    python examples/paper/context_length.py --smoke --output /tmp/context
+
+A group is any causal models of `transformers` with one vocabulary: ours, GPT-2, an LSTM. With c tokens of context
+model i loses l_i(c, t) at position t, and the group's best is b(c, t) = min_i l_i(c, t). T are the r · N positions
+where b is largest: those that no model of the group finds easy. The gain of model i from c to c' is, in perplexity
+over T,
+
+    g_i = 1 - exp(mean min(b(c, t), l_i(c', t))) / exp(mean b(c, t)),
+
+and the relative effective context length (RECL) is the first c from which a step gains less than 1 %. It belongs to
+the group, which is therefore always named. The effective context length (ECL) has l_i(c, t) for b. Every loss is of
+exactly c tokens read from scratch: no memory lets more through. A model that counts positions from the segment's end,
+or has learned no more of them, sees at most as many tokens as it was trained on, and gains nothing beyond.
+
+Intervals are the middle 95 % over resamples of the positions (bootstrap).
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import matplotlib
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+sys.path += [str(Path(__file__).resolve().parents[2] / name) for name in ("benchmarks", "examples")]
+
+import ablation
+import harness
+from contenders import ROWS, losses_of, uses_segment_end
+from miniature import MINIATURE, SMOKE
+from txl_hf import TransfoXLForCausalLM
+from txl_hf.command_line import CommandParser, one_line_errors
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
+
+GROUP = ["recurrence-ours-full", "recurrence-shaw-full", "none-ours-full", "none-vaswani-half", "lstm", "gpt2"]
+FRACTIONS = (0.1, 0.5, 1.0)
+# Table 8, in the columns of FRACTIONS; QRNN is left out, as no model here is one.
+PAPER = {
+    "recurrence-ours-full": (700, 600, 500),
+    "recurrence-shaw-full": (400, 400, 300),
+    "none-ours-full": (300, 300, 300),
+    "none-vaswani-half": (128, 128, 128),
+    "lstm": (400, 300, 200),
+}
+
+
+def main(argv: list[str] | None = None):
+    options = parse_arguments(argv)
+    transformers.logging.disable_progress_bar()
+    with one_line_errors():
+        if options.models:
+            import evaluate_lm
+
+            token_ids = evaluate_lm.read_prepared(options.data, "test").token_ids
+            models = {name: AutoModelForCausalLM.from_pretrained(name) for name in options.models}
+        else:
+            models, token_ids = miniature_group(options)
+        contexts = list(range(options.step, options.contexts + 1, options.step))
+        losses = measure(models, token_ids, contexts, options.positions)
+        report(list(models), losses, contexts, options)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", help="folders or Hub names (rows of the miniature)")
+    parser.add_argument("--data", type=Path, help="folder of prepare_corpus.py, with --models")
+    parser.add_argument("--seed", type=int, default=0, help="of the miniature's models (%(default)s)")
+    parser.add_argument("--contexts", type=int, default=160, help="the longest context, in tokens (%(default)s)")
+    parser.add_argument("--step", type=int, default=8, help="Δ, from one context to the next (%(default)s)")
+    parser.add_argument("--positions", type=int, default=1000, help="how many are scored (%(default)s)")
+    parser.add_argument("--resamples", type=int, default=200, help="of the bootstrap (%(default)s)")
+    parser.add_argument("--output", type=Path, default=ablation.RESULTS, help="folder of the results (%(default)s)")
+    parser.add_argument("--work", type=Path, default=ablation.WORK, help="folder of the miniature (%(default)s)")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to try the script itself")
+    options = parser.parse_args(argv)
+    if bool(options.models) != bool(options.data):
+        parser.error("--models and --data go together")
+    if options.smoke:
+        if options.output == ablation.RESULTS:
+            parser.error("--smoke measures nothing worth keeping: name another folder with --output")
+        options.work, options.contexts, options.step = options.output / "work", 16, 4
+        options.positions, options.resamples = 40, 5
+    if options.contexts < 2 * options.step:
+        parser.error(f"--contexts {options.contexts} leaves no second context after --step {options.step}")
+    return options
+
+
+def miniature_group(options: argparse.Namespace) -> tuple[dict[str, Any], np.ndarray]:
+    """The models of the miniature's rows, trained where they are not there, and the test text."""
+    sizes = SMOKE if options.smoke else MINIATURE
+    jobs = [ablation.Job(ROWS[name], options.seed, sizes, options.work) for name in GROUP]
+    corpus = jobs[0].corpus()
+    return {job.row.name: ablation.train(job, corpus)[0] for job in jobs}, corpus.texts["test"]
+
+
+# ---- losses -----------------------------------------------------------------------------------------------------
+
+
+def measure(models: dict[str, Any], token_ids, contexts: list[int], positions: int) -> Tensor:
+    """(models, contexts, positions) losses in nats, each of a token after exactly so many others.
+
+    Raises:
+        ValueError: the text is too short for so many positions, or the models' vocabularies differ.
+    """
+    step = contexts[0]
+    available = (len(token_ids) - 1 - contexts[-1]) // step + 1
+    if available < positions:
+        raise ValueError(
+            f"the text has {len(token_ids)} tokens, room for {max(available, 0)} positions {step} apart after "
+            f"{contexts[-1]} tokens, not for {positions}"
+        )
+    sizes = {model.config.vocab_size for model in models.values()}
+    if len(sizes) > 1:
+        raise ValueError(f"models of one group need one vocabulary, but theirs have {sorted(sizes)} tokens")
+    places = contexts[-1] + step * np.linspace(0, available - 1, positions).astype(int)
+    return torch.stack([window_losses(model, token_ids, contexts, places) for model in models.values()])
+
+
+@torch.no_grad()
+def window_losses(model: Any, token_ids, contexts: list[int], places: np.ndarray, batch_size: int = 16) -> Tensor:
+    """(contexts, positions) losses of the tokens at `places` with so many tokens before each.
+
+    A causal model that counts positions from the window's start, or their distances, computes what it says of a prefix
+    whatever follows it: a window that starts at a position's furthest context gives one loss of each place up to its
+    end. So a window of the longest context is read once for each start, and not one window for each context.
+    """
+    model.eval()
+    if isinstance(model, TransfoXLForCausalLM):
+        # A window is all there is: neither zeros of an initial memory before it, nor a limit within it.
+        model.reset_memory_length(0)
+        model.config.same_length = False
+    ids = torch.as_tensor(np.asarray(token_ids[: int(places.max()) + 1]).astype(np.int64), device=model.device)
+    longest = furthest(model, contexts[-1])
+    found = torch.zeros(len(contexts), len(places), device=model.device)
+    if uses_segment_end(model):
+        parts = np.array_split(places, -(-len(places) // batch_size))
+        for k, context in enumerate(min(context, longest) for context in contexts):
+            found[k] = torch.cat([read(model, ids, part, context)[:, -1] for part in parts])
+        return found.cpu()
+    reach = [context for context in contexts if context <= longest] or contexts[:1]
+    starts = np.unique((places[None] - np.array(reach)[:, None]).ravel())
+    rows = {int(start): i for i, start in enumerate(starts)}
+    window = np.minimum(reach[-1], len(ids) - 1 - starts)
+    losses = torch.zeros(len(starts), reach[-1], device=model.device)
+    for length in np.unique(window):
+        of_length = np.flatnonzero(window == length)
+        for part in np.array_split(of_length, -(-len(of_length) // batch_size)):
+            losses[part, :length] = read(model, ids, starts[part] + length, int(length))
+    for k, context in enumerate(contexts):
+        context = min(context, reach[-1])
+        found[k] = losses[[rows[int(place) - context] for place in places], context - 1]
+    return found.cpu()
+
+
+def read(model: Any, ids: Tensor, ends: np.ndarray, length: int) -> Tensor:
+    """(B, length) losses of the tokens that end at `ends`, read from scratch."""
+    places = torch.as_tensor(ends, device=ids.device)[:, None] + torch.arange(-length, 1, device=ids.device)
+    windows = ids[places]
+    return losses_of(model, windows[:, :-1], windows[:, 1:])[0].float()
+
+
+def furthest(model: Any, longest: int) -> int:
+    """How many tokens a model reads at once: as many as it learned positions of, or all."""
+    config = model.config
+    if uses_segment_end(model):
+        return config.max_klen or config.tgt_len + config.ext_len
+    return min(longest, getattr(config, "n_positions", longest))
+
+
+# ---- Appendix C -------------------------------------------------------------------------------------------------
+
+
+def gains(losses: Tensor, i: int, r: float, relative: bool = True) -> tuple[Tensor, Tensor]:
+    """Of model i the gain of each step, and what it is in perplexity: exp f(c, c) - exp f(c, c').
+
+    Args:
+        losses: (models, contexts, positions). r: the fraction of positions, the hardest ones.
+        relative: beside the best of the group (RECL), or beside the model itself (ECL).
+
+    Returns:
+        (contexts - 1,) each.
+    """
+    relative_gains, differences = [], []
+    for k in range(losses.shape[1] - 1):
+        baseline = losses[:, k].min(0).values if relative else losses[i, k]
+        hard = baseline.topk(max(1, round(r * len(baseline)))).indices
+        before = baseline[hard].mean().exp()
+        after = torch.minimum(baseline, losses[i, k + 1])[hard].mean().exp()
+        relative_gains.append((before - after) / before)
+        differences.append(before - after)
+    return torch.stack(relative_gains), torch.stack(differences)
+
+
+def effective_length(losses: Tensor, contexts: list[int], i: int, r: float, relative: bool = True) -> tuple[int, bool]:
+    """The first context from which a step gains less than 1 %, and whether it ended the contexts instead."""
+    gained = gains(losses, i, r, relative)[0]
+    short = (gained < 0.01).nonzero()
+    return (contexts[int(short[0])], False) if len(short) else (contexts[-1], True)
+
+
+def interval(losses: Tensor, contexts: list[int], i: int, r: float, relative: bool, resamples: int) -> tuple[int, int]:
+    """The middle 95 % of the effective lengths of resampled positions."""
+    generator, positions = torch.Generator().manual_seed(0), losses.shape[2]
+    found = []
+    for _ in range(resamples):
+        chosen = torch.randint(positions, (positions,), generator=generator)
+        found.append(effective_length(losses[:, :, chosen], contexts, i, r, relative)[0])
+    low, high = np.quantile(found, [0.025, 0.975], method="nearest")
+    return int(low), int(high)
+
+
+# ---- results ----------------------------------------------------------------------------------------------------
+
+
+def report(names: list[str], losses: Tensor, contexts: list[int], options: argparse.Namespace):
+    rows = [
+        {
+            **harness.origin("cpu", "fp32", torch.get_num_threads()),
+            **harness.versions(),
+            "model": name,
+            "measure": "RECL" if relative else "ECL",
+            "r": r,
+            "length": (found := effective_length(losses, contexts, i, r, relative))[0],
+            "at_least": found[1],
+            "low": (bounds := interval(losses, contexts, i, r, relative, options.resamples))[0],
+            "high": bounds[1],
+            "paper": PAPER[name][FRACTIONS.index(r)] if relative and name in PAPER else "",
+            "positions": losses.shape[2],
+            "step": contexts[0],
+            "contexts": contexts[-1],
+            "group": " ".join(names),
+        }
+        for relative in (True, False)
+        for i, name in enumerate(names)
+        for r in FRACTIONS
+    ]
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / "context_length.csv"
+    path.unlink(missing_ok=True)
+    harness.append(path, rows)
+    perplexities = losses.mean(2).exp().tolist()
+    curves = {"contexts": contexts, "perplexity": dict(zip(names, perplexities, strict=True))}
+    (options.output / "context_length.json").write_text(json.dumps(curves) + "\n")
+    text = table([{name: str(value) for name, value in row.items()} for row in rows])
+    print(text)
+    (options.output / "context_length.md").write_text(text + "\n")
+    plot(names, losses, contexts, options.output / "context_length.png")
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """RECL and ECL with their intervals, the paper's RECL beside them, and the group that they belong to."""
+    head = "| model | " + " | ".join(f"{kind}, r = {r}" for kind in ("RECL", "ECL") for r in FRACTIONS)
+    lines = [f"{head} | paper's RECL |", "|---" * 8 + "|"]
+    for name in dict.fromkeys(row["model"] for row in rows):
+        own = {(row["measure"], float(row["r"])): row for row in rows if row["model"] == name}
+        cells = [
+            f"{'≥ ' if row['at_least'] == 'True' else ''}{row['length']} ({row['low']}–{row['high']})"
+            for kind in ("RECL", "ECL")
+            for r in FRACTIONS
+            if (row := own[kind, r])
+        ]
+        paper = [own["RECL", r]["paper"] for r in FRACTIONS]
+        lines.append(f"| {name} | {' | '.join(cells)} | {' / '.join(paper) if all(paper) else '–'} |")
+    first = rows[0]
+    lines.append(
+        f"\nIn tokens, steps of {first['step']} up to {first['contexts']}, at {first['positions']} positions, with "
+        f"the middle 95 % of resampled positions. RECL belongs to this group of models: {first['group']}."
+    )
+    return "\n".join(lines)
+
+
+def plot(names: list[str], losses: Tensor, contexts: list[int], path: Path):
+    """What each step gains beside the group (Figure 3), and perplexity by context (Figure 4a)."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    for i, name in enumerate(names):
+        left.plot(contexts[1:], gains(losses, i, 0.1)[1], marker="o", markersize=3, label=name)
+        right.plot(contexts, losses[i].mean(1).exp(), marker="o", markersize=3, label=name)
+    left.set_title("gain in perplexity beside the group, r = 0.1 (Figure 3)", fontsize="medium")
+    right.set_title("perplexity of all positions", fontsize="medium")
+    for axis in (left, right):
+        axis.set_xlabel("context (tokens)")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="x-small")
+    left.set_yscale("symlog", linthresh=1)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
