@@ -1,5 +1,6 @@
 """The paper's experiments at tiny sizes, and the arithmetic of their tables."""
 
+import argparse
 import csv
 import dataclasses
 import lzma
@@ -11,10 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import ablation
+import article
+import attention_maps
 import contenders
 import context_length
 import miniature
-from txl_hf import TokenStream
+import prepare_corpus
+from txl_hf import TokenStream, TransfoXLForCausalLM
+from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
 
 TINY = miniature.SMOKE
 
@@ -31,6 +36,17 @@ def library():
 @pytest.fixture(scope="module")
 def work(library, tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("paper")
+
+
+@pytest.fixture(scope="module")
+def corpus_folder(tmp_path_factory) -> Path:
+    """A text as prepare_corpus.py leaves it."""
+    folder = tmp_path_factory.mktemp("text")
+    for name in ("train", "valid", "test"):
+        (folder / f"wiki.{name}.tokens").write_text("one two three\n" * 200, encoding="utf-8")
+    output = folder / "prepared"
+    prepare_corpus.main(["--corpus", "wikitext-2", "--input", str(folder), "--output", str(output), "--num_proc", "1"])
+    return output
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -301,3 +317,92 @@ def test_a_group_that_cannot_be_compared_is_refused(work):
         context_length.measure({"a": model, "b": other}, np.zeros(100, int), [4, 8], 3)
     with pytest.raises(ValueError, match="room for 3 positions 4 apart after 8 tokens, not for 30"):
         context_length.measure({"a": model}, np.zeros(20, int), [4, 8], 30)
+
+
+# ---- attention maps ---------------------------------------------------------------------------------------------
+
+
+def make_heads() -> TransfoXLForCausalLM:
+    torch.manual_seed(0)
+    model = contenders.make_model(contenders.ROWS["recurrence-ours-full"], TINY, 200).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def test_recorded_attention_is_that_of_eager_by_distance():
+    """Every query that sees the whole span counts once; the model's own backend is put back."""
+    model, span = make_heads(), 12
+    ids = torch.randint(200, (61,)).numpy()
+    before = model.config._attn_implementation
+    options = argparse.Namespace(memory_length=span, clamp_len=None)
+    recorder = attention_maps.record(model, ids, options)
+    assert model.config._attn_implementation == before and "recorder" not in RELATIVE_ATTENTION_FUNCTIONS
+
+    model.set_attn_implementation("eager")
+    model.reset_memory_length(span)
+    model.config.same_length = True
+    mems, expected, queries = None, torch.zeros(2, 2, span), 0
+    with torch.no_grad():
+        for start in range(0, 60, 20):
+            outputs = model(torch.tensor(ids[None, start : start + 20]), mems=mems, output_attentions=True)
+            mems = outputs.mems
+            if start > 0:
+                for layer, attentions in enumerate(outputs.attentions):
+                    for i in range(20):
+                        expected[layer] += attentions[0, :, i, i + 1 : i + 1 + span].flip(-1)
+                queries += 20
+    assert recorder.queries == queries
+    for part, means in recorder.means().items():
+        assert torch.allclose(means.sum(-1), torch.ones(2, 2, dtype=torch.float64), atol=1e-5), part
+    assert torch.allclose(recorder.means()["whole"].float(), expected / queries, atol=1e-5)
+
+
+def test_the_numbers_of_attention_by_distance():
+    uniform, near = torch.full((20,), 0.05, dtype=torch.float64), torch.eye(20, dtype=torch.float64)[0]
+    assert attention_maps.measures(uniform) == pytest.approx({"near": 0.1, "mean_distance": 0.5, "entropy": 1.0})
+    assert attention_maps.measures(near) == pytest.approx({"near": 1.0, "mean_distance": 0.025, "entropy": 0.0})
+    whole = torch.zeros(4, 2, 10, dtype=torch.float64)
+    whole[..., 0] = 1
+    for layer, head in ((1, 0), (2, 1), (3, 0)):
+        whole[layer, head] = whole[layer, head].flip(0)
+    assert attention_maps.widest(whole) == [(1, 0), (2, 1), (3, 0)]
+
+
+def test_attention_maps_of_the_miniature(work, tmp_path):
+    attention_maps.main(["--smoke", "--output", str(tmp_path)])
+    for name in ("heads", "text", "terms"):
+        assert (tmp_path / f"attention_{name}.png").read_bytes().startswith(b"\x89PNG")
+    rows = read(tmp_path / "attention.csv")
+    assert [row["part"] for row in rows if row["head"] == "0"] == ["whole", "a", "b", "d"]
+    assert {row["span"] for row in rows} == {"30"} and len(rows) == 4 * (2 * 2 + 1)
+    assert "| whole score |" in (tmp_path / "attention.md").read_text()
+
+
+def test_a_model_without_the_four_terms_is_refused(corpus_folder, tmp_path):
+    contenders.make_model(contenders.ROWS["none-shaw-full"], TINY, 200).save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match="has no relative encoding with the terms"):
+        attention_maps.main(["--model", str(tmp_path), "--data", str(corpus_folder), "--output", str(tmp_path)])
+
+
+# ---- articles ---------------------------------------------------------------------------------------------------
+
+
+def test_an_article_has_its_context_continuation_and_reference(work, tmp_path):
+    options = ["--smoke", "--output", str(tmp_path), "--context", "9", "--new_tokens", "7", "--articles", "2"]
+    article.main(options)
+    text = (tmp_path / "articles.md").read_text()
+    assert text.count("### Article") == 2 and text.count("**Generated.**") == 2
+    assert "with a memory of 16" in text
+    corpus = miniature.prepare(tmp_path / "work" / "corpus", TINY)
+    start = int(text.split("from token ")[1].split()[0])
+    reference = article.quote(corpus.tokenizer, corpus.texts["test"][start + 9 : start + 16])
+    assert f"**Reference.** {reference}\n" in text
+    article.main(options)
+    assert (tmp_path / "articles.md").read_text() == text
+
+
+def test_a_text_that_is_too_short_for_an_article_is_refused():
+    options = argparse.Namespace(context=9, new_tokens=7, seed=0, articles=1)
+    with pytest.raises(ValueError, match="16 tokens has no room for --context 9 and --new_tokens 7"):
+        article.places(16, options)

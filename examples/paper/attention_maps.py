@@ -1,0 +1,300 @@
+"""Where the heads look (Figures 5 to 7, Appendix D): by distance, over a text, and what each term of the score adds.
+
+    python examples/paper/attention_maps.py                       # the miniature's model with recurrence
+    python examples/paper/attention_maps.py --model wt103 --data data/wikitext-103 --memory_length 640
+    python examples/paper/attention_maps.py --smoke --output /tmp/maps
+
+Any checkpoint with the relative encoding will do, a converted one too. Every query sees as many keys as the memory is
+long (`same_length`). `attention_heads.png` has a row for each head, first layer on top, and the attention at each
+distance, the mean over all queries (Figure 5). `attention_text.png` has for the widest head of the first, the middle
+and the last third of the layers the attention of consecutive words to all that they see, the highest fifth of each in
+red (Figure 6). `attention_terms.png` has the terms (a), (b) and (d) of Section 3.3, each as if it were the whole score
+(Figure 7; the paper leaves out (c) too). `attention.csv` has the numbers: for each head and term the share of the
+attention that is within a tenth of the span, the mean distance in spans (uniform: 0.5), and the entropy as a share of
+that of uniform attention; and of each term how its curve over the distances correlates with that of the whole.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import matplotlib
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+sys.path += [str(Path(__file__).resolve().parents[2] / name) for name in ("benchmarks", "examples")]
+
+import ablation
+import harness
+from contenders import ROWS
+from miniature import MINIATURE, SMOKE
+from txl_hf import TransfoXLForCausalLM, evaluate_language_model
+from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, AttentionInputs, attention_terms
+from txl_hf.command_line import CommandParser, one_line_errors
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
+
+PARTS = ("whole", "a", "b", "d")
+TITLES = {"whole": "whole score", "a": "(a) content", "b": "(b) position by content", "d": "(d) position"}
+# Queries in a picture of a text.
+WORDS = 20
+
+
+class Recorder:
+    """An attention backend that computes as eager does, and adds up where each head looks.
+
+    Attributes:
+        sums: {part of the score: (layers, heads, span)}, attention by distance, over `queries` queries.
+        last: (layers, heads, L, span) the whole attention of the newest segment, by distance.
+    """
+
+    def __init__(self, layers: int, heads: int, span: int):
+        self.layers, self.span, self.calls, self.queries = layers, span, 0, 0
+        self.sums = {part: torch.zeros(layers, heads, span, dtype=torch.float64) for part in PARTS}
+        self.last: dict[int, Tensor] = {}
+
+    def __call__(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        layer, self.calls = self.calls % self.layers, self.calls + 1
+        terms = attention_terms(inputs)
+        whole = terms.content + terms.position + terms.content_bias + terms.position_bias
+        scores = {"whole": whole, "a": terms.content, "b": terms.position, "d": terms.position_bias}
+        hidden = ~terms.visible
+        shares = {part: score.masked_fill(hidden, -torch.inf).softmax(-1) for part, score in scores.items()}
+        L, K = whole.shape[-2:]
+        # Queries near the beginning of the text see less than the others.
+        if K >= L + self.span - 1:
+            columns = torch.arange(L)[:, None] + K - L - torch.arange(self.span)
+            for part, share in shares.items():
+                by_distance = share.cpu().gather(-1, columns.expand(*share.shape[:2], L, self.span))
+                self.sums[part][layer] += by_distance.double().sum((0, 2))
+                if part == "whole":
+                    self.last[layer] = by_distance[-1]
+            self.queries += whole.shape[0] * L if layer == 0 else 0
+        return shares["whole"] @ inputs.value, shares["whole"]
+
+    def means(self) -> dict[str, Tensor]:
+        """{part: (layers, heads, span)}, each adds up to 1 over the distances."""
+        return {part: total / self.queries for part, total in self.sums.items()}
+
+
+def main(argv: list[str] | None = None):
+    options = parse_arguments(argv)
+    transformers.logging.disable_progress_bar()
+    with one_line_errors():
+        model, token_ids, tokenizer, name = load(options)
+        recorder = record(model, token_ids, options)
+        options.output.mkdir(parents=True, exist_ok=True)
+        words = tokenizer.convert_ids_to_tokens([int(i) for i in token_ids[len(token_ids) - WORDS - 1 : -1]])
+        report(recorder, words, name, options)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder or Hub name (the miniature's model with recurrence)")
+    parser.add_argument("--data", type=Path, help="folder of prepare_corpus.py, with --model")
+    parser.add_argument("--memory_length", type=int, help="the span shown (the model's mem_len; miniature: 80)")
+    parser.add_argument("--clamp_len", type=int, help="(the model's)")
+    parser.add_argument("--max_tokens", type=int, default=10_000, help="of the text (%(default)s)")
+    parser.add_argument("--output", type=Path, default=ablation.RESULTS, help="folder of the results (%(default)s)")
+    parser.add_argument("--work", type=Path, default=ablation.WORK, help="folder of the miniature (%(default)s)")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to try the script itself")
+    options = parser.parse_args(argv)
+    if bool(options.model) != bool(options.data):
+        parser.error("--model and --data go together")
+    if options.smoke:
+        if options.output == ablation.RESULTS:
+            parser.error("--smoke measures nothing worth keeping: name another folder with --output")
+        options.work, options.memory_length, options.max_tokens = options.output / "work", 30, 200
+    return options
+
+
+def load(options: argparse.Namespace) -> tuple[TransfoXLForCausalLM, Any, Any, str]:
+    """The model, its text as token ids, its tokenizer, and what it is called.
+
+    Raises:
+        ValueError: the model has no relative encoding.
+    """
+    if options.model is None:
+        job = ablation.Job(ROWS["recurrence-ours-full"], 0, SMOKE if options.smoke else MINIATURE, options.work)
+        corpus = job.corpus()
+        model, token_ids, tokenizer = ablation.train(job, corpus)[0], corpus.texts["validation"], corpus.tokenizer
+        options.memory_length = options.memory_length or round(max(job.sizes.lengths) * job.sizes.segment)
+        name = f"{job.row.name} of the miniature, {corpus.name}"
+    else:
+        import evaluate_lm
+
+        model, name = AutoModelForCausalLM.from_pretrained(options.model), options.model
+        text = evaluate_lm.read_prepared(options.data, "validation")
+        token_ids, tokenizer = text.token_ids, text.tokenizer
+    if not isinstance(model, TransfoXLForCausalLM) or model.config.attn_type != 0:
+        raise ValueError(f"{name} has no relative encoding with the terms (a) to (d), which attn_type=0 alone has")
+    options.memory_length = options.memory_length or model.config.mem_len
+    if options.memory_length < 10:
+        raise ValueError(f"--memory_length {options.memory_length} is no span to look at: give 10 or more")
+    return model.eval(), token_ids[: options.max_tokens], tokenizer, name
+
+
+def record(model: TransfoXLForCausalLM, token_ids, options: argparse.Namespace) -> Recorder:
+    """Read the text, and put the model's own backend back.
+
+    Raises:
+        ValueError: the text is shorter than the memory.
+    """
+    config, span = model.config, options.memory_length
+    if len(token_ids) < span + 2 * WORDS:
+        raise ValueError(f"{len(token_ids)} tokens of text are too few for a memory of {span} and {WORDS} queries")
+    recorder = Recorder(config.n_layer, config.n_head, span)
+    own, counts_self = config._attn_implementation, config.same_length_counts_self
+    RELATIVE_ATTENTION_FUNCTIONS["recorder"] = recorder
+    try:
+        model.set_attn_implementation("recorder")
+        # With its own among them, each query sees as many keys as the memory is long.
+        config.same_length_counts_self = True
+        # As many whole segments as there are, so that the last one has all of its queries.
+        ids = token_ids[(len(token_ids) - 1) % WORDS :]
+        evaluate_language_model(model, ids, WORDS, span, ext_len=0, clamp_len=options.clamp_len, same_length=True)
+    finally:
+        config.same_length_counts_self = counts_self
+        model.set_attn_implementation(own)
+        del RELATIVE_ATTENTION_FUNCTIONS["recorder"]
+    return recorder
+
+
+# ---- numbers ----------------------------------------------------------------------------------------------------
+
+
+def measures(curve: Tensor) -> dict[str, float]:
+    """Of attention by distance, (span,): share within a tenth, mean distance in spans, relative entropy."""
+    span = len(curve)
+    distance = (torch.arange(span, dtype=torch.float64) + 0.5) / span
+    entropy = torch.special.entr(curve).sum() / np.log(span)
+    near = curve[: max(1, span // 10)].sum()
+    return {"near": near.item(), "mean_distance": (curve * distance).sum().item(), "entropy": entropy.item()}
+
+
+def rows_of(means: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """One row for each head and part, and one for the mean over all heads (head 0)."""
+    rows = []
+    for part, values in means.items():
+        for layer, heads in enumerate(values, start=1):
+            for head, curve in enumerate(heads, start=1):
+                number = (layer - 1) * len(heads) + head
+                rows.append({"part": part, "layer": layer, "head": number, **rounded(measures(curve))})
+        curve, whole = values.mean((0, 1)), means["whole"].mean((0, 1))
+        alike = torch.corrcoef(torch.stack([curve, whole]))[0, 1].item()
+        rows.append({"part": part, "layer": 0, "head": 0, **rounded(measures(curve)), "correlation": round(alike, 4)})
+    return rows
+
+
+def rounded(figures: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in figures.items()}
+
+
+def widest(whole: Tensor) -> list[tuple[int, int]]:
+    """(layer, head) with the furthest mean distance in the first, the middle and the last third of the layers."""
+    layers = len(whole)
+    distance = torch.arange(whole.shape[-1], dtype=torch.float64)
+    far = (whole * distance).sum(-1)
+    parts = np.array_split(np.arange(layers), min(3, layers))
+    found = []
+    for part in parts:
+        best = int(far[list(part)].argmax())
+        found.append((int(part[0]) + best // whole.shape[1], best % whole.shape[1]))
+    return found
+
+
+# ---- results ----------------------------------------------------------------------------------------------------
+
+
+def report(recorder: Recorder, words: list[str], name: str, options: argparse.Namespace):
+    means = recorder.means()
+    rows = rows_of(means)
+    origin = {**harness.origin("cpu", "fp32", torch.get_num_threads()), **harness.versions(), "model": name}
+    path = options.output / "attention.csv"
+    path.unlink(missing_ok=True)
+    harness.append(path, [{**origin, "span": recorder.span, "queries": recorder.queries, **row} for row in rows])
+    text = table([{key: str(value) for key, value in row.items()} for row in rows], recorder.span)
+    (options.output / "attention.md").write_text(text + "\n")
+    print(text)
+    plot_heads(means["whole"], options.output / "attention_heads.png", name)
+    plot_text(recorder, means["whole"], words, options.output / "attention_text.png")
+    plot_terms(means, options.output / "attention_terms.png")
+
+
+def table(rows: list[dict[str, str]], span: int) -> str:
+    """The mean over all heads, term by term."""
+    near = max(1, span // 10)
+    lines = [
+        f"| score | within {near} of {span} tokens | mean distance / span | entropy / uniform | correlation with the "
+        "whole |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["head"] == "0":
+            figures = (f"{float(row[key]):.3f}" for key in ("near", "mean_distance", "entropy", "correlation"))
+            lines.append(f"| {TITLES[row['part']]} | {' | '.join(figures)} |")
+    lines.append(f"| uniform | {near / span:.3f} | 0.500 | 1.000 | – |")
+    return "\n".join(lines)
+
+
+def draw_heads(axis, means: Tensor, title: str):
+    """(layers, heads, span) as a row a head, the furthest distance left, dark where attention is high."""
+    rows = means.flatten(0, 1).flip(-1)
+    axis.imshow(np.log10(rows.clamp(min=1e-6)), aspect="auto", cmap="Blues", interpolation="nearest")
+    axis.set_title(title, fontsize="medium")
+    span = rows.shape[1]
+    ticks = [0, span // 2, span - 1]
+    axis.set_xticks(ticks, [str(span - 1 - tick) for tick in ticks])
+    axis.set_yticks([0, len(rows) - 1], ["1", str(len(rows))])
+    axis.set_xlabel("distance (tokens)")
+    axis.set_ylabel("head")
+
+
+def plot_heads(whole: Tensor, path: Path, name: str):
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    draw_heads(axis, whole, f"attention by distance, log scale: {name}")
+    save(figure, path)
+
+
+def plot_text(recorder: Recorder, whole: Tensor, words: list[str], path: Path):
+    chosen = widest(whole)
+    figure, axes = plt.subplots(1, len(chosen), figsize=(5 * len(chosen), 5), layout="constrained", squeeze=False)
+    for axis, (layer, head) in zip(axes[0], chosen, strict=True):
+        by_distance = recorder.last[layer][head]
+        L, span = by_distance.shape
+        # By place in the text: all rows share their columns, of which each sees its own part.
+        places = torch.full((L, span + L - 1), torch.nan)
+        for i, row in enumerate(by_distance):
+            places[i, i : i + span] = row.flip(0)
+        axis.imshow(places, aspect="auto", cmap="Blues", interpolation="nearest")
+        high = by_distance.quantile(0.8, dim=1)
+        red = torch.where(places > high[:, None], 1.0, torch.nan)
+        axis.imshow(red, aspect="auto", cmap="autumn", interpolation="nearest", alpha=0.6)
+        axis.set_yticks(range(L), words, fontsize="x-small")
+        axis.set_title(f"layer {layer + 1}, head {layer * whole.shape[1] + head + 1}", fontsize="medium")
+        axis.set_xlabel("place in the text, the memory first")
+    save(figure, path)
+
+
+def plot_terms(means: dict[str, Tensor], path: Path):
+    figure, axes = plt.subplots(1, len(PARTS), figsize=(4 * len(PARTS), 4), layout="constrained")
+    for axis, part in zip(axes, PARTS, strict=True):
+        draw_heads(axis, means[part], TITLES[part])
+    save(figure, path)
+
+
+def save(figure, path: Path):
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
