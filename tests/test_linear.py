@@ -1,11 +1,27 @@
 """Products by oneDNN: equal to PyTorch's own, forward and backward, wherever they stand in for them."""
 
+import copy
+import warnings
+
 import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from txl_hf.linear_transfo_xl import Linear, _onednn_takes, product
+from txl_hf import linear_transfo_xl as linear
+from txl_hf.linear_transfo_xl import _onednn_takes, product, project
+
+
+@pytest.fixture(autouse=True)
+def onednn(monkeypatch):
+    """oneDNN's products, also on a CPU where they do not pay; how often they were taken."""
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        pytest.skip("this build of PyTorch has no product by oneDNN")
+    taken = []
+    monkeypatch.setattr(linear, "_onednn_has_avx512", lambda: True)
+    onednn_product = linear._onednn_product
+    monkeypatch.setattr(linear, "_onednn_product", lambda *args: taken.append(args) or onednn_product(*args))
+    return taken
 
 
 def operands(*shape, n=7, dtype=torch.float32, bias=True):
@@ -16,22 +32,40 @@ def operands(*shape, n=7, dtype=torch.float32, bias=True):
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("shape", [(5,), (1, 5), (2, 3, 41), (0, 5), (33, 1), (128, 41), (129, 41)], ids=str)
-def test_product_is_linear(shape, bias):
+def test_product_is_linear(shape, bias, onednn):
     tensors = operands(*shape, bias=bias)
     exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
     actual, expected = product(*tensors), nn.functional.linear(*exact)
+    assert len(onednn) == (1 if actual.numel() else 0)
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
     cotangent = torch.randn(expected.shape, dtype=torch.float64)
     of_actual = torch.autograd.grad(actual, tensors, cotangent.float())
     of_expected = torch.autograd.grad(expected, exact, cotangent)
+    assert len(onednn) == (3 if actual.numel() else 0)
     for a, b in zip(of_actual, of_expected, strict=True):
         torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=1e-5)
 
 
-def test_operands_may_lie_in_any_order():
+@pytest.mark.parametrize("n", [1, 7])
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (4, 5), (2, 3, 5), (1, 1, 5), (2, 100, 5)], ids=str)
+def test_what_comes_out_may_be_changed_in_place(shape, n):
+    """As what adapters do: `result += update`."""
+    gradients = []
+    for function in (product, nn.functional.linear):
+        tensors = operands(*shape, n=n)
+        result = function(*tensors)
+        result += 1
+        result *= 2
+        gradients.append(torch.autograd.grad(result.square().sum(), tensors))
+    for actual, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_operands_may_lie_in_any_order(onednn):
     wide = torch.randn(6, 8, 10)
     for a, b in ((wide[:, :, 3], wide[0, :5, :8]), (wide[0].t(), wide[1, :, :8].t()), (wide[1], wide[2, ::2])):
         torch.testing.assert_close(product(a, b), a @ b.t())
+    assert len(onednn) == 3
 
 
 @pytest.mark.parametrize("trained", [0, 1, 2], ids=["input", "weight", "bias"])
@@ -43,13 +77,14 @@ def test_only_what_is_trained_gets_a_gradient(trained):
     assert [tensor.grad is not None for tensor in tensors] == [i == trained for i in range(3)]
 
 
-def test_second_derivatives_and_function_transforms():
+def test_second_derivatives_and_function_transforms(onednn):
     a, b, bias = operands(4, 5)
+    found = []
     for function in (product, nn.functional.linear):
         (first,) = torch.autograd.grad(function(a, b, bias).pow(3).sum(), a, create_graph=True)
-        second = torch.autograd.grad(first.square().sum(), [a, b])
-        if function is product:
-            actual = second
+        found.append(torch.autograd.grad(first.square().sum(), [a, b]))
+        assert onednn
+    actual, second = found
     for x, y in zip(actual, second, strict=True):
         torch.testing.assert_close(x, y)
     per_row = torch.func.vmap(torch.func.grad(lambda row: product(row, b, bias).square().sum()))(a.detach())
@@ -57,24 +92,160 @@ def test_second_derivatives_and_function_transforms():
     torch.testing.assert_close(per_row, expected)
 
 
-def test_what_onednn_is_not_asked():
+def test_what_onednn_is_not_asked(onednn):
     a, b, _ = operands(3, 5)
-    if not _onednn_takes(a, b):
-        pytest.skip("PyTorch's own products are used on this machine")
+    assert _onednn_takes(a, b)
     assert not _onednn_takes(a.double(), b.double()) and not _onednn_takes(a.to("meta"), b.to("meta"))
     with torch.autocast("cpu", torch.bfloat16):
         assert product(a, b).dtype == torch.bfloat16
     with torch.backends.mkldnn.flags(enabled=False):
         assert not _onednn_takes(a, b)
         assert torch.equal(product(a, b), a @ b.t())
+    assert not onednn
 
 
-def test_a_layer_is_still_a_linear_layer():
-    layer = Linear(5, 7)
-    traced = torch.jit.trace(layer, torch.randn(2, 5))
-    states = torch.randn(4, 5)
-    assert isinstance(layer, nn.Linear)
+def layer_and_states():
+    torch.manual_seed(0)
+    return nn.Linear(5, 7), torch.randn(2, 3, 5)
+
+
+def test_a_plain_layer_is_projected_by_onednn(onednn):
+    layer, states = layer_and_states()
+    torch.testing.assert_close(project(layer, states), layer(states))
+    assert len(onednn) == 1
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, states):
+            return project(self.layer, states)
+
+    traced = torch.jit.trace(Around(), states)
+    compiled = torch.compile(project, backend="eager", fullgraph=True)
     torch.testing.assert_close(traced(states), layer(states))
+    torch.testing.assert_close(compiled(layer, states), layer(states))
+
+
+def hook_forward(layer):
+    layer.register_forward_hook(lambda module, inputs, output: output + 100)
+
+
+def hook_before(layer):
+    layer.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 100,))
+
+
+def hook_everywhere(layer):
+    return nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output + 100)
+
+
+def replace_forward(layer):
+    """As `accelerate` does to load a layer's weights when it is called."""
+    forward = layer.forward
+    layer.forward = lambda states: forward(states) + 100
+
+
+def parametrize(layer):
+    class Larger(nn.Module):
+        def forward(self, weight):
+            return weight + 100
+
+    nn.utils.parametrize.register_parametrization(layer, "weight", Larger())
+
+
+@pytest.mark.parametrize("wrap", [hook_forward, hook_before, hook_everywhere, replace_forward, parametrize])
+def test_a_layer_that_someone_wrapped_is_called(wrap, onednn):
+    layer, states = layer_and_states()
+    plain = layer(states)
+    handle = wrap(layer)
+    try:
+        result = project(layer, states)
+        assert torch.equal(result, layer(states)) and not torch.allclose(result, plain, atol=1)
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert not onednn
+
+
+def test_a_hook_on_gradients_is_called():
+    layer, states = layer_and_states()
+    seen = []
+    layer.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0].shape))
+    project(layer, states).sum().backward()
+    assert seen == [(2, 3, 7)]
+
+
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "r_proj", "o_proj", "up_proj", "down_proj", "clusters")
+
+
+def linear_layers(model):
+    return {name: module for name, module in model.named_modules() if name.rpartition(".")[2] in LINEAR_LAYERS}
+
+
+def test_every_layer_is_a_plain_linear_one(make_model):
+    """Quantisers ask `type(module) is nn.Linear`: bitsandbytes replaced nothing and reported success."""
+    layers = linear_layers(make_model())
+    assert len(layers) == 2 * 7 + 1
+    assert all(type(layer) is nn.Linear for layer in layers.values())
+
+
+@torch.no_grad()
+def test_dynamic_quantisation_quantises_every_layer(make_model, make_ids):
+    model, ids = make_model(), make_ids(2, 5)
+    expected = model(ids).logits
+    with warnings.catch_warnings():
+        # torch.ao.quantization is deprecated, and still what many use.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    kinds = {type(layer) for layer in linear_layers(quantized).values()}
+    assert kinds == {torch.ao.nn.quantized.dynamic.Linear}
+    logits = quantized(ids).logits
+    assert not torch.equal(logits, expected)
+    torch.testing.assert_close(logits, expected, atol=0.5, rtol=0.5)
+
+
+def test_adalora_trains(make_model, make_ids, onednn):
+    """PEFT's layer adds to the output of the one that it wraps, in place."""
+    peft = pytest.importorskip("peft")
+    config = peft.AdaLoraConfig(target_modules=["q_proj", "v_proj"], init_r=4, target_r=2, total_step=10)
+    model = peft.get_peft_model(make_model().train(), config)
+    ids = make_ids(2, 5)
+    model(input_ids=ids, labels=ids).loss.backward()
+    adapted = [p for name, p in model.named_parameters() if "lora_E" in name]
+    assert onednn and adapted and all(p.grad is not None for p in adapted)
+
+
+class EightBits(nn.Module):
+    """As bitsandbytes replaces layers: no `nn.Linear`, weights that are no floats."""
+
+    def __init__(self, layer):
+        super().__init__()
+        scale = layer.weight.abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.weight = nn.Parameter((layer.weight / scale).round().to(torch.int8), requires_grad=False)
+        self.bias = layer.bias
+
+    def forward(self, states):
+        return nn.functional.linear(states, self.weight * self.scale, self.bias)
+
+
+def test_replaced_layers_do_the_work_in_training_and_decoding(make_model, make_ids):
+    model = make_model()
+    ids = make_ids(2, 5)
+    replaced = copy.deepcopy(model)
+    rounded = copy.deepcopy(model)
+    for name, layer in linear_layers(model).items():
+        replaced.set_submodule(name, EightBits(layer))
+        eight = EightBits(layer)
+        rounded.get_submodule(name).weight.data = eight.weight * eight.scale
+    loss, expected = replaced(ids, labels=ids).loss, rounded(ids, labels=ids).loss
+    torch.testing.assert_close(loss, expected)
+    assert not torch.equal(loss, model(ids, labels=ids).loss)
+    loss.backward()
+    assert replaced.transformer.embed_tokens.emb_layers[0].weight.grad.norm() > 0
+    options = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(replaced.generate(ids, **options), rounded.generate(ids, **options))
 
 
 @pytest.mark.parametrize("moved", [0, 1, 2], ids=["input", "weight", "bias"])

@@ -2,6 +2,9 @@
 
 PyTorch multiplies fp32 matrices on x86 with MKL. On CPUs of other makers than Intel, MKL leaves AVX-512 unused, and
 oneDNN, which PyTorch also carries, is twice as fast, for one row as for a thousand.
+
+Layers are plain `nn.Linear`, so that whoever quantises, adapts or offloads them finds what he looks for; it is their
+caller who takes the faster product (`project`).
 """
 
 import functools
@@ -9,8 +12,9 @@ import functools
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.modules import module as all_modules
 
-__all__ = ["Linear", "product"]
+__all__ = ["product", "project"]
 
 FEW_ROWS = 128
 
@@ -54,8 +58,9 @@ def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     if 1 < a.numel() // a.shape[-1] <= FEW_ROWS and b.shape[0] < b.shape[1] and b.is_contiguous():
         # oneDNN reorders its second operand at every call: better the few rows than the matrix.
         transposed = torch.ops.mkldnn._linear_pointwise.default(b, a.reshape(-1, a.shape[-1]), None, "none", [], "")
-        result = transposed.t().contiguous().view(*a.shape[:-1], b.shape[0])
-        return result if bias is None else result.add_(bias)
+        result = transposed.t().clone(memory_format=torch.contiguous_format)
+        result = result if bias is None else result.add_(bias)
+        return result if a.dim() == 2 else result.view(*a.shape[:-1], b.shape[0])
     return torch.ops.mkldnn._linear_pointwise.default(a, b, bias, "none", [], "")
 
 
@@ -66,6 +71,7 @@ class _DifferentiableProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(a, b, bias):
+        # a: (rows, k).
         return _onednn_product(a, b, bias)
 
     @staticmethod
@@ -76,12 +82,11 @@ class _DifferentiableProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         a, b = ctx.saved_tensors
-        rows, inputs = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (grad, a))
         of_a, of_b, of_bias = ctx.needs_input_grad
         return (
             product(grad, b.t()) if of_a else None,
-            product(rows.t(), inputs.t()) if of_b else None,
-            rows.sum(0) if of_bias else None,
+            product(grad.t(), a.t()) if of_b else None,
+            grad.sum(0) if of_bias else None,
         )
 
 
@@ -98,12 +103,36 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _onednn_takes(*tensors):
         return nn.functional.linear(a, b, bias)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return _DifferentiableProduct.apply(a, b, bias)
+        # What the function returns may be changed in place, which PyTorch refuses for a view made within it.
+        rows = _DifferentiableProduct.apply(a.reshape(-1, a.shape[-1]), b, bias)
+        return rows if a.dim() == 2 else rows.view(*a.shape[:-1], b.shape[0])
     return _onednn_product(a, b, bias)
 
 
-class Linear(nn.Linear):
-    """`nn.Linear` by `product`."""
+# Where a module keeps what runs around its forward, and what `torch` keeps for all modules.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
-    def forward(self, input: Tensor) -> Tensor:
-        return product(input, self.weight, self.bias)
+
+def project(layer: nn.Module, states: Tensor) -> Tensor:
+    """`layer(states)`, by `product` where that is the same.
+
+    A layer that has been replaced (quantised, adapted), hooked or given another forward (offloaded) is called.
+
+    Args:
+        layer: a linear layer, (…, k) → (…, n). states: (…, k).
+
+    Returns:
+        (…, n).
+    """
+    if type(layer) is nn.Linear and not torch.compiler.is_compiling() and not _is_wrapped(layer):
+        return product(states, layer.weight, layer.bias)
+    return layer(states)
+
+
+def _is_wrapped(layer: nn.Linear) -> bool:
+    return (
+        "forward" in vars(layer)
+        or any(getattr(layer, name, None) for name in _HOOKS)
+        or any(getattr(all_modules, name, None) for name in _GLOBAL_HOOKS)
+    )

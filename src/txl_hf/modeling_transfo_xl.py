@@ -35,7 +35,7 @@ from .configuration_transfo_xl import TransfoXLConfig
 from .generation_transfo_xl import TransfoXLGenerationMixin
 from .inputs_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, document_starts
 from .layout_transfo_xl import TransfoXLLayoutMixin
-from .linear_transfo_xl import Linear
+from .linear_transfo_xl import project
 from .memory_transfo_xl import (
     PADDING,
     DecodingState,
@@ -137,13 +137,13 @@ class TransfoXLMLP(nn.Module):
 
     def __init__(self, config: TransfoXLConfig):
         super().__init__()
-        self.up_proj = Linear(config.d_model, config.d_inner)
-        self.down_proj = Linear(config.d_inner, config.d_model)
+        self.up_proj = nn.Linear(config.d_model, config.d_inner)
+        self.down_proj = nn.Linear(config.d_inner, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        hidden_states = self.dropout(self.up_proj(hidden_states).relu())
-        return self.dropout(self.down_proj(hidden_states))
+        hidden_states = self.dropout(project(self.up_proj, hidden_states).relu())
+        return self.dropout(project(self.down_proj, hidden_states))
 
 
 class TransfoXLAttention(nn.Module):
@@ -159,11 +159,11 @@ class TransfoXLAttention(nn.Module):
         self.layer_idx = layer_idx
         self.heads = (config.n_head, config.d_head)
         width = config.n_head * config.d_head
-        self.q_proj = Linear(config.d_model, width, bias=False)
-        self.k_proj = Linear(config.d_model, width, bias=False)
-        self.v_proj = Linear(config.d_model, width, bias=False)
-        self.o_proj = Linear(width, config.d_model, bias=False)
-        self.r_proj = Linear(config.d_model, width, bias=False) if config.attn_type == 0 else None
+        self.q_proj = nn.Linear(config.d_model, width, bias=False)
+        self.k_proj = nn.Linear(config.d_model, width, bias=False)
+        self.v_proj = nn.Linear(config.d_model, width, bias=False)
+        self.o_proj = nn.Linear(width, config.d_model, bias=False)
+        self.r_proj = nn.Linear(config.d_model, width, bias=False) if config.attn_type == 0 else None
         own_biases = config.attn_type == 0 and config.untie_r
         self.content_bias = nn.Parameter(torch.empty(config.n_head, config.d_head)) if own_biases else None
         self.position_bias = nn.Parameter(torch.empty(config.n_head, config.d_head)) if own_biases else None
@@ -199,9 +199,9 @@ class TransfoXLAttention(nn.Module):
         Returns:
             (B, L, D), and the probabilities where the backend has them.
         """
-        query = self._split_heads(self.q_proj(hidden_states))
-        key = self._split_heads(self.k_proj(context))
-        value = self._split_heads(self.v_proj(context))
+        query = self._split_heads(project(self.q_proj, hidden_states))
+        key = self._split_heads(project(self.k_proj, context))
+        value = self._split_heads(project(self.v_proj, context))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         # A cache that never forgets holds more than the memory.
@@ -222,14 +222,14 @@ class TransfoXLAttention(nn.Module):
             dropout=self.config.dropatt if self.training else 0.0,
             implementation=implementation or self.config._attn_implementation,
         )
-        return self.dropout(self.o_proj(attended.transpose(1, 2).flatten(2))), probabilities
+        return self.dropout(project(self.o_proj, attended.transpose(1, 2).flatten(2))), probabilities
 
     def _rel_key(self, positions: Tensor, rel_keys: dict[int, Tensor] | None) -> Tensor:
         """(n, D) sinusoids or (n, H, Dh) learned keys → (H, n, Dh), W_R R of the paper."""
         if rel_keys is not None and self.layer_idx in rel_keys:
             return rel_keys[self.layer_idx]
         if self.r_proj is not None:
-            positions = self.r_proj(positions).unflatten(-1, self.heads)
+            positions = project(self.r_proj, positions).unflatten(-1, self.heads)
         rel_key = positions.transpose(0, 1)
         if rel_keys is not None:
             rel_key = rel_keys[self.layer_idx] = rel_key.contiguous()
