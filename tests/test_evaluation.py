@@ -344,7 +344,7 @@ def test_the_model_is_left_as_it_was_by_settings_it_cannot_have():
         ([3, 4, 5], {"warm_up": 3}, "nothing to score: the text has 3 tokens, and the first warm_up=3 tokens"),
         ([3, 4, VOCAB_SIZE], {}, r"token_ids\[2\] is 20, outside the vocabulary \[0, 20\)"),
         ([3, -4, 2], {}, r"token_ids\[1\] is -4, outside the vocabulary"),
-        ([0.5, 1.5], {}, "sequence of integers, but holds float64"),
+        ([0.5, 1.5], {}, "sequence of integers, but tokens 0 to 1 hold float64"),
     ],
 )
 def test_bad_input_is_named(token_ids, arguments, message):

@@ -15,6 +15,7 @@ from transformers import (
 
 from .adaptation import DynamicEvaluation
 from .configuration_transfo_xl import TransfoXLConfig
+from .continuous_cache import ContinuousCache
 from .evaluation import evaluate_language_model, token_losses
 from .memory_transfo_xl import MemoryLengths
 from .modeling_transfo_xl import (
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ContinuousCache",
     "DynamicEvaluation",
     "MemoryLengths",
     "RegularizationArguments",

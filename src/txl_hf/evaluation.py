@@ -1,7 +1,7 @@
 """Perplexity and bits per token of a text, read segment by segment with memory."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +11,21 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from .adaptation import DynamicEvaluation, adapting, following
+from .continuous_cache import ContinuousCache, History
 from .memory_transfo_xl import MemoryLengths
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .reading import TOKENS_MOVED, Reader, Segment, Text, device_of, evaluating
 from .streams import check_sizes
 
-__all__ = ["LanguageModelEvaluation", "bits", "evaluate_language_model", "figures", "perplexity", "token_losses"]
+__all__ = [
+    "LanguageModelEvaluation",
+    "bits",
+    "evaluate_caches",
+    "evaluate_language_model",
+    "figures",
+    "perplexity",
+    "token_losses",
+]
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,7 @@ class LanguageModelEvaluation:
         segment_length, memory_length, batch_size, warm_up, ext_len, clamp_len, same_length: as they were in this
             evaluation.
         dynamic: `DynamicEvaluation.describe` of what the weights followed the text by. None: a static evaluation.
+        cache: `ContinuousCache.describe` of what was mixed in. None: the model alone.
     """
 
     nll: float
@@ -43,6 +53,7 @@ class LanguageModelEvaluation:
     clamp_len: int
     same_length: bool
     dynamic: dict[str, Any] | None = None
+    cache: dict[str, Any] | None = None
 
     @property
     def perplexity(self) -> float:
@@ -107,6 +118,7 @@ def evaluate_language_model(
     clamp_len: int | None = None,
     same_length: bool | None = None,
     dynamic: DynamicEvaluation | None = None,
+    cache: ContinuousCache | None = None,
     accelerator: Any = None,
     progress: bool = False,
 ) -> LanguageModelEvaluation:
@@ -133,6 +145,8 @@ def evaluate_language_model(
         ext_len, clamp_len, same_length: as in the configuration. None: the model's.
         dynamic: let the weights follow the text. They are restored at the end, bit for bit, also after an error; until
             then the model belongs to this call alone. The memory is kept as hidden states.
+        cache: mix the model's probabilities with those of what followed similar states earlier in the stream. The
+            weights of `dynamic` follow the model's own loss.
         accelerator: an `accelerate.Accelerator` whose processes share the streams out among them. All must call this,
             and all get the result of the whole text. None: this process reads all streams.
         progress: show a progress bar, of this process's streams.
@@ -141,27 +155,68 @@ def evaluate_language_model(
         ValueError: the text is empty, leaves nothing to score, is no sequence of integers, or holds an id outside the
             vocabulary; there are more streams than tokens; or a size is out of range.
     """
+    return evaluate_caches(
+        model,
+        token_ids,
+        segment_length,
+        memory_length,
+        batch_size,
+        caches=[cache],
+        warm_up=warm_up,
+        ext_len=ext_len,
+        clamp_len=clamp_len,
+        same_length=same_length,
+        dynamic=dynamic,
+        accelerator=accelerator,
+        progress=progress,
+    )[0]
+
+
+def evaluate_caches(
+    model: TransfoXLForCausalLM,
+    token_ids,
+    segment_length: int,
+    memory_length: int | None = None,
+    batch_size: int = 1,
+    *,
+    caches: Sequence[ContinuousCache | None],
+    warm_up: int = 0,
+    ext_len: int | None = None,
+    clamp_len: int | None = None,
+    same_length: bool | None = None,
+    dynamic: DynamicEvaluation | None = None,
+    accelerator: Any = None,
+    progress: bool = False,
+) -> list[LanguageModelEvaluation]:
+    """`evaluate_language_model` with each of several caches (None: without one), while the text is read only once."""
     text = Text(token_ids, segment_length, batch_size, warm_up, accelerator, model.config.vocab_size)
     lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
     filled = lengths.of(model.config)
-    with _reading(model, text, lengths, dynamic, accelerator, progress) as losses:
+    with _reading(model, text, lengths, dynamic, caches, accelerator, progress) as losses:
         # Not read before the end, so that an accelerator need not wait for the processor.
-        total = sum((part.double().sum() for _, part in losses), start=torch.zeros((), dtype=torch.float64))
+        totals = sum(
+            (torch.stack([part.double().sum() for part in parts]) for _, parts in losses),
+            start=torch.zeros((), dtype=torch.float64),
+        )
         if accelerator is not None:
-            total = accelerator.reduce(total, "sum")
-    return LanguageModelEvaluation(
-        nll=total.item() / text.tokens,
-        tokens=text.tokens,
-        text_tokens=len(token_ids),
-        segment_length=segment_length,
-        memory_length=filled.mem_len,
-        batch_size=batch_size,
-        warm_up=warm_up,
-        ext_len=filled.ext_len,
-        clamp_len=filled.clamp_len,
-        same_length=filled.same_length,
-        dynamic=None if dynamic is None else dynamic.describe(),
-    )
+            totals = accelerator.reduce(totals, "sum")
+    return [
+        LanguageModelEvaluation(
+            nll=total / text.tokens,
+            tokens=text.tokens,
+            text_tokens=len(token_ids),
+            segment_length=segment_length,
+            memory_length=filled.mem_len,
+            batch_size=batch_size,
+            warm_up=warm_up,
+            ext_len=filled.ext_len,
+            clamp_len=filled.clamp_len,
+            same_length=filled.same_length,
+            dynamic=None if dynamic is None else dynamic.describe(),
+            cache=None if cache is None else cache.describe(),
+        )
+        for cache, total in zip(caches, totals.tolist(), strict=True)
+    ]
 
 
 def token_losses(
@@ -176,6 +231,7 @@ def token_losses(
     clamp_len: int | None = None,
     same_length: bool | None = None,
     dynamic: DynamicEvaluation | None = None,
+    cache: ContinuousCache | None = None,
     accelerator: Any = None,
     progress: bool = False,
 ) -> Tensor:
@@ -194,9 +250,9 @@ def token_losses(
     """
     text = Text(token_ids, segment_length, batch_size, warm_up, accelerator, model.config.vocab_size)
     lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
-    with _reading(model, text, lengths, dynamic, accelerator, progress) as losses:
+    with _reading(model, text, lengths, dynamic, [cache], accelerator, progress) as losses:
         result = torch.zeros(text.tokens)
-        for begin, part in _on_host(losses):
+        for begin, part in _on_host((begin, part) for begin, (part,) in losses):
             text.place(result, begin, part)
         if accelerator is not None:
             # Piece by piece, as a device need not have room for the whole.
@@ -211,23 +267,29 @@ def _reading(
     text: Text,
     lengths: MemoryLengths,
     dynamic: DynamicEvaluation | None,
+    caches: Sequence[ContinuousCache | None],
     accelerator: Any,
     progress: bool,
-) -> Iterator[Iterator[tuple[int, Tensor]]]:
-    """Of each segment the column where it begins and its (B, L) losses, 0 where nothing is scored."""
+) -> Iterator[Iterator[tuple[int, list[Tensor]]]]:
+    """Of each segment the column where it begins and with each cache its (B, L) losses, 0 where nothing is scored."""
     bar = tqdm(total=text.share_tokens, unit="token", desc="evaluate", disable=not progress)
     if dynamic is None:
         with evaluating(model), torch.no_grad(), bar:
-            yield _count(Reader(model, lengths, accelerator).losses(text), bar)
+            yield _mix(Reader(model, lengths, accelerator).losses(text), caches, bar)
     else:
         with adapting(model, dynamic, text, lengths, accelerator, progress) as adaptation, following(model), bar:
-            yield _count(adaptation.losses(text), bar)
+            yield _mix(adaptation.losses(text), caches, bar)
 
 
-def _count(scored: Iterable[tuple[Segment, Tensor, Tensor]], bar: tqdm) -> Iterator[tuple[int, Tensor]]:
-    for segment, _, losses in scored:
+def _mix(
+    scored: Iterable[tuple[Segment, Tensor, Tensor]], caches: Sequence[ContinuousCache | None], bar: tqdm
+) -> Iterator[tuple[int, list[Tensor]]]:
+    used = [cache for cache in caches if cache is not None]
+    history = History(used) if used else None
+    for segment, hidden_states, losses in scored:
+        mixed = iter(()) if history is None else iter(history.mix(segment, hidden_states, losses))
         bar.update(segment.scored)
-        yield segment.begin, losses
+        yield segment.begin, [losses if cache is None else next(mixed) for cache in caches]
 
 
 def _on_host(losses: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -247,7 +246,7 @@ def _streams(text_tokens: int, batch_size: int) -> list[range]:
 
 def _check_vocabulary(token_ids, vocab_size: int, chunk: int = 1 << 20) -> None:
     for start in range(0, len(token_ids), chunk):
-        ids = np.asarray(token_ids[start : start + chunk])
+        ids = read_tokens(token_ids, start, min(start + chunk, len(token_ids))).numpy()
         outside = (ids < 0) | (ids >= vocab_size)
         if outside.any():
             position = int(outside.argmax())

@@ -1,0 +1,202 @@
+"""A continuous cache (Grave et al., 2017, https://arxiv.org/abs/1612.04426): what followed similar states before."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LogitsProcessor
+
+from .modeling_transfo_xl import TransfoXLForCausalLM
+from .reading import Segment
+from .streams import check_sizes
+
+__all__ = ["CacheLogitsProcessor", "ContinuousCache", "History"]
+
+
+@dataclass(frozen=True)
+class ContinuousCache:
+    """How the model's probabilities are mixed with those of what followed similar states in the same text.
+
+    With hₜ the state that enters the softmax to predict token t + 1,
+
+        p = (1 - λ) p_model + λ p_cache,    p_cache(w) ∝ Σ exp(θ hₜ·hᵢ) over i in [t - size, t) whose next token is w
+
+    (equations 2 to 4 and 6). Nothing is learned, and the weights stay as they are. The first token of a text, before
+    which there is nothing to look at, has the model's probability. Of a segment only the probabilities of the targets
+    are computed, in one product of its states with those before.
+
+    Args:
+        size: ≥ 1, how many positions are looked at. It may be far longer than the memory: a position costs one state.
+        weight: λ in [0, 1).
+        temperature: θ ≥ 0; it multiplies. With 0, p_cache is the share that a token had of the last `size`.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    size: int
+    weight: float
+    temperature: float
+
+    def __post_init__(self):
+        check_sizes(size=self.size)
+        if not 0 <= self.weight < 1:
+            raise ValueError(f"weight={self.weight} must be at least 0 and below 1")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature} must be a finite number at least 0")
+
+    def describe(self) -> dict[str, float | int]:
+        """The settings, for JSON."""
+        return asdict(self)
+
+    @contextmanager
+    def processor(self, model: TransfoXLForCausalLM) -> Iterator["CacheLogitsProcessor"]:
+        """For `generate`, with the states of the prompt and of what it writes:
+
+            with ContinuousCache(500, 0.1, 1.0).processor(model) as processor:
+                model.generate(prompt, logits_processor=[processor])
+
+        While it is open, it hears from the model every state that is computed.
+        """
+        processor = CacheLogitsProcessor(self)
+        hook = model.transformer.register_forward_hook(processor.hear, with_kwargs=True)
+        try:
+            yield processor
+        finally:
+            hook.remove()
+
+    def mix(self, log_model: Tensor, log_cache: Tensor) -> Tensor:
+        """log p, from log p_model and log p_cache of the same tokens; where that is NaN, the cache holds nothing."""
+        log_weight = math.log(self.weight) if self.weight > 0 else -math.inf
+        mixed = torch.logaddexp(log_model + math.log1p(-self.weight), log_cache + log_weight)
+        return torch.where(log_cache.isnan(), log_model, mixed)
+
+
+class History:
+    """The last states of B streams that are read side by side, with the tokens that followed them.
+
+    Several caches can look at the same states, which costs little more than one of them if sizes and temperatures are
+    the same.
+    """
+
+    def __init__(self, caches: Sequence[ContinuousCache]):
+        self._caches = caches
+        self._size = max(cache.size for cache in caches)
+        self._states: Tensor | None = None
+        self._tokens: Tensor | None = None
+
+    def mix(self, segment: Segment, hidden_states: Tensor, losses: Tensor) -> list[Tensor]:
+        """For each cache the (B, L) losses of the mixture, 0 where unscored; the segment is remembered.
+
+        Args:
+            hidden_states: (B, L, D), the states that predict the targets. losses: (B, L) fp32, the model's.
+        """
+        states, labels = hidden_states.float(), segment.labels.to(hidden_states.device)
+        if self._states is None or self._tokens is None:
+            self._states, self._tokens = states[:, :0], labels[:, :0]
+        keys = torch.cat([self._states, states], dim=1)
+        tokens = torch.cat([self._tokens, labels], dim=1)
+        products = states @ keys.transpose(1, 2)
+        followed = tokens[:, None] == labels[..., None]
+        log_probs = {
+            (size, temperature): _log_cache(products * temperature, followed, size)
+            for size, temperature in {(cache.size, cache.temperature) for cache in self._caches}
+        }
+        self._states, self._tokens = keys[:, -self._size :], tokens[:, -self._size :]
+        unscored = segment.targets.to(losses.device) == -100
+        return [
+            -cache.mix(-losses, log_probs[cache.size, cache.temperature].to(losses.device)).masked_fill(unscored, 0)
+            for cache in self._caches
+        ]
+
+
+def _log_cache(scores: Tensor, followed: Tensor, size: int) -> Tensor:
+    """log p_cache of the target of each query, (B, L); NaN where there is nothing to look at.
+
+    Args:
+        scores: (B, L, n + L), of the L queries with the n positions before them and with one another.
+        followed: the same shape, bool: whether the position was followed by the query's target.
+    """
+    length, before = scores.shape[1], scores.shape[2] - scores.shape[1]
+    # Query l is position n + l and looks at those from n + l - size to n + l - 1.
+    band = torch.ones(length, before + length, dtype=torch.bool, device=scores.device)
+    band = band.tril(before - 1).triu(before - size)
+    scores = scores.masked_fill(~band, -math.inf)
+    return scores.masked_fill(~followed, -math.inf).logsumexp(-1) - scores.logsumexp(-1)
+
+
+class CacheLogitsProcessor(LogitsProcessor):
+    """Mixes the scores of `generate` with a cache; `ContinuousCache.processor` makes it and lets it hear the model.
+
+    A position that `attention_mask` masks is not looked at, and a token that a processor before has ruled out stays
+    so. Rows may be reordered, as beam search does: each is known by its tokens. A text that does not continue the one
+    before is a new one.
+    """
+
+    def __init__(self, cache: ContinuousCache):
+        self._cache = cache
+        # Heard since the last call: (B, n, D) states and (B, n) whether they are real.
+        self._heard: list[tuple[Tensor, Tensor]] = []
+        self._states: Tensor | None = None
+        self._real: Tensor | None = None
+        self._text: Tensor | None = None
+
+    def hear(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any):
+        """The forward hook of the model without its head."""
+        states = output.last_hidden_state.detach().float()
+        mask = kwargs.get("attention_mask")
+        real = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+        if mask is not None:
+            real = mask[:, -states.shape[1] :].to(states.device).bool()
+        self._heard.append((states, real))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """
+        Args:
+            input_ids: (B, n), the text so far. scores: (B, V), of its next token.
+
+        Returns:
+            (B, V) log-probabilities of the mixture; -inf where `scores` are.
+        """
+        states, real = self._catch_up(input_ids)
+        log_model = scores.log_softmax(-1)
+        looked_at = real[:, :-1]
+        if looked_at.shape[1] == 0:
+            return log_model
+        products = torch.einsum("bnd,bd->bn", states[:, :-1], states[:, -1]) * self._cache.temperature
+        # Where a row has nothing but padding, this is NaN, as the mixture expects it.
+        shares = products.masked_fill(~looked_at, -math.inf).softmax(-1)
+        cached = torch.zeros_like(log_model, dtype=torch.float32)
+        cached.scatter_add_(1, input_ids[:, -shares.shape[1] :], shares)
+        cached = cached.masked_fill(~looked_at.any(-1, keepdim=True), math.nan)
+        return self._cache.mix(log_model, cached.log()).masked_fill(scores == -math.inf, -math.inf)
+
+    def _catch_up(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, k, D) states of the last k ≤ size + 1 tokens of the text, and (B, k) whether these are real."""
+        if not self._heard:
+            raise RuntimeError("the processor has not heard the model: use it within `with cache.processor(model)`")
+        states, real = (torch.cat(parts, dim=1) for parts in zip(*self._heard, strict=True))
+        self._heard = []
+        if states.shape[1] > input_ids.shape[1]:
+            raise ValueError(
+                f"the model computed {states.shape[1]} states for a text of {input_ids.shape[1]} tokens: a continuous "
+                "cache does not go with assisted generation"
+            )
+        rows = self._rows_before(input_ids[:, : -states.shape[1]])
+        if rows is not None and self._states is not None and self._real is not None:
+            states = torch.cat([self._states.index_select(0, rows), states], dim=1)
+            real = torch.cat([self._real.index_select(0, rows), real], dim=1)
+        keep = self._cache.size + 1
+        self._text, self._states, self._real = input_ids, states[:, -keep:], real[:, -keep:]
+        return self._states, self._real
+
+    def _rows_before(self, text: Tensor) -> Tensor | None:
+        """For each row of a text the row of the last call that was this text; None where there is none."""
+        if self._text is None or self._text.shape[1] != text.shape[1]:
+            return None
+        same = (text[:, None] == self._text).all(-1)
+        return same.int().argmax(1) if bool(same.any(1).all()) else None

@@ -1,0 +1,195 @@
+"""The continuous cache against its formula, token by token in fp64, in evaluation and in generate."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+
+from txl_hf import ContinuousCache, DynamicEvaluation, TransfoXLForCausalLM, evaluate_language_model, token_losses
+from txl_hf.evaluation import evaluate_caches
+
+
+@torch.no_grad()
+def states_of(model: TransfoXLForCausalLM, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(n, D) states that enter the softmax and (n, V) log-probabilities after each token of one text."""
+    entered = []
+    hook = model.lm_head.register_forward_pre_hook(lambda _, args: entered.append(args[0]))
+    logits = model.eval()(ids[None]).logits[0]
+    hook.remove()
+    return entered[0][0].double(), logits.double()
+
+
+def by_hand(states: torch.Tensor, log_probs: torch.Tensor, ids: torch.Tensor, cache: ContinuousCache) -> torch.Tensor:
+    """(n, V) probabilities of the mixture after each of n tokens, one by one."""
+    mixed = []
+    for t in range(len(ids)):
+        p_cache = torch.zeros(log_probs.shape[1], dtype=torch.float64)
+        for i in range(max(0, t - cache.size), t):
+            p_cache[ids[i + 1]] += math.exp(cache.temperature * float(states[t] @ states[i]))
+        p_model = log_probs[t].exp()
+        if t > 0:
+            p_model = (1 - cache.weight) * p_model + cache.weight * p_cache / p_cache.sum()
+        mixed.append(p_model)
+    return torch.stack(mixed)
+
+
+CACHES = [
+    ContinuousCache(size, weight, temperature)
+    for size, weight, temperature in itertools.product([1, 7, 500], [0.0, 0.3], [0.0, 0.2])
+]
+
+
+@pytest.mark.parametrize("settings", [{}, {"cutoffs": [], "div_val": 1}], ids=str)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_formula(make_model, make_ids, settings, batch_size):
+    """With any segments; the memory is long enough for one forward to give the states."""
+    model, ids = make_model(mem_len=100, **settings), make_ids(1, 50, vocab_size=12)[0]
+    streams = [states_of(model, stream) + (stream,) for stream in ids.tensor_split(batch_size)]
+    for cache in CACHES:
+        expected = []
+        for states, log_probs, stream in streams:
+            mixed = by_hand(states, log_probs, stream, cache)[:-1]
+            expected.append(-mixed.gather(1, stream[1:, None])[:, 0].log())
+        found = token_losses(model, ids, 6, batch_size=batch_size, cache=cache)
+        torch.testing.assert_close(found, torch.cat(expected).float(), rtol=1e-4, atol=1e-4)
+    assert torch.equal(found[:5] == token_losses(model, ids, 6, batch_size=batch_size)[:5], torch.arange(5) == 0)
+
+
+def test_what_is_not_scored_is_looked_at(make_model, make_ids):
+    model, ids, cache = make_model(ext_len=3), make_ids(1, 60, vocab_size=12)[0], ContinuousCache(20, 0.4, 0.1)
+    whole = token_losses(model, ids, 6, cache=cache)
+    torch.testing.assert_close(token_losses(model, ids, 6, warm_up=17, cache=cache), whole[16:])
+
+
+def test_a_repeated_text_becomes_cheaper_beyond_the_memory(make_model, make_ids):
+    model, ids = make_model(mem_len=4), make_ids(1, 40)[0].repeat(3)
+    static = evaluate_language_model(model, ids, 4).nll
+    assert evaluate_language_model(model, ids, 4, cache=ContinuousCache(60, 0.5, 1.0)).nll < static - 1
+
+
+def test_several_caches_in_one_reading(make_model, make_ids):
+    model, ids = make_model(), make_ids(1, 60, vocab_size=12)[0]
+    passes = []
+    model.transformer.register_forward_hook(lambda *_: passes.append(None))
+    results = evaluate_caches(model, ids, 6, caches=[None, *CACHES])
+    assert len(passes) == 10
+    for cache, result in zip([None, *CACHES], results, strict=True):
+        assert result.nll == pytest.approx(evaluate_language_model(model, ids, 6, cache=cache).nll, rel=1e-6)
+        assert result.cache == (None if cache is None else cache.describe())
+        assert result.nll == pytest.approx(token_losses(model, ids, 6, cache=cache).mean().item(), rel=1e-6)
+    # With weight 0 it is the model alone, and of one position the temperature does not matter.
+    assert len({round(result.nll, 5) for result in results}) == 1 + 1 + 4
+
+
+def test_with_dynamic_evaluation(make_model, make_ids):
+    """The weights follow the model's own loss; the cache looks at the states that they computed."""
+    model, ids, cache = make_model(), make_ids(1, 60, vocab_size=12)[0], ContinuousCache(20, 0.3, 0.1)
+    standing = DynamicEvaluation(0.0)
+    found = token_losses(model, ids, 6, dynamic=standing, cache=cache)
+    torch.testing.assert_close(found, token_losses(model, ids, 6, cache=cache), rtol=1e-5, atol=1e-5)
+    dynamic = DynamicEvaluation(0.05)
+    both = token_losses(model, ids, 6, dynamic=dynamic, cache=cache)
+    alone = token_losses(model, ids, 6, dynamic=dynamic)
+    # In half of the cases the cache is of no help, which costs the model's share at most.
+    assert (both <= alone - math.log(0.7) + 1e-5).all() and (both < alone).any()
+    without = token_losses(model, ids, 6, dynamic=dynamic, cache=ContinuousCache(20, 0.0, 0.1))
+    torch.testing.assert_close(without, alone)
+
+
+# --- generate --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"mem_len": 0}, {"cutoffs": [], "div_val": 1}], ids=str)
+@pytest.mark.parametrize("size", [4, 100])
+def test_generate_chooses_by_the_mixture(make_model, make_ids, settings, size):
+    model, prompt = make_model(**{"mem_len": 100} | settings), make_ids(1, 12, vocab_size=8)
+    cache = ContinuousCache(size, 0.6, 0.2)
+    with cache.processor(model) as processor:
+        outputs = model.generate(
+            prompt,
+            max_new_tokens=10,
+            do_sample=False,
+            logits_processor=LogitsProcessorList([processor]),
+            output_scores=True,
+            return_dict_in_generate=True,
+        )
+    text = outputs.sequences[0]
+    expected = by_hand(*states_of(model, text[:-1]), text[:-1], cache)[11:]
+    torch.testing.assert_close(torch.cat(outputs.scores).double().exp(), expected, rtol=1e-4, atol=1e-6)
+    assert torch.equal(text[12:], expected.argmax(-1))
+    assert not torch.equal(text, model.generate(prompt, max_new_tokens=10, do_sample=False)[0])
+    assert len(model.transformer._forward_hooks) == 0, "it hears nothing any more"
+
+
+def generate(model, prompt, cache, processor=None, **settings):
+    if processor is not None:
+        return model.generate(prompt, max_new_tokens=8, logits_processor=[processor], **settings)
+    with cache.processor(model) as processor:
+        return model.generate(prompt, max_new_tokens=8, logits_processor=[processor], **settings)
+
+
+def test_padded_prompts_are_as_if_alone(make_model, make_ids):
+    model, cache = make_model(mem_len=100), ContinuousCache(100, 0.6, 0.2)
+    prompts = [make_ids(1, length, seed=length, vocab_size=8) for length in (5, 12, 1)]
+    padded = torch.full((3, 12), 60)
+    mask = torch.zeros_like(padded)
+    for row, prompt in enumerate(prompts):
+        padded[row, 12 - prompt.shape[1] :], mask[row, 12 - prompt.shape[1] :] = prompt[0], 1
+    found = generate(model, padded, cache, do_sample=False, attention_mask=mask)
+    for row, prompt in enumerate(prompts):
+        alone = generate(model, prompt, cache, do_sample=False)
+        assert found[row, 12:].tolist() == alone[0, prompt.shape[1] :].tolist()
+
+
+def test_beams_keep_their_states(make_model, make_ids):
+    """The score of the sequence found is the sum of its log-probabilities in the mixture."""
+    model, prompt, cache = make_model(mem_len=100), make_ids(2, 12, vocab_size=8), ContinuousCache(50, 0.6, 0.2)
+    settings = {"num_beams": 4, "length_penalty": 0.0, "do_sample": False, "return_dict_in_generate": True}
+    outputs = generate(model, prompt, cache, output_scores=True, **settings)
+    for text, score in zip(outputs.sequences, outputs.sequences_scores, strict=True):
+        mixed = by_hand(*states_of(model, text[:-1]), text[:-1], cache)[11:]
+        expected = mixed.gather(1, text[12:, None]).log().sum().item()
+        assert score.item() == pytest.approx(expected, rel=1e-4)
+
+
+def test_one_processor_for_several_texts(make_model, make_ids):
+    """A text that does not continue the one before is a new one."""
+    model, cache = make_model(mem_len=100), ContinuousCache(100, 0.6, 0.2)
+    with cache.processor(model) as processor:
+        for seed, length in enumerate([12, 7, 12, 20]):
+            prompt = make_ids(1, length, seed=seed, vocab_size=8)
+            found = generate(model, prompt, cache, processor, do_sample=False)
+            assert torch.equal(found, generate(make_model(mem_len=100), prompt, cache, do_sample=False))
+
+
+def test_what_is_ruled_out_stays_ruled_out(make_model, make_ids):
+    # Without the token that ends a text, which generate does not let one rule out.
+    model, prompt, cache = make_model(), 1 + make_ids(1, 12, vocab_size=8), ContinuousCache(100, 0.9, 0.2)
+    banned = prompt.unique().tolist()
+    found = generate(model, prompt, cache, do_sample=False, bad_words_ids=[[token] for token in banned])
+    assert not set(found[0, 12:].tolist()) & set(banned)
+
+
+def test_a_processor_that_hears_nothing(make_model, make_ids):
+    model, prompt = make_model(), make_ids(1, 12)
+    with ContinuousCache(10, 0.5, 1.0).processor(model) as processor:
+        pass
+    with pytest.raises(RuntimeError, match="has not heard the model"):
+        model.generate(prompt, max_new_tokens=2, logits_processor=[processor])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 0.1, 1.0), "size=0 must be an integer of at least 1"),
+        ((10, 1.0, 1.0), "weight=1.0 must be at least 0 and below 1"),
+        ((10, -0.1, 1.0), "weight=-0.1"),
+        ((10, 0.1, -1.0), "temperature=-1.0 must be a finite number at least 0"),
+        ((10, 0.1, math.nan), "temperature=nan"),
+    ],
+)
+def test_bad_settings_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ContinuousCache(*arguments)
