@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
             import txl_hf
 
             txl_hf.__path__.append(str(Path(__file__).resolve().parents[1]))
-            command_line = importlib.import_module("txl_hf.conversion.command_line")
+        command_line = importlib.import_module("txl_hf.conversion.command_line")
     except KeyboardInterrupt:
         print("convert.py: interrupted", file=sys.stderr)
         return 1

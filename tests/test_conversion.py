@@ -699,7 +699,7 @@ def test_push_to_hub_after_the_local_save(fails, tmp_path, capfd, monkeypatch):
 def test_commands_of_the_page_on_conversion(tmp_path, monkeypatch):
     """The page's command for each family, word for word, in a folder laid out as it says."""
     page = REPOSITORY / "docs" / "conversion.md"
-    commands = re.findall(r"^python conversion/convert\.py .*$", page.read_text(), re.M)
+    commands = re.findall(r"^txl-convert .*$", page.read_text(), re.M)
     sources = {
         "transformers": golden("hf_legacy/wt103_like"),
         "kimiyoung-pytorch": golden("kimiyoung_pytorch/word_adaptive_div2_proj.model.pt"),
@@ -707,19 +707,19 @@ def test_commands_of_the_page_on_conversion(tmp_path, monkeypatch):
         "nvidia": golden("nvidia_pytorch/nv_large_like/checkpoint_best.pt"),
     }
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "conversion").symlink_to(REPOSITORY / "conversion")
+    script = str(REPOSITORY / "conversion" / "convert.py")
     symbols = ["<eos>", "<unk>", *(f"word{i}" for i in range(118))]
     seen = set()
     for command in commands:
         words = shlex.split(command)
-        options = dict(zip(words[2::2], words[3::2], strict=True))
+        options = dict(zip(words[1::2], words[2::2], strict=True))
         checkpoint = Path(options["--checkpoint"])
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
         checkpoint.symlink_to(sources[options["--from"]])
         if "--corpus" in options:
             corpus = Path(options["--corpus"])
             write_corpus(corpus if corpus.suffix else corpus / "cache.pkl", monkeypatch, symbols, "wt103")
-        result = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, timeout=300)
+        result = subprocess.run([sys.executable, script, *words[1:]], capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stderr
         check_generates(AutoModelForCausalLM.from_pretrained(options["--output"]).eval())
         seen.add(options["--from"])

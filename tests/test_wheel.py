@@ -1,0 +1,148 @@
+"""What `pip install` brings: a wheel that converts, loads, writes and trains far from a clone, built from the sdist."""
+
+import ast
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+import txl_hf
+from goldens import golden
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+# Distributions whose module has another name.
+MODULES = {"pyyaml": "yaml"}
+BUILD = """
+import sys
+from setuptools import build_meta
+
+print(getattr(build_meta, "build_" + sys.argv[1])(sys.argv[2]))
+"""
+USE = """
+import json, sys
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import txl_hf
+
+model = AutoModelForCausalLM.from_pretrained("converted")
+written = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, min_new_tokens=5)
+stream = txl_hf.TokenStream(torch.arange(60) % 50, segment_length=6, batch_size=2)
+arguments = TrainingArguments("trained", max_steps=2, per_device_train_batch_size=2, report_to=[], save_strategy="no")
+trainer = txl_hf.TransfoXLTrainer(model, arguments, train_dataset=stream)
+trainer.train()
+trainer.save_model("trained")
+again = AutoModelForCausalLM.from_pretrained("trained", trust_remote_code=True)
+print(json.dumps({
+    "file": txl_hf.__file__,
+    "versions": [txl_hf.__version__, version("txl-hf")],
+    "typed": Path(txl_hf.__file__).with_name("py.typed").exists(),
+    "written": written.shape[1],
+    "steps": trainer.state.global_step,
+    "trained": sum(p.numel() for p in again.parameters()),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from the sdist, and that from what git has."""
+    folder = tmp_path_factory.mktemp("wheel")
+    clone, unpacked = folder / "clone", folder / "unpacked"
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in files.split("\0"):
+        if (ROOT / name).is_file() and not name.startswith("tests/"):
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, clone / name)
+
+    def build(what: str, source: Path) -> Path:
+        command = [sys.executable, "-c", BUILD, what, folder]
+        run = subprocess.run(command, cwd=source, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr[-2000:]
+        return folder / run.stdout.splitlines()[-1]
+
+    with tarfile.open(build("sdist", clone)) as archive:
+        archive.extractall(unpacked, filter="data")
+    [source] = unpacked.iterdir()
+    assert {"LICENSE", "README.md", "pyproject.toml"} <= {path.name for path in source.iterdir()}
+    return build("wheel", source)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """An environment with the wheel alone; what it needs comes from the environment at hand."""
+    folder = tmp_path_factory.mktemp("installed") / "venv"
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel]
+    subprocess.run(install, check=True)
+    # A path in a .pth file: the .pth files in there, which would bring the clone, are not read.
+    site = next((folder / "lib").glob("python*/site-packages"))
+    (site / "at_hand.pth").write_text(sysconfig.get_path("purelib"))
+    return folder
+
+
+def run(folder: Path, *command) -> str:
+    """What a command prints, far from the clone."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]
+    return process.stdout
+
+
+def test_the_wheel_converts_loads_writes_and_trains(installed, tmp_path):
+    checkpoint = golden("kimiyoung_pytorch/word_adaptive_div2_proj.model.pt")
+    convert = [installed / "bin" / "txl-convert", "--from", "kimiyoung-pytorch", "--checkpoint", checkpoint]
+    run(tmp_path, *convert, "--output", tmp_path / "converted")
+    found = json.loads(run(tmp_path, installed / "bin" / "python", "-c", USE).splitlines()[-1])
+    assert Path(found["file"]).is_relative_to(installed)
+    assert found["versions"] == [txl_hf.__version__] * 2
+    assert found["typed"] and found["written"] == 8 and found["steps"] == 2 and found["trained"] > 0
+
+
+def test_every_command_says_how_it_is_used(installed, tmp_path):
+    [metadata] = importlib.metadata.distributions(name="txl-hf", path=[str(next(installed.rglob("site-packages")))])
+    commands = [entry.name for entry in metadata.entry_points if entry.group == "console_scripts"]
+    assert set(commands) == set(PROJECT["scripts"])
+    for command in commands:
+        assert "usage: " in run(tmp_path, installed / "bin" / command, "--help")
+
+
+def test_whatever_is_imported_is_declared():
+    """At once: by the dependencies. Later or inside `try`: by an extra."""
+    wanted = {"at once": set(), "later": set()}
+    for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "conversion").glob("*.py")]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+            # These are imported by whoever has the extra.
+            at_once = node in tree.body and path.name != "metrics.py"
+            wanted["at once" if at_once else "later"] |= {name.split(".")[0] for name in names}
+
+    def modules(requirements: list[str]) -> set[str]:
+        names = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
+        return {MODULES.get(name, name) for name in names}
+
+    at_hand = sys.stdlib_module_names | {"txl_hf"} | modules(PROJECT["dependencies"])
+    optional = PROJECT["optional-dependencies"]
+    extras = modules([*optional["train"], *optional["triton"]])
+    assert wanted["at once"] - at_hand == set()
+    assert wanted["later"] - at_hand - extras == set()
