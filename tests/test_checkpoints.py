@@ -20,11 +20,11 @@ from datasets import DatasetDict, load_from_disk
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, TrainerCallback
 
-import train_lm
-from lm_arguments import parse_arguments, write_smoke_data
 from trainer_process import make_arguments, make_model, make_text
 from txl_hf import TokenStream, TransfoXLTrainer, checkpoints
 from txl_hf.checkpoints import MANIFEST_NAME, MEMS_NAME, checkpoint_problem, last_checkpoint, remove_old_checkpoints
+from txl_hf.training import command, loop
+from txl_hf.training.arguments import parse_arguments, write_smoke_data
 
 RECIPE = {
     "n_layer": 1,
@@ -68,11 +68,11 @@ class ScriptRun:
 
     def train(self, *options: str):
         with fresh_accelerate():
-            train_lm.main(self.argv(*options))
+            command.main(self.argv(*options))
 
     def resume(self) -> int:
         with fresh_accelerate():
-            training = train_lm.Training(parse_arguments(self.argv("--resume")))
+            training = loop.Training(parse_arguments(self.argv("--resume")))
             training.accelerator.end_training()
             return training.step
 

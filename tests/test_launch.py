@@ -242,7 +242,7 @@ def test_the_commands_of_the_page_name_what_there_is():
             assert (ROOT / path).is_file(), path
         source = (ROOT / scripts[0]).read_text(encoding="utf-8")
         if scripts[0].endswith("train_lm.py"):
-            source += (ROOT / "examples" / "lm_arguments.py").read_text(encoding="utf-8")
+            source += (ROOT / "src" / "txl_hf" / "training" / "arguments.py").read_text(encoding="utf-8")
         for option in re.findall(r"--([\w-]+)", command.split(scripts[0])[1]):
             assert f'"--{option}"' in source or re.search(rf"^    {option}: ", source, re.MULTILINE), option
         if "--config_file" in command:

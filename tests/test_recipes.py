@@ -13,10 +13,9 @@ pytest.importorskip("datasets")
 
 from accelerate.state import AcceleratorState, GradientState
 
-import lm_setup
-import train_lm
-from lm_arguments import parse_arguments
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+from txl_hf.training import command, setup
+from txl_hf.training.arguments import parse_arguments
 
 RECIPES = sorted((Path(__file__).parents[1] / "examples" / "recipes").glob("*.yaml"))
 # Millions of parameters. The paper counts 257 for wt103_large, which has 285 (so have its checkpoints), and 460 for
@@ -41,7 +40,7 @@ def test_smoke(tmp_path, recipe, capsys):
     """A few steps with all of its options, to a model with results at every length that it names."""
     output = tmp_path / "output"
     try:
-        train_lm.main([str(recipe), "--smoke", "--output", str(output)])
+        command.main([str(recipe), "--smoke", "--output", str(output)])
     finally:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
@@ -63,7 +62,7 @@ def test_the_whole_model_has_the_published_size(name):
     [recipe] = [path for path in RECIPES if path.stem == name]
     arguments = parse_arguments([str(recipe), "--data", "data", "--output", "output"])
     vocab_size = next(size for corpus, size in VOCABULARIES.items() if name.startswith(corpus))
-    config = lm_setup.make_config(arguments.model, vocab_size, "data")
+    config = setup.make_config(arguments.model, vocab_size, "data")
     with torch.device("meta"):
         parameters = TransfoXLForCausalLM(config).num_parameters()
     assert parameters == pytest.approx(PUBLISHED[name] * 1e6, rel=0.005)

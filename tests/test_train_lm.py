@@ -24,12 +24,11 @@ from accelerate.utils import set_seed
 from datasets import Dataset, DatasetDict, load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import lm_setup
-import train_lm
-from lm_arguments import parse_arguments, write_smoke_data
 from train_lm_process import run
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.checkpoints import last_checkpoint
+from txl_hf.training import command, loop, setup
+from txl_hf.training.arguments import parse_arguments, write_smoke_data
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MODEL = {
@@ -88,7 +87,7 @@ def write_recipe(path: Path, **changes) -> Path:
 def train(*argv: str | Path):
     """`train_lm.py *argv` in this process."""
     try:
-        train_lm.main([str(argument) for argument in argv])
+        command.main([str(argument) for argument in argv])
     finally:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
@@ -191,8 +190,8 @@ def test_text_stays_on_the_disk(tmp_path):
         [str(write_recipe(tmp_path / "recipe.yaml", cutoffs=None)), "--data", str(tmp_path), "--output", "x"]
     )
     before = pyarrow.total_allocated_bytes()
-    _, corpus = lm_setup.load_data(tmp_path)
-    lm_setup.check_texts(corpus, TransfoXLConfig(vocab_size=10, cutoffs=[]), arguments)
+    _, corpus = setup.load_data(tmp_path)
+    setup.check_texts(corpus, TransfoXLConfig(vocab_size=10, cutoffs=[]), arguments)
     stream = TokenStream(corpus["train"].with_format("numpy")["token_ids"], 100, 8)
     assert stream[len(stream) - 1]["input_ids"].shape == (100,)
     assert pyarrow.total_allocated_bytes() - before < 1_000_000
@@ -208,7 +207,7 @@ def write_tokenizer(folder: Path) -> Path:
 def test_rolled_streams():
     """Every epoch begins elsewhere, each stream at a place of its own, and reads all of every stream in its order."""
     text = np.arange(4 * 40)
-    stream = lm_setup.RolledStream(text, 8, 4, seed=0)
+    stream = setup.RolledStream(text, 8, 4, seed=0)
     begins = []
     for epoch in range(3):
         stream.set_epoch(epoch)
@@ -284,7 +283,7 @@ def test_averages(tmp_path, recipe, corpus, monkeypatch, kind):
         keep = 0.7 if kind == "ema" else count / (count + 1)
         expected = [keep * old + (1 - keep) * new for old, new in zip(expected, step_weights, strict=True)]
     model = AutoModelForCausalLM.from_pretrained(output)
-    optimizer = lm_setup.make_optimizer(model, parse_arguments([str(recipe), "--smoke"]).optimization)
+    optimizer = setup.make_optimizer(model, parse_arguments([str(recipe), "--smoke"]).optimization)
     found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for left, right in zip(found, expected, strict=True):
         torch.testing.assert_close(left.detach(), right)
@@ -314,7 +313,7 @@ def test_lamb_is_that_of_nvidia(weight_decay):
     parameters = [torch.nn.Parameter(scale * torch.randn(30, 5, generator=generator)) for scale in (0.1, 20.0, 0.0)]
     expected = [parameter.detach().double() for parameter in parameters]
     means, squares = ([torch.zeros(30, 5, dtype=torch.float64) for _ in parameters] for _ in range(2))
-    optimizer = lm_setup.make_lamb(parameters, lr=0.01, betas=(0.9, 0.999), eps=1e-6, weight_decay=weight_decay)
+    optimizer = setup.make_lamb(parameters, lr=0.01, betas=(0.9, 0.999), eps=1e-6, weight_decay=weight_decay)
     for _ in range(20):
         for i, parameter in enumerate(parameters):
             parameter.grad = torch.randn(30, 5, generator=generator)
@@ -338,7 +337,7 @@ def optimization(tmp_path, **changes):
 def test_adam_has_its_decay_in_the_gradient_and_adamw_beside_it(tmp_path, make_model, name, kind):
     model = make_model()
     arguments = optimization(tmp_path, optimizer=name, weight_decay=0.1, beta2=0.98, epsilon=1e-5)
-    optimizer = lm_setup.make_optimizer(model, arguments)
+    optimizer = setup.make_optimizer(model, arguments)
     assert type(optimizer) is kind
     for group in optimizer.param_groups:
         assert (group["weight_decay"], group["betas"], group["eps"]) == (0.1, (0.9, 0.98), 1e-5)
@@ -350,7 +349,7 @@ def test_schedules(tmp_path):
     def rates(**changes) -> list[float]:
         arguments = optimization(tmp_path, learning_rate=2.0, warmup_steps=4, **changes)
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-        scheduler = lm_setup.make_scheduler(optimizer, arguments, 20)
+        scheduler = setup.make_scheduler(optimizer, arguments, 20)
         found = []
         for _ in range(20):
             found.append(scheduler.get_last_lr()[0])
@@ -512,7 +511,7 @@ def test_what_ends_a_run_is_said_in_one_line(tmp_path, recipe, corpus, monkeypat
 
     argv = [recipe, "--data", corpus, "--output", tmp_path / "output", "--resume"]
     with monkeypatch.context() as patch:
-        patch.setattr(train_lm.Training, "validate", fails)
+        patch.setattr(loop.Training, "validate", fails)
         with pytest.raises(SystemExit) as exit:
             train(*argv, "--save_every", "3")
     assert exit.value.code == message

@@ -129,9 +129,8 @@ def test_examples(clone):
 
 def test_launches(monkeypatch):
     """Those for other machines are read as accelerate and the script would read them."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.chdir(ROOT)
-    import lm_arguments
+    from txl_hf.training.arguments import parse_arguments
 
     typed = [words[words.index("accelerate") :] for words in commands("examples/README.md") if "accelerate" in words]
     assert len(typed) == 6
@@ -139,7 +138,7 @@ def test_launches(monkeypatch):
     for words in typed:
         launch = launch_command_parser().parse_args(words[2:])
         assert Path(launch.config_file).is_file() and Path(launch.training_script).name == "train_lm.py"
-        outputs.append(lm_arguments.parse_arguments(launch.training_script_args).run.output)
+        outputs.append(parse_arguments(launch.training_script_args).run.output)
     alone = [
         words[words.index("--output") + 1]
         for words in commands("examples/README.md")

@@ -1,20 +1,18 @@
-"""Runs of examples/train_lm.py in processes of their own: to kill them, and to have two of them."""
+"""Runs of txl-train in processes of their own: to kill them, and to have two of them."""
 
 import os
-from pathlib import Path
 
 from accelerate.state import DistributedType, PartialState
 
 import launcher
-import train_lm
+from txl_hf.training import command
 
 
 def start(argv: list, processes: int = 1, kill_at: int | None = None, sharded: bool = False) -> list:
     """Start `train_lm.py *argv` in so many processes, under FSDP2 if `sharded`. They die before file operation number
     `kill_at`."""
-    examples = Path(train_lm.__file__).parent
     argv = [str(argument) for argument in argv]
-    return launcher.start(_train, processes, (examples,), argv=argv, kill_at=kill_at, sharded=sharded)
+    return launcher.start(_train, processes, argv=argv, kill_at=kill_at, sharded=sharded)
 
 
 def run(argv: list, processes: int = 1, kill_at: int | None = None, sharded: bool = False) -> list[int]:
@@ -37,4 +35,4 @@ def _train(argv: list[str], kill_at: int | None, sharded: bool):
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     if kill_at is not None:
         launcher.kill_at(kill_at)
-    train_lm.main(argv)
+    command.main(argv)

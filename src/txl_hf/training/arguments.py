@@ -1,4 +1,4 @@
-"""What `train_lm.py` can be told: in a recipe (YAML), and on the command line, which wins."""
+"""What `txl-train` can be told: in a recipe (YAML), and on the command line, which wins."""
 
 import argparse
 import difflib
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import yaml
+import yaml  # type: ignore[import-untyped]
 from datasets import Dataset, DatasetDict
 from transformers import HfArgumentParser
 
-from txl_hf import TransfoXLTokenizer
-from txl_hf.regularization import RegularizationArguments
+from ..regularization import RegularizationArguments
+from ..tokenization_transfo_xl import TransfoXLTokenizer
 
 SPLITS = ("train", "validation", "test")
 # Settings of any model that may change in fine-tuning.
@@ -148,13 +148,13 @@ class Parser(HfArgumentParser):
         self.exit(2, f"error: {message}\n")
 
 
-def parse_arguments(argv: list[str] | None = None) -> Arguments:
+def parse_arguments(argv: list[str] | None = None, description: str | None = None) -> Arguments:
     """The recipe's settings, and over them those of the command line.
 
     Raises:
         SystemExit: with a one-line message, for a setting that does not exist or cannot be read.
     """
-    parser = Parser(list(Arguments.__annotations__.values()), description=__doc__, allow_abbrev=False)
+    parser = Parser(list(Arguments.__annotations__.values()), description=description, allow_abbrev=False)
     parser.add_argument("recipe", type=Path, help="YAML file; examples/recipes has the published ones")
     recipe = parser.parse_args(argv).recipe
     settings = parser.parse_args([str(recipe), *recipe_options(recipe)])

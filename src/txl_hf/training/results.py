@@ -9,14 +9,14 @@ from typing import IO, Any
 
 import matplotlib
 import torch
-import yaml
+import yaml  # type: ignore[import-untyped]
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
-from lm_arguments import Arguments, EvaluationArguments, RunArguments
-from txl_hf import TransfoXLForCausalLM, evaluate_language_model
-from txl_hf.evaluation import LanguageModelEvaluation, figures
-from txl_hf.files import LOCK_NAME, lock_folder, whole_file, write_text
+from ..evaluation import LanguageModelEvaluation, evaluate_language_model, figures
+from ..files import LOCK_NAME, lock_folder, whole_file, write_text
+from ..modeling_transfo_xl import TransfoXLForCausalLM
+from .arguments import Arguments, EvaluationArguments, RunArguments
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.

@@ -1,6 +1,7 @@
 """What a run of `train_lm.py` is made of. What cannot be is refused with a ValueError or an OSError."""
 
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -14,9 +15,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
 
-from lm_arguments import CHANGEABLE, SPLITS, Arguments, ModelArguments, OptimizationArguments, RunArguments
-from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM
-from txl_hf.streams import read_tokens
+from ..configuration_transfo_xl import TransfoXLConfig
+from ..modeling_transfo_xl import TransfoXLForCausalLM
+from ..streams import TokenStream, read_tokens
+from .arguments import CHANGEABLE, SPLITS, Arguments, ModelArguments, OptimizationArguments, RunArguments
 
 # --- text and streams ------------------------------------------------------------------------------------------------
 
@@ -101,7 +103,7 @@ def make_loader(stream: TokenStream, accelerator: Accelerator, batch_chunk: int)
 # --- model and accelerator -------------------------------------------------------------------------------------------
 
 
-def make_config(arguments: ModelArguments, vocab_size: int, data: str) -> TransfoXLConfig:
+def make_config(arguments: ModelArguments, vocab_size: int, data: str | None) -> TransfoXLConfig:
     """Of a new model, or of a checkpoint with the settings that may change."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     source = given.pop("model_name_or_path", None)
@@ -168,11 +170,11 @@ def make_optimizer(model: TransfoXLForCausalLM, arguments: OptimizationArguments
     """Adam with L2 regularisation, AdamW, or NVIDIA's LAMB. Tables of embeddings can have a rate of their own."""
     tables = list(model.get_input_embeddings().emb_layers.parameters())
     others = [parameter for parameter in model.parameters() if all(parameter is not table for table in tables)]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": others},
         {"params": tables, "lr": arguments.learning_rate * arguments.embedding_lr_factor},
     ]
-    settings = {
+    settings: dict[str, Any] = {
         "lr": arguments.learning_rate,
         "betas": (arguments.beta1, arguments.beta2),
         "weight_decay": arguments.weight_decay,

@@ -1,0 +1,346 @@
+"""The training: `TransfoXLTrainer`'s loop, written out with accelerate."""
+
+import json
+import logging
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import cast
+
+import datasets
+import torch
+import transformers
+from accelerate import skip_first_batches
+from accelerate.utils import set_seed
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from ..checkpoints import (
+    UNFINISHED_PREFIX,
+    begin_run,
+    data_only,
+    finish_checkpoint,
+    last_checkpoint,
+    list_checkpoints,
+    load_mems,
+    remove_old_checkpoints,
+    save_mems,
+)
+from ..evaluation import figures
+from ..files import disk_errors, whole_folder
+from ..modeling_transfo_xl import TransfoXLForCausalLM
+from ..regularization import regularize
+from ..streams import check_loader
+from .arguments import SPLITS, Arguments
+from .results import (
+    BEST,
+    LOG,
+    PLOT,
+    check_output,
+    cut_log,
+    evaluate,
+    finish,
+    lock_output,
+    open_output,
+    plot,
+    read_log,
+)
+from .setup import (
+    check_texts,
+    load_data,
+    make_accelerator,
+    make_average,
+    make_config,
+    make_loader,
+    make_model,
+    make_optimizer,
+    make_scheduler,
+    make_stream,
+)
+
+# How far a run is, with the types in a checkpoint's JSON; the rest is accelerate's.
+STATE = {"step": int, "tokens": int, "best": float}
+STATE_NAME, AVERAGE_NAME = "training_state.json", "average.pt"
+
+
+def quiet():
+    """The run has a progress bar of its own."""
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    # It warns of tied tables at every checkpoint.
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
+
+
+class Training:
+    """One run. What can be wrong with its arguments is found out in `__init__`, as a ValueError or an OSError.
+
+    Attributes:
+        step: optimiser steps done; with it, the place in the stream is known.
+        tokens: targets that were learned from until the last line of the log.
+        best: the lowest validation loss, in nats.
+        mems: for each chunk of this process's streams what they remember, or None at the beginning of the text.
+        nll, targets: sums since the last line of the log, on the device.
+    """
+
+    def __init__(self, arguments: Arguments):
+        self.arguments = arguments
+        model_arguments, data, _, optimization, regularization, run = arguments
+        self.tokenizer, corpus = load_data(Path(data.data or ""))
+        config = make_config(model_arguments, len(self.tokenizer), data.data)
+        check_texts(corpus, config, arguments)
+        # Columns that are read where they are sliced.
+        self.texts = {split: corpus[split].with_format("numpy")["token_ids"] for split in SPLITS}
+        self.stream = make_stream(self.texts["train"], config, arguments)
+        self.max_steps = optimization.max_steps or max(1, round((optimization.max_epochs or 0) * self.stream.steps))
+
+        self.accelerator = make_accelerator(arguments)
+        self.output = Path(run.output or "")
+        check_output(self.output, run)
+        # Before any process writes what another one would find there.
+        self.accelerator.wait_for_everyone()
+        loader = make_loader(self.stream, self.accelerator, data.batch_chunk)
+
+        set_seed(run.seed)
+        model = make_model(config, model_arguments, run)
+        self.averaged = make_average(model, optimization, self.accelerator)
+        self.regularizer = regularize(model, regularization) if any(vars(regularization).values()) else None
+        optimizer = make_optimizer(model, optimization)
+        # Not prepared: a prepared one takes a step for each process.
+        self.scheduler = make_scheduler(optimizer, optimization, self.max_steps)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
+        check_loader(
+            self.loader,
+            num_processes=self.accelerator.num_processes,
+            process_index=self.accelerator.process_index,
+        )
+
+        self.step, self.tokens, self.best = 0, 0, math.inf
+        self.mems: list[tuple[Tensor, ...] | None] = [None] * data.batch_chunk
+        self.nll = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
+        self.targets = torch.zeros((), dtype=torch.int64, device=self.accelerator.device)
+        self.resume()
+
+    def run(self):
+        evaluation, run = self.arguments.evaluation, self.arguments.run
+        main = self.accelerator.is_main_process
+        self.bar = tqdm(total=self.max_steps, initial=self.step, unit="step", desc="train", disable=not main)
+        self.since = time.perf_counter()
+        self.model.train()
+        for batch in self.batches():
+            self.grad_norm = self.train_step(batch)
+            self.step += 1
+            self.bar.update()
+            last = self.step == self.max_steps
+            validating, saving = (last or self.step % n == 0 for n in (evaluation.eval_every, run.save_every))
+            if validating or saving or self.step % run.log_every == 0:
+                self.log_training()
+            if validating:
+                self.validate()
+            if saving:
+                self.save_checkpoint()
+            if validating or saving:
+                self.since = time.perf_counter()
+        self.bar.close()
+        self.accelerator.end_training()
+        if main:
+            finish(self.output, self.texts, self.arguments)
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def batches(self):
+        """From the present step to the last, epoch after epoch."""
+        while self.step < self.max_steps:
+            epoch, done = divmod(self.step, self.stream.steps)
+            if done == 0:
+                # The text begins anew.
+                self.mems = [None] * len(self.mems)
+            loader = skip_first_batches(self.loader, done) if done else self.loader
+            loader.set_epoch(epoch)
+            for batch in loader:
+                yield batch
+                if self.step == self.max_steps:
+                    return
+
+    def train_step(self, batch: dict[str, Tensor]) -> Tensor:
+        """One optimiser step on the next segment of each stream; returns the norm of the gradient."""
+        accelerator, chunks = self.accelerator, len(self.mems)
+        targets = accelerator.reduce((batch["shift_labels"] != -100).sum(), "sum")
+        # The mean over all targets of the step: what is backpropagated will be divided by the number of chunks, and
+        # gradients are averaged over processes.
+        scale = chunks * accelerator.num_processes / targets
+        if self.arguments.optimization.scale_lr_by_length:
+            self.scale_learning_rate(batch)
+        parts = zip(batch["input_ids"].chunk(chunks), batch["shift_labels"].chunk(chunks), strict=True)
+        for i, (input_ids, shift_labels) in enumerate(parts):
+            with accelerator.accumulate(self.model):
+                outputs = self.model(input_ids=input_ids, shift_labels=shift_labels, mems=self.mems[i])
+                self.mems[i] = outputs.mems
+                loss = outputs.losses.sum() * scale
+                if self.regularizer is not None:
+                    loss = loss + self.regularizer.penalty(shift_labels)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    limit = self.arguments.optimization.max_grad_norm or math.inf
+                    grad_norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            self.nll += outputs.losses.detach().sum()
+        self.targets += targets
+        self.scheduler.step()
+        if self.averaged is not None and self.step >= self.arguments.optimization.average_start:
+            self.averaged.update_parameters(self.plain_model())
+        return grad_norm
+
+    def scale_learning_rate(self, batch: dict[str, Tensor]):
+        """A segment that is shorter than others counts less."""
+        length = int((batch["shift_labels"][0] != -100).sum())
+        for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate * length / self.stream.segment_length
+
+    # --- validation --------------------------------------------------------------------------------------------------
+
+    def validate(self):
+        """Score the validation text, which the processes share out among them, and keep the best model."""
+        model = self.evaluated_model()
+        text, evaluation = self.texts["validation"], self.arguments.evaluation
+        nll = evaluate(model, text, evaluation, accelerator=self.accelerator).nll
+        if not math.isfinite(nll):
+            raise FloatingPointError(f"the validation loss is {nll} after step {self.step}: lower --learning_rate")
+        self.log({"validation_loss": nll, **figures(nll, "validation_")})
+        if self.accelerator.is_main_process:
+            plot(read_log(self.output / LOG), self.output / PLOT, evaluation.metric)
+        if nll < self.best:
+            self.best = nll
+            self.save_model(model)
+
+    def evaluated_model(self) -> TransfoXLForCausalLM:
+        """The average of the weights, once there is one."""
+        if self.averaged is not None and self.averaged.n_averaged > 0:
+            return cast(TransfoXLForCausalLM, self.averaged.module)
+        return self.plain_model()
+
+    def plain_model(self) -> TransfoXLForCausalLM:
+        """The model as it was before it was compiled and distributed, with the weights of now."""
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
+    def save_model(self, model: TransfoXLForCausalLM):
+        """Put a model into the place of the best one."""
+        state_dict = self.accelerator.get_state_dict(model, unwrap=False)
+        if self.accelerator.is_main_process:
+            with disk_errors(self.output), whole_folder(self.output / BEST) as aside:
+                model.save_pretrained(aside, state_dict=state_dict, repo_id=self.output.name)
+                self.tokenizer.save_pretrained(aside)
+        self.accelerator.wait_for_everyone()
+
+    # --- log ---------------------------------------------------------------------------------------------------------
+
+    def log_training(self):
+        targets, nll = int(self.targets), float(self.accelerator.reduce(self.nll, "sum"))
+        now, loss = time.perf_counter(), nll / targets
+        self.tokens += targets
+        values = {"loss": loss, **figures(loss), "learning_rate": self.optimizer.param_groups[0]["lr"]}
+        values |= {"grad_norm": float(self.grad_norm), "tokens_per_second": targets / (now - self.since)}
+        self.log(values)
+        metric = self.arguments.evaluation.metric
+        self.bar.set_postfix_str(f"{metric} {values[metric]:.2f}, {values['tokens_per_second']:.0f} tokens/s")
+        self.nll.zero_()
+        self.targets.zero_()
+        self.since = now
+
+    def log(self, values: dict[str, float]):
+        """To TensorBoard, and as a line of the log."""
+        self.accelerator.log(values, step=self.step)
+        if self.accelerator.is_main_process:
+            with (self.output / LOG).open("a") as file:
+                file.write(json.dumps({"step": self.step, "tokens": self.tokens, **values}) + "\n")
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def resume(self):
+        """Go on from the last usable checkpoint, if that is wanted and there is one, and open the output."""
+        checkpoint = last_checkpoint(self.output) if self.arguments.run.resume else None
+        if checkpoint is not None:
+            self.load_checkpoint(Path(checkpoint))
+        elif self.arguments.run.resume and (unusable := list_checkpoints(self.output)):
+            names = ", ".join(path.name for _, path in unusable)
+            raise ValueError(
+                f"no checkpoint in --output {self.output} can be resumed ({names}; the lines above say why): start "
+                "again with --overwrite"
+            )
+        # All processes have looked; what is refused has changed nothing.
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            self.lock = lock_output(self.output, self.arguments.run)
+            open_output(self.output, self.arguments)
+            cut_log(self.output / LOG, self.step)
+            self.run_id = begin_run(self.output, checkpoint)
+        self.accelerator.wait_for_everyone()
+        self.accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": self.step + 1}})
+
+    def save_checkpoint(self):
+        """Write aside, rename when complete, and only then let go of older checkpoints."""
+        with disk_errors(self.output):
+            self.write_checkpoint(f"checkpoint-{self.step}")
+
+    def write_checkpoint(self, name: str):
+        accelerator = self.accelerator
+        aside = self.output / f"{UNFINISHED_PREFIX}-{self.step}"
+        if accelerator.is_main_process:
+            shutil.rmtree(aside, ignore_errors=True)
+            (aside / name).mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        accelerator.save_state(str(aside / name))
+        mems = [] if self.mems[0] is None else map(torch.cat, zip(*self.mems, strict=True))
+        layers = [accelerator.gather(states.contiguous()).cpu() for states in mems]
+        if accelerator.is_main_process:
+            save_mems(aside / name, layers, self.position())
+            state = {name: getattr(self, name) for name in STATE}
+            (aside / name / STATE_NAME).write_text(json.dumps(state), encoding="utf-8")
+            if self.averaged is not None:
+                torch.save(self.averaged.state_dict(), aside / name / AVERAGE_NAME)
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            finish_checkpoint(aside / name, self.output / name, self.run_id)
+            remove_old_checkpoints(self.output, self.arguments.run.save_total_limit, keep=[self.output / name])
+        accelerator.wait_for_everyone()
+
+    def load_checkpoint(self, folder: Path):
+        try:
+            with data_only():
+                self.accelerator.load_state(str(folder))
+                if self.averaged is not None:
+                    self.averaged.load_state_dict(torch.load(folder / AVERAGE_NAME, map_location="cpu"))
+        except Exception as error:
+            # Each of the libraries that read it has errors of its own for a model or an optimiser of another shape.
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"{folder} has another model or optimiser: resume with the recipe and options of the run ({reason})"
+            ) from error
+        self.load_state(folder / STATE_NAME)
+        self.go_on_with_schedule()
+        share = self.stream.batch_size // self.accelerator.num_processes
+        first, rows = self.accelerator.process_index * share, share // len(self.mems)
+        starts = range(first, first + share, rows)
+        self.mems = load_mems(folder, self.position(), starts, rows, self.accelerator.device)
+
+    def load_state(self, path: Path):
+        """How far the run is; nothing else that the file may hold is taken."""
+        state = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        if not isinstance(state, dict) or not all(isinstance(state.get(name), kind) for name, kind in STATE.items()):
+            raise ValueError(f"{path} is no state of a run of train_lm.py, with {', '.join(STATE)}")
+        self.step, self.tokens, self.best = (state[name] for name in STATE)
+
+    def go_on_with_schedule(self):
+        """Learning rates are a function of the steps done, and of the recipe."""
+        scheduler = self.scheduler
+        scheduler.last_epoch, scheduler._step_count = self.step, self.step + 1
+        pairs = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        scheduler._last_lr = [rate * factor(self.step) for rate, factor in pairs]
+        for group, rate in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+
+    def position(self) -> dict[str, int]:
+        """Where the run is in the stream that it reads."""
+        names = ("batch_size", "segment_length", "ext_len", "varlen_seed", "steps", "fingerprint")
+        return {"step": self.step, **{name: getattr(self.stream, name) for name in names}}
