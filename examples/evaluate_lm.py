@@ -27,10 +27,8 @@ import argparse
 import copy
 import dataclasses
 import datetime
-import io
 import json
 import math
-import os
 import platform
 import sys
 import time
@@ -49,6 +47,7 @@ from prepare_corpus import INFORMATION, CorpusError, count_batch, count_stream, 
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.evaluation import LanguageModelEvaluation, figures
+from txl_hf.files import whole_file, write_text
 
 MEMORY, WINDOW = "memory", "sliding window"
 
@@ -138,7 +137,8 @@ def run(options: argparse.Namespace):
             if not options.json:
                 print_row(report["results"], text)
             if options.output is not None:
-                write(options.output, json.dumps(report, indent=2, allow_nan=False).encode() + b"\n")
+                options.output.parent.mkdir(parents=True, exist_ok=True)
+                write_text(options.output, json.dumps(report, indent=2, allow_nan=False) + "\n")
     finally:
         # Stopped or refused half-way, what has been found is not lost.
         if options.json and report["results"]:
@@ -320,18 +320,10 @@ def plot(report: dict[str, Any], path: Path):
     axes.set_title(f"{report['model']} on {report['data']}", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend()
-    image = io.BytesIO()
-    figure.savefig(image, dpi=150, format=path.suffix[1:] or "png")
-    plt.close(figure)
-    write(path, image.getvalue())
-
-
-def write(path: Path, content: bytes):
-    """As a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(content)
-    os.replace(partial, path)
+    with whole_file(path) as aside:
+        figure.savefig(aside, dpi=150)
+    plt.close(figure)
 
 
 # ---- what is scored ---------------------------------------------------------------------------------------------

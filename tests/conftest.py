@@ -2,7 +2,7 @@ import os
 
 # Two workers share two cores; without this each would start a thread for every core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Nothing is ever fetched: a test that tries fails at once instead of waiting for the network.
+# Nothing is ever fetched but by tests marked `network`: another that tries fails at once instead of waiting for the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import subprocess
@@ -19,6 +19,15 @@ from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 # The converters of this checkout, whichever is installed.
 txl_hf.__path__.insert(0, str(Path(__file__).resolve().parents[1]))
 logging.disable_progress_bar()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
+    """Leave out what reaches the network, unless it is asked for by name."""
+    if "network" not in config.getoption("markexpr"):
+        wanted = [item for item in items if item.get_closest_marker("network") is None]
+        config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+        items[:] = wanted
+
 
 SMALL = {
     "vocab_size": 61,

@@ -44,6 +44,7 @@ from miniature import MINIATURE, ROOT, SMOKE, Corpus, Sizes, describe, prepare, 
 from txl_hf import TokenStream, TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.evaluation import perplexity
+from txl_hf.files import whole_file, write_text
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
@@ -243,7 +244,7 @@ def train(job: Job, corpus: Corpus) -> tuple[Any, float]:
             saved = time.monotonic()
     spent = before + time.process_time() - started
     model.eval().save_pretrained(folder)
-    finished.write_text(str(spent))
+    write_text(finished, str(spent))
     state_path.unlink(missing_ok=True)
     return model, spent
 
@@ -254,11 +255,9 @@ def schedule(done: float) -> float:
 
 
 def save_state(state: dict, path: Path):
-    """As a whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".partial")
-    torch.save(state, aside)
-    os.replace(aside, path)
+    with whole_file(path) as aside:
+        torch.save(state, aside)
 
 
 # ---- scores -----------------------------------------------------------------------------------------------------
