@@ -6,6 +6,7 @@ import pickle
 import pickletools
 import struct
 import sys
+import time
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
 
@@ -236,6 +237,72 @@ def test_tensor_that_does_not_fit_its_storage(numel, shape, stride, offset, tmp_
             value.read()
     else:
         assert isinstance(value, UnsafePickleError)
+
+
+@pytest.mark.parametrize("new_format", [True, False], ids=["zip", "torch-0.4"])
+def test_views_are_read_without_their_storage(new_format, tmp_path):
+    """As many views as a model has tensors must not keep the whole of their storage in memory each."""
+    flat = torch.arange(10_000.0)
+    square = flat.view(100, 100)
+    views = [
+        flat[5:9],
+        flat[::7],
+        square[:, 3],
+        square.t()[2:4],
+        square[4],
+        flat[6000:6001],
+        square.expand(2, 100, 100)[0],
+    ]
+    torch.save(views, tmp_path / "file.pt", _use_new_zipfile_serialization=new_format)
+    for view, stored in zip(views, torch_file.load(tmp_path / "file.pt"), strict=True):
+        read = stored.read()
+        assert torch.equal(read, view) and read.is_contiguous()
+        assert read.untyped_storage().nbytes() == view.numel() * 4
+
+
+def test_views_far_apart_cost_neither_time_nor_memory(tmp_path):
+    """Two numbers at the ends of 40 MB: only the pages that hold them are read, not what lies between."""
+    flat = torch.zeros(10_000_000)
+    flat[-1] = 1
+    torch.save([flat.as_strided((2,), (9_999_999,))] * 300, tmp_path / "file.pt")
+    begin = time.process_time()
+    for stored in torch_file.load(tmp_path / "file.pt"):
+        assert stored.read().tolist() == [0, 1]
+    assert time.process_time() - begin < 2
+
+
+def test_the_same_bytes_are_not_read_for_ever(tmp_path):
+    torch.save([torch.zeros(1000).view(10, 100)] * 50, tmp_path / "file.pt")
+    with pytest.raises(UnsafePickleError, match="more room than the checkpoint has"):
+        for stored in torch_file.load(tmp_path / "file.pt"):
+            stored.read()
+
+
+def test_one_flipped_bit_is_noticed(tmp_path):
+    torch.save({"weight": torch.ones(2000)}, tmp_path / "file.pt")
+    data = bytearray((tmp_path / "file.pt").read_bytes())
+    data[data.index(b"\0\0\x80\x3f" * 9) + 3] ^= 0x40
+    (tmp_path / "file.pt").write_bytes(data)
+    with pytest.raises(UnsafePickleError, match="file.pt is damaged: the checksum of record .*data/0 does not match"):
+        torch_file.load(tmp_path / "file.pt")["weight"].read()
+
+
+def test_checksums_that_torch_was_told_to_leave_out_are_not_missed(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"weight": torch.ones(5)}, tmp_path / "file.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(torch_file.load(tmp_path / "file.pt")["weight"].read(), torch.ones(5))
+
+
+def test_a_list_of_records_longer_than_any_model_needs_is_not_read(tmp_path, monkeypatch):
+    records = {f"a/data/{i}": b"" for i in range(100)} | {"a/data.pkl": b"\x80\x02N."}
+    assert load_lenient(archive(tmp_path, records)) is None
+    monkeypatch.setattr("txl_hf.unpickle_transfo_xl.MAX_DIRECTORY", 5_000)
+    assert "more than a hundred thousand records" in str(load_lenient(tmp_path / "file.pt"))
+    torch.save([torch.ones(1) for _ in range(100)], tmp_path / "file.pt")  # with the directory of large archives
+    assert "more than a hundred thousand records" in str(load_lenient(tmp_path / "file.pt"))
 
 
 def test_compression_bomb_is_not_unpacked(tmp_path):

@@ -29,21 +29,22 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 __all__ = ["Machine", "Name", "Record", "StandIn", "Stream", "UnsafePickleError", "checksum_differs", "load", "shown"]
 
-MAX_BYTES = 640 << 20  # beside the size of the pickle; a vocabulary of a million words takes 500 MiB
+MAX_BYTES = 512 << 20  # beside the size of the file; a vocabulary of a million words takes 450 MiB
 MAX_STEPS = 1 << 25  # the same vocabulary takes 8 million
 MAX_CONSTANT = 8 << 20  # bytes; longer texts, which are pickled arrays of numbers, are left in the file
 MAX_NUMBER_KEYS = 1 << 15  # an optimizer's state has one for each parameter
+STACK_STEP = 1024  # the stack is paid for so many values at a time
 MAX_DIRECTORY = 8 << 20  # bytes of a zip's list of records: a hundred thousand, of which a large model has a thousand
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # what torch < 1.6 pickles first
 LEGACY_PROTOCOL = 1001
 
 # What each thing takes in CPython, with the room that growth leaves unused.
-LIST_ITEM, DICT_ITEM, SET_ITEM, STAND_IN = 16, 96, 112, 400
+LIST_ITEM, DICT_ITEM, SET_ITEM, MEMO_ITEM, STAND_IN = 16, 72, 112, 104, 400
 
 # The classes and functions that the originals' files name: by module, or, since others keep the originals' sources
 # where they like, by the last part of the module or by the class's own name.
@@ -163,6 +164,8 @@ def load(path: str | os.PathLike, machine: "Machine | None" = None) -> Any:
     except Exception as error:  # damaged bytes make the standard readers fail in a dozen ways
         reason = " ".join(f"{type(error).__name__}: {shown(str(error))}".split())
         raise UnsafePickleError(f"{path.name} cannot be read as a pickle ({reason})") from None
+    finally:
+        machine.clear()  # whoever keeps the error keeps the machine, too
 
 
 def _load_archive(path: Path, data: mmap.mmap, machine: "Machine") -> Any:
@@ -321,9 +324,8 @@ _CONSTANTS = frozenset(
     "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING BINBYTES"
     " SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8".split()
 )
-# How those that may be long give their length.
-_LENGTHS = {"BINSTRING": "<I", "BINBYTES": "<I", "BINUNICODE": "<I"}
-_LENGTHS |= {"BINBYTES8": "<Q", "BYTEARRAY8": "<Q", "BINUNICODE8": "<Q"}
+# Those that may be long begin with their length, in so many bytes.
+_LENGTHS = {"BINSTRING": 4, "BINBYTES": 4, "BINUNICODE": 4, "BINBYTES8": 8, "BYTEARRAY8": 8, "BINUNICODE8": 8}
 _LONG_CONSTANT = Name("builtins", "bytes")
 _MARK = object()
 
@@ -331,6 +333,21 @@ _MARK = object()
 @functools.lru_cache(maxsize=1024)
 def _is_known(name: str) -> bool:
     return _KNOWN.fullmatch(name) is not None
+
+
+_Instructions: TypeAlias = dict[int, tuple[str, Callable | None, Callable | None, int | None]]
+
+
+def _instructions(kind: type["Machine"]) -> _Instructions:
+    """What a machine does for each byte that begins an instruction: (name, reader of the argument, method, width of
+    the length that the argument begins with).
+    """
+    table = {}
+    for opcode in pickletools.opcodes:
+        method = "push_new" if opcode.name in _CONSTANTS else f"op_{opcode.name.lower()}"
+        reader = opcode.arg.reader if opcode.arg is not None else None
+        table[ord(opcode.code)] = (opcode.name, reader, getattr(kind, method, None), _LENGTHS.get(opcode.name))
+    return table
 
 
 class Machine:
@@ -354,8 +371,12 @@ class Machine:
         "copy_reg._reconstructor": _reconstructed,
         "copyreg._reconstructor": _reconstructed,
     }
+    instructions: _Instructions = {}
     # Plain values beside the containers on which a pickle may set attributes.
     described: tuple[type, ...] = ()
+
+    def __init_subclass__(cls) -> None:
+        cls.instructions = _instructions(cls)
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -363,11 +384,6 @@ class Machine:
         self.budget = MAX_BYTES
         self.steps = MAX_STEPS
         self.number_keys = MAX_NUMBER_KEYS
-        self.instructions: dict[int, tuple[str, Callable | None, Callable | None]] = {}
-        for opcode in pickletools.opcodes:
-            reader = opcode.arg.reader if opcode.arg is not None else None
-            step = self.push_new if opcode.name in _CONSTANTS else getattr(self, f"op_{opcode.name.lower()}", None)
-            self.instructions[ord(opcode.code)] = (opcode.name, reader, step)
 
     def refer(self, identity: Any) -> Any:
         """What a persistent id stands for."""
@@ -384,35 +400,41 @@ class Machine:
 
         The stream is left at the first byte behind the pickle.
         """
-        self.stack, self.memo = [], {}
-        data = stream.data
-        while stream.position < stream.end:
+        self.clear()
+        data, end, stack, instructions = stream.data, stream.end, self.stack, self.instructions
+        height = 0
+        while stream.position < end:
             code = data[stream.position]
             stream.position += 1
+            if len(stack) > height:
+                height += STACK_STEP
+                self.pay(LIST_ITEM * STACK_STEP)
             if code == 0x2E:  # STOP
                 value = self.take()
                 if self.stack:
                     raise UnsafePickleError("the pickle ends in the middle of a value")
-                self.stack, self.memo = [], {}
+                self.clear()
                 return value
-            if code not in self.instructions:
+            if code not in instructions:
                 raise ValueError(f"no instruction has the number {code}")
-            name, reader, step = self.instructions[code]
+            name, reader, step, width = instructions[code]
             self.steps -= 1
             if self.steps < 0:
                 raise UnsafePickleError(f"a pickle of more than {MAX_STEPS} instructions")
             if step is None:
                 raise UnsafePickleError(f"cannot be read as a pickle (instruction {name}, which no original writes)")
-            if name in _LENGTHS and self.skip_long(name, stream):
+            if width is not None and self.skip_long(width, stream):
                 continue
-            step(reader(stream) if reader is not None else None)
+            step(self, reader(stream) if reader is not None else None)
         raise ValueError("it ends too early")
 
-    def skip_long(self, name: str, stream: Stream) -> bool:
+    def clear(self) -> None:
+        self.stack, self.memo = [], {}
+
+    def skip_long(self, width: int, stream: Stream) -> bool:
         """Steps over a constant that is too long to be a name or a symbol; a stand-in takes its place."""
-        width = struct.calcsize(_LENGTHS[name])
         begin = stream.position
-        (length,) = struct.unpack(_LENGTHS[name], stream.read(width))
+        length = int.from_bytes(stream.read(width), "little")
         if length <= MAX_CONSTANT:
             stream.position = begin
             return False
@@ -431,7 +453,7 @@ class Machine:
             raise UnsafePickleError("the pickle would unpack to more than it holds")
 
     def push_new(self, value: Any) -> None:
-        self.pay(sys.getsizeof(value) + LIST_ITEM)
+        self.pay(sys.getsizeof(value))
         self.stack.append(value)
 
     def walk(self, values: Any) -> Iterable[Any]:
@@ -489,20 +511,16 @@ class Machine:
         pass
 
     def op_none(self, _: Any) -> None:
-        self.push(None)
+        self.stack.append(None)
 
     def op_newtrue(self, _: Any) -> None:
-        self.push(True)
+        self.stack.append(True)
 
     def op_newfalse(self, _: Any) -> None:
-        self.push(False)
+        self.stack.append(False)
 
     def op_mark(self, _: Any) -> None:
-        self.push(_MARK)
-
-    def push(self, value: Any) -> None:
-        self.pay(LIST_ITEM)
-        self.stack.append(value)
+        self.stack.append(_MARK)
 
     def op_pop(self, _: Any) -> None:
         self.stack.pop()
@@ -511,7 +529,7 @@ class Machine:
         self.take_to_mark()
 
     def op_dup(self, _: Any) -> None:
-        self.push(self.top())
+        self.stack.append(self.top())
 
     # The memo
     def op_memoize(self, _: Any) -> None:
@@ -521,13 +539,13 @@ class Machine:
         # Numbers so close to one another have places of their own in a dictionary.
         if not 0 <= index <= 4 * len(self.memo) + 1024:
             raise UnsafePickleError(f"a memo with a place {index} but only {len(self.memo)} values")
-        self.pay(DICT_ITEM)
+        self.pay(MEMO_ITEM)
         self.memo[index] = self.top()
 
     op_binput = op_long_binput = op_put
 
     def op_get(self, index: int) -> None:
-        self.push(self.memo[index])
+        self.stack.append(self.memo[index])
 
     op_binget = op_long_binget = op_get
 
@@ -553,7 +571,7 @@ class Machine:
         target.extend(values)
 
     def op_empty_tuple(self, _: Any) -> None:
-        self.push(())
+        self.stack.append(())
 
     def op_tuple(self, _: Any) -> None:
         self.push_new(tuple(self.take_to_mark()))
@@ -678,4 +696,7 @@ class Machine:
                 target.attributes.update(part)
 
     def op_binpersid(self, _: Any) -> None:
-        self.push(self.refer(self.take()))
+        self.stack.append(self.refer(self.take()))
+
+
+Machine.instructions = _instructions(Machine)
