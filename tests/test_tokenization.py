@@ -178,6 +178,65 @@ def test_end_of_line_where_asked():
     assert always.encode_lines(["the"]).tolist() == [the, eos]
 
 
+LINE = st.lists(
+    st.sampled_from([*"aA5.,'-\"`…<@ \xa0\u3000\x1c", "'s", "No.", "etc.", "<unk>", "<UNK>", ". ", "b"]), max_size=12
+)
+
+
+@pytest.mark.parametrize("lower_case", [False, True])
+@pytest.mark.parametrize("mode", ["moses", "whitespace"])
+@given(lines=st.lists(LINE.map("".join), min_size=1, max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_a_call_reads_line_ends_as_the_evaluation_does(mode, lower_case, lines):
+    tokenizer = small(mode, lower_case=lower_case, line_ends=True)
+    dropping = small(mode, lower_case=lower_case)
+    ids = [index for line in lines for index in dropping.encode_lines([line], add_eos=True)]
+    text = "".join(f"{line}\n" for line in lines)
+    assert tokenizer(text)["input_ids"] == ids
+    assert tokenizer.encode_lines(f"{line}\n" for line in lines).tolist() == ids
+    assert tokenizer.encode_lines(lines).tolist() == ids
+    assert dropping(text)["input_ids"] == dropping(text.replace("\n", " "))["input_ids"]
+
+
+def test_line_ends_are_saved_and_can_be_chosen_on_loading(tmp_path):
+    small("moses", line_ends=True).save_pretrained(tmp_path / "with")
+    small("moses").save_pretrained(tmp_path / "without")
+    ids = {}
+    for folder in ("with", "without"):
+        for choice in (None, True, False):
+            tokenizer = AutoTokenizer.from_pretrained(tmp_path / folder, line_ends=choice)
+            assert tokenizer.line_ends == (folder == "with" if choice is None else choice)
+            ids[folder, choice] = tokenizer("the cat\nthe end")["input_ids"]
+    assert ids["with", None] == ids["with", True] == ids["without", True]
+    assert ids["without", None] == ids["without", False] == ids["with", False]
+    plain = PreTrainedTokenizerFast.from_pretrained(tmp_path / "with")
+    assert plain("the cat\nthe end")["input_ids"] == ids["with", True]
+    the, cat, end, eos = tokenizer.convert_tokens_to_ids(["the", "cat", "end", "<eos>"])
+    assert ids["with", True] == [the, cat, eos, the, end]
+
+
+def test_what_is_saved_says_nothing_of_where_it_was_loaded_from(tmp_path):
+    small("moses").save_pretrained(tmp_path / "new")
+    AutoTokenizer.from_pretrained(tmp_path / "new").save_pretrained(tmp_path / "again")
+    saved = [json.loads((tmp_path / name / "tokenizer_config.json").read_text()) for name in ("new", "again")]
+    assert saved[0] == saved[1]
+    assert not {"is_local", "local_files_only"} & set(saved[1])
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[]", b"\xff", b"null", b"{}", b"[" * 100_000], ids=lambda data: repr(data[:9])
+)
+def test_damaged_files_are_named(tmp_path, name, data):
+    small("moses").save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(data)
+    if (name, data) == ("tokenizer_config.json", b"{}"):
+        return
+    with pytest.raises(ValueError, match=name) as error:
+        TransfoXLTokenizer.from_pretrained(tmp_path)
+    assert "\n" not in str(error.value)
+
+
 def test_encode_lines_minds_no_padding_left_by_an_earlier_call():
     tokenizer = small("whitespace")
     tokenizer(["the", "the the the"], padding="max_length", truncation=True, max_length=2)
@@ -231,6 +290,10 @@ def test_unknown_symbols_without_unk_are_named(mode, text):
         (lambda: small("moses").train_new_from_iterator(["a"], vocab_size=2), "vocab_size=2"),
         (lambda: TransfoXLTokenizer.from_symbols(["a"]).encode_lines(["a"], add_eos=True), "needs an eos_token"),
         (lambda: small("characters").save_vocabulary("."), "cannot hold the symbol"),
+        (lambda: small("characters", line_ends=True), "line_ends is for .* a line feed is a symbol"),
+        (lambda: small("lm1b", line_ends=True), "line_ends is for .* one sentence"),
+        (lambda: small("moses", eos_token="</s>", line_ends=True), "'<eos>', not '</s>'"),
+        (lambda: TransfoXLTokenizer.from_symbols(["a"], line_ends=True), "needs an eos_token"),
     ],
 )
 def test_errors_say_what_was_wrong(call, message):

@@ -28,6 +28,12 @@ def test_legacy_text_vocabulary():
     assert tokenizer(SENTENCE)["input_ids"] == pickled(SENTENCE)["input_ids"]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_symbol(tmp_path):
+    (tmp_path / "vocab.txt").write_text("\ufeff<eos>\nthe\n", encoding="utf-8")
+    tokenizer = TransfoXLTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.symbols == ["<eos>", "the"] and tokenizer.eos_token_id == 0
+
+
 @pytest.mark.parametrize("protocol", range(6))
 def test_containers_are_read_at_every_protocol(tmp_path, protocol):
     state = {"idx2sym": ["<unk>", "a"], "counter": Counter("aab"), "sym2idx": OrderedDict(a=1), "d": defaultdict(int)}

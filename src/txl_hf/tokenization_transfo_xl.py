@@ -19,9 +19,11 @@ Ways to get one:
 * `TransfoXLTokenizer.train_from_iterator(lines, mode=..., min_freq=..., max_size=...)`: a vocabulary by frequency.
 * `tokenizer.train_new_from_iterator(lines, vocab_size)`: the same with this tokenizer's mode and specials.
 
-`encode_lines` and `encode_file` give one long array of ids for training, with an `<eos>` per line where asked.
+`encode_lines` and `encode_file` give one long array of ids for training, with an `<eos>` per line where asked. With
+`line_ends=True`, calling the tokenizer gives the same.
 """
 
+import json
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -32,10 +34,12 @@ from transformers import PreTrainedTokenizerFast
 
 from .tokenization_transfo_xl_backend import (
     BYTE_SYMBOLS,
+    LINE_END_MODES,
     build_backend,
     check_mode,
     count_symbols,
     flatten,
+    set_normalizer,
     specials_pattern,
     split_symbols,
 )
@@ -68,14 +72,18 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             becomes `"<UNK>"`, or none at all, where the vocabulary says so; without one, unknown text is an error.
         eos_token (`str`, *optional*, defaults to `"<eos>"`): end of a line. The default becomes none where the
             vocabulary has no such symbol.
+        line_ends (`bool`, *optional*): in the modes `"moses"` and `"whitespace"`, read a line feed as `eos_token` and
+            each line by itself, so that a text's ids are those of `encode_lines` over its lines. Defaults to what was
+            saved, else to `False`: the legacy tokenizer drops line feeds.
         add_eos_token (`bool`, *optional*): end every encoded text with `eos_token`. Defaults to what was saved, else
             to `False` (`True` in mode `"lm1b"`, whose texts also start with it).
         kwargs: as for any fast tokenizer. `pad_token` defaults to `eos_token`, `padding_side` to `"left"`, which is
-            what generation needs.
+            what generation needs. `model_max_length` defaults to no limit: the memory carries a text on from segment
+            to segment, however long it is.
 
     Raises:
-        ValueError: an unknown mode or language, no vocabulary, a vocabulary file that is not one, or a pickle with
-            anything in it but data.
+        ValueError: an unknown mode or language, no vocabulary, a file that is damaged or no vocabulary, a pickle with
+            anything in it but data, or `line_ends` without an `eos_token`.
     """
 
     vocab_files_names = {
@@ -95,6 +103,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         lower_case: bool = False,
         unk_token: str | AddedToken | None = "<unk>",
         eos_token: str | AddedToken | None = "<eos>",
+        line_ends: bool | None = None,
         add_eos_token: bool | None = None,
         **kwargs,
     ):
@@ -113,7 +122,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         pretrained_vocab_file = pretrained_vocab_file or kwargs.pop("pretrained_vocab_file_torch", None)
         kwargs.pop("pretrained_vocab_file_torch", None)
         if backend is None and tokenizer_file is not None:
-            backend = Tokenizer.from_file(str(tokenizer_file))
+            backend = _read_backend(tokenizer_file)
         if backend is not None:
             vocabulary = backend.get_vocab()
         else:
@@ -135,6 +144,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         if backend is None:
             extra = kwargs.get("extra_special_tokens") or kwargs.get("additional_special_tokens") or ()
             backend = build_backend(symbols, mode, lower_case, unk_token, (eos_token, unk_token, *extra))
+        self.line_ends = _set_line_ends(backend, mode, lower_case, eos_token, line_ends)
         if mode == "lm1b":
             kwargs.setdefault("bos_token", eos_token)
         kwargs.setdefault("pad_token", eos_token)
@@ -152,6 +162,9 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             eos_token=eos_token,
             **kwargs,
         )
+        # Where it was loaded from is no property of the tokenizer, and of no interest where it is saved.
+        for name in ("is_local", "local_files_only"):
+            self.init_kwargs.pop(name, None)
         self.mode = mode
         self.lower_case = lower_case
         if add_eos_token is None:
@@ -162,6 +175,20 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
     def convert_to_native_format(cls, trust_remote_code: bool = False, **kwargs) -> dict:
         """Hands the files to `__init__` as they are: it reads every format itself."""
         return kwargs
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """As for any tokenizer of transformers. Raises ValueError, too, for damaged files, which it names."""
+        for path in Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "").glob("*token*.json"):
+            _check_json(path)
+        try:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except (AttributeError, KeyError, TypeError, RecursionError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"the tokenizer's files in {pretrained_model_name_or_path} (tokenizer.json, tokenizer_config.json) "
+                f"do not load: {reason}"
+            ) from error
 
     @classmethod
     def from_symbols(
@@ -208,7 +235,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         if mode == "moses" and "<formula>" in vocabulary:
             kwargs.setdefault("extra_special_tokens", ["<formula>"])
         specials += kwargs.get("extra_special_tokens") or ()
-        backend = build_backend(symbols, mode, lower_case, unk_token, specials, as_published)
+        backend = build_backend(symbols, mode, lower_case, unk_token, specials, as_published=as_published)
         return cls(
             tokenizer_object=backend,
             mode=mode,
@@ -305,6 +332,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             min_freq=min_freq,
             max_size=max_size,
             lower_case=self.lower_case,
+            line_ends=self.line_ends,
             add_eos_token=self.add_eos_token,
             extra_special_tokens=extra,
             **specials,
@@ -340,9 +368,9 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         """The ids of many lines, one after the other: the stream a language model is trained on.
 
         Args:
-            lines (`Iterable[str]`): the lines. Their ends matter in the modes `"characters"` and `"bytes"` only.
+            lines (`Iterable[str]`): the lines, with their ends or, in the modes of words, without.
             add_eos (`bool`, *optional*): end each line with `eos_token` (and start it so in mode `"lm1b"`). Defaults
-                to the tokenizer's `add_eos_token`.
+                to the tokenizer's `line_ends` or `add_eos_token`.
 
         Returns:
             `np.ndarray` of int64, one dimension.
@@ -352,7 +380,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
                 `unk_token`.
         """
         if add_eos is None:
-            add_eos = self.add_eos_token
+            add_eos = self.line_ends or self.add_eos_token
         if add_eos and self.eos_token_id is None:
             raise ValueError("add_eos=True needs an eos_token and this tokenizer has none")
         end = [self.eos_token_id] if add_eos else []
@@ -363,6 +391,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         chunks = []
         lines = iter(lines)
         while batch := list(islice(lines, 4096)):
+            if self.line_ends:
+                batch = [line.removesuffix("\n") for line in batch]
             encodings = self._encode_backend(batch)
             ids = chain.from_iterable(chain(start, encoding.ids, end) for encoding in encodings)
             chunks.append(np.fromiter(ids, dtype=np.int64))
@@ -420,8 +450,39 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
                     shown = f"byte {BYTE_SYMBOLS[symbol]}" if self.mode == "bytes" else repr(symbol)
                     raise ValueError(
                         f"{shown} is not in the vocabulary of {len(known)} symbols, which has no unk_token to stand "
-                        "for it. Train the vocabulary with unk_token='<unk>', or leave the symbol out of the text"
+                        "for it; train the vocabulary with unk_token='<unk>', or leave the symbol out of the text"
                     ) from error
+
+
+def _read_backend(path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library knows no other
+        raise ValueError(f"{path} is no tokenizer: {' '.join(str(error).split()):.300}") from None
+
+
+def _check_json(path) -> None:
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged, or no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a JSON {type(found).__name__} instead of an object")
+
+
+def _set_line_ends(backend: Tokenizer, mode: str, lower_case: bool, eos_token, line_ends: bool | None) -> bool:
+    """Whether line feeds become `eos_token`: as the backend has it, or as asked, which changes the backend."""
+    if mode not in LINE_END_MODES and not line_ends:
+        return False
+    if line_ends and eos_token is None and mode in LINE_END_MODES:
+        raise ValueError("line_ends=True needs an eos_token, and the vocabulary has none")
+    probe = backend.normalizer.normalize_str("a\na") if backend.normalizer is not None else ""
+    found = eos_token is not None and str(eos_token) in probe
+    if line_ends is None or line_ends == found:
+        return found
+    specials = [str(token) for token in backend.get_added_tokens_decoder().values()]
+    set_normalizer(backend, mode, lower_case, specials, str(eos_token) if line_ends else None)
+    return line_ends
 
 
 def _default_special(token, names: tuple[str, ...], vocabulary):

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -11,16 +11,21 @@ from .tokenization_transfo_xl_moses import moses_decoder, moses_normalizers, mos
 
 __all__ = [
     "BYTE_SYMBOLS",
+    "LINE_END_MODES",
     "MODES",
+    "WORD_MODES",
     "build_backend",
     "check_mode",
     "count_symbols",
     "flatten",
+    "set_normalizer",
     "specials_pattern",
     "split_symbols",
 ]
 
-MODES = ("moses", "whitespace", "lm1b", "characters", "bytes")
+LINE_END_MODES = ("moses", "whitespace")
+WORD_MODES = (*LINE_END_MODES, "lm1b")
+MODES = (*WORD_MODES, "characters", "bytes")
 
 
 def check_mode(mode: str) -> None:
@@ -30,13 +35,20 @@ def check_mode(mode: str) -> None:
 
 
 def build_backend(
-    symbols: list[str], mode: str, lower_case: bool, unk_token, specials, as_published: bool = False
+    symbols: list[str],
+    mode: str,
+    lower_case: bool,
+    unk_token,
+    specials,
+    line_end: str | None = None,
+    as_published: bool = False,
 ) -> Tokenizer:
     """A tokenizer of the `tokenizers` library whose symbol `symbols[i]` has id i.
 
     Args:
         symbols, mode, lower_case, unk_token: as for `TransfoXLTokenizer.from_symbols`.
         specials: the special tokens, None among them skipped; those that are no symbols get ids after the symbols.
+        line_end: the special token that a line feed becomes, in the modes of words; None: white space.
         as_published: read a given alphabet as the originals wrote their data, `_` for a space and lines without ends.
 
     Raises:
@@ -49,9 +61,8 @@ def build_backend(
     backend = Tokenizer(WordLevel(vocabulary, unk_token="" if unk_token is None else str(unk_token)))
     specials = [token for token in specials if token is not None]
     outside = [str(token) for token in specials if str(token) not in vocabulary]
-    steps: list[normalizers.Normalizer] = [normalizers.Lowercase()] if lower_case else []
+    steps = []
     if mode == "moses":
-        steps += moses_normalizers([] if lower_case else specials)
         backend.pre_tokenizer = moses_pre_tokenizer(specials, lower_case)
         backend.decoder = moses_decoder(symbols, outside)
     elif mode == "characters":
@@ -68,11 +79,32 @@ def build_backend(
         backend.decoder = decoders.ByteLevel()
     else:
         backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if steps:
-        backend.normalizer = normalizers.Sequence(steps)
+    set_normalizer(backend, mode, lower_case, specials, line_end, steps)
     added = [token if isinstance(token, AddedToken) else AddedToken(token, normalized=False) for token in specials]
     backend.add_special_tokens(added)
     return backend
+
+
+def set_normalizer(
+    backend: Tokenizer, mode: str, lower_case: bool, specials: list, line_end: str | None = None, last: Sequence = ()
+) -> None:
+    """Sets how a text is changed before it is split: arguments as those of `build_backend`, and steps that come last.
+
+    Raises:
+        ValueError: the mode's texts have no lines, or the Moses rules would take `line_end` apart.
+    """
+    steps: list[normalizers.Normalizer] = [normalizers.Lowercase()] if lower_case else []
+    if line_end is not None and mode not in LINE_END_MODES:
+        reason = "a text is one sentence" if mode == "lm1b" else "a line feed is a symbol like others"
+        raise ValueError(f"line_ends is for the modes {' and '.join(map(repr, LINE_END_MODES))}; in {mode!r} {reason}")
+    if mode == "moses":
+        if line_end is not None and not re.fullmatch(r"<\w+>", line_end):
+            raise ValueError(f"line_ends in mode 'moses' needs an eos_token such as '<eos>', not {line_end!r}")
+        steps += moses_normalizers([] if lower_case else specials, line_end)
+    elif line_end is not None:
+        steps.append(normalizers.Replace("\n", f" {line_end} "))
+    steps += last
+    backend.normalizer = normalizers.Sequence(steps) if steps else None
 
 
 def _byte_characters() -> dict[str, str]:

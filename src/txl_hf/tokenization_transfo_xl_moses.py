@@ -126,11 +126,14 @@ def _by_length(words: str) -> list[list[str]]:
     return list(groups.values())
 
 
-# Steps are patterns and what replaces a match.
+# Steps are patterns and what replaces a match. Each line is a text of its own: `^` and `$` are its ends, and nothing
+# looks beyond a line feed.
+_BLANK = r"[^\S\n]"
 _SPACES = [
     # A no-break space between digits is a decimal point, unless the digit before it served one already.
     ("[\x1c-\x1f]|\xa0(?<=[0-9]\xa0[0-9]\xa0)(?<![0-9]\xa0[0-9]\xa0[0-9]\xa0)(?=[0-9])", " "),
     (r"(?<=\d)\x{a0}(?=\d)", "."),
+    (rf"^{_BLANK}++|(?<!{_BLANK}){_BLANK}++$", ""),
 ]
 _PUNCTUATION = [
     # Two plain apostrophes make a quote that stays where it is, other pairs one that may move.
@@ -156,15 +159,15 @@ _ELLIPSES = [
 ]
 COMMAS = [
     # A comma between digits stays. Of a run of commas Moses takes two at a time, so that the last one may stay too.
-    (rf"(?:(?<=[{_D}])|\A)(?:,,)*+\K,(?=[{_D}])|(?<=[^{_D},]),(?:,,)*+\K,(?=[{_D}])", _MARK),
+    (rf"(?:(?<=[{_D}])|^)(?:,,)*+\K,(?=[{_D}])|(?<=[^{_D},\n]),(?:,,)*+\K,(?=[{_D}])", _MARK),
     (",", " , "),
     (_MARK, ","),
 ]
 _X = f"[{_A}]'"
 _APOSTROPHES = [
     (
-        rf"'(?:(?<=[^{_A}]')(?=[^{_A}])(?<![^{_A}]'(?:[{_D}.\-&&[^{_A}]]|\s{{1,9}})?')"
-        rf"|(?<=[^{_AN}]')(?=[{_A}])|(?<=[{_A}]')(?=[^{_A}]))",
+        rf"'(?:(?<=[^{_A}\n]')(?=[^{_A}\n])(?<![^{_A}\n]'(?:[{_D}.\-&&[^{_A}]]|{_BLANK}{{1,9}})?')"
+        rf"|(?<=[^{_AN}\n]')(?=[{_A}])|(?<=[{_A}]')(?=[^{_A}\n]))",
         " ' ",
     ),
     # Of `x'y'z` Moses sees the first, since `y` is taken.
@@ -190,12 +193,12 @@ _BEFORE_NUMBER = "|".join(_NUMERIC_PREFIXES.split())
 _FULL_STOPS = [
     *INNER_STOPS,
     (
-        rf"\.(?![{_WORD}])(?!\s*[{_L}])(?<=[{_WORD}>]\.)(?<!\.\.){_ABBREVIATIONS}"
-        rf"(?:(?!\s+[0-9])|(?<!(?:\A|[^{_WORD}])(?:{_BEFORE_NUMBER})\.))",
+        rf"\.(?![{_WORD}])(?!{_BLANK}*[{_L}])(?<=[{_WORD}>]\.)(?<!\.\.){_ABBREVIATIONS}"
+        rf"(?:(?!{_BLANK}+[0-9])|(?<!(?:\A|[^{_WORD}])(?:{_BEFORE_NUMBER})\.))",
         " .",
     ),
     (_MARK, "."),
-    (r"\.(?<!\.\.)(?='\s*\z)", " . "),
+    (rf"\.(?<!\.\.)(?='{_BLANK}*$)", " . "),
 ]
 _NUMBERS = [
     (rf"(?<=[{_D}&&\d]),(?=[{_D}&&\d])", " @,@ "),
@@ -203,22 +206,23 @@ _NUMBERS = [
 ]
 
 
-def moses_normalizers(specials: list) -> list:
+def moses_normalizers(specials: list, line_end: str | None = None) -> list:
     """The steps that set a space between the symbols of a text.
 
     Args:
         specials: special tokens, which stay whole in other letters too (`<UNK>`); none where the text is lower-cased.
+        line_end: what a line feed becomes, and lines are read each by itself; None: a space.
     """
     names = _protected_names(specials)
     # To the rules, a special token in other letters is a word: its brackets count as letter and digit.
     opened = [(f"<(?=(?i:{names})>)", _OPEN), (f"{_OPEN}(?i:{names})\\K>", _CLOSE)]
     closed = [(_OPEN, "<"), (_CLOSE, ">")]
     words = [*opened, *_JOINERS, *_ELLIPSES, *COMMAS, *_APOSTROPHES, *_FULL_STOPS, *closed, *_NUMBERS]
-    return [*_replaces(_SPACES), normalizers.Strip(), *_replaces(_PUNCTUATION), *_replaces(words)]
-
-
-def _replaces(steps: list[tuple[str, str]]) -> list:
-    return [normalizers.Replace(Regex(pattern), content) for pattern, content in steps]
+    first, last = ([("\n", " ")], []) if line_end is None else ([], [("\n", f" {line_end} ")])
+    return [
+        normalizers.Replace(Regex(pattern), content)
+        for pattern, content in [*first, *_SPACES, *_PUNCTUATION, *words, *last]
+    ]
 
 
 def _protected_names(specials: list) -> str:

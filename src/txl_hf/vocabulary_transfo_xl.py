@@ -25,7 +25,8 @@ def read_vocab_text(path: str | os.PathLike) -> list[str]:
             the legacy tokenizer.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        # Editors put a byte-order mark at the beginning, which is no part of the first symbol.
+        text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not a UTF-8 text file with one symbol a line.") from error
     symbols = list(dict.fromkeys(words[0] for line in text.split("\n") if (words := line.split())))
