@@ -43,11 +43,13 @@ import transformers
 from datasets import DatasetDict
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from prepare_corpus import INFORMATION, CorpusError, count_batch, count_stream, encode_lines, ends_lines, look_up
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.corpora import CorpusError, count_batch, count_stream
+from txl_hf.encoding import encode_bytes, encode_lines
 from txl_hf.evaluation import LanguageModelEvaluation, figures
 from txl_hf.files import whole_file, write_text
+from txl_hf.prepare import INFORMATION
 
 MEMORY, WINDOW = "memory", "sliding window"
 
@@ -373,7 +375,7 @@ def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> Text:
     if mode in line_feed and line_feed[mode] not in tokenizer.symbols:
         # enwik8 and text8.
         stream = path.read_bytes() if mode == "bytes" else path.read_bytes().strip()
-        counts, token_ids = count_stream(stream), look_up(stream, tokenizer).with_format("numpy")["token_ids"]
+        counts, token_ids = count_stream(stream), encode_bytes(tokenizer, stream)
         return Text(token_ids, tokenizer, words=counts["words"], characters=counts["characters"])
     try:
         # Without a byte-order mark, as prepare_corpus.py reads it.
@@ -384,7 +386,7 @@ def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> Text:
     [words], [characters], _ = count_batch(lines).values()
     if words == 0:
         raise CorpusError(f"{path} is empty: it has no word")
-    token_ids = encode_lines(tokenizer, lines, ends_lines(tokenizer))
+    token_ids = encode_lines(tokenizer, lines)
     return Text(token_ids, tokenizer, words=words + len(lines), characters=characters)
 
 

@@ -208,7 +208,102 @@ def test_text_in_a_folder_of_files(tmp_path):
 def test_text_options(tmp_path):
     folder = write(tmp_path / "input", "{}.txt")
     _, tokenizer, _ = load(prepare(tmp_path, "text", "--input", folder, "--lower_case", "--min_freq", "6"))
-    assert tokenizer.symbols == ["<eos>", "<unk>", "the", "=", "was", "door", "."]
+    assert tokenizer.symbols == ["<eos>", "<unk>", "<pad>", "the", "=", "was", "door", "."]
+
+
+def test_a_file_is_the_split_that_its_name_tells(tmp_path, capsys):
+    """A folder of ptb.train.txt and so on was once taken for one text, and the test text trained on."""
+    expected = None
+    layouts = ["ptb.{}.txt", "my.{}.txt", "{}-00000-of-00001.txt", "{}/text.txt", "wiki.{}.tokens", "WIKI.{}.RAW"]
+    for number, layout in enumerate(layouts):
+        folder = tmp_path / str(number) / "input"
+        for split, text in LINES.items():
+            name = layout.format({"validation": ["valid", "validation", "val", "dev"][number % 4]}.get(split, split))
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        (folder / "README.txt").write_text("What the files are.")
+        tokens, tokenizer, information = load(prepare(tmp_path / str(number), "text", "--input", folder))
+        assert tokenizer.decode(tokens["test"]).startswith("It was <unk> Wolf")
+        expected = expected or tokens
+        assert tokens == expected
+        assert list(information["files"]) == list(SPLITS) and len(information["files"]["test"]) == 1
+        printed = capsys.readouterr().out
+        assert f"test: {information['files']['test'][0]}\n" in printed and "not read: README.txt\n" in printed
+
+
+def test_files_that_are_one_text_are_told(tmp_path, capsys):
+    folder = write(tmp_path / "letters", "{}.txt", {f"letter-{number}": f"Letter {number}.\n" * 20 for number in "ab"})
+    _, _, information = load(prepare(tmp_path, "text", "--input", folder))
+    assert information["files"] == {"train": ["letter-a.txt", "letter-b.txt"]}
+    assert "to be cut into train, validation and test: letter-a.txt, letter-b.txt\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mode", ["whitespace", "moses", "characters", "bytes"])
+def test_clients_find_the_special_tokens_that_they_ask_for(tmp_path, mode):
+    """An unknown character, a batch to pad, an end of text, line ends in a call as in the corpus."""
+    folder = write(tmp_path / "input", "{}.txt")
+    tokens, tokenizer, _ = load(prepare(tmp_path, "text", "--input", folder, "--mode", mode))
+    assert (tokenizer.eos_token, tokenizer.unk_token, tokenizer.pad_token) == ("<eos>", "<unk>", "<pad>")
+    assert tokenizer.symbols[:2] == ["<eos>", "<unk>"] or tokenizer.symbols[:2] == ["<eos>", "<pad>"]
+    assert tokenizer("☃")["input_ids"][0] == tokenizer.unk_token_id
+    batch = tokenizer(["The", "The House ☃"], padding=True)
+    assert batch["attention_mask"][0][0] == 0 and batch["input_ids"][0][0] == tokenizer.pad_token_id
+    assert tokenizer(LINES["test"])["input_ids"] == tokens["test"]
+
+
+def test_published_corpora_keep_their_vocabularies_and_read_line_ends(tmp_path):
+    folder = write(tmp_path / "input", "wiki.{}.tokens")
+    tokens, tokenizer, _ = load(prepare(tmp_path, "wikitext-2", "--input", folder))
+    assert "<pad>" not in tokenizer.symbols and tokenizer.pad_token == "<eos>"
+    assert tokenizer(LINES["train"])["input_ids"] == tokens["train"]
+
+
+@pytest.mark.parametrize("name", ["My Books [2021]/book.txt", "x::y/book.txt", "a*b?{c}/book.txt", "file:/book.txt"])
+def test_no_name_is_taken_for_a_pattern(tmp_path, name):
+    path = tmp_path / name
+    path.parent.mkdir()
+    path.write_text("The end .\n" * 40)
+    for number, given in enumerate([path, path.parent]):
+        (tmp_path / str(number)).mkdir()
+        tokens, *_ = load(prepare(tmp_path / str(number), "text", "--input", given))
+        assert len(tokens["train"]) == 36 * 4
+
+
+def test_an_output_that_could_not_be_read_again_is_refused(tmp_path):
+    folder = write(tmp_path / "input", "{}.txt")
+    with pytest.raises(SystemExit, match="chain of file systems"):
+        prepare_corpus.main(["--corpus", "text", "--input", str(folder), "--output", str(tmp_path / "a::b" / "c")])
+    assert not (tmp_path / "a::b").exists()
+    brackets = tmp_path / "data [2]"
+    brackets.mkdir()
+    load(prepare(brackets, "text", "--input", folder))
+
+
+WITHOUT = """
+import sys
+for name in sys.argv.pop(1).split(","):
+    sys.modules[name] = None
+from txl_hf.prepare import main
+main(sys.argv[1:])
+"""
+
+
+def test_what_is_not_installed_is_said_and_help_needs_nothing(tmp_path):
+    folder = write(tmp_path / "input", "{}.txt")
+    command = [sys.executable, "-c", WITHOUT, "datasets,pyarrow"]
+    helped = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=120)
+    assert helped.returncode == 0 and "--num_proc" in helped.stdout
+    command += ["--corpus", "text", "--input", folder, "--output", tmp_path / "output"]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 1 and refused.stderr.count("\n") == 1
+    assert 'is not installed: pip install "txl-hf[train]"' in refused.stderr
+
+
+def test_hyphens_stand_for_underscores(tmp_path):
+    folder = write(tmp_path / "input", "{}.txt")
+    arguments = ["--corpus", "text", "--input", str(folder), "--lower-case", "--min-freq=6", "--num-proc", "1"]
+    prepare_corpus.main([*arguments, "--output", str(tmp_path / "output")])
+    assert load(tmp_path / "output")[1].symbols[3:] == ["the", "=", "was", "door", "."]
 
 
 @pytest.mark.parametrize("corpus", ["wikitext-2", "enwik8", "text8"])
@@ -281,7 +376,22 @@ def twice(folder: Path) -> Path:
         ("ptb", lambda folder: twice(folder), "which of them"),
         ("text8", lambda folder: write(folder, "{}", {"text8": "Not lower case. " * 9}), "this text has 'N'"),
         ("text", lambda folder: write(folder, "{}", {"book": "one line"}) / "book", "too short to hold out"),
-        ("text", lambda folder: write(folder, "{}.txt", {"train": "a", "test": "b"}), "it has test.txt, train.txt"),
+        (
+            "text",
+            lambda folder: write(folder, "{}.txt", {"train": "a", "test": "b"}),
+            "no text for validation .*test: test.txt; train: train.txt",
+        ),
+        (
+            "text",
+            lambda folder: write(folder, "my.{}.txt", {"a": "a\n" * 40, "test": "b"}),
+            "no text for train and val",
+        ),
+        (
+            "text",
+            lambda folder: write(folder, "{}.txt", {"train_test": "a"}),
+            "train_test.txt is named after test and",
+        ),
+        ("text", lambda folder: write(folder, "{}.png", {"a": "a", "b": "b"}), r"has no text, .*\.txt"),
         ("enwik8", lambda folder: write(folder, "{}", {"enwik8": ""}), "too short"),
     ],
 )

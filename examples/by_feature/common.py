@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
 import torch
 import transformers
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer
 
@@ -79,14 +78,6 @@ def read_text(path: Path) -> str:
     if not text.strip():
         raise ValueError(f"{path} is empty")
     return text
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
-    """(N,) token ids, as `prepare_corpus.py` makes them; each line of a text of words ends in `eos_token`."""
-    lines = text.splitlines(keepends=True)
-    if isinstance(tokenizer, TransfoXLTokenizer):
-        return tokenizer.encode_lines(lines, add_eos=tokenizer.eos_token is not None)
-    return np.concatenate(tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"]).astype(np.int64)
 
 
 def standard_library(name: str) -> str:

@@ -1,0 +1,67 @@
+"""The token ids of a text, for any tokenizer: one way for preparing and evaluating, so that figures agree."""
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .tokenization_transfo_xl_backend import WORD_MODES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from .tokenization_transfo_xl import TransfoXLTokenizer
+
+__all__ = ["LINE_FEED", "encode_bytes", "encode_lines", "ends_lines"]
+
+LINE_FEED = 10
+
+
+def ends_lines(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Whether a line ends in `eos_token` instead of its line feed: so it does in vocabularies of words."""
+    return getattr(tokenizer, "mode", None) in WORD_MODES and tokenizer.eos_token is not None
+
+
+def encode_lines(
+    tokenizer: "PreTrainedTokenizerBase", lines: Iterable[str], add_eos: bool | None = None
+) -> np.ndarray:
+    """The ids of lines, one after the other.
+
+    Args:
+        tokenizer: that of a Transformer-XL, or any other of transformers.
+        lines: the lines, each with its end.
+        add_eos: end each line with `eos_token`; for a `TransfoXLTokenizer` only. None: where `ends_lines` says so.
+
+    Returns:
+        (N,) int64.
+    """
+    if getattr(tokenizer, "mode", None) is not None and hasattr(tokenizer, "encode_lines"):
+        return tokenizer.encode_lines(lines, ends_lines(tokenizer) if add_eos is None else add_eos)
+    lines = list(lines)
+    if not lines:
+        return np.empty(0, dtype=np.int64)
+    ids = tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"]
+    return np.fromiter(chain.from_iterable(ids), dtype=np.int64)
+
+
+def encode_bytes(tokenizer: "TransfoXLTokenizer", text: bytes) -> np.ndarray:
+    """The ids of a stream of bytes without its line feeds, as the originals read enwik8 and text8.
+
+    Returns:
+        (N,) int32.
+
+    Raises:
+        ValueError: a byte is not in the vocabulary.
+    """
+    table = np.full(256, -1, dtype=np.int32)
+    specials = set(tokenizer.all_special_tokens)
+    for index, symbol in enumerate(tokenizer.symbols):
+        if symbol not in specials:
+            table[int(symbol) if tokenizer.mode == "bytes" else ord(symbol.replace("_", " "))] = index
+    data = np.frombuffer(text, dtype=np.uint8)
+    data = data[data != LINE_FEED]
+    ids = table[data]
+    if (ids < 0).any():
+        raise ValueError(f"byte {data[ids.argmin()]} is not in the vocabulary of {len(tokenizer)} symbols")
+    return ids
