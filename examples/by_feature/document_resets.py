@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, set_seed
 
 import common
 from txl_hf import evaluate_language_model
-from txl_hf.encoding import encode_lines
+from txl_hf.encoding import encode_text
 
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--model", required=True, help="a checkpoint: a folder, or a name on the Hub")
@@ -124,7 +124,7 @@ def main():
         texts = [common.read_text(path) for path in arguments.documents]
         # A document starts from nothing; the zeros of legacy checkpoints would have to be written into the memory.
         model, tokenizer = common.load(AutoModelForCausalLM, arguments.model, initial_memory="empty")
-        documents = [torch.from_numpy(encode_lines(tokenizer, text.splitlines(keepends=True))) for text in texts]
+        documents = [torch.from_numpy(encode_text(tokenizer, text)) for text in texts]
         for path, document in zip(arguments.documents, documents, strict=True):
             if len(document) < 2:
                 raise ValueError(f"{path} is too short: {len(document)} token, and the first is never predicted")

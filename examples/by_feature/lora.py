@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 import common
 from txl_hf import TokenStream, TransfoXLTrainer
-from txl_hf.encoding import encode_lines
+from txl_hf.encoding import encode_text
 
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--model", required=True, help="a checkpoint: a folder, or a name on the Hub")
@@ -43,9 +43,7 @@ def main():
         common.check_output(arguments.output)
         text = common.read_text(arguments.text)
         model, tokenizer = common.load(AutoModelForCausalLM, arguments.model)
-        training, held_out = make_streams(
-            encode_lines(tokenizer, text.splitlines(keepends=True)), model.config, arguments
-        )
+        training, held_out = make_streams(encode_text(tokenizer, text), model.config, arguments)
     # k_proj, r_proj, o_proj, up_proj and down_proj can have adapters too.
     config = LoraConfig(r=arguments.rank, lora_alpha=2 * arguments.rank, target_modules=["q_proj", "v_proj"])
     adapted = get_peft_model(model, config)

@@ -27,6 +27,7 @@ from .modeling_transfo_xl import (
 )
 from .regularization import RegularizationArguments, regularize
 from .streams import TokenStream
+from .text_stream import TextStream
 from .tokenization_transfo_xl import TransfoXLTokenizer
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ __all__ = [
     "DynamicEvaluation",
     "MemoryLengths",
     "RegularizationArguments",
+    "TextStream",
     "TokenStream",
     "TransfoXLConfig",
     "TransfoXLForCausalLM",

@@ -1,6 +1,7 @@
 """The token ids of a text, for any tokenizer: one way for preparing and evaluating, so that figures agree."""
 
 from collections.abc import Iterable
+from io import StringIO
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from .tokenization_transfo_xl import TransfoXLTokenizer
 
-__all__ = ["LINE_FEED", "encode_bytes", "encode_lines", "ends_lines"]
+__all__ = ["LINE_FEED", "encode_bytes", "encode_lines", "encode_text", "ends_lines"]
 
 LINE_FEED = 10
 
@@ -43,6 +44,11 @@ def encode_lines(
         return np.empty(0, dtype=np.int64)
     ids = tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"]
     return np.fromiter(chain.from_iterable(ids), dtype=np.int64)
+
+
+def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> np.ndarray:
+    """The ids of a text, as `encode_lines` over its lines: (N,) int64. Only line feeds end a line."""
+    return encode_lines(tokenizer, StringIO(text, newline="\n").readlines())
 
 
 def encode_bytes(tokenizer: "TransfoXLTokenizer", text: bytes) -> np.ndarray:

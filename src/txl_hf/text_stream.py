@@ -1,0 +1,241 @@
+"""A text that is tokenised and packed into rows while it is read: for corpora larger than the disk or the memory."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+from transformers import PreTrainedTokenizerBase
+
+from .encoding import encode_text
+from .streams import check_sizes
+
+__all__ = ["TextStream"]
+
+
+class TextStream(IterableDataset):
+    """G = `batch_size` rows of documents, each cut into contiguous segments of S = `segment_length`, as they come.
+
+    Items are as those of `TokenStream`: step-major, {"input_ids", "shift_labels"}, each (S,) int64, and row b of one
+    step continues in row b of the next. A document stays whole within a row; it goes to the row that has been given
+    the fewest characters so far, the first of several. That depends on nothing but the documents' order and lengths,
+    so that every process knows without asking which documents are its own, and tokenises no others. What is held in
+    memory is, for each row, the rest of a document or a few.
+
+    A row's documents follow one another without a gap. Each ends in `eos_token` where the tokenizer has one.
+
+    `state_dict` and `load_state_dict` go on after a whole number of steps, bit for bit, also on another number of
+    processes; the documents that were read are read again then, but not tokenised. A `DataLoader` must read in the
+    process itself (`num_workers=0`) for the state to be that of what it returned. Reading on from the beginning and
+    skipping batches, as `Trainer` resumes, gives the same.
+
+    Args:
+        texts: what can be iterated over more than once, or a function that returns an iterator: of strings, or of
+            mappings with a string in `column`. Each is a document.
+        tokenizer: that of the model, any of transformers.
+        segment_length: S ≥ 1.
+        batch_size: G ≥ 1, the rows of one optimiser step: rows per process × processes × accumulation steps.
+        column: where the text is in a mapping.
+        epochs: how often the texts are read, one time after the other; `set_epoch` of `texts` is called where there
+            is one. None: again and again, so that the training's number of steps decides.
+        keep_remainder: at the end, read what is left of the rows too: rows that are out of tokens hold the input 0
+            with the label -100. Otherwise the first step that is not whole is the end.
+        num_processes, process_index, accumulation_steps: yield the rows of this process alone, in the order of its
+            micro-batches: for a loop whose loader nobody shares out again. `epochs` must be None then, since
+            processes would not end together. Under `Trainer` leave them: accelerate hands each process its rows.
+
+    Attributes:
+        step: how many steps have been handed out whole.
+
+    Raises:
+        ValueError: a size is out of range, `texts` can be read once only or has no text, or rows cannot be shared.
+    """
+
+    def __init__(
+        self,
+        texts: Iterable | Callable[[], Iterator],
+        tokenizer: PreTrainedTokenizerBase,
+        segment_length: int,
+        batch_size: int,
+        *,
+        column: str = "text",
+        epochs: int | None = 1,
+        keep_remainder: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        accumulation_steps: int = 1,
+    ):
+        check_sizes(
+            segment_length=segment_length,
+            batch_size=batch_size,
+            num_processes=num_processes,
+            accumulation_steps=accumulation_steps,
+        )
+        check_sizes(least=0, process_index=process_index)
+        if epochs is not None:
+            check_sizes(epochs=epochs)
+        if isinstance(texts, str | bytes | Mapping):
+            raise ValueError(f"texts is one {type(texts).__name__}: give an iterable of documents")
+        if not callable(texts) and iter(texts) is texts:
+            raise ValueError(
+                "texts can be read once only, but epochs and resuming read it again: give a function that opens it"
+            )
+        if num_processes > 1 and epochs is not None:
+            raise ValueError(f"epochs={epochs}: processes would not end together; with num_processes, set epochs=None")
+        rows, left = divmod(batch_size, num_processes * accumulation_steps)
+        if left or process_index >= num_processes:
+            raise ValueError(
+                f"process {process_index} of {num_processes} with {accumulation_steps} accumulation step(s) cannot "
+                f"have a share of batch_size={batch_size} rows: make it a multiple of "
+                f"{num_processes * accumulation_steps}"
+            )
+        self.texts = texts
+        self.tokenizer = tokenizer
+        self.segment_length = int(segment_length)
+        self.batch_size = int(batch_size)
+        self.column = column
+        self.epochs = epochs
+        self.keep_remainder = keep_remainder
+        per_step = batch_size // accumulation_steps
+        firsts = [a * per_step + process_index * rows for a in range(accumulation_steps)]
+        self.rows = [row for first in firsts for row in range(first, first + rows)]
+        self._first_epoch = 0
+        self._loaded = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.step = 0
+        # The next document: how often the texts were read, and how many documents since.
+        self._epoch, self._documents = self._first_epoch, 0
+        self._characters = [0] * self.batch_size
+        self._tokens = {row: np.empty(0, dtype=np.int64) for row in self.rows}
+        # The first document that a row does not have yet: after resuming, rows may have read farther than others.
+        self._read = dict.fromkeys(self.rows, (self._epoch, 0))
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration's first reading of the texts counts as epoch `epoch`; `Trainer` calls this."""
+        if not self._loaded:
+            self._first_epoch = int(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            raise ValueError(
+                f"{worker.num_workers} workers would each read all rows: set num_workers to 0 or 1 "
+                "(dataloader_num_workers in TrainingArguments)"
+            )
+        if not self._loaded:
+            self._begin()
+        self._loaded = False
+        documents = self._read_documents()
+        while True:
+            for row in self.rows:
+                self._fill(row, documents)
+            lengths = [len(self._tokens[row]) - 1 for row in self.rows]
+            if max(lengths) < 1 or (min(lengths) < self.segment_length and not self.keep_remainder):
+                return
+            items = [self._item(row) for row in self.rows]
+            yield from items[:-1]
+            # Whoever has the last item has the step, and may ask for the state.
+            for row in self.rows:
+                self._tokens[row] = self._tokens[row][self.segment_length :]
+            self.step += 1
+            yield items[-1]
+
+    def _fill(self, row: int, documents: Iterator[tuple[tuple[int, int], str]]) -> None:
+        """Read documents until a row has a segment and the token after it, or they are at an end."""
+        while len(self._tokens[row]) <= self.segment_length:
+            number, text = next(documents, (None, ""))
+            if number is None:
+                return
+            given_to = min(range(self.batch_size), key=self._characters.__getitem__)
+            self._characters[given_to] += len(text)
+            if given_to in self._tokens and number >= self._read[given_to]:
+                self._tokens[given_to] = np.concatenate([self._tokens[given_to], self._encode(text)])
+
+    def _encode(self, text: str) -> np.ndarray:
+        ids = encode_text(self.tokenizer, text)
+        end = self.tokenizer.eos_token_id
+        return ids if end is None or (len(ids) and ids[-1] == end) else np.append(ids, end)
+
+    def _item(self, row: int) -> dict[str, Tensor]:
+        tokens = torch.tensor(self._tokens[row][: self.segment_length + 1])
+        # Apart, so that masking labels in place does not mask the inputs too.
+        input_ids, shift_labels = tokens[:-1], tokens[1:].clone()
+        if missing := self.segment_length - len(input_ids):
+            input_ids = torch.cat([input_ids, input_ids.new_zeros(missing)])
+            shift_labels = torch.cat([shift_labels, shift_labels.new_full((missing,), -100)])
+        return {"input_ids": input_ids, "shift_labels": shift_labels}
+
+    # --- documents ---------------------------------------------------------------------------------------------------
+
+    def _read_documents(self) -> Iterator[tuple[tuple[int, int], str]]:
+        """The documents from `_epoch`, `_documents` on, both of which it moves on, each with its epoch and number."""
+        while self.epochs is None or self._epoch < self._first_epoch + self.epochs:
+            if hasattr(self.texts, "set_epoch"):
+                self.texts.set_epoch(self._epoch)
+            documents = iter(self.texts() if callable(self.texts) else self.texts)
+            for document in islice(documents, self._documents, None):
+                number = self._epoch, self._documents
+                self._documents += 1
+                yield number, self._text(document)
+            if self._documents == 0:
+                raise ValueError("texts has no document")
+            self._epoch, self._documents = self._epoch + 1, 0
+
+    def _text(self, document) -> str:
+        text = document.get(self.column) if isinstance(document, Mapping) else document
+        if not isinstance(text, str):
+            where = f"document {self._documents - 1} of texts"
+            if isinstance(document, Mapping):
+                have = ", ".join(map(str, document))
+                raise ValueError(
+                    f"{where} has no text in the column {self.column!r}: choose one of {have} with column"
+                )
+            raise ValueError(f"{where} is no string or mapping, but {type(document).__name__}")
+        return text
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes, as JSON can hold it."""
+        return {
+            "step": self.step,
+            "first_epoch": self._first_epoch,
+            "epoch": self._epoch,
+            "documents": self._documents,
+            "characters": list(self._characters),
+            "rows": {str(row): tokens.tolist() for row, tokens in self._tokens.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on where a state was taken; on several processes, with the states of all of them, in any order.
+
+        Raises:
+            ValueError: the states are of different steps, of other sizes, or lack a row.
+        """
+        states = [state] if isinstance(state, Mapping) else list(state)
+        if len({each["step"] for each in states}) != 1:
+            raise ValueError(f"states are of different steps: {sorted({each['step'] for each in states})}")
+        if any(len(each["characters"]) != self.batch_size for each in states):
+            raise ValueError(
+                f"the state has {len(states[0]['characters'])} rows, the stream batch_size={self.batch_size}"
+            )
+        tokens, read = {}, {}
+        for each in states:
+            for row, ids in each["rows"].items():
+                tokens[int(row)] = np.asarray(ids, dtype=np.int64)
+                read[int(row)] = each["epoch"], each["documents"]
+        if missing := [row for row in self.rows if row not in tokens]:
+            raise ValueError(f"no state holds row {missing[0]}: give the states of all processes")
+        # The one that has read least: it deals again what others have read already, which `_read` leaves aside.
+        least = min(states, key=lambda each: (each["epoch"], each["documents"]))
+        self.step, self._first_epoch = least["step"], least["first_epoch"]
+        self._epoch, self._documents = least["epoch"], least["documents"]
+        self._characters = list(least["characters"])
+        self._tokens = {row: tokens[row] for row in self.rows}
+        self._read = {row: read[row] for row in self.rows}
+        self._loaded = True

@@ -1,0 +1,202 @@
+"""Documents packed into rows as they come: nothing lost, nothing held back, resumed and shared out bit for bit."""
+
+import copy
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback, TrainingArguments
+
+from txl_hf import TextStream, TransfoXLTokenizer, TransfoXLTrainer
+
+S, G = 8, 4
+TEXTS = [f"document {number}\n" + f"line {number * 7 % 11} of it\n" * (number * 5 % 13) for number in range(60)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return TransfoXLTokenizer.train_from_iterator(TEXTS, mode="whitespace", line_ends=True)
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def rows_of(items: list[dict], rows: int) -> list[list[int]]:
+    """The labels of each row, one after the other, after its first token."""
+    tokens: list[list[int]] = [[] for _ in range(rows)]
+    for number, item in enumerate(items):
+        row = tokens[number % rows]
+        row += item["input_ids"][:1].tolist() if not row else []
+        row += [label for label in item["shift_labels"].tolist() if label != -100]
+    return tokens
+
+
+def equal(items: list[dict], others: list[dict]) -> bool:
+    return len(items) == len(others) and all(
+        torch.equal(one[name], other[name]) for one, other in zip(items, others, strict=True) for name in one
+    )
+
+
+def test_every_document_is_whole_in_one_row_and_none_is_lost(tokenizer):
+    items = list(TextStream(TEXTS, tokenizer, S, G, keep_remainder=True))
+    rows = [f" {tokenizer.decode(row)} " for row in rows_of(items, G)]
+    for text in TEXTS:
+        assert sum(f" {tokenizer.decode(tokenizer(text)['input_ids'])} " in row for row in rows) == 1
+    assert sum(len(row.split()) for row in rows) == sum(len(tokenizer(text)["input_ids"]) for text in TEXTS)
+    # Documents of a row in their order, and rows of about one length.
+    for row in rows:
+        numbers = [
+            int(word) for before, word in zip(row.split(), row.split()[1:], strict=False) if before == "document"
+        ]
+        assert numbers == sorted(numbers)
+    lengths = [len(row.split()) for row in rows]
+    assert max(lengths) - min(lengths) < 2 * max(len(text.split()) for text in TEXTS)
+
+
+def test_segments_of_a_row_are_contiguous(tokenizer):
+    items = list(TextStream(TEXTS, tokenizer, S, G))
+    assert len(items) % G == 0 and len(items) > 20 * G
+    for item, following in zip(items, items[G:], strict=False):
+        assert torch.equal(item["input_ids"][1:], item["shift_labels"][:-1])
+        assert item["shift_labels"][-1] == following["input_ids"][0]
+        assert item["input_ids"].dtype == torch.int64 and len(item["input_ids"]) == S
+
+
+def test_no_more_is_read_than_the_next_step_needs(tokenizer):
+    read = 0
+
+    def texts():
+        nonlocal read
+        for text in TEXTS * 1000:
+            read += 1
+            yield text
+
+    stream = iter(TextStream(texts, tokenizer, S, G))
+    for step in range(20):
+        for _ in range(G):
+            next(stream)
+        assert sum(len(TEXTS[number % 60].split()) for number in range(read)) < (step + 1) * G * (S + 1) + 8 * 60
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+@pytest.mark.parametrize("before", [1, 2])
+def test_resumed_bit_for_bit_on_any_number_of_processes(tokenizer, before, processes):
+    def streams(number):
+        return [
+            TextStream(TEXTS, tokenizer, S, G, epochs=None, num_processes=number, process_index=index)
+            for index in range(number)
+        ]
+
+    def take(parts, steps):
+        """The items of all processes in the order of their rows."""
+        iterators = [iter(part) for part in parts]
+        return [next(part) for _ in range(steps) for part in iterators for _ in range(G // len(parts))]
+
+    expected = take(streams(1), 90)
+    # Ninety steps read the sixty documents more than twice.
+    for step in (1, 2, 17, 40):
+        parts = streams(before)
+        assert equal(take(parts, step), expected[: step * G])
+        states = json.loads(json.dumps([part.state_dict() for part in parts]))
+        resumed = streams(processes)
+        for part in resumed:
+            part.load_state_dict(copy.deepcopy(states))
+            assert part.step == step
+        assert equal(take(resumed, 90 - step), expected[step * G :])
+
+
+def test_micro_batches_hold_the_rows_of_all_processes(tokenizer):
+    shares = [{"num_processes": 2, "process_index": index, "accumulation_steps": 2} for index in range(2)]
+    streams = [TextStream(TEXTS, tokenizer, S, 8, epochs=None, **share) for share in shares]
+    assert [stream.rows for stream in streams] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_every_epoch_begins_anew_and_has_its_own_order(tokenizer):
+    texts = Dataset.from_dict({"body": TEXTS}).to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=10)
+    twice = TextStream(texts, tokenizer, S, 1, column="body", epochs=2, keep_remainder=True)
+    [row] = rows_of(list(twice), 1)
+    assert rows_of(list(twice), 1) == [row], "the second iteration is the first"
+    once = TextStream(texts, tokenizer, S, 1, column="body", keep_remainder=True)
+    epochs = []
+    for epoch in (0, 1):
+        once.set_epoch(epoch)
+        epochs += rows_of(list(once), 1)
+    assert row == epochs[0] + epochs[1]
+    assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
+
+
+def test_a_document_ends_where_a_tokenizer_can_say_so():
+    characters = TransfoXLTokenizer.train_from_iterator(["abc"], mode="characters", eos_token="<eos>")
+    items = list(TextStream(["ab", "c"], characters, 2, 1, keep_remainder=True))
+    assert characters.convert_ids_to_tokens(rows_of(items, 1)[0]) == ["a", "b", "<eos>", "c", "<eos>"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "message"),
+    [
+        ("one text", {}, "texts is one str"),
+        (iter(TEXTS), {}, "read once only"),
+        ([], {}, "no document"),
+        ([{"body": "a"}], {}, "document 0 of texts has no text in the column 'text': choose one of body"),
+        (["a", 5], {}, "document 1 of texts is no string or mapping, but int"),
+        (TEXTS, {"num_processes": 2}, "processes would not end together"),
+        (TEXTS, {"num_processes": 3, "epochs": None}, "multiple of 3"),
+        (TEXTS, {"epochs": 0}, "epochs=0"),
+    ],
+)
+def test_what_cannot_be_read_is_said(tokenizer, texts, options, message):
+    with pytest.raises(ValueError, match=message):
+        list(TextStream(texts, tokenizer, S, G, **options))
+
+
+def test_states_that_do_not_fit_are_refused(tokenizer):
+    halves = [
+        TextStream(TEXTS, tokenizer, S, G, epochs=None, num_processes=2, process_index=index) for index in range(2)
+    ]
+    with pytest.raises(ValueError, match="no state holds row 2"):
+        TextStream(TEXTS, tokenizer, S, G).load_state_dict(halves[0].state_dict())
+    with pytest.raises(ValueError, match="has 4 rows, the stream batch_size=2"):
+        TextStream(TEXTS, tokenizer, S, 2).load_state_dict(halves[0].state_dict())
+    iterator = iter(halves[1])
+    next(iterator), next(iterator)
+    with pytest.raises(ValueError, match="different steps"):
+        TextStream(TEXTS, tokenizer, S, G).load_state_dict([half.state_dict() for half in halves])
+
+
+def test_several_workers_are_refused(tokenizer):
+    with pytest.raises(ValueError, match="set num_workers to 0 or 1"):
+        list(DataLoader(TextStream(TEXTS, tokenizer, S, G), batch_size=G, num_workers=2))
+
+
+def test_trainer_trains_with_memory_and_resumes(tokenizer, make_model, tmp_path):
+    """The losses of a run that was interrupted are those of one that was not."""
+    losses = {}
+    for name, stops in {"whole": [6], "resumed": [3, 6]}.items():
+        model = make_model(vocab_size=len(tokenizer), cutoffs=[], div_val=1)
+        for stop in stops:
+            arguments = TrainingArguments(
+                tmp_path / name,
+                max_steps=6,
+                per_device_train_batch_size=2,
+                gradient_accumulation_steps=2,
+                learning_rate=1e-2,
+                save_steps=3,
+                logging_steps=1,
+                report_to="none",
+                use_cpu=True,
+                disable_tqdm=True,
+            )
+            texts = Dataset.from_dict({"text": TEXTS}).to_iterable_dataset(num_shards=2)
+            trainer = TransfoXLTrainer(model, arguments, train_dataset=TextStream(texts, tokenizer, S, G))
+            if stop < 6:
+                trainer.add_callback(StopAt(stop))
+            trainer.train(resume_from_checkpoint=True if stop == 6 and len(stops) > 1 else None)
+        losses[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses["whole"]) == 6 and losses["resumed"] == losses["whole"]
