@@ -56,7 +56,22 @@ BAD_INPUTS = {
     "mems of fewer layers": ({"mems": mems_of(layers=1)}, "mems hold 1 layers.*n_layer=2"),
     "mems of another width": ({"mems": mems_of(width=8)}, r"mems\[0\] is \(2, 3, 8\).*\(2, m, 16\)"),
     "mems of another batch": ({"mems": mems_of(batch=3)}, r"mems\[0\] is \(3, 3, 16\)"),
-    "mems of another dtype": ({"mems": mems_of(dtype=torch.bfloat16)}, "bfloat16.*float32"),
+    "mems that are no states": ({"mems": tuple(m.int() for m in mems_of())}, r"mems\[0\] is torch.int32"),
+    "a mask without its mems": ({"mems_mask": torch.ones(2, 3, dtype=torch.bool)}, "mems_mask .* without the mems"),
+    "a mask of other mems": (
+        {"mems": mems_of(), "mems_mask": torch.ones(2, 4, dtype=torch.bool)},
+        r"mems_mask is \(2, 4\).*\(2, 3\) bool",
+    ),
+    "a memory's mask of numbers": ({"mems": mems_of(), "mems_mask": torch.ones(2, 3)}, "mems_mask .*float32.* bool"),
+    "padding without its mask": (
+        {"mems": tuple(m.index_fill(1, torch.tensor(1), torch.nan) for m in mems_of())},
+        "mems hold NaN, in row 0 at state 1 first, but no mems_mask",
+    ),
+    "a mask that is added": (
+        {"attention_mask": torch.tensor([[0.0, -torch.inf, 0.0, 0.0, 0.0]] * 2)},
+        "attention_mask is torch.float32.*added",
+    ),
+    "a mask that is added and hides nothing": ({"attention_mask": torch.zeros(2, 5)}, "attention_mask.*added"),
     "mems too long": ({"mems": mems_of(length=7)}, "7 states.*6"),
     "mask too short": ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \(2, 4\).*\(2, 5\)"),
     "mask too long": ({"attention_mask": torch.ones(2, 9)}, r"attention_mask is \(2, 9\).*\(2, 5\)"),

@@ -9,6 +9,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from txl_hf import TransfoXLForCausalLM, TransfoXLForSequenceClassification, generation_transfo_xl
 from txl_hf.adaptive_transfo_xl import AdaptiveLogSoftmax
+from txl_hf.memory_transfo_xl import memory_of
 
 VARIANTS = {
     "empty": {},
@@ -38,15 +39,15 @@ def memory_model(make_model):
 
 
 @torch.no_grad()
-def by_hand(model, ids, steps, mems=None):
+def by_hand(model, ids, steps, memory=None):
     """Greedy continuation with mems, one token at a time; without a memory by reading the whole text each time."""
-    text = ids
+    text, memory = ids, memory or {}
     segment = ids
     for _ in range(steps):
-        output = model(segment, mems=mems)
+        output = model(segment, **memory)
         token = output.logits[:, -1:].argmax(-1)
         text = torch.cat([text, token], 1)
-        mems = output.mems if model.config.mem_len else mems
+        memory = memory_of(output)
         segment = token if model.config.mem_len else text
     return text
 
@@ -132,21 +133,9 @@ def test_mems_as_a_start(make_model, make_ids, beams):
         options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 60}
         text = model.generate(prompt, mems=mems, num_beams=beams, **options)
         if beams == 1:
-            assert torch.equal(text, by_hand(model, prompt, 9, mems))
+            assert torch.equal(text, by_hand(model, prompt, 9, {"mems": mems}))
         one = model.generate(prompt[1:], mems=tuple(m[1:] for m in mems), num_beams=beams, **options)
         assert torch.equal(text[1:], one)
-
-
-def test_padded_mems_as_a_start(memory_model, make_ids):
-    """What the memory holds as padding stays masked at every step of generate."""
-    context, prompt = make_ids(2, 4, seed=1), make_ids(2, 3, seed=2)
-    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
-    with torch.no_grad():
-        mems = memory_model(context, attention_mask=mask).mems
-        alone = memory_model(context[:1, 2:]).mems
-    options = {"max_new_tokens": 9, "do_sample": False}
-    text = memory_model.generate(prompt, mems=mems, **options)
-    assert torch.equal(text[:1], memory_model.generate(prompt[:1], mems=alone, **options))
 
 
 def test_generation_continues_a_cache(model, make_ids):
@@ -193,11 +182,11 @@ def test_chunked_prefill_continues_a_cache(make_model, make_ids, start):
     mask = torch.ones(2, 14, dtype=torch.long)
     mask[0, :8] = 0
     with torch.no_grad():
-        mems = model(make_ids(2, 4, seed=2)).mems if start == "mems" else None
-        cache = model(text, mems=mems, attention_mask=mask[:, :9], use_cache=True).past_key_values
-        mems = model(text, mems=mems, attention_mask=mask[:, :9]).mems
+        memory = memory_of(model(make_ids(2, 4, seed=2))) if start == "mems" else {}
+        cache = model(text, **memory, attention_mask=mask[:, :9], use_cache=True).past_key_values
+        memory = memory_of(model(text, **memory, attention_mask=mask[:, :9]))
         for part in new[:, :4].split(2, dim=1):
-            mems = model(part, mems=mems).mems
+            memory = memory_of(model(part, **memory))
     written = model.generate(
         torch.cat([text, new], dim=1),
         attention_mask=mask,
@@ -207,7 +196,7 @@ def test_chunked_prefill_continues_a_cache(make_model, make_ids, start):
         do_sample=False,
         eos_token_id=None,
     )
-    assert torch.equal(written[:, 13:], by_hand(model, new[:, 4:], 6, mems))
+    assert torch.equal(written[:, 13:], by_hand(model, new[:, 4:], 6, memory))
 
 
 def test_static_cache(model, make_ids):

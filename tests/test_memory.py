@@ -52,6 +52,19 @@ def segments(ids, length):
     return ids.split(length, dim=1)
 
 
+def memory_of(outputs):
+    """What goes back with the next segment, nothing at first."""
+    return {} if outputs is None else {"mems": outputs.mems, "mems_mask": outputs.mems_mask}
+
+
+def rows_of(memory, rows):
+    mask = memory["mems_mask"]
+    return {
+        "mems": tuple(states[rows] for states in memory["mems"]),
+        "mems_mask": None if mask is None else mask[rows],
+    }
+
+
 def close(actual, expected, tolerance=1e-5):
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
@@ -250,9 +263,9 @@ def test_padding_never_leaks_from_the_memory(make_model, make_ids, backend, how)
             "whole": mask[:, : seen + length],
             "none": mask[:, :length] if seen == 0 else None,
         }[how]
-        batch = model(segment, mems=batch and batch.mems, attention_mask=given)
+        batch = model(segment, **memory_of(batch), attention_mask=given)
         start = max(0, seen - 2)
-        alone = model(real[:, start : seen + length - 2], mems=alone and alone.mems)
+        alone = model(real[:, start : seen + length - 2], **memory_of(alone))
         close(batch.logits[:1, -alone.logits.shape[1] :], alone.logits)
         seen += length
 
@@ -271,7 +284,7 @@ def test_padding_never_leaks_from_a_cache(make_model, make_ids, name, make_cache
     ids = make_ids(2, 15)
     mask = torch.ones_like(ids)
     mask[0, :2], mask[1, 5] = 0, 0
-    mems, cache, seen = None, make_cache(model.config), 0
+    memory, cache, seen = {}, make_cache(model.config), 0
     for length in (4, 3, 1, 1, 4, 2):
         segment, segment_mask = ids[:, seen : seen + length], mask[:, seen : seen + length]
         memory_length = min(6, seen)
@@ -281,10 +294,10 @@ def test_padding_never_leaks_from_a_cache(make_model, make_ids, name, make_cache
             "whole": mask[:, : seen + length],
             "none": segment_mask if not segment_mask.all() else None,
         }[how]
-        expected = model(segment, mems=mems, attention_mask=segment_mask)
+        expected = model(segment, **memory, attention_mask=segment_mask)
         actual = model(segment, past_key_values=cache, attention_mask=given, use_cache=True)
         close(actual.logits[segment_mask.bool()], expected.logits[segment_mask.bool()])
-        mems, cache, seen = expected.mems, actual.past_key_values, seen + length
+        memory, cache, seen = memory_of(expected), actual.past_key_values, seen + length
 
 
 @torch.no_grad()
@@ -292,18 +305,18 @@ def test_rows_of_a_cache_are_picked_with_their_masks(make_model, make_ids):
     """Reordered, selected or repeated, every row keeps the padding that it started from."""
     model = make_model(mem_len=9)
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
-    mems = model(make_ids(3, 4, seed=1), attention_mask=mask).mems
+    memory = memory_of(model(make_ids(3, 4, seed=1), attention_mask=mask))
     ids, more = make_ids(3, 2, seed=2), make_ids(6, 1, seed=3)
-    after = model(ids, mems=mems).mems
+    after = memory_of(model(ids, **memory))
     picks = {
         "reorder_cache": (torch.tensor([2, 0, 1]), [2, 0, 1]),
         "batch_select_indices": (torch.tensor([2, 0]), [2, 0]),
         "batch_repeat_interleave": (2, [0, 0, 1, 1, 2, 2]),
     }
     for method, (argument, rows) in picks.items():
-        cache = model(ids, mems=mems, use_cache=True).past_key_values
+        cache = model(ids, **memory, use_cache=True).past_key_values
         getattr(cache, method)(argument)
-        expected = model(more[: len(rows)], mems=tuple(states[rows] for states in after))
+        expected = model(more[: len(rows)], **rows_of(after, rows))
         close(model(more[: len(rows)], past_key_values=cache).logits, expected.logits)
 
 
@@ -323,21 +336,21 @@ def test_mems_and_a_cache_agree_whatever_is_masked_and_picked(steps, shape, seed
 
     torch.manual_seed(seed)
     model = TransfoXLForCausalLM(TransfoXLConfig(**(SMALL | VARIANTS[shape]))).eval()
-    mems, cache = model.init_mems(3), None
+    memory, cache = {"mems": model.init_mems(3), "mems_mask": None}, None
     with torch.no_grad():
         for length, masked, picks in steps:
             if picks and cache is not None:
                 rows = torch.randint(3, (3,))
-                mems = tuple(states[rows] for states in mems)
+                memory = rows_of(memory, rows)
                 cache.reorder_cache(rows)
-            widths = {"nothing": 0, "segment": length, "all": mems[0].shape[1] + length}
+            widths = {"nothing": 0, "segment": length, "all": memory["mems"][0].shape[1] + length}
             mask = torch.rand(3, widths[masked]) < 0.7 if widths[masked] else None
             ids = torch.randint(61, (3, length))
-            with_mems = model(ids, mems=mems, attention_mask=mask)
+            with_mems = model(ids, **memory, attention_mask=mask)
             cached = model(ids, past_key_values=cache, attention_mask=mask, use_cache=True)
             real = torch.ones(3, length, dtype=torch.bool) if mask is None else mask[:, -length:]
             close(cached.logits[real], with_mems.logits[real], 2e-5)
-            mems, cache = with_mems.mems, cached.past_key_values
+            memory, cache = memory_of(with_mems), cached.past_key_values
 
 
 @torch.no_grad()
@@ -357,15 +370,14 @@ def test_mask_of_the_whole_text_while_initial_zeros_remain(make_model, make_ids)
     ids = make_ids(2, 14)
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
-    mems, seen = None, 0
+    memory, seen = {}, 0
     for length in (4, 3, 1, 6):
         segment = ids[:, seen : seen + length]
-        expected = model(segment, mems=mems, attention_mask=mask[:, seen : seen + length])
-        close(model(segment, mems=mems, attention_mask=mask[:, : seen + length]).logits, expected.logits)
-        mems, seen = expected.mems, seen + length
-        if seen == 4:
-            with pytest.raises(ValueError, match=r"attention_mask is \(2, 5\).*\(2, 3\) or \(2, 12\)"):
-                model(ids[:, :3], mems=mems, attention_mask=torch.ones(2, 5))
+        expected = model(segment, **memory, attention_mask=mask[:, seen : seen + length])
+        close(model(segment, **memory, attention_mask=mask[:, : seen + length]).logits, expected.logits)
+        memory, seen = memory_of(expected), seen + length
+    with pytest.raises(ValueError, match=r"attention_mask is \(2, 2\).*\(2, n\) with n from 3 to 12 or more"):
+        model(ids[:, :3], **memory, attention_mask=torch.ones(2, 2))
 
 
 def test_mask_that_hides_nothing_is_dropped_on_cpu(make_model, make_ids, monkeypatch):
@@ -380,7 +392,7 @@ def test_mask_that_hides_nothing_is_dropped_on_cpu(make_model, make_ids, monkeyp
     model(ids, mems=mems)
     assert all(key_mask is None for key_mask in seen)
     mask[0, 0] = 0
-    model(ids, mems=model(ids, attention_mask=mask).mems)
+    model(ids, **memory_of(model(ids, attention_mask=mask)))
     assert torch.equal(seen[-1], torch.tensor([[False] + [True] * 7, [True] * 8]))
 
 
@@ -397,7 +409,7 @@ def test_masked_memory_starts_a_row_afresh_for_good(make_model, make_ids):
     close(output.logits[1:], model(first[1:], mems=tuple(m[1:] for m in mems)).logits)
     fresh = model(first[:1])
     close(
-        model(second, mems=output.mems).logits[:1],
+        model(second, **memory_of(output)).logits[:1],
         model(second[:1], mems=fresh.mems).logits,
     )
 
@@ -416,7 +428,7 @@ def test_garbage_in_padding_changes_nothing(make_model, make_ids, variant, backe
     keep = mask.bool()
     close(second.logits[keep], first.logits[keep])
     more = make_ids(3, 4, seed=5)
-    close(model(more, mems=second.mems).logits, model(more, mems=first.mems).logits)
+    close(model(more, **memory_of(second)).logits, model(more, **memory_of(first)).logits)
 
 
 def test_padding_gets_no_gradient(make_model, make_ids, backend):
@@ -446,14 +458,14 @@ def test_any_left_padding_changes_nothing(pads, mem_len, cached):
         batch, past = [], {}
         for start, end in ((0, 6), (6, 7), (7, 10)):
             output = model(ids[:, start:end], attention_mask=mask[:, :end], use_cache=cached, **past)
-            past = {"past_key_values": output.past_key_values} if cached else {"mems": output.mems}
+            past = {"past_key_values": output.past_key_values} if cached else memory_of(output)
             batch.append(output.logits)
         batch = torch.cat(batch, 1)
         for row, pad in enumerate(pads):
             past, alone = {}, []
             for start, end in ((pad, 6), (6, 7), (7, 10)):
                 output = model(ids[row : row + 1, start:end], use_cache=cached, **past)
-                past = {"past_key_values": output.past_key_values} if cached else {"mems": output.mems}
+                past = {"past_key_values": output.past_key_values} if cached else memory_of(output)
                 alone.append(output.logits)
             torch.testing.assert_close(batch[row, pad:], torch.cat(alone, 1)[0], atol=2e-5, rtol=2e-5)
 

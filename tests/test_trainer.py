@@ -26,6 +26,7 @@ import txl_hf.trainer
 from trainer_process import UnevenStream, make_arguments, make_model, make_text, read_losses, run, start
 from txl_hf import TokenStream, TransfoXLTokenizer, TransfoXLTrainer, evaluate_language_model
 from txl_hf.checkpoints import last_checkpoint
+from txl_hf.memory_transfo_xl import memory_of
 
 CPU_0 = "Trainer loads an optimizer to cpu:0 here, which torch refuses"
 SGD = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "learning_rate": 0.1}
@@ -52,12 +53,12 @@ def losses_by_hand(stream, steps: int, dtype=torch.float32, **model_changes) -> 
     for step in range(steps):
         if step % stream.steps == 0:
             stream.set_epoch(step // stream.steps)
-            mems = None
+            memory = {}
         first = step % stream.steps * stream.batch_size
         items = [stream[first + row] for row in range(stream.batch_size)]
         batch = {name: torch.stack([item[name] for item in items]) for name in items[0]}
-        output = model(**batch, mems=mems)
-        mems = output.mems
+        output = model(**batch, **memory)
+        memory = memory_of(output)
         output.loss.backward()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -173,6 +174,53 @@ def test_extended_context(tmp_path, mem_len):
     trainer.train()
     np.testing.assert_allclose(logged(trainer), losses_by_hand(stream, 18, **changes), rtol=1e-5)
     assert trainer.evaluate(stream)["eval_tokens"] == 300
+
+
+class PaddedStream(TokenStream):
+    """Now and then a token of a stream is padding."""
+
+    def __getitem__(self, index: int) -> dict:
+        item = super().__getitem__(index)
+        mask = torch.arange(5) != index % 7
+        shift_labels = item["shift_labels"].masked_fill(~mask, -100)
+        return item | {"attention_mask": mask.long(), "shift_labels": shift_labels}
+
+
+def test_what_is_padding_stays_so_in_later_steps_and_after_resuming(tmp_path):
+    stream = PaddedStream(make_text(301), 5, 4)
+    expected = losses_by_hand(stream, 12)
+    trainer = make_trainer(tmp_path, stream=stream, **SGD, **SAVING)
+    trainer.train()
+    np.testing.assert_allclose(logged(trainer), expected, rtol=1e-5)
+    resumed = make_trainer(
+        tmp_path / "more",
+        stream=stream,
+        max_steps=12,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        **SGD,
+    )
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    np.testing.assert_allclose(logged(resumed)[5:], expected[5:], rtol=1e-5)
+
+
+def test_a_stream_that_overflows_in_fp16_goes_on(tmp_path):
+    """Its states leave the memory masked; GradScaler skips the step, but would not heal what is remembered."""
+    model = make_model(dropout=0.0).half()
+    trainer = make_trainer(tmp_path, model=model)
+    stream = trainer.train_dataset
+    steps = [torch.stack([stream[4 * step + row]["input_ids"] for row in range(4)]) for step in range(4)]
+    model.eval()
+    with torch.no_grad():
+        for step, input_ids in enumerate(steps):
+            embeds = model.get_input_embeddings()(input_ids)
+            if step == 1:
+                embeds[0, 3] = torch.inf
+            _, outputs = trainer.compute_loss(model, {"inputs_embeds": embeds, "labels": input_ids}, True)
+            assert outputs.losses[1:].isfinite().all()
+            assert outputs.losses[0].isfinite().all() or step == 1
+            masked = trainer._memory.memories[0]["mems_mask"]
+            assert (masked is None) == (step in (0, 3)), "until it is too old to be remembered"
 
 
 def test_extended_context_that_the_model_does_not_share(tmp_path):

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, set_seed
 import common
 from txl_hf import evaluate_language_model
 from txl_hf.encoding import encode_text
+from txl_hf.memory_transfo_xl import memory_of
 
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--model", required=True, help="a checkpoint: a folder, or a name on the Hub")
@@ -77,14 +78,14 @@ def segments(documents: list[Tensor], segment_length: int, batch_size: int) -> I
         rows = [(number, left[segment_length:]) for number, left in rows]
 
 
-def step(model, batch: dict[str, Tensor], mems: tuple[Tensor, ...] | None, reset: bool = True):
-    """The model's outputs for a batch of `segments` that goes on from `mems`."""
+def step(model, batch: dict[str, Tensor], memory: dict, reset: bool = True):
+    """The model's outputs for a batch of `segments` that goes on from `memory`, the `memory_of` those before it."""
     mask = batch["attention_mask"]
-    if mems is not None:
+    if memory:
         remember = ~batch["starts"] if reset else torch.ones_like(batch["starts"])
-        mask = torch.cat([remember.long()[:, None].expand(-1, mems[0].shape[1]), mask], dim=1)
+        mask = torch.cat([remember.long()[:, None].expand(-1, memory["mems"][0].shape[1]), mask], dim=1)
     inputs = {"input_ids": batch["input_ids"], "shift_labels": batch["shift_labels"], "attention_mask": mask}
-    return model(**{name: tensor.to(model.device) for name, tensor in inputs.items()}, mems=mems)
+    return model(**{name: tensor.to(model.device) for name, tensor in inputs.items()}, **memory)
 
 
 def train(model, documents: list[Tensor], segment_length: int, arguments: argparse.Namespace):
@@ -92,15 +93,15 @@ def train(model, documents: list[Tensor], segment_length: int, arguments: argpar
     model.train()
     bar = tqdm(total=arguments.epochs * sum(len(document) - 1 for document in documents), unit="token")
     for _ in range(arguments.epochs):
-        mems = None
+        memory: dict = {}
         shuffled = [documents[i] for i in torch.randperm(len(documents))]
         for batch in segments(shuffled, segment_length, arguments.batch_size):
-            outputs = step(model, batch, mems)
+            outputs = step(model, batch, memory)
             outputs.loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
             optimizer.step()
             optimizer.zero_grad()
-            mems = outputs.mems
+            memory = memory_of(outputs)
             bar.update(int(batch["attention_mask"].sum()))
 
 
@@ -108,10 +109,11 @@ def train(model, documents: list[Tensor], segment_length: int, arguments: argpar
 def evaluate(model, documents: list[Tensor], segment_length: int, batch_size: int, reset: bool = True) -> Tensor:
     """Bits per token of each document, read together, (documents,)."""
     model.eval()
-    mems, bits = None, torch.zeros(len(documents))
+    memory: dict = {}
+    bits = torch.zeros(len(documents))
     for batch in segments(documents, segment_length, batch_size):
-        outputs = step(model, batch, mems, reset)
-        mems, read = outputs.mems, batch["document"] >= 0
+        outputs = step(model, batch, memory, reset)
+        memory, read = memory_of(outputs), batch["document"] >= 0
         bits.index_add_(0, batch["document"][read], outputs.losses.sum(1).cpu()[read] / math.log(2))
     return bits / torch.tensor([len(document) - 1 for document in documents])
 

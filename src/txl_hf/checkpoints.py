@@ -48,6 +48,8 @@ __all__ = [
 logger = logging.get_logger(__name__)
 
 MEMS_NAME = "mems.safetensors"
+# What this file calls the mask of the states, beside the numbers of the layers.
+MASK = "mask"
 # Written last: which run wrote a checkpoint, and what files it is of.
 MANIFEST_NAME = "checkpoint_files.json"
 # In the folder of the checkpoints: which run writes there now.
@@ -289,21 +291,24 @@ def _plain_classes() -> list:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def save_mems(folder: Path, layers: Sequence[Tensor], position: dict[str, Any]):
+def save_mems(folder: Path, layers: Sequence[Tensor], mask: Tensor | None, position: dict[str, Any]):
     """Write what all streams remember.
 
     Args:
         layers: (G, m, D) for each layer, row g that of stream g; none at the beginning of the text.
+        mask: (G, m) bool, which states are real; None: all of them.
         position: where the training is in its text, and what that depends on.
     """
     tensors = {str(layer): states.cpu() for layer, states in enumerate(layers)}
+    if mask is not None and not mask.all():
+        tensors[MASK] = mask.cpu()
     save_file(tensors, folder / MEMS_NAME, metadata={"position": json.dumps(position)})
 
 
 def load_mems(
     folder: Path, position: dict[str, Any], starts: Iterable[int], rows: int, device: torch.device
-) -> list[tuple[Tensor, ...] | None]:
-    """The mems of streams [start, start + rows) for each start; None at the beginning of the text.
+) -> list[dict[str, Any]]:
+    """`mems` and `mems_mask` of streams [start, start + rows) for each start; neither at the beginning of the text.
 
     Raises:
         ValueError: they are those of another position, or of another text or layout.
@@ -317,8 +322,17 @@ def load_mems(
             "same text, batch size and lengths"
         )
     with safe_open(folder / MEMS_NAME, "pt") as file:
+        if layers == 0:
+            return [{} for _ in starts]
         slices = [file.get_slice(str(layer)) for layer in range(layers)]
-        return [tuple(states[i : i + rows].to(device) for states in slices) or None for i in starts]
+        mask = file.get_tensor(MASK) if MASK in file.keys() else None
+        return [
+            {
+                "mems": tuple(states[i : i + rows].to(device) for states in slices),
+                "mems_mask": None if mask is None else mask[i : i + rows].to(device),
+            }
+            for i in starts
+        ]
 
 
 def _read_position(path: Path) -> tuple[dict[str, Any], int]:
@@ -329,7 +343,7 @@ def _read_position(path: Path) -> tuple[dict[str, Any], int]:
     """
     with safe_open(path, "pt") as file:
         position = json.loads((file.metadata() or {}).get("position", "null"))
-        layers = len(file.keys())
-        if not isinstance(position, dict) or {str(layer) for layer in range(layers)} != set(file.keys()):
+        names = set(file.keys()) - {MASK}
+        if not isinstance(position, dict) or {str(layer) for layer in range(len(names))} != names:
             raise ValueError(f"it is damaged ({path.name} says no position, or holds other tensors than layers)")
-    return position, layers
+    return position, len(names)

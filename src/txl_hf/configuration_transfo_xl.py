@@ -84,7 +84,7 @@ class TransfoXLConfig(PreTrainedConfig):
     """
 
     model_type = "transfo-xl"
-    keys_to_ignore_at_inference = ["mems", "past_key_values", "losses"]
+    keys_to_ignore_at_inference = ["mems", "mems_mask", "past_key_values", "losses"]
     attribute_map = {
         "n_token": "vocab_size",
         "hidden_size": "d_model",

@@ -1,10 +1,17 @@
-"""The memory as a thing of its own: its padding, its masks, and the cache that holds it projected.
+"""The memory as a thing of its own: how a call opens it and what it remembers, its mask, and the cache that holds it.
 
-Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, D = `d_model`, H heads, Dh = `d_head`.
+The memory of a call is `mems`, for each layer the states (B, m, D) that entered it before, and `mems_mask`, (B, m)
+bool, which of them are real; None where all are. A state that is not real is NaN in every channel: whoever loses the
+mask on the way gets an error or NaN, never a plausible number. Where the mask is there, hidden states are read as
+zeros under a key mask, so that nothing of them spreads.
+
+Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m + L keys, D = `d_model`, H heads,
+Dh = `d_head`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,24 +22,24 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from .configuration_transfo_xl import TransfoXLConfig
 
 __all__ = [
-    "PADDING",
     "DecodingState",
+    "FilledLengths",
     "MemoryCache",
     "MemoryCacheLayer",
     "MemoryLengths",
+    "OpenMemory",
     "cached_key_mask",
     "decoding_state_of",
-    "drop_idle_mask",
-    "is_padding",
-    "make_key_mask",
-    "pad_memory",
+    "hide_states",
+    "initial_memory",
+    "mask_overflow",
+    "memory_of",
+    "open_memory",
+    "real_states",
+    "remember",
     "remember_key_mask",
     "text_length",
 ]
-
-# Padding in the memory is stored as -0, in every channel of every layer, which no layer computes: so a memory carries
-# its own mask wherever it is gathered, saved or moved, and what was masked once stays masked.
-PADDING = -0.0
 
 
 @dataclass(frozen=True)
@@ -89,19 +96,236 @@ class FilledLengths:
         return self.mem_len - self.counts_self
 
 
-def is_padding(mems: tuple[Tensor, ...]) -> Tensor:
-    """(B, m) bool: which states of the memory are padding."""
-    return ((mems[0] == 0) & mems[0].signbit()).all(dim=-1)
+class OpenMemory(NamedTuple):
+    """What a call reads beside its segment.
+
+    Attributes:
+        states: for each layer (B, m, D), as they were given, or None where there is no memory or a cache holds it.
+        length: m.
+        key_mask: (B, m + L) bool, which keys are real; None: all of them.
+    """
+
+    states: tuple[Tensor | None, ...]
+    length: int
+    key_mask: Tensor | None
+
+    def of_layer(self, layer: int, segment: Tensor) -> Tensor | None:
+        """(B, m, D) that a layer goes on from, None where there is none: where and as precise as its segment is.
+
+        What is hidden is zeros: under a weight of 0 NaN would stay NaN.
+        """
+        states = self.states[layer]
+        if states is None:
+            return None
+        states = states.to(segment.device, segment.dtype)
+        if self.key_mask is None or self.length == 0:
+            return states
+        return hide_states(states, self.key_mask[:, : self.length])
 
 
-def pad_memory(states: Tensor, length: int) -> Tensor:
-    """(B, m, D) → (B, length, D) with padding in front."""
-    return F.pad(states, (0, 0, length - states.shape[1], 0), value=PADDING)
+def open_memory(
+    config: TransfoXLConfig,
+    lengths: FilledLengths,
+    inputs_embeds: Tensor,
+    mems: tuple[Tensor, ...] | None,
+    mems_mask: Tensor | None,
+    attention_mask: Tensor | None,
+    cache: Cache | None,
+) -> OpenMemory:
+    """The memory that a segment, (B, L, D), goes on from; arguments as in `TransfoXLModel.forward`.
+
+    Raises:
+        ValueError: the memory or a mask does not fit the model or the segment.
+    """
+    batch_size, segment_length, _ = inputs_embeds.shape
+    mem_len = lengths.mem_len
+    if cache is not None and cache.get_seq_length() > 0:
+        if mems is not None:
+            raise ValueError("give mems or past_key_values that hold a memory already, not both")
+        length, key_mask = cached_key_mask(attention_mask, cache, mem_len, batch_size, segment_length)
+        return OpenMemory((None,) * config.n_layer, length, drop_idle_mask(key_mask))
+
+    if mems is not None or mems_mask is not None:
+        _check_mems(mems, mems_mask, config, mem_len, batch_size)
+    states = mems
+    if states is None:
+        states = initial_memory(config, mem_len, batch_size, inputs_embeds.dtype, inputs_embeds.device)
+    if states is None:
+        key_mask = make_key_mask(attention_mask, None, batch_size, segment_length, 0, (segment_length,))
+        return OpenMemory((None,) * config.n_layer, 0, drop_idle_mask(key_mask))
+    if cache is not None and cache.is_compileable:
+        _check_room(cache, mem_len)
+        states, mems_mask = _fill_up(states, mems_mask, mem_len)
+    memory_length = states[0].shape[1]
+    if cache is not None:
+        cache.decoding_state = DecodingState(initial_length=memory_length)
+    columns: Collection[int] = (segment_length, memory_length + segment_length)
+    if mems is not None and config.initial_memory == "zeros":
+        # What precedes the text are zeros, so that a text that is not as long as the memory has fewer columns.
+        columns = range(segment_length, memory_length + segment_length + 1)
+    more = mems is not None and memory_length == mem_len
+    if mems_mask is not None:
+        mems_mask = mems_mask.to(inputs_embeds.device)
+    key_mask = make_key_mask(attention_mask, mems_mask, batch_size, segment_length, memory_length, columns, more)
+    return OpenMemory(states, memory_length, drop_idle_mask(key_mask))
+
+
+def initial_memory(
+    config: TransfoXLConfig, mem_len: int, batch_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, ...] | None:
+    """What precedes the first segment: n_layer tensors (B, M, D) of zeros or (B, 0, D), or None if M = 0."""
+    if mem_len == 0:
+        return None
+    length = mem_len if config.initial_memory == "zeros" else 0
+    return (torch.zeros(batch_size, length, config.d_model, dtype=dtype, device=device),) * config.n_layer
+
+
+def hide_states(states: Tensor, mask: Tensor) -> Tensor:
+    """(B, n, D) with zeros, whatever there was, where the mask (B, n) is False."""
+    return torch.where(mask[..., None].to(states.device), states, 0)
+
+
+@torch.no_grad()
+def remember(
+    memory: Sequence[Tensor], entered: Sequence[Tensor], key_mask: Tensor | None, lengths: FilledLengths
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """The last M of the m + L states of each layer, without the last ext_len of the segment (Section 3.2).
+
+    Args:
+        memory, entered: n_layer tensors each, (B, m, D) and (B, L, D), that entered the layers.
+        key_mask: (B, m + L) bool, which of them are real; None: all of them.
+
+    Returns:
+        `mems`, NaN where they are not real, and `mems_mask`.
+    """
+    memory_length, segment_length = memory[0].shape[1], entered[0].shape[1]
+    end = memory_length + max(0, segment_length - lengths.ext_len)
+    start = max(0, end - lengths.mem_len)
+    mems = tuple(
+        torch.cat([old[:, start:], new[:, max(0, start - memory_length) : end - memory_length]], dim=1).detach()
+        for old, new in zip(memory, entered, strict=True)
+    )
+    mems_mask = None if key_mask is None else drop_idle_mask(key_mask[:, start:end])
+    if mems_mask is None:
+        return mems, None
+    # A copy, because its owner may change it to forget more.
+    mems_mask = mems_mask.clone()
+    return tuple(_mark(states, mems_mask) for states in mems), mems_mask
+
+
+def memory_of(outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The memory that a call has returned, as keyword arguments of the next one; nothing where there is none."""
+    if outputs.get("mems") is None:
+        return {}
+    return {"mems": outputs["mems"], "mems_mask": outputs.get("mems_mask")}
+
+
+def real_states(mems: tuple[Tensor, ...], mems_mask: Tensor | None = None) -> Tensor:
+    """`mems_mask` where None too is written out: (B, m) bool."""
+    if mems_mask is not None:
+        return mems_mask
+    return torch.ones(mems[0].shape[:2], dtype=torch.bool, device=mems[0].device)
+
+
+def mask_overflow(mems: tuple[Tensor, ...], mems_mask: Tensor | None = None) -> Tensor | None:
+    """`mems_mask` that also hides states which are not finite in some layer, as an overflow in fp16 leaves them.
+
+    A stream that went on from such states would never be rid of them. Nothing is masked where nothing overflowed; to
+    know that, the host waits for the device.
+
+    Args:
+        mems: n_layer tensors (B, m, D). mems_mask: (B, m) bool or None.
+
+    Returns:
+        (B, m) bool, or None: all are real.
+    """
+    finite = torch.stack([states.isfinite().all(dim=-1) for states in mems]).all(dim=0)
+    if mems_mask is None:
+        return None if finite.all() else finite
+    return mems_mask & finite
+
+
+def _mark(states: Tensor, mask: Tensor) -> Tensor:
+    """NaN in every channel of (B, m, D) where the mask (B, m) is False."""
+    return states.masked_fill(~mask[..., None].to(states.device), torch.nan)
+
+
+def _check_mems(
+    mems: tuple[Tensor, ...] | None,
+    mems_mask: Tensor | None,
+    config: TransfoXLConfig,
+    mem_len: int,
+    batch_size: int,
+):
+    if mems is None:
+        raise ValueError("mems_mask was given without the mems that it is of")
+    if mem_len == 0:
+        raise ValueError("mems were given, but mem_len=0 means that there is no memory")
+    if len(mems) != config.n_layer:
+        raise ValueError(f"mems hold {len(mems)} layers, but the model has n_layer={config.n_layer}")
+    for i, states in enumerate(mems):
+        if states.dim() != 3 or (states.shape[0], states.shape[2]) != (batch_size, config.d_model):
+            raise ValueError(
+                f"mems[{i}] is {tuple(states.shape)}, but this batch needs ({batch_size}, m, {config.d_model})"
+            )
+        if states.shape[1] != mems[0].shape[1] or states.shape[1] > mem_len:
+            raise ValueError(
+                f"mems[{i}] holds {states.shape[1]} states, but all layers need the same number, "
+                f"{mem_len} (mem_len) at most"
+            )
+        if not states.is_floating_point():
+            raise ValueError(f"mems[{i}] is {states.dtype}, no floating-point states")
+    shape = mems[0].shape[:2]
+    if mems_mask is None:
+        _check_real(mems[0])
+    elif mems_mask.dtype != torch.bool or mems_mask.shape != shape:
+        raise ValueError(
+            f"mems_mask is {tuple(mems_mask.shape)} of {mems_mask.dtype}, but these mems need {tuple(shape)} bool"
+        )
+
+
+def _check_real(states: Tensor):
+    """Raise a ValueError for states without a mask that need one, where that can be asked: see `drop_idle_mask`."""
+    if not _can_ask(states):
+        return
+    missing = states[..., 0].float().isnan()
+    if missing.any():
+        row, position = missing.nonzero()[0].tolist()
+        raise ValueError(
+            f"mems hold NaN, in row {row} at state {position} first, but no mems_mask came with them: hand back "
+            "mems_mask=outputs.mems_mask with mems=outputs.mems, since padded states are NaN; where nothing was "
+            "padded, the states overflowed"
+        )
+
+
+def _check_room(cache: Cache, mem_len: int):
+    room = cache.layers[0].max_cache_len
+    if room <= mem_len:
+        raise ValueError(
+            f"past_key_values have room for {room} keys, but mem_len={mem_len} needs a static cache of "
+            f"max_cache_len={mem_len + 1} at least"
+        )
+
+
+def _fill_up(
+    mems: tuple[Tensor, ...], mems_mask: Tensor | None, length: int
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """A memory of (B, length, D) with masked states in front of what there is."""
+    missing = length - mems[0].shape[1]
+    if missing == 0:
+        return mems, mems_mask
+    mems_mask = F.pad(real_states(mems, mems_mask), (missing, 0), value=False)
+    return tuple(F.pad(states, (0, 0, missing, 0)) for states in mems), mems_mask
+
+
+def _can_ask(tensor: Tensor) -> bool:
+    """Whether the host may look at numbers: no GPU is waited for, and no graph is broken."""
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
 
 
 def drop_idle_mask(key_mask: Tensor | None) -> Tensor | None:
-    """None for a mask that hides nothing, where that can be asked: no GPU is waited for, and no graph is made."""
-    if key_mask is None or key_mask.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    """None for a mask that hides nothing, where that can be asked."""
+    if key_mask is None or not _can_ask(key_mask):
         return key_mask
     return None if key_mask.all() else key_mask
 
@@ -114,6 +338,7 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
     """
 
     _keys: Tensor
+    _values: Tensor
     _key_buffer: Tensor
     _value_buffer: Tensor
 
@@ -130,6 +355,15 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
     def keys(self, keys: Tensor):
         # Whoever sets them (to reorder beams, to crop, to move them) leaves the buffers behind.
         self._keys, self._room = keys, 0
+
+    @property
+    def values(self) -> Tensor:
+        """As `keys`."""
+        return self._values
+
+    @values.setter
+    def values(self, values: Tensor):
+        self._values, self._room = values, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Take (B, H, L, Dh) keys and values; return them behind those of the memory, and remember the last M."""
@@ -182,6 +416,12 @@ class DecodingState:
     positions: Tensor | None = None
     clamp_len: int = -1
     rel_keys: dict[int, Tensor] = field(default_factory=dict)
+
+    def rel_key(self, layer: int, project: Callable[[], Tensor]) -> Tensor:
+        """W_R R of a layer: what it projects now, or has projected before, as a cache takes its keys and values."""
+        if layer not in self.rel_keys:
+            self.rel_keys[layer] = project().contiguous()
+        return self.rel_keys[layer]
 
     def memory_mask(self, end: int, memory_length: int) -> Tensor | None:
         """(B, m) bool: which of the m keys before token `end` are real; None: all of them."""
@@ -256,17 +496,16 @@ def cached_key_mask(
 ) -> tuple[int, Tensor | None]:
     """m and which of the m + L keys are real, (B, m + L) bool or None, for a cache that holds a memory."""
     memory_length = min(cache.get_mask_sizes(segment_length, 0)[0] - segment_length, mem_len)
-    key_length, seen = memory_length + segment_length, text_length(cache)
+    seen = text_length(cache)
     if _is_compiled_with(cache):
         # `prepare_inputs_for_generation` was here before.
         memory_mask = None
     else:
         memory_mask = decoding_state_of(cache).memory_mask(seen, memory_length)
-    lengths = (segment_length, key_length, seen + segment_length)
-    longer = memory_length == mem_len
-    return memory_length, make_key_mask(
-        attention_mask, memory_mask, batch_size, segment_length, memory_length, lengths, longer
-    )
+    columns = (segment_length, memory_length + segment_length, seen + segment_length)
+    more = memory_length == mem_len
+    key_mask = make_key_mask(attention_mask, memory_mask, batch_size, segment_length, memory_length, columns, more)
+    return memory_length, key_mask
 
 
 def _is_compiled_with(cache: Cache) -> bool:
@@ -280,32 +519,53 @@ def make_key_mask(
     batch_size: int,
     segment_length: int,
     memory_length: int,
-    lengths: tuple[int, ...],
-    longer: bool = False,
+    columns: Collection[int],
+    more: bool = False,
 ) -> Tensor | None:
     """Which of the m + L keys are real: (B, m + L) bool, or None for all of them.
 
     Args:
         attention_mask: (B, n), 1 = real, for the last n of the keys, or for more than the keys. None: all real.
-        memory_mask: (B, m) bool, what the memory itself says. None: all real.
-        lengths: the n that are right here. longer: whether any n beyond m + L is.
+        memory_mask: (B, m) bool, what the memory itself says, also of keys without a column. None: all real.
+        columns: the n that are right here. more: whether any n beyond m + L is.
 
     Raises:
-        ValueError: the mask has another shape.
+        ValueError: the mask has another shape or other values.
     """
     if attention_mask is None:
         return None if memory_mask is None else F.pad(memory_mask, (0, segment_length), value=True)
     key_length = memory_length + segment_length
     length = attention_mask.shape[-1]
-    fits = length in lengths or (longer and length > key_length)
+    fits = length in columns or (more and length > key_length)
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size or not fits:
-        expected = " or ".join(f"({batch_size}, {n})" for n in sorted(set(lengths)))
         raise ValueError(
             f"attention_mask is {tuple(attention_mask.shape)}, but a segment of {segment_length} after a memory of "
-            f"{memory_length} needs {expected}"
+            f"{memory_length} needs {_shapes(batch_size, columns)}{' or more columns' if more else ''}"
         )
+    _check_zeros_and_ones(attention_mask)
     mask = attention_mask[:, -key_length:].bool()
     mask = F.pad(mask, (key_length - mask.shape[1], 0), value=True)
     if memory_mask is not None:
         mask = mask & F.pad(memory_mask, (0, segment_length), value=True)
     return mask
+
+
+def _shapes(batch_size: int, columns: Collection[int]) -> str:
+    if isinstance(columns, range):
+        return f"({batch_size}, n) with n from {columns[0]} to {columns[-1]}"
+    return " or ".join(f"({batch_size}, {n})" for n in sorted(set(columns)))
+
+
+def _check_zeros_and_ones(attention_mask: Tensor):
+    """Raise a ValueError for a float mask that is added to scores, where 0 says real.
+
+    Masks of ones and zeros in floating point are common: PEFT writes the columns of its prompts so. They are few
+    enough that a GPU may be waited for.
+    """
+    if not attention_mask.is_floating_point() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return
+    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()) or not bool(attention_mask.any()):
+        raise ValueError(
+            f"attention_mask is {attention_mask.dtype} and not made of 1 = real and 0 = padding: a mask that is added "
+            "to scores, 0 = real, reads the other way round; give (mask == 0).long() instead"
+        )

@@ -3,7 +3,8 @@
 A text is read in segments. Each layer attends to the segment and to the memory: the hidden states that entered the
 same layer while earlier segments were read (Section 3.2). The memory is explicit, in and out:
 
-* `mems`, the states themselves: a tuple of n_layer tensors (B, m, D), for training and evaluation;
+* `mems`, the states themselves: a tuple of n_layer tensors (B, m, D), for training and evaluation, and with them
+  `mems_mask`, (B, m), where padding or a new beginning has hidden some;
 * `past_key_values`, the same states already projected to keys and values: a `Cache` of `transformers`, for decoding.
 
 Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m + L keys, D = `d_model`, H heads,
@@ -11,7 +12,7 @@ Dh = `d_head`, V vocabulary. u and v are the paper's biases, `content_bias` and 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,17 +38,15 @@ from .inputs_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, document_start
 from .layout_transfo_xl import TransfoXLLayoutMixin
 from .linear_transfo_xl import project
 from .memory_transfo_xl import (
-    PADDING,
     DecodingState,
     FilledLengths,
     MemoryCache,
     MemoryLengths,
-    cached_key_mask,
     decoding_state_of,
-    drop_idle_mask,
-    is_padding,
-    make_key_mask,
-    pad_memory,
+    hide_states,
+    initial_memory,
+    open_memory,
+    remember,
     remember_key_mask,
 )
 
@@ -67,10 +66,13 @@ class TransfoXLModelOutput(ModelOutput):
     """
     Args:
         last_hidden_state: (B, L, D), the output of the last layer.
-        mems: tuple of n_layer tensors (B, min(m + L, M), D), the memory after this segment, detached.
+        mems: tuple of n_layer tensors (B, min(m + L, M), D), the memory after this segment, detached. States that are
+            padding are NaN.
         past_key_values: the memory as projected keys and values, instead of `mems` with `use_cache=True`.
         hidden_states: tuple of n_layer + 1 tensors (B, L, D), with `output_hidden_states=True`.
         attentions: tuple of n_layer tensors (B, H, L, m + L), with `output_attentions=True`.
+        mems_mask: (B, min(m + L, M)) bool, which states of `mems` are real; None: all of them. To be handed back with
+            `mems`. It is a copy: set a row to False to begin it afresh.
     """
 
     last_hidden_state: Tensor | None = None
@@ -78,6 +80,7 @@ class TransfoXLModelOutput(ModelOutput):
     past_key_values: Cache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
+    mems_mask: Tensor | None = None
 
 
 @dataclass
@@ -86,7 +89,7 @@ class TransfoXLCausalLMOutput(ModelOutput):
     Args:
         loss: scalar fp32, with labels: the sum of `losses` over the number of targets.
         logits: (B, L, V) fp32 log-probabilities.
-        mems, past_key_values, hidden_states, attentions: as in `TransfoXLModelOutput`.
+        mems, past_key_values, hidden_states, attentions, mems_mask: as in `TransfoXLModelOutput`.
         losses: (B, L - 1) with `labels` or (B, L) with `shift_labels`, fp32: the negative log-likelihood of each
             target in target order, 0 where ignored.
     """
@@ -97,6 +100,7 @@ class TransfoXLCausalLMOutput(ModelOutput):
     past_key_values: Cache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
+    mems_mask: Tensor | None = None
     losses: Tensor | None = None
 
 
@@ -106,7 +110,7 @@ class TransfoXLSequenceClassifierOutput(ModelOutput):
     Args:
         loss: scalar, with labels.
         logits: (B, num_labels), the scores of the last real token.
-        mems, past_key_values, hidden_states, attentions: as in `TransfoXLModelOutput`.
+        mems, past_key_values, hidden_states, attentions, mems_mask: as in `TransfoXLModelOutput`.
     """
 
     loss: Tensor | None = None
@@ -115,6 +119,7 @@ class TransfoXLSequenceClassifierOutput(ModelOutput):
     past_key_values: Cache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
+    mems_mask: Tensor | None = None
 
 
 def sinusoid(positions: Tensor, width: int) -> Tensor:
@@ -130,6 +135,22 @@ def sinusoid(positions: Tensor, width: int) -> Tensor:
     # Rounded as in all the originals: at distance 1,000 another order of these operations is 1e-4 off in the angle.
     angles = torch.outer(positions, 1 / 10000.0**exponents)
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+class Distances(NamedTuple):
+    """What tells the attention of a layer of distances; which of them there are depends on `attn_type`.
+
+    Attributes:
+        positions: (≥ K, D) sinusoids or (≥ K, H, Dh) learned keys, furthest distance first.
+        content_bias, position_bias, rel_bias: see `relative_attention`.
+        projected: keeps the sinusoids as each layer has projected them, for later calls. None: they are of this call.
+    """
+
+    positions: Tensor | None = None
+    content_bias: Tensor | None = None
+    position_bias: Tensor | None = None
+    rel_bias: Tensor | None = None
+    projected: DecodingState | None = None
 
 
 class TransfoXLMLP(nn.Module):
@@ -174,25 +195,19 @@ class TransfoXLAttention(nn.Module):
         hidden_states: Tensor,
         context: Tensor,
         key_length: int,
-        positions: Tensor | None = None,
-        rel_keys: dict[int, Tensor] | None = None,
-        content_bias: Tensor | None = None,
-        position_bias: Tensor | None = None,
-        rel_bias: Tensor | None = None,
+        distances: Distances,
         key_mask: Tensor | None = None,
         window: int | None = None,
         past_key_values: Cache | None = None,
         implementation: str | None = None,
-        **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
             hidden_states: (B, L, D), what the queries are made of.
             context: (B, n, D), what new keys and values are made of: the segment, after the memory if there is one.
             key_length: K.
-            positions: (≥ K, D) sinusoids or (≥ K, H, Dh) learned keys, furthest distance first.
-            rel_keys: the positions as projected by each layer before; this layer adds its own.
-            content_bias, position_bias, rel_bias, key_mask, window: see `relative_attention`.
+            distances: what encodes them, but for what this layer has of its own.
+            key_mask, window: see `relative_attention`.
             past_key_values: holds the keys and values of the memory and takes those of `context`.
             implementation: the backend, by default that of the configuration.
 
@@ -206,17 +221,16 @@ class TransfoXLAttention(nn.Module):
             key, value = past_key_values.update(key, value, self.layer_idx)
         # A cache that never forgets holds more than the memory.
         key, value = (states.narrow(2, -key_length, key_length) for states in (key, value))
-        rel_key = None
-        if positions is not None:
-            rel_key = self._rel_key(positions, rel_keys).narrow(1, -key_length, key_length).to(query.dtype)
+        content_bias = distances.content_bias if self.content_bias is None else self.content_bias
+        position_bias = distances.position_bias if self.position_bias is None else self.position_bias
         attended, probabilities = relative_attention(
             query,
             key,
             value,
-            rel_key,
-            content_bias if self.content_bias is None else self.content_bias,
-            position_bias if self.position_bias is None else self.position_bias,
-            rel_bias=rel_bias,
+            self._rel_key(distances, key_length, query.dtype),
+            content_bias,
+            position_bias,
+            rel_bias=distances.rel_bias,
             key_mask=key_mask,
             window=window,
             dropout=self.config.dropatt if self.training else 0.0,
@@ -224,16 +238,22 @@ class TransfoXLAttention(nn.Module):
         )
         return self.dropout(project(self.o_proj, attended.transpose(1, 2).flatten(2))), probabilities
 
-    def _rel_key(self, positions: Tensor, rel_keys: dict[int, Tensor] | None) -> Tensor:
-        """(n, D) sinusoids or (n, H, Dh) learned keys → (H, n, Dh), W_R R of the paper."""
-        if rel_keys is not None and self.layer_idx in rel_keys:
-            return rel_keys[self.layer_idx]
+    def _rel_key(self, distances: Distances, key_length: int, dtype: torch.dtype) -> Tensor | None:
+        """W_R R of the paper for the K distances, (H, K, Dh), or None without relative positions."""
+        positions = distances.positions
+        if positions is None:
+            return None
+        if distances.projected is None:
+            rel_key = self._project(positions)
+        else:
+            rel_key = distances.projected.rel_key(self.layer_idx, lambda: self._project(positions))
+        return rel_key.narrow(1, -key_length, key_length).to(dtype)
+
+    def _project(self, positions: Tensor) -> Tensor:
+        """(n, D) sinusoids or (n, H, Dh) learned keys → (H, n, Dh)."""
         if self.r_proj is not None:
             positions = project(self.r_proj, positions).unflatten(-1, self.heads)
-        rel_key = positions.transpose(0, 1)
-        if rel_keys is not None:
-            rel_key = rel_keys[self.layer_idx] = rel_key.contiguous()
-        return rel_key
+        return positions.transpose(0, 1)
 
     def _split_heads(self, projected: Tensor) -> Tensor:
         """(B, n, H·Dh) → (B, H, n, Dh)."""
@@ -381,16 +401,10 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
 
         The device is that of the embeddings unless another is given, the type theirs; M is `config.mem_len` likewise.
         """
+        weight = self.get_input_embeddings().emb_layers[0].weight
         if mem_len is None:
             mem_len = self.config.mem_len
-        if mem_len == 0:
-            return None
-        weight = self.get_input_embeddings().emb_layers[0].weight
-        length = mem_len if self.config.initial_memory == "zeros" else 0
-        zeros = torch.zeros(
-            batch_size, length, self.config.d_model, dtype=weight.dtype, device=device or weight.device
-        )
-        return (zeros,) * self.config.n_layer
+        return initial_memory(self.config, mem_len, batch_size, weight.dtype, device or weight.device)
 
 
 class TransfoXLModel(TransfoXLPreTrainedModel):
@@ -427,24 +441,32 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         lengths: MemoryLengths | None = None,
+        mems_mask: Tensor | None = None,
         **kwargs,
     ) -> TransfoXLModelOutput:
         """
         Args:
             input_ids: (B, L), the segment.
-            mems: the memory, tuple of n_layer tensors (B, m, D), m ≤ M. None: see `config.initial_memory`.
-            attention_mask: 1 = real, 0 = padding: (B, L); (B, m + L); or the whole text so far, of which the last
-                m + L columns count. Padding is never attended to, neither now nor later: `mems` and `past_key_values`
-                remember what was masked. A row whose memory columns are all 0 starts fresh, without any memory. With
-                `initial_memory="empty"` it equals the segment read alone, and a padded row the unpadded one; with
-                `"zeros"` a segment read alone sees zero states, which here are masked too, and those of a padded row
-                stand before the padding, further away.
+            mems: the memory, tuple of n_layer tensors (B, m, D), m ≤ M, of any floating-point type and on any device:
+                each layer takes it as its segment is. None: see `config.initial_memory`. In another layout, legacy's
+                (m, B, D), it is taken for ours where m = B, since shapes tell nothing then.
+            attention_mask: (B, n), 1 = real, 0 = padding, for the last n of the m + L keys; keys without a column are
+                as `mems_mask` has them. n = L: the segment. n = m + L: the memory too. Or the whole text so far: n may
+                exceed m + L where the memory is full (m = M), and be less with `initial_memory="zeros"`, whose memory
+                is full from the start. Padding is never attended to, neither now nor later: `mems_mask` and
+                `past_key_values` remember what was masked. A row whose memory columns are all 0 starts fresh, without
+                any memory. With `initial_memory="empty"` it equals the segment read alone, and a padded row the
+                unpadded one; with `"zeros"` a segment read alone sees zero states, which here are masked too, and
+                those of a padded row stand before the padding, further away. In floating point it may hold ones and
+                zeros alone, not what is added to scores.
             past_key_values: the memory as projected keys and values, continued in place. An empty one starts from
                 `mems`, or from the initial memory. A mask of the whole text begins behind those.
             inputs_embeds: (B, L, D), instead of `input_ids`, on the scale of `get_input_embeddings()(input_ids)`.
             use_cache: return `past_key_values` instead of `mems`.
             lengths: how long the memory and the distances are in this call, instead of in the configuration, which
                 a call never writes to: threads may share a model and use different lengths.
+            mems_mask: (B, m) bool, which states of `mems` are real: `mems_mask` of the outputs that `mems` are from.
+                None: all of them. States that are not may hold anything; nothing of it spreads.
             output_hidden_states, output_attentions (in kwargs): return these too.
             position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx (in kwargs): must not tell of several documents in a
                 row.
@@ -459,42 +481,47 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         inputs_embeds = self._embed(input_ids, inputs_embeds)
         _check_documents(inputs_embeds, attention_mask, kwargs)
         past_key_values = self._choose_cache(use_cache, past_key_values, filled)
-        memory, memory_length, key_mask = self._open_memory(
-            inputs_embeds, mems, attention_mask, past_key_values, filled.mem_len
-        )
-        key_mask = drop_idle_mask(key_mask)
+        memory = open_memory(self.config, filled, inputs_embeds, mems, mems_mask, attention_mask, past_key_values)
+        key_mask, key_length = memory.key_mask, memory.length + inputs_embeds.shape[1]
+        if input_ids is None and key_mask is not None:
+            # Tables hold numbers; what a caller's padding holds must not spread.
+            inputs_embeds = hide_states(inputs_embeds, key_mask[:, memory.length :])
 
         hidden_states = self._embed_positions(inputs_embeds, filled.clamp_len)
-        key_length = memory_length + inputs_embeds.shape[1]
-        # What is projected without dropout or gradient can be used again.
-        state = None if past_key_values is None or torch.is_grad_enabled() else decoding_state_of(past_key_values)
-        encodings = self._relative_encodings(key_length, inputs_embeds, state, filled)
-        window = filled.window
+        # What depends on distances alone can be projected once for many calls, where no gradient or dropout is drawn.
+        keeps = past_key_values is not None and not torch.is_grad_enabled() and not self.training
+        state = decoding_state_of(past_key_values) if keeps else None
+        distances = self._encode_distances(key_length, inputs_embeds, state, filled)
         # Only eager has the probabilities.
         wants_attentions = kwargs.get("output_attentions", self.config.output_attentions)
         implementation = "eager" if wants_attentions else None
-        states = []
+        remembered: list[Any] = []
+        entered: list[Tensor] = []
         for i, layer in enumerate(self.layers[: self.config.n_layer]):
-            states.append(hidden_states)
+            remembered.append(memory.of_layer(i, hidden_states))
+            entered.append(hidden_states)
             if self.config.attn_type == 3:
                 hidden_states = hidden_states + self.r_emb[i, -hidden_states.shape[1] :].flatten(1)
             hidden_states = layer(
                 hidden_states,
-                memory[i],
+                remembered[i],
                 key_length=key_length,
+                distances=distances[i],
                 key_mask=key_mask,
-                window=window,
+                window=filled.window,
                 past_key_values=past_key_values,
                 implementation=implementation,
-                **encodings[i],
             )
+        new_mems = new_mask = None
         if past_key_values is not None:
             remember_key_mask(past_key_values, key_mask)
-        new_mems = None
-        if past_key_values is None and filled.mem_len > 0:
-            new_mems = self._remember(memory, states, key_mask if attention_mask is not None else None, filled)
+        elif filled.mem_len > 0:
+            new_mems, new_mask = remember(remembered, entered, key_mask, filled)
         return TransfoXLModelOutput(
-            last_hidden_state=self.output_dropout(hidden_states), mems=new_mems, past_key_values=past_key_values
+            last_hidden_state=self.output_dropout(hidden_states),
+            mems=new_mems,
+            past_key_values=past_key_values,
+            mems_mask=new_mask,
         )
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
@@ -525,73 +552,6 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             return MemoryCache(self.config, lengths.mem_len)
         return past_key_values
 
-    def _open_memory(
-        self,
-        inputs_embeds: Tensor,
-        mems: tuple[Tensor, ...] | None,
-        attention_mask: Tensor | None,
-        past_key_values: Cache | None,
-        mem_len: int,
-    ) -> tuple[tuple, int, Tensor | None]:
-        """For each layer the states it remembers (None where a cache holds them), m, and which keys are real."""
-        batch_size, segment_length, _ = inputs_embeds.shape
-        if past_key_values is not None and past_key_values.get_seq_length() > 0:
-            if mems is not None:
-                raise ValueError("give mems or past_key_values that hold a memory already, not both")
-            memory_length, key_mask = cached_key_mask(
-                attention_mask, past_key_values, mem_len, batch_size, segment_length
-            )
-            return (None,) * self.config.n_layer, memory_length, key_mask
-
-        if mems is not None:
-            self._check_mems(mems, inputs_embeds, mem_len)
-        memory = self.init_mems(batch_size, inputs_embeds.device, mem_len) if mems is None else mems
-        if memory is None:
-            key_mask = make_key_mask(attention_mask, None, batch_size, segment_length, 0, (segment_length,))
-            return (None,) * self.config.n_layer, 0, key_mask
-        if past_key_values is not None and past_key_values.is_compileable:
-            room = past_key_values.layers[0].max_cache_len
-            if room <= mem_len:
-                raise ValueError(
-                    f"past_key_values have room for {room} keys, but mem_len={mem_len} needs a static cache of "
-                    f"max_cache_len={mem_len + 1} at least"
-                )
-            memory = tuple(pad_memory(states, mem_len) for states in memory)
-        memory_length = memory[0].shape[1]
-        memory_mask = None if memory_length == 0 else ~is_padding(memory)
-        if past_key_values is not None:
-            past_key_values.decoding_state = DecodingState(initial_length=memory_length)
-        lengths: tuple[int, ...] = (segment_length, memory_length + segment_length)
-        if mems is not None and attention_mask is not None:
-            before_text = memory_length + segment_length - attention_mask.shape[-1]
-            if 0 < before_text < memory_length and not memory[0][:, :before_text].any():
-                # A mask of the whole text, which is shorter than a memory that still holds some of its initial zeros.
-                lengths += (attention_mask.shape[-1],)
-        longer = mems is not None and memory_length == mem_len
-        key_mask = make_key_mask(
-            attention_mask, memory_mask, batch_size, segment_length, memory_length, lengths, longer
-        )
-        return memory, memory_length, key_mask
-
-    def _check_mems(self, mems: tuple[Tensor, ...], inputs_embeds: Tensor, mem_len: int):
-        batch_size, _, width = inputs_embeds.shape
-        if mem_len == 0:
-            raise ValueError("mems were given, but mem_len=0 means that there is no memory")
-        if len(mems) != self.config.n_layer:
-            raise ValueError(f"mems hold {len(mems)} layers, but the model has n_layer={self.config.n_layer}")
-        for i, states in enumerate(mems):
-            if states.dim() != 3 or (states.shape[0], states.shape[2]) != (batch_size, width):
-                raise ValueError(
-                    f"mems[{i}] is {tuple(states.shape)}, but this batch needs ({batch_size}, m, {width})"
-                )
-            if states.shape[1] != mems[0].shape[1] or states.shape[1] > mem_len:
-                raise ValueError(
-                    f"mems[{i}] holds {states.shape[1]} states, but all layers need the same number, "
-                    f"{mem_len} (mem_len) at most"
-                )
-            if states.dtype != inputs_embeds.dtype:
-                raise ValueError(f"mems[{i}] is {states.dtype}, but the model computes {inputs_embeds.dtype}")
-
     def _sinusoids(self, key_length: int, embeds: Tensor, clamp_len: int) -> Tensor:
         """(K, D) for the distances K - 1, …, 0. Distances are counted in fp32: bf16 has no 301."""
         distances = torch.arange(key_length - 1, -1, -1, device=embeds.device, dtype=torch.float32)
@@ -611,66 +571,35 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             )
         return self.input_dropout(inputs_embeds)
 
-    def _relative_encodings(
+    def _encode_distances(
         self, key_length: int, embeds: Tensor, state: DecodingState | None, lengths: FilledLengths
-    ) -> list[dict[str, Tensor | dict[int, Tensor]]]:
-        """For each layer the arguments of its attention that encode distance."""
+    ) -> list[Distances]:
+        """For each layer what encodes the distances K - 1, …, 0; `state` keeps what does not change between calls."""
         config, clamp_len = self.config, lengths.clamp_len
         if config.attn_type == 0:
             if state is None:
-                shared = {"positions": self.position_dropout(self._sinusoids(key_length, embeds, clamp_len))}
+                positions = self.position_dropout(self._sinusoids(key_length, embeds, clamp_len))
             else:
                 if state.positions is None or len(state.positions) < key_length or state.clamp_len != clamp_len:
                     # At once as many as a full memory needs, so that a growing one asks for them only once.
                     rows = max(key_length, lengths.mem_len + 1)
-                    state.positions = self.position_dropout(self._sinusoids(rows, embeds, clamp_len))
+                    state.positions = self._sinusoids(rows, embeds, clamp_len)
                     state.rel_keys, state.clamp_len = {}, clamp_len
-                shared = {"positions": state.positions, "rel_keys": state.rel_keys}
+                positions = state.positions
+            shared = Distances(positions, projected=state)
             if not config.untie_r:
-                shared |= {"content_bias": self.content_bias, "position_bias": self.position_bias}
+                shared = shared._replace(content_bias=self.content_bias, position_bias=self.position_bias)
             return [shared] * config.n_layer
         if config.attn_type == 1:
             learned = config.learned_positions
             furthest = min(clamp_len, learned) if clamp_len > 0 else learned
-            distances = torch.arange(key_length - 1, -1, -1, device=embeds.device).clamp(max=furthest - 1)
-            distance_rows = learned - 1 - distances
+            steps = torch.arange(key_length - 1, -1, -1, device=embeds.device).clamp(max=furthest - 1)
+            learned_rows = learned - 1 - steps
             return [
-                {
-                    "positions": self.r_emb[i, distance_rows],
-                    "rel_bias": self.r_bias[i, distance_rows].T,
-                    "content_bias": self.content_bias[i],
-                }
+                Distances(self.r_emb[i, learned_rows], self.content_bias[i], rel_bias=self.r_bias[i, learned_rows].T)
                 for i in range(config.n_layer)
             ]
-        return [{}] * config.n_layer
-
-    @torch.no_grad()
-    def _remember(
-        self,
-        memory: tuple[Tensor, ...],
-        states: list[Tensor],
-        key_mask: Tensor | None,
-        lengths: FilledLengths,
-    ) -> tuple[Tensor, ...]:
-        """The last M of the m + L states of each layer, without the last ext_len of the segment (Section 3.2).
-
-        Args:
-            memory, states: n_layer tensors each, (B, m, D) and (B, L, D), that entered the layers.
-            key_mask: (B, m + L) bool; what it masks is remembered as padding.
-        """
-        memory_length, segment_length = memory[0].shape[1], states[0].shape[1]
-        end = memory_length + max(0, segment_length - lengths.ext_len)
-        start = max(0, end - lengths.mem_len)
-        new_mems = tuple(
-            torch.cat(
-                [remembered[:, start:], entered[:, max(0, start - memory_length) : end - memory_length]], dim=1
-            ).detach()
-            for remembered, entered in zip(memory, states, strict=True)
-        )
-        if key_mask is None:
-            return new_mems
-        padding = ~key_mask[:, start:end, None]
-        return tuple(states.masked_fill(padding, PADDING) for states in new_mems)
+        return [Distances()] * config.n_layer
 
 
 class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
@@ -712,11 +641,12 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         logits_to_keep: int | Tensor = 0,
         output_logits: bool | None = None,
         lengths: MemoryLengths | None = None,
+        mems_mask: Tensor | None = None,
         **kwargs,
     ) -> TransfoXLCausalLMOutput:
         """
         Args:
-            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths: see
+            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask: see
                 `TransfoXLModel.forward`.
             labels: (B, L), shifted inside: token i predicts label i + 1. -100 is ignored.
             shift_labels (in kwargs): (B, L), targets aligned with the inputs already, so that the last token of a
@@ -743,6 +673,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             lengths=lengths,
+            mems_mask=mems_mask,
             return_dict=True,
             **kwargs,
         )
@@ -772,6 +703,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             losses=losses,
+            mems_mask=outputs.mems_mask,
         )
 
 
@@ -801,11 +733,12 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         lengths: MemoryLengths | None = None,
+        mems_mask: Tensor | None = None,
         **kwargs,
     ) -> TransfoXLSequenceClassifierOutput:
         """
         Args:
-            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths: see
+            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask: see
                 `TransfoXLModel.forward`. The last real token is the last one that `attention_mask` marks, or else that
                 is not `config.pad_token_id`; padding may stand on either side.
             labels: (B,) classes, or (B,) or (B, num_labels) numbers for regression or multi-label classification.
@@ -824,6 +757,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             lengths=lengths,
+            mems_mask=mems_mask,
             return_dict=True,
             **kwargs,
         )
@@ -842,6 +776,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            mems_mask=outputs.mems_mask,
         )
 
     def _last_real_token(

@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from .checkpoints import (
     save_mems,
 )
 from .evaluation import figures
+from .memory_transfo_xl import mask_overflow, memory_of, real_states
 from .regularization import RegularizationArguments, Regularizer, regularize
 from .streams import check_loader
 
@@ -39,20 +40,21 @@ class _Memory:
     """The mems of each micro-batch of a step, and what an evaluation has summed up.
 
     Args:
-        mems: for each micro-batch the mems of its rows on this process, or None at the beginning of the text.
+        memories: for each micro-batch `mems` and `mems_mask` of its rows on this process, neither at the beginning of
+            the text.
         micro_batch: which of them is next.
         nll, targets: of all targets so far on this process, in nats.
     """
 
-    mems: list[tuple[Tensor, ...] | None] = field(default_factory=lambda: [None])
+    memories: list[dict[str, Any]] = field(default_factory=lambda: [{}])
     micro_batch: int = 0
     nll: float = 0.0
     targets: int = 0
 
-    def replace(self, mems: tuple[Tensor, ...] | None):
-        """Keep the mems of the current micro-batch and go on to the next one."""
-        self.mems[self.micro_batch] = mems
-        self.micro_batch = (self.micro_batch + 1) % len(self.mems)
+    def replace(self, memory: dict[str, Any]):
+        """Keep the memory of the current micro-batch and go on to the next one."""
+        self.memories[self.micro_batch] = memory
+        self.micro_batch = (self.micro_batch + 1) % len(self.memories)
 
 
 class TransfoXLTrainer(Trainer):
@@ -188,7 +190,7 @@ class TransfoXLTrainer(Trainer):
 
     def _run_epoch(self, **kwargs) -> None:
         """An epoch begins at the beginning of the text, but for one that is resumed."""
-        self._memory = _Memory([None] * self.args.gradient_accumulation_steps)
+        self._memory = _Memory([{} for _ in range(self.args.gradient_accumulation_steps)])
         if kwargs["epoch"] == kwargs["epochs_trained"]:
             self._begin_training(Path(self._get_output_dir(kwargs["trial"])))
         # Trainer takes one step more when it resumes a run that is done.
@@ -200,7 +202,7 @@ class TransfoXLTrainer(Trainer):
     def _begin_training(self, output_dir: Path):
         self._tokens, self._counted_since = 0, time.perf_counter()
         if self._resumed_from is not None and not self.args.ignore_data_skip:
-            self._memory.mems = self._load_memory(self._resumed_from)
+            self._memory.memories = self._load_memory(self._resumed_from)
         if self.args.should_save and self.args.save_strategy != SaveStrategy.NO:
             self._run = begin_run(output_dir, self._resumed_from)
 
@@ -223,11 +225,9 @@ class TransfoXLTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As in `Trainer`, with the memory of these rows, which the call replaces by what it returns."""
-        mems = self._memory.mems[self._memory.micro_batch]
-        if mems is not None:
-            inputs = {**inputs, "mems": mems}
+        inputs = {**inputs, **self._memory.memories[self._memory.micro_batch]}
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
-        self._memory.replace(self._detach(outputs.get("mems")))
+        self._memory.replace(self._detach(memory_of(outputs)))
         if self._regularizer is not None and model.training:
             penalty = self._regularizer.penalty(inputs.get("shift_labels")) / self.current_gradient_accumulation_steps
             loss, self._penalty = loss + penalty, penalty.detach()
@@ -241,14 +241,20 @@ class TransfoXLTrainer(Trainer):
         # What is logged is the likelihood alone, so that its exponential is a perplexity.
         return super().training_step(*args, **kwargs) - self._penalty
 
-    def _detach(self, mems: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
-        if mems is None:
-            return None
+    def _detach(self, memory: dict[str, Any]) -> dict[str, Any]:
+        if not memory:
+            return {}
         # Mixed precision returns everything in fp32, also what a model in bf16 wants back in bf16.
         dtype = self.model.get_input_embeddings().emb_layers[0].weight.dtype
-        mems = tuple(states.detach().to(dtype) for states in mems)
-        # A captured graph writes its outputs to the same place at every step.
-        return tuple(states.clone() for states in mems) if self.args.torch_compile else mems
+        mems, mask = tuple(states.detach().to(dtype) for states in memory["mems"]), memory["mems_mask"]
+        if self.args.torch_compile:
+            # A captured graph writes its outputs to the same place at every step.
+            mems = tuple(states.clone() for states in mems)
+            mask = None if mask is None else mask.clone()
+        if self.args.fp16 or dtype == torch.float16:
+            # A stream whose states overflowed would go on from them until the text ends, whatever the scaler skips.
+            mask = mask_overflow(mems, mask)
+        return {"mems": mems, "mems_mask": mask}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
@@ -393,17 +399,21 @@ class TransfoXLTrainer(Trainer):
         return position
 
     def _save_memory(self, folder: Path):
-        position, mems = self._position(), self._memory.mems
-        layers = []
+        position, memories = self._position(), self._memory.memories
+        layers, mask = [], None
         # At the end of an epoch nothing is remembered any more.
-        if position["step"] > 0 and mems[0] is not None:
-            for states in zip(*mems, strict=True):
-                layers.append(torch.cat([self.accelerator.gather(part.contiguous()) for part in states]).cpu())
+        if position["step"] > 0 and memories[0]:
+            layers = [self._gather(states) for states in zip(*(memory["mems"] for memory in memories), strict=True)]
+            mask = self._gather([real_states(**memory).byte() for memory in memories]).bool()
         if self.args.should_save:
-            save_mems(folder, layers, position)
+            save_mems(folder, layers, mask, position)
 
-    def _load_memory(self, folder: Path) -> list[tuple[Tensor, ...] | None]:
-        """The mems of each micro-batch of this process."""
+    def _gather(self, parts: Iterable[Tensor]) -> Tensor:
+        """What each micro-batch of each process has, in the order of the streams."""
+        return torch.cat([self.accelerator.gather(part.contiguous()) for part in parts]).cpu()
+
+    def _load_memory(self, folder: Path) -> list[dict[str, Any]]:
+        """The memory of each micro-batch of this process."""
         micro_batches, position = self.args.gradient_accumulation_steps, self._position()
         rows = position["batch_size"] // (micro_batches * self.args.world_size)
         starts = [(a * self.args.world_size + self.args.process_index) * rows for a in range(micro_batches)]

@@ -6,7 +6,7 @@ import math
 import shutil
 import time
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import datasets
 import torch
@@ -29,6 +29,7 @@ from ..checkpoints import (
 )
 from ..evaluation import figures
 from ..files import disk_errors, whole_folder
+from ..memory_transfo_xl import mask_overflow, memory_of, real_states
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..regularization import regularize
 from ..streams import check_loader
@@ -79,7 +80,8 @@ class Training:
         step: optimiser steps done; with it, the place in the stream is known.
         tokens: targets that were learned from until the last line of the log.
         best: the lowest validation loss, in nats.
-        mems: for each chunk of this process's streams what they remember, or None at the beginning of the text.
+        memories: for each chunk of this process's streams the `mems` and `mems_mask` that they go on from, neither at
+            the beginning of the text.
         nll, targets: sums since the last line of the log, on the device.
     """
 
@@ -116,7 +118,7 @@ class Training:
         )
 
         self.step, self.tokens, self.best = 0, 0, math.inf
-        self.mems: list[tuple[Tensor, ...] | None] = [None] * data.batch_chunk
+        self.memories: list[dict[str, Any]] = [{} for _ in range(data.batch_chunk)]
         self.nll = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         self.targets = torch.zeros((), dtype=torch.int64, device=self.accelerator.device)
         self.resume()
@@ -154,7 +156,7 @@ class Training:
             epoch, done = divmod(self.step, self.stream.steps)
             if done == 0:
                 # The text begins anew.
-                self.mems = [None] * len(self.mems)
+                self.memories = [{} for _ in self.memories]
             loader = skip_first_batches(self.loader, done) if done else self.loader
             loader.set_epoch(epoch)
             for batch in loader:
@@ -164,7 +166,7 @@ class Training:
 
     def train_step(self, batch: dict[str, Tensor]) -> Tensor:
         """One optimiser step on the next segment of each stream; returns the norm of the gradient."""
-        accelerator, chunks = self.accelerator, len(self.mems)
+        accelerator, chunks = self.accelerator, len(self.memories)
         targets = accelerator.reduce((batch["shift_labels"] != -100).sum(), "sum")
         # The mean over all targets of the step: what is backpropagated will be divided by the number of chunks, and
         # gradients are averaged over processes.
@@ -174,8 +176,11 @@ class Training:
         parts = zip(batch["input_ids"].chunk(chunks), batch["shift_labels"].chunk(chunks), strict=True)
         for i, (input_ids, shift_labels) in enumerate(parts):
             with accelerator.accumulate(self.model):
-                outputs = self.model(input_ids=input_ids, shift_labels=shift_labels, mems=self.mems[i])
-                self.mems[i] = outputs.mems
+                outputs = self.model(input_ids=input_ids, shift_labels=shift_labels, **self.memories[i])
+                self.memories[i] = memory_of(outputs)
+                if accelerator.mixed_precision == "fp16" and self.memories[i]:
+                    # A stream would go on from what overflowed until the text ends, whatever the scaler skips.
+                    self.memories[i]["mems_mask"] = mask_overflow(**self.memories[i])
                 loss = outputs.losses.sum() * scale
                 if self.regularizer is not None:
                     loss = loss + self.regularizer.penalty(shift_labels)
@@ -291,10 +296,13 @@ class Training:
             (aside / name).mkdir(parents=True)
         accelerator.wait_for_everyone()
         accelerator.save_state(str(aside / name))
-        mems = [] if self.mems[0] is None else map(torch.cat, zip(*self.mems, strict=True))
-        layers = [accelerator.gather(states.contiguous()).cpu() for states in mems]
+        layers, mask = [], None
+        if self.memories[0]:
+            mems = map(torch.cat, zip(*(memory["mems"] for memory in self.memories), strict=True))
+            layers = [accelerator.gather(states.contiguous()).cpu() for states in mems]
+            mask = accelerator.gather(torch.cat([real_states(**memory).byte() for memory in self.memories])).bool()
         if accelerator.is_main_process:
-            save_mems(aside / name, layers, self.position())
+            save_mems(aside / name, layers, mask, self.position())
             state = {name: getattr(self, name) for name in STATE}
             (aside / name / STATE_NAME).write_text(json.dumps(state), encoding="utf-8")
             if self.averaged is not None:
@@ -320,9 +328,9 @@ class Training:
         self.load_state(folder / STATE_NAME)
         self.go_on_with_schedule()
         share = self.stream.batch_size // self.accelerator.num_processes
-        first, rows = self.accelerator.process_index * share, share // len(self.mems)
+        first, rows = self.accelerator.process_index * share, share // len(self.memories)
         starts = range(first, first + share, rows)
-        self.mems = load_mems(folder, self.position(), starts, rows, self.accelerator.device)
+        self.memories = load_mems(folder, self.position(), starts, rows, self.accelerator.device)
 
     def load_state(self, path: Path):
         """How far the run is; nothing else that the file may hold is taken."""
