@@ -2,7 +2,7 @@ import os
 
 # Two workers share two cores; without this each would start a thread for every core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Nothing is ever fetched but by tests marked `network`: another that tries fails at once instead of waiting for the network.
+# Nothing is ever fetched but by tests marked `network`: another that tries fails at once instead of waiting.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import subprocess

@@ -1,4 +1,4 @@
-"""What `pip install` brings: a wheel that converts, loads, writes and trains far from a clone, built from the sdist."""
+"""What `pip install` brings: a wheel that converts, loads, writes and trains far from a clone, made of the sdist."""
 
 import ast
 import importlib.metadata
