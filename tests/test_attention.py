@@ -387,3 +387,38 @@ def test_attentions_come_from_eager_whatever_the_backend(make_model, make_ids, i
     for actual, probabilities in zip(outputs.attentions, expected.attentions, strict=True):
         assert torch.equal(actual, probabilities)
     assert torch.equal(outputs.logits, expected.logits)
+
+
+ENCODINGS = {
+    "relative": {},
+    "tied-biases-same_length": {"untie_r": False, "same_length": True},
+    "zeros-clamped": {"initial_memory": "zeros", "clamp_len": 3},
+    "one-softmax": {"cutoffs": [], "div_val": 1},
+    "shaw": {"attn_type": 1},
+    "vaswani": {"attn_type": 2, "mem_len": 0},
+    "al-rfou": {"attn_type": 3, "mem_len": 0},
+}
+
+
+@pytest.mark.parametrize("implementation", ["auto", "txl_tiles"])
+@pytest.mark.parametrize("changes", ENCODINGS.values(), ids=ENCODINGS)
+def test_fp64_computes_in_fp64(make_model, make_ids, changes, implementation):
+    """To the last digits, and so well that finite differences agree with every gradient."""
+    model = make_model(implementation, **changes).double()
+    ids = make_ids(1, 8)
+    mems = model(ids[:, :4]).mems
+    with torch.no_grad():
+        reference = oracle.ReferenceModel(model)
+        _, reference_mems = reference(ids[:, :4])
+        logits, _ = reference(ids[:, 4:], reference_mems)
+        torch.testing.assert_close(model(ids[:, 4:], mems=mems).logits, logits, atol=1e-12, rtol=1e-12)
+    names = [name for name, _ in model.named_parameters()]
+
+    def losses(*parameters):
+        arguments = {"mems": mems, "labels": ids[:, 4:]}
+        return torch.func.functional_call(
+            model, dict(zip(names, parameters, strict=True)), (ids[:, 4:],), arguments, tie_weights=True
+        ).losses
+
+    parameters = [parameter.detach().requires_grad_() for _, parameter in model.named_parameters()]
+    assert torch.autograd.gradcheck(losses, parameters, fast_mode=True)

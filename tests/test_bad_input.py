@@ -1,11 +1,14 @@
 """Every bad input gets an error that names it."""
 
+import json
+import tracemalloc
+
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import StaticCache
 
-from txl_hf import TransfoXLConfig, TransfoXLForSequenceClassification
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLForSequenceClassification
 
 BAD_CONFIGS = {
     "odd d_model": ({"d_model": 15}, "d_model=15"),
@@ -21,6 +24,15 @@ BAD_CONFIGS = {
     "unknown init": ({"init": "xavier"}, "init='xavier'"),
     "negative memory": ({"mem_len": -1}, "mem_len=-1"),
     "no layers": ({"n_layer": 0}, "n_layer=0"),
+    "layers without end": ({"n_layer": 500_000_000}, "n_layer=500000000 must be at most 1000"),
+    "a width beyond what is counted": ({"d_inner": 10**30}, "d_inner=10*.* must be at most"),
+    "epsilon that is no number": ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon=nan"),
+    "negative epsilon": ({"layer_norm_epsilon": -1.0}, r"layer_norm_epsilon=-1\.0"),
+    "infinite weights": ({"init_std": float("inf")}, "init_std=inf"),
+    "end of text outside the vocabulary": ({"eos_token_id": 10**9}, r"eos_token_id=1000000000.*\[0, 61\)"),
+    "one of several ends outside": ({"eos_token_id": [3, 61]}, r"eos_token_id=\[3, 61\].*\[0, 61\)"),
+    "padding outside the vocabulary": ({"pad_token_id": -1}, "pad_token_id=-1"),
+    "dropout that is no number": ({"dropout": float("nan")}, "dropout=nan"),
     "dropout beyond 1": ({"dropout": 1.5}, "dropout=1.5"),
     "heads that do not fill the width": ({"attn_type": 3, "mem_len": 0, "d_head": 7}, "d_head=7.*d_model=16"),
     "wrong tie_projs": ({"tie_projs": [False, True]}, "tie_projs.*3 bins"),
@@ -143,3 +155,18 @@ def test_every_backend_can_be_chosen_when_loading_and_later(make_model, make_ids
         loaded = type(model).from_pretrained(tmp_path, attn_implementation=name).eval()
         assert loaded.config._attn_implementation == name
         torch.testing.assert_close(loaded(make_ids(1, 4)).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_configuration_file_that_claims_layers_without_end_costs_nothing(make_model, tmp_path):
+    """What is kept for each layer must not be made before their number is looked at: 8 GB at half a billion layers."""
+    make_model().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"n_layer": 500_000_000}))
+    tracemalloc.start()
+    try:
+        for load in (TransfoXLConfig.from_pretrained, TransfoXLForCausalLM.from_pretrained):
+            with pytest.raises(ValueError, match="n_layer=500000000 must be at most 1000"):
+                load(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 2**26
+    finally:
+        tracemalloc.stop()

@@ -154,7 +154,7 @@ class AdaptiveEmbedding(nn.Module):
 
 
 class AdaptiveLogSoftmax(nn.Module):
-    """Log-probabilities and losses from hidden states. Logits are normalised in fp32 whatever the model's dtype."""
+    """Log-probabilities and losses from hidden states. Logits are normalised in fp32, or in fp64 if the model is."""
 
     def __init__(self, config: TransfoXLConfig):
         super().__init__()
@@ -296,18 +296,27 @@ class AdaptiveLogSoftmax(nn.Module):
         projected = self.out_projs[0](hidden_states)
         head = self.out_layers[0](_logits, projected, *self._table_range(0))
         if not self.config.cutoffs:
-            return head.float()
-        return torch.cat([head, self.clusters(projected)], dim=-1).float()
+            return _wide(head)
+        return _wide(torch.cat([head, self.clusters(projected)], dim=-1))
 
     def _bin_logits(self, hidden_states: Tensor, i: int) -> Tensor:
         """Bin i ≥ 1: (..., tokens of the bin) fp32."""
         layer = self.out_layers[i if len(self.out_layers) > 1 else 0]
-        return layer(_logits, self.out_projs[i](hidden_states), *self._table_range(i)).float()
+        return _wide(layer(_logits, self.out_projs[i](hidden_states), *self._table_range(i)))
 
     def _table_range(self, i: int) -> tuple[int, int]:
         """The rows of its table that bin i has."""
         start, end, _ = self.config.bins[i]
         return (start, end) if len(self.out_layers) == 1 else (0, end - start)
+
+
+def _wide_dtype(tensor: Tensor) -> torch.dtype:
+    """What logits are normalised in: fp32, or fp64 where the model computes in it."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(_wide_dtype(logits))
 
 
 def _logits(weight: Tensor, bias: Tensor, hidden_states: Tensor, start: int, end: int) -> Tensor:
@@ -358,7 +367,7 @@ class _BinLosses(torch.autograd.Function):
         with torch.autocast(weight.device.type, enabled=False):
             for (start, end), hidden, targets, clusters in zip(ranges, *(inputs[i::3] for i in range(3)), strict=True):
                 kept, keep = None, keeps and len(hidden) * (end - start) <= MAX_KEPT_LOGITS
-                peak = torch.full_like(targets, -torch.inf, dtype=torch.float32)
+                peak = torch.full_like(targets, -torch.inf, dtype=_wide_dtype(hidden))
                 total, picked = torch.zeros_like(peak), torch.zeros_like(peak)
                 for columns, logits in _blocks(weight, bias, start, end, hidden, clusters, whole=keep):
                     column, inside = _column(targets, columns)
@@ -388,13 +397,13 @@ class _BinLosses(torch.autograd.Function):
         parts = zip(ctx.ranges, grad_losses, *(saved[i::5] for i in range(5)), strict=True)
         with torch.autocast(weight.device.type, enabled=False):
             for (start, end), grad, hidden, targets, clusters, normalizer, kept in parts:
-                grad_hidden, grad_clusters = torch.zeros_like(hidden, dtype=torch.float32), None
+                grad_hidden, grad_clusters = torch.zeros_like(hidden, dtype=_wide_dtype(hidden)), None
                 for columns, logits in _blocks(weight, bias, start, end, hidden, clusters, kept):
                     probs = (
                         logits - normalizer[:, None] if logits is kept else logits.sub_(normalizer[:, None])
                     ).exp_()
                     column, inside = _column(targets, columns)
-                    probs.scatter_(1, column, probs.gather(1, column) - inside[:, None].float())
+                    probs.scatter_(1, column, probs.gather(1, column) - inside[:, None].to(probs.dtype))
                     grad_logits = probs.mul_(grad[:, None])
                     if columns.start >= end - start:
                         grad_clusters = grad_logits.to(clusters.dtype)
@@ -431,9 +440,9 @@ def _blocks(
         for first in range(0, size, width):
             block = slice(start + first, min(start + first + width, end))
             logits = product(hidden_states, weight[block].to(hidden_states.dtype), bias[block].to(hidden_states.dtype))
-            yield slice(first, block.stop - start), logits.float()
+            yield slice(first, block.stop - start), _wide(logits)
     if clusters is not None:
-        yield slice(size, size + clusters.shape[1]), clusters.to(torch.float32, copy=True)
+        yield slice(size, size + clusters.shape[1]), clusters.to(_wide_dtype(clusters), copy=True)
 
 
 def _column(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,15 @@
 """Transformer-XL model configuration."""
 
+import math
+
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
 __all__ = ["TransfoXLConfig"]
+
+# Configurations come in files of strangers, and what is kept for each layer grows with this number alone. The deepest
+# Transformers that anyone has trained have 1,000.
+MAX_LAYERS = 1_000
 
 
 @strict
@@ -143,6 +149,8 @@ class TransfoXLConfig(PreTrainedConfig):
             self.tie_projs = self.tie_projs + [False] * len(self.cutoffs)
         if self.max_klen is None and self.attn_type in (1, 3):
             self.max_klen = self.tgt_len + self.ext_len + self.mem_len
+        # Before anyone asks for the type of each layer.
+        self._validate_sizes()
         super().__post_init__(**kwargs)
         # Here too, because `@strict` wraps what its validators raise into an error that is no ValueError.
         self.validate_architecture()
@@ -161,14 +169,9 @@ class TransfoXLConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Part of the `@strict` validation: fields that fit together."""
-        for name in ("vocab_size", "d_model", "d_embed", "n_head", "d_head", "d_inner", "n_layer", "div_val"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name in ("dropout", "dropatt"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1")
-        if self.d_model % 2:
-            raise ValueError(f"d_model={self.d_model} is odd: the sinusoids need an even d_model")
+        self._validate_sizes()
+        self._validate_numbers()
+        self._validate_token_ids()
         if self.attn_type not in (0, 1, 2, 3):
             raise ValueError(f"attn_type={self.attn_type} must be 0, 1, 2 or 3")
         self.check_lengths(mem_len=self.mem_len, ext_len=self.ext_len, tgt_len=self.tgt_len)
@@ -186,6 +189,31 @@ class TransfoXLConfig(PreTrainedConfig):
                 f"sample_softmax={self.sample_softmax}: sampled softmax is not offered; use -1 with cutoffs instead"
             )
         self._validate_bins()
+
+    def _validate_sizes(self):
+        for name in ("vocab_size", "d_model", "d_embed", "n_head", "d_head", "d_inner", "n_layer", "div_val"):
+            size, largest = getattr(self, name), MAX_LAYERS if name == "n_layer" else 2**31 - 1
+            if size < 1:
+                raise ValueError(f"{name}={size} must be at least 1")
+            if size > largest:
+                raise ValueError(f"{name}={size} must be at most {largest}")
+        if self.d_model % 2:
+            raise ValueError(f"d_model={self.d_model} is odd: the sinusoids need an even d_model")
+
+    def _validate_numbers(self):
+        for name in ("dropout", "dropatt"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1")
+        for name in ("layer_norm_epsilon", "init_range", "proj_init_std", "init_std"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}={getattr(self, name)} must be a finite number that is not negative")
+
+    def _validate_token_ids(self):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            ids = getattr(self, name)
+            for token in ids if isinstance(ids, list | tuple) else [ids]:
+                if token is not None and not 0 <= token < self.vocab_size:
+                    raise ValueError(f"{name}={ids} must lie in the vocabulary, [0, {self.vocab_size})")
 
     def check_lengths(self, mem_len: int, **lengths: int):
         """Raise a ValueError unless these lengths, the configuration's own or those of one call, fit the model."""

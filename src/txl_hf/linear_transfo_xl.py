@@ -109,11 +109,6 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return _onednn_product(a, b, bias)
 
 
-# Where a module keeps what runs around its forward, and what `torch` keeps for all modules.
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
-
-
 def project(layer: nn.Module, states: Tensor) -> Tensor:
     """`layer(states)`, by `product` where that is the same.
 
@@ -131,8 +126,14 @@ def project(layer: nn.Module, states: Tensor) -> Tensor:
 
 
 def _is_wrapped(layer: nn.Linear) -> bool:
-    return (
+    return bool(
         "forward" in vars(layer)
-        or any(getattr(layer, name, None) for name in _HOOKS)
-        or any(getattr(all_modules, name, None) for name in _GLOBAL_HOOKS)
+        or layer._forward_hooks
+        or layer._forward_pre_hooks
+        or layer._backward_hooks
+        or layer._backward_pre_hooks
+        or all_modules._global_forward_hooks
+        or all_modules._global_forward_pre_hooks
+        or all_modules._global_backward_hooks
+        or all_modules._global_backward_pre_hooks
     )

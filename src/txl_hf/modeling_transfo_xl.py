@@ -123,15 +123,15 @@ class TransfoXLSequenceClassifierOutput(ModelOutput):
 
 
 def sinusoid(positions: Tensor, width: int) -> Tensor:
-    """R of the paper: sines, then cosines, of the positions at geometric frequencies, in fp32.
+    """R of the paper: sines, then cosines, of the positions at geometric frequencies.
 
     Args:
-        positions: (K,) fp32. width: even.
+        positions: (K,) fp32 or fp64. width: even.
 
     Returns:
-        (K, width) fp32.
+        (K, width), of the positions' type.
     """
-    exponents = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32) / width
+    exponents = torch.arange(0, width, 2, device=positions.device, dtype=positions.dtype) / width
     # Rounded as in all the originals: at distance 1,000 another order of these operations is 1e-4 off in the angle.
     angles = torch.outer(positions, 1 / 10000.0**exponents)
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
@@ -553,8 +553,9 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         return past_key_values
 
     def _sinusoids(self, key_length: int, embeds: Tensor, clamp_len: int) -> Tensor:
-        """(K, D) for the distances K - 1, …, 0. Distances are counted in fp32: bf16 has no 301."""
-        distances = torch.arange(key_length - 1, -1, -1, device=embeds.device, dtype=torch.float32)
+        """(K, D) for the distances K - 1, …, 0. Distances are counted in fp32 at least: bf16 has no 301."""
+        dtype = torch.promote_types(embeds.dtype, torch.float32)
+        distances = torch.arange(key_length - 1, -1, -1, device=embeds.device, dtype=dtype)
         if clamp_len > 0:
             distances = distances.clamp(max=clamp_len)
         return sinusoid(distances, self.config.d_model).to(embeds.dtype)
