@@ -15,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=10 --durati
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST)
 PIP := $(BIN)/python -m pip install --constraint $(CONSTRAINTS)
 
-.PHONY: venv demo test test-all test-gpu test-oldest style quality docs mutants bench bench-gpu clean
+.PHONY: venv demo test test-all test-gpu test-oldest style quality docs mutants bench bench-gpu paper clean
 
 # Train a small model on real text and see what its memory is worth; TEXT=path for a text of your own.
 demo: $(VENV)/demo-installed
@@ -74,6 +74,15 @@ bench: venv $(LEGACY)/installed
 bench-gpu: venv
 	$(BIN)/python benchmarks/gpu.py
 	$(BIN)/python benchmarks/report.py
+
+# The paper's tables and figures as a miniature, in at most 100 minutes on two cores. Stopped, it goes on where it was.
+paper: venv
+	$(BIN)/python examples/paper/ablation.py --workers 2
+	$(BIN)/python examples/paper/ablation.py --workers 2 --shuffled
+	$(BIN)/python examples/paper/context_length.py
+	$(BIN)/python examples/paper/attention_maps.py
+	$(BIN)/python examples/paper/article.py
+	$(BIN)/python examples/paper/page.py
 
 clean:
 	rm -rf $(VENV) .venv-oldest $(LEGACY) build demo-output .pytest_cache .hypothesis .ruff_cache .mypy_cache src/*.egg-info

@@ -4,6 +4,7 @@ import argparse
 import csv
 import dataclasses
 import lzma
+import re
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import attention_maps
 import contenders
 import context_length
 import miniature
+import page
 import prepare_corpus
 from txl_hf import TokenStream, TransfoXLForCausalLM
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
@@ -176,12 +178,11 @@ def test_ablation_trains_scores_and_tabulates(work, monkeypatch, capsys):
     assert [row["length"] for row in curves if row["row"] == "none-al-rfou-half"] == ["4", "8"] * 2
     by_length = {row["length"]: float(row["perplexity"]) for row in curves if row["row"] == "recurrence-ours-full"}
     assert float(rows[4]["best"]) == min(by_length.values()) and float(rows[4]["init"]) == by_length["8"]
-    table = (work / "table.md").read_text()
+    table = capsys.readouterr().out
     assert "| recurrence-ours-full | ✓ | ours | full | 2 |" in table and "27.02" in table
     assert "recurrence-ours-full before none-ours-full: within the spread of the seeds" in table
     assert (work / "curves.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(ablation, "train", None)
-    capsys.readouterr()
     ablation.main(command)
     assert "8 of 8 runs are done" in capsys.readouterr().out and len(read(work / "rows.csv")) == 8
 
@@ -294,7 +295,7 @@ def test_the_formula_of_appendix_c():
     assert float(context_length.gains(losses, 0, 1.0, relative=False)[0][0]) == pytest.approx(1 - np.exp(-2 / 3))
 
 
-def test_context_length_of_the_miniatures_group(work, tmp_path, monkeypatch):
+def test_context_length_of_the_miniatures_group(work, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(context_length, "GROUP", ["none-ours-full", "none-vaswani-half", "gpt2"])
     context_length.main(["--smoke", "--output", str(tmp_path)])
     rows = read(tmp_path / "context_length.csv")
@@ -305,7 +306,7 @@ def test_context_length_of_the_miniatures_group(work, tmp_path, monkeypatch):
         ("RECL", "none-vaswani-half", "0.1"),
     ]
     assert all(int(row["low"]) <= int(row["high"]) for row in rows)
-    table = (tmp_path / "context_length.md").read_text()
+    table = capsys.readouterr().out
     assert "300 / 300 / 300" in table and "none-ours-full none-vaswani-half gpt2" in table
     assert (tmp_path / "context_length.png").read_bytes().startswith(b"\x89PNG")
 
@@ -369,14 +370,14 @@ def test_the_numbers_of_attention_by_distance():
     assert attention_maps.widest(whole) == [(1, 0), (2, 1), (3, 0)]
 
 
-def test_attention_maps_of_the_miniature(work, tmp_path):
+def test_attention_maps_of_the_miniature(work, tmp_path, capsys):
     attention_maps.main(["--smoke", "--output", str(tmp_path)])
     for name in ("heads", "text", "terms"):
         assert (tmp_path / f"attention_{name}.png").read_bytes().startswith(b"\x89PNG")
     rows = read(tmp_path / "attention.csv")
     assert [row["part"] for row in rows if row["head"] == "0"] == ["whole", "a", "b", "d"]
     assert {row["span"] for row in rows} == {"30"} and len(rows) == 4 * (2 * 2 + 1)
-    assert "| whole score |" in (tmp_path / "attention.md").read_text()
+    assert "| whole score |" in capsys.readouterr().out
 
 
 def test_a_model_without_the_four_terms_is_refused(corpus_folder, tmp_path):
@@ -406,3 +407,50 @@ def test_a_text_that_is_too_short_for_an_article_is_refused():
     options = argparse.Namespace(context=9, new_tokens=7, seed=0, articles=1)
     with pytest.raises(ValueError, match="16 tokens has no room for --context 9 and --new_tokens 7"):
         article.places(16, options)
+
+
+# ---- the page ---------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_what_the_results_say():
+    committed = ablation.RESULTS / "README.md"
+    assert committed.read_text(encoding="utf-8") == page.page(ablation.RESULTS), "run examples/paper/page.py"
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", committed.read_text(encoding="utf-8"))
+    assert pictures and all((ablation.RESULTS / name).is_file() for name in pictures)
+
+
+def test_a_page_of_all_results_has_every_table(work, tmp_path, monkeypatch):
+    monkeypatch.setattr(ablation, "ProcessPoolExecutor", InProcess)
+    options = ["--smoke", "--output", str(tmp_path), "--work", str(work)]
+    ablation.main([*options, "--rows", "recurrence-ours-full", "--seeds", "0"])
+    ablation.main([*options, "--rows", "recurrence-ours-full", "--seeds", "0", "--shuffled"])
+    monkeypatch.setattr(context_length, "GROUP", ["recurrence-ours-full", "gpt2"])
+    context_length.main(options[:3])
+    attention_maps.main(options[:3])
+    article.main(options[:3] + ["--new_tokens", "3"])
+    page.main(["--results", str(tmp_path)])
+    text = (tmp_path / "README.md").read_text(encoding="utf-8")
+    for heading in ("Ablation", "Control", "Context", "Attention", "Articles", "On a GPU", "Published checkpoints"):
+        assert f"## {heading}\n" in text
+    assert "Not computed yet" not in text and "1 of 45 runs are done" in text
+    (tmp_path / "rows.csv").unlink()
+    with pytest.raises(SystemExit, match="has no rows.csv: run examples/paper/ablation.py first"):
+        page.main(["--results", str(tmp_path)])
+
+
+def test_the_commands_for_a_gpu_are_the_recipes_with_their_options():
+    """Each is parsed as typed, and describes the row that it is said to be."""
+    from txl_hf.training import setup
+    from txl_hf.training.arguments import parse_arguments
+
+    lines = [line.split() for line in page.commands().splitlines() if not line.startswith("#")]
+    assert len(lines) == len(page.COMMANDS)
+    for _, _, recipe, *options in lines:
+        arguments = parse_arguments([str(miniature.ROOT / recipe), *options])
+        config = setup.make_config(arguments.model, 800_000, "data")
+        name = options[options.index("--output") + 1].removeprefix("runs/")
+        if name in contenders.ROWS:
+            row = contenders.ROWS[name]
+            assert (config.attn_type, config.mem_len > 0) == (row.encoding, row.recurrence), name
+            assert (config.ext_len == config.tgt_len) == (row.loss == "half"), name
+            assert config.tgt_len + config.ext_len == round(128 * row.backprop), name

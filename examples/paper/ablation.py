@@ -8,7 +8,7 @@
 All rows see the same text in the same order and take equally many optimiser steps, so that a row with half losses has
 half as many targets; each row of `rows.csv` says both. A run that was stopped goes on where it was: the same command
 again. Models are kept in `--work`, results in `--output`: `rows.csv`, `curves.csv` (perplexity by attention length),
-`table.md` with the paper's figures beside ours and what holds of its orders, and `curves.png`.
+and `curves.png`. The tables, with the paper's figures beside ours and what holds of its orders, are printed.
 
 Attention length n is, with recurrence, a memory of n that each query sees exactly (`same_length`); without, a window
 of n tokens of which the last quarter is scored (with `--exact` the last one). All lengths score the same tokens; the
@@ -311,11 +311,10 @@ def perplexity_at(model: TransfoXLForCausalLM, token_ids, kind: str, length: int
 
 
 def report(output: Path):
-    """Write table.md and curves.png from the rows."""
+    """Print the tables, and write curves.png, from the rows."""
     rows = harness.read(output / "rows.csv")
     texts = dict.fromkeys(row["text"] for row in rows)
     parts = [f"### {text}\n\n{table(chosen)}\n\n{orders(chosen)}\n" for text in texts if (chosen := of(rows, text))]
-    (output / "table.md").write_text("\n".join(parts))
     print("\n".join(parts))
     plot(harness.read(output / "curves.csv"), output / "curves.png")
 

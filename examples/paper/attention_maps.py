@@ -222,7 +222,6 @@ def report(recorder: Recorder, words: list[str], name: str, options: argparse.Na
     path.unlink(missing_ok=True)
     harness.append(path, [{**origin, "span": recorder.span, "queries": recorder.queries, **row} for row in rows])
     text = table([{key: str(value) for key, value in row.items()} for row in rows], recorder.span)
-    (options.output / "attention.md").write_text(text + "\n")
     print(text)
     plot_heads(means["whole"], options.output / "attention_heads.png", name)
     plot_text(recorder, means["whole"], words, options.output / "attention_text.png")
@@ -248,7 +247,7 @@ def table(rows: list[dict[str, str]], span: int) -> str:
 def draw_heads(axis, means: Tensor, title: str):
     """(layers, heads, span) as a row a head, the furthest distance left, dark where attention is high."""
     rows = means.flatten(0, 1).flip(-1)
-    axis.imshow(np.log10(rows.clamp(min=1e-6)), aspect="auto", cmap="Blues", interpolation="nearest")
+    axis.imshow(rows.clamp(min=1e-6).log10().numpy(), aspect="auto", cmap="Blues", interpolation="nearest")
     axis.set_title(title, fontsize="medium")
     span = rows.shape[1]
     ticks = [0, span // 2, span - 1]
@@ -274,10 +273,10 @@ def plot_text(recorder: Recorder, whole: Tensor, words: list[str], path: Path):
         places = torch.full((L, span + L - 1), torch.nan)
         for i, row in enumerate(by_distance):
             places[i, i : i + span] = row.flip(0)
-        axis.imshow(places, aspect="auto", cmap="Blues", interpolation="nearest")
+        axis.imshow(places.numpy(), aspect="auto", cmap="Blues", interpolation="nearest")
         high = by_distance.quantile(0.8, dim=1)
         red = torch.where(places > high[:, None], 1.0, torch.nan)
-        axis.imshow(red, aspect="auto", cmap="autumn", interpolation="nearest", alpha=0.6)
+        axis.imshow(red.numpy(), aspect="auto", cmap="autumn", interpolation="nearest", alpha=0.6)
         axis.set_yticks(range(L), words, fontsize="x-small")
         axis.set_title(f"layer {layer + 1}, head {layer * whole.shape[1] + head + 1}", fontsize="medium")
         axis.set_xlabel("place in the text, the memory first")

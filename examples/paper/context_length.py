@@ -21,7 +21,6 @@ Intervals are the middle 95 % over resamples of the positions (bootstrap).
 """
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -254,12 +253,8 @@ def report(names: list[str], losses: Tensor, contexts: list[int], options: argpa
     path = options.output / "context_length.csv"
     path.unlink(missing_ok=True)
     harness.append(path, rows)
-    perplexities = losses.mean(2).exp().tolist()
-    curves = {"contexts": contexts, "perplexity": dict(zip(names, perplexities, strict=True))}
-    (options.output / "context_length.json").write_text(json.dumps(curves) + "\n")
     text = table([{name: str(value) for name, value in row.items()} for row in rows])
     print(text)
-    (options.output / "context_length.md").write_text(text + "\n")
     plot(names, losses, contexts, options.output / "context_length.png")
 
 
@@ -289,8 +284,8 @@ def plot(names: list[str], losses: Tensor, contexts: list[int], path: Path):
     """What each step gains beside the group (Figure 3), and perplexity by context (Figure 4a)."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     for i, name in enumerate(names):
-        left.plot(contexts[1:], gains(losses, i, 0.1)[1], marker="o", markersize=3, label=name)
-        right.plot(contexts, losses[i].mean(1).exp(), marker="o", markersize=3, label=name)
+        left.plot(contexts[1:], gains(losses, i, 0.1)[1].numpy(), marker="o", markersize=3, label=name)
+        right.plot(contexts, losses[i].mean(1).exp().numpy(), marker="o", markersize=3, label=name)
     left.set_title("gain in perplexity beside the group, r = 0.1 (Figure 3)", fontsize="medium")
     right.set_title("perplexity of all positions", fontsize="medium")
     for axis in (left, right):
