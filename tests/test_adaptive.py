@@ -323,3 +323,45 @@ def test_shapes_of_losses_without_data(make_model, make_ids):
     model, ids = make_model().to("meta"), make_ids(2, 5).to("meta")
     outputs = model(ids, shift_labels=ids)
     assert outputs.losses.shape == (2, 5) and outputs.loss.shape == ()
+
+
+def test_a_fused_head_of_others_computes_our_loss(make_model, make_ids):
+    """TRL multiplies hidden states by the head's weight and adds its bias: the whole softmax, where there is one."""
+    model, ids = make_model(cutoffs=[], div_val=1), make_ids(2, 6)
+    torch.nn.init.normal_(model.lm_head.bias)
+    results = []
+    for fused in (False, True):
+        if fused:
+            hidden = model.base_model(ids).last_hidden_state[:, :-1]
+            logits = hidden @ model.get_output_embeddings().weight.T + model.get_output_embeddings().bias
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        else:
+            loss = model(ids, labels=ids).loss
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"div_val": 1}, {"cutoffs": [], "d_embed": 8}], ids=str)
+def test_a_softmax_that_is_no_single_table_has_no_bias(make_model, changes):
+    assert not hasattr(make_model(**changes).lm_head, "bias")
+
+
+@pytest.mark.parametrize("changes", [{}, {"div_val": 1}, {"cutoffs": []}, {"cutoffs": [], "d_embed": 8}], ids=str)
+@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "P_TUNING"])
+def test_prompts_are_tuned_by_peft(make_model, make_ids, changes, kind):
+    """PEFT embeds the tokens itself and puts its prompt before them."""
+    peft = pytest.importorskip("peft")
+    model, ids = make_model(**changes), make_ids(2, 5)
+    config = {"PROMPT_TUNING": peft.PromptTuningConfig, "P_TUNING": peft.PromptEncoderConfig}[kind]
+    tuned = peft.get_peft_model(model, config(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    outputs = tuned(input_ids=ids, labels=ids)
+    prompt = tuned.get_prompt(batch_size=2)
+    embeds = torch.cat([prompt, model.get_input_embeddings()(ids)], dim=1)
+    expected = model(inputs_embeds=embeds, output_logits=True, labels=torch.cat([torch.full((2, 3), -100), ids], 1))
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    outputs.loss.backward()
+    gradients = [p.grad for p in tuned.prompt_encoder.parameters() if p.grad is not None]
+    assert any(gradient.norm() > 0 for gradient in gradients)
+    generated = tuned.generate(input_ids=ids, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=60)
+    assert generated.shape == (2, 8)

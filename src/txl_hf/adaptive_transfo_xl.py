@@ -177,6 +177,17 @@ class AdaptiveLogSoftmax(nn.Module):
         tied = _first_tied_projection(self.config)
         return self.get_parameter("out_layers.0.weight" if tied is None else f"out_projs.{tied}.weight")
 
+    @property
+    def bias(self) -> nn.Parameter:
+        """The biases of all tokens, (V,), which belong to `weight`: whoever fuses head and loss (TRL) reads the two.
+
+        Raises:
+            AttributeError: the softmax is more than hidden states times one table: there are cutoffs or a projection.
+        """
+        if self.config.cutoffs or not isinstance(self.out_projs[0], nn.Identity):
+            raise AttributeError("a softmax with cutoffs or projections is no single table with a bias")
+        return self.get_parameter("out_layers.0.bias")
+
     def forward(self, hidden_states: Tensor, targets: Tensor | None = None, top_k: int | None = None) -> Tensor:
         """`nll` of the targets, or `log_prob` without any: whoever gathers the parameters does so for a forward."""
         return self.log_prob(hidden_states, top_k) if targets is None else self.nll(hidden_states, targets)

@@ -342,6 +342,16 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
         else:
             init.normal_(weight, 0.0, self.config.init_std)
 
+    @property
+    def embeddings(self) -> "TransfoXLModel":
+        """Where PEFT looks for `embeddings.word_embeddings`, which no single table is."""
+        return self.base_model
+
+    @property
+    def word_embeddings(self) -> AdaptiveEmbedding:
+        """See `embeddings`."""
+        return self.get_input_embeddings()
+
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         return True
