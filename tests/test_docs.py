@@ -113,7 +113,14 @@ def test_quirks_that_are_named_are_in_the_list():
     assert len(named) > 10 and {number for pair in named for number in pair if number} <= numbers
 
 
-def test_readme_names_make_targets_that_exist():
+def test_contributing_names_every_source_file():
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    sources = (ROOT / "src" / "txl_hf").glob("[!_]*")
+    names = {path.name + "/" * path.is_dir() for path in sources if path.suffix == ".py" or path.is_dir()}
+    assert {name for name in names if f"`{name}`" not in text} == set()
+
+
+def test_pages_name_make_targets_that_exist():
     targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"`?make (\w[\w-]*)", "".join(page.read_text() for page in PAGES)))
     assert {"demo", "test"} <= named <= targets
