@@ -6,10 +6,12 @@ detokenizer.perl as the legacy tokenizer ran them. Moses rewrites the text dozen
 where a space is inserted. Spaces matter only in that they part symbols, so rules that tidy them are left out.
 
 What differs from Moses: with `lower_case`, a special token in other letters (`<UNK>`) parted the text in two for it;
-here it is punctuation. Of five single letters parted by apostrophes and more, the far end is not looked at.
+here it is punctuation. Of five single letters parted by apostrophes and more, and of a hundred digits and signs before
+a word's last full stop but one, the far end is not looked at.
 
 Every rule reads a text in time that is proportional to its length, for a call cannot be interrupted: a look-behind has
-a bound, and what reads a run to its end starts at the run's beginning alone and gives nothing back (`*+`).
+a bound; what reads on gives nothing back (`*+`), and starts at a run's beginning alone or ends where the next match
+may begin. Rules start with the character that they are for, which the library then finds fastest.
 """
 
 import re
@@ -133,8 +135,8 @@ _SPACES = [
     # A no-break space between digits is a decimal point, unless the digit before it served one already.
     ("[\x1c-\x1f]|\xa0(?<=[0-9]\xa0[0-9]\xa0)(?<![0-9]\xa0[0-9]\xa0[0-9]\xa0)(?=[0-9])", " "),
     (r"(?<=\d)\x{a0}(?=\d)", "."),
-    (rf"^{_BLANK}++|(?<!{_BLANK}){_BLANK}++$", ""),
 ]
+_STRIPPED_LINES = [(rf"^{_BLANK}++|(?<!{_BLANK}){_BLANK}++$", "")]
 _PUNCTUATION = [
     # Two plain apostrophes make a quote that stays where it is, other pairs one that may move.
     ("[`']{2}", ' " '),
@@ -159,9 +161,9 @@ _ELLIPSES = [
 ]
 COMMAS = [
     # A comma between digits stays. Of a run of commas Moses takes two at a time, so that the last one may stay too.
-    (rf"(?:(?<=[{_D}])|^)(?:,,)*+\K,(?=[{_D}])|(?<=[^{_D},\n]),(?:,,)*+\K,(?=[{_D}])", _MARK),
-    (",", " , "),
-    (_MARK, ","),
+    (rf",(?:(?<=[{_D}],)|(?<=^,)|(?<=[^{_D},\n],),)(?:,,)*+(?=[{_D}])\K", _MARK),
+    (f",(?!{_MARK})", " , "),
+    (_MARK, ""),
 ]
 _X = f"[{_A}]'"
 _APOSTROPHES = [
@@ -180,8 +182,8 @@ _APOSTROPHES = [
 # A full stop ends a word, but not a word with a letter and another full stop in it …
 INNER_STOPS = [
     (
-        rf"(?<![{_WORD}])(?=[{_WORD}&&[^{_A}]]*+[{_A}])(?:[{_WORD}&&[^.]]*+\.(?=[{_WORD}]))++"
-        rf"[{_WORD}&&[^.]]*+\K\.(?![{_WORD}])",
+        rf"\.(?=[{_WORD}&&[^.]]*+\.(?![{_WORD}]))(?:(?=[{_WORD}&&[^.{_A}]]*+[{_A}])|(?<=[{_A}][{_WORD}]{{0,99}}\.))"
+        rf"[{_WORD}&&[^.]]*+\K\.",
         _MARK,
     ),
 ]
@@ -218,11 +220,17 @@ def moses_normalizers(specials: list, line_end: str | None = None) -> list:
     opened = [(f"<(?=(?i:{names})>)", _OPEN), (f"{_OPEN}(?i:{names})\\K>", _CLOSE)]
     closed = [(_OPEN, "<"), (_CLOSE, ">")]
     words = [*opened, *_JOINERS, *_ELLIPSES, *COMMAS, *_APOSTROPHES, *_FULL_STOPS, *closed, *_NUMBERS]
-    first, last = ([("\n", " ")], []) if line_end is None else ([], [("\n", f" {line_end} ")])
-    return [
-        normalizers.Replace(Regex(pattern), content)
-        for pattern, content in [*first, *_SPACES, *_PUNCTUATION, *words, *last]
-    ]
+    stripped: list[normalizers.Normalizer] = [normalizers.Strip()]
+    last: list[tuple[str, str]] = []
+    if line_end is None:
+        spaces = [("\n|" + _SPACES[0][0], " "), *_SPACES[1:]]
+    else:
+        spaces, stripped, last = _SPACES, _replaces(_STRIPPED_LINES), [("\n", f" {line_end} ")]
+    return [*_replaces(spaces), *stripped, *_replaces([*_PUNCTUATION, *words, *last])]
+
+
+def _replaces(steps: list[tuple[str, str]]) -> list[normalizers.Normalizer]:
+    return [normalizers.Replace(Regex(pattern), content) for pattern, content in steps]
 
 
 def _protected_names(specials: list) -> str:
