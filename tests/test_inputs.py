@@ -90,7 +90,6 @@ BAD_DOCUMENTS = {
     "positions that are no integers": ({"position_ids": torch.arange(4.0)}, "position_ids are .*float32"),
     "seq_idx of three rows": ({"seq_idx": torch.zeros(3, 4, dtype=torch.int)}, r"seq_idx are \(3, 4\)"),
     "ends of documents in two rows": ({"cu_seq_lens_q": torch.tensor([0, 4])}, "cu_seq_lens_q .* 2 rows.*single row"),
-    "several documents": ({"position_ids": torch.tensor([0, 1, 0, 1])}, "position_ids tell of several documents"),
 }
 
 

@@ -92,7 +92,7 @@ def attention_terms(inputs: AttentionInputs) -> AttentionTerms:
     """
     query, key, rel_key = inputs.query, inputs.key, inputs.rel_key
     (B, H, L, _), K = query.shape, key.shape[2]
-    visible = visible_keys(L, K, inputs.window, inputs.key_mask, query.device)
+    visible = visible_keys(L, K, inputs.window, inputs.key_mask, query.device, inputs.first_key)
     u, v, learned = (
         None if bias is None else bias.to(query.dtype)
         for bias in (inputs.content_bias, inputs.position_bias, inputs.rel_bias)
@@ -116,7 +116,9 @@ def sdpa_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
     """PyTorch's scaled_dot_product_attention, with (b) + (d) as its additive mask."""
     query, key = inputs.query, inputs.key
     if inputs.rel_key is None:
-        mask = visible_keys(query.shape[-2], key.shape[-2], inputs.window, inputs.key_mask, query.device)
+        mask = visible_keys(
+            query.shape[-2], key.shape[-2], inputs.window, inputs.key_mask, query.device, inputs.first_key
+        )
     else:
         mask = _hide(_position_scores(inputs, inputs.rel_key), inputs)
     attended = F.scaled_dot_product_attention(
@@ -140,8 +142,9 @@ def tiled_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
     if rel_key is None:
         raise ValueError("tiles are for relative positions, and there is no rel_key")
     L, K = query.shape[2], inputs.key.shape[2]
-    maskless = inputs.window is None and inputs.key_mask is None
-    visible = visible_keys(L, L if maskless else K, inputs.window, inputs.key_mask, query.device)[:, 0]
+    # A future alone is hidden in the last columns.
+    columns = L if inputs.hides_the_future_alone else K
+    visible = visible_keys(L, columns, inputs.window, inputs.key_mask, query.device, inputs.first_key)[:, 0]
     hidden = query.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
     content_query, position_query = (
         _add_bias(query, bias) * inputs.scaling for bias in (inputs.content_bias, inputs.position_bias)
@@ -241,13 +244,19 @@ def _position_scores(inputs: AttentionInputs, rel_key: Tensor) -> Tensor:
 def _hide(scores: Tensor, inputs: AttentionInputs) -> Tensor:
     """Set the scores (B, H, L, K) of keys that a query does not see to minus infinity, in place."""
     L, K = scores.shape[-2:]
-    if inputs.window is not None or inputs.key_mask is not None:
-        visible = visible_keys(L, K, inputs.window, inputs.key_mask, scores.device)
+    if not inputs.hides_the_future_alone:
+        visible = visible_keys(L, K, inputs.window, inputs.key_mask, scores.device, inputs.first_key)
         return scores.masked_fill_(~visible, -torch.inf)
     if L > 1:
         future = torch.ones(L, L, dtype=torch.bool, device=scores.device).triu(1)
         scores[..., K - L :].masked_fill_(future, -torch.inf)
     return scores
+
+
+def _why_not_triton(inputs: AttentionInputs) -> str | None:
+    if inputs.first_key is not None:
+        return "its kernels know no documents that begin inside a segment"
+    return why_not_triton(inputs.query)
 
 
 RELATIVE_ATTENTION_FUNCTIONS: dict[str, Callable[[AttentionInputs], tuple[Tensor, Tensor | None]]] = {
@@ -262,7 +271,7 @@ RELATIVE_ATTENTION_FUNCTIONS: dict[str, Callable[[AttentionInputs], tuple[Tensor
 _WHY_NOT: dict[str, Callable[[AttentionInputs], str | None]] = {
     "txl_tiles": _why_not_tiled,
     "flex_attention": _why_not_flex,
-    "txl_triton": lambda inputs: why_not_triton(inputs.query),
+    "txl_triton": _why_not_triton,
 }
 
 
@@ -282,6 +291,7 @@ def relative_attention(
     rel_bias: Tensor | None = None,
     key_mask: Tensor | None = None,
     window: int | None = None,
+    first_key: Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     implementation: str = "eager",
@@ -297,6 +307,8 @@ def relative_attention(
             `attn_type=1`, as in the authors' code; the paper gives the encoding of Shaw et al. (a) and (b) alone.
         key_mask: (B, K) bool, False where a key is padding.
         window: the furthest distance a query sees; None: all keys up to itself.
+        first_key: (B, L) int, the first key that a query sees, because a document begins there: it never decreases
+            along a row, nor exceeds the query's own key. None: 0.
         scaling: factor of all scores, by default Dh ** -0.5.
         dropout: probability of dropping an attention probability.
         implementation: a name in `RELATIVE_ATTENTION_FUNCTIONS`. What a backend cannot do (`why_not`) goes to the
@@ -324,6 +336,7 @@ def relative_attention(
         rel_bias=rel_bias,
         key_mask=key_mask,
         window=window,
+        first_key=first_key,
     )
     if reason := why_not(implementation, inputs):
         logger.warning_once(f"attn_implementation={implementation!r} falls back to 'auto': {reason}")

@@ -24,6 +24,8 @@ class AttentionInputs(NamedTuple):
         rel_bias: (H, K), a learned score per distance, rows as in `rel_key`.
         key_mask: (B, K) bool, False where a key is padding.
         window: the furthest distance a query sees; None: all keys up to itself.
+        first_key: (B, L) int, the first key that a query sees: where its document begins. It never decreases along a
+            row, nor exceeds the query's own key. None: 0.
     """
 
     query: Tensor
@@ -37,10 +39,21 @@ class AttentionInputs(NamedTuple):
     rel_bias: Tensor | None = None
     key_mask: Tensor | None = None
     window: int | None = None
+    first_key: Tensor | None = None
+
+    @property
+    def hides_the_future_alone(self) -> bool:
+        """Whether every query sees all keys up to its own."""
+        return self.window is None and self.key_mask is None and self.first_key is None
 
 
 def visible_keys(
-    query_length: int, key_length: int, window: int | None, key_mask: Tensor | None, device: torch.device
+    query_length: int,
+    key_length: int,
+    window: int | None,
+    key_mask: Tensor | None,
+    device: torch.device,
+    first_key: Tensor | None = None,
 ) -> Tensor:
     """Which key each query may attend to.
 
@@ -48,6 +61,7 @@ def visible_keys(
         query_length: L. key_length: K.
         window: furthest distance seen; None: every key up to the query.
         key_mask: (B, K) bool, False for padding; None: no padding.
+        first_key: (B, L), the first key that a query sees; None: 0.
 
     Returns:
         (B or 1, 1, L, K) bool. A query always sees itself, so that no softmax is empty: what a padded query computes
@@ -59,6 +73,8 @@ def visible_keys(
     if window is not None:
         visible = visible & (distance <= window)
     visible = visible[None, None]
+    if first_key is not None:
+        visible = visible & (torch.arange(key_length, device=device) >= first_key[:, None, :, None])
     if key_mask is not None:
         visible = (visible & key_mask[:, None, None, :]) | (distance == 0)
     return visible

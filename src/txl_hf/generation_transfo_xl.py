@@ -75,6 +75,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
         if past_key_values is not None and (length := past_key_values.get_seq_length()) > 0:
             kwargs.pop("mems", None)
             kwargs.pop("mems_mask", None)
+            kwargs.pop("resets", None)
             if is_first_iteration and next_sequence_length is not None:
                 # generate takes the whole cache for text; part of it may be memory from before the text.
                 seen = text_length(past_key_values)

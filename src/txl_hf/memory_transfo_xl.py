@@ -28,8 +28,10 @@ __all__ = [
     "MemoryCacheLayer",
     "MemoryLengths",
     "OpenMemory",
+    "begin_documents",
     "cached_key_mask",
     "decoding_state_of",
+    "forget",
     "hide_states",
     "initial_memory",
     "mask_overflow",
@@ -103,11 +105,13 @@ class OpenMemory(NamedTuple):
         states: for each layer (B, m, D), as they were given, or None where there is no memory or a cache holds it.
         length: m.
         key_mask: (B, m + L) bool, which keys are real; None: all of them.
+        first_key: (B, L), the first key that each token sees, of its document; None: 0.
     """
 
     states: tuple[Tensor | None, ...]
     length: int
     key_mask: Tensor | None
+    first_key: Tensor | None = None
 
     def of_layer(self, layer: int, segment: Tensor) -> Tensor | None:
         """(B, m, D) that a layer goes on from, None where there is none: where and as precise as its segment is.
@@ -185,15 +189,38 @@ def hide_states(states: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask[..., None].to(states.device), states, 0)
 
 
+def begin_documents(memory: OpenMemory, resets: Tensor | None) -> OpenMemory:
+    """The memory for a segment in which documents begin: where `resets`, (B, L) bool, is True."""
+    if resets is None:
+        return memory
+    positions = torch.arange(memory.length, memory.length + resets.shape[1], device=resets.device)
+    first_key = torch.where(resets, positions, 0).cummax(dim=1).values
+    if memory.length == 0:
+        return memory._replace(first_key=first_key)
+    # A row that begins with a document reads nothing of its memory, whatever that holds.
+    remembers = F.pad(~resets[:, :1].expand(-1, memory.length), (0, resets.shape[1]), value=True)
+    key_mask = remembers if memory.key_mask is None else memory.key_mask & remembers
+    return memory._replace(key_mask=drop_idle_mask(key_mask), first_key=first_key)
+
+
+def forget(memory: OpenMemory, tokens: int) -> Tensor | None:
+    """Which of the m + L keys are remembered after the first `tokens` of a segment: (B, m + L) bool; None: all."""
+    if memory.first_key is None or tokens == 0:
+        return memory.key_mask
+    first_key = memory.first_key[:, tokens - 1 : tokens]
+    kept = torch.arange(memory.length + memory.first_key.shape[1], device=first_key.device) >= first_key
+    return kept if memory.key_mask is None else kept & memory.key_mask
+
+
 @torch.no_grad()
 def remember(
-    memory: Sequence[Tensor], entered: Sequence[Tensor], key_mask: Tensor | None, lengths: FilledLengths
+    opened: OpenMemory, memory: Sequence[Tensor], entered: Sequence[Tensor], lengths: FilledLengths
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
     """The last M of the m + L states of each layer, without the last ext_len of the segment (Section 3.2).
 
     Args:
+        opened: what the call went on from.
         memory, entered: n_layer tensors each, (B, m, D) and (B, L, D), that entered the layers.
-        key_mask: (B, m + L) bool, which of them are real; None: all of them.
 
     Returns:
         `mems`, NaN where they are not real, and `mems_mask`.
@@ -205,6 +232,8 @@ def remember(
         torch.cat([old[:, start:], new[:, max(0, start - memory_length) : end - memory_length]], dim=1).detach()
         for old, new in zip(memory, entered, strict=True)
     )
+    # Tokens that are read again tell again where their documents begin.
+    key_mask = forget(opened, end - memory_length)
     mems_mask = None if key_mask is None else drop_idle_mask(key_mask[:, start:end])
     if mems_mask is None:
         return mems, None

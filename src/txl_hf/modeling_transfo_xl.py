@@ -42,7 +42,9 @@ from .memory_transfo_xl import (
     FilledLengths,
     MemoryCache,
     MemoryLengths,
+    begin_documents,
     decoding_state_of,
+    forget,
     hide_states,
     initial_memory,
     open_memory,
@@ -198,6 +200,7 @@ class TransfoXLAttention(nn.Module):
         distances: Distances,
         key_mask: Tensor | None = None,
         window: int | None = None,
+        first_key: Tensor | None = None,
         past_key_values: Cache | None = None,
         implementation: str | None = None,
     ) -> tuple[Tensor, Tensor | None]:
@@ -207,7 +210,7 @@ class TransfoXLAttention(nn.Module):
             context: (B, n, D), what new keys and values are made of: the segment, after the memory if there is one.
             key_length: K.
             distances: what encodes them, but for what this layer has of its own.
-            key_mask, window: see `relative_attention`.
+            key_mask, window, first_key: see `relative_attention`.
             past_key_values: holds the keys and values of the memory and takes those of `context`.
             implementation: the backend, by default that of the configuration.
 
@@ -233,6 +236,7 @@ class TransfoXLAttention(nn.Module):
             rel_bias=distances.rel_bias,
             key_mask=key_mask,
             window=window,
+            first_key=first_key,
             dropout=self.config.dropatt if self.training else 0.0,
             implementation=implementation or self.config._attn_implementation,
         )
@@ -452,6 +456,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         use_cache: bool | None = None,
         lengths: MemoryLengths | None = None,
         mems_mask: Tensor | None = None,
+        resets: Tensor | None = None,
         **kwargs,
     ) -> TransfoXLModelOutput:
         """
@@ -478,8 +483,14 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             mems_mask: (B, m) bool, which states of `mems` are real: `mems_mask` of the outputs that `mems` are from.
                 None: all of them. States that are not may hold anything; nothing of it spreads.
             output_hidden_states, output_attentions (in kwargs): return these too.
-            position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx (in kwargs): must not tell of several documents in a
-                row.
+            resets: (B, L) bool, True at a token before which everything is forgotten, because another document or
+                episode begins: from there on neither earlier tokens of the segment nor the memory are seen, now or
+                later. Each document has the losses, the memory and the gradients that it has alone. Whether there is
+                any, the host asks, and waits for a GPU once; without any, nothing is different. It needs relative
+                positions and `initial_memory="empty"`, since a document would lack the zeros that it sees alone.
+            position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx (in kwargs): as collators of `transformers` and TRL
+                write them for documents packed into a row; where one begins inside it, that is a reset. Whether the
+                row's first token continues a text, `mems` alone say.
 
         Raises:
             ValueError: inputs that do not fit the model or each other; the message names them.
@@ -489,9 +500,10 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         check_keywords(kwargs)
         filled = (lengths or MemoryLengths()).of(self.config)
         inputs_embeds = self._embed(input_ids, inputs_embeds)
-        _check_documents(inputs_embeds, attention_mask, kwargs)
+        resets = self._find_resets(inputs_embeds, attention_mask, resets, kwargs)
         past_key_values = self._choose_cache(use_cache, past_key_values, filled)
         memory = open_memory(self.config, filled, inputs_embeds, mems, mems_mask, attention_mask, past_key_values)
+        memory = begin_documents(memory, resets)
         key_mask, key_length = memory.key_mask, memory.length + inputs_embeds.shape[1]
         if input_ids is None and key_mask is not None:
             # Tables hold numbers; what a caller's padding holds must not spread.
@@ -519,14 +531,15 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 distances=distances[i],
                 key_mask=key_mask,
                 window=filled.window,
+                first_key=memory.first_key,
                 past_key_values=past_key_values,
                 implementation=implementation,
             )
         new_mems = new_mask = None
         if past_key_values is not None:
-            remember_key_mask(past_key_values, key_mask)
+            remember_key_mask(past_key_values, forget(memory, inputs_embeds.shape[1]))
         elif filled.mem_len > 0:
-            new_mems, new_mask = remember(remembered, entered, key_mask, filled)
+            new_mems, new_mask = remember(memory, remembered, entered, filled)
         return TransfoXLModelOutput(
             last_hidden_state=self.output_dropout(hidden_states),
             mems=new_mems,
@@ -547,6 +560,37 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         if inputs_embeds.shape[-1] != self.config.d_model:
             raise ValueError(f"inputs_embeds are {inputs_embeds.shape[-1]} wide, not d_model={self.config.d_model}")
         return inputs_embeds
+
+    def _find_resets(
+        self, inputs_embeds: Tensor, attention_mask: Tensor | None, resets: Tensor | None, keywords: dict[str, Any]
+    ) -> Tensor | None:
+        """(B, L) bool, where documents begin, told in one way or another; None: nowhere."""
+        batch_size, segment_length, _ = inputs_embeds.shape
+        given = {name: keywords[name] for name in DOCUMENT_KEYWORDS if keywords.get(name) is not None}
+        if resets is not None:
+            if resets.dtype != torch.bool or resets.shape != (batch_size, segment_length):
+                raise ValueError(
+                    f"resets are {tuple(resets.shape)} of {resets.dtype}, but this segment needs "
+                    f"({batch_size}, {segment_length}) bool"
+                )
+            resets = resets.to(inputs_embeds.device)
+        starts = document_starts((batch_size, segment_length), inputs_embeds.device, attention_mask, **given)
+        if starts is not None:
+            resets = starts if resets is None else resets | starts
+        if resets is None or not (torch.compiler.is_compiling() or torch.jit.is_tracing() or bool(resets.any())):
+            return None
+        told_by = " and ".join(given) or "resets"
+        if self.config.attn_type in (2, 3):
+            raise ValueError(
+                f"{told_by} tell of documents that begin inside a segment, but attn_type={self.config.attn_type} "
+                "counts positions from the segment's end: give each document a row of its own"
+            )
+        if self.config.initial_memory == "zeros" and self.config.mem_len > 0:
+            raise ValueError(
+                f"{told_by} tell of documents that begin inside a segment, but initial_memory='zeros' puts zero "
+                "states before each: give each document a row of its own, or use initial_memory='empty'"
+            )
+        return resets
 
     def _choose_cache(
         self, use_cache: bool | None, past_key_values: Cache | None, lengths: FilledLengths
@@ -653,11 +697,12 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         output_logits: bool | None = None,
         lengths: MemoryLengths | None = None,
         mems_mask: Tensor | None = None,
+        resets: Tensor | None = None,
         **kwargs,
     ) -> TransfoXLCausalLMOutput:
         """
         Args:
-            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask: see
+            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets: see
                 `TransfoXLModel.forward`.
             labels: (B, L), shifted inside: token i predicts label i + 1. -100 is ignored.
             shift_labels (in kwargs): (B, L), targets aligned with the inputs already, so that the last token of a
@@ -685,6 +730,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             use_cache=use_cache,
             lengths=lengths,
             mems_mask=mems_mask,
+            resets=resets,
             return_dict=True,
             **kwargs,
         )
@@ -745,11 +791,12 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         use_cache: bool | None = None,
         lengths: MemoryLengths | None = None,
         mems_mask: Tensor | None = None,
+        resets: Tensor | None = None,
         **kwargs,
     ) -> TransfoXLSequenceClassifierOutput:
         """
         Args:
-            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask: see
+            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets: see
                 `TransfoXLModel.forward`. The last real token is the last one that `attention_mask` marks, or else that
                 is not `config.pad_token_id`; padding may stand on either side.
             labels: (B,) classes, or (B,) or (B, num_labels) numbers for regression or multi-label classification.
@@ -769,6 +816,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
             use_cache=use_cache,
             lengths=lengths,
             mems_mask=mems_mask,
+            resets=resets,
             return_dict=True,
             **kwargs,
         )
@@ -805,17 +853,6 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 "a batch of several rows may hold padding: give attention_mask, or set config.pad_token_id"
             )
         return (torch.arange(segment_length, device=scores.device) * real.to(scores.device)).argmax(-1)
-
-
-def _check_documents(inputs_embeds: Tensor, attention_mask: Tensor | None, keywords: dict[str, Any]):
-    given = {name: keywords[name] for name in DOCUMENT_KEYWORDS if keywords.get(name) is not None}
-    batch_size, segment_length, _ = inputs_embeds.shape
-    starts = document_starts((batch_size, segment_length), inputs_embeds.device, attention_mask, **given)
-    if starts is not None and starts.any():
-        raise ValueError(
-            f"{' and '.join(given)} tell of several documents in a row, which would be read as one: give each a row "
-            "of its own, padded under an attention_mask"
-        )
 
 
 def _targets(labels: Tensor | None, shift_labels: Tensor | None, shape: torch.Size) -> Tensor | None:
