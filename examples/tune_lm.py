@@ -1,0 +1,244 @@
+"""Choose dynamic evaluation's rate and a continuous cache on the validation text; then use the test text once.
+
+    python examples/tune_lm.py --model wt2 --data data/wikitext-2 --rate 0.003 0.01 0.03 --cache_size 500 2000
+    python examples/tune_lm.py --model wt2 --data data/wikitext-2 --rate 1e-5 3e-5 1e-4 --decay 0 0.01 \\
+        --statistics 20000 --output tuned.json --plot tuned.png
+
+`--data` is a folder of `prepare_corpus.py`. Every rate and decay is tried on the validation text, and in each of these
+readings every cache: all sizes, weights and temperatures with one another. With `--statistics N` the steps are divided
+by what the gradients are on N tokens of the training text; without, they are those of plain gradient descent, whose
+rates are larger. A rate at the end of the ones tried may not be the best there is, which is said.
+
+Then the model alone, the best rate, the best cache and the best pair of both score the test text, each once. The
+perplexities are shown and plotted; `--output` has all points, with the settings and seconds of each, as JSON.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from evaluate_lm import check_vocabulary, describe, load_config, read_prepared, write
+from prepare_corpus import CorpusError
+from txl_hf import ContinuousCache, DynamicEvaluation, TransfoXLForCausalLM
+from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.evaluation import LanguageModelEvaluation, evaluate_caches
+
+KINDS = ("static", "dynamic", "cache", "both")
+
+
+def main(argv: list[str] | None = None):
+    options = parse_arguments(argv)
+    with one_line_errors():
+        if options.plot is not None:
+            # What is missing is said before any work.
+            import matplotlib.pyplot  # noqa: F401
+        for path in filter(None, (options.output, options.plot)):
+            if path.exists():
+                raise CorpusError(f"{path} exists: choose another file, or remove it")
+        run(options)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder or Hub name")
+    parser.add_argument("--data", type=Path, required=True, help="folder of prepare_corpus.py")
+    parser.add_argument("--rate", type=float, nargs="*", default=[], help="rates of dynamic evaluation to try")
+    parser.add_argument("--decay", type=float, nargs="+", default=[0.0], help="decays to try (%(default)s)")
+    parser.add_argument("--epsilon", type=float, default=1e-5, help="(%(default)s)")
+    parser.add_argument("--statistics", type=int, help="tokens of the training text to take statistics from (none)")
+    parser.add_argument("--parameters", help="names of the parameters that follow, a regular expression (all)")
+    parser.add_argument("--cache_size", type=int, nargs="*", default=[], help="sizes of caches to try")
+    parser.add_argument("--cache_weight", type=float, nargs="+", default=[0.05, 0.1, 0.2], help="(%(default)s)")
+    parser.add_argument("--cache_temperature", type=float, nargs="+", default=[0.1, 0.3, 1.0], help="(%(default)s)")
+    parser.add_argument("--segment_length", type=int, help="tokens of one step (the model's tgt_len)")
+    parser.add_argument("--memory_length", type=int, help="(the model's mem_len)")
+    parser.add_argument("--clamp_len", type=int, help="(the model's)")
+    parser.add_argument("--batch_size", type=int, default=1, help="streams that a text is cut into (%(default)s)")
+    parser.add_argument("--max_tokens", type=int, help="tune on the beginning of the validation text only")
+    parser.add_argument("--max_test_tokens", type=int, help="test on the beginning of the test text only")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="(%(default)s)")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--plot", type=Path, help="PNG file to write: perplexity on the validation text by rate")
+    options = parser.parse_args(argv)
+    if not options.rate and not options.cache_size:
+        parser.error("nothing to tune: give --rate, --cache_size or both")
+    for name in ("max_tokens", "max_test_tokens", "statistics"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    options.split = "validation"
+    return options
+
+
+def run(options: argparse.Namespace):
+    config = load_config(options.model)
+    texts = {split: read_prepared(options.data, split) for split in ("train", "validation", "test")}
+    check_vocabulary(texts["validation"], config, options)
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
+    model.to(options.device)
+    protocol = {
+        "segment_length": options.segment_length or config.tgt_len,
+        "memory_length": options.memory_length,
+        "batch_size": options.batch_size,
+        "clamp_len": options.clamp_len,
+    }
+    statistics = None if options.statistics is None else texts["train"].token_ids[: options.statistics]
+    ways = [None] + [
+        DynamicEvaluation(rate, decay, options.epsilon, statistics, options.parameters)
+        for rate, decay in itertools.product(options.rate, options.decay)
+    ]
+    caches = [None] + [
+        ContinuousCache(size, weight, temperature)
+        for size, weight, temperature in itertools.product(
+            options.cache_size, options.cache_weight, options.cache_temperature
+        )
+    ]
+    report = describe(model, texts["validation"], options) | {"validation": [], "test": []}
+    validation = texts["validation"].token_ids[: options.max_tokens]
+    points = []
+    for dynamic in ways:
+        found = read(model, validation, dynamic, caches, protocol)
+        points += found
+        report["validation"] += [point.row() for point in found]
+        print_points("validation", [best_of(found, lambda point: point.cache is None), best_of(found)])
+    chosen = choose(points)
+    for kind, point in chosen.items():
+        warn_of_an_end(kind, point, options)
+    # Readings that share their steps are one.
+    for dynamic in {id(point.dynamic): point.dynamic for point in chosen.values()}.values():
+        pairs = {kind: point.cache for kind, point in chosen.items() if point.dynamic is dynamic}
+        found = read(
+            model, texts["test"].token_ids[: options.max_test_tokens], dynamic, list(pairs.values()), protocol
+        )
+        for kind, point in zip(pairs, found, strict=True):
+            report["test"].append({"kind": kind} | point.row())
+    report["test"].sort(key=lambda row: KINDS.index(row["kind"]))
+    for row in report["test"]:
+        print(f"test {row['kind']}: perplexity {row['perplexity']:.3f}, {row['bits_per_token']:.4f} bits a token")
+    if options.output is not None:
+        write(options.output, json.dumps(report, indent=2, allow_nan=False).encode() + b"\n")
+    if options.plot is not None:
+        plot(points, options.plot)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Point:
+    """What one pair of settings scores; `seconds` are those of the reading that it was found in."""
+
+    dynamic: DynamicEvaluation | None
+    cache: ContinuousCache | None
+    result: LanguageModelEvaluation
+    seconds: float
+
+    @property
+    def nll(self) -> float:
+        """Its loss; infinite where the weights have diverged."""
+        return math.inf if math.isnan(self.result.nll) else self.result.nll
+
+    def row(self) -> dict[str, Any]:
+        figures = {"perplexity": self.result.perplexity, "bits_per_token": self.result.bits_per_token}
+        described = figures | dataclasses.asdict(self.result) | {"seconds": self.seconds}
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in described.items()
+        }
+
+
+def read(
+    model: TransfoXLForCausalLM,
+    token_ids,
+    dynamic: DynamicEvaluation | None,
+    caches: list[ContinuousCache | None],
+    protocol: dict[str, Any],
+) -> list[Point]:
+    started = time.perf_counter()
+    results = evaluate_caches(model, token_ids, caches=caches, dynamic=dynamic, **protocol)
+    seconds = time.perf_counter() - started
+    return [Point(dynamic, cache, result, seconds) for cache, result in zip(caches, results, strict=True)]
+
+
+def best_of(points: list[Point], among=lambda point: True) -> Point:
+    return min(filter(among, points), key=lambda point: point.nll)
+
+
+def choose(points: list[Point]) -> dict[str, Point]:
+    """The best point of each kind that was tried; the model alone may be the best."""
+    chosen = {
+        "static": best_of(points, lambda point: point.dynamic is None and point.cache is None),
+        "dynamic": best_of(points, lambda point: point.cache is None),
+        "cache": best_of(points, lambda point: point.dynamic is None),
+        "both": best_of(points),
+    }
+    tried = {"static": True, "dynamic": any(point.dynamic for point in points)}
+    tried["cache"] = any(point.cache for point in points)
+    tried["both"] = tried["dynamic"] and tried["cache"]
+    return {kind: point for kind, point in chosen.items() if tried[kind]}
+
+
+def print_points(split: str, points: list[Point]):
+    for point in dict.fromkeys(points):
+        steps = "static" if point.dynamic is None else f"rate {point.dynamic.learning_rate:g}"
+        if point.dynamic is not None and point.dynamic.decay > 0:
+            steps += f", decay {point.dynamic.decay:g}"
+        if point.cache is not None:
+            cache = point.cache
+            steps += f", cache of {cache.size}, weight {cache.weight:g}, temperature {cache.temperature:g}"
+        print(f"{split} {steps}: perplexity {point.result.perplexity:.3f} ({point.seconds:.0f} s)", flush=True)
+
+
+def warn_of_an_end(kind: str, point: Point, options: argparse.Namespace):
+    """A value at the end of those tried may not be the best there is."""
+    tried = {"rate": (point.dynamic and point.dynamic.learning_rate, options.rate)}
+    if point.cache is not None:
+        tried["cache_weight"] = (point.cache.weight, options.cache_weight)
+        tried["cache_temperature"] = (point.cache.temperature, options.cache_temperature)
+    for name, (value, values) in tried.items():
+        if value is not None and len(values) > 1 and value in (min(values), max(values)):
+            print(f"note: the best --{name} for {kind} is {value:g}, at the end of those tried: try beyond it")
+
+
+def plot(points: list[Point], path: Path):
+    """Perplexity by rate, without a cache and with the best one."""
+    import io
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    chosen = choose(points)
+    for name, color, cache in (("no cache", "C0", None), ("best cache", "C1", True)):
+        if cache and "cache" not in chosen:
+            continue
+        kept = [point for point in points if (point.cache is not None) == bool(cache)]
+        static = best_of(kept, lambda point: point.dynamic is None)
+        axes.axhline(static.result.perplexity, color=color, linestyle=":", label=f"static, {name}")
+        for decay in sorted({point.dynamic.decay for point in kept if point.dynamic}):
+            at = [point for point in kept if point.dynamic and point.dynamic.decay == decay]
+            rates = sorted({point.dynamic.learning_rate for point in at if point.dynamic})
+            best = [best_of(at, lambda point, r=rate: point.dynamic.learning_rate == r) for rate in rates]
+            curve = [(rate, point.result.perplexity) for rate, point in zip(rates, best, strict=True)]
+            axes.plot(*zip(*curve, strict=True), marker="o", color=color, label=f"decay {decay:g}, {name}")
+    if "dynamic" in chosen:
+        axes.set_xscale("log")
+    axes.set_xlabel("rate")
+    axes.set_ylabel("perplexity on the validation text")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    image = io.BytesIO()
+    figure.savefig(image, dpi=150, format=path.suffix[1:] or "png")
+    plt.close(figure)
+    write(path, image.getvalue())
+
+
+if __name__ == "__main__":
+    main()
