@@ -9,8 +9,9 @@
 
 `--data` is a folder of `prepare_corpus.py`, of which `--split` is read, or a UTF-8 text file, which is tokenised with
 the model's tokenizer or with `--tokenizer`. Several values of `--memory_length` are scored one after the other.
-`--sliding_window N` scores the text in the vanilla way: the last N tokens are read anew for every token, without
-memory. It stands alone, or beside the memory lengths that are given.
+`--dynamic RATE` lets the weights follow the text, and `--cache` mixes in what followed similar states: `tune_lm.py`
+chooses both. `--sliding_window N` scores the text in the vanilla way: the last N tokens are read anew for every token,
+without memory. It stands alone, or beside the memory lengths that are given.
 
 On a terminal the figures appear as a table, line by line as they are found; elsewhere, or with `--json`, the result is
 JSON. `--output` holds the same JSON, from the first figure on. The result has for each length the negative
@@ -43,7 +44,13 @@ import transformers
 from datasets import DatasetDict
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model
+from txl_hf import (
+    ContinuousCache,
+    DynamicEvaluation,
+    TransfoXLConfig,
+    TransfoXLForCausalLM,
+    evaluate_language_model,
+)
 from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.corpora import CorpusError, count_batch, count_stream
 from txl_hf.encoding import encode_bytes, encode_lines
@@ -97,6 +104,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--warm_up", type=int, default=0, help="tokens of each stream read but not scored (%(default)s)"
     )
+    parser.add_argument("--dynamic", type=float, metavar="RATE", help="let the weights follow the text at this rate")
+    parser.add_argument("--decay", type=float, default=0.0, help="of --dynamic: draw them back (%(default)s)")
+    parser.add_argument("--epsilon", type=float, default=1e-5, help="of --dynamic with --statistics (%(default)s)")
+    parser.add_argument("--statistics", type=int, help="of --dynamic: tokens of the training text to take them from")
+    parser.add_argument("--parameters", help="of --dynamic: names of the parameters that follow, a regular expression")
+    parser.add_argument(
+        "--cache", nargs=3, metavar=("SIZE", "WEIGHT", "TEMPERATURE"), help="mix in a continuous cache; see tune_lm.py"
+    )
     parser.add_argument("--max_tokens", type=int, help="score the beginning of the text only")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="(%(default)s)")
@@ -123,6 +138,7 @@ def run(options: argparse.Namespace):
     planned = protocols(options, config)
     for settings in planned:
         check_protocol(config, clamp_len=options.clamp_len, **settings)
+    adaptation = read_adaptation(options)
     text = read_text(options)
     if len(text.token_ids) == 0:
         raise CorpusError(f"{options.data} is empty: it has no token")
@@ -134,7 +150,7 @@ def run(options: argparse.Namespace):
     report = {**describe(model, text, options), "results": [], "curves": {}}
     try:
         for settings in planned:
-            report["results"].append(score(model, text, options, **settings))
+            report["results"].append(score(model, text, options, **settings, **adaptation))
             report["curves"] = curves(report["results"], config)
             if not options.json:
                 print_row(report["results"], text)
@@ -217,6 +233,24 @@ def check_protocol(config: TransfoXLConfig, segment_length: int, memory_length: 
         raise ValueError(
             f"{given} reads {read} tokens at once, but the model learned max_klen={config.max_klen} absolute positions"
         )
+
+
+def read_adaptation(options: argparse.Namespace) -> dict[str, Any]:
+    """What is asked for beside the model as it stands: `dynamic` and `cache`."""
+    found: dict[str, Any] = {"dynamic": None, "cache": None}
+    if options.cache is not None:
+        size, weight, temperature = options.cache
+        found["cache"] = ContinuousCache(int(size), float(weight), float(temperature))
+    if options.dynamic is not None:
+        statistics = None
+        if options.statistics is not None:
+            if not options.data.is_dir():
+                raise CorpusError(f"--statistics needs a folder of prepare_corpus.py, which {options.data} is not")
+            statistics = read_prepared(options.data, "train").token_ids[: options.statistics]
+        found["dynamic"] = DynamicEvaluation(
+            options.dynamic, options.decay, options.epsilon, statistics, options.parameters
+        )
+    return found
 
 
 def score(

@@ -25,11 +25,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from evaluate_lm import check_vocabulary, describe, load_config, read_prepared, write
-from prepare_corpus import CorpusError
+from evaluate_lm import check_vocabulary, describe, load_config, read_prepared
 from txl_hf import ContinuousCache, DynamicEvaluation, TransfoXLForCausalLM
 from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.corpora import CorpusError
 from txl_hf.evaluation import LanguageModelEvaluation, evaluate_caches
+from txl_hf.files import whole_file, write_text
 
 KINDS = ("static", "dynamic", "cache", "both")
 
@@ -124,7 +125,7 @@ def run(options: argparse.Namespace):
     for row in report["test"]:
         print(f"test {row['kind']}: perplexity {row['perplexity']:.3f}, {row['bits_per_token']:.4f} bits a token")
     if options.output is not None:
-        write(options.output, json.dumps(report, indent=2, allow_nan=False).encode() + b"\n")
+        write_text(options.output, json.dumps(report, indent=2, allow_nan=False) + "\n")
     if options.plot is not None:
         plot(points, options.plot)
 
@@ -207,8 +208,6 @@ def warn_of_an_end(kind: str, point: Point, options: argparse.Namespace):
 
 def plot(points: list[Point], path: Path):
     """Perplexity by rate, without a cache and with the best one."""
-    import io
-
     import matplotlib
 
     matplotlib.use("Agg")
@@ -234,10 +233,9 @@ def plot(points: list[Point], path: Path):
     axes.set_ylabel("perplexity on the validation text")
     axes.grid(alpha=0.3)
     axes.legend()
-    image = io.BytesIO()
-    figure.savefig(image, dpi=150, format=path.suffix[1:] or "png")
+    with whole_file(path) as aside:
+        figure.savefig(aside, dpi=150)
     plt.close(figure)
-    write(path, image.getvalue())
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import pytest
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM
 
+import evaluate_lm
 import tune_lm
 from test_evaluate_lm import corpus, model, text  # noqa: F401 -- fixtures
 from txl_hf import ContinuousCache, DynamicEvaluation, evaluate_language_model
@@ -80,3 +81,21 @@ def test_errors_are_one_line(corpus, model, capsys, options, message):  # noqa: 
     with pytest.raises(SystemExit) as stopped:
         tune_lm.main(["--model", str(model), "--data", str(corpus), *options])
     assert message in str(stopped.value.code) + capsys.readouterr().err
+
+
+def test_evaluate_lm_takes_what_was_chosen(corpus, model, capsys):  # noqa: F811
+    options = ["--model", model, "--data", corpus, "--dynamic", "0.1", "--decay", "0.05", "--epsilon", "0.1"]
+    options += ["--statistics", "100", "--parameters", r"layers\.1", "--cache", "50", "0.2", "0.1", "--json"]
+    evaluate_lm.main([*map(str, options)])
+    [row] = json.loads(capsys.readouterr().out)["results"]
+    texts = load_from_disk(corpus).with_format("numpy")
+    dynamic = DynamicEvaluation(0.1, 0.05, 0.1, texts["train"]["token_ids"][:100], r"layers\.1")
+    expected = evaluate_language_model(
+        AutoModelForCausalLM.from_pretrained(model),
+        texts["test"]["token_ids"],
+        8,
+        dynamic=dynamic,
+        cache=ContinuousCache(50, 0.2, 0.1),
+    )
+    assert row["nll"] == pytest.approx(expected.nll, rel=1e-5)
+    assert (row["dynamic"], row["cache"]) == (expected.dynamic, expected.cache)
