@@ -15,7 +15,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=10 --durati
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST)
 PIP := $(BIN)/python -m pip install --constraint $(CONSTRAINTS)
 
-.PHONY: venv demo test test-all test-gpu test-oldest style quality docs mutants bench bench-gpu paper clean
+.PHONY: venv demo test test-all test-gpu test-oldest test-clients style quality docs mutants bench bench-gpu paper clean
 
 # Train a small model on real text and see what its memory is worth; TEXT=path for a text of your own.
 demo: $(VENV)/demo-installed
@@ -38,6 +38,12 @@ test-gpu: venv
 # like torch==2.6.0, for the oldest torch too.
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest TRANSFORMERS=transformers==5.17.0
+
+# Programs that use the package, in the versions of tests/clients/requirements.txt, in an environment of their own.
+test-clients:
+	$(MAKE) venv VENV=.venv-clients
+	.venv-clients/bin/python -m pip install --constraint $(CONSTRAINTS) --requirement tests/clients/requirements.txt
+	OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest tests/clients
 
 # Rewrite the sources in the project's style.
 style: venv
@@ -85,7 +91,7 @@ paper: venv
 	$(BIN)/python examples/paper/page.py
 
 clean:
-	rm -rf $(VENV) .venv-oldest $(LEGACY) build demo-output .pytest_cache .hypothesis .ruff_cache .mypy_cache src/*.egg-info
+	rm -rf $(VENV) .venv-oldest .venv-clients $(LEGACY) build demo-output .pytest_cache .hypothesis .ruff_cache .mypy_cache src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 venv: $(VENV)/dev-installed

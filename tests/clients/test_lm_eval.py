@@ -1,0 +1,213 @@
+"""lm_eval itself on the model `txl`: its figures are those of the model with its memory."""
+
+import json
+import math
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import lm_eval
+import pytest
+import torch
+from lm_eval.api.registry import get_model
+from lm_eval.tasks import TaskManager
+
+from txl_hf import TransfoXLTokenizer, evaluate_language_model, token_losses
+from txl_hf.lm_eval import TransfoXLLM
+
+WORDS = [f"word{i}" for i in range(40)]
+# With the whole text in its memory, a model reads in any segments the same.
+SEGMENT, SHORT, WHOLE = 5, 12, 200
+TASKS = {
+    "rolling": """
+task: rolling
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list:
+  - metric: word_perplexity
+""",
+    "choice": """
+task: choice
+output_type: multiple_choice
+doc_to_text: "{{text}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list:
+  - metric: acc
+""",
+    "until": """
+task: until
+output_type: generate_until
+doc_to_text: "{{text}}"
+doc_to_target: "{{written}}"
+generation_kwargs: {until: ["word7"], max_gen_toks: 12, do_sample: false}
+metric_list:
+  - metric: exact_match
+""",
+}
+
+
+def words(length: int, seed: int) -> str:
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (length,), generator=generator))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("lm_eval")
+
+
+@pytest.fixture
+def saved(make_model, folder):
+    """A model and its tokenizer, in a folder."""
+    path = folder / "model"
+    tokenizer = TransfoXLTokenizer.from_symbols(["<eos>", "<unk>", *WORDS], mode="whitespace")
+    if not path.exists():
+        make_model(vocab_size=len(tokenizer), mem_len=WHOLE, tgt_len=SEGMENT).save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def documents(saved, folder):
+    """Texts far longer than segment and memory together, with what the model writes after them and three choices."""
+    lm = TransfoXLLM(str(saved))
+    rows = []
+    for seed, length in enumerate([60, 3, 31]):
+        row = {"text": words(length, seed), "choices": [" " + words(n, 10 * seed + n) for n in (1, 4, 9)]}
+        losses = [by_hand(lm, row["text"], choice) for choice in row["choices"]]
+        rows.append(row | {"answer": min(range(3), key=losses.__getitem__), "written": written(lm, row["text"])})
+    (folder / "documents.json").write_text("\n".join(map(json.dumps, rows)))
+    for name, task in TASKS.items():
+        data = f"dataset_path: json\ndataset_kwargs: {{data_files: {folder}/documents.json}}\ntest_split: train\n"
+        (folder / f"{name}.yaml").write_text(task.strip() + "\n" + data)
+    return rows
+
+
+def by_hand(lm: TransfoXLLM, context: str, continuation: str) -> float:
+    """The cost of a continuation in a text that is read as one."""
+    ids = lm.tok_encode(context + continuation)
+    return token_losses(lm.model, ids, 1)[len(lm.tok_encode(context)) - 1 :].sum().item()
+
+
+def written(lm: TransfoXLLM, text: str) -> str:
+    """Greedily, word by word, from the whole text each time."""
+    ids, start = lm.tok_encode(text), len(lm.tok_encode(text))
+    while len(ids) < start + 12:
+        mems = None
+        for token in ids:
+            outputs = lm.model(torch.tensor([[token]]), mems=mems)
+            mems = outputs.mems
+        ids.append(int(outputs.logits[0, -1].argmax()))
+        if ids[-1] == lm.eot_token_id:
+            break
+    return lm.tok_decode(ids[start:]).split("word7")[0]
+
+
+def arguments(saved, memory_length: int) -> str:
+    return f"pretrained={saved},segment_length={SEGMENT},memory_length={memory_length}"
+
+
+def expected_word_perplexity(lm: TransfoXLLM, documents, memory_length: int) -> float:
+    total = 0.0
+    for document in documents:
+        ids = [lm.eot_token_id, *lm.tok_encode(document["text"])]
+        result = evaluate_language_model(lm.model, ids, SEGMENT, memory_length)
+        total += result.nll * result.tokens
+    return math.exp(total / sum(len(document["text"].split()) for document in documents))
+
+
+def test_simple_evaluate(saved, documents, folder):
+    tasks = TaskManager(include_path=str(folder), include_defaults=False)
+    found = lm_eval.simple_evaluate(
+        model="txl", model_args=arguments(saved, WHOLE), tasks=list(TASKS), task_manager=tasks, log_samples=True
+    )
+    results, lm = found["results"], TransfoXLLM(str(saved))
+    expected = expected_word_perplexity(lm, documents, WHOLE)
+    assert results["rolling"]["word_perplexity,none"] == pytest.approx(expected, rel=1e-5)
+    assert results["choice"]["acc,none"] == 1.0
+    for sample, document in zip(found["samples"]["choice"], documents, strict=True):
+        for answer, choice in zip(sample["resps"], document["choices"], strict=True):
+            assert float(answer[0][0]) == pytest.approx(-by_hand(lm, document["text"], choice), rel=1e-4)
+    assert [sample["resps"][0][0] for sample in found["samples"]["until"]] == [row["written"] for row in documents]
+    assert results["until"]["exact_match,none"] == 1.0
+
+
+def test_the_command(saved, documents, folder, tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "txl_hf.lm_eval",
+        "run",
+        "--model",
+        "txl",
+        "--model_args",
+        arguments(saved, SHORT),
+    ]
+    options = ["--tasks", "rolling", "--include_path", str(folder), "--output_path", str(tmp_path)]
+    process = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    [path] = tmp_path.rglob("results_*.json")
+    found = json.loads(path.read_text())
+    expected = expected_word_perplexity(TransfoXLLM(str(saved)), documents, SHORT)
+    assert found["results"]["rolling"]["word_perplexity,none"] == pytest.approx(expected, rel=1e-5)
+    described = {"segment_length": SEGMENT, "memory_length": SHORT}
+    assert {name: found["config"][name] for name in described} == described
+
+
+class Request:
+    def __init__(self, *args):
+        self.args = args
+
+
+def test_memory_reaches_beyond_the_segment(saved):
+    """With another memory the same long text costs something else."""
+    requests = [Request(words(60, 0))]
+    found = {
+        length: TransfoXLLM(str(saved), SEGMENT, length).loglikelihood_rolling(requests)[0] for length in (0, 4, 40)
+    }
+    assert len({round(value, 3) for value in found.values()}) == 3
+
+
+def test_whether_a_continuation_is_greedy(saved):
+    lm = TransfoXLLM(str(saved))
+    context = words(30, 1)
+    ids = lm.tok_encode(context)
+    best = lm.tok_decode([int(lm.model(torch.tensor([ids])).logits[0, -1].argmax())])
+    found = lm.loglikelihood([Request(context, " " + best), Request(context, " word3 word4"), Request("", "word3")])
+    assert [greedy for _, greedy in found][:2] == [True, best == "word3"]
+    assert found[2][0] == pytest.approx(-token_losses(lm.model, [0, *lm.tok_encode("word3")], 1).sum().item())
+
+
+def test_a_tokenizer_without_a_token_to_begin_with(make_model, tmp_path):
+    tokenizer = TransfoXLTokenizer.from_symbols(list("abc "), mode="characters")
+    make_model(vocab_size=4, cutoffs=[], div_val=1).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    lm = TransfoXLLM(str(tmp_path))
+    assert lm.prefix_token_id is None
+    ids = lm.tok_encode("abcab cab")
+    found = lm.loglikelihood_rolling([Request("abcab cab"), Request("a")])
+    assert found[0] == pytest.approx(-token_losses(lm.model, ids, 5).sum().item(), rel=1e-5) and found[1] == 0.0
+    with pytest.raises(ValueError, match="give one in model_args, prefix_token_id="):
+        lm.loglikelihood([Request("", "abc")])
+    prefixed = TransfoXLLM(str(tmp_path), prefix_token_id=3)
+    expected = -token_losses(lm.model, [3, *ids], 5).sum().item()
+    assert prefixed.loglikelihood_rolling([Request("abcab cab")])[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_cannot_be_evaluated_is_named(make_model, tmp_path):
+    make_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no tokenizer that loads"):
+        TransfoXLLM(str(tmp_path))
+    with pytest.raises(ValueError, match="mem_len=-1"):
+        TransfoXLLM(str(tmp_path), memory_length=-1)
+
+
+def test_the_entry_point_is_the_class():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    point = EntryPoint("txl", project["entry-points"]["lm_eval.models"]["txl"], "lm_eval.models")
+    assert point.load() is TransfoXLLM
+    assert get_model("txl") is TransfoXLLM
