@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from evaluate_lm import check_vocabulary, describe, load_config, read_prepared
 from txl_hf import ContinuousCache, DynamicEvaluation, TransfoXLForCausalLM
+from txl_hf.adaptation import Diverged
 from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.corpora import CorpusError
 from txl_hf.evaluation import LanguageModelEvaluation, evaluate_caches
@@ -106,7 +107,11 @@ def run(options: argparse.Namespace):
     validation = texts["validation"].token_ids[: options.max_tokens]
     points = []
     for dynamic in ways:
-        found = read(model, validation, dynamic, caches, protocol)
+        try:
+            found = read(model, validation, dynamic, caches, protocol)
+        except Diverged as error:
+            print(f"validation: {error}")
+            continue
         points += found
         report["validation"] += [point.row() for point in found]
         print_points("validation", [best_of(found, lambda point: point.cache is None), best_of(found)])
@@ -139,11 +144,6 @@ class Point:
     result: LanguageModelEvaluation
     seconds: float
 
-    @property
-    def nll(self) -> float:
-        """Its loss; infinite where the weights have diverged."""
-        return math.inf if math.isnan(self.result.nll) else self.result.nll
-
     def row(self) -> dict[str, Any]:
         figures = {"perplexity": self.result.perplexity, "bits_per_token": self.result.bits_per_token}
         described = figures | dataclasses.asdict(self.result) | {"seconds": self.seconds}
@@ -167,7 +167,7 @@ def read(
 
 
 def best_of(points: list[Point], among=lambda point: True) -> Point:
-    return min(filter(among, points), key=lambda point: point.nll)
+    return min(filter(among, points), key=lambda point: point.result.nll)
 
 
 def choose(points: list[Point]) -> dict[str, Point]:

@@ -134,7 +134,7 @@ def test_weights_gradients_and_mode_come_back(make_model, make_ids, error, dtype
             raise error
 
     hook = model.transformer.register_forward_hook(watch)
-    dynamic = DynamicEvaluation(RATE, decay=0.1, statistics=ids[:21])
+    dynamic = DynamicEvaluation(RATE, decay=0.1, epsilon=1.0, statistics=ids[:21])
     if error is None:
         token_losses(model, ids, 5, dynamic=dynamic)
     else:
@@ -157,7 +157,8 @@ def test_dropout_is_off(make_model, make_ids):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_in_any_mode_of_the_caller(make_model, make_ids, mode):
-    model, ids, dynamic = make_model(), make_ids(1, 40)[0], DynamicEvaluation(RATE, statistics=make_ids(1, 30)[0])
+    model, ids = make_model(), make_ids(1, 40)[0]
+    dynamic = DynamicEvaluation(RATE, epsilon=1.0, statistics=make_ids(1, 30)[0])
     expected = token_losses(model, ids, 5, dynamic=dynamic)
     with mode():
         assert torch.equal(token_losses(model, ids, 5, dynamic=dynamic), expected)
@@ -256,6 +257,10 @@ def test_what_cannot_be_done_is_named(make_model, make_ids):
         token_losses(model, ids, 5, dynamic=DynamicEvaluation(RATE, statistics=[]))
     with pytest.raises(ValueError, match=r"statistics: token_ids\[1\] is 61, outside the vocabulary"):
         token_losses(model, ids, 5, dynamic=DynamicEvaluation(RATE, statistics=[3, 61, 4]))
+    found = parameters_of(model)
+    with pytest.raises(ValueError, match="no finite loss in the segment at token 5 of .* learning_rate=1e\\+30"):
+        token_losses(model, ids, 5, dynamic=DynamicEvaluation(1e30))
+    assert_restored(model, found)
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         token_losses(model, ids, 5, dynamic=DynamicEvaluation(RATE))

@@ -16,7 +16,11 @@ from .memory_transfo_xl import MemoryLengths
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .reading import Reader, Segment, Text, device_of, evaluating
 
-__all__ = ["Adaptation", "DynamicEvaluation", "adapting", "following"]
+__all__ = ["Adaptation", "Diverged", "DynamicEvaluation", "adapting", "following"]
+
+
+class Diverged(ValueError):
+    """The weights followed the text too fast, and compute no finite losses any more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +52,8 @@ class DynamicEvaluation:
             that require a gradient.
 
     Raises:
-        ValueError: a number is out of range, or `parameters` is no regular expression.
+        ValueError: a number is out of range, or `parameters` is no regular expression. An evaluation in which the
+            weights diverge is one too (`Diverged`).
     """
 
     learning_rate: float
@@ -121,8 +126,17 @@ class Adaptation:
         self._roots: list[Tensor] | None = None
 
     def losses(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
-        """As `Reader.losses`. When a segment is given out, the parameters have stepped on it."""
+        """As `Reader.losses`. When a segment is given out, the parameters have stepped on it.
+
+        Raises:
+            Diverged: a loss is not finite.
+        """
         for segment, hidden_states, losses in self._read(text):
+            if not losses.isfinite().all():
+                raise Diverged(
+                    f"no finite loss in the segment at token {segment.begin} of the text: with "
+                    f"learning_rate={self._dynamic.learning_rate:g} the weights have diverged, so give a smaller one"
+                )
             if (gradients := self._gradients(losses, segment)) is not None:
                 self._step(gradients)
             yield segment, hidden_states.detach(), losses.detach()

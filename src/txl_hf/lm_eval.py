@@ -147,13 +147,13 @@ class TransfoXLLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """The log-likelihood of each continuation, and whether every token of it is the most probable one."""
         # A context, however long, is read once for all its continuations.
-        by_context = defaultdict(list)
-        for number, (_, context, _) in enumerate(requests):
-            by_context[tuple(context)].append(number)
+        by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for number, (_, token_ids, _) in enumerate(requests):
+            by_context[tuple(token_ids)].append(number)
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         for context, numbers in tqdm(by_context.items(), disable=disable_tqdm, desc="read"):
-            scored = self._score(list(context), [requests[number][2] for number in numbers])
-            for number, answer in zip(numbers, scored, strict=True):
+            answers = self._score(list(context), [requests[number][2] for number in numbers])
+            for number, answer in zip(numbers, answers, strict=True):
                 found[number] = answer
                 if requests[number][0] is not None:
                     self.cache_hook.add_partial("loglikelihood", requests[number][0], answer)
