@@ -399,3 +399,49 @@ def test_checking_draws_no_random_number():
     with pytest.raises(ValueError, match="shuffles"):
         check_loader(DataLoader(stream, batch_size=8, shuffle=True))
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", ["token", "ends"])
+@pytest.mark.parametrize("ext_len", [0, 2])
+def test_items_say_where_documents_begin(kind, ext_len):
+    """Also in what a stream reads again, and where a document ends with a segment or a stream."""
+    text = [5, 6, 0, 7, 8, 9, 4, 0, 0, 3, 1, 2, 0, 5, 5, 5, 0, 1, 1, 1, 2]
+    ends = [place + 1 for place, token in enumerate(text) if token == 0]
+    document_end = 0 if kind == "token" else ends
+    stream = TokenStream(text, 4, 2, ext_len=ext_len, keep_remainder=True, document_end=document_end)
+    places = TokenStream(list(range(len(text))), 4, 2, ext_len=ext_len, keep_remainder=True)
+    for item, place in zip(
+        (stream[i] for i in range(len(stream))), (places[i] for i in range(len(places))), strict=True
+    ):
+        real = place["shift_labels"] != -100
+        expected = torch.tensor([int(p) in ends for p in place["input_ids"]])
+        assert item["resets"].dtype == torch.bool and item["resets"].shape == item["input_ids"].shape
+        assert torch.equal(item["resets"][real], expected[real])
+
+
+def test_documents_of_a_stream_are_read_as_they_are_alone(make_model):
+    """A training step with memory and resets against each document by itself."""
+    from txl_hf.memory_transfo_xl import memory_of
+
+    model = make_model(mem_len=20)
+    text = torch.randint(1, 60, (37,), generator=torch.Generator().manual_seed(0))
+    text[[8, 9, 21, 30]] = 0
+    stream = TokenStream(text, 6, 1, document_end=0)
+    memory, losses = {}, []
+    with torch.no_grad():
+        for item in (stream[i] for i in range(len(stream))):
+            outputs = model(**{name: tensor[None] for name, tensor in item.items()}, **memory)
+            memory = memory_of(outputs)
+            losses.append(outputs.losses)
+        starts = [0, 9, 10, 22, 31, 36]
+        alone = [
+            model(text[None, a:b], shift_labels=text[None, a + 1 : b + 1]).losses
+            for a, b in zip(starts, starts[1:], strict=False)
+        ]
+    torch.testing.assert_close(torch.cat(losses, 1), torch.cat(alone, 1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("document_end", [True, 1.5, [3, 3], [[1]], ["a"]])
+def test_ends_of_documents_that_are_none(document_end):
+    with pytest.raises(ValueError, match="document_end must be a token id, or the places"):
+        TokenStream(list(range(20)), 4, 2, document_end=document_end)

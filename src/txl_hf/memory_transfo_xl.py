@@ -243,10 +243,15 @@ def remember(
 
 
 def memory_of(outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The memory that a call has returned, as keyword arguments of the next one; nothing where there is none."""
-    if outputs.get("mems") is None:
+    """The memory that a call has returned, as keyword arguments of the next one; nothing where there is none.
+
+    Where NaN without a mask would be an error, a mask that hides nothing is written out: what is NaN because a
+    training diverges is not padding whose mask was lost.
+    """
+    mems, mems_mask = outputs.get("mems"), outputs.get("mems_mask")
+    if mems is None:
         return {}
-    return {"mems": outputs["mems"], "mems_mask": outputs.get("mems_mask")}
+    return {"mems": mems, "mems_mask": real_states(mems, mems_mask) if _can_ask(mems[0]) else mems_mask}
 
 
 def real_states(mems: tuple[Tensor, ...], mems_mask: Tensor | None = None) -> Tensor:

@@ -1,6 +1,7 @@
 """Text as parallel streams of contiguous segments, for training with memory."""
 
 import hashlib
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -43,6 +44,9 @@ class TokenStream(Dataset):
             again out of the memory.
         varlen_seed: seed of segment lengths that vary: L is normal with deviation 5 around S, or around S / 2 in one
             step of twenty, within [5, S + 15]. None: L = S.
+        document_end: where documents end in the text: the token that each ends with, or the places behind their last
+            tokens in ascending order. Items then have `resets`, (e + L,) bool, True where a document begins. None: the
+            text is one.
         first_step: begin with this segment of every stream, to resume where nothing skips what was read before.
 
     Attributes:
@@ -65,6 +69,7 @@ class TokenStream(Dataset):
         ext_len: int = 0,
         varlen_seed: int | None = None,
         first_step: int = 0,
+        document_end: int | Sequence[int] | np.ndarray | None = None,
     ):
         check_sizes(segment_length=segment_length, batch_size=batch_size)
         check_tokens(token_ids)
@@ -75,6 +80,7 @@ class TokenStream(Dataset):
         self.batch_size = batch_size
         self.ext_len = ext_len
         self.varlen_seed = varlen_seed
+        self.document_end = _check_document_end(document_end)
         # The very last token is a label only.
         labels = len(token_ids) - 1
         self._stream_length, longer = divmod(labels, batch_size)
@@ -129,7 +135,9 @@ class TokenStream(Dataset):
         reread = min(begin, self.ext_len)
         start = row * self._stream_length + min(row, self._longer)
         stop = min(start + end, start + self._stream_length + (row < self._longer))
-        tokens = read_tokens(self.token_ids, start + begin - reread, stop + 1)
+        first = start + begin - reread
+        tokens = read_tokens(self.token_ids, first, stop + 1)
+        resets = None if self.document_end is None else self._document_starts(self.document_end, first, stop)
         # Apart, so that masking labels in place does not mask the inputs too.
         input_ids, shift_labels = tokens[:-1], tokens[1:].clone()
         shift_labels[:reread] = -100
@@ -137,12 +145,33 @@ class TokenStream(Dataset):
         if missing:
             input_ids = torch.cat([input_ids, input_ids.new_zeros(missing)])
             shift_labels = torch.cat([shift_labels, shift_labels.new_full((missing,), -100)])
-        return {"input_ids": input_ids, "shift_labels": shift_labels}
+            resets = None if resets is None else torch.cat([resets, resets.new_zeros(missing)])
+        item = {"input_ids": input_ids, "shift_labels": shift_labels}
+        return item if resets is None else item | {"resets": resets}
+
+    def _document_starts(self, document_end: int | np.ndarray, start: int, stop: int) -> Tensor:
+        """(stop - start,) bool: before which tokens [start, stop) of the text a document begins."""
+        if not isinstance(document_end, int):
+            return torch.from_numpy(np.isin(np.arange(start, stop), document_end))
+        # The token before each; the first token of the text has none.
+        before = read_tokens(self.token_ids, max(0, start - 1), stop - 1)
+        starts = before == document_end
+        return starts if start > 0 else torch.cat([starts.new_zeros(1), starts])
 
     def _segment(self, step: int) -> tuple[int, int]:
         """Where segment `step` begins and ends in every stream."""
         begin = self._ends[step - 1] if step else 0
         return int(begin), min(int(self._ends[step]), self._stream_length + (self._longer > 0))
+
+
+def _check_document_end(document_end: int | Sequence[int] | np.ndarray | None) -> int | np.ndarray | None:
+    """The token that ends documents as it is, their ends as an array (documents,)."""
+    if document_end is None or (isinstance(document_end, int) and not isinstance(document_end, bool)):
+        return document_end
+    ends = np.asarray(document_end)
+    if ends.ndim != 1 or ends.dtype.kind not in "iu" or (np.diff(ends) <= 0).any():
+        raise ValueError("document_end must be a token id, or the places where documents end, integers that ascend")
+    return ends
 
 
 def varying_ends(length: int, segment_length: int, seed: int) -> np.ndarray:

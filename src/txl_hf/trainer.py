@@ -227,7 +227,11 @@ class TransfoXLTrainer(Trainer):
         """As in `Trainer`, with the memory of these rows, which the call replaces by what it returns."""
         inputs = {**inputs, **self._memory.memories[self._memory.micro_batch]}
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
-        self._memory.replace(self._detach(memory_of(outputs)))
+        memory = memory_of(outputs)
+        if memory and self.args.torch_compile:
+            # In a graph, a mask that hides nothing would be computed with.
+            memory["mems_mask"] = outputs.get("mems_mask")
+        self._memory.replace(self._detach(memory))
         if self._regularizer is not None and model.training:
             penalty = self._regularizer.penalty(inputs.get("shift_labels")) / self.current_gradient_accumulation_steps
             loss, self._penalty = loss + penalty, penalty.detach()
