@@ -283,6 +283,19 @@ def test_loaders_that_break_continuity_name_the_fix(loader, layout, message):
             check_loader(prepare(stream, **loader, **options), process_index=process_index, **layout)
 
 
+def test_half_losses_are_those_of_segments_after_as_much_context():
+    stream, same = TokenStream(range(401), 5, 4, loss="half"), TokenStream(range(401), 5, 4, ext_len=5)
+    assert stream.ext_len == 5 and len(stream) == len(same)
+    for half, item in zip(stream, same, strict=True):
+        assert torch.equal(half["input_ids"], item["input_ids"])
+        assert torch.equal(half["shift_labels"], item["shift_labels"])
+    assert stream[4]["shift_labels"].tolist() == [-100] * 5 + [6, 7, 8, 9, 10]
+    with pytest.raises(ValueError, match="loss='quarter' must be 'full' or 'half'"):
+        TokenStream(range(401), 5, 4, loss="quarter")
+    with pytest.raises(ValueError, match="reads segment_length=5 tokens again, not ext_len=3"):
+        TokenStream(range(401), 5, 4, loss="half", ext_len=3)
+
+
 def test_a_loader_of_single_items_is_refused():
     with pytest.raises(ValueError, match="batch_size=None.*set its batch_size to 8"):
         check_loader(DataLoader(TokenStream(range(401), 5, 8), batch_size=None))

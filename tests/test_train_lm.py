@@ -513,8 +513,10 @@ def test_what_ends_a_run_is_said_in_one_line(tmp_path, recipe, corpus, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(loop.Training, "validate", fails)
         with pytest.raises(SystemExit) as exit:
-            train(*argv, "--save_every", "3")
+            train(*argv, "--save_every", "4")
     assert exit.value.code == message
+    # Before the first validation, which does not come with the checkpoints here.
+    assert (tmp_path / "output" / "checkpoint-5").exists()
     train(*argv)
     assert len(read_log(tmp_path / "output")) == 12
 
@@ -555,8 +557,13 @@ def test_a_second_run_in_the_same_folder_is_refused_until_the_first_is_gone(tmp_
 
 
 def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
-    with pytest.raises(SystemExit, match="error: the validation loss is nan after step 5: lower --learning_rate"):
-        train(recipe, "--data", corpus, "--output", tmp_path / "output", "--learning_rate", "1e30")
+    with pytest.raises(SystemExit, match="error: the loss is nan before step .: lower --learning_rate"):
+        train(
+            recipe, "--data", corpus, "--output", tmp_path / "output", "--learning_rate", "1e30", "--save_every", "1"
+        )
+    last = max((tmp_path / "output").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    steps = [step for step, loss in enumerate(read_log(tmp_path / "output"), start=1) if math.isfinite(loss)]
+    assert last.name == f"checkpoint-{steps[-1]}", "none takes the place of one that can be gone on from"
 
 
 @pytest.mark.parametrize(
@@ -573,6 +580,11 @@ def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
         ({"batch_chunk": 3}, "--batch_size 4 must be a multiple of 1 process(es) × --batch_chunk 3"),
         ({"roll": True, "varlen": True}, "--roll goes together with neither --varlen nor --ext_len"),
         ({"tgt_len": 80}, "the text has 289 tokens, but batch_size=4 streams of at least one segment"),
+        ({"loss": "half", "ext_len": 4}, "--loss half reads tgt_len=8 tokens again: leave out --ext_len 4"),
+        (
+            {"attn_type": 3, "mem_len": 0, "eval_tgt_len": 8, "eval_ext_len": 2},
+            "reads 10 tokens at once, but attn_type=3 learns positions for 8",
+        ),
         ({"eval_batch_size": 2000}, "the validation text has 1162 tokens, too few for --eval_batch_size 2000"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -581,6 +593,18 @@ def test_settings_that_are_refused(tmp_path, capsys, corpus, changes, message):
     recipe = write_recipe(tmp_path / "recipe.yaml", **changes)
     assert message in refused(capsys, recipe, "--data", corpus, "--output", tmp_path / "output")
     assert not (tmp_path / "output").exists()
+
+
+def test_a_memory_in_evaluation_that_the_model_cannot_have_is_refused_before_training(tmp_path, capsys, corpus):
+    """Typed, it is an error; the recipe's own is left out, as it is another encoding's."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", attn_type=2, mem_len=0, eval_mem_len=12)
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output"]
+    for options in (["--eval_mem_len", "4"], ["--eval-memory-lengths", "4"]):
+        message = refused(capsys, *argv, *options)
+        assert "attn_type=2 has absolute positions and no recurrence: mem_len=4 must be 0" in message
+    assert not (tmp_path / "output").exists()
+    train(*argv, "--max_steps", "1")
+    assert json.loads((tmp_path / "output" / "results.json").read_text())["test"]["memory_length"] == 0
 
 
 def test_command_lines_that_are_refused(tmp_path, capsys, recipe, corpus):

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -40,8 +40,11 @@ class TokenStream(Dataset):
         segment_length: S ≥ 1.
         batch_size: G ≥ 1, the streams of one optimiser step: rows per process × processes × accumulation steps.
         keep_remainder: read what is left at the end too.
-        ext_len: extended context ≥ 0. With memory it must be the model's `config.ext_len`, which keeps what is read
-            again out of the memory.
+        loss: "full": a segment has a label for every token. "half": so it has, after as many tokens that are read
+            again (`ext_len = segment_length`). Of the 2 S tokens that gradients cross the second half is predicted,
+            each token with a context of at least S; so the paper trains its models with half losses (Table 6).
+        ext_len: extended context ≥ 0; by default 0, with half losses S. With memory it must be the model's
+            `config.ext_len`, which keeps what is read again out of the memory.
         varlen_seed: seed of segment lengths that vary: L is normal with deviation 5 around S, or around S / 2 in one
             step of twenty, within [5, S + 15]. None: L = S.
         document_end: where documents end in the text: the token that each ends with, or the places behind their last
@@ -66,14 +69,15 @@ class TokenStream(Dataset):
         batch_size: int,
         *,
         keep_remainder: bool = False,
-        ext_len: int = 0,
+        loss: Literal["full", "half"] = "full",
+        ext_len: int | None = None,
         varlen_seed: int | None = None,
         first_step: int = 0,
         document_end: int | Sequence[int] | np.ndarray | None = None,
     ):
         check_sizes(segment_length=segment_length, batch_size=batch_size)
         check_tokens(token_ids)
-        check_sizes(least=0, ext_len=ext_len)
+        ext_len = _reread(loss, segment_length, ext_len)
         segment_length, batch_size, ext_len = int(segment_length), int(batch_size), int(ext_len)
         self.token_ids = token_ids
         self.segment_length = segment_length
@@ -172,6 +176,17 @@ def _check_document_end(document_end: int | Sequence[int] | np.ndarray | None) -
     if ends.ndim != 1 or ends.dtype.kind not in "iu" or (np.diff(ends) <= 0).any():
         raise ValueError("document_end must be a token id, or the places where documents end, integers that ascend")
     return ends
+
+
+def _reread(loss: str, segment_length: int, ext_len: int | None) -> int:
+    if loss not in ("full", "half"):
+        raise ValueError(f"loss={loss!r} must be 'full' or 'half'")
+    if ext_len is None:
+        return segment_length if loss == "half" else 0
+    check_sizes(least=0, ext_len=ext_len)
+    if loss == "half" and ext_len != segment_length:
+        raise ValueError(f"loss='half' reads segment_length={segment_length} tokens again, not ext_len={ext_len}")
+    return ext_len
 
 
 def varying_ends(length: int, segment_length: int, seed: int) -> np.ndarray:

@@ -70,6 +70,11 @@ class DataArguments:
     batch_size: int = option("Streams of one step, of all processes together.", 16)
     batch_chunk: int = option("Parts in which a process computes its streams, to need less memory.", 1)
     varlen: bool = option("Segment lengths that vary from step to step, around tgt_len.", False)
+    loss: Literal["full", "half"] = option(
+        "full: each token of a segment is predicted; half: those of its second half, after tgt_len tokens that are "
+        "read again (ext_len = tgt_len), as the paper's baselines need.",
+        "full",
+    )
     roll: bool = option("In every epoch each stream begins at another place of its text, and wraps around.", False)
 
 
@@ -159,12 +164,22 @@ def parse_arguments(argv: list[str] | None = None, description: str | None = Non
     recipe = parser.parse_args(argv).recipe
     settings = parser.parse_args([str(recipe), *recipe_options(recipe)])
     settings = parser.parse_args(argv, namespace=settings)
+    forget_memory(settings, sys.argv[1:] if argv is None else argv)
     try:
         arguments = Arguments(*parser.parse_dict(vars(settings), allow_extra_keys=True))
         check_arguments(arguments)
     except ValueError as error:
         parser.error(str(error))
     return arguments
+
+
+def forget_memory(settings: argparse.Namespace, argv: list[str]):
+    """An encoding without recurrence, chosen on the command line, has no use for the recipe's memory in evaluation."""
+    typed = {argument.partition("=")[0].replace("-", "_") for argument in argv if argument.startswith("--")}
+    if settings.attn_type in (2, 3):
+        for name, without in (("eval_mem_len", 0), ("eval_memory_lengths", [])):
+            if f"__{name}" not in typed and getattr(settings, name):
+                setattr(settings, name, without)
 
 
 def recipe_options(recipe: Path) -> list[str]:
@@ -205,6 +220,13 @@ def check_arguments(arguments: Arguments):
         for name, value in (("data", arguments.data.data), ("output", run.output)):
             if value is None:
                 raise ValueError(f"--{name} is missing: name a folder, or try the recipe with --smoke")
+    model = arguments.model
+    if arguments.data.loss == "half":
+        if model.ext_len not in (None, model.tgt_len):
+            raise ValueError(
+                f"--loss half reads tgt_len={model.tgt_len} tokens again: leave out --ext_len {model.ext_len}"
+            )
+        model.ext_len = model.tgt_len
     if run.resume and run.overwrite:
         raise ValueError("choose one of --resume and --overwrite")
 
@@ -226,7 +248,8 @@ def shrink(arguments: Arguments, scratch: Path):
 
     bins = len(model.cutoffs) + 1
     model.model_name_or_path = None
-    model.n_layer, model.n_head, model.d_head, model.d_inner = 2, 2, 8, 32
+    # attn_type 3 adds what its heads learn of positions to the hidden states, so that they are as wide together.
+    model.n_layer, model.n_head, model.d_head, model.d_inner = 2, 2, 32 if model.attn_type == 3 else 8, 32
     model.d_embed = 64 if model.d_embed in (None, model.d_model) else 32
     model.d_model = 64
     model.cutoffs = [vocab_size * i // bins for i in range(1, bins)]

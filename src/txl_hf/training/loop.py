@@ -38,6 +38,7 @@ from .results import (
     BEST,
     LOG,
     PLOT,
+    RESULTS,
     check_output,
     cut_log,
     evaluate,
@@ -48,6 +49,7 @@ from .results import (
     read_log,
 )
 from .setup import (
+    check_evaluation,
     check_texts,
     load_data,
     make_accelerator,
@@ -90,6 +92,7 @@ class Training:
         model_arguments, data, _, optimization, regularization, run = arguments
         self.tokenizer, corpus = load_data(Path(data.data or ""))
         config = make_config(model_arguments, len(self.tokenizer), data.data)
+        check_evaluation(config, arguments.evaluation)
         check_texts(corpus, config, arguments)
         # Columns that are read where they are sliced.
         self.texts = {split: corpus[split].with_format("numpy")["token_ids"] for split in SPLITS}
@@ -124,29 +127,39 @@ class Training:
         self.resume()
 
     def run(self):
-        evaluation, run = self.arguments.evaluation, self.arguments.run
         main = self.accelerator.is_main_process
         self.bar = tqdm(total=self.max_steps, initial=self.step, unit="step", desc="train", disable=not main)
         self.since = time.perf_counter()
+        if self.step > 0 and self.validating() and not (self.output / RESULTS).exists():
+            # It comes after its checkpoint.
+            self.validate()
         self.model.train()
         for batch in self.batches():
             self.grad_norm = self.train_step(batch)
             self.step += 1
             self.bar.update()
-            last = self.step == self.max_steps
-            validating, saving = (last or self.step % n == 0 for n in (evaluation.eval_every, run.save_every))
-            if validating or saving or self.step % run.log_every == 0:
+            # Nothing that a validation meets takes with it what has been learned, least of all the first.
+            saving = self.last() or self.step % self.arguments.run.save_every == 0
+            saving = saving or (self.validating() and self.best == math.inf)
+            if self.validating() or saving or self.step % self.arguments.run.log_every == 0:
                 self.log_training()
-            if validating:
-                self.validate()
             if saving:
                 self.save_checkpoint()
-            if validating or saving:
+            if self.validating():
+                self.validate()
+            if self.validating() or saving:
                 self.since = time.perf_counter()
         self.bar.close()
         self.accelerator.end_training()
         if main:
             finish(self.output, self.texts, self.arguments)
+
+    def last(self) -> bool:
+        return self.step == self.max_steps
+
+    def validating(self) -> bool:
+        """Whether there is a validation after the present step."""
+        return self.last() or self.step % self.arguments.evaluation.eval_every == 0
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -243,6 +256,9 @@ class Training:
     def log_training(self):
         targets, nll = int(self.targets), float(self.accelerator.reduce(self.nll, "sum"))
         now, loss = time.perf_counter(), nll / targets
+        if not math.isfinite(loss):
+            # Before it takes the place of a checkpoint that can be gone on from.
+            raise FloatingPointError(f"the loss is {loss} before step {self.step}: lower --learning_rate")
         self.tokens += targets
         values = {"loss": loss, **figures(loss), "learning_rate": self.optimizer.param_groups[0]["lr"]}
         values |= {"grad_norm": float(self.grad_norm), "tokens_per_second": targets / (now - self.since)}
@@ -278,7 +294,7 @@ class Training:
         if self.accelerator.is_main_process:
             self.lock = lock_output(self.output, self.arguments.run)
             open_output(self.output, self.arguments)
-            cut_log(self.output / LOG, self.step)
+            cut_log(self.output / LOG, self.step, validated=(self.output / RESULTS).exists())
             self.run_id = begin_run(self.output, checkpoint)
         self.accelerator.wait_for_everyone()
         self.accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": self.step + 1}})

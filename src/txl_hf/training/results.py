@@ -4,14 +4,18 @@ import dataclasses
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import IO, Any
 
 import matplotlib
 import torch
+import transformers
 import yaml  # type: ignore[import-untyped]
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
+
+import txl_hf
 
 from ..evaluation import LanguageModelEvaluation, evaluate_language_model, figures
 from ..files import LOCK_NAME, lock_folder, whole_file, write_text
@@ -91,7 +95,7 @@ def finish(output: Path, texts: dict, arguments: Arguments):
         (output / RESULTS).unlink(missing_ok=True)
         (output / BEST).rmdir()
     if not (output / RESULTS).exists():
-        write_text(output / RESULTS, json.dumps(score(output, texts, arguments.evaluation), indent=1) + "\n")
+        write_text(output / RESULTS, json.dumps(score(output, texts, arguments), indent=1) + "\n")
     results, metric = json.loads((output / RESULTS).read_text()), arguments.evaluation.metric
     for split in ("validation", "test"):
         print(f"{split}: {metric} {results[split][metric]:.3f}")
@@ -99,17 +103,43 @@ def finish(output: Path, texts: dict, arguments: Arguments):
         print(f"test with memory {result['memory_length']}: {metric} {result[metric]:.3f}")
 
 
-def score(folder: Path, texts: dict, arguments: EvaluationArguments) -> dict[str, Any]:
+def score(folder: Path, texts: dict, arguments: Arguments) -> dict[str, Any]:
     """What the model in a folder scores on the validation and the test text, and with other memory lengths."""
     model = AutoModelForCausalLM.from_pretrained(folder).to("cuda" if torch.cuda.is_available() else "cpu")
+    evaluation = arguments.evaluation
     results: dict[str, Any] = {
-        split: describe(evaluate(model, texts[split], arguments, progress=True)) for split in ("validation", "test")
+        split: describe(evaluate(model, texts[split], evaluation, progress=True)) for split in ("validation", "test")
     }
     results["memory_lengths"] = [
-        describe(evaluate(model, texts["test"], arguments, memory_length, progress=True))
-        for memory_length in arguments.eval_memory_lengths
+        describe(evaluate(model, texts["test"], evaluation, memory_length, progress=True))
+        for memory_length in evaluation.eval_memory_lengths
     ]
-    return results
+    config = model.config
+    results["model"] = {
+        "attn_type": config.attn_type,
+        "parameters": model.num_parameters(),
+        "tgt_len": config.tgt_len,
+        "mem_len": config.mem_len,
+        "ext_len": config.ext_len,
+        "loss": arguments.data.loss,
+    }
+    return results | origin()
+
+
+def origin() -> dict[str, Any]:
+    """With what something was computed: versions, and the commit where the package runs from a repository."""
+    names = ("txl-hf", "transformers", "torch")
+    versions = {name: module.__version__ for name, module in zip(names, (txl_hf, transformers, torch), strict=True)}
+    package = Path(__file__).parent
+    try:
+        found = subprocess.run(
+            ["git", "-C", package, "describe", "--always", "--dirty", "--exclude=*"], capture_output=True, text=True
+        )
+        tracked = subprocess.run(["git", "-C", package, "ls-files", "--error-unmatch", __file__], capture_output=True)
+    except OSError:
+        return {"versions": versions, "commit": None}
+    known = found.returncode == 0 and tracked.returncode == 0
+    return {"versions": versions, "commit": found.stdout.strip() if known else None}
 
 
 def describe(evaluation: LanguageModelEvaluation) -> dict[str, float]:
@@ -125,9 +155,14 @@ def read_log(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def cut_log(path: Path, step: int):
-    """Forget what came after a step, because it will come again."""
-    write_text(path, "".join(json.dumps(line) + "\n" for line in read_log(path) if line["step"] <= step))
+def cut_log(path: Path, step: int, validated: bool):
+    """Forget what came after a checkpoint, because it will come again; so does its validation, unless all is done."""
+    kept = [
+        line
+        for line in read_log(path)
+        if line["step"] < step or (line["step"] == step and (validated or "validation_loss" not in line))
+    ]
+    write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def plot(log: list[dict[str, float]], path: Path, metric: str):

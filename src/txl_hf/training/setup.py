@@ -16,9 +16,18 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
 
 from ..configuration_transfo_xl import TransfoXLConfig
+from ..memory_transfo_xl import MemoryLengths
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..streams import TokenStream, read_tokens
-from .arguments import CHANGEABLE, SPLITS, Arguments, ModelArguments, OptimizationArguments, RunArguments
+from .arguments import (
+    CHANGEABLE,
+    SPLITS,
+    Arguments,
+    EvaluationArguments,
+    ModelArguments,
+    OptimizationArguments,
+    RunArguments,
+)
 
 # --- text and streams ------------------------------------------------------------------------------------------------
 
@@ -56,6 +65,24 @@ def check_texts(corpus: datasets.DatasetDict, config: TransfoXLConfig, arguments
             )
 
 
+def check_evaluation(config: TransfoXLConfig, evaluation: EvaluationArguments):
+    """Raise a ValueError for lengths with which the first validation, hours later, or the last would end."""
+    for memory_length in [evaluation.eval_mem_len, *evaluation.eval_memory_lengths]:
+        lengths = MemoryLengths(
+            memory_length, evaluation.eval_ext_len, evaluation.eval_clamp_len, evaluation.eval_same_length
+        )
+        try:
+            filled = lengths.of(config)
+        except ValueError as error:
+            raise ValueError(f"--eval_mem_len or --eval_memory_lengths: {error}") from error
+        read = filled.ext_len + (evaluation.eval_tgt_len or config.tgt_len)
+        if config.attn_type == 3 and read > (config.max_klen or 0):
+            raise ValueError(
+                f"--eval_tgt_len, with --eval_ext_len, reads {read} tokens at once, but attn_type=3 learns positions "
+                f"for {config.max_klen} (tgt_len + ext_len + mem_len)"
+            )
+
+
 class RolledStream(TokenStream):
     """In every epoch each stream begins at a place of its own, drawn anew, and wraps around (NVIDIA's --roll)."""
 
@@ -86,7 +113,9 @@ def make_stream(token_ids, config: TransfoXLConfig, arguments: Arguments) -> Tok
             raise ValueError("--roll goes together with neither --varlen nor --ext_len")
         return RolledStream(token_ids, config.tgt_len, data.batch_size, seed=seed)
     varlen_seed = seed if data.varlen else None
-    return TokenStream(token_ids, config.tgt_len, data.batch_size, ext_len=config.ext_len, varlen_seed=varlen_seed)
+    return TokenStream(
+        token_ids, config.tgt_len, data.batch_size, loss=data.loss, ext_len=config.ext_len, varlen_seed=varlen_seed
+    )
 
 
 def make_loader(stream: TokenStream, accelerator: Accelerator, batch_chunk: int) -> DataLoader:
