@@ -22,6 +22,7 @@ import pyarrow
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
 from datasets import Dataset, DatasetDict, load_from_disk
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from train_lm_process import run
@@ -165,6 +166,10 @@ def test_what_a_run_leaves(tmp_path, corpus, by_hand):
         assert result["nll"] == pytest.approx(expected.nll) and result["memory_length"] == expected.memory_length
         assert result["perplexity"] == pytest.approx(expected.perplexity)
     assert read_log(output, "validation_loss") == [pytest.approx(results["validation"]["nll"])]
+    card = ModelCard.load(output / "README.md")
+    scores = {result.dataset_split: result.metric_value for result in card.data.eval_results[::2]}
+    assert scores["test"] == pytest.approx(results["test"]["perplexity"], rel=1e-4)
+    assert card.data.eval_results[0].dataset_name == "data"
     assert (output / "training.png").read_bytes().startswith(b"\x89PNG")
     assert list(output.glob("tensorboard/**/events*"))
     assert not list(output.glob("_unfinished*")) and not (output / "best").exists()

@@ -20,6 +20,7 @@ from packaging.version import Version
 
 pytest.importorskip("accelerate")
 
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
 
 import txl_hf.trainer
@@ -350,6 +351,17 @@ def test_evaluation_is_that_of_the_text(tmp_path):
     assert metrics["eval_bits_per_token"] == pytest.approx(expected.bits_per_token, rel=1e-5)
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_wrong_evaluation_batch_size_is_found_when_the_trainer_is_made(tmp_path, named):
+    held_out = TokenStream(make_text(81), 5, 1)
+    name = "held-out" if named else "eval_dataset"
+    with pytest.raises(ValueError) as refused:
+        make_trainer(tmp_path, trainer={"eval_dataset": {name: held_out} if named else held_out})
+    assert str(refused.value) == (
+        f"{name} has batch_size=1, but per_device_eval_batch_size=4 on 1 process(es): set it to 1"
+    )
+
+
 def test_evaluation_leaves_the_memory_of_the_training_alone(tmp_path):
     held_out = {"a": TokenStream(make_text(41), 5, 4), "b": UnevenStream(make_text(41), 5, 4)}
     trainers = [
@@ -485,6 +497,37 @@ def test_no_checkpoint_holds_the_token_of_the_hub(tmp_path):
     assert trainer.args.hub_token == "hf_secret"
     saved = torch.load(tmp_path / "training_args.bin", weights_only=False)
     assert saved.max_steps == 5 and saved.hub_token is None
+
+
+def test_the_card_of_the_trainer_says_task_code_and_results(tmp_path):
+    """Also where another model's card lies; what somebody has written stays in what `save_model` leaves."""
+    make_model(d_inner=40).save_pretrained(tmp_path)
+    trainer = make_trainer(tmp_path, trainer={"eval_dataset": TokenStream(make_text(41, seed=1), 5, 4)}, max_steps=1)
+    trainer.train()
+    trainer.evaluate()
+    trainer.create_model_card(language="en", license="mit", dataset_tags="some/corpus", tags="mine", model_name="name")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.pipeline_tag == "text-generation" and card.data.tags == ["transformer-xl", "transfo-xl", "mine"]
+    assert (card.data.language, card.data.license, card.data.datasets) == ("en", "mit", ["some/corpus"])
+    assert 'AutoModelForCausalLM.from_pretrained("name", trust_remote_code=True)' in card.text
+    results = {result.metric_type: result.metric_value for result in card.data.eval_results}
+    assert results["perplexity"] == pytest.approx(logged(trainer, "eval_perplexity")[-1], abs=1e-3)
+    # Those of results.json come first.
+    (tmp_path / "results.json").write_text(json.dumps({"test": {"perplexity": 7.0, "memory_length": 3}}))
+    trainer.create_model_card(model_name="name")
+    [result] = ModelCard.load(tmp_path / "README.md").data.eval_results
+    assert (result.metric_value, result.dataset_split, result.dataset_args) == (7.0, "test", {"memory_length": 3})
+
+
+def test_a_card_is_that_of_the_model_until_somebody_writes_in_it(tmp_path):
+    card = tmp_path / "README.md"
+    make_model(vocab_size=100).save_pretrained(tmp_path)
+    assert "over a vocabulary of 100," in card.read_text()
+    make_model(vocab_size=101).save_pretrained(tmp_path)
+    assert "over a vocabulary of 101," in card.read_text()
+    card.write_text(card.read_text().replace("A Transformer-XL model", "My model"))
+    make_model(vocab_size=102).save_pretrained(tmp_path)
+    assert "My model" in card.read_text() and "over a vocabulary of 101," in card.read_text()
 
 
 def test_a_run_that_is_done_stays_so(tmp_path, saved_run):

@@ -4,14 +4,15 @@ Tensors have the names and shapes of the legacy `transformers` model, so that it
 what is saved loads there.
 """
 
+import hashlib
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
-from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub import HfApi, ModelCardData
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -113,6 +114,8 @@ model = {auto_class}.from_pretrained("{repo_id}", trust_remote_code=True)
 
 With the package `txl-hf` installed, `import txl_hf` takes the place of `trust_remote_code=True`.
 """
+# The last line of a card. It tells one that nobody has written in from one that somebody has.
+SIGNATURE = "<!-- Generated ({digest}); replaced with the model until something is written here. -->\n"
 
 
 # What torch raises for a file that ends too early.
@@ -175,7 +178,8 @@ class TransfoXLLayoutMixin(PreTrainedModel):
 
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs):
         """As in `transformers`: weights, configuration, and what loads them where this package is not installed: the
-        code, and an `auto_map` for all heads. A model card is written unless there is one.
+        code, and an `auto_map` for all heads. A model card is written unless there is one that somebody has written
+        in: one that was generated, of this or another model, is generated anew.
         """
         self.config.auto_map = dict(AUTO_MAP)
         if kwargs.get("state_dict") is not None:
@@ -190,23 +194,44 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         finally:
             self.__class__ = present_class
         card = Path(save_directory, "README.md")
-        if is_main_process and not card.exists():
-            self._model_card(kwargs.get("repo_id") or Path(save_directory).name).save(card)
+        if is_main_process and (not card.exists() or _is_generated(card)):
+            self.write_model_card(card, kwargs.get("repo_id") or Path(save_directory).name)
 
     def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args, **kwargs):
         # Where the repository has no card, `transformers` writes one that does not say how to load the model.
         if not HfApi(token=kwargs.get("token")).file_exists(repo_id, "README.md"):
-            self._model_card(repo_id).save(Path(working_dir, "README.md"))
+            self.write_model_card(Path(working_dir, "README.md"), repo_id)
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
-    def _model_card(self, repo_id: str) -> ModelCard:
+    def write_model_card(self, path: Path, repo_id: str, tags: Iterable[str] = (), **data):
+        """Write a card for the Hub: the model's task and size, and the code that loads it.
+
+        Args:
+            path: the file.
+            repo_id: the name under which the model will be loaded.
+            tags: tags beside those of the architecture.
+            data: more of `huggingface_hub.ModelCardData`: language, license, datasets, base_model, eval_results, …
+        """
         config = self.config
         auto_class = type(self)._auto_class or "AutoModel"
-        tags = ["transformer-xl", config.model_type]
-        data = ModelCardData(library_name="transformers", pipeline_tag=TASKS.get(auto_class), tags=tags)
-        return ModelCard(
-            MODEL_CARD.format(metadata=data.to_yaml(), repo_id=repo_id, auto_class=auto_class, config=config)
-        )
+        known = {"library_name": "transformers", "pipeline_tag": TASKS.get(auto_class)} | data
+        every_tag = list(dict.fromkeys(["transformer-xl", config.model_type, *tags]))
+        metadata = ModelCardData(tags=every_tag, **known).to_yaml()
+        card = MODEL_CARD.format(metadata=metadata, repo_id=repo_id, auto_class=auto_class, config=config)
+        path.write_text(card + SIGNATURE.format(digest=_digest(card)), encoding="utf-8")
+
+
+def _digest(card: str) -> str:
+    return hashlib.blake2b(card.encode(), digest_size=8).hexdigest()
+
+
+def _is_generated(path: Path) -> bool:
+    """Whether a card is as `write_model_card` left it, of whatever model."""
+    try:
+        *card, signature = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, ValueError):
+        return False
+    return signature == SIGNATURE.format(digest=_digest("".join(card)))
 
 
 def _from_disk_layout(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:

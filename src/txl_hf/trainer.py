@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import EvalResult
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainingArguments, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy
 
+from .cards import results_of_folder, to_results
 from .checkpoints import (
     UNFINISHED_PREFIX,
     begin_run,
@@ -28,6 +30,7 @@ from .checkpoints import (
     save_mems,
 )
 from .evaluation import figures
+from .layout_transfo_xl import TransfoXLLayoutMixin
 from .memory_transfo_xl import mask_overflow, memory_of, real_states
 from .regularization import RegularizationArguments, Regularizer, regularize
 from .streams import check_loader
@@ -37,24 +40,29 @@ __all__ = ["TransfoXLTrainer"]
 
 @dataclass
 class _Memory:
-    """The mems of each micro-batch of a step, and what an evaluation has summed up.
+    """The mems of each micro-batch of a step.
 
     Args:
         memories: for each micro-batch `mems` and `mems_mask` of its rows on this process, neither at the beginning of
             the text.
         micro_batch: which of them is next.
-        nll, targets: of all targets so far on this process, in nats.
     """
 
     memories: list[dict[str, Any]] = field(default_factory=lambda: [{}])
     micro_batch: int = 0
-    nll: float = 0.0
-    targets: int = 0
 
     def replace(self, memory: dict[str, Any]):
         """Keep the memory of the current micro-batch and go on to the next one."""
         self.memories[self.micro_batch] = memory
         self.micro_batch = (self.micro_batch + 1) % len(self.memories)
+
+
+@dataclass
+class _Sums:
+    """What an evaluation has read on this process: so many targets, of so many nats together."""
+
+    nll: float = 0.0
+    targets: int = 0
 
 
 class TransfoXLTrainer(Trainer):
@@ -92,15 +100,17 @@ class TransfoXLTrainer(Trainer):
     ):
         self._regularization = regularization
         self._regularizer: Regularizer | None = None
-        self._penalty: Tensor | float = 0.0
         # A tokenizer is there to be saved with the model: segments are whole, and Trainer would have it pad them.
         super().__init__(model, args, data_collator or default_data_collator, *more, **kwargs)
         if regularization is not None and self._regularizer is None:
             self._regularizer = regularize(self.model, regularization)
         _check_arguments(self.args)
+        named = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval_dataset": self.eval_dataset}
+        for name, dataset in named.items():
+            self._check_eval_batch_size(name, dataset)
         if self.args.label_names is None:
             self.label_names = ["shift_labels"]
-        self._memory = _Memory()
+        self._memory, self._sums = _Memory(), _Sums()
         self._resumed_from: Path | None = None
         self._run: str | None = None
         self._writing_to: Path | None = None
@@ -162,6 +172,18 @@ class TransfoXLTrainer(Trainer):
     def _get_train_sampler(self, train_dataset=None):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         return None if isinstance(dataset, IterableDataset) else SequentialSampler(dataset)
+
+    def _check_eval_batch_size(self, name: str, dataset):
+        """Where a loader would tell hours later."""
+        streams = getattr(dataset, "batch_size", None)
+        processes = 1 if self.args.accelerator_config.split_batches else self.args.world_size
+        if isinstance(streams, int) and self.args.eval_batch_size * processes != streams:
+            share, left = divmod(streams, processes)
+            cure = f"set it to {share}" if not left else f"make the stream's a multiple of {processes}"
+            raise ValueError(
+                f"{name} has batch_size={streams}, but per_device_eval_batch_size={self.args.eval_batch_size} on "
+                f"{processes} process(es): {cure}"
+            )
 
     def _check_loader(self, loader: DataLoader, dataset, name: str, accumulation_steps: int = 1):
         if not isinstance(getattr(dataset, "batch_size", None), int):
@@ -234,16 +256,13 @@ class TransfoXLTrainer(Trainer):
         self._memory.replace(self._detach(memory))
         if self._regularizer is not None and model.training:
             penalty = self._regularizer.penalty(inputs.get("shift_labels")) / self.current_gradient_accumulation_steps
-            loss, self._penalty = loss + penalty, penalty.detach()
+            # Its gradient alone: what is logged is the likelihood, so that its exponential is a perplexity.
+            loss = loss + (penalty - penalty.detach())
         if not model.training and outputs.get("losses") is not None:
             targets = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
-            self._memory.nll += outputs["losses"].sum().item()
-            self._memory.targets += int((targets != -100).sum())
+            self._sums.nll += outputs["losses"].sum().item()
+            self._sums.targets += int((targets != -100).sum())
         return (loss, outputs) if return_outputs else loss
-
-    def training_step(self, *args, **kwargs) -> Tensor:
-        # What is logged is the likelihood alone, so that its exponential is a perplexity.
-        return super().training_step(*args, **kwargs) - self._penalty
 
     def _detach(self, memory: dict[str, Any]) -> dict[str, Any]:
         if not memory:
@@ -280,14 +299,14 @@ class TransfoXLTrainer(Trainer):
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ) -> EvalLoopOutput:
-        training, self._memory = self._memory, _Memory()
+        training, self._memory, self._sums = self._memory, _Memory(), _Sums()
         start = time.perf_counter()
         try:
             with self._uncounted():
                 output = super().evaluation_loop(
                     dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
                 )
-            sums = torch.tensor([self._memory.nll, self._memory.targets], dtype=torch.float64)
+            sums = torch.tensor([self._sums.nll, self._sums.targets], dtype=torch.float64)
         finally:
             self._memory = training
         if self.args.world_size > 1:
@@ -310,6 +329,57 @@ class TransfoXLTrainer(Trainer):
             # With labels, a model with cutoffs would compute the loss alone.
             inputs = {**inputs, "output_logits": True}
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    # --- card --------------------------------------------------------------------------------------------------------
+
+    def create_model_card(
+        self,
+        language: str | None = None,
+        license: str | None = None,
+        tags: str | list[str] | None = None,
+        model_name: str | None = None,
+        finetuned_from: str | None = None,
+        tasks: str | list[str] | None = None,
+        dataset_tags: str | list[str] | None = None,
+        dataset: str | list[str] | None = None,
+        dataset_args: str | list[str] | None = None,
+    ) -> None:
+        """The card that `save_pretrained` writes, with what Trainer's own has beside it, in place of any other.
+
+        Its results are those in `results.json` of the output directory, or of the last evaluation. Adapters have
+        Trainer's card.
+        """
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if not isinstance(model, TransfoXLLayoutMixin):
+            return super().create_model_card(
+                language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args
+            )
+        if not self.is_world_process_zero():
+            return
+        name = model_name or Path(self.args.output_dir).resolve().name
+        datasets = _as_list(dataset_tags) or _as_list(dataset)
+        results = self._results(datasets[0] if datasets else "held-out text")
+        data = {
+            "language": language,
+            "license": license,
+            "base_model": finetuned_from or model.name_or_path or None,
+            "datasets": _as_list(dataset_tags) or None,
+            "model_name": name if results else None,
+            "eval_results": results or None,
+        }
+        if tasks:
+            data["pipeline_tag"] = _as_list(tasks)[0]
+        path = Path(self.args.output_dir, "README.md")
+        repository = self.hub_model_id if self.args.push_to_hub else None
+        model.write_model_card(path, repository or name, _as_list(tags), **data)
+
+    def _results(self, dataset: str) -> list[EvalResult]:
+        found = results_of_folder(Path(self.args.output_dir), dataset)
+        last = next((logs for logs in reversed(self.state.log_history) if "eval_perplexity" in logs), None)
+        if not found and last is not None:
+            figures = {name.removeprefix("eval_"): value for name, value in last.items()}
+            found = to_results({"validation": figures}, dataset)
+        return found
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -422,6 +492,10 @@ class TransfoXLTrainer(Trainer):
         rows = position["batch_size"] // (micro_batches * self.args.world_size)
         starts = [(a * self.args.world_size + self.args.process_index) * rows for a in range(micro_batches)]
         return load_mems(folder, position, starts, rows, self.args.device)
+
+
+def _as_list(values: str | list[str] | None) -> list[str]:
+    return [values] if isinstance(values, str) else list(values or [])
 
 
 def _check_arguments(args: TrainingArguments):

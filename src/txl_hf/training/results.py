@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import txl_hf
 
+from ..cards import results_of_folder
 from ..evaluation import LanguageModelEvaluation, evaluate_language_model, figures
 from ..files import LOCK_NAME, lock_folder, whole_file, write_text
 from ..modeling_transfo_xl import TransfoXLForCausalLM
@@ -95,7 +96,10 @@ def finish(output: Path, texts: dict, arguments: Arguments):
         (output / RESULTS).unlink(missing_ok=True)
         (output / BEST).rmdir()
     if not (output / RESULTS).exists():
-        write_text(output / RESULTS, json.dumps(score(output, texts, arguments), indent=1) + "\n")
+        model = AutoModelForCausalLM.from_pretrained(output).to("cuda" if torch.cuda.is_available() else "cpu")
+        write_text(output / RESULTS, json.dumps(score(model, texts, arguments), indent=1) + "\n")
+        results = results_of_folder(output, Path(arguments.data.data or "").name)
+        model.write_model_card(output / "README.md", output.name, model_name=output.name, eval_results=results)
     results, metric = json.loads((output / RESULTS).read_text()), arguments.evaluation.metric
     for split in ("validation", "test"):
         print(f"{split}: {metric} {results[split][metric]:.3f}")
@@ -103,9 +107,8 @@ def finish(output: Path, texts: dict, arguments: Arguments):
         print(f"test with memory {result['memory_length']}: {metric} {result[metric]:.3f}")
 
 
-def score(folder: Path, texts: dict, arguments: Arguments) -> dict[str, Any]:
-    """What the model in a folder scores on the validation and the test text, and with other memory lengths."""
-    model = AutoModelForCausalLM.from_pretrained(folder).to("cuda" if torch.cuda.is_available() else "cpu")
+def score(model: TransfoXLForCausalLM, texts: dict, arguments: Arguments) -> dict[str, Any]:
+    """What a model scores on the validation and the test text, and with other memory lengths."""
     evaluation = arguments.evaluation
     results: dict[str, Any] = {
         split: describe(evaluate(model, texts[split], evaluation, progress=True)) for split in ("validation", "test")

@@ -1,0 +1,45 @@
+"""What a model scored, as the model-index of its card: figures that the Hub reads."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult
+
+__all__ = ["results_of_folder", "to_results"]
+
+METRICS = {"perplexity": "Perplexity", "bits_per_token": "Bits per token"}
+
+
+def to_results(figures: Mapping[str, Mapping[str, Any]], dataset: str) -> list[EvalResult]:
+    """The figures of one or more splits of a data set.
+
+    Args:
+        figures: for each split `perplexity` and `bits_per_token`, and with which lengths they were found.
+        dataset: the data set's name.
+    """
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=dataset,
+            dataset_name=dataset,
+            dataset_split=split,
+            dataset_args={name: values[name] for name in ("segment_length", "memory_length") if name in values},
+            metric_type=metric,
+            metric_name=name,
+            metric_value=round(float(values[metric]), 4),
+        )
+        for split, values in figures.items()
+        for metric, name in METRICS.items()
+        if metric in values
+    ]
+
+
+def results_of_folder(folder: Path, dataset: str) -> list[EvalResult]:
+    """What `results.json` says of the model in a folder; nothing where there is none."""
+    try:
+        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    return to_results({split: results[split] for split in ("validation", "test") if split in results}, dataset)
