@@ -238,16 +238,15 @@ def test_learning_rates_of_embeddings_and_of_short_segments(tmp_path, corpus, mo
         rates.append([group["lr"] for group in self.param_groups])
         return step(self, *args, **kwargs)
 
-    item = TokenStream.__getitem__
+    items = TokenStream.__getitems__
 
-    def measured(self, index):
-        found = item(self, index)
-        if index % 4 == 0:
-            lengths.append(int((found["shift_labels"] != -100).sum()))
+    def measured(self, indices):
+        found = items(self, indices)
+        lengths.append(int((found[0]["shift_labels"] != -100).sum()))
         return found
 
     monkeypatch.setattr(torch.optim.Adam, "step", recorded)
-    monkeypatch.setattr(TokenStream, "__getitem__", measured)
+    monkeypatch.setattr(TokenStream, "__getitems__", measured)
     recipe = write_recipe(
         tmp_path / "recipe.yaml", varlen=True, ext_len=4, mem_len=0, max_steps=4, scale_lr_by_length=True
     )

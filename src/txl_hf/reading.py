@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from .columns import open_tokens
 from .memory_transfo_xl import MemoryLengths
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .streams import check_sizes, check_tokens, read_tokens
@@ -64,6 +65,7 @@ class Text:
     ):
         check_sizes(segment_length=segment_length, batch_size=batch_size)
         check_sizes(least=0, warm_up=warm_up)
+        token_ids = open_tokens(token_ids)
         check_tokens(token_ids)
         if len(token_ids) < batch_size:
             raise ValueError(f"batch_size={batch_size} streams are more than the text has tokens ({len(token_ids)})")

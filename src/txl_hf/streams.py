@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from .columns import open_tokens
+
 __all__ = ["TokenStream", "check_loader", "check_sizes", "check_tokens", "read_tokens"]
 
 
@@ -34,7 +36,7 @@ class TokenStream(Dataset):
       same number of steps, on which schedules and resuming depend; see `set_epoch`.
 
     Args:
-        token_ids: N token ids: a list, an array, a CPU tensor, a memory-mapped array, a column of a
+        token_ids: N token ids: a list, an array, a CPU tensor, a memory-mapped array, a column of Arrow or of a
             `datasets.Dataset` with one token a row, or whatever slices alike. It is read item by item, never copied
             as a whole.
         segment_length: S ≥ 1.
@@ -43,8 +45,8 @@ class TokenStream(Dataset):
         loss: "full": a segment has a label for every token. "half": so it has, after as many tokens that are read
             again (`ext_len = segment_length`). Of the 2 S tokens that gradients cross the second half is predicted,
             each token with a context of at least S; so the paper trains its models with half losses (Table 6).
-        ext_len: extended context ≥ 0; by default 0, with half losses S. With memory it must be the model's
-            `config.ext_len`, which keeps what is read again out of the memory.
+        ext_len: extended context ≥ 0; S with half losses. With memory it must be the model's `config.ext_len`, which
+            keeps what is read again out of the memory.
         varlen_seed: seed of segment lengths that vary: L is normal with deviation 5 around S, or around S / 2 in one
             step of twenty, within [5, S + 15]. None: L = S.
         document_end: where documents end in the text: the token that each ends with, or the places behind their last
@@ -70,12 +72,13 @@ class TokenStream(Dataset):
         *,
         keep_remainder: bool = False,
         loss: Literal["full", "half"] = "full",
-        ext_len: int | None = None,
+        ext_len: int = 0,
         varlen_seed: int | None = None,
         first_step: int = 0,
         document_end: int | Sequence[int] | np.ndarray | None = None,
     ):
         check_sizes(segment_length=segment_length, batch_size=batch_size)
+        token_ids = open_tokens(token_ids)
         check_tokens(token_ids)
         ext_len = _reread(loss, segment_length, ext_len)
         segment_length, batch_size, ext_len = int(segment_length), int(batch_size), int(ext_len)
@@ -162,6 +165,26 @@ class TokenStream(Dataset):
         starts = before == document_end
         return starts if start > 0 else torch.cat([starts.new_zeros(1), starts])
 
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """The items of a batch, which a `DataLoader` asks for at once: whole rows of a step are read as one table."""
+        whole = [*indices] == list(range(indices[0], indices[0] + len(indices)))
+        plain = type(self).__getitem__ is TokenStream.__getitem__ and not self._longer and self.document_end is None
+        step, row = divmod(indices[0], self.batch_size)
+        if not (plain and whole and row + len(indices) <= self.batch_size and indices[-1] < len(self)):
+            return [self[index] for index in indices]
+        begin, end = self._segment(self.first_step + step)
+        reread = min(begin, self.ext_len)
+        tokens = torch.empty(len(indices), reread + end - begin + 1, dtype=torch.int64)
+        for place, part in enumerate(tokens, start=row):
+            start = place * self._stream_length
+            part.copy_(read_tokens(self.token_ids, start + begin - reread, start + end + 1))
+        input_ids, shift_labels = tokens[:, :-1], tokens[:, 1:].clone()
+        shift_labels[:, :reread] = -100
+        return [
+            {"input_ids": inputs, "shift_labels": labels}
+            for inputs, labels in zip(input_ids, shift_labels, strict=True)
+        ]
+
     def _segment(self, step: int) -> tuple[int, int]:
         """Where segment `step` begins and ends in every stream."""
         begin = self._ends[step - 1] if step else 0
@@ -178,15 +201,14 @@ def _check_document_end(document_end: int | Sequence[int] | np.ndarray | None) -
     return ends
 
 
-def _reread(loss: str, segment_length: int, ext_len: int | None) -> int:
+def _reread(loss: str, segment_length: int, ext_len: int) -> int:
+    """How many tokens are read again before a segment."""
+    check_sizes(least=0, ext_len=ext_len)
     if loss not in ("full", "half"):
         raise ValueError(f"loss={loss!r} must be 'full' or 'half'")
-    if ext_len is None:
-        return segment_length if loss == "half" else 0
-    check_sizes(least=0, ext_len=ext_len)
-    if loss == "half" and ext_len != segment_length:
+    if loss == "half" and ext_len not in (0, segment_length):
         raise ValueError(f"loss='half' reads segment_length={segment_length} tokens again, not ext_len={ext_len}")
-    return ext_len
+    return segment_length if loss == "half" else ext_len
 
 
 def varying_ends(length: int, segment_length: int, seed: int) -> np.ndarray:

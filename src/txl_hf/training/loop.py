@@ -27,6 +27,7 @@ from ..checkpoints import (
     remove_old_checkpoints,
     save_mems,
 )
+from ..columns import open_tokens
 from ..evaluation import figures
 from ..files import disk_errors, whole_folder
 from ..memory_transfo_xl import mask_overflow, memory_of, real_states
@@ -94,8 +95,7 @@ class Training:
         config = make_config(model_arguments, len(self.tokenizer), data.data)
         check_evaluation(config, arguments.evaluation)
         check_texts(corpus, config, arguments)
-        # Columns that are read where they are sliced.
-        self.texts = {split: corpus[split].with_format("numpy")["token_ids"] for split in SPLITS}
+        self.texts = {split: open_tokens(corpus[split]["token_ids"]) for split in SPLITS}
         self.stream = make_stream(self.texts["train"], config, arguments)
         self.max_steps = optimization.max_steps or max(1, round((optimization.max_epochs or 0) * self.stream.steps))
 

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.compute
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from accelerate.utils import DataLoaderConfiguration, DistributedType, GradientAccumulationPlugin
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -125,8 +125,13 @@ def make_loader(stream: TokenStream, accelerator: Accelerator, batch_chunk: int)
             f"--batch_size {stream.batch_size} must be a multiple of {accelerator.num_processes} process(es) × "
             f"--batch_chunk {batch_chunk}"
         )
+    # A device that computes on its own need not wait for the text: a process reads ahead, into memory from which it is
+    # copied meanwhile. On a CPU that process would take the place of the one that computes.
+    ahead: dict[str, Any] = {}
+    if accelerator.device.type != "cpu":
+        ahead = {"num_workers": 1, "prefetch_factor": 8, "pin_memory": True}
     # With a generator of its own it leaves the one of dropout alone.
-    return DataLoader(stream, batch_size=rows * batch_chunk, generator=torch.Generator())
+    return DataLoader(stream, batch_size=rows * batch_chunk, generator=torch.Generator(), **ahead)
 
 
 # --- model and accelerator -------------------------------------------------------------------------------------------
@@ -182,6 +187,7 @@ def make_accelerator(arguments: Arguments) -> Accelerator:
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             arguments.data.batch_chunk, sync_with_dataloader=False
         ),
+        dataloader_config=DataLoaderConfiguration(non_blocking=True),
         log_with="tensorboard",
         project_dir=run.output,
     )
