@@ -625,6 +625,40 @@ def test_command_lines_that_are_refused(tmp_path, capsys, recipe, corpus):
     assert "must hold lines 'name: value'" in refused(capsys, tmp_path / "list.yaml", "--smoke")
 
 
+def test_help_has_groups_and_the_values_that_will_hold(capsys, recipe):
+    with pytest.raises(SystemExit) as exit:
+        train(recipe, "--help", "--mem-len", "34")
+    page = capsys.readouterr().out
+    assert exit.value.code == 0
+    for group in ("model", "data", "evaluation", "optimisation", "regularisation", "run"):
+        assert f"\n{group}:\n" in page
+    text = " ".join(page.split())
+    assert "Memory length. (default: 34)" in text and "Learning rate at its highest. (default: 0.01)" in text
+    with pytest.raises(SystemExit):
+        train("--help")
+    assert "Learning rate at its highest. (default: 0.00025)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_a_run_says(tmp_path, capsys, recipe, corpus, monkeypatch):
+    """What it will do, its loss before the first line of the log, and at the end where all is."""
+    monkeypatch.setattr(loop, "SECONDS_SHOWN", 0)
+    train(recipe, "--data", corpus, "--output", tmp_path / "output", "--log-every", "100", "--eval_every", "100")
+    printed = capsys.readouterr()
+    assert "training 0.0 M parameters on 1 × cpu: 12 steps of 32 tokens, 1.3 epochs of a text of 289" in printed.err
+    assert "1/12" in printed.err and "perplexity" in printed.err.split("12/12")[0]
+    last = printed.out.splitlines()[-1]
+    output = tmp_path / "output"
+    assert last.endswith(f"M parameters, is in {output}; its figures are in {output / 'results.json'}")
+
+
+def test_a_missing_package_is_named_in_one_line(capsys, monkeypatch, recipe):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for name in ("arguments", "loop", "setup", "results"):
+        monkeypatch.delitem(sys.modules, f"txl_hf.training.{name}", raising=False)
+    for argv in ([recipe, "--smoke"], ["--help"]):
+        assert 'is not installed: pip install "txl-hf[train]"' in refused(capsys, *argv)
+
+
 def test_corpora_that_are_refused(tmp_path, capsys, recipe, corpus):
     splits = load_from_disk(corpus)
 

@@ -31,6 +31,9 @@ class RegularizationArguments:
         ValueError: a rate is outside [0, 1), or a coefficient is negative.
     """
 
+    # The title of these options where HfArgumentParser reads them.
+    _argument_group_name = "regularisation"
+
     word_dropout: float = field(
         default=0.0, metadata={"help": "Rate at which whole words of the embedding are dropped in a forward."}
     )

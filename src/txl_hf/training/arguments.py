@@ -33,6 +33,8 @@ def option(text: str, default: Any = None) -> Any:
 class ModelArguments:
     """`TransfoXLConfig` says what its fields mean. What is not given is as it has it, or as the checkpoint has it."""
 
+    _argument_group_name = "model"
+
     model_name_or_path: str | None = option("Checkpoint to fine-tune; without one a new model is trained.")
     n_layer: int | None = option("Layers.")
     d_model: int | None = option("Width of the hidden states.")
@@ -66,6 +68,8 @@ class ModelArguments:
 
 @dataclass
 class DataArguments:
+    _argument_group_name = "data"
+
     data: str | None = option("Folder that prepare_corpus.py wrote.")
     batch_size: int = option("Streams of one step, of all processes together.", 16)
     batch_chunk: int = option("Parts in which a process computes its streams, to need less memory.", 1)
@@ -80,6 +84,8 @@ class DataArguments:
 
 @dataclass
 class EvaluationArguments:
+    _argument_group_name = "evaluation"
+
     eval_every: int = option("Steps between two validations; there is one at the end, too.", 4000)
     eval_batch_size: int = option("Streams of an evaluation.", 10)
     eval_tgt_len: int | None = option("Tokens scored in one pass; by default tgt_len. Likewise:")
@@ -93,6 +99,8 @@ class EvaluationArguments:
 
 @dataclass
 class OptimizationArguments:
+    _argument_group_name = "optimisation"
+
     max_steps: int | None = option("Steps to train for.")
     max_epochs: float | None = option("Epochs to train for, instead of max_steps.")
     optimizer: Literal["adam", "adamw", "lamb"] = option("adam has its weight decay in the gradient (L2).", "adam")
@@ -114,6 +122,8 @@ class OptimizationArguments:
 
 @dataclass
 class RunArguments:
+    _argument_group_name = "run"
+
     output: str | None = option("Folder to write.")
     resume: bool = option("Go on from the last complete checkpoint in output, if there is one.", False)
     overwrite: bool = option("Delete what an earlier run left in output.", False)
@@ -124,7 +134,9 @@ class RunArguments:
     save_total_limit: int = option("Checkpoints to keep.", 2)
     attn_implementation: str | None = option("Attention backend.")
     gradient_checkpointing: bool = option("Compute activations twice, to need less memory.", False)
-    mixed_precision: Literal["no", "fp16", "bf16"] | None = option("By default what accelerate launch says.")
+    mixed_precision: Literal["no", "fp16", "bf16"] | None = option(
+        "By default what accelerate launch says; if nothing, bf16 on a GPU that has it."
+    )
     dynamo_backend: str | None = option("Compile, e.g. with inductor. By default what accelerate launch says.")
 
 
@@ -142,12 +154,19 @@ class Arguments(NamedTuple):
         return {name: value for name, value in values.items() if value not in (None, [])}
 
 
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The description as it stands, and behind each option the value that will hold."""
+
+
 class Parser(HfArgumentParser):
-    def add_argument(self, *names, **settings):
-        # `--cutoffs` alone takes back a recipe's cutoffs.
-        if settings.get("nargs") == "+":
-            settings["nargs"] = "*"
-        return super().add_argument(*names, **settings)
+    """Options in groups, with the underscores of their names or with hyphens."""
+
+    def __init__(self, groups: list[type], **settings):
+        super().__init__(groups, formatter_class=Formatter, allow_abbrev=False, **settings)
+        for action in self._actions:
+            # `--cutoffs` alone takes back a recipe's cutoffs.
+            if action.nargs == "+":
+                action.nargs = "*"
 
     def error(self, message: str):
         self.exit(2, f"error: {message}\n")
@@ -159,18 +178,31 @@ def parse_arguments(argv: list[str] | None = None, description: str | None = Non
     Raises:
         SystemExit: with a one-line message, for a setting that does not exist or cannot be read.
     """
-    parser = Parser(list(Arguments.__annotations__.values()), description=description, allow_abbrev=False)
+    argv = sys.argv[1:] if argv is None else argv
+    parser = Parser(list(Arguments.__annotations__.values()), description=description)
     parser.add_argument("recipe", type=Path, help="YAML file; examples/recipes has the published ones")
+    if {"-h", "--help"} & {*argv}:
+        explain(parser, argv)
     recipe = parser.parse_args(argv).recipe
     settings = parser.parse_args([str(recipe), *recipe_options(recipe)])
     settings = parser.parse_args(argv, namespace=settings)
-    forget_memory(settings, sys.argv[1:] if argv is None else argv)
+    forget_memory(settings, argv)
     try:
         arguments = Arguments(*parser.parse_dict(vars(settings), allow_extra_keys=True))
         check_arguments(arguments)
     except ValueError as error:
         parser.error(str(error))
     return arguments
+
+
+def explain(parser: Parser, argv: list[str]):
+    """Print the help, with the values of the recipe if there is one on the command line."""
+    given = [argument for argument in argv if argument not in ("-h", "--help")]
+    if given and not given[0].startswith("-"):
+        settings = parser.parse_args([given[0], *recipe_options(Path(given[0]))])
+        parser.set_defaults(**vars(parser.parse_args(given, namespace=settings)))
+    parser.print_help()
+    parser.exit()
 
 
 def forget_memory(settings: argparse.Namespace, argv: list[str]):

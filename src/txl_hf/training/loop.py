@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -65,6 +66,7 @@ from .setup import (
 
 # How far a run is, with the types in a checkpoint's JSON; the rest is accelerate's.
 STATE = {"step": int, "tokens": int, "best": float}
+SECONDS_SHOWN = 5
 STATE_NAME, AVERAGE_NAME = "training_state.json", "average.pt"
 
 
@@ -128,8 +130,10 @@ class Training:
 
     def run(self):
         main = self.accelerator.is_main_process
+        if main:
+            print(self.describe(), file=sys.stderr)
         self.bar = tqdm(total=self.max_steps, initial=self.step, unit="step", desc="train", disable=not main)
-        self.since = time.perf_counter()
+        self.since = self.shown = time.perf_counter()
         if self.step > 0 and self.validating() and not (self.output / RESULTS).exists():
             # It comes after its checkpoint.
             self.validate()
@@ -138,6 +142,7 @@ class Training:
             self.grad_norm = self.train_step(batch)
             self.step += 1
             self.bar.update()
+            self.show_loss()
             # Nothing that a validation meets takes with it what has been learned, least of all the first.
             saving = self.last() or self.step % self.arguments.run.save_every == 0
             saving = saving or (self.validating() and self.best == math.inf)
@@ -153,6 +158,25 @@ class Training:
         self.accelerator.end_training()
         if main:
             finish(self.output, self.texts, self.arguments)
+
+    def describe(self) -> str:
+        """The first line: what is trained, on what, how long. The bar behind it estimates the time that is left."""
+        stream, parameters = self.stream, self.plain_model().num_parameters()
+        per_step = stream.batch_size * stream.segment_length
+        begun = f" from step {self.step:,}" if self.step else ""
+        return (
+            f"training {parameters / 1e6:.1f} M parameters on {self.accelerator.num_processes} × "
+            f"{self.accelerator.device.type}{begun}: {self.max_steps:,} steps of {per_step:,} tokens, "
+            f"{self.max_steps / stream.steps:.1f} epochs of a text of {len(stream.token_ids):,} tokens"
+        )
+
+    def show_loss(self):
+        """Every few seconds, whatever the log waits for; of this process's streams."""
+        if time.perf_counter() - self.shown > SECONDS_SHOWN and not self.bar.disable and int(self.targets):
+            metric = self.arguments.evaluation.metric
+            value = figures(float(self.nll) * self.accelerator.num_processes / int(self.targets))[metric]
+            self.bar.set_postfix_str(f"{metric} {value:.2f}")
+            self.shown = time.perf_counter()
 
     def last(self) -> bool:
         return self.step == self.max_steps
@@ -267,7 +291,7 @@ class Training:
         self.bar.set_postfix_str(f"{metric} {values[metric]:.2f}, {values['tokens_per_second']:.0f} tokens/s")
         self.nll.zero_()
         self.targets.zero_()
-        self.since = now
+        self.since = self.shown = now
 
     def log(self, values: dict[str, float]):
         """To TensorBoard, and as a line of the log."""

@@ -105,6 +105,8 @@ def finish(output: Path, texts: dict, arguments: Arguments):
         print(f"{split}: {metric} {results[split][metric]:.3f}")
     for result in results["memory_lengths"]:
         print(f"test with memory {result['memory_length']}: {metric} {result[metric]:.3f}")
+    parameters = results["model"]["parameters"]
+    print(f"the model, of {parameters / 1e6:.1f} M parameters, is in {output}; its figures are in {output / RESULTS}")
 
 
 def score(model: TransfoXLForCausalLM, texts: dict, arguments: Arguments) -> dict[str, Any]:
