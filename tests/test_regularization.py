@@ -348,6 +348,7 @@ def test_two_processes(tmp_path):
         arguments = {
             "processes": processes,
             "per_device_train_batch_size": 4 // processes,
+            "per_device_eval_batch_size": 4 // processes,
             "ddp_find_unused_parameters": False,
             "max_steps": 5,
         }

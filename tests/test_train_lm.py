@@ -367,6 +367,12 @@ def test_schedules(tmp_path):
     inverse = [2.0 * math.sqrt(4 / step) for step in range(4, 21)]
     np.testing.assert_allclose(rates(scheduler="inverse_sqrt"), warm_up + inverse)
     np.testing.assert_allclose(rates(scheduler="constant"), warm_up + [2.0] * 17)
+    line = [2.0 - 1.5 * step / 6 for step in range(7)]
+    found = rates(scheduler="stable_decay", decay_steps=6, min_learning_rate=0.5)
+    np.testing.assert_allclose(found, warm_up + [2.0] * 10 + line)
+    np.testing.assert_allclose(rates(scheduler="stable_decay")[-5:], [2.0, 1.5, 1.0, 0.5, 0.0])
+    with pytest.raises(ValueError, match="--warmup_steps 4 and --decay_steps 17 are more than all 20 steps"):
+        rates(scheduler="stable_decay", decay_steps=17)
 
 
 # --- resuming --------------------------------------------------------------------------------------------------------

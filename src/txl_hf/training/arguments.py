@@ -110,9 +110,12 @@ class OptimizationArguments:
     beta1: float = option("Decay of the first moment.", 0.9)
     beta2: float = option("Decay of the second moment.", 0.999)
     epsilon: float | None = option("Added to the root of the second moment; by default 1e-8, for LAMB 1e-6.")
-    scheduler: Literal["cosine", "inverse_sqrt", "constant"] = option("What follows the warm-up.", "cosine")
+    scheduler: Literal["cosine", "inverse_sqrt", "constant", "stable_decay"] = option(
+        "What follows the warm-up; stable_decay: constant, and at the end a straight line.", "cosine"
+    )
+    decay_steps: int | None = option("With stable_decay, steps of the line; by default a fifth of all.")
     warmup_steps: int = option("Steps over which the learning rate rises from 0.", 0)
-    min_learning_rate: float = option("Where the cosine ends (eta_min).", 0.0)
+    min_learning_rate: float = option("Where the cosine, or the line of stable_decay, ends (eta_min).", 0.0)
     scale_lr_by_length: bool = option("Scale the learning rate by the segment's length over tgt_len.", False)
     max_grad_norm: float = option("Clip gradients to this norm; 0: do not.", 0.25)
     average: Literal["none", "ema", "equal"] = option("Evaluate and save an average of the weights.", "none")

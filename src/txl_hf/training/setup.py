@@ -1,6 +1,7 @@
 """What a run of `train_lm.py` is made of. What cannot be is refused with a ValueError or an OSError."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, DistributedType, GradientAccumulationPlugin
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
@@ -239,6 +240,9 @@ def make_lamb(groups: list[dict], **settings) -> torch.optim.Optimizer:
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, arguments: OptimizationArguments, max_steps: int) -> LRScheduler:
+    """Learning rates as a function of the steps done, which is all that resuming needs to know of them."""
+    if arguments.scheduler == "stable_decay":
+        return LambdaLR(optimizer, stable_decay(arguments, max_steps))
     names = {"cosine": "cosine_with_min_lr", "constant": "constant_with_warmup", "inverse_sqrt": "inverse_sqrt"}
     return get_scheduler(
         names[arguments.scheduler],
@@ -247,6 +251,20 @@ def make_scheduler(optimizer: torch.optim.Optimizer, arguments: OptimizationArgu
         num_training_steps=max_steps,
         scheduler_specific_kwargs={"min_lr": arguments.min_learning_rate} if arguments.scheduler == "cosine" else {},
     )
+
+
+def stable_decay(arguments: OptimizationArguments, max_steps: int) -> Callable[[int], float]:
+    """By what the learning rate is multiplied: up, constant, and down to the smallest rate in a straight line."""
+    warmup, end = arguments.warmup_steps, arguments.min_learning_rate / arguments.learning_rate
+    decay = max_steps // 5 if arguments.decay_steps is None else arguments.decay_steps
+    if warmup + decay > max_steps:
+        raise ValueError(f"--warmup_steps {warmup} and --decay_steps {decay} are more than all {max_steps} steps")
+
+    def factor(step: int) -> float:
+        left = max(0, max_steps - step) / max(1, decay)
+        return min(step / warmup if warmup else 1.0, 1.0, end + (1 - end) * left)
+
+    return factor
 
 
 def make_average(
