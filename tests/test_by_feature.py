@@ -8,12 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from txl_hf import TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model
 
@@ -170,19 +168,6 @@ def test_segments_hold_every_document_once_and_in_order(script, batch_size):
                 assert set(labels) == {-100}
             open_rows[row] = document
     assert [seen[i] for i in range(len(lengths))] == [document.tolist() for document in documents]
-
-
-def test_a_text_for_another_tokenizer(script):
-    """As `prepare_corpus.py` makes it: every character, and no symbols but those of the text."""
-    pieces = Tokenizer(models.BPE())
-    pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    text = "Dear Zoë,\n\nit rains.\r\n  Yours, A."
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    pieces.train_from_iterator([text], trainers.BpeTrainer(special_tokens=["<end>"], initial_alphabet=alphabet))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="<end>", bos_token="<end>")
-    ids = script("common").encode(tokenizer, text)
-    assert ids.ndim == 1 and ids.dtype == np.int64
-    assert tokenizer.decode(ids) == text
 
 
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 import common
+from txl_hf.command_line import one_line_errors
 
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--model", required=True, help="a checkpoint: a folder, or a name on the Hub")
@@ -61,7 +62,7 @@ def smoke(folder: Path) -> list[str | Path]:
 
 def main():
     arguments = common.parse_arguments(PARSER, smoke)
-    with common.one_line_errors():
+    with one_line_errors():
         common.check_output(arguments.output)
         data = read(arguments.data)
         names = data["train"].features["label"].names

@@ -38,15 +38,6 @@ def parse_arguments(
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Bad input ends the script with the first line of its error."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {str(error).strip().splitlines()[0]}")
-
-
-@contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """A folder to write into, which gets its name when all of it is written."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, set_seed
 
 import common
 from txl_hf import evaluate_language_model
+from txl_hf.command_line import one_line_errors
 from txl_hf.encoding import encode_text
 from txl_hf.memory_transfo_xl import memory_of
 
@@ -121,7 +122,7 @@ def evaluate(model, documents: list[Tensor], segment_length: int, batch_size: in
 def main():
     arguments = common.parse_arguments(PARSER, smoke)
     set_seed(0)
-    with common.one_line_errors():
+    with one_line_errors():
         common.check_output(arguments.output)
         texts = [common.read_text(path) for path in arguments.documents]
         # A document starts from nothing; the zeros of legacy checkpoints would have to be written into the memory.

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 import common
 from txl_hf import TokenStream, TransfoXLTrainer
+from txl_hf.command_line import one_line_errors
 from txl_hf.encoding import encode_text
 
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -39,7 +40,7 @@ def smoke(folder: Path) -> list[str | Path]:
 
 def main():
     arguments = common.parse_arguments(PARSER, smoke)
-    with common.one_line_errors():
+    with one_line_errors():
         common.check_output(arguments.output)
         text = common.read_text(arguments.text)
         model, tokenizer = common.load(AutoModelForCausalLM, arguments.model)

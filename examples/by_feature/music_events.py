@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 import common
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM
+from txl_hf.command_line import one_line_errors
 from txl_hf.streams import check_loader
 
 ATTRIBUTES = ("pitch", "duration", "velocity")
@@ -147,7 +148,7 @@ def main():
     set_seed(0)
     # Told by hand, because `accelerate launch` does not say that there is no GPU to processes that share the work.
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
-    with common.one_line_errors():
+    with one_line_errors():
         common.check_output(arguments.output)
         events = read_events(arguments.events)
         held_out = len(events) // 10

@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, TextStreamer, set_seed
 
 import common
+from txl_hf.command_line import one_line_errors
 
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--model", required=True, help="a checkpoint: a folder, or a name on the Hub")
@@ -87,7 +88,7 @@ def main():
     if arguments.temperature > 0:
         settings["temperature"] = arguments.temperature
     set_seed(arguments.seed)
-    with common.one_line_errors():
+    with one_line_errors():
         story = Story(*common.load(AutoModelForCausalLM, arguments.model))
         for prompt in arguments.prompt or ask():
             if arguments.prompt:

@@ -1,0 +1,40 @@
+"""The ids of a text, whatever the tokenizer."""
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from txl_hf import TransfoXLTokenizer
+from txl_hf.encoding import encode_bytes, encode_lines, encode_text, ends_lines
+
+
+def test_a_tokenizer_of_pieces_gets_every_character_and_no_other_symbol():
+    pieces = Tokenizer(models.BPE())
+    pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    text = "Dear Zoë,\n\nit rains.\r\n  Yours, A."
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    pieces.train_from_iterator([text], trainers.BpeTrainer(special_tokens=["<end>"], initial_alphabet=alphabet))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=pieces, eos_token="<end>", bos_token="<end>")
+    ids = encode_text(tokenizer, text)
+    assert ids.ndim == 1 and ids.dtype == np.int64
+    assert tokenizer.decode(ids) == text
+    assert encode_text(tokenizer, "").shape == (0,)
+
+
+@pytest.mark.parametrize("mode", ["whitespace", "moses", "characters", "bytes"])
+def test_words_end_a_line_in_eos_and_characters_in_its_line_feed(mode):
+    """An end of text that a vocabulary of characters has, too, is no end of a line."""
+    text = "a b\n\nc\u2028d\n"
+    tokenizer = TransfoXLTokenizer.train_from_iterator([text], mode=mode, eos_token="<eos>", unk_token="<unk>")
+    ids = encode_text(tokenizer, text).tolist()
+    assert ids == encode_lines(tokenizer, ["a b\n", "\n", "c\u2028d\n"]).tolist()
+    assert ends_lines(tokenizer) == (mode in ("whitespace", "moses"))
+    assert ids.count(tokenizer.eos_token_id) == (3 if ends_lines(tokenizer) else 0)
+
+
+def test_a_stream_of_bytes_has_no_line_feeds_and_no_special_tokens():
+    numbers = TransfoXLTokenizer.from_symbols(["<eos>", "32", "97"], mode="bytes", eos_token="<eos>")
+    assert encode_bytes(numbers, b"a\n a").tolist() == [2, 1, 2]
+    with pytest.raises(ValueError, match="byte 98 is not in the vocabulary of 3"):
+        encode_bytes(numbers, b"ab")
