@@ -7,10 +7,21 @@ import torch
 from torch.nn import functional as F
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from txl_hf import MemoryLengths, TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLModel
+from txl_hf import (
+    MemoryLengths,
+    TransfoXLForCausalLM,
+    TransfoXLForSequenceClassification,
+    TransfoXLForTokenClassification,
+    TransfoXLModel,
+)
 from txl_hf.inputs_transfo_xl import document_starts
 
-HEADS = [TransfoXLModel, TransfoXLForCausalLM, TransfoXLForSequenceClassification]
+HEADS = [
+    TransfoXLModel,
+    TransfoXLForCausalLM,
+    TransfoXLForSequenceClassification,
+    TransfoXLForTokenClassification,
+]
 
 
 @pytest.mark.parametrize("model_class", HEADS)

@@ -10,6 +10,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
 )
 
@@ -21,6 +22,7 @@ from .memory_transfo_xl import MemoryLengths
 from .modeling_transfo_xl import (
     TransfoXLForCausalLM,
     TransfoXLForSequenceClassification,
+    TransfoXLForTokenClassification,
     TransfoXLLMHeadModel,
     TransfoXLModel,
     TransfoXLPreTrainedModel,
@@ -45,6 +47,7 @@ __all__ = [
     "TransfoXLConfig",
     "TransfoXLForCausalLM",
     "TransfoXLForSequenceClassification",
+    "TransfoXLForTokenClassification",
     "TransfoXLLMHeadModel",
     "TransfoXLModel",
     "TransfoXLPreTrainedModel",
@@ -59,12 +62,14 @@ AutoConfig.register(TransfoXLConfig.model_type, TransfoXLConfig)
 AutoModel.register(TransfoXLConfig, TransfoXLModel)
 AutoModelForCausalLM.register(TransfoXLConfig, TransfoXLForCausalLM)
 AutoModelForSequenceClassification.register(TransfoXLConfig, TransfoXLForSequenceClassification)
+AutoModelForTokenClassification.register(TransfoXLConfig, TransfoXLForTokenClassification)
 AutoTokenizer.register(TransfoXLConfig, fast_tokenizer_class=TransfoXLTokenizer)
 
 TransfoXLConfig.register_for_auto_class()
 TransfoXLModel.register_for_auto_class("AutoModel")
 TransfoXLForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 TransfoXLForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+TransfoXLForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
 TransfoXLTokenizer.register_for_auto_class()
 
 

@@ -87,12 +87,14 @@ AUTO_MAP = {
     "AutoModel": "modeling_transfo_xl.TransfoXLModel",
     "AutoModelForCausalLM": "modeling_transfo_xl.TransfoXLForCausalLM",
     "AutoModelForSequenceClassification": "modeling_transfo_xl.TransfoXLForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_transfo_xl.TransfoXLForTokenClassification",
 }
 # What the Hub files a model under; of code that comes with it, it cannot tell.
 TASKS = {
     "AutoModel": "feature-extraction",
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
 }
 MODEL_CARD = """---
 {metadata}

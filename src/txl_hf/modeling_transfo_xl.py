@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import Cache
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -55,6 +56,7 @@ from .memory_transfo_xl import (
 __all__ = [
     "TransfoXLForCausalLM",
     "TransfoXLForSequenceClassification",
+    "TransfoXLForTokenClassification",
     "TransfoXLLMHeadModel",
     "TransfoXLModel",
     "TransfoXLPreTrainedModel",
@@ -112,6 +114,24 @@ class TransfoXLSequenceClassifierOutput(ModelOutput):
     Args:
         loss: scalar, with labels.
         logits: (B, num_labels), the scores of the last real token.
+        mems, past_key_values, hidden_states, attentions, mems_mask: as in `TransfoXLModelOutput`.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    mems: tuple[Tensor, ...] | None = None
+    past_key_values: Cache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    mems_mask: Tensor | None = None
+
+
+@dataclass
+class TransfoXLTokenClassifierOutput(ModelOutput):
+    """
+    Args:
+        loss: scalar fp32, with labels: the sum of the losses over the number of labels.
+        logits: (B, L, num_labels), the scores of each token.
         mems, past_key_values, hidden_states, attentions, mems_mask: as in `TransfoXLModelOutput`.
     """
 
@@ -855,16 +875,94 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         return (torch.arange(segment_length, device=scores.device) * real.to(scores.device)).argmax(-1)
 
 
+class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
+    """Transformer-XL with a linear classifier on every token.
+
+    A text longer than any segment is read as by the other heads, segment by segment with the memory handed on, so that
+    each token is scored once, from all before it that the memory covers. What follows a token is not seen.
+    """
+
+    def __init__(self, config: TransfoXLConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.transformer = TransfoXLModel(config)
+        self.score = nn.Linear(config.d_model, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        mems: tuple[Tensor, ...] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        lengths: MemoryLengths | None = None,
+        mems_mask: Tensor | None = None,
+        resets: Tensor | None = None,
+        **kwargs,
+    ) -> TransfoXLTokenClassifierOutput:
+        """
+        Args:
+            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets: see
+                `TransfoXLModel.forward`.
+            labels: (B, L), the class of each token, not shifted. -100 is ignored.
+            num_items_in_batch (in kwargs): what the sum of the losses is divided by, instead of the number of labels.
+
+        Raises:
+            ValueError: a label is neither -100 nor in [0, num_labels), or has another shape; and see
+                `TransfoXLModel.forward`.
+        """
+        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        outputs = self.transformer(
+            input_ids,
+            mems=mems,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            lengths=lengths,
+            mems_mask=mems_mask,
+            resets=resets,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.score(outputs.last_hidden_state)
+        loss = None
+        if labels is not None:
+            _check_targets("labels", labels, logits.shape[:2])
+            check_labels(labels, self.num_labels)
+            count = (labels != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten().long(), reduction="sum")
+            loss = losses / count
+        return TransfoXLTokenClassifierOutput(
+            loss=loss,
+            logits=logits,
+            mems=outputs.mems,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            mems_mask=outputs.mems_mask,
+        )
+
+
 def _targets(labels: Tensor | None, shift_labels: Tensor | None, shape: torch.Size) -> Tensor | None:
     """The targets of the first positions of the segment: (B, L) from shift_labels, (B, L - 1) from labels, or None."""
     for name, given in (("shift_labels", shift_labels), ("labels", labels)):
-        if given is not None and given.shape != shape:
-            raise ValueError(f"{name} are {tuple(given.shape)}, but the inputs are {tuple(shape)}")
-        if given is not None and given.is_floating_point():
-            raise ValueError(f"{name} are {given.dtype}, not token ids")
+        if given is not None:
+            _check_targets(name, given, shape)
     if shift_labels is not None:
         return shift_labels
     return None if labels is None else labels[:, 1:]
+
+
+def _check_targets(name: str, given: Tensor, shape: torch.Size):
+    if given.shape != shape:
+        raise ValueError(f"{name} are {tuple(given.shape)}, but the inputs are {tuple(shape)}")
+    if given.is_floating_point():
+        raise ValueError(f"{name} are {given.dtype}, not token ids")
 
 
 def _pick_losses(log_probs: Tensor, targets: Tensor) -> Tensor:
