@@ -29,6 +29,7 @@ SHORTER = {
     "prepare_corpus.py": "",
     "train_lm.py": TRAINING,
     "evaluate_lm.py": "--max_tokens 60",
+    "tune_lm.py": "--max_tokens 60 --max_test_tokens 60",
     "lora.py": "--steps 2 --segment-length 8",
     "classification.py": "--epochs 1 --max-length 16",
     "streaming_generation.py": "--max-new-tokens 5",
