@@ -14,7 +14,8 @@ import torch
 from transformers.utils import logging
 
 import txl_hf
-from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+from models import SMALL, small_config
+from txl_hf import TransfoXLForCausalLM
 
 # The converters of this checkout, whichever is installed.
 txl_hf.__path__.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,27 +30,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = wanted
 
 
-SMALL = {
-    "vocab_size": 61,
-    "cutoffs": [9, 30],
-    "d_model": 16,
-    "d_embed": 16,
-    "n_head": 2,
-    "d_head": 8,
-    "d_inner": 24,
-    "div_val": 2,
-    "n_layer": 2,
-    "mem_len": 6,
-    "clamp_len": -1,
-    "same_length": False,
-    "dropout": 0.0,
-    "initial_memory": "empty",
-    "init_std": 0.3,
-    "proj_init_std": 0.3,
-    "tgt_len": 5,
-}
-
-
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     """The device of a test that runs on each: `-m gpu` selects the one on a GPU."""
@@ -61,11 +41,7 @@ def device(request):
 @pytest.fixture
 def make_config():
     """A small configuration with weights so large that an error anywhere shows: `make_config(mem_len=3)`."""
-
-    def make(**changes) -> TransfoXLConfig:
-        return TransfoXLConfig(**(SMALL | changes))
-
-    return make
+    return small_config
 
 
 @pytest.fixture

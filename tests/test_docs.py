@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import txl_hf
 from goldens import golden
 from hub_server import HubServer
-from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer
+from models import small_model
+from txl_hf import TransfoXLTokenizer
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -50,10 +50,9 @@ def published(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("published")
     vocabulary = golden("tokenizer/cased")
     size = len(TransfoXLTokenizer.from_pretrained(vocabulary))
-    torch.manual_seed(0)
-    widths = {"d_model": 16, "d_embed": 16, "n_head": 2, "d_head": 8, "d_inner": 24, "div_val": 2, "n_layer": 2}
-    config = TransfoXLConfig(vocab_size=size, cutoffs=[100, 400], mem_len=32, clamp_len=24, **widths)
-    TransfoXLForCausalLM(config).save_pretrained(folder / "model")
+    small_model(
+        vocab_size=size, cutoffs=[100, 400], mem_len=32, clamp_len=24, same_length=True, initial_memory="zeros"
+    ).save_pretrained(folder / "model")
     for path in [*(folder / "model").glob("*.safetensors"), *(folder / "model").glob("*.json"), *vocabulary.iterdir()]:
         if path.name not in ("expected.json", "special_tokens_map.json"):
             (folder / path.name).write_bytes(path.read_bytes())

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import evaluate_lm
 import prepare_corpus
 from goldens import golden
+from models import small_model
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model
 
 
@@ -46,27 +47,11 @@ def prepare(tmp_path_factory, name: str, path: Path) -> Path:
 
 
 def save_model(tokenizer: TransfoXLTokenizer, folder: Path) -> Path:
-    torch.manual_seed(0)
-    config = TransfoXLConfig(
-        vocab_size=len(tokenizer),
-        cutoffs=[len(tokenizer) // 2],
-        d_model=16,
-        d_embed=16,
-        n_head=2,
-        d_head=8,
-        d_inner=16,
-        n_layer=2,
-        div_val=1,
-        mem_len=12,
-        tgt_len=8,
-        clamp_len=-1,
-        same_length=False,
-        initial_memory="empty",
-        # Large weights, so that the memory matters.
-        init_std=0.5,
-        eos_token_id=None,
+    size = len(tokenizer)
+    model = small_model(
+        vocab_size=size, cutoffs=[size // 2], div_val=1, mem_len=12, tgt_len=8, init_std=0.5, eos_token_id=None
     )
-    TransfoXLForCausalLM(config).save_pretrained(folder)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -11,31 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from models import small_model
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model, evaluation, reading, token_losses
 
 VOCAB_SIZE = 20
 
 
-def tiny_model(**settings) -> TransfoXLForCausalLM:
-    settings = {
-        "vocab_size": VOCAB_SIZE,
-        "cutoffs": [],
-        "div_val": 1,
-        "d_model": 16,
-        "d_embed": 16,
-        "n_head": 2,
-        "d_head": 8,
-        "d_inner": 16,
-        "n_layer": 2,
-        "mem_len": 64,
-        "clamp_len": -1,
-        "same_length": False,
-        "initial_memory": "empty",
-        # Large weights, so that the memory matters.
-        "init_std": 0.5,
-    } | settings
-    torch.manual_seed(0)
-    return TransfoXLForCausalLM(TransfoXLConfig(**settings))
+def tiny_model(**changes) -> TransfoXLForCausalLM:
+    one_bin = {"vocab_size": VOCAB_SIZE, "cutoffs": [], "div_val": 1}
+    sizes = {"mem_len": 64, "tgt_len": 128, "dropout": 0.1, "init_std": 0.5}
+    return small_model(**(one_bin | sizes | changes))
 
 
 def text(length: int) -> torch.Tensor:

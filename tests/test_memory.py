@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
 import oracle
-from txl_hf import MemoryLengths, TransfoXLConfig, TransfoXLForCausalLM, TransfoXLModel
+from models import small_config
+from txl_hf import MemoryLengths, TransfoXLForCausalLM, TransfoXLModel
 from txl_hf.attention_transfo_xl import (
     RELATIVE_ATTENTION_FUNCTIONS,
     AttentionInputs,
@@ -156,11 +157,9 @@ def test_cache_starts_from_mems(make_model, make_ids, variant):
 )
 @settings(max_examples=40, deadline=None)
 def test_any_segmentation_gives_the_same_logits_while_memory_covers_it(cuts, shape, cached):
-    from conftest import SMALL
-
     torch.manual_seed(0)
     changes = VARIANTS[shape] | {"mem_len": sum(cuts), "initial_memory": "empty"}
-    model = TransfoXLForCausalLM(TransfoXLConfig(**(SMALL | changes))).eval()
+    model = TransfoXLForCausalLM(small_config(**changes)).eval()
     ids = torch.randint(61, (2, sum(cuts)))
     with torch.no_grad():
         whole = model(ids).logits
@@ -332,10 +331,8 @@ def test_rows_of_a_cache_are_picked_with_their_masks(make_model, make_ids):
 @settings(max_examples=40, deadline=None)
 def test_mems_and_a_cache_agree_whatever_is_masked_and_picked(steps, shape, seed):
     """They keep what was masked in different ways; the rows may be picked anew before any segment."""
-    from conftest import SMALL
-
     torch.manual_seed(seed)
-    model = TransfoXLForCausalLM(TransfoXLConfig(**(SMALL | VARIANTS[shape]))).eval()
+    model = TransfoXLForCausalLM(small_config(**VARIANTS[shape])).eval()
     memory, cache = {"mems": model.init_mems(3), "mems_mask": None}, None
     with torch.no_grad():
         for length, masked, picks in steps:
@@ -447,10 +444,8 @@ def test_padding_gets_no_gradient(make_model, make_ids, backend):
 @given(pads=st.lists(st.integers(0, 5), min_size=2, max_size=4), mem_len=st.integers(1, 8), cached=st.booleans())
 @settings(max_examples=30, deadline=None)
 def test_any_left_padding_changes_nothing(pads, mem_len, cached):
-    from conftest import SMALL
-
     torch.manual_seed(0)
-    model = TransfoXLForCausalLM(TransfoXLConfig(**(SMALL | {"mem_len": mem_len}))).eval()
+    model = TransfoXLForCausalLM(small_config(mem_len=mem_len)).eval()
     total = 10
     ids = torch.randint(61, (len(pads), total))
     mask = torch.arange(total) >= torch.tensor(pads)[:, None]

@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 import torch
 
-from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model
+from models import small_model
+from txl_hf import TokenStream, TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.metrics import LanguageModelMetric
 
 SEGMENT_LENGTH = 7
@@ -25,22 +26,7 @@ def text() -> torch.Tensor:
 
 
 def tiny_model() -> TransfoXLForCausalLM:
-    torch.manual_seed(0)
-    config = TransfoXLConfig(
-        vocab_size=VOCAB_SIZE,
-        cutoffs=[],
-        div_val=1,
-        d_model=16,
-        d_embed=16,
-        n_head=2,
-        d_head=8,
-        d_inner=16,
-        n_layer=1,
-        mem_len=10,
-        initial_memory="empty",
-        init_std=0.5,
-    )
-    return TransfoXLForCausalLM(config).eval()
+    return small_model(vocab_size=VOCAB_SIZE, cutoffs=[], div_val=1, mem_len=10, init_std=0.5).eval()
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ from transformers.trainer_utils import set_seed
 from transformers.utils import logging
 
 import launcher
-from conftest import SMALL
-from txl_hf import RegularizationArguments, TokenStream, TransfoXLConfig, TransfoXLForCausalLM
+from models import SMALL, small_config
+from txl_hf import RegularizationArguments, TokenStream, TransfoXLForCausalLM
 from txl_hf.trainer import TransfoXLTrainer
 
 
@@ -44,7 +44,7 @@ class LossFile(TrainerCallback):
 
 def make_model(**changes) -> TransfoXLForCausalLM:
     set_seed(0)
-    return TransfoXLForCausalLM(TransfoXLConfig(**(SMALL | changes)))
+    return TransfoXLForCausalLM(small_config(**changes))
 
 
 def make_text(length: int, seed: int = 0) -> torch.Tensor:

@@ -1,0 +1,36 @@
+"""The small model of the tests: one set of sizes, and weights so large that an error anywhere shows."""
+
+import torch
+
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+
+SMALL = {
+    "vocab_size": 61,
+    "cutoffs": [9, 30],
+    "d_model": 16,
+    "d_embed": 16,
+    "n_head": 2,
+    "d_head": 8,
+    "d_inner": 24,
+    "div_val": 2,
+    "n_layer": 2,
+    "mem_len": 6,
+    "clamp_len": -1,
+    "same_length": False,
+    "dropout": 0.0,
+    "initial_memory": "empty",
+    "init_std": 0.3,
+    "proj_init_std": 0.3,
+    "tgt_len": 5,
+}
+
+
+def small_config(**changes) -> TransfoXLConfig:
+    """`small_config(mem_len=3)`."""
+    return TransfoXLConfig(**(SMALL | changes))
+
+
+def small_model(model_class=TransfoXLForCausalLM, seed: int = 0, **changes):
+    """The same weights for the same seed and sizes: `small_model(mem_len=3)`."""
+    torch.manual_seed(seed)
+    return model_class(small_config(**changes))
