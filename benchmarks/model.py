@@ -468,10 +468,13 @@ def floor(config: dict):
     from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
     from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
 
+    class FloorConfig(TransfoXLConfig):
+        def check_lengths(self, mem_len: int, **lengths: int):
+            super().check_lengths(mem_len=0, memory=mem_len, **lengths)
+
     RELATIVE_ATTENTION_FUNCTIONS["floor"] = plain_attention
-    model = TransfoXLForCausalLM(TransfoXLConfig(**config | {"attn_type": 2, "mem_len": 0}))
+    model = TransfoXLForCausalLM(FloorConfig(**config | {"attn_type": 2}))
     model.set_attn_implementation("floor")
-    model.config.mem_len = config["mem_len"]
     return model
 
 
