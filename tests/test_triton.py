@@ -369,6 +369,40 @@ def test_says_why_it_cannot_be_used(monkeypatch):
     assert "not installed" in kernels.why_not_triton(query())
 
 
+def test_fp32_is_multiplied_as_pytorch_is_told():
+    before = torch.get_float32_matmul_precision()
+    try:
+        for setting, expected in (("highest", "ieee"), ("high", "tf32")):
+            torch.set_float32_matmul_precision(setting)
+            assert kernels._precision(torch.float32) == expected
+            assert kernels._precision(torch.bfloat16) == "tf32"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_more_blocks_of_queries_than_a_grid_has_room_for(monkeypatch):
+    """Then a program takes several."""
+    monkeypatch.setattr(kernels, "LARGEST_TILE", 16)
+    tensors, key_mask, cotangent = draw((2, 2, 40, 9, 16), masked=True)
+    options = {"key_mask": key_mask, "window": 30}
+    expected = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, **options)
+    monkeypatch.setattr(kernels, "MOST_PROGRAMS", 2)
+    result = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, **options)
+    for name, value in expected.items():
+        torch.testing.assert_close(result[name], value, atol=1e-5, rtol=1e-5)
+
+
+def test_heads_of_any_width_are_read_sixteen_numbers_at_a_time(monkeypatch):
+    """41 numbers would be read one by one."""
+    seen = []
+    operator = kernels.relative_attention_op
+    monkeypatch.setattr(kernels, "relative_attention_op", lambda *args: seen.append(args) or operator(*args))
+    tensors, _, _ = draw((1, 2, 5, 4, 41))
+    output, _ = kernels.triton_relative_attention(prepare(tensors, torch.float32))
+    assert output.shape[-1] == 41
+    assert {tensor.shape[-1] for tensor in seen[0][:6]} == {48}
+
+
 def test_module_lives_without_triton(monkeypatch):
     """A checkpoint's remote code brings this file to users who never asked for Triton."""
     assert "triton" not in get_imports(kernels.__file__)

@@ -39,6 +39,8 @@ PRUNING_MARGIN = 1e-3
 # computing them again. Where they are more, or need no gradient, blocks of so many are computed one after the other.
 MAX_KEPT_LOGITS = 2**25
 BLOCK_LOGITS, MIN_BLOCK_WIDTH = 2**22, 1024
+# A GPU has no cache to stay in, and what a block costs is launching its kernels: so many fp32 logits are 1 GiB.
+GPU_LOGITS = 2**28
 
 
 class InputProjection(nn.Module):
@@ -377,7 +379,8 @@ class _BinLosses(torch.autograd.Function):
         saved: list[Tensor | None] = []
         with torch.autocast(weight.device.type, enabled=False):
             for (start, end), hidden, targets, clusters in zip(ranges, *(inputs[i::3] for i in range(3)), strict=True):
-                kept, keep = None, keeps and len(hidden) * (end - start) <= MAX_KEPT_LOGITS
+                most = MAX_KEPT_LOGITS if hidden.device.type == "cpu" else GPU_LOGITS
+                kept, keep = None, keeps and len(hidden) * (end - start) <= most
                 peak = torch.full_like(targets, -torch.inf, dtype=_wide_dtype(hidden))
                 total, picked = torch.zeros_like(peak), torch.zeros_like(peak)
                 for columns, logits in _blocks(weight, bias, start, end, hidden, clusters, whole=keep):
@@ -447,7 +450,8 @@ def _blocks(
     if kept is not None:
         yield slice(0, size), kept
     else:
-        width = size if whole else max(MIN_BLOCK_WIDTH, BLOCK_LOGITS // max(rows, 1))
+        logits_at_once = BLOCK_LOGITS if hidden_states.device.type == "cpu" else GPU_LOGITS
+        width = size if whole else max(MIN_BLOCK_WIDTH, logits_at_once // max(rows, 1))
         for first in range(0, size, width):
             block = slice(start + first, min(start + first + width, end))
             logits = product(hidden_states, weight[block].to(hidden_states.dtype), bias[block].to(hidden_states.dtype))

@@ -38,6 +38,7 @@ import os
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .attention_transfo_xl_inputs import AttentionInputs
 
@@ -54,6 +55,8 @@ LOG2_E = 1.4426950408889634
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 # Triton 3.3 gathers from a long vector by 4,600 shuffles a tile and spills 5 kB a thread; older ones have no tuples.
 OLDEST_TRITON = (3, 4)
+# What CUDA allows in the second dimension of a grid.
+MOST_PROGRAMS = 65_535
 # Tests make it smaller, so that short sequences span several tiles.
 LARGEST_TILE = 128
 
@@ -97,13 +100,19 @@ def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
     # The interpreter multiplies the bits of bfloat16 numbers as if they were integers.
     inner_dtype = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
     seed = torch.randint(2**62, (1,), device=query.device) if inputs.dropout > 0 else None
+    width = query.shape[-1]
+
+    def widened(tensor: Tensor | None) -> Tensor | None:
+        """Rows of 41 or 38 numbers start anywhere, and would be read two bytes at a time."""
+        return tensor if tensor is None or width % 16 == 0 else F.pad(tensor, (0, -width % 16))
+
     output, _ = relative_attention_op(
-        query.to(inner_dtype),
-        inputs.key.to(inner_dtype),
-        inputs.value.to(inner_dtype),
-        None if rel_key is None else rel_key.to(inner_dtype),
-        inputs.content_bias,
-        None if rel_key is None else inputs.position_bias,
+        widened(query.to(inner_dtype)),
+        widened(inputs.key.to(inner_dtype)),
+        widened(inputs.value.to(inner_dtype)),
+        None if rel_key is None else widened(rel_key.to(inner_dtype)),
+        widened(inputs.content_bias),
+        None if rel_key is None else widened(inputs.position_bias),
         None if rel_key is None else inputs.rel_bias,
         inputs.key_mask,
         seed,
@@ -111,7 +120,7 @@ def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
         inputs.scaling,
         inputs.dropout,
     )
-    return output.to(dtype), None
+    return output[..., :width].to(dtype), None
 
 
 if triton is not None:
@@ -418,14 +427,15 @@ if triton is not None:
     ):
         """Blocks of queries of one head: gradients of queries, rel_key and biases, and delta = Σ d_output · output.
 
-        Each program takes every num_programs(0)-th block of queries of the batch, in order. With PARTIAL it adds to
+        Each program takes every num_programs(1)-th block of queries of the batch, in order. With PARTIAL it adds to
         sums of its own, else all share one.
         """
         blocks = tl.cdiv(L, BLOCK_M)
-        head = tl.program_id(1).to(tl.int64)
+        # Neighbours have different heads, so that programs that run together add to different sums.
+        head = tl.program_id(0).to(tl.int64)
         owner = head
         if PARTIAL:
-            owner += tl.program_id(0).to(tl.int64) * H
+            owner += tl.program_id(1).to(tl.int64) * H
         if rel_key is not None:
             rel_key += head * rel_key_strides[0]
             if rel_bias is not None:
@@ -436,7 +446,7 @@ if triton is not None:
                 d_rel_bias += owner * K
         in_low = tl.arange(0, BLOCK_N)[None, :] >= BLOCK_M - 1 - tl.arange(0, BLOCK_M)[:, None]
 
-        for item in range(tl.program_id(0), B * blocks, tl.num_programs(0)):
+        for item in range(tl.program_id(1), B * blocks, tl.num_programs(1)):
             i0 = (blocks - 1 - item % blocks) * BLOCK_M
             batch = (item // blocks).to(tl.int64)
             pair = batch * H + head
@@ -690,8 +700,15 @@ if triton is not None:
             "dropout": dropout,
             "keep_scale": 1 / (1 - dropout) if dropout < 1 else 0.0,
             "D": query.shape[3],
-            "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
+            "PRECISION": _precision(query.dtype),
         }
+
+    def _precision(dtype: torch.dtype) -> str:
+        """How fp32 operands are multiplied, as PyTorch is told; others are multiplied as they are."""
+        matmul = torch.backends.cuda.matmul
+        # PyTorch 2.9 and newer refuse to say `allow_tf32` to whoever has set `fp32_precision`.
+        inexact = matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+        return "ieee" if dtype == torch.float32 and not inexact else "tf32"
 
     def _backward_arguments(log_sum: Tensor, d_output: Tensor, scaling: float) -> dict:
         """What both kernels of the backward pass need besides; the first fills delta."""
@@ -807,7 +824,7 @@ if triton is not None:
         tile = _tile("backward_query", D, L, query.dtype)
         work = B * triton.cdiv(L, tile["BLOCK_M"])
         partial = torch.are_deterministic_algorithms_enabled()
-        programs = min(work, _partial_sums(H, shared["K"], D)) if partial else work
+        programs = min(work, _partial_sums(H, shared["K"], D) if partial else MOST_PROGRAMS)
         sums = [
             torch.zeros((programs if partial else 1, *tensor.shape), dtype=torch.float32, device=query.device)
             if tensor is not None and need
@@ -815,7 +832,7 @@ if triton is not None:
             for tensor, need in zip(tensors, needed, strict=True)
         ]
         d_rel_key, d_content_bias, d_position_bias, d_rel_bias = sums
-        _backward_query_kernel[(programs, H)](
+        _backward_query_kernel[(H, programs)](
             **shared,
             output=output,
             d_query=d_query,

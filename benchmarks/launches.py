@@ -1,0 +1,213 @@
+"""What a step asks of a GPU, counted without one: kernel launches, bytes, flops of products and waits of the host.
+
+    python benchmarks/launches.py                 # the table, appended to results/launches.csv with --output
+
+The model's own code runs on meta tensors, which have shapes and no numbers and take the paths of a GPU, in bf16
+throughout: PyTorch has no autocast for them, so its casts are not counted. Every operator that PyTorch would launch
+is seen (views are not launched); `launches` counts operators, of which PyTorch runs nearly all as one kernel.
+`gigabytes` is what the operators other than products read and write if nothing is fused; `teraflops` is what the
+products compute.
+An attention kernel of ours counts as one operator, and PyTorch's own falls apart into what it is made of. How many
+targets each bin has is a number that the host waits for: it is given, by Zipf's law, which the words of a text nearly
+follow, and counted as a wait. Nothing is compiled; the optimiser and the check of ids are left out.
+
+`tests/test_launches.py` runs the small sizes and fails where a count grows.
+"""
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import itertools
+import math
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+import txl_hf.attention_transfo_xl as attention
+import txl_hf.attention_transfo_xl_triton as kernels
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+from txl_hf.adaptive_transfo_xl import AdaptiveLogSoftmax
+
+OUTPUT = Path(__file__).parent / "results" / "launches.csv"
+BASE = {
+    "vocab_size": 267735,
+    "cutoffs": [19997, 39997, 199997],
+    "div_val": 4,
+    "d_model": 512,
+    "d_embed": 512,
+    "n_head": 8,
+    "d_head": 64,
+    "d_inner": 2048,
+    "n_layer": 16,
+    "dropout": 0.1,
+    "dropatt": 0.0,
+    "clamp_len": -1,
+    "same_length": False,
+    "initial_memory": "empty",
+}
+LARGE = BASE | {
+    "d_model": 1024,
+    "d_embed": 1024,
+    "n_head": 16,
+    "d_inner": 4096,
+    "n_layer": 18,
+    "dropout": 0.2,
+    "dropatt": 0.2,
+}
+SMALL = BASE | {"vocab_size": 5000, "cutoffs": [500, 2000], "d_model": 64, "d_embed": 64, "n_head": 2, "d_head": 32}
+SMALL |= {"d_inner": 128, "n_layer": 2}
+
+
+@dataclasses.dataclass
+class Workload:
+    """A step of `task` ("train", "evaluate" or "decode") on `rows` texts with segments and memories so long."""
+
+    task: str
+    config: dict
+    rows: int
+    segment: int
+    memory: int
+
+
+WORKLOADS = {
+    "base-train": Workload("train", BASE, 256, 192, 192),
+    "large-train": Workload("train", LARGE, 128, 384, 384),
+    "base-evaluate": Workload("evaluate", BASE, 32, 64, 640),
+    "base-decode": Workload("decode", BASE, 1, 1, 640),
+}
+SMALL_WORKLOADS = {
+    "small-train": Workload("train", SMALL, 4, 32, 32),
+    "small-evaluate": Workload("evaluate", SMALL, 2, 16, 64),
+    "small-decode": Workload("decode", SMALL, 1, 1, 64),
+}
+BACKENDS = ["auto", "txl_triton"]
+
+
+class Counter(TorchDispatchMode):
+    """Counts what is launched while it is on; `part` says for which part of the model."""
+
+    def __init__(self):
+        super().__init__()
+        self.launches, self.bytes, self.flops, self.waits = 0, 0, 0, 0
+        self.by_operator: dict[str, int] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if self._launches(function):
+            self.launches += 1
+            name = str(function)
+            self.by_operator[name] = self.by_operator.get(name, 0) + 1
+            packet = getattr(function, "overloadpacket", None)
+            if packet in flop_registry:
+                self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+            else:
+                tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+                self.bytes += sum(x.numel() * x.element_size() for x in tensors)
+        return result
+
+    @staticmethod
+    def _launches(function) -> bool:
+        names_only = ("aten.detach", "aten.empty", "aten.new_empty", "aten.lift", "aten.alias", "prim.")
+        if str(function).startswith(names_only):
+            return False
+        returns = function._schema.returns
+        is_view = returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        return not is_view
+
+
+def sizes_of_bins(config: TransfoXLConfig, targets: int) -> list[int]:
+    """How many of so many targets fall into each bin by Zipf's law, the k-th word having a share of 1/k."""
+    ends = [1, *(cutoff + 1 for cutoff in config.cutoffs), config.vocab_size + 1]
+    logs = [math.log(end) for end in ends]
+    sizes = [int((end - start) / logs[-1] * targets) for start, end in itertools.pairwise(logs)]
+    return [targets - sum(sizes[1:]), *sizes[1:]]
+
+
+@contextlib.contextmanager
+def pretending(counter: Counter):
+    """The paths that a GPU takes, for tensors that have no numbers."""
+
+    def count(softmax, bins, targets):
+        counter.waits += 1
+        return sizes_of_bins(softmax.config, targets.numel())
+
+    with (
+        mock.patch.object(AdaptiveLogSoftmax, "_count", count),
+        mock.patch.object(AdaptiveLogSoftmax, "nll", AdaptiveLogSoftmax._blockwise_nll),
+        mock.patch.object(kernels, "why_not_triton", lambda query: None),
+        mock.patch.object(attention, "why_not_triton", lambda query: None),
+        # PyTorch has no autocast for tensors without numbers.
+        mock.patch.object(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext()),
+        mock.patch.object(torch, "is_autocast_enabled", lambda *args: False),
+    ):
+        yield
+
+
+def count(workload: Workload, backend: str) -> dict[str, float]:
+    """The counts of one step, after one that made the memory."""
+    counter = Counter()
+    config = TransfoXLConfig(**workload.config, mem_len=workload.memory, tgt_len=workload.segment)
+    config._attn_implementation = backend
+    with torch.device("meta"), pretending(counter):
+        model = TransfoXLForCausalLM(config).bfloat16().train(workload.task == "train")
+        ids = torch.zeros(workload.rows, workload.segment, dtype=torch.long)
+        before = torch.zeros(workload.rows, workload.memory, dtype=torch.long)
+        with torch.no_grad():
+            past = model(before, use_cache=workload.task == "decode")
+        step = {"train": train, "evaluate": evaluate, "decode": decode}[workload.task]
+        counter.waits = 0
+        with counter:
+            step(model, ids, past)
+    return {
+        "launches": counter.launches,
+        "gigabytes": counter.bytes / 1e9,
+        "teraflops": counter.flops / 1e12,
+        "waits": counter.waits,
+    }
+
+
+def train(model, ids, past):
+    model(ids, mems=past.mems, shift_labels=ids).loss.backward()
+
+
+@torch.no_grad()
+def evaluate(model, ids, past):
+    model(ids, mems=past.mems, shift_labels=ids)
+
+
+@torch.no_grad()
+def decode(model, ids, past):
+    model(ids, past_key_values=past.past_key_values, use_cache=True, logits_to_keep=1)
+
+
+def rows(workloads: dict[str, Workload]) -> list[dict[str, str]]:
+    found = []
+    for name, workload in workloads.items():
+        for backend in BACKENDS:
+            counts = count(workload, backend)
+            found.append({"workload": name, "backend": backend, **{key: f"{counts[key]:.6g}" for key in counts}})
+            print(*found[-1].values(), flush=True)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="a csv file to write instead of printing alone")
+    arguments = parser.parse_args()
+    found = rows(WORKLOADS | SMALL_WORKLOADS)
+    if arguments.output:
+        with arguments.output.open("w", newline="") as file:
+            writer = csv.DictWriter(file, found[0])
+            writer.writeheader()
+            writer.writerows(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
