@@ -61,6 +61,12 @@ def test_a_run_of_anything_takes_time_in_proportion_to_its_length(tokenizer, pie
     check_growth(tokenizer, lambda length: piece * (length // len(piece)))
 
 
+@pytest.mark.parametrize("piece", [" ", "\n", " \n", "\u3000\n", ".'\n", ".' ", "'\n", "a\n", "\xa0"], ids=ascii)
+def test_lines_take_time_in_proportion_to_their_length(piece):
+    tokenizer = TransfoXLTokenizer.train_from_iterator([SENTENCE], mode="moses", line_ends=True)
+    check_growth(tokenizer, lambda length: piece * (length // len(piece)))
+
+
 runs = st.lists(st.lists(st.sampled_from(PIECES), min_size=1, max_size=4).map("".join), min_size=1, max_size=3)
 
 
