@@ -343,3 +343,12 @@ def test_progress_counts_scored_tokens(capsys):
     assert "27/27" in capsys.readouterr().err
     evaluate_language_model(MODEL, text(30), segment_length=8)
     assert capsys.readouterr().err == ""
+
+
+def test_a_model_that_has_diverged_is_nan_not_a_lost_mask():
+    """With ext_len the memory goes from segment to segment as hidden states, which are NaN then."""
+    model = tiny_model(ext_len=2, mem_len=6)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    assert math.isnan(evaluate_language_model(model, text(30), segment_length=4).nll)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from .columns import open_tokens
-from .memory_transfo_xl import MemoryLengths
+from .memory_transfo_xl import MemoryLengths, memory_of
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .streams import check_sizes, check_tokens, read_tokens
 
@@ -211,7 +211,8 @@ class Reader:
         return {"lengths": self._lengths, "use_cache": self._projected, "return_dict": True, **self._memory}
 
     def _remember(self, outputs: Any):
-        self._memory = {name: outputs[name] for name in ("mems", "past_key_values") if outputs.get(name) is not None}
+        cache = outputs.get("past_key_values")
+        self._memory = memory_of(outputs) if cache is None else {"past_key_values": cache}
 
     def _autocast(self) -> AbstractContextManager:
         """Anew for each call: within one, casts of weights are kept, and these may change between segments."""
