@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from evaluate_lm import check_vocabulary, describe, load_config, read_prepared
 from txl_hf import ContinuousCache, DynamicEvaluation, TransfoXLForCausalLM
 from txl_hf.adaptation import Diverged
 from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.corpora import CorpusError
+from txl_hf.evaluate import check_vocabulary, describe, load_config, read_prepared
 from txl_hf.evaluation import LanguageModelEvaluation, evaluate_caches
 from txl_hf.files import whole_file, write_text
 

@@ -12,11 +12,13 @@ import torch
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import evaluate_lm
 import prepare_corpus
 from goldens import golden
 from models import small_model
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model
+from txl_hf import evaluate as evaluate_lm
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "evaluate_lm.py"
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,7 @@ def run(capsys, *arguments: str | Path) -> dict:
 def test_the_command_as_typed(corpus, model, tmp_path):
     """Every setting given; what is printed is what is written and what evaluate_language_model says."""
     settings = "--split validation --segment_length 6 --memory_length 0 20 --clamp_len 9 --same_length true"
-    command = [sys.executable, evaluate_lm.__file__, "--model", model, "--data", corpus, *settings.split()]
+    command = [sys.executable, SCRIPT, "--model", model, "--data", corpus, *settings.split()]
     command += "--batch_size 3 --warm_up 4 --device cpu --dtype float32 --progress --output".split()
     process = subprocess.run([*command, tmp_path / "new" / "result.json"], capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
@@ -259,7 +261,7 @@ def test_what_is_missing_or_empty_is_named(text, corpus, model, tmp_path):
     assert "empty.txt is empty" in fails("--model", model, "--data", tmp_path / "empty.txt")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     assert "is not UTF-8 text" in fails("--model", model, "--data", tmp_path / "latin.txt")
-    assert "no folder of prepare_corpus.py" in fails("--model", model, "--data", model)
+    assert "no folder of txl-prepare" in fails("--model", model, "--data", model)
     assert "has been tokenised" in fails("--model", model, "--data", corpus, "--tokenizer", model)
     (tmp_path / "result.json").write_text("mine")
     assert "result.json exists" in fails("--model", model, "--data", corpus, "--output", tmp_path / "result.json")

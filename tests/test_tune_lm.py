@@ -6,10 +6,10 @@ import pytest
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM
 
-import evaluate_lm
 import tune_lm
 from test_evaluate_lm import corpus, model, text  # noqa: F401 -- fixtures
 from txl_hf import ContinuousCache, DynamicEvaluation, evaluate_language_model
+from txl_hf import evaluate as evaluate_lm
 
 RATES, DECAYS = ["0.01", "0.1", "1e6"], ["0", "0.1"]
 CACHES = ["--cache_size", "10", "80", "--cache_weight", "0.2", "--cache_temperature", "0", "0.2"]

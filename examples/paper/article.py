@@ -21,13 +21,14 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-sys.path += [str(Path(__file__).resolve().parents[2] / name) for name in ("benchmarks", "examples")]
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import ablation
 from contenders import ROWS
 from miniature import MINIATURE, SMOKE
 from txl_hf import TransfoXLForCausalLM
 from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.evaluate import read_prepared
 
 
 def main(argv: list[str] | None = None):
@@ -77,9 +78,7 @@ def load(options: argparse.Namespace) -> tuple[TransfoXLForCausalLM, Any, Any, s
         model.reset_memory_length(round(max(job.sizes.lengths) * job.sizes.segment))
         name = f"{job.row.name} of the miniature, {corpus.name}"
     else:
-        import evaluate_lm
-
-        text = evaluate_lm.read_prepared(options.data, "test")
+        text = read_prepared(options.data, "test")
         model, name = AutoModelForCausalLM.from_pretrained(options.model), options.model
         token_ids, tokenizer = text.token_ids, text.tokenizer
     if options.memory_length is not None:

@@ -29,7 +29,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-sys.path += [str(Path(__file__).resolve().parents[2] / name) for name in ("benchmarks", "examples")]
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import ablation
 import harness
@@ -38,6 +38,7 @@ from miniature import MINIATURE, SMOKE
 from txl_hf import TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, AttentionInputs, attention_terms
 from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.evaluate import read_prepared
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
@@ -129,10 +130,8 @@ def load(options: argparse.Namespace) -> tuple[TransfoXLForCausalLM, Any, Any, s
         options.memory_length = options.memory_length or round(max(job.sizes.lengths) * job.sizes.segment)
         name = f"{job.row.name} of the miniature, {corpus.name}"
     else:
-        import evaluate_lm
-
         model, name = AutoModelForCausalLM.from_pretrained(options.model), options.model
-        text = evaluate_lm.read_prepared(options.data, "validation")
+        text = read_prepared(options.data, "validation")
         token_ids, tokenizer = text.token_ids, text.tokenizer
     if not isinstance(model, TransfoXLForCausalLM) or model.config.attn_type != 0:
         raise ValueError(f"{name} has no relative encoding with the terms (a) to (d), which attn_type=0 alone has")

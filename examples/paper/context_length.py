@@ -35,7 +35,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-sys.path += [str(Path(__file__).resolve().parents[2] / name) for name in ("benchmarks", "examples")]
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import ablation
 import harness
@@ -43,6 +43,7 @@ from contenders import ROWS, losses_of, uses_segment_end
 from miniature import MINIATURE, SMOKE
 from txl_hf import TransfoXLForCausalLM
 from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.evaluate import read_prepared
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
@@ -64,9 +65,7 @@ def main(argv: list[str] | None = None):
     transformers.logging.disable_progress_bar()
     with one_line_errors():
         if options.models:
-            import evaluate_lm
-
-            token_ids = evaluate_lm.read_prepared(options.data, "test").token_ids
+            token_ids = read_prepared(options.data, "test").token_ids
             models = {name: AutoModelForCausalLM.from_pretrained(name) for name in options.models}
         else:
             models, token_ids = miniature_group(options)

@@ -239,15 +239,14 @@ def convert(release: Published, folder: Path):
 
 def evaluate(folder: Path, options: argparse.Namespace) -> dict:
     """evaluate_lm's result with the lengths of the published evaluation, which the converted model has."""
-    sys.path.append(str(ROOT / "examples"))
-    import evaluate_lm
+    from txl_hf.evaluate import main as evaluate_lm
 
     result = folder / "result.json"
     if not result.exists():
         command = ["--model", folder / "model", "--data", options.data, "--batch_size", options.batch_size, "--json"]
         if options.max_tokens is not None:
             command += ["--max_tokens", options.max_tokens]
-        evaluate_lm.main([*map(str, command), "--output", str(result)])
+        evaluate_lm([*map(str, command), "--output", str(result)])
     return json.loads(result.read_text(encoding="utf-8"))
 
 
