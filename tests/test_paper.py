@@ -236,6 +236,20 @@ def test_an_order_is_never_said_to_be_more_than_it_is(difference, spread, expect
     assert ablation.verdict(difference, spread) == expected
 
 
+def test_a_row_with_one_seed_has_no_spread_of_another():
+    rows = [
+        {"row": name, "seed": str(seed), "init": "9", "best": str(best), "length": "8", "segment": "8"}
+        for name, seed, best in (
+            ("recurrence-ours-full", 0, 5.0),
+            ("none-ours-full", 0, 8.0),
+            ("none-ours-full", 1, 8.1),
+        )
+    ]
+    assert "recurrence-ours-full before none-ours-full: holds with one seed (+3.05)" in ablation.orders(rows)
+    rows.append({**rows[0], "seed": "1"})
+    assert "recurrence-ours-full before none-ours-full: holds (+3.05)" in ablation.orders(rows)
+
+
 def test_smoke_leaves_the_committed_results_alone(capsys):
     with pytest.raises(SystemExit):
         ablation.main(["--smoke"])

@@ -382,7 +382,9 @@ def orders(rows: list[dict[str, str]]) -> str:
         ours, others = values(rows, better, "best"), values(rows, worse, "best")
         if ours and others:
             difference = mean(others) - mean(ours)
-            lines.append(f"* {better} before {worse}: {verdict(difference, spread)} ({difference:+.2f})")
+            # A row with one seed may lie anywhere in a spread of its own.
+            known = spread if min(len(ours), len(others)) > 1 else None
+            lines.append(f"* {better} before {worse}: {verdict(difference, known)} ({difference:+.2f})")
     gains = {
         name: mean(values(rows, name, "init")) - mean(values(rows, name, "best"))
         for name in dict.fromkeys(row["row"] for row in rows)

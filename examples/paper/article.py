@@ -54,14 +54,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--top_k", type=int, default=40, help="(%(default)s)")
     parser.add_argument("--articles", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the places and of the words (%(default)s)")
-    parser.add_argument("--output", type=Path, default=ablation.RESULTS, help="folder of the results (%(default)s)")
+    parser.add_argument("--output", type=Path, default=ablation.WORK, help="folder of articles.md (%(default)s)")
     parser.add_argument("--work", type=Path, default=ablation.WORK, help="folder of the miniature (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to try the script itself")
     options = parser.parse_args(argv)
     if bool(options.model) != bool(options.data):
         parser.error("--model and --data go together")
     if options.smoke:
-        if options.output == ablation.RESULTS:
+        if options.output == ablation.WORK:
             parser.error("--smoke writes nothing worth keeping: name another folder with --output")
         options.work = options.output / "work"
     if options.model is None:

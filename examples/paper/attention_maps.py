@@ -90,11 +90,10 @@ def main(argv: list[str] | None = None):
     options = parse_arguments(argv)
     transformers.logging.disable_progress_bar()
     with one_line_errors():
-        model, token_ids, tokenizer, name = load(options)
+        model, token_ids, name = load(options)
         recorder = record(model, token_ids, options)
         options.output.mkdir(parents=True, exist_ok=True)
-        words = tokenizer.convert_ids_to_tokens([int(i) for i in token_ids[len(token_ids) - WORDS - 1 : -1]])
-        report(recorder, words, name, options)
+        report(recorder, name, options)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -117,8 +116,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def load(options: argparse.Namespace) -> tuple[TransfoXLForCausalLM, Any, Any, str]:
-    """The model, its text as token ids, its tokenizer, and what it is called.
+def load(options: argparse.Namespace) -> tuple[TransfoXLForCausalLM, Any, str]:
+    """The model, its text as token ids, and what it is called.
 
     Raises:
         ValueError: the model has no relative encoding.
@@ -126,19 +125,18 @@ def load(options: argparse.Namespace) -> tuple[TransfoXLForCausalLM, Any, Any, s
     if options.model is None:
         job = ablation.Job(ROWS["recurrence-ours-full"], 0, SMOKE if options.smoke else MINIATURE, options.work)
         corpus = job.corpus()
-        model, token_ids, tokenizer = ablation.train(job, corpus)[0], corpus.texts["validation"], corpus.tokenizer
+        model, token_ids = ablation.train(job, corpus)[0], corpus.texts["validation"]
         options.memory_length = options.memory_length or round(max(job.sizes.lengths) * job.sizes.segment)
         name = f"{job.row.name} of the miniature, {corpus.name}"
     else:
         model, name = AutoModelForCausalLM.from_pretrained(options.model), options.model
-        text = read_prepared(options.data, "validation")
-        token_ids, tokenizer = text.token_ids, text.tokenizer
+        token_ids = read_prepared(options.data, "validation").token_ids
     if not isinstance(model, TransfoXLForCausalLM) or model.config.attn_type != 0:
         raise ValueError(f"{name} has no relative encoding with the terms (a) to (d), which attn_type=0 alone has")
     options.memory_length = options.memory_length or model.config.mem_len
     if options.memory_length < 10:
         raise ValueError(f"--memory_length {options.memory_length} is no span to look at: give 10 or more")
-    return model.eval(), token_ids[: options.max_tokens], tokenizer, name
+    return model.eval(), token_ids[: options.max_tokens], name
 
 
 def record(model: TransfoXLForCausalLM, token_ids, options: argparse.Namespace) -> Recorder:
@@ -213,7 +211,7 @@ def widest(whole: Tensor) -> list[tuple[int, int]]:
 # ---- results ----------------------------------------------------------------------------------------------------
 
 
-def report(recorder: Recorder, words: list[str], name: str, options: argparse.Namespace):
+def report(recorder: Recorder, name: str, options: argparse.Namespace):
     means = recorder.means()
     rows = rows_of(means)
     origin = {**harness.origin("cpu", "fp32", torch.get_num_threads()), **harness.versions(), "model": name}
@@ -223,7 +221,7 @@ def report(recorder: Recorder, words: list[str], name: str, options: argparse.Na
     text = table([{key: str(value) for key, value in row.items()} for row in rows], recorder.span)
     print(text)
     plot_heads(means["whole"], options.output / "attention_heads.png", name)
-    plot_text(recorder, means["whole"], words, options.output / "attention_text.png")
+    plot_text(recorder, means["whole"], options.output / "attention_text.png")
     plot_terms(means, options.output / "attention_terms.png")
 
 
@@ -262,7 +260,7 @@ def plot_heads(whole: Tensor, path: Path, name: str):
     save(figure, path)
 
 
-def plot_text(recorder: Recorder, whole: Tensor, words: list[str], path: Path):
+def plot_text(recorder: Recorder, whole: Tensor, path: Path):
     chosen = widest(whole)
     figure, axes = plt.subplots(1, len(chosen), figsize=(5 * len(chosen), 5), layout="constrained", squeeze=False)
     for axis, (layer, head) in zip(axes[0], chosen, strict=True):
@@ -276,7 +274,7 @@ def plot_text(recorder: Recorder, whole: Tensor, words: list[str], path: Path):
         high = by_distance.quantile(0.8, dim=1)
         red = torch.where(places > high[:, None], 1.0, torch.nan)
         axis.imshow(red.numpy(), aspect="auto", cmap="autumn", interpolation="nearest", alpha=0.6)
-        axis.set_yticks(range(L), words, fontsize="x-small")
+        axis.set_ylabel("consecutive targets")
         axis.set_title(f"layer {layer + 1}, head {layer * whole.shape[1] + head + 1}", fontsize="medium")
         axis.set_xlabel("place in the text, the memory first")
     save(figure, path)

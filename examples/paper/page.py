@@ -65,6 +65,12 @@ ATTENTION = """\
 Of {model}: each query sees {span} words, {queries:,} queries. The paper says of its model that (a) alone is almost
 uniform, that (b) looks like the whole, and that (d) is flatter, nearer words first. Means over all heads, each term as
 if it were the whole score:"""
+ARTICLES = """\
+## Articles
+
+`make paper` writes the first three, unpicked, to `build/paper/articles.md`: a context of the test text, what the model
+goes on with, and what the text goes on with. They are not kept here, because most of them is the text's.
+"""
 LARGE = """\
 ## On a GPU
 
@@ -142,15 +148,14 @@ def page(results: Path) -> str:
         parts.append(f"## Context\n\n{context_length.table(context)}\n\n![context](context_length.png)\n")
     if heads := harness.read(results / "attention.csv"):
         parts.append(attention(heads))
-    if (results / "articles.md").exists():
-        parts.append("## Articles\n\nThe first three, unpicked: [articles.md](articles.md).\n")
+    parts.append(ARTICLES)
     missing = [name for name, file in FILES.items() if not (results / file).exists()]
     if missing:
         parts.append(f"Not computed yet, and made by `make paper`: {', '.join(missing)}.\n")
     return "\n".join([*parts, LARGE.format(commands=commands()), PUBLISHED, origin(rows)])
 
 
-FILES = {"context": "context_length.csv", "attention": "attention.csv", "articles": "articles.md"}
+FILES = {"context": "context_length.csv", "attention": "attention.csv"}
 
 
 def introduction(text: str) -> str:
