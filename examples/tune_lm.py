@@ -59,7 +59,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--parameters", help="names of the parameters that follow, a regular expression (all)")
     parser.add_argument("--cache_size", type=int, nargs="*", default=[], help="sizes of caches to try")
     parser.add_argument("--cache_weight", type=float, nargs="+", default=[0.05, 0.1, 0.2], help="(%(default)s)")
-    parser.add_argument("--cache_temperature", type=float, nargs="+", default=[0.1, 0.3, 1.0], help="(%(default)s)")
+    parser.add_argument(
+        "--cache_temperature", type=float, nargs="+", default=[0.01, 0.03, 0.1, 0.3, 1.0], help="(%(default)s)"
+    )
     parser.add_argument("--segment_length", type=int, help="tokens of one step (the model's tgt_len)")
     parser.add_argument("--memory_length", type=int, help="(the model's mem_len)")
     parser.add_argument("--clamp_len", type=int, help="(the model's)")
