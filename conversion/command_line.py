@@ -21,9 +21,14 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import txl_hf
+from txl_hf import TransfoXLConfig, TransfoXLTokenizer
+from txl_hf import TransfoXLPreTrainedModel as Model
+from txl_hf.files import sync
+
 from .layout import Checkpoint, ConversionError, check_complete
 
-# --from: the module that reads the family. Imported when chosen: a wrong path should not wait for `transformers`.
+# --from: the module that reads the family.
 FAMILIES = {
     "transformers": "transformers_legacy",
     "kimiyoung-pytorch": "kimiyoung_pytorch",
@@ -31,45 +36,21 @@ FAMILIES = {
     "nvidia": "nvidia_pytorch",
 }
 SETTINGS = ("mem_len", "clamp_len", "same_length", "tgt_len")
-# The model's class and its task on the Hub, by the head that the checkpoint has.
+# The model's class by the head that the checkpoint has.
 MODELS = {
-    "softmax": ("TransfoXLForCausalLM", "text-generation"),
-    "classifier": ("TransfoXLForSequenceClassification", "text-classification"),
-    "none": ("TransfoXLModel", "feature-extraction"),
+    "softmax": "TransfoXLForCausalLM",
+    "classifier": "TransfoXLForSequenceClassification",
+    "none": "TransfoXLModel",
 }
 TOKENIZER_MODES = ("moses", "whitespace", "characters", "bytes", "lm1b")
 
-MODEL_CARD = """\
----
-library_name: transformers
-pipeline_tag: {task}
-tags:
-- transfo-xl
-- transformer-xl
----
-
-# {title}
-
-A Transformer-XL (Dai et al., 2019, https://arxiv.org/abs/1901.02860).
+ORIGIN = """\
 The weights are those of {origin}.
-They were converted, values unchanged, by `conversion/convert.py --from {family}` of `txl-hf`.
+They were converted, values unchanged, by `txl-convert --from {family}` of `txl-hf`.
 
 | setting | value |
 |---|---|
-{settings}
-
-## Use
-
-```python
-import txl_hf
-from transformers import {auto_class}{auto_tokenizer}
-
-model = {auto_class}.from_pretrained("{title}")
-{load_tokenizer}```
-
-`import txl_hf` registers the model; without the package, pass `trust_remote_code=True`.
-Lengths can be set when loading: `from_pretrained("{title}", mem_len=640, clamp_len=400, same_length=True)`.
-"""
+{settings}"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,9 +68,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def fail(reason: str) -> int:
-    line = " ".join(reason.split())
-    print(f"convert.py: {line[:600]}", file=sys.stderr)
+    say(f"convert.py: {reason}"[:600])
     return 1
+
+
+def say(text: str) -> None:
+    """Print one line on standard error. What a file holds may be a terminal's commands, which are shown as "?"."""
+    line = " ".join(text.split())
+    print("".join(letter if letter.isprintable() else "?" for letter in line), file=sys.stderr)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -106,12 +92,17 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--same-length", action=argparse.BooleanOptionalAction, help="the same context for every token"
     )
     parser.add_argument("--tokenizer-mode", choices=TOKENIZER_MODES, help="how text is split; default: as the corpus")
+    parser.add_argument(
+        "--allow-non-finite", action="store_true", help="convert weights that are NaN or infinite, with a warning"
+    )
     parser.add_argument("--push-to-hub", metavar="REPO", help="also upload the finished folder to this repository")
     return parser.parse_args(argv)
 
 
 def convert(arguments: argparse.Namespace) -> None:
     """Convert as `arguments`, of `parse_arguments`, say. Raises ConversionError or what reading and writing raise."""
+    if arguments.output.is_symlink():
+        raise ConversionError(f"{arguments.output} is a link to {arguments.output.readlink()}; give a folder itself")
     if arguments.output.exists() and (not arguments.output.is_dir() or any(arguments.output.iterdir())):
         raise ConversionError(f"{arguments.output} exists and is not empty; expected a new folder")
     family = importlib.import_module(f".{FAMILIES[arguments.family]}", __package__)
@@ -124,25 +115,22 @@ def convert(arguments: argparse.Namespace) -> None:
     with unfinished(arguments.output) as folder:
         has_tokenizer = write_tokenizer(folder, checkpoint, arguments.tokenizer_mode)
         if config is not None:
-            model_class = write_model(folder, config, checkpoint)
-            card = model_card(arguments, config, checkpoint, model_class, has_tokenizer)
-            (folder / "README.md").write_text(card, encoding="utf-8")
+            model = write_model(folder, config, checkpoint, arguments.allow_non_finite)
+            write_card(folder, arguments, checkpoint, model, has_tokenizer)
     print(f"wrote {arguments.output}")
     if arguments.push_to_hub:
         push(arguments.output, arguments.push_to_hub)
 
 
-def build_config(checkpoint: Checkpoint, arguments: argparse.Namespace):
-    """Return the TransfoXLConfig: the checkpoint's fields, then what the command line sets."""
-    from txl_hf import TransfoXLConfig
-
+def build_config(checkpoint: Checkpoint, arguments: argparse.Namespace) -> TransfoXLConfig:
+    """Return the configuration: the checkpoint's fields, then what the command line sets."""
     fields = dict(checkpoint.fields)
     if checkpoint.vocabulary is not None:
         found, size = len(checkpoint.vocabulary.symbols), fields["vocab_size"]
         if found > size:
             raise ConversionError(f"the vocabulary has {found} symbols, the model only {size}: it is another corpus'")
         if found < size:
-            print(f"warning: the vocabulary has {found} symbols, the model {size}: another corpus?", file=sys.stderr)
+            say(f"warning: the vocabulary has {found} symbols, the model {size}: another corpus?")
         eos_token_id = checkpoint.vocabulary.eos_token_id
         fields["eos_token_id"] = eos_token_id if eos_token_id is not None and eos_token_id < size else None
     # The originals' word corpora, which have cutoffs, begin with <eos>; symbol 0 of the others is a letter.
@@ -158,7 +146,7 @@ def build_config(checkpoint: Checkpoint, arguments: argparse.Namespace):
         raise ConversionError(f"the settings describe no model: {error}") from None
 
 
-def print_settings(config, checkpoint: Checkpoint) -> None:
+def print_settings(config: TransfoXLConfig, checkpoint: Checkpoint) -> None:
     print("settings (--mem-len, --clamp-len and --same-length change them):")
     for name in SETTINGS:
         print(f"  {name} = {getattr(config, name)} ({checkpoint.explained.get(name, 'as in config.json')})")
@@ -170,11 +158,12 @@ def unfinished(output: Path) -> Iterator[Path]:
     output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
     for left in output.parent.glob(f".{glob.escape(output.name)}.unfinished-*"):
-        print(f"warning: {left} is of a conversion still running, or killed: then remove it", file=sys.stderr)
+        say(f"warning: {left} is of a conversion still running, or killed: then remove it")
     folder = output.parent / f".{output.name}.unfinished-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
     try:
         yield folder
+        sync(folder)
         if output.exists():
             output.rmdir()
         folder.rename(output)
@@ -182,15 +171,29 @@ def unfinished(output: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_model(folder: Path, config, checkpoint: Checkpoint) -> type:
-    """Write config.json, model.safetensors and the model's code to `folder`; return the model's class.
+def check_weights(name: str, tensor: torch.Tensor, allow_non_finite: bool) -> None:
+    """Raise ConversionError for a tensor that holds no weights, or some that are NaN or infinite."""
+    if not tensor.is_floating_point():
+        raise ConversionError(f"{name} holds {tensor.dtype}, which is no weight")
+    finite = tensor.isfinite()
+    if finite.all():
+        return
+    wrong = (~finite).sum().item()
+    found = f"{wrong} of the {tensor.numel()} numbers in {name} are NaN or infinite"
+    if not allow_non_finite:
+        raise ConversionError(f"{found}: the checkpoint is damaged, or its training diverged (--allow-non-finite)")
+    say(f"warning: {found}")
+
+
+def write_model(
+    folder: Path, config: TransfoXLConfig, checkpoint: Checkpoint, allow_non_finite: bool = False
+) -> Model:
+    """Write config.json, model.safetensors and the model's code to `folder`; return the model.
 
     The tensors go through a file that `from_pretrained` reads, so that no weight can stay random unseen.
     """
     from safetensors.torch import save_file
     from transformers.utils import logging
-
-    import txl_hf
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -199,8 +202,7 @@ def write_model(folder: Path, config, checkpoint: Checkpoint) -> type:
     state, left = {}, checkpoint.size
     for name, source in tqdm(checkpoint.tensors.items(), desc="reading", unit="tensor", disable=None):
         state[name] = source.read()
-        if not state[name].is_floating_point():
-            raise ConversionError(f"{source.name} holds {state[name].dtype}, which is no weight")
+        check_weights(source.name, state[name], allow_non_finite)
         left -= state[name].nbytes
         if left < 0:  # a hostile file can give the same bytes many names
             raise ConversionError("the tensors would take more room than the checkpoint has")
@@ -209,7 +211,7 @@ def write_model(folder: Path, config, checkpoint: Checkpoint) -> type:
     # The tensors have to go before the model comes: both together would be twice the checkpoint.
     del state
     gc.collect()
-    model_class = getattr(txl_hf, MODELS[checkpoint.head][0])
+    model_class = getattr(txl_hf, MODELS[checkpoint.head])
     model, report = model_class.from_pretrained(staging, dtype=dtype, output_loading_info=True)
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[problem]:
@@ -218,7 +220,7 @@ def write_model(folder: Path, config, checkpoint: Checkpoint) -> type:
     model.save_pretrained(folder, max_shard_size="1TB")
     # safetensors lets only the owner read what it writes.
     (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
-    return model_class
+    return model
 
 
 def write_tokenizer(folder: Path, checkpoint: Checkpoint, mode: str | None) -> bool:
@@ -227,8 +229,6 @@ def write_tokenizer(folder: Path, checkpoint: Checkpoint, mode: str | None) -> b
     if vocabulary is None and checkpoint.tokenizer is None:
         print("no tokenizer: no vocabulary at hand (--corpus)")
         return False
-    from txl_hf import TransfoXLTokenizer
-
     if vocabulary is None:
         if mode is not None:
             raise ConversionError("--tokenizer-mode is for a vocabulary; this folder's tokenizer has its own mode")
@@ -245,24 +245,18 @@ def write_tokenizer(folder: Path, checkpoint: Checkpoint, mode: str | None) -> b
     return True
 
 
-def model_card(arguments, config, checkpoint: Checkpoint, model_class: type, has_tokenizer: bool) -> str:
-    """Return the text of README.md: origin, settings and how to load."""
-    rows = [f"| {name} | {value} |" for name, value in describe_settings(config).items()]
+def write_card(folder: Path, arguments: argparse.Namespace, checkpoint: Checkpoint, model: Model, has_tokenizer: bool):
+    """Write README.md: what the model is, its origin and settings, and how to load it."""
+    from txl_hf.layout_transfo_xl import model_card
+
+    rows = [f"| {name} | {value} |" for name, value in describe_settings(model.config).items()]
+    origin = ORIGIN.format(origin=checkpoint.origin, family=arguments.family, settings="\n".join(rows))
     title = arguments.push_to_hub or arguments.output.absolute().name
-    load_tokenizer = f'tokenizer = AutoTokenizer.from_pretrained("{title}")\n'
-    return MODEL_CARD.format(
-        task=MODELS[checkpoint.head][1],
-        title=title,
-        origin=checkpoint.origin,
-        family=arguments.family,
-        settings="\n".join(rows),
-        auto_class=f"AutoModel{model_class.__name__.removeprefix('TransfoXL').removeprefix('Model')}",
-        auto_tokenizer=", AutoTokenizer" if has_tokenizer else "",
-        load_tokenizer=load_tokenizer if has_tokenizer else "",
-    )
+    card = model_card(title, model.config, type(model)._auto_class, origin, has_tokenizer)
+    (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def describe_settings(config) -> dict:
+def describe_settings(config: TransfoXLConfig) -> dict:
     bins = f", cutoffs {', '.join(map(str, config.cutoffs))}" if config.cutoffs else ""
     return {
         "layers": config.n_layer,

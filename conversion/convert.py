@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     # A batch system's end and a lost terminal are cleaned up after like Ctrl-C.
     for number in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, number):
+        if hasattr(signal, number) and signal.getsignal(getattr(signal, number)) is not signal.SIG_IGN:
             signal.signal(getattr(signal, number), signal.default_int_handler)
     try:
         if not __package__:  # run as a file, whose folder is the package where none is installed

@@ -5,7 +5,7 @@ from pathlib import Path
 from txl_hf.unpickle_transfo_xl import StandIn
 
 from . import torch_file, vocabulary
-from .files import describe, find_file, state_dict_sources
+from .files import code_span, describe, find_file, state_dict_sources
 from .layout import Checkpoint, ConversionError, Source, drop_copies, fields_from_shapes, map_names, tying_fields
 
 # Name in the module's state dict (pytorch/mem_transformer.py), tensor of the legacy layout, what changes.
@@ -38,7 +38,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     model = torch_file.load(path)
     if isinstance(model, StandIn) and "vocab" in model.attributes:
         symbols, _ = vocabulary.read_corpus(path)
-        return Checkpoint({}, {}, origin=f"the corpus `{path.name}`", size=0, vocabulary=symbols)
+        return Checkpoint({}, {}, origin=f"the corpus {code_span(path.name)}", size=0, vocabulary=symbols)
     if isinstance(model, dict) and "model_state" in model:
         raise ConversionError(f"{path} is a checkpoint of NVIDIA's (--from nvidia); {EXPECTED}")
     for _ in range(2):  # wrapped for several GPUs, for fp16, or for both
@@ -48,7 +48,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     return from_state(
         state_dict_sources(_named_tensors(model), path),
         _module_fields(model),
-        origin=f"the PyTorch checkpoint `{path.name}` of kimiyoung/transformer-xl",
+        origin=f"the PyTorch checkpoint {code_span(path.name)} of kimiyoung/transformer-xl",
         size=path.stat().st_size,
         symbols=vocabulary.read_corpus(corpus)[0] if corpus is not None else None,
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from . import vocabulary
+from .files import code_span
 from .layout import Checkpoint, ConversionError, Source, fields_from_shapes, map_names
 from .tf_checkpoint import TensorBundle
 
@@ -83,7 +84,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
         tensors=tensors,
         size=sum(path.stat().st_size for path in prefix.parent.glob(f"{glob.escape(prefix.name)}.data-*")),
         vocabulary=symbols,
-        origin=f"the TensorFlow checkpoint `{prefix.name}` of kimiyoung/transformer-xl ({dataset})",
+        origin=f"the TensorFlow checkpoint {code_span(prefix.name)} of kimiyoung/transformer-xl ({dataset})",
         explained=dict.fromkeys(PUBLISHED_EVALUATION[dataset], reason),
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from txl_hf.unpickle_transfo_xl import StandIn
 
 from . import kimiyoung_pytorch, torch_file, vocabulary
-from .files import describe, find_file, state_dict_sources
+from .files import code_span, describe, find_file, state_dict_sources
 from .layout import Checkpoint, ConversionError
 
 # Name in model_state (pytorch/mem_transformer.py, utils/proj_adaptive_softmax.py), legacy tensor, what changes. The
@@ -60,7 +60,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     return kimiyoung_pytorch.from_state(
         [_heads_apart(source, fields) for source in sources],
         fields,
-        origin=f"the checkpoint `{path.name}` of NVIDIA's DeepLearningExamples, Transformer-XL for PyTorch",
+        origin=f"the checkpoint {code_span(path.name)} of NVIDIA's DeepLearningExamples, Transformer-XL for PyTorch",
         size=path.stat().st_size,
         symbols=_symbols(saved, corpus, path),
         table=TABLE,

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from txl_hf import TransfoXLConfig
 
 from . import torch_file
-from .files import find_file, state_dict_sources
+from .files import belongs, code_span, find_file, state_dict_sources
 from .layout import Checkpoint, ConversionError, Source, drop_copies, fields_from_shapes, map_names
 
 # Name in the state dict, the same in the layout. With shared biases (untie_r false) every layer lists the pair again.
@@ -42,9 +42,16 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
         raise ConversionError(f"{folder} is a file; {EXPECTED}")
     if not folder.is_dir():
         raise ConversionError(f"{folder} does not exist; {EXPECTED}")
-    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
-    if has_tokenizer and not any((folder / name).is_file() for name in ("config.json", *WEIGHTS_FILES, *INDEX_FILES)):
-        return Checkpoint({}, {}, origin=f"the tokenizer `{folder.resolve().name}`", size=0, tokenizer=folder)
+    tokenizer_files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    for path in tokenizer_files:
+        if not belongs(path, folder):  # its words would end in the output, and on the Hub
+            raise ConversionError(
+                f"{path} is a link to a file elsewhere, {path.resolve()}; copy it if it belongs here"
+            )
+    if tokenizer_files and not any(
+        (folder / name).is_file() for name in ("config.json", *WEIGHTS_FILES, *INDEX_FILES)
+    ):
+        return Checkpoint({}, {}, origin=f"the tokenizer {code_span(folder.resolve().name)}", size=0, tokenizer=folder)
     fields = _read_config(folder)
     path = find_file(folder, WEIGHTS_FILES + INDEX_FILES, EXPECTED)
     files = _indexed_files(path) if path.name in INDEX_FILES else [path]
@@ -59,9 +66,9 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     return Checkpoint(
         fields,
         tensors,
-        origin=f"the legacy transformers checkpoint `{folder.resolve().name}` ({path.name})",
+        origin=f"the legacy transformers checkpoint {code_span(folder.resolve().name)} ({path.name})",
         size=sum(file.stat().st_size for file in files),
-        tokenizer=folder if has_tokenizer else None,
+        tokenizer=folder if tokenizer_files else None,
         head=_head(tensors),
     )
 

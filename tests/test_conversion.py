@@ -1,5 +1,6 @@
 """Every golden of every original, converted by the command line itself, gives the original's losses and memories."""
 
+import ast
 import contextlib
 import io
 import json
@@ -585,7 +586,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_stopped_conversion_leaves_no_output(how, tmp_path, capfd):
     options = ["--from", "transformers", "--checkpoint", str(golden("hf_legacy/wt103_like"))]
     options += ["--output", str(tmp_path / "out")]
@@ -593,7 +594,7 @@ def test_a_stopped_conversion_leaves_no_output(how, tmp_path, capfd):
     command = [sys.executable, "-c", STOPPED, script, *options, str(int(how))]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     left = list(tmp_path.iterdir())
-    if how == signal.SIGTERM:
+    if how != signal.SIGKILL:
         assert (result.returncode, result.stderr.splitlines()[-1], left) == (1, "convert.py: interrupted", [])
         return
     assert result.returncode == -how and not (tmp_path / "out").exists()
@@ -662,6 +663,85 @@ def test_150_mutated_checkpoints_end_in_one_line_or_a_model(data, tmp_path_facto
         assert [entry.name for entry in tmp_path.iterdir()] == ["model.pt"]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(value, tmp_path, capfd):
+    folder = golden("hf_legacy/wt103_like")
+    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    name = "transformer.word_emb.emb_layers.1.weight"  # tied: the file has a copy
+    state[name][1, 1] = value
+    (tmp_path / "legacy").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "legacy")
+    torch.save({name: tensor.clone() for name, tensor in state.items()}, tmp_path / "legacy" / "pytorch_model.bin")
+    line = refusal(capfd, tmp_path, "transformers", tmp_path / "legacy")
+    assert f"1 of the {state[name].numel()} numbers in {name} are NaN or infinite" in line
+    options = ["--from", "transformers", "--checkpoint", str(tmp_path / "legacy"), "--output", str(tmp_path / "out")]
+    assert command_line.main([*options, "--allow-non-finite"]) == 0
+    assert f"warning: 1 of the {state[name].numel()} numbers in {name}" in capfd.readouterr().err
+
+
+def test_a_flipped_bit_is_refused(tmp_path, capfd):
+    data = bytearray((golden("nvidia_pytorch/nv_large_like") / "checkpoint_best.pt").read_bytes())
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        info = max(archive.infolist(), key=lambda info: info.file_size)
+    data[info.header_offset + 200 + info.file_size // 2] ^= 0x40
+    (tmp_path / "checkpoint_best.pt").write_bytes(data)
+    assert "does not match" in refusal(capfd, tmp_path, "nvidia", tmp_path / "checkpoint_best.pt")
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "vocab.pkl", "tokenizer.json"])
+def test_a_tokenizer_elsewhere_is_not_followed(name, tmp_path, capfd):
+    """Its words would be published."""
+    (tmp_path / "secret").write_text("hf_SECRETTOKEN\n")
+    (tmp_path / "legacy").mkdir()
+    (tmp_path / "legacy" / name).symlink_to("../secret")
+    assert "is a link to" in refusal(capfd, tmp_path, "transformers", tmp_path / "legacy")
+
+
+def test_the_cache_of_the_hub_is_a_folder_of_links(tmp_path):
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    shutil.copy(golden("tokenizer/vocab.txt"), blobs / "9f2e")
+    (snapshot / "vocab.txt").symlink_to("../../blobs/9f2e")
+    arguments = ["--from", "transformers", "--checkpoint", str(snapshot), "--output", str(tmp_path / "out")]
+    assert command_line.main(arguments) == 0
+
+
+@pytest.mark.parametrize("target", ["empty", "nowhere"])
+def test_an_output_that_is_a_link_is_refused_before_the_work(target, tmp_path, capfd):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "out").symlink_to(target)
+    assert command_line.main(["--from", "nvidia", "--checkpoint", "none", "--output", str(tmp_path / "out")]) == 1
+    assert f"out is a link to {target}" in capfd.readouterr().err
+
+
+def test_names_cannot_speak_to_a_terminal(tmp_path, capfd):
+    folder = golden("hf_legacy/wt103_like")
+    state = torch.load(folder / "pytorch_model.bin", weights_only=True)
+    state["\x1b[2J\x1b]0;owned\x07"] = torch.ones(1)
+    (tmp_path / "legacy").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "legacy")
+    torch.save(state, tmp_path / "legacy" / "pytorch_model.bin")
+    assert refusal(capfd, tmp_path, "transformers", tmp_path / "legacy").isprintable()
+
+
+def test_names_stay_names_in_the_card(tmp_path):
+    """Of the output, in a title and in code; of the checkpoint, in a code span."""
+    output = tmp_path / 'x"); import os; os.system("id"); ("\n# [a](b) <script> `c` {config}'
+    checkpoint = tmp_path / "d` <img src=x> [e](f)"
+    shutil.copytree(golden("hf_legacy/enwik8_like"), checkpoint)
+    arguments = ["--from", "transformers", "--checkpoint", str(checkpoint), "--output", str(output)]
+    assert command_line.main(arguments) == 0
+    card = (output / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
+    (call,) = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    assert call.args[0].value == output.name
+    page = card.replace(code, "")
+    assert "<script>" not in page and "](b)" not in page and "`d? <img src=x> [e](f)`" in page
+    headings = [line for line in page.splitlines() if line.startswith("#")]
+    assert len(headings) == 1 and "{config}" not in page
+
+
 # ---- the Hub ----
 
 
@@ -688,7 +768,7 @@ def test_push_to_hub_after_the_local_save(fails, tmp_path, capfd, monkeypatch):
     arguments = ["--from", "nvidia", "--checkpoint", str(golden("nvidia_pytorch/nv_large_like"))]
     assert command_line.main([*arguments, "--output", str(tmp_path / "out"), "--push-to-hub", "me/xl"]) == int(fails)
     assert FakeHub.calls == ["me/xl"] * (1 if fails else 2)
-    assert 'from_pretrained("me/xl")' in (tmp_path / "out" / "README.md").read_text()
+    assert 'from_pretrained("me/xl", trust_remote_code=True)' in (tmp_path / "out" / "README.md").read_text()
     if fails:
         assert "is complete, but was not uploaded: no network at all" in capfd.readouterr().err.splitlines()[-1]
 

@@ -2,10 +2,12 @@
 
 import json
 import os
-import pickle
+import random
 import shutil
 import subprocess
 import sys
+import traceback
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 
 from goldens import golden
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLModel
+from txl_hf.layout_transfo_xl import CheckpointError
 
 REPOSITORY = Path(__file__).parents[1]
 IMPLEMENTATIONS = ["eager", "sdpa"]
@@ -407,11 +410,84 @@ def test_truncated_pickle_is_named(tmp_path, content, zipped):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_pickle_with_a_program_is_refused_as_torch_does(tmp_path):
+class Program:
+    def __reduce__(self):
+        return os.system, ("touch pwned",)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "torch-1.5"])
+def test_pickle_with_a_program_is_refused_without_advice_to_run_it(tmp_path, zipped, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     build().config.save_pretrained(tmp_path)
-    torch.save({"transformer.r_w_bias": Path("x")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+    state = {"transformer.r_w_bias": Program()}
+    torch.save(state, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match="pytorch_model.bin: .*it holds posix.system.*nothing was run") as error:
         AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "weights_only" not in "".join(traceback.format_exception(error.value))
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_pickle_of_something_else_is_named(tmp_path):
+    build().config.save_pretrained(tmp_path)
+    torch.save([torch.ones(2)], tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pytorch_model.bin: no checkpoint, which is a dictionary of tensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_pickle_that_was_packed_again_is_named(tmp_path):
+    """torch maps the file, and would take the compressed bytes for the weights."""
+    model = build()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "plain")
+    with zipfile.ZipFile(tmp_path / "plain") as plain:
+        with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as packed:
+            for info in plain.infolist():
+                packed.writestr(info.filename, plain.read(info))
+    with pytest.raises(CheckpointError, match="pytorch_model.bin: record .* is compressed or encrypted.*torch.save"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": 130}, {"d_model": 40}], ids=["vocabulary", "width"])
+def test_a_wrong_size_is_named_where_tied_weights_are_stored_twice(tmp_path, change):
+    model = build()
+    model.config.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path / "saved")
+    state = load_file(tmp_path / "saved" / "model.safetensors")
+    for name in [name for name in state if ".emb_layers." in name]:
+        state[name.replace("transformer.word_emb.emb_layers", "crit.out_layers")] = state[name].clone()
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"does not fit the model: .* is \(\d+, \d+\), not"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, **change)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, **change, ignore_mismatched_sizes=True)
+    assert loaded(IDS).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["bin", "torch-1.5", "safetensors"])
+def test_60_damaged_files_load_or_are_named(tmp_path, kind):
+    random.seed(kind)
+    build().save_pretrained(tmp_path)
+    path = tmp_path / ("model.safetensors" if kind == "safetensors" else "pytorch_model.bin")
+    if kind != "safetensors":
+        state = load_file(tmp_path / "model.safetensors")
+        torch.save(state, path, _use_new_zipfile_serialization=kind == "bin")
+        (tmp_path / "model.safetensors").unlink()
+    whole = path.read_bytes()
+    refused = 0
+    for _ in range(60):
+        data = bytearray(whole)
+        for _ in range(random.randint(1, 3)):
+            # Where names, shapes and programs are: at the beginning or, in old files, at the end.
+            at = random.choice([random.randrange(6000), len(data) - 1 - random.randrange(3000)])
+            data[at : at + random.randint(0, 3)] = random.randbytes(random.randint(0, 3))
+        path.write_bytes(data)
+        try:
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+        except CheckpointError as error:
+            refused += 1
+            assert path.name in str(error) or "the checkpoint" in str(error)
+            assert "weights_only" not in "".join(traceback.format_exception(error))
+    assert refused > 20
 
 
 def test_truncated_shard_is_named(tmp_path):

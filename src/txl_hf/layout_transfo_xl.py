@@ -5,8 +5,11 @@ what is saved loads there.
 """
 
 import hashlib
+import json
+import mmap
 import os
 import struct
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -23,8 +26,10 @@ from transformers.conversion_mapping import (
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 
 from .configuration_transfo_xl import TransfoXLConfig
+from .unpickle_transfo_xl import Machine, Name, StandIn, UnsafePickleError, read_directory
+from .unpickle_transfo_xl import load as load_pickle
 
-__all__ = ["CheckpointError", "TransfoXLLayoutMixin"]
+__all__ = ["CheckpointError", "TransfoXLLayoutMixin", "model_card", "plain_markdown"]
 
 
 class _Split(WeightConverter):
@@ -100,28 +105,70 @@ MODEL_CARD = """---
 {metadata}
 ---
 
-# {repo_id}
+# {title}
 
 A Transformer-XL model ([Dai et al., 2019](https://arxiv.org/abs/1901.02860)) with {config.n_layer} layers of width
 {config.d_model} over a vocabulary of {config.vocab_size}, which remembers {config.mem_len} hidden states per layer
 (initial memory: {config.initial_memory}).
-
+{origin}
 The code is in this repository, so nothing needs to be installed beside `transformers`:
 
 ```python
-from transformers import {auto_class}
+from transformers import {imports}
 
-model = {auto_class}.from_pretrained("{repo_id}", trust_remote_code=True)
-```
+model = {auto_class}.from_pretrained({name}, trust_remote_code=True)
+{tokenizer}```
 
-With the package `txl-hf` installed, `import txl_hf` takes the place of `trust_remote_code=True`.
+With the package `txl-hf` installed, `import txl_hf` takes the place of `trust_remote_code=True`. Lengths can be set
+when loading: `mem_len=640, clamp_len=400, same_length=True`.
 """
 # The last line of a card. It tells one that nobody has written in from one that somebody has.
 SIGNATURE = "<!-- Generated ({digest}); replaced with the model until something is written here. -->\n"
 
 
-# What torch raises for a file that ends too early.
-TORN = (EOFError, IndexError, OSError, RuntimeError, struct.error)
+def model_card(
+    repo_id: str,
+    config: TransfoXLConfig,
+    auto_class: str,
+    origin: str = "",
+    tokenizer: bool = False,
+    tags: Iterable[str] = (),
+    **data,
+) -> str:
+    """The card of a model: what it is, where it comes from, and how it is loaded.
+
+    Args:
+        repo_id (`str`): its name on the Hub, or its folder's. It may hold anything: it is escaped.
+        config ([`TransfoXLConfig`]): its configuration.
+        auto_class (`str`): the Auto class that loads it.
+        origin (`str`, *optional*): Markdown on where the weights come from, for instance with [`plain_markdown`].
+        tokenizer (`bool`, defaults to `False`): whether a tokenizer lies beside it.
+        tags (`Iterable[str]`, *optional*): tags beside those of the architecture.
+        data: more of `huggingface_hub.ModelCardData`: language, license, datasets, base_model, eval_results, …
+    """
+    known = {"library_name": "transformers", "pipeline_tag": TASKS.get(auto_class)} | data
+    metadata = ModelCardData(tags=list(dict.fromkeys(["transformer-xl", config.model_type, *tags])), **known)
+    name = json.dumps(repo_id)
+    load_tokenizer = f"tokenizer = AutoTokenizer.from_pretrained({name}, trust_remote_code=True)\n"
+    return MODEL_CARD.format(
+        metadata=metadata.to_yaml(),
+        title=plain_markdown(repo_id),
+        config=config,
+        origin=f"\n{origin}\n" if origin else "",
+        imports=f"{auto_class}, AutoTokenizer" if tokenizer else auto_class,
+        auto_class=auto_class,
+        name=name,
+        tokenizer=load_tokenizer if tokenizer else "",
+    )
+
+
+def plain_markdown(text: str) -> str:
+    """`text` for a page in Markdown, where it means itself, whatever it holds: no link, no HTML, no other heading."""
+    text = " ".join(text.split())
+    return "".join(
+        letter if letter.isalnum() or letter in " ./-_" else f"&#{ord(letter)};" if letter.isprintable() else "?"
+        for letter in text
+    )
 
 
 class CheckpointError(ValueError, RuntimeError):
@@ -143,24 +190,22 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         missing tensors are listed there and are no error, nor are they where there is no checkpoint at all.
 
         Raises:
-            CheckpointError: tensors are missing or have another shape, or a file is broken; the message names them.
+            CheckpointError: tensors are missing or have another shape, or a file is damaged, packed or holds more than
+                tensors; the message names them. Nothing in a file is ever run.
         """
         name = pretrained_model_name_or_path
-        ignore_mismatched_sizes = kwargs.pop("ignore_mismatched_sizes", False)
         try:
-            model, info = super().from_pretrained(
-                name, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-            )
-        except (SafetensorError, UnpicklingError, *TORN) as error:
-            damaged = ", ".join(_damaged_files(name)) if name is not None else ""
-            if not damaged and not isinstance(error, SafetensorError):
+            model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
+        except CheckpointError:
+            raise
+        except Exception as error:
+            # Files are also opened before `_load_pretrained_model`, to see their dtype.
+            problems = _file_problems(_weight_files(name, kwargs.get("subfolder", "")))
+            if not problems and isinstance(error, SafetensorError | UnpicklingError):  # of a file in the Hub's cache
+                problems = [f"{name}: its weights are truncated or damaged: download them again"]
+            if not problems:
                 raise
-            reason = error if isinstance(error, SafetensorError) else type(error).__name__
-            damaged = f"{damaged or name} is truncated or damaged ({reason})"
-            raise CheckpointError(f"{damaged}: copy or download it again") from error
-        if info["mismatched_keys"] and not ignore_mismatched_sizes:
-            shapes = [f"{key} is {tuple(found)}, not {tuple(right)}" for key, found, right in info["mismatched_keys"]]
-            raise CheckpointError(f"the checkpoint {name} does not fit the model: {'; '.join(sorted(shapes))}")
+            raise CheckpointError("; ".join(problems)) from None  # torch would advise to load it unsafely
         missing = set(info["missing_keys"])
         for head in ("lm_head", "score"):
             if hasattr(model, head):
@@ -170,6 +215,29 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         if missing and not output_loading_info and name is not None:
             raise CheckpointError(f"the checkpoint {name} lacks {', '.join(sorted(missing))}")
         return (model, info) if output_loading_info else model
+
+    @staticmethod
+    def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
+        """As in `transformers`, which knows here which files it reads, be they in a folder or in the Hub's cache."""
+        files = list(checkpoint_files or ()) if state_dict is None else []
+        if packed := [f"{file}: {problem}" for file in files if (problem := _packing_problem(file)) is not None]:
+            raise CheckpointError("; ".join(packed))
+        try:
+            info, offload = PreTrainedModel._load_pretrained_model(
+                model, state_dict, checkpoint_files, load_config, *args, **kwargs
+            )
+        except Exception:
+            if problems := _file_problems(files):
+                raise CheckpointError("; ".join(problems)) from None
+            raise
+        if info.mismatched_keys and not load_config.ignore_mismatched_sizes:
+            shapes = [f"{key} is {tuple(found)}, not {tuple(right)}" for key, found, right in info.mismatched_keys]
+            where = load_config.pretrained_model_name_or_path
+            raise CheckpointError(f"the checkpoint {where} does not fit the model: {'; '.join(sorted(shapes))}")
+        # A tied tensor of another shape is to be tied, not compared with what it is tied to.
+        tied = set(model.all_tied_weights_keys)
+        info.missing_keys |= {key for key, *_ in info.mismatched_keys if key in tied}
+        return info, offload
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs):
         """As in torch; the names and joined tensors of a file that `save_pretrained` wrote are understood too.
@@ -214,12 +282,7 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             tags: tags beside those of the architecture.
             data: more of `huggingface_hub.ModelCardData`: language, license, datasets, base_model, eval_results, …
         """
-        config = self.config
-        auto_class = type(self)._auto_class or "AutoModel"
-        known = {"library_name": "transformers", "pipeline_tag": TASKS.get(auto_class)} | data
-        every_tag = list(dict.fromkeys(["transformer-xl", config.model_type, *tags]))
-        metadata = ModelCardData(tags=every_tag, **known).to_yaml()
-        card = MODEL_CARD.format(metadata=metadata, repo_id=repo_id, auto_class=auto_class, config=config)
+        card = model_card(repo_id, self.config, type(self)._auto_class or "AutoModel", tags=tags, **data)
         path.write_text(card + SIGNATURE.format(digest=_digest(card)), encoding="utf-8")
 
 
@@ -255,21 +318,61 @@ def _from_disk_layout(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return converted
 
 
-def _damaged_files(folder: str | os.PathLike) -> list[str]:
-    """The files of weights in a folder that cannot be opened."""
-    damaged = []
-    for path in sorted(Path(folder).glob("pytorch_model*.bin")):
+# ---- files that cannot be read ----
+
+
+class _Listing(Machine):
+    """Runs the pickle of a checkpoint for its errors alone; its tensors become stand-ins."""
+
+    def refer(self, identity: object) -> StandIn:
+        return StandIn(Name("torch", "Storage"))
+
+
+def _weight_files(name: str | os.PathLike | None, subfolder: str) -> list[str]:
+    if name is None or not os.path.isdir(name):
+        return []
+    folder = Path(name, subfolder)
+    return sorted(map(str, (*folder.glob("pytorch_model*.bin"), *folder.glob("*.safetensors"))))
+
+
+def _file_problems(files: Iterable[str]) -> list[str]:
+    """What is wrong with files of weights, one sentence each that begins with the file."""
+    return [f"{file}: {problem}" for file in files if (problem := _file_problem(file)) is not None]
+
+
+def _file_problem(file: str) -> str | None:
+    if file.endswith(".safetensors"):
         try:
-            torch.load(path, map_location="meta", weights_only=True)
-        except TORN:
-            damaged.append(str(path))
-        except UnpicklingError:  # torch explains what is wrong with a pickle; a web page or a pointer is none
-            with path.open("rb") as file:
-                if file.read(1) not in (b"P", b"\x80"):
-                    damaged.append(str(path))
-    for path in sorted(Path(folder).glob("*.safetensors")):
+            with safe_open(file, "pt"):
+                return None
+        except (SafetensorError, OSError) as error:
+            return f"truncated or damaged ({error}): copy or download it again"
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
         try:
-            safe_open(path, "pt")
-        except SafetensorError:
-            damaged.append(str(path))
-    return damaged
+            load_pickle(file, _Listing())
+        except UnsafePickleError as problem:
+            reason = str(problem).removeprefix(f"{Path(file).name}: ").removeprefix(f"{Path(file).name} ")
+        except OSError as problem:
+            reason = str(problem)
+        else:
+            reason = f"torch raises {type(error).__name__}"
+        return f"truncated or damaged, or no checkpoint: {reason}"
+    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        return "no checkpoint, which is a dictionary of tensors"
+    return None
+
+
+def _packing_problem(file: str) -> str | None:
+    """What hinders a file from being mapped, though torch would map it, and load what is compressed as the weights."""
+    if file.endswith(".safetensors") or not zipfile.is_zipfile(file):
+        return None
+    with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        try:
+            read_directory(Path(file), data)
+        except UnsafePickleError as error:
+            return f"{error}; unpack it and write it with torch.save"
+        except (zipfile.BadZipFile, ValueError, struct.error):
+            return None  # which loading it will say
+    return None

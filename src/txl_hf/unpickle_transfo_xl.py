@@ -31,7 +31,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-__all__ = ["Machine", "Name", "Record", "StandIn", "Stream", "UnsafePickleError", "checksum_differs", "load", "shown"]
+__all__ = [
+    "Machine",
+    "Name",
+    "Record",
+    "StandIn",
+    "Stream",
+    "UnsafePickleError",
+    "checksum_differs",
+    "load",
+    "read_directory",
+    "shown",
+]
 
 MAX_BYTES = 512 << 20  # beside the size of the file; a vocabulary of a million words takes 450 MiB
 MAX_STEPS = 1 << 25  # the same vocabulary takes 8 million
