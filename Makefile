@@ -7,6 +7,7 @@ LEGACY ?= .venv-legacy
 PEER := --peer-python $(LEGACY)/bin/python
 PROSE ?= ../shared/data/wikitext-2/wiki.test.tokens
 BIN := $(VENV)/bin
+FUZZ_MINUTES ?= 5
 # The newest torch and the newest transformers, unless told otherwise: see test-oldest.
 CONSTRAINTS ?= constraints.txt
 TRANSFORMERS ?= transformers
@@ -15,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=10 --durati
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST)
 PIP := $(BIN)/python -m pip install --constraint $(CONSTRAINTS)
 
-.PHONY: venv demo test test-all test-gpu test-oldest test-clients style quality docs mutants bench bench-gpu paper clean
+.PHONY: venv demo test test-all test-gpu test-oldest test-clients style quality docs mutants fuzz bench bench-gpu paper clean
 
 # Train a small model on real text and see what its memory is worth; TEXT=path for a text of your own.
 demo: $(VENV)/demo-installed
@@ -63,6 +64,11 @@ docs: venv
 # Whether the tests would notice: 210 seeded changes to the sources, each of which some test should find.
 mutants: venv
 	$(BIN)/python tests/mutants.py
+
+# Damaged and hostile files for every reader, from a seed that it prints; FUZZ_MINUTES for all of them together.
+fuzz: venv
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --minutes $(FUZZ_MINUTES)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_checkpoints.py -k "runs or damage"
 
 # Every benchmark for a CPU, half an hour on two cores; then the tables, and whether the ratios are those committed.
 bench: venv $(LEGACY)/installed
