@@ -34,6 +34,7 @@ FAMILIES = {
     "kimiyoung-pytorch": "kimiyoung_pytorch",
     "kimiyoung-tf": "kimiyoung_tf",
     "nvidia": "nvidia_pytorch",
+    "remi": "pop_music_tf",
 }
 SETTINGS = ("mem_len", "clamp_len", "same_length", "tgt_len")
 # The model's class by the head that the checkpoint has.
@@ -85,7 +86,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--from", dest="family", required=True, choices=FAMILIES, help="who wrote the checkpoint")
     parser.add_argument("--checkpoint", type=Path, required=True, help="the checkpoint, or the folder that holds it")
     parser.add_argument("--output", type=Path, required=True, help="folder to write; must not exist or be empty")
-    parser.add_argument("--corpus", type=Path, help="the pickled corpus (cache.pt, cache.pkl) with the vocabulary")
+    parser.add_argument("--corpus", type=Path, help="the vocabulary: cache.pt, cache.pkl, dictionary.pkl")
     parser.add_argument("--mem-len", type=int, help="states remembered")
     parser.add_argument("--clamp-len", type=int, help="distances beyond it share one position; -1: no limit")
     parser.add_argument(

@@ -4,6 +4,7 @@
     txl-convert --from kimiyoung-pytorch --checkpoint model.pt --corpus cache.pt --output lm
     txl-convert --from nvidia --checkpoint checkpoint_best.pt --output base
     txl-convert --from transformers --checkpoint transfo-xl-wt103 --output wt103
+    txl-convert --from remi --checkpoint REMI-tempo-checkpoint --output pop
 
 `python conversion/convert.py` is the same command. The work is done in `command_line.py`; what is here comes before
 its imports, which take seconds.

@@ -68,7 +68,8 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
         for name, entry in bundle.entries.items()
         if not SKIPPED.fullmatch(name)
     ]
-    tensors = _legacy(sources)
+    tensors = map_names(sources, [(f"transformer/{name}", target, change) for name, target, change in TABLE])
+    stacked_biases_apart(tensors)
     fields = fields_from_shapes(tensors)
     fields |= _softmax_fields(tensors, fields)
     _compare(info, fields)
@@ -123,8 +124,8 @@ def _folders(prefix, corpus):
     return folders
 
 
-def _legacy(sources):
-    tensors = map_names(sources, [(f"transformer/{name}", target, change) for name, target, change in TABLE])
+def stacked_biases_apart(tensors: dict[str, Source]) -> None:
+    """Give each layer its own of the biases that `untie_r` makes one variable with a row for each layer."""
     for name in ("r_w_bias", "r_r_bias"):
         stacked = tensors.get(f"transformer.{name}")
         if stacked is not None and len(stacked.shape) == 3:  # untied: one row per layer
@@ -133,7 +134,6 @@ def _legacy(sources):
             del tensors[f"transformer.{name}"]
             for number in range(stacked.shape[0]):
                 tensors[f"transformer.layers.{number}.dec_attn.{name}"] = stacked.layer(number)
-    return tensors
 
 
 def _softmax_fields(tensors, fields):

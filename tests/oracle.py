@@ -179,7 +179,8 @@ class ReferenceModel:
             inner = self.norm(hidden, f"{name}.mlp_layer_norm") if config.pre_lnorm else hidden
             inner = inner @ parameters[f"{name}.mlp.up_proj.weight"].T + parameters[f"{name}.mlp.up_proj.bias"]
             inner = inner.clamp(min=0) @ parameters[f"{name}.mlp.down_proj.weight"].T
-            hidden = hidden + inner + parameters[f"{name}.mlp.down_proj.bias"]
+            inner = inner + parameters[f"{name}.mlp.down_proj.bias"]
+            hidden = hidden + (inner.clamp(min=0) if config.mlp_output_relu else inner)
             if not config.pre_lnorm:
                 hidden = self.norm(hidden, f"{name}.mlp_layer_norm")
         log_probs = torch.stack([torch.stack([self.log_prob(state) for state in row]) for row in hidden])

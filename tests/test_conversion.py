@@ -24,6 +24,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from goldens import golden
+from test_conversion_remi import variables_of
+from test_conversion_tf import write_bundle
 from txl_hf import (
     TransfoXLConfig,
     TransfoXLForCausalLM,
@@ -497,7 +499,7 @@ def test_refuses_a_folder_of_shards(family, tmp_path, capfd):
     for i in (1, 2):
         (folder / f"pytorch_model-0000{i}-of-00002.bin").write_bytes(b"x")
     line = refusal(capfd, tmp_path, family, folder)
-    assert "expected" in line and ("pytorch_model-00001-of-00002.bin" in line or family == "kimiyoung-tf")
+    assert "expected" in line and ("pytorch_model-00001-of-00002.bin" in line or family in ("kimiyoung-tf", "remi"))
 
 
 @pytest.mark.parametrize("family", ["kimiyoung-pytorch", "nvidia"])
@@ -784,11 +786,13 @@ def test_commands_of_the_page_on_conversion(tmp_path, monkeypatch):
         "transformers": golden("hf_legacy/wt103_like"),
         "kimiyoung-pytorch": golden("kimiyoung_pytorch/word_adaptive_div2_proj.model.pt"),
         "kimiyoung-tf": golden("kimiyoung_tf/tf_wt103_like"),
+        "remi": tmp_path / "remi",
         "nvidia": golden("nvidia_pytorch/nv_large_like/checkpoint_best.pt"),
     }
     monkeypatch.chdir(tmp_path)
     script = str(REPOSITORY / "conversion" / "convert.py")
     symbols = ["<eos>", "<unk>", *(f"word{i}" for i in range(118))]
+    write_bundle(tmp_path / "remi" / "model", variables_of())
     seen = set()
     for command in commands:
         words = shlex.split(command)

@@ -66,6 +66,8 @@ class TransfoXLConfig(PreTrainedConfig):
             What precedes the first segment: `"zeros"`, M zero states that are attended to, or `"empty"`, nothing.
         same_length_counts_self (`bool`, defaults to `True`):
             With `same_length`, a query sees M keys, its own among them, or (`False`) M keys besides its own.
+        mlp_output_relu (`bool`, defaults to `False`):
+            A second ReLU, behind the feed-forward's output, as Pop Music Transformer has it.
         ext_len (`int`, defaults to 0):
             Extended context: the last `ext_len` positions of a segment stay out of the memory, because the next
             segment repeats them. It does not apply to the projected memory of `past_key_values`.
@@ -133,6 +135,7 @@ class TransfoXLConfig(PreTrainedConfig):
     proj_same_dim: bool = True
     initial_memory: str = "zeros"
     same_length_counts_self: bool = True
+    mlp_output_relu: bool = False
     ext_len: int = 0
     tgt_len: int = 128
     max_klen: int | None = None

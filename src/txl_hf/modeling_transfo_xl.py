@@ -183,10 +183,12 @@ class TransfoXLMLP(nn.Module):
         self.up_proj = nn.Linear(config.d_model, config.d_inner)
         self.down_proj = nn.Linear(config.d_inner, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
+        self.output_relu = config.mlp_output_relu
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         hidden_states = self.dropout(project(self.up_proj, hidden_states).relu())
-        return self.dropout(project(self.down_proj, hidden_states))
+        hidden_states = project(self.down_proj, hidden_states)
+        return self.dropout(hidden_states.relu() if self.output_relu else hidden_states)
 
 
 class TransfoXLAttention(nn.Module):

@@ -1,0 +1,92 @@
+"""Checkpoints of Pop Music Transformer (YatingMusic/remi, TensorFlow): `model.*` and `dictionary.pkl`.
+
+The model derives from kimiyoung/transformer-xl's TensorFlow code: one embedding table and one softmax, Keras's layer
+normalisation, and a ReLU behind the feed-forward's second layer too. The settings are those of its model.py, since a
+checkpoint does not hold them.
+"""
+
+import functools
+import glob
+from pathlib import Path
+
+from . import torch_file
+from .files import code_span, describe
+from .kimiyoung_tf import SKIPPED, find_prefix, stacked_biases_apart
+from .layout import Checkpoint, ConversionError, Source, fields_from_shapes, map_names
+from .tf_checkpoint import TensorBundle
+from .vocabulary import Vocabulary
+
+# Variable under `transformer/` (modules.py), tensor of the legacy layout, what changes. Keras numbers the layers that
+# have no name: {n} is empty in the first and counts on from there.
+TABLE = [
+    ("normal_embed/lookup_table", "transformer.word_emb.emb_layers.0.weight", None),
+    ("normal_embed/proj_W", "transformer.word_emb.emb_projs.0", Source.transposed),
+    ("normal_softmax/bias", "crit.out_layers.0.bias", None),
+    ("r_w_bias", "transformer.r_w_bias", None),
+    ("r_r_bias", "transformer.r_r_bias", None),
+    ("layer_{l}/rel_attn/qkv/kernel", "transformer.layers.{l}.dec_attn.qkv_net.weight", Source.transposed),
+    ("layer_{l}/rel_attn/r/kernel", "transformer.layers.{l}.dec_attn.r_net.weight", Source.transposed),
+    ("layer_{l}/rel_attn/o/kernel", "transformer.layers.{l}.dec_attn.o_net.weight", Source.transposed),
+    ("layer_{l}/rel_attn/layer_normalization/gamma", "transformer.layers.{l}.dec_attn.layer_norm.weight", None),
+    ("layer_{l}/rel_attn/layer_normalization/beta", "transformer.layers.{l}.dec_attn.layer_norm.bias", None),
+    ("layer_{l}/rel_attn/layer_normalization_{n}/gamma", "transformer.layers.{l}.dec_attn.layer_norm.weight", None),
+    ("layer_{l}/rel_attn/layer_normalization_{n}/beta", "transformer.layers.{l}.dec_attn.layer_norm.bias", None),
+    ("layer_{l}/ff/layer_1/kernel", "transformer.layers.{l}.pos_ff.CoreNet.0.weight", Source.transposed),
+    ("layer_{l}/ff/layer_1/bias", "transformer.layers.{l}.pos_ff.CoreNet.0.bias", None),
+    ("layer_{l}/ff/layer_2/kernel", "transformer.layers.{l}.pos_ff.CoreNet.3.weight", Source.transposed),
+    ("layer_{l}/ff/layer_2/bias", "transformer.layers.{l}.pos_ff.CoreNet.3.bias", None),
+    ("layer_{l}/ff/layer_normalization/gamma", "transformer.layers.{l}.pos_ff.layer_norm.weight", None),
+    ("layer_{l}/ff/layer_normalization/beta", "transformer.layers.{l}.pos_ff.layer_norm.bias", None),
+    ("layer_{l}/ff/layer_normalization_{n}/gamma", "transformer.layers.{l}.pos_ff.layer_norm.weight", None),
+    ("layer_{l}/ff/layer_normalization_{n}/beta", "transformer.layers.{l}.pos_ff.layer_norm.bias", None),
+]
+# model.py, and Keras's LayerNormalization.
+SETTINGS = {"mem_len": 512, "tgt_len": 512, "clamp_len": -1, "same_length": False}
+QUIRKS = {"initial_memory": "zeros", "layer_norm_epsilon": 1e-3, "mlp_output_relu": True}
+DICTIONARY = "dictionary.pkl"
+
+
+def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
+    """Return the `Checkpoint` at `checkpoint`, a prefix such as `REMI-tempo-checkpoint/model`, or its folder.
+
+    `corpus` is the dictionary of events, dictionary.pkl, where it does not lie beside the checkpoint. Raises
+    ConversionError, TensorBundleError or UnsafePickleError.
+    """
+    prefix = find_prefix(Path(checkpoint))
+    bundle = TensorBundle(prefix)
+    sources = [
+        Source(name, entry.shape, functools.partial(bundle.read, name))
+        for name, entry in bundle.entries.items()
+        if not SKIPPED.fullmatch(name)
+    ]
+    tensors = map_names(sources, [(f"transformer/{name}", target, change) for name, target, change in TABLE])
+    stacked_biases_apart(tensors)
+    fields = fields_from_shapes(tensors) | SETTINGS | QUIRKS
+    projected = "transformer.word_emb.emb_projs.0" in tensors
+    fields |= {"cutoffs": [], "tie_word_embeddings": True, "tie_projs": [projected], "eos_token_id": None}
+    dictionary = Path(corpus) if corpus is not None else prefix.with_name(DICTIONARY)
+    return Checkpoint(
+        fields=fields,
+        tensors=tensors,
+        size=sum(path.stat().st_size for path in prefix.parent.glob(f"{glob.escape(prefix.name)}.data-*")),
+        vocabulary=read_dictionary(dictionary) if corpus is not None or dictionary.is_file() else None,
+        origin=f"the checkpoint {code_span(prefix.name)} of Pop Music Transformer (YatingMusic/remi)",
+        explained=dict.fromkeys(SETTINGS, "as its model.py has it"),
+    )
+
+
+def read_dictionary(path: Path) -> Vocabulary:
+    """Return the events as a Vocabulary of words: a blank in an event's name becomes `_`. Raises ConversionError."""
+    path = path / DICTIONARY if path.is_dir() else path
+    if not path.is_file():
+        raise ConversionError(f"{path} does not exist; expected the dictionary of events, {DICTIONARY}")
+    dictionary = torch_file.load(path)
+    ids = dictionary[0] if isinstance(dictionary, tuple | list) and dictionary else None
+    if not isinstance(ids, dict) or not all(isinstance(event, str) for event in ids):
+        raise ConversionError(f"{path} holds {describe(dictionary)}; expected the pair (event2word, word2event)")
+    if not all(type(number) is int for number in ids.values()) or sorted(ids.values()) != list(range(len(ids))):
+        raise ConversionError(f"{path} does not number its {len(ids)} events from 0 on")
+    symbols = ["_".join(event.split()) for event in sorted(ids, key=ids.__getitem__)]
+    if len(set(symbols)) < len(symbols):
+        raise ConversionError(f"{path} has two events that differ in their blanks alone")
+    return Vocabulary(symbols, "whitespace", lower_case=False)
