@@ -21,12 +21,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-import txl_hf
 from txl_hf import TransfoXLConfig, TransfoXLTokenizer
 from txl_hf import TransfoXLPreTrainedModel as Model
 from txl_hf.files import sync
 
-from .layout import Checkpoint, ConversionError, check_complete
+from .layout import MODELS, Checkpoint, ConversionError, check_complete
 
 # --from: the module that reads the family.
 FAMILIES = {
@@ -37,12 +36,6 @@ FAMILIES = {
     "remi": "pop_music_tf",
 }
 SETTINGS = ("mem_len", "clamp_len", "same_length", "tgt_len")
-# The model's class by the head that the checkpoint has.
-MODELS = {
-    "softmax": "TransfoXLForCausalLM",
-    "classifier": "TransfoXLForSequenceClassification",
-    "none": "TransfoXLModel",
-}
 TOKENIZER_MODES = ("moses", "whitespace", "characters", "bytes", "lm1b")
 
 ORIGIN = """\
@@ -212,7 +205,7 @@ def write_model(
     # The tensors have to go before the model comes: both together would be twice the checkpoint.
     del state
     gc.collect()
-    model_class = getattr(txl_hf, MODELS[checkpoint.head])
+    model_class = MODELS[checkpoint.head]
     model, report = model_class.from_pretrained(staging, dtype=dtype, output_loading_info=True)
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[problem]:

@@ -12,12 +12,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from transformers.core_model_loading import revert_weight_conversion
+
+from txl_hf import (
+    TransfoXLConfig,
+    TransfoXLForCausalLM,
+    TransfoXLForSequenceClassification,
+    TransfoXLModel,
+    TransfoXLPreTrainedModel,
+)
 
 if TYPE_CHECKING:
     from .vocabulary import Vocabulary
 
-# What is above the layers: the language model's softmax, a sequence classifier's matrix, or nothing.
-HEADS = ("softmax", "classifier", "none")
+# The model's class by what is above the layers: the language model's softmax, a classifier's matrix, or nothing.
+MODELS: dict[str, type[TransfoXLPreTrainedModel]] = {
+    "softmax": TransfoXLForCausalLM,
+    "classifier": TransfoXLForSequenceClassification,
+    "none": TransfoXLModel,
+}
 
 
 class ConversionError(Exception):
@@ -59,7 +72,7 @@ class Checkpoint:
     `fields` are arguments of TransfoXLConfig; `explained` says for some of them where the value comes from; `tensors`
     maps names of the legacy layout to `Source`; `origin` completes the model card's "The weights are those of"; `size`
     is that of the checkpoint on disk in bytes. The text side is a `vocabulary.Vocabulary`, or a folder that
-    TransfoXLTokenizer loads, or neither. `head` is one of `HEADS`.
+    TransfoXLTokenizer loads, or neither. `head` is one of `MODELS`.
     Without `tensors` there is a vocabulary alone.
     """
 
@@ -99,80 +112,22 @@ def _pattern(original):
     return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", pattern))
 
 
-def legacy_tensors(config, head: str = "softmax") -> dict[str, tuple]:
-    """Return {name: shape} of the state dict that `config`, a TransfoXLConfig, describes.
+def legacy_tensors(config: TransfoXLConfig, head: str = "softmax") -> dict[str, tuple[int, ...]]:
+    """Return {name: shape} of the state dict that `config` describes: what the model would write.
 
-    `head` is one of `HEADS`.
+    `head` is one of `MODELS`. The models without recurrence write the queries' projection and that of keys and values
+    as one, but the originals do not, and both are read.
     """
-    shapes: dict[str, tuple] = {}
-    last = 0 if config.div_val == 1 else len(config.bins) - 1
-    tables = [(config.vocab_size, config.d_embed)]
-    if config.div_val > 1:
-        tables = [(end - start, width) for start, end, width in config.bins]
-    for i, table in enumerate(tables):
-        shapes[f"transformer.word_emb.emb_layers.{i}.weight"] = table
-        if _projected(config, table[1]):
-            shapes[f"transformer.word_emb.emb_projs.{i}"] = (config.d_model, table[1])
-    shapes |= _position_tensors(config)
-    for number in range(config.n_layer):
-        shapes |= {f"transformer.layers.{number}.{name}": shape for name, shape in _layer_tensors(config).items()}
-    if head == "classifier":
-        return shapes | {"score.weight": (config.num_labels, config.d_model)}
-    if head == "none":
-        return shapes
-    for i, table in enumerate(tables):
-        shapes[f"crit.out_layers.{i}.bias"] = table[:1]
-        if not config.tie_word_embeddings:
-            shapes[f"crit.out_layers.{i}.weight"] = table
-    for i in range(len(config.bins)):
-        width = tables[min(i, last)][1]
-        if _projected(config, width) and not config.tie_projs[i]:
-            shapes[f"crit.out_projs.{i}"] = (config.d_model, width)
-    if config.cutoffs:
-        shapes["crit.cluster_weight"] = (len(config.cutoffs), config.d_embed)
-        shapes["crit.cluster_bias"] = (len(config.cutoffs),)
-    return shapes
-
-
-def _projected(config, width):
-    return width != config.d_model or (config.div_val > 1 and config.proj_same_dim)
-
-
-def _position_tensors(config):
-    heads = (config.n_head, config.d_head)
-    if config.attn_type == 0 and not config.untie_r:
-        return {"transformer.r_w_bias": heads, "transformer.r_r_bias": heads}
-    if config.attn_type == 1:
-        rows = (config.n_layer, config.max_klen)
-        return {
-            "transformer.r_emb": (*rows, *heads),
-            "transformer.r_bias": (*rows, config.n_head),
-            "transformer.r_w_bias": (config.n_layer, *heads),
-        }
-    if config.attn_type == 3:
-        return {"transformer.r_emb": (config.n_layer, config.max_klen, *heads)}
-    return {}
-
-
-def _layer_tensors(config):
-    d_model, d_inner, d_heads = config.d_model, config.d_inner, config.n_head * config.d_head
-    shapes: dict[str, tuple] = {
-        "dec_attn.o_net.weight": (d_model, d_heads),
-        "pos_ff.CoreNet.0.weight": (d_inner, d_model),
-        "pos_ff.CoreNet.0.bias": (d_inner,),
-        "pos_ff.CoreNet.3.weight": (d_model, d_inner),
-        "pos_ff.CoreNet.3.bias": (d_model,),
-    }
-    for norm in ("dec_attn.layer_norm", "pos_ff.layer_norm"):
-        shapes |= {f"{norm}.weight": (d_model,), f"{norm}.bias": (d_model,)}
+    with torch.device("meta"):
+        model = MODELS[head](config)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    prefix = "transformer." if head == "none" else ""
+    shapes = {f"{prefix}{name}": tuple(t.shape) for name, t in revert_weight_conversion(model, tensors).items()}
     if config.attn_type in (2, 3):
-        shapes |= {"dec_attn.q_net.weight": (d_heads, d_model), "dec_attn.kv_net.weight": (2 * d_heads, d_model)}
-    else:
-        shapes["dec_attn.qkv_net.weight"] = (3 * d_heads, d_model)
-    if config.attn_type == 0:
-        shapes["dec_attn.r_net.weight"] = (d_heads, d_model)
-        if config.untie_r:
-            shapes |= {f"dec_attn.{name}": (config.n_head, config.d_head) for name in ("r_w_bias", "r_r_bias")}
+        for name in [name for name in shapes if name.endswith("dec_attn.qkv_net.weight")]:
+            rows, width = shapes.pop(name)
+            shapes[name.replace("qkv_net", "q_net")] = (rows // 3, width)
+            shapes[name.replace("qkv_net", "kv_net")] = (2 * rows // 3, width)
     return shapes
 
 
