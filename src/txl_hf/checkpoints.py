@@ -15,6 +15,7 @@ import pickle
 import re
 import secrets
 import shutil
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,6 +57,12 @@ MANIFEST_NAME = "checkpoint_files.json"
 RUN_NAME = "run.json"
 # Pickled, but read by nobody.
 NEVER_READ = ("training_args.bin",)
+# What DeepSpeed's shards name: how losses are scaled, and by which stage the state is shared out.
+DEEPSPEED_RECORDS = {
+    "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
+    "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
+    "deepspeed.utils.tensor_fragment": ("fragment_address",),
+}
 
 # --- which checkpoint ------------------------------------------------------------------------------------------------
 
@@ -285,6 +292,9 @@ def _plain_classes() -> list:
     """What the pickles of accelerate, transformers and DeepSpeed name beside tensors: arrays, and plain settings."""
     multiarray = (np._core if hasattr(np, "_core") else np.core).multiarray
     classes: list = [multiarray._reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType, codecs.encode]
+    for module, names in DEEPSPEED_RECORDS.items():
+        # Loaded where it is used.
+        classes += [getattr(sys.modules[module], name) for name in names if module in sys.modules]
     return classes
 
 
