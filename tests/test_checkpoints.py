@@ -121,10 +121,10 @@ def run(trained, tmp_path):
 
 def sign(checkpoint: Path):
     """Let the manifest say what the files are now, as whoever plants something would."""
-    manifest = json.loads((checkpoint / MANIFEST_NAME).read_text())
+    run = json.loads((checkpoint / MANIFEST_NAME).read_text())["run"]
     files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST_NAME]
-    manifest["files"] = {path.relative_to(checkpoint).as_posix(): checkpoints._describe(path) for path in files}
-    (checkpoint / MANIFEST_NAME).write_text(json.dumps(manifest))
+    described = {path.relative_to(checkpoint).as_posix(): checkpoints._describe(path) for path in files}
+    checkpoints._write_manifest(checkpoint, run, described)
 
 
 # --- nothing runs ----------------------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ def _run_of(checkpoint: Path) -> str | None:
 def finish_checkpoint(written: Path, final: Path, run: str):
     """Give a checkpoint that is written its manifest and its name; then remove what is unfinished beside it."""
     files = {path.relative_to(written).as_posix(): _describe(path) for path in written.rglob("*") if path.is_file()}
-    (written / MANIFEST_NAME).write_text(json.dumps({"run": run, "files": files}, indent=1), encoding="utf-8")
+    _write_manifest(written, run, files)
     # Killed between the two renames that replace one of the same name, `last_checkpoint` finds the new one where it
     # was written.
     move_into_place(written, final)
@@ -203,6 +203,17 @@ def _describe(path: Path) -> dict[str, int]:
         while part := file.read(1 << 20):
             checksum = zlib.crc32(part, checksum)
     return {"size": path.stat().st_size, "crc32": checksum}
+
+
+def _write_manifest(folder: Path, run: str, files: dict[str, dict[str, int]]):
+    manifest = {"run": run, "files": files}
+    text = json.dumps(manifest | {"crc32": _checksum(manifest)}, indent=1)
+    (folder / MANIFEST_NAME).write_text(text, encoding="utf-8")
+
+
+def _checksum(manifest: dict[str, Any]) -> int:
+    """Of what a manifest says, so that damage to the list is not taken for damage to what it lists."""
+    return zlib.crc32(json.dumps([manifest["run"], manifest["files"]], sort_keys=True).encode())
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
