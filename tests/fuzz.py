@@ -295,7 +295,7 @@ def watch(target: str, seed: int, minutes: float) -> bool:
             log.seek(0)
             lines = log.read().splitlines()
         ran = [int(line.split()[1]) for line in lines if line.startswith("case ")]
-        print(*(line for line in lines if not line.startswith("case ")), sep="\n", end="\n" if failed else "")
+        print(*(line for line in lines if not line.startswith("case ")), sep="\n")
         print(f"{target}: seed {seed}, cases {first} to {ran[-1] if ran else first}, exit status {process.returncode}")
         if process.returncode == 0:
             break
