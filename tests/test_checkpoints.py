@@ -246,6 +246,13 @@ def test_a_manifest_of_another_kind_is_named(run, warnings, manifest):
     assert MANIFEST_NAME in warnings[0]
 
 
+def test_damage_to_a_name_in_the_manifest_is_damage_to_the_manifest(run, warnings):
+    manifest = run.output / "checkpoint-4" / MANIFEST_NAME
+    manifest.write_text(manifest.read_text().replace("model.safetensors", "modem.safetensors"))
+    assert last_checkpoint(run.output) == str(run.output / "checkpoint-2")
+    assert f"({MANIFEST_NAME} is not what was written)" in warnings[0]
+
+
 def test_a_memory_that_another_program_wrote_is_named(run, warnings):
     for tensors, metadata in [({"0": torch.ones(1)}, None), ({"a": torch.ones(1)}, {"position": "{}"})]:
         save_file(tensors, run.output / "checkpoint-4" / MEMS_NAME, metadata=metadata)

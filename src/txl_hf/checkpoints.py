@@ -232,6 +232,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"it is damaged, or of an earlier version ({MANIFEST_NAME} is no list of files with checksums)"
         )
+    if manifest.get("crc32") != _checksum(manifest):
+        raise ValueError(f"it is damaged ({MANIFEST_NAME} is not what was written)")
     return manifest
 
 
