@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 from torch.nn import functional as F
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 
 from txl_hf import TransfoXLModel
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
-from txl_hf.memory_transfo_xl import mask_overflow, memory_of, real_states
+from txl_hf.memory_transfo_xl import MemoryCache, mask_overflow, memory_of, real_states
 
 # Triton's kernels have processes of their own; FlexAttention takes long to compile.
 BACKENDS = [
@@ -199,6 +199,28 @@ def test_hidden_memory_may_hold_anything(make_model, make_ids, backend, garbage,
     found = model(later, **memory_of(found))
     close(found.logits[:1], model(later[:1], **memory_of(fresh)).logits)
     close(found.logits[1:], model(later[1:], **memory_of(other)).logits)
+
+
+@pytest.mark.parametrize(
+    "make_cache", [MemoryCache, lambda config: DynamicCache()], ids=["MemoryCache", "DynamicCache"]
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+@torch.no_grad()
+def test_hidden_keys_of_a_cache_may_hold_anything(make_model, make_ids, backend, make_cache):
+    """An overflow was projected before a mask hid it; the row that starts afresh does so from now on."""
+    model, first, more, later = make_model(backend), make_ids(2, 3), make_ids(2, 2, seed=1), make_ids(2, 2, seed=2)
+    cache = make_cache(model.config)
+    model(first, past_key_values=cache, use_cache=True)
+    whole = model(first[1:]).mems
+    for layer in cache.layers:
+        layer.keys[0], layer.values[0] = torch.nan, torch.inf
+    mask = torch.tensor([[0] * 3 + [1] * 2, [1] * 5])
+    found = model(more, past_key_values=cache, attention_mask=mask, use_cache=True)
+    fresh, other = model(more[:1]), model(more[1:], mems=whole)
+    close(found.logits, torch.cat([fresh.logits, other.logits]))
+    found = model(later, past_key_values=cache, use_cache=True)
+    expected = [model(later[:1], mems=fresh.mems).logits, model(later[1:], mems=other.mems).logits]
+    close(found.logits, torch.cat(expected))
 
 
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf])

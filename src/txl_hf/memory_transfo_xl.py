@@ -147,6 +147,8 @@ def open_memory(
         if mems is not None:
             raise ValueError("give mems or past_key_values that hold a memory already, not both")
         length, key_mask = cached_key_mask(attention_mask, cache, mem_len, batch_size, segment_length)
+        if attention_mask is not None and key_mask is not None and not cache.is_compileable:
+            _clear_hidden(cache, key_mask[:, :length])
         return OpenMemory((None,) * config.n_layer, length, drop_idle_mask(key_mask))
 
     if mems is not None or mems_mask is not None:
@@ -540,6 +542,25 @@ def cached_key_mask(
     more = memory_length == mem_len
     key_mask = make_key_mask(attention_mask, memory_mask, batch_size, segment_length, memory_length, columns, more)
     return memory_length, key_mask
+
+
+def _clear_hidden(cache: Cache, memory_mask: Tensor) -> None:
+    """Zero the keys and values that are hidden from now on: an overflow would spread from behind a mask (0 × NaN).
+
+    Args:
+        memory_mask: (B, m) bool, which of the last m keys are real.
+    """
+    hidden = ~memory_mask
+    before = decoding_state_of(cache).memory_mask(text_length(cache), memory_mask.shape[1])
+    if before is not None:
+        hidden = hidden & before.to(hidden.device)
+    if not hidden.any():
+        return
+    for layer in cache.layers:
+        # A cache may hold more keys than the memory, or fewer layers than it will.
+        if layer.is_initialized and layer.keys.numel():
+            there = F.pad(hidden, (layer.keys.shape[2] - hidden.shape[1], 0))[:, None, :, None].to(layer.keys.device)
+            layer.keys, layer.values = (states.masked_fill(there, 0) for states in (layer.keys, layer.values))
 
 
 def _is_compiled_with(cache: Cache) -> bool:
