@@ -1,7 +1,10 @@
 """The command that scores a text: its JSON is what evaluate_language_model gives, its errors are one line."""
 
+import io
 import json
 import math
+import pickle
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -13,6 +16,7 @@ from datasets import load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import prepare_corpus
+from fuzz import ADDED, Hostile
 from goldens import golden
 from models import small_model
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model
@@ -56,6 +60,12 @@ def save_model(tokenizer: TransfoXLTokenizer, folder: Path) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def saved_by_torch(value) -> bytes:
+    data = io.BytesIO()
+    torch.save(value, data)
+    return data.getvalue()
 
 
 def run(capsys, *arguments: str | Path) -> dict:
@@ -113,6 +123,31 @@ def test_prepared_and_raw_text_give_the_same_figures(text, corpus, model, capsys
     total = raw_row["nll"] * raw_row["text_tokens"] / math.log(2)
     assert raw_row["bits_per_character"] == pytest.approx(total / len((text / "wiki.test.tokens").read_text()))
     assert (raw_row["segment_length"], raw_row["memory_length"]) == (8, 12)
+
+
+@pytest.mark.parametrize(
+    "as_saved", [pickle.dumps, pytest.param(saved_by_torch, marks=pytest.mark.slow)], ids=["pickle", "torch"]
+)
+def test_a_pickle_in_place_of_any_file_does_not_run(corpus, model, tmp_path, capsys, as_saved):
+    """In each file that the command reads of a model and of a prepared text, and in those that it might look for."""
+    mark = tmp_path / "mark"
+    hostile = as_saved({"idx2sym": [Hostile(mark)], "model_state": Hostile(mark)})
+    for source in (model, corpus):
+        names = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
+        for name in [*names, *map(Path, ADDED)]:
+            copies = {folder: tmp_path / "copies" / folder.name for folder in (model, corpus)}
+            for folder, copy in copies.items():
+                shutil.copytree(folder, copy)
+            if name.name == "pytorch_model.bin":
+                (copies[model] / "model.safetensors").unlink()
+            (copies[source] / name).write_bytes(hostile)
+            try:
+                evaluate_lm.main(["--model", str(copies[model]), "--data", str(copies[corpus]), "--json"])
+            except SystemExit as end:
+                assert "weights_only=False" not in str(end.code), name
+            assert not mark.exists(), name
+            shutil.rmtree(tmp_path / "copies")
+    capsys.readouterr()
 
 
 @pytest.mark.parametrize("name", ["enwik8", "text8"])
