@@ -138,7 +138,8 @@ def measure(contenders: dict, config: dict, length: int, segment: int, arguments
 
 
 def describe(name, length, segment, paper, times, difference, arguments: argparse.Namespace) -> list[dict]:
-    fastest = min(VANILLA, key=lambda contender: harness.quantiles(times[contender])[1])
+    # By the same median as the rows, since those of few times and of their rates may disagree.
+    fastest = max(VANILLA, key=lambda contender: harness.quantiles([1 / time for time in times[contender]])[1])
     ratios = [slow / fast for slow, fast in zip(times[fastest], times["memory"], strict=True)]
     low, middle, high = harness.quantiles(ratios)
     rows = []

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DataCollatorWithFlattening, DynamicCache
 
+from models import SMALL
 from txl_hf import MemoryLengths, TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
 from txl_hf.memory_transfo_xl import memory_of
@@ -92,8 +93,6 @@ def alone(model, ids, targets, documents, lengths, **options):
 @settings(max_examples=30, deadline=None)
 def test_documents_in_a_row_are_as_they_are_alone(documents, lengths, encoding, cached):
     """Wherever documents and segments end; the memory after the row is that of the last document."""
-    from conftest import SMALL
-
     torch.manual_seed(0)
     model = TransfoXLForCausalLM(TransfoXLConfig(**(SMALL | ENCODINGS[encoding]))).eval()
     total = sum(documents)

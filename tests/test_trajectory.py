@@ -14,6 +14,7 @@ pytest.importorskip("accelerate")
 from goldens import golden
 from trainer_process import make_arguments
 from txl_hf import TokenStream, TransfoXLForCausalLM, TransfoXLTrainer
+from txl_hf.memory_transfo_xl import memory_of
 
 FOLDER = golden("trajectory")
 TOLERANCE = 2e-4
@@ -32,12 +33,12 @@ def expected(name: str) -> tuple[TokenStream, dict]:
 
 def follow(model: TransfoXLForCausalLM, stream: TokenStream, run: dict, carried: bool = True) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), run["learning_rate"])
-    mems, losses = None, []
+    memory, losses = {}, []
     for batch in DataLoader(stream, batch_size=stream.batch_size):
         inputs = batch["input_ids"]
         labels = {"labels": inputs} if run["labels"] == "labels" else {"shift_labels": batch["shift_labels"]}
-        output = model.train()(inputs, mems=mems if carried else None, **labels)
-        mems = output.mems
+        output = model.train()(inputs, **(memory if carried else {}), **labels)
+        memory = memory_of(output)
         optimizer.zero_grad()
         output.loss.backward()
         if run["max_grad_norm"]:

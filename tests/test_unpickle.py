@@ -20,7 +20,7 @@ GIB = 1 << 30
 def in_a_process(script, *arguments, timeout=300):
     """Run a script; return what it printed, and the most memory it had in bytes."""
     script = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import conftest\n{script}"
-    script += "\nimport resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+    script += "\nfrom peak_memory import peak_memory; print(peak_memory())"
     command = [sys.executable, "-c", script, *map(str, arguments)]
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, env=os.environ | {"OMP_NUM_THREADS": "1"}
