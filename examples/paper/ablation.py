@@ -3,7 +3,7 @@
     python examples/paper/ablation.py                          # the miniature of Tables 6 and 10, three seeds
     python examples/paper/ablation.py --shuffled               # Table 7: what is left of it in shuffled sentences
     python examples/paper/ablation.py --rows recurrence-ours-full none-ours-full --seeds 0
-    python examples/paper/ablation.py --smoke --output /tmp/ablation
+    python examples/paper/ablation.py --smoke --output build/ablation
 
 All rows see the same text in the same order and take equally many optimiser steps, so that a row with half losses has
 half as many targets; each row of `rows.csv` says both. A run that was stopped goes on where it was: the same command

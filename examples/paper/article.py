@@ -2,7 +2,7 @@
 
     python examples/paper/article.py                              # the miniature's model with recurrence
     python examples/paper/article.py --model wt103 --data data/wikitext-103 --memory_length 1600 --new_tokens 1000
-    python examples/paper/article.py --smoke --output /tmp/articles
+    python examples/paper/article.py --smoke --output build/articles
 
 The contexts begin at random places of the test text (`--seed`); the first ones are written, none is picked. Words are
 sampled from the 40 most probable ones, as in the paper. `articles.md` has them all.

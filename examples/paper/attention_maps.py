@@ -2,7 +2,7 @@
 
     python examples/paper/attention_maps.py                       # the miniature's model with recurrence
     python examples/paper/attention_maps.py --model wt103 --data data/wikitext-103 --memory_length 640
-    python examples/paper/attention_maps.py --smoke --output /tmp/maps
+    python examples/paper/attention_maps.py --smoke --output build/maps
 
 Any checkpoint with the relative encoding will do, a converted one too. Every query sees as many keys as the memory is
 long (`same_length`). `attention_heads.png` has a row for each head, first layer on top, and the attention at each

@@ -3,7 +3,7 @@
     python examples/paper/context_length.py                # the group of the miniature, trained where it is missing
     python examples/paper/context_length.py --models runs/wt103 runs/lstm --data data/wikitext-103 --contexts 1000 \
         --step 100
-    python examples/paper/context_length.py --smoke --output /tmp/context
+    python examples/paper/context_length.py --smoke --output build/context
 
 A group is any causal models of `transformers` with one vocabulary: ours, GPT-2, an LSTM. With c tokens of context
 model i loses l_i(c, t) at position t, and the group's best is b(c, t) = min_i l_i(c, t). T are the r · N positions
