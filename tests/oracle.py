@@ -108,6 +108,19 @@ class ReferenceModel:
         scaled = (states - mean) / torch.sqrt(variance + self.config.layer_norm_epsilon)
         return scaled * self.parameters[f"{name}.weight"] + self.parameters[f"{name}.bias"]
 
+    def join(self, x: torch.Tensor, y: torch.Tensor, gate: str) -> torch.Tensor:
+        """What goes on from a sub-layer that returned y for x: Parisotto et al. (2020), Section 3.2, or the sum."""
+        if self.config.gating is None:
+            return x + y
+        y, width = y.clamp(min=0), self.config.d_model
+        of_y, of_x = (self.parameters[f"{gate}.{name}.weight"] for name in ("y_proj", "x_proj"))
+        w_r, w_z, w_g = of_y[:width], of_y[width : 2 * width], of_y[2 * width :]
+        u_r, u_z, u_g = of_x[:width], of_x[width:], self.parameters[f"{gate}.candidate_proj.weight"]
+        r = 1 / (1 + torch.exp(-(y @ w_r.T + x @ u_r.T)))
+        z = 1 / (1 + torch.exp(-(y @ w_z.T + x @ u_z.T - self.parameters[f"{gate}.bias"])))
+        h = torch.tanh(y @ w_g.T + (r * x) @ u_g.T)
+        return (1 - z) * x + z * h
+
     def __call__(self, input_ids, mems=None):
         config, parameters = self.config, self.parameters
         B, L = input_ids.shape
@@ -134,7 +147,7 @@ class ReferenceModel:
             queries = hidden
             if config.pre_lnorm:
                 context = self.norm(context, f"{name}.self_attn_layer_norm")
-                if config.attn_type in (0, 1):
+                if config.attn_type in (0, 1) or config.gating:
                     queries = context[:, -L:]
 
             def heads(states, projection, name=name):
@@ -173,14 +186,16 @@ class ReferenceModel:
                 window=window,
             )
             attended = attended.transpose(1, 2).reshape(B, L, H * Dh)
-            hidden = hidden + attended @ parameters[f"{name}.self_attn.o_proj.weight"].T
+            attended = attended @ parameters[f"{name}.self_attn.o_proj.weight"].T
+            hidden = self.join(hidden, attended, f"{name}.self_attn_gate")
             if not config.pre_lnorm:
                 hidden = self.norm(hidden, f"{name}.self_attn_layer_norm")
             inner = self.norm(hidden, f"{name}.mlp_layer_norm") if config.pre_lnorm else hidden
             inner = inner @ parameters[f"{name}.mlp.up_proj.weight"].T + parameters[f"{name}.mlp.up_proj.bias"]
             inner = inner.clamp(min=0) @ parameters[f"{name}.mlp.down_proj.weight"].T
             inner = inner + parameters[f"{name}.mlp.down_proj.bias"]
-            hidden = hidden + (inner.clamp(min=0) if config.mlp_output_relu else inner)
+            inner = inner.clamp(min=0) if config.mlp_output_relu else inner
+            hidden = self.join(hidden, inner, f"{name}.mlp_gate")
             if not config.pre_lnorm:
                 hidden = self.norm(hidden, f"{name}.mlp_layer_norm")
         log_probs = torch.stack([torch.stack([self.log_prob(state) for state in row]) for row in hidden])

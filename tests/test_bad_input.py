@@ -36,6 +36,11 @@ BAD_CONFIGS = {
     "dropout beyond 1": ({"dropout": 1.5}, "dropout=1.5"),
     "heads that do not fill the width": ({"attn_type": 3, "mem_len": 0, "d_head": 7}, "d_head=7.*d_model=16"),
     "wrong tie_projs": ({"tie_projs": [False, True]}, "tie_projs.*3 bins"),
+    "fewer tokens than none": ({"vocab_size": -1}, "vocab_size=-1 must be at least 0"),
+    "vectors of no width": ({"vocab_size": 0, "input_size": 0}, "input_size=0 must be at least 1"),
+    "vectors beside tokens": ({"input_size": 8}, "input_size=8.*vocab_size=61"),
+    "unknown gates": ({"gating": "lstm"}, "gating='lstm' must be None or 'gru'"),
+    "gates that are always open": ({"gate_bias": float("inf")}, "gate_bias=inf"),
 }
 
 

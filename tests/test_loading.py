@@ -18,12 +18,19 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 
 from goldens import golden
-from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLModel
+from txl_hf import (
+    TransfoXLConfig,
+    TransfoXLForCausalLM,
+    TransfoXLForSequenceClassification,
+    TransfoXLForTokenClassification,
+    TransfoXLModel,
+)
 from txl_hf.layout_transfo_xl import CheckpointError
 
 REPOSITORY = Path(__file__).parents[1]
 IMPLEMENTATIONS = ["eager", "sdpa"]
 IDS = torch.arange(1, 25).view(2, 12)
+VECTORS = torch.arange(168.0).sin().view(2, 12, 7)
 
 # Loaded tensors lie in the file, at other alignments, so that vectorised sums may differ in the last bit.
 LAST_BIT = {"rtol": 1e-6, "atol": 1e-6}
@@ -40,8 +47,11 @@ def assert_equal_to(actual: torch.Tensor, expected: torch.Tensor, tolerance: flo
 def outputs_of(model) -> dict[str, torch.Tensor]:
     """Two segments, so that the memory counts."""
     model.eval()
-    first = model(IDS, attention_mask=torch.ones_like(IDS))
-    second = model(IDS.flip(1), mems=first.mems, attention_mask=torch.ones_like(IDS))
+    segments = [{"input_ids": ids} for ids in (IDS, IDS.flip(1))]
+    if model.config.vocab_size == 0:
+        segments = [{"inputs_embeds": VECTORS}, {"inputs_embeds": VECTORS.flip(1)}]
+    first = model(**segments[0], attention_mask=torch.ones_like(IDS))
+    second = model(**segments[1], mems=first.mems, attention_mask=torch.ones_like(IDS))
     outputs = {"logits": torch.stack([first.logits, second.logits])}
     return outputs | {f"mems.{i}": states for i, states in enumerate(second.mems or ())}
 
@@ -239,13 +249,16 @@ OWN_CONFIGS = {
     "absolute": {"attn_type": 2, "mem_len": 0, "cutoffs": [], "div_val": 1},
     "learned-absolute": {"attn_type": 3, "mem_len": 0, "cutoffs": [], "div_val": 1},
     "empty-memory": {"initial_memory": "empty", "same_length_counts_self": False},
+    "gated": {"gating": "gru", "initial_memory": "empty"},
+    "vectors": {"vocab_size": 0, "input_size": 7, "num_labels": 3},
 }
 
 
 def build(name: str = "div2-embed-narrower", **changes):
     torch.manual_seed(0)
     config = TransfoXLConfig(**(SMALL | (CONFIGS | OWN_CONFIGS)[name] | changes))
-    model = TransfoXLForSequenceClassification(config) if name == "classifier" else TransfoXLForCausalLM(config)
+    heads = {"classifier": TransfoXLForSequenceClassification, "vectors": TransfoXLForTokenClassification}
+    model = heads.get(name, TransfoXLForCausalLM)(config)
     for parameter in model.parameters():
         # Biases start at zero, where nobody would notice that they were lost.
         torch.nn.init.normal_(parameter, std=0.2)
@@ -263,19 +276,24 @@ elif sys.argv[2] == "with-package":
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+import transformers
 
 IDS = torch.arange(1, 25).view(2, 12)
+VECTORS = torch.arange(168.0).sin().view(2, 12, 7)
+heads = {"classifier": "AutoModelForSequenceClassification", "vectors": "AutoModelForTokenClassification"}
 options = {"trust_remote_code": True} if sys.argv[2] == "without-package" else {}
 legacy = sys.argv[2] == "transformers-4.35"
 for folder in Path(sys.argv[3]).iterdir():
-    auto = AutoModelForSequenceClassification if folder.name == "classifier" else AutoModelForCausalLM
+    auto = getattr(transformers, heads.get(folder.name, "AutoModelForCausalLM"))
     model = auto.from_pretrained(folder, **options).eval()
+    segments = [{"input_ids": IDS}, {"input_ids": IDS.flip(1)}]
+    if folder.name == "vectors":
+        segments = [{"inputs_embeds": VECTORS}, {"inputs_embeds": VECTORS.flip(1)}]
     # The legacy model has no mask.
     mask = {} if legacy else {"attention_mask": torch.ones_like(IDS)}
     with torch.no_grad():
-        first = model(IDS, **mask)
-        second = model(IDS.flip(1), mems=first.mems, **mask)
+        first = model(**segments[0], **mask)
+        second = model(**segments[1], mems=first.mems, **mask)
     logits = [getattr(output, "logits", None) for output in (first, second)]
     if logits[0] is None:
         logits = [first.prediction_scores, second.prediction_scores]

@@ -29,6 +29,7 @@ VARIANTS = {
     "shaw": {"attn_type": 1},
     "shaw-clamp-zeros": {"attn_type": 1, "clamp_len": 4, "initial_memory": "zeros"},
     "wide-heads": {"n_head": 3, "d_head": 7},
+    "gated": {"gating": "gru", "gate_bias": 0.5},
 }
 # "auto" is one of the others.
 BACKENDS = [name for name in RELATIVE_ATTENTION_FUNCTIONS if name != "auto"]
@@ -84,7 +85,9 @@ def test_model_is_the_papers_equations(make_model, make_ids, variant, backend):
             close(states.double(), reference_states, 2e-5)
 
 
-@pytest.mark.parametrize("changes", [{}, {"pre_lnorm": True}, {"clamp_len": 2, "div_val": 1}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"pre_lnorm": True}, {"clamp_len": 2, "div_val": 1}, {"gating": "gru"}], ids=str
+)
 @pytest.mark.parametrize("same_length", [False, True], ids=["all", "same_length"])
 @pytest.mark.parametrize("attn_type", [2, 3], ids=["vaswani", "al-rfou"])
 @torch.no_grad()

@@ -20,7 +20,10 @@ class TransfoXLConfig(PreTrainedConfig):
     `config.json` loads unchanged.
 
     Args:
-        vocab_size (`int`, defaults to 267735): V, the number of tokens.
+        vocab_size (`int`, defaults to 267735):
+            V, the number of tokens. 0: there are none, and the model is fed with `inputs_embeds` alone, see
+            `input_size`. It then has no table, and what describes tables and tokens (`cutoffs`, `d_embed`, `div_val`,
+            the ties, the ids of special tokens) describes nothing.
         cutoffs (`list[int]`, defaults to `[20000, 40000, 200000]`):
             Where the bins of the adaptive input and softmax end; the last bin ends at `vocab_size`. Empty: one bin.
         d_model (`int`, defaults to 1024): D, the width of the hidden states; even, for the sinusoids.
@@ -76,6 +79,15 @@ class TransfoXLConfig(PreTrainedConfig):
             Rows of the learned positions of `attn_type` 1 and 3; by default `tgt_len + ext_len + mem_len`. Further
             distances use the row of the furthest one, so that lengths may change after training.
         output_logits (`bool`, defaults to `False`): Return logits beside a loss though the model has cutoffs.
+        input_size (`int`, *optional*):
+            With `vocab_size=0`, the width of `inputs_embeds`, which a linear layer projects to `d_model`. None: they
+            are `d_model` wide and enter the first layer as they are.
+        gating (`str`, *optional*):
+            `"gru"`: a gate like a GRU's joins what a sub-layer returns with what entered it, in place of their sum,
+            and what enters is normalised, whatever `pre_lnorm` says (GTrXL, Parisotto et al., 2020,
+            https://arxiv.org/abs/1910.06764; the equations are at `TransfoXLGate`). None: no gates.
+        gate_bias (`float`, defaults to 2.0):
+            b_g at the start: the larger it is, the nearer each gated layer is to the identity.
 
     Raises:
         ValueError: a field, or the fields together, describe no model; the message names them.
@@ -140,9 +152,17 @@ class TransfoXLConfig(PreTrainedConfig):
     tgt_len: int = 128
     max_klen: int | None = None
     output_logits: bool = False
+    input_size: int | None = None
+    gating: str | None = None
+    gate_bias: float | int = 2.0
 
     def __post_init__(self, **kwargs):
         self.cutoffs = list(self.cutoffs)
+        if self.vocab_size == 0:
+            self.cutoffs, self.tie_projs = [], []
+            self.bos_token_id = self.eos_token_id = self.pad_token_id = None
+        if self.gating is not None:
+            self.pre_lnorm = True
         if "tie_weight" in kwargs:
             self.tie_word_embeddings = kwargs.pop("tie_weight")
         if self.tie_projs is None:
@@ -174,7 +194,6 @@ class TransfoXLConfig(PreTrainedConfig):
         """Part of the `@strict` validation: fields that fit together."""
         self._validate_sizes()
         self._validate_numbers()
-        self._validate_token_ids()
         if self.attn_type not in (0, 1, 2, 3):
             raise ValueError(f"attn_type={self.attn_type} must be 0, 1, 2 or 3")
         self.check_lengths(mem_len=self.mem_len, ext_len=self.ext_len, tgt_len=self.tgt_len)
@@ -187,21 +206,32 @@ class TransfoXLConfig(PreTrainedConfig):
             raise ValueError(f"init={self.init!r} must be 'normal' or 'uniform'")
         if self.initial_memory not in ("zeros", "empty"):
             raise ValueError(f"initial_memory={self.initial_memory!r} must be 'zeros' or 'empty'")
+        if self.gating not in (None, "gru"):
+            raise ValueError(f"gating={self.gating!r} must be None or 'gru'")
         if self.sample_softmax > 0:
             raise ValueError(
                 f"sample_softmax={self.sample_softmax}: sampled softmax is not offered; use -1 with cutoffs instead"
             )
-        self._validate_bins()
+        if self.vocab_size > 0:
+            self._validate_token_ids()
+            self._validate_bins()
 
     def _validate_sizes(self):
-        for name in ("vocab_size", "d_model", "d_embed", "n_head", "d_head", "d_inner", "n_layer", "div_val"):
+        least = {"vocab_size": 0, "d_model": 1, "d_embed": 1, "n_head": 1, "d_head": 1, "d_inner": 1, "n_layer": 1}
+        least |= {"div_val": 1} if self.input_size is None else {"div_val": 1, "input_size": 1}
+        for name, smallest in least.items():
             size, largest = getattr(self, name), MAX_LAYERS if name == "n_layer" else 2**31 - 1
-            if size < 1:
-                raise ValueError(f"{name}={size} must be at least 1")
+            if size < smallest:
+                raise ValueError(f"{name}={size} must be at least {smallest}")
             if size > largest:
                 raise ValueError(f"{name}={size} must be at most {largest}")
         if self.d_model % 2:
             raise ValueError(f"d_model={self.d_model} is odd: the sinusoids need an even d_model")
+        if self.input_size is not None and self.vocab_size > 0:
+            raise ValueError(
+                f"input_size={self.input_size} is the width of inputs_embeds of a model without tokens, but "
+                f"vocab_size={self.vocab_size}: use vocab_size=0, or input_size=None"
+            )
 
     def _validate_numbers(self):
         for name in ("dropout", "dropatt"):
@@ -210,6 +240,8 @@ class TransfoXLConfig(PreTrainedConfig):
         for name in ("layer_norm_epsilon", "init_range", "proj_init_std", "init_std"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be a finite number that is not negative")
+        if not math.isfinite(self.gate_bias):
+            raise ValueError(f"gate_bias={self.gate_bias} must be a finite number")
 
     def _validate_token_ids(self):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -247,7 +279,9 @@ class TransfoXLConfig(PreTrainedConfig):
 
     @property
     def bins(self) -> list[tuple[int, int, int]]:
-        """The bins of the adaptive input and softmax as (first token, end, embedding width)."""
+        """The bins of the adaptive input and softmax as (first token, end, embedding width); none without tokens."""
+        if self.vocab_size == 0:
+            return []
         ends = [0, *self.cutoffs, self.vocab_size]
         return [
             (start, end, self.d_embed // self.div_val**i)

@@ -70,6 +70,9 @@ register_checkpoint_conversion_mapping(
         WeightRenaming("pos_ff.CoreNet.0", "mlp.up_proj"),
         WeightRenaming("pos_ff.CoreNet.3", "mlp.down_proj"),
         WeightRenaming("pos_ff.layer_norm", "mlp_layer_norm"),
+        # The legacy model has no gates: it would leave them out, with a warning.
+        WeightRenaming("dec_attn.gate", "self_attn_gate"),
+        WeightRenaming("pos_ff.gate", "mlp_gate"),
         # The PyTorch original has q_net and kv_net where positions are absolute. These are read but never written, as
         # the pattern (?!), which matches nothing, says of the way back.
         WeightRenaming("dec_attn.q_net", "self_attn.q_proj(?!)"),
@@ -108,7 +111,7 @@ MODEL_CARD = """---
 # {title}
 
 A Transformer-XL model ([Dai et al., 2019](https://arxiv.org/abs/1901.02860)) with {config.n_layer} layers of width
-{config.d_model} over a vocabulary of {config.vocab_size}, which remembers {config.mem_len} hidden states per layer
+{config.d_model} over {inputs}, which remembers {config.mem_len} hidden states per layer
 (initial memory: {config.initial_memory}).
 {origin}
 The code is in this repository, so nothing needs to be installed beside `transformers`:
@@ -154,6 +157,7 @@ def model_card(
         metadata=metadata.to_yaml(),
         title=plain_markdown(repo_id),
         config=config,
+        inputs=f"a vocabulary of {config.vocab_size}" if config.vocab_size else "vectors, without a vocabulary",
         origin=f"\n{origin}\n" if origin else "",
         imports=f"{auto_class}, AutoTokenizer" if tokenizer else auto_class,
         auto_class=auto_class,

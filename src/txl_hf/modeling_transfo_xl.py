@@ -286,23 +286,61 @@ class TransfoXLAttention(nn.Module):
         return projected.view(*projected.shape[:2], *self.heads).transpose(1, 2)
 
 
+class TransfoXLGate(nn.Module):
+    """What joins a sub-layer's output with its input, instead of a sum: the gate of GTrXL that is like a GRU
+    (Parisotto et al., 2020, https://arxiv.org/abs/1910.06764, Section 3.2). With x what entered the sub-layer, and y
+    what it has returned:
+
+        r = σ(W_r y + U_r x),    z = σ(W_z y + U_z x - b_g),    ĥ = tanh(W_g y + U_g (r ⊙ x)),
+        g(x, y) = (1 - z) ⊙ x + z ⊙ ĥ.
+
+    b_g begins at `config.gate_bias`: above 0 it keeps z small, so that at first a layer hardly changes what enters.
+    `y_proj` holds the rows of W_r, W_z and W_g in this order, `x_proj` those of U_r and U_z, `candidate_proj` is U_g,
+    and `bias` b_g.
+    """
+
+    def __init__(self, config: TransfoXLConfig):
+        super().__init__()
+        width = config.d_model
+        self.y_proj = nn.Linear(width, 3 * width, bias=False)
+        self.x_proj = nn.Linear(width, 2 * width, bias=False)
+        self.candidate_proj = nn.Linear(width, width, bias=False)
+        self.bias = nn.Parameter(torch.full((width,), float(config.gate_bias)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """(B, L, D) of x and y, (B, L, D) each."""
+        r_of_y, z_of_y, h_of_y = project(self.y_proj, y).chunk(3, dim=-1)
+        r_of_x, z_of_x = project(self.x_proj, x).chunk(2, dim=-1)
+        r = torch.sigmoid(r_of_y + r_of_x)
+        z = torch.sigmoid(z_of_y + z_of_x - self.bias)
+        candidate = torch.tanh(h_of_y + project(self.candidate_proj, r * x))
+        return (1 - z) * x + z * candidate
+
+
 class TransfoXLLayer(GradientCheckpointingLayer):
     """One layer, as the equations that end Section 3.3 have it. With h the segment, m the memory and h̃ = [m, h]:
 
         o = LayerNorm(h + W_o · attention of h to h̃),    the next h = LayerNorm(o + feed-forward(o)).
 
-    With `pre_lnorm`, what enters attention and feed-forward is normalised instead of the sums.
+    With `pre_lnorm`, what enters attention and feed-forward is normalised instead of the sums. `gating` does so too,
+    and puts gates (`TransfoXLGate`) in the place of the sums (GTrXL, Parisotto et al., 2020, Sections 3.1 and 3.2):
+
+        o = g(h, ReLU(W_o · attention of LayerNorm(h) to LayerNorm(h̃))),
+        the next h = g'(o, ReLU(feed-forward(LayerNorm(o)))).
     """
 
     def __init__(self, config: TransfoXLConfig, layer_idx: int):
         super().__init__()
-        self.pre_lnorm = config.pre_lnorm
+        gated = config.gating is not None
+        self.pre_lnorm = config.pre_lnorm or gated
         # With absolute positions the original normalises what keys and values are made of, but not the queries.
-        self.normalize_queries = config.attn_type in (0, 1)
+        self.normalize_queries = config.attn_type in (0, 1) or gated
         self.self_attn = TransfoXLAttention(config, layer_idx)
         self.self_attn_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
+        self.self_attn_gate = TransfoXLGate(config) if gated else None
         self.mlp = TransfoXLMLP(config)
         self.mlp_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
+        self.mlp_gate = TransfoXLGate(config) if gated else None
 
     def forward(self, hidden_states: Tensor, memory: Tensor | None = None, **kwargs) -> Tensor:
         """
@@ -317,11 +355,17 @@ class TransfoXLLayer(GradientCheckpointingLayer):
         if self.pre_lnorm:
             context = self.self_attn_layer_norm(context)
             queries = context[:, -hidden_states.shape[1] :] if self.normalize_queries else hidden_states
-        hidden_states = hidden_states + self.self_attn(queries, context, **kwargs)[0]
+        attended = self.self_attn(queries, context, **kwargs)[0]
+        hidden_states = _join(hidden_states, attended, self.self_attn_gate)
         if self.pre_lnorm:
-            return hidden_states + self.mlp(self.mlp_layer_norm(hidden_states))
+            return _join(hidden_states, self.mlp(self.mlp_layer_norm(hidden_states)), self.mlp_gate)
         hidden_states = self.self_attn_layer_norm(hidden_states)
         return self.mlp_layer_norm(hidden_states + self.mlp(hidden_states))
+
+
+def _join(entered: Tensor, returned: Tensor, gate: TransfoXLGate | None) -> Tensor:
+    """What goes on from a sub-layer: a sum, or what a gate makes of it."""
+    return entered + returned if gate is None else gate(entered, returned.relu())
 
 
 class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
@@ -355,6 +399,8 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
         elif isinstance(module, nn.LayerNorm):
             init.normal_(module.weight, 1.0, self.config.init_std)
             init.zeros_(module.bias)
+        elif isinstance(module, TransfoXLGate):
+            init.constant_(module.bias, self.config.gate_bias)
         elif isinstance(module, TransfoXLAttention | TransfoXLModel):
             for name, parameter in module.named_parameters(recurse=False):
                 if name == "r_bias":
@@ -396,8 +442,10 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
         """As in `transformers`: tokens come and go at the end of the vocabulary, which is in the last bin.
 
         Raises:
-            ValueError: fewer tokens than the last cutoff needs.
+            ValueError: fewer tokens than the last cutoff needs, or a model without tokens.
         """
+        if self.config.vocab_size == 0:
+            raise ValueError("vocab_size=0 means that there are no token embeddings to resize")
         embeddings = self.get_input_embeddings()
         if new_num_tokens is None and pad_to_multiple_of is None:
             return embeddings
@@ -435,20 +483,44 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
     ) -> tuple[Tensor, ...] | None:
         """What precedes the first segment: n_layer tensors (B, M, D) of zeros or (B, 0, D), or None if M = 0.
 
-        The device is that of the embeddings unless another is given, the type theirs; M is `config.mem_len` likewise.
+        Device and type are those of the hidden states unless a device is given; M is `config.mem_len` likewise.
         """
-        weight = self.get_input_embeddings().emb_layers[0].weight
+        first = self.first_parameter
         if mem_len is None:
             mem_len = self.config.mem_len
-        return initial_memory(self.config, mem_len, batch_size, weight.dtype, device or weight.device)
+        return initial_memory(self.config, mem_len, batch_size, first.dtype, device or first.device)
+
+    @property
+    def first_parameter(self) -> nn.Parameter:
+        """One that has the type of the hidden states, where they begin; neither quantised nor adapted."""
+        if self.config.vocab_size > 0:
+            return self.get_input_embeddings().emb_layers[0].weight
+        return self.base_model.layers[0].self_attn_layer_norm.weight
+
+
+class VectorEmbedding(nn.Linear):
+    """From vectors of any floating-point type, (B, L, F), to what enters the first layer, (B, L, D)."""
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        # Under autocast a product returns a narrower type than the memory has.
+        return super().forward(vectors.to(self.weight.dtype)).to(self.weight.dtype)
 
 
 class TransfoXLModel(TransfoXLPreTrainedModel):
-    """Transformer-XL without a head: hidden states and memory."""
+    """Transformer-XL without a head: hidden states and memory.
+
+    With `vocab_size=0` it has no table of tokens and reads vectors, `inputs_embeds`, alone.
+    """
 
     def __init__(self, config: TransfoXLConfig):
         super().__init__(config)
-        self.embed_tokens = AdaptiveEmbedding(config)
+        if config.vocab_size > 0:
+            self.embed_tokens = AdaptiveEmbedding(config)
+        else:
+            self._input_embed_layer, self.main_input_name = "embed_vectors", "inputs_embeds"
+            self.embed_vectors = (
+                nn.Identity() if config.input_size is None else VectorEmbedding(config.input_size, config.d_model)
+            )
         # One for each place, so that each can be replaced by itself.
         self.input_dropout = nn.Dropout(config.dropout)
         self.position_dropout = nn.Dropout(config.dropout)
@@ -498,7 +570,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 zeros alone, not what is added to scores.
             past_key_values: the memory as projected keys and values, continued in place. An empty one starts from
                 `mems`, or from the initial memory. A mask of the whole text begins behind those.
-            inputs_embeds: (B, L, D), instead of `input_ids`, on the scale of `get_input_embeddings()(input_ids)`.
+            inputs_embeds: (B, L, D), instead of `input_ids`, on the scale of `get_input_embeddings()(input_ids)`; all
+                that a model without tokens takes (`vocab_size=0`), (B, L, `input_size`) if that is set.
             use_cache: return `past_key_values` instead of `mems`.
             lengths: how long the memory and the distances are in this call, instead of in the configuration, which
                 a call never writes to: threads may share a model and use different lengths.
@@ -530,6 +603,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         if input_ids is None and key_mask is not None:
             # Tables hold numbers; what a caller's padding holds must not spread.
             inputs_embeds = hide_states(inputs_embeds, key_mask[:, memory.length :])
+        if self.config.vocab_size == 0:
+            inputs_embeds = self.embed_vectors(inputs_embeds)
 
         hidden_states = self._embed_positions(inputs_embeds, filled.clamp_len)
         # What depends on distances alone can be projected once for many calls, where no gradient or dropout is drawn.
@@ -570,17 +645,27 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         )
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """(B, L, D) from the one that is given."""
+        """(B, L, D) from the one that is given; (B, L, F) vectors as they are given."""
+        if input_ids is not None and self.config.vocab_size == 0:
+            raise ValueError(
+                "input_ids were given, but vocab_size=0 means that there are no tokens: use inputs_embeds"
+            )
         if input_ids is not None and inputs_embeds is None:
             if input_ids.dim() != 2 or input_ids.shape[1] == 0:
                 raise ValueError(f"input_ids are {tuple(input_ids.shape)}, not (B, L) with at least one token")
             return self.embed_tokens(input_ids)
         if input_ids is not None or inputs_embeds is None:
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
+            needed = "inputs_embeds" if self.config.vocab_size == 0 else "exactly one of input_ids and inputs_embeds"
+            raise ValueError(f"give {needed}")
         if inputs_embeds.dim() != 3 or inputs_embeds.shape[1] == 0:
             raise ValueError(f"inputs_embeds are {tuple(inputs_embeds.shape)}, not (B, L, D) with at least one token")
-        if inputs_embeds.shape[-1] != self.config.d_model:
-            raise ValueError(f"inputs_embeds are {inputs_embeds.shape[-1]} wide, not d_model={self.config.d_model}")
+        name = "d_model" if self.config.input_size is None else "input_size"
+        if inputs_embeds.shape[-1] != getattr(self.config, name):
+            raise ValueError(
+                f"inputs_embeds are {inputs_embeds.shape[-1]} wide, not {name}={getattr(self.config, name)}"
+            )
+        if not inputs_embeds.is_floating_point():
+            raise ValueError(f"inputs_embeds are {inputs_embeds.dtype}, no floating-point vectors")
         return inputs_embeds
 
     def _find_resets(
@@ -683,6 +768,11 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
     """Transformer-XL with the adaptive softmax over the next token."""
 
     def __init__(self, config: TransfoXLConfig):
+        if config.vocab_size == 0:
+            raise ValueError(
+                f"{type(self).__name__} predicts tokens, but vocab_size=0 means that there are none: use "
+                "TransfoXLModel or a classifier, or give the model a vocabulary"
+            )
         super().__init__(config)
         self.transformer = TransfoXLModel(config)
         self.lm_head = AdaptiveLogSoftmax(config)

@@ -106,6 +106,8 @@ class Regularizer:
             self._lock(layer.get_submodule("mlp"), "dropout", arguments.mlp_dropout)
         self._lock(transformer, "output_dropout", arguments.output_dropout)
         if arguments.word_dropout:
+            if transformer.config.vocab_size == 0:
+                raise ValueError("word_dropout drops words, but vocab_size=0 means that there are none: set it to 0")
             self._hooks.append(transformer.embed_tokens.register_forward_hook(self._drop_words))
         if arguments.ar or arguments.tar:
             self._hooks.append(transformer.output_dropout.register_forward_hook(self._keep_outputs))

@@ -268,7 +268,7 @@ class TransfoXLTrainer(Trainer):
         if not memory:
             return {}
         # Mixed precision returns everything in fp32, also what a model in bf16 wants back in bf16.
-        dtype = self.model.get_input_embeddings().emb_layers[0].weight.dtype
+        dtype = self.model.first_parameter.dtype
         mems, mask = tuple(states.detach().to(dtype) for states in memory["mems"]), memory["mems_mask"]
         if self.args.torch_compile:
             # A captured graph writes its outputs to the same place at every step.
