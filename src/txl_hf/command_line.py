@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 
 __all__ = ["CommandParser", "one_line_errors"]
 
+# Which extra has what another than `train` has.
+EXTRAS = dict.fromkeys(("miditok", "symusic", "music21", "pretty_midi"), "music")
+
 
 class CommandParser(argparse.ArgumentParser):
     """An `ArgumentParser` whose options are declared with underscores and may be typed with hyphens."""
@@ -29,7 +32,8 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        sys.exit(f'error: {error.name} is not installed: pip install "txl-hf[train]"')
+        extra = EXTRAS.get(str(error.name).partition(".")[0], "train")
+        sys.exit(f'error: {error.name} is not installed: pip install "txl-hf[{extra}]"')
     except (ValueError, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     except KeyboardInterrupt:

@@ -30,6 +30,9 @@ __all__ = [
     "find_files",
     "read_files",
     "read_rows",
+    "some_names",
+    "split_of",
+    "unpack",
     "wanted",
 ]
 

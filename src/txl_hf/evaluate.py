@@ -51,6 +51,7 @@ from .corpora import CorpusError, count_batch, count_stream
 from .encoding import encode_bytes, encode_lines
 from .evaluation import LanguageModelEvaluation, evaluate_language_model, figures
 from .files import whole_file, write_text
+from .midi import is_midi_tokenizer, load_midi_tokenizer
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .prepare import INFORMATION
 
@@ -64,7 +65,7 @@ class Text:
     """A tokenised text; `words` and `characters` are those of the whole, None where they are not known."""
 
     token_ids: Any
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any
     corpus: str | None = None
     words: int | None = None
     characters: int | None = None
@@ -384,6 +385,8 @@ def read_text(options: argparse.Namespace) -> Text:
     tokenizer = load_tokenizer(options.tokenizer or options.model)
     if tokenizer is None:
         raise CorpusError(f"{options.tokenizer or options.model} has no tokenizer: name one with --tokenizer")
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise CorpusError(f"{options.model} reads music: --data {options.data} must be a folder of txl-prepare")
     return read_raw(options.data, tokenizer)
 
 
@@ -397,10 +400,10 @@ def read_prepared(folder: Path, split: str) -> Text:
     counts = information["splits"][split]
     return Text(
         token_ids=DatasetDict.load_from_disk(folder)[split].with_format("numpy")["token_ids"],
-        tokenizer=AutoTokenizer.from_pretrained(folder),
+        tokenizer=load_tokenizer(str(folder)),
         corpus=information["corpus"],
-        words=counts["words"],
-        characters=counts["characters"],
+        words=counts.get("words"),
+        characters=counts.get("characters"),
     )
 
 
@@ -425,8 +428,10 @@ def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> Text:
     return Text(token_ids, tokenizer, words=words + len(lines), characters=characters)
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
-    """None where there is none."""
+def load_tokenizer(name: str) -> Any:
+    """One of transformers or of MidiTok; None where there is none."""
+    if is_midi_tokenizer(name):
+        return load_midi_tokenizer(name)
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, TypeError):
@@ -441,9 +446,11 @@ def check_vocabulary(text: Text, config: TransfoXLConfig, options: argparse.Name
             f"of {config.vocab_size}"
         )
     trained_with = load_tokenizer(options.model)
-    if trained_with is None or trained_with.get_vocab() == text.tokenizer.get_vocab():
+    if trained_with is None:
         return
     symbols, expected = (list_symbols(tokenizer) for tokenizer in (text.tokenizer, trained_with))
+    if symbols == expected:
+        return
     pairs = zip_longest(symbols, expected)
     index, (found, wanted) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     raise CorpusError(
@@ -452,8 +459,11 @@ def check_vocabulary(text: Text, config: TransfoXLConfig, options: argparse.Name
     )
 
 
-def list_symbols(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    return tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+def list_symbols(tokenizer: Any) -> list[str]:
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        return tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    vocabulary = tokenizer.vocab_model or tokenizer.vocab
+    return sorted(vocabulary, key=vocabulary.get)
 
 
 if __name__ == "__main__":

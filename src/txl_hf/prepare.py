@@ -4,6 +4,7 @@
     txl-prepare --corpus wikitext-2 --output data/wikitext-2       # from the Hub
     txl-prepare --corpus text --input book.txt --mode characters --output data/book
     txl-prepare --corpus wikitext-2 --input wikitext-2 --tokenizer gpt2 --output data/gpt2
+    txl-prepare --corpus midi --input midi-files --transpose 5 --output data/music
 
 | corpus | as distributed | symbols | vocabulary |
 |---|---|---|---|
@@ -24,6 +25,13 @@ names says which part they are: train or training; valid, validation, val or dev
 are one text, in the order of their names, of which 90, 5 and 5 % of the lines are taken. Its characters and bytes are
 numbered over all three parts; lines keep their ends. Its vocabulary begins with `<eos>`, `<unk>` and `<pad>`. Which
 file went where is printed, and in `corpus.json`.
+
+`--corpus midi` is a folder with MIDI files, however nested, as tokens of MidiTok: REMI, or with `--tokens compound`
+compound words, each an event of several attributes. `--bpe SIZE` joins tokens that often follow one another, and
+`--tokenizer FOLDER` has another tokenizer of MidiTok. A piece goes into a split as a text does, or 5 % of the pieces
+go into validation and test each, and with it whatever has the same notes in another key. `--transpose N` adds each
+piece of the training split in the keys up to N semitones above and below. Each piece begins with BOS and ends with
+EOS. Files that cannot be read are named, counted and left out. The tokenizer is MidiTok's own file.
 
 `--input` is a folder with these files, the archive they come in, or the one file that it is. The names that the
 originals' getdata.sh gives the files (`train.txt`, `valid.txt`, `test.txt`) will do too. As in the originals, lm1b is
@@ -74,6 +82,15 @@ from .corpora import (
     wanted,
 )
 from .encoding import LINE_FEED, encode_bytes, encode_lines, ends_lines
+from .midi import (
+    Piece,
+    boundary_tokens,
+    load_midi_tokenizer,
+    make_midi_tokenizer,
+    read_pieces,
+    split_pieces,
+    tokenise_pieces,
+)
 from .tokenization_transfo_xl_backend import LINE_END_MODES
 
 if TYPE_CHECKING:
@@ -85,6 +102,7 @@ if TYPE_CHECKING:
 __all__ = ["INFORMATION", "main"]
 
 INFORMATION = "corpus.json"
+MIDI = "midi"
 # Characters of a stream's piece that are tokenised together.
 PIECE = 4096
 
@@ -104,12 +122,14 @@ def main(argv: list[str] | None = None) -> None:
             (Path(scratch) / "output").rename(output)
     for split, counts in information["splits"].items():
         print(f"{split:<10}", ", ".join(f"{count:>11,} {name}" for name, count in counts.items()))
-    print(f"{output} holds {information['corpus']} with a vocabulary of {information['vocab_size']:,}.")
+    size = information["vocab_size"]
+    sizes = f"{size:,}" if isinstance(size, int) else " × ".join(map(str, size))
+    print(f"{output} holds {information['corpus']} with a vocabulary of {sizes}.")
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", choices=CORPORA, required=True, help="the conventions to follow")
+    parser.add_argument("--corpus", choices=[*CORPORA, MIDI], required=True, help="the conventions to follow")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--input", type=Path, help="folder, archive or file")
     source.add_argument("--dataset", help="a data set on the Hub, or a folder of one; a row is a line")
@@ -122,7 +142,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     text.add_argument("--mode", choices=["whitespace", "moses", "characters", "bytes"], help="(whitespace)")
     text.add_argument("--lower_case", action="store_true", default=None)
     text.add_argument("--min_freq", type=int, help="rarer symbols become <unk> (0)")
+    music = parser.add_argument_group("tokens of --corpus midi")
+    music.add_argument("--tokens", choices=["remi", "compound"], help="(remi)")
+    music.add_argument("--bpe", type=int, metavar="SIZE", help="size of a vocabulary with joined tokens (none are)")
+    music.add_argument("--transpose", type=int, metavar="SEMITONES", help="up and down, training split only (0)")
     options = parser.parse_args(argv)
+    check_music(parser, options)
     chosen = [name for name in ("mode", "lower_case", "min_freq") if getattr(options, name) is not None]
     if chosen and (options.corpus != "text" or options.tokenizer):
         parser.error(f"--{chosen[0]} is for --corpus text without --tokenizer, which otherwise decide")
@@ -131,8 +156,27 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return options
 
 
+def check_music(parser: argparse.ArgumentParser, options: argparse.Namespace):
+    """Refuse what is for music with a text, and what is for a text with music."""
+    chosen = [name for name in ("tokens", "bpe", "transpose") if getattr(options, name) is not None]
+    if options.corpus != MIDI:
+        if chosen:
+            parser.error(f"--{chosen[0]} is for --corpus {MIDI}")
+        return
+    if options.input is None:
+        parser.error(f"--corpus {MIDI} needs --input, a folder of MIDI files or its archive")
+    if options.tokens and options.tokenizer:
+        parser.error("--tokens is for a tokenizer that is made, not for the one of --tokenizer")
+    if options.bpe is not None and options.tokens == "compound":
+        parser.error("--bpe joins tokens of --tokens remi: events of compound tokens are not joined")
+    if not 0 <= (options.transpose or 0) <= 11:
+        parser.error(f"--transpose {options.transpose} must be 0 to 11 semitones")
+
+
 def prepare(options: argparse.Namespace, scratch: Path) -> dict:
     """Write the corpus to scratch/output; returns what corpus.json holds."""
+    if options.corpus == MIDI:
+        return prepare_midi(options, scratch)
     convention = chosen_convention(options)
     texts, files, vocabulary = read(options, convention, scratch)
     tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
@@ -162,9 +206,81 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict:
         "splits": {split: {"tokens": len(tokens[split])} | counts[split] for split in SPLITS},
         "versions": {name: version(name) for name in ("txl-hf", "transformers", "datasets")},
     }
-    text = json.dumps(information, indent=2) + "\n"
-    (scratch / "output" / INFORMATION).write_text(text, encoding="utf-8")
+    write_information(information, scratch / "output")
     return information
+
+
+def write_information(information: dict[str, Any], folder: Path) -> None:
+    (folder / INFORMATION).write_text(json.dumps(information, indent=2) + "\n", encoding="utf-8")
+
+
+def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:
+    """Write a folder of MIDI files to scratch/output; returns what corpus.json holds."""
+    tokenizer = midi_tokenizer(options)
+    begin, end = boundary_tokens(tokenizer)
+    pieces, left_out, root = read_pieces(options.input, tokenizer, options.num_proc, scratch)
+    splits, repeated = split_pieces(pieces, root)
+    tell_pieces(splits, left_out, repeated)
+    if options.bpe is not None:
+        train_pairs(tokenizer, options.bpe, splits["train"])
+    tokens, parts = {}, {}
+    for split, chosen in splits.items():
+        semitones = (options.transpose or 0) if split == "train" else 0
+        cache = scratch / f"{split}.arrow"
+        tokens[split] = tokenise_pieces(chosen, tokenizer, semitones, options.num_proc, cache)
+        parts[split] = {"tokens": len(tokens[split]), "pieces": len(chosen), "notes": sum(p.notes for p in chosen)}
+    write(tokens, tokenizer, scratch / "output")
+    information = {
+        "corpus": MIDI,
+        "source": options.input.name,
+        "files": {split: [piece.name for piece in chosen] for split, chosen in splits.items()},
+        "left_out": left_out | {piece.name: "held out in another split, or in none" for piece in repeated},
+        "tokenizer": type(tokenizer).__name__,
+        "transpose": options.transpose or 0,
+        "document_start": begin,
+        "document_end": end,
+        "vocab_size": tokenizer.len if tokenizer.is_multi_voc else len(tokenizer),
+        "splits": parts,
+        "versions": {name: version(name) for name in ("txl-hf", "miditok", "symusic", "datasets")},
+    }
+    write_information(information, scratch / "output")
+    return information
+
+
+def midi_tokenizer(options: argparse.Namespace) -> Any:
+    if options.tokenizer is None:
+        return make_midi_tokenizer(options.tokens or "remi")
+    try:
+        tokenizer = load_midi_tokenizer(options.tokenizer)
+    except ValueError as error:
+        raise CorpusError(f"--tokenizer {error}") from None
+    if options.bpe is not None and (tokenizer.is_trained or tokenizer.is_multi_voc):
+        raise CorpusError(
+            f"--tokenizer {options.tokenizer} joins tokens already, or has compound ones: leave out --bpe"
+        )
+    return tokenizer
+
+
+def tell_pieces(splits: dict[str, list[Piece]], left_out: dict[str, str], repeated: list[Piece]):
+    """Say what went where, and what went nowhere."""
+    for split, pieces in splits.items():
+        print(f"{split}: {some([piece.name for piece in pieces])}")
+    if left_out:
+        print(f"{len(left_out)} file(s) left out:")
+        for name, reason in left_out.items():
+            print(f"  {name}: {reason}")
+    if repeated:
+        names = some([piece.name for piece in repeated])
+        print(f"{len(repeated)} file(s) left out that are held out in another split, or named after none: {names}")
+    if other := [piece.name for piece in chain.from_iterable(splits.values()) if piece.other_metre]:
+        print(f"{len(other)} file(s) with a time signature that the tokenizer lacks, and passes over: {some(other)}")
+
+
+def train_pairs(tokenizer: Any, size: int, pieces: list[Piece]):
+    """Let the tokenizer join tokens that often follow one another in these pieces, until it has so many."""
+    if size <= len(tokenizer):
+        raise CorpusError(f"--bpe {size} must be more than the {len(tokenizer)} tokens that are joined")
+    tokenizer.train(vocab_size=size, files_paths=[piece.path for piece in pieces])
 
 
 def chosen_convention(options: argparse.Namespace) -> Convention:
@@ -222,7 +338,7 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
         raise CorpusError(f"--tokenizer {name} does not load: {error}") from None
 
 
-def write(tokens: dict[str, "Dataset"], tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
+def write(tokens: dict[str, "Dataset"], tokenizer: Any, folder: Path) -> None:
     import datasets
 
     # Rows written at once. A slice of a column takes time in proportion to how often that was: 68 ms with the default

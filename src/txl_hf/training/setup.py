@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 from ..configuration_transfo_xl import TransfoXLConfig
 from ..memory_transfo_xl import MemoryLengths
+from ..midi import EVENTS, is_midi_tokenizer, load_midi_tokenizer
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..streams import TokenStream, read_tokens
 from .arguments import (
@@ -34,8 +35,8 @@ from .arguments import (
 # --- text and streams ------------------------------------------------------------------------------------------------
 
 
-def load_data(folder: Path) -> tuple[PreTrainedTokenizerBase, datasets.DatasetDict]:
-    """What prepare_corpus.py wrote; token ids stay on the disk."""
+def load_data(folder: Path) -> tuple[Any, datasets.DatasetDict]:
+    """What prepare_corpus.py wrote, with a tokenizer of transformers or of MidiTok; token ids stay on the disk."""
     if not folder.is_dir():
         problem = "is a file, not a folder" if folder.exists() else "does not exist"
         raise FileNotFoundError(f"--data {folder} {problem}: write one with examples/prepare_corpus.py")
@@ -47,9 +48,12 @@ def load_data(folder: Path) -> tuple[PreTrainedTokenizerBase, datasets.DatasetDi
     for split in SPLITS:
         if split not in corpus:
             raise ValueError(f"--data {folder} has no split {split!r}, only {', '.join(map(repr, corpus))}")
+        if EVENTS in corpus[split].column_names:
+            raise ValueError(f"--data {folder} has compound tokens, which examples/music/compound.py trains on")
         if "token_ids" not in corpus[split].column_names:
             raise ValueError(f"--data {folder}: the split {split!r} has no column 'token_ids'")
-    return AutoTokenizer.from_pretrained(folder), corpus
+    load = load_midi_tokenizer if is_midi_tokenizer(folder) else AutoTokenizer.from_pretrained
+    return load(folder), corpus
 
 
 def check_texts(corpus: datasets.DatasetDict, config: TransfoXLConfig, arguments: Arguments):

@@ -1,0 +1,342 @@
+"""MIDI files as tokens of MidiTok, for `txl-prepare --corpus midi`: read, split, transposed, tokenised.
+
+MidiTok and symusic are in the extra `music`. They are imported where they are used, so that a text needs neither.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .corpora import SPLITS, CorpusError, some_names, split_of, unpack
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from miditok import MusicTokenizer
+    from symusic import Score
+
+__all__ = [
+    "EVENTS",
+    "MIDI_SUFFIXES",
+    "Piece",
+    "boundary_tokens",
+    "is_midi_tokenizer",
+    "load_midi_tokenizer",
+    "make_midi_tokenizer",
+    "read_pieces",
+    "read_score",
+    "split_pieces",
+    "tokenise_pieces",
+    "transpose",
+]
+
+MIDI_SUFFIXES = (".mid", ".midi", ".kar", ".rmi")
+# The column of compound tokens; token_ids, as everywhere, is that of plain ones.
+EVENTS = "events"
+# Positions of a quarter note that are told apart when two pieces are compared.
+COMPARED = 12
+# Quarter notes, two days at any tempo. A damaged time is read as centuries, each bar of which would be a token.
+LONGEST = 100_000
+TOKENIZER_FILE = "tokenizer.json"
+
+
+class Piece(NamedTuple):
+    """A MIDI file.
+
+    Attributes:
+        path: where it is.
+        name: its path in the folder that was given.
+        fingerprint: what it has in common with its copies and its transpositions alone.
+        notes: how many it has.
+        other_metre: whether it has a time signature that the tokenizer lacks, which MidiTok passes over.
+    """
+
+    path: Path
+    name: str
+    fingerprint: str
+    notes: int
+    other_metre: bool
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def make_midi_tokenizer(tokens: str) -> "MusicTokenizer":
+    """MidiTok's REMI, or its compound words, for music of any instruments, keys, metres and tempos."""
+    import miditok
+
+    config = miditok.TokenizerConfig(
+        pitch_range=(0, 127),
+        num_velocities=16,
+        special_tokens=["PAD", "BOS", "EOS"],
+        use_programs=True,
+        use_tempos=True,
+        use_time_signatures=True,
+        use_key_signatures=tokens == "remi",
+        time_signature_range={2: [2, 3, 4], 4: [1, 2, 3, 4, 5, 6, 7], 8: [3, 5, 6, 7, 9, 12]},
+    )
+    return {"remi": miditok.REMI, "compound": miditok.CPWord}[tokens](config)
+
+
+def is_midi_tokenizer(folder: Path | str) -> bool:
+    """Whether a folder has a tokenizer of MidiTok, whose file has the name of those of transformers."""
+    try:
+        return "tokenization" in json.loads((Path(folder) / TOKENIZER_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+def load_midi_tokenizer(folder: Path | str) -> "MusicTokenizer":
+    """The tokenizer in a folder, whichever of MidiTok's classes it is of.
+
+    Raises:
+        ValueError: there is none, or it is none of MidiTok's.
+    """
+    import miditok
+
+    path = Path(folder) / TOKENIZER_FILE
+    if not is_midi_tokenizer(folder):
+        raise ValueError(f"{folder} has no tokenizer of MidiTok: {TOKENIZER_FILE} must name its tokenization")
+    name = json.loads(path.read_text(encoding="utf-8"))["tokenization"]
+    kind = getattr(miditok, str(name), None)
+    if not (isinstance(kind, type) and issubclass(kind, miditok.MusicTokenizer)):
+        raise ValueError(f"{path} names the tokenization {name!r}, which MidiTok does not have")
+    try:
+        return kind(params=path)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not as MidiTok writes it: {error!r}") from error
+
+
+def boundary_tokens(tokenizer: "MusicTokenizer") -> tuple[Any, Any]:
+    """What a piece begins and ends with: an id each, or an event of compound tokens each.
+
+    Raises:
+        ValueError: the tokenizer has no such tokens, or makes a sequence of each track.
+    """
+    vocabularies = tokenizer.vocab if tokenizer.is_multi_voc else [tokenizer.vocab]
+    if any(token not in vocabulary for token in ("BOS_None", "EOS_None") for vocabulary in vocabularies):
+        raise ValueError("the tokenizer must have the special tokens BOS and EOS, between which each piece lies")
+    if not tokenizer.one_token_stream:
+        raise ValueError("the tokenizer makes a sequence of each track: it must have use_programs=True")
+    begin, end = ([vocabulary[token] for vocabulary in vocabularies] for token in ("BOS_None", "EOS_None"))
+    return (begin, end) if tokenizer.is_multi_voc else (begin[0], end[0])
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def read_pieces(
+    folder: Path, tokenizer: "MusicTokenizer", num_proc: int, scratch: Path
+) -> tuple[list[Piece], dict[str, str], Path]:
+    """The MIDI files of a folder or an archive; of each that cannot be used the name and why; and their folder.
+
+    Raises:
+        CorpusError: there is no MIDI file that can be used.
+    """
+    from datasets import Dataset
+
+    if not folder.exists():
+        raise CorpusError(f"{folder} does not exist")
+    root = unpack(folder, scratch / "unpacked") if folder.name.endswith((".zip", ".tgz", ".tar.gz")) else folder
+    if not root.is_dir():
+        raise CorpusError(f"{folder} is one file: give a folder of MIDI files, or its archive")
+    paths = sorted(path for path in root.rglob("*") if path.is_file() and path.suffix.lower() in MIDI_SUFFIXES)
+    if not paths:
+        raise CorpusError(f"{folder} has no MIDI file, which ends in {', '.join(MIDI_SUFFIXES)}; {some_names(root)}")
+    found = Dataset.from_dict({"path": [str(path) for path in paths]}).map(
+        inspect,
+        input_columns="path",
+        fn_kwargs={"tokenizer": tokenizer},
+        num_proc=processes(len(paths), num_proc),
+        cache_file_name=str(scratch / "pieces.arrow"),
+        desc="read",
+    )
+    pieces, left_out = [], {}
+    for row in found:
+        path = Path(row["path"])
+        name = str(path.relative_to(root))
+        if row["problem"]:
+            left_out[name] = row["problem"]
+        else:
+            pieces.append(Piece(path, name, row["fingerprint"], row["notes"], row["other_metre"]))
+    if not pieces:
+        name, reason = next(iter(left_out.items()))
+        raise CorpusError(
+            f"none of {len(left_out)} MIDI file(s) in {folder} can be used, for instance {name}: {reason}"
+        )
+    return pieces, left_out, root
+
+
+def processes(files: int, num_proc: int) -> int | None:
+    """As many as have something to do; None is this process."""
+    useful = min(num_proc, files // 64)
+    return useful if useful > 1 else None
+
+
+def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
+    """A file as a `Piece` tells of it, or the problem with it."""
+    row: dict[str, Any] = {"fingerprint": "", "notes": 0, "other_metre": False, "problem": ""}
+    try:
+        score = read_score(Path(path))
+        row |= {"fingerprint": fingerprint(score), "notes": score.note_num()}
+        row["other_metre"] = tokenizer.score_has_time_signatures_not_in_vocab(score)
+        if len(tokenizer.encode(score, encode_ids=False)) == 0:
+            row["problem"] = "the tokenizer makes no token of it"
+    except ValueError as error:
+        row["problem"] = str(error)
+    except Exception as error:
+        # Whatever a strange file makes MidiTok stumble over.
+        row["problem"] = f"MidiTok cannot tokenise it: {error!r}"
+    return row
+
+
+def read_score(path: Path) -> "Score":
+    """A MIDI file.
+
+    Raises:
+        ValueError: it is damaged, has no notes, or does not end.
+    """
+    import symusic
+
+    try:
+        score = symusic.Score(path, fmt="midi")
+    except Exception as error:
+        # It raises RuntimeErrors, ValueErrors and what its binding makes of C++'s.
+        raise ValueError(" ".join(str(error).split())) from None
+    if score.ticks_per_quarter <= 0:
+        raise ValueError(f"it has {score.ticks_per_quarter} ticks per quarter note")
+    if score.note_num() == 0:
+        raise ValueError("it has no notes")
+    if score.end() > LONGEST * score.ticks_per_quarter:
+        raise ValueError(f"it lasts {score.end() // score.ticks_per_quarter:,} quarter notes, more than {LONGEST:,}")
+    return score
+
+
+def fingerprint(score: "Score") -> str:
+    """A hash of when notes begin and of the intervals between them, which transposition leaves as they are."""
+    drums: list[np.ndarray] = []
+    others: list[np.ndarray] = []
+    for track in score.tracks:
+        notes = track.notes.numpy()
+        times = notes["time"].astype(np.int64) * COMPARED // score.ticks_per_quarter
+        (drums if track.is_drum else others).append(np.stack([times, notes["pitch"].astype(np.int64)], axis=1))
+    digest = hashlib.blake2b(digest_size=16)
+    for parts, moves in ((others, True), (drums, False)):
+        found = np.unique(np.concatenate(parts), axis=0) if any(len(part) for part in parts) else np.zeros((0, 2))
+        if len(found) and moves:
+            # From the piece's first note and lowest pitch on.
+            found = found - found.min(axis=0)
+        digest.update(found.astype("<i8").tobytes() + b"|")
+    return digest.hexdigest()
+
+
+def split_pieces(pieces: list[Piece], root: Path) -> tuple[dict[str, list[Piece]], list[Piece]]:
+    """The pieces of each split, and those that were kept out of one because they are held out in another.
+
+    Names that tell their split (`split_of`) decide. Without any, 5 % of the pieces are for validation and 5 % for the
+    test, which ones being decided by their fingerprints, so that copies and transpositions of a piece stay together.
+
+    Raises:
+        CorpusError: names tell only some splits, or a split is empty.
+    """
+    named: dict[str | None, list[Piece]] = {}
+    for piece in pieces:
+        named.setdefault(split_of(piece.path, root), []).append(piece)
+    if not set(named) - {None}:
+        return cut_pieces(pieces), []
+    if missing := [split for split in SPLITS if split not in named]:
+        raise CorpusError(
+            f"the folder has MIDI files named after {', '.join(filter(None, named))}, none of them after "
+            f"{' and '.join(missing)}: name those of all three after train, valid and test, or none"
+        )
+    splits: dict[str, list[Piece]] = {}
+    taken: dict[str, str] = {}
+    repeated = []
+    for split in reversed(SPLITS):
+        splits[split] = []
+        for piece in named[split]:
+            if taken.setdefault(piece.fingerprint, split) == split:
+                splits[split].append(piece)
+            else:
+                repeated.append(piece)
+    if empty := [split for split in SPLITS if not splits[split]]:
+        raise CorpusError(f"all pieces for {' and '.join(empty)} are held out in another split too")
+    return {split: splits[split] for split in SPLITS}, [*repeated, *named.get(None, [])]
+
+
+def cut_pieces(pieces: list[Piece]) -> dict[str, list[Piece]]:
+    groups: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        groups.setdefault(piece.fingerprint, []).append(piece)
+    if len(groups) < len(SPLITS):
+        raise CorpusError(
+            f"{len(groups)} piece(s), copies and transpositions aside, are too few to train on and to hold out two"
+        )
+    held_out = max(1, len(groups) // 20)
+    order = sorted(groups)
+    parts = {"test": order[:held_out], "validation": order[held_out : 2 * held_out], "train": order[2 * held_out :]}
+    return {split: sorted(chain.from_iterable(groups[name] for name in parts[split])) for split in SPLITS}
+
+
+def transpose(score: "Score", semitones: int) -> "Score | None":
+    """A copy with its notes, but not drums, and its key signatures moved; None where a pitch would leave 0 to 127."""
+    moved = score.copy()
+    for track in moved.tracks:
+        if track.is_drum or len(track.notes) == 0:
+            continue
+        pitches = track.notes.numpy()["pitch"].astype(np.int64) + semitones
+        if pitches.min() < 0 or pitches.max() > 127:
+            return None
+        track.shift_pitch(semitones, inplace=True)
+    for signature in moved.key_signatures:
+        # A semitone up is seven fifths up; of keys that sound alike the one with the fewer accidentals.
+        signature.key = (signature.key + 7 * semitones + 5) % 12 - 5
+    return moved
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def tokenise_pieces(
+    pieces: Iterable[Piece], tokenizer: "MusicTokenizer", semitones: int, num_proc: int, cache: Path
+) -> "Dataset":
+    """The tokens of pieces, each between BOS and EOS, one token a row.
+
+    Args:
+        pieces: each once, and with `semitones` in the keys up to so many above and below, in an order of chance.
+        tokenizer: if it is one of compound words, the column is `EVENTS` and a row has an id for each attribute.
+        num_proc: processes at most.
+        cache: the Arrow file to write.
+    """
+    from datasets import Dataset, Features, List, Value
+
+    begin, end = boundary_tokens(tokenizer)
+    moves = sorted(range(-semitones, semitones + 1), key=abs)
+    rows = [{"path": str(piece.path), "semitones": move} for piece in pieces for move in moves]
+    if semitones:
+        rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
+    column = EVENTS if tokenizer.is_multi_voc else "token_ids"
+    kind = List(Value("int32")) if tokenizer.is_multi_voc else Value("int32")
+    return Dataset.from_list(rows).map(
+        tokenise_batch,
+        batched=True,
+        batch_size=8,
+        remove_columns=["path", "semitones"],
+        features=Features({column: kind}),
+        fn_kwargs={"tokenizer": tokenizer, "column": column, "begin": begin, "end": end},
+        num_proc=processes(len(rows), num_proc),
+        cache_file_name=str(cache),
+        desc="tokenise",
+    )
+
+
+def tokenise_batch(
+    rows: dict[str, list], tokenizer: "MusicTokenizer", column: str, begin: Any, end: Any
+) -> dict[str, list]:
+    scores = (transpose(read_score(Path(path)), move) for path, move in zip(*rows.values(), strict=True))
+    ids = (tokenizer.encode(score).ids for score in scores if score is not None)
+    return {column: [token for piece in ids for token in (begin, *piece, end)]}

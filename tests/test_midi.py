@@ -1,0 +1,307 @@
+"""`txl-prepare --corpus midi`: which piece goes where, what its tokens are, and which files are left out."""
+
+import json
+import sys
+from itertools import pairwise
+
+import miditok
+import numpy as np
+import pytest
+import symusic
+from datasets import DatasetDict
+
+from midi_files import write_folder, write_piece
+from txl_hf import evaluate, prepare
+from txl_hf.midi import load_midi_tokenizer, read_score, transpose
+from txl_hf.training import command
+
+SPLITS = ("train", "validation", "test")
+
+
+def prepared(folder, tmp_path, *options: str):
+    """The columns of tokens, the tokenizer and what corpus.json holds."""
+    output = tmp_path / "output"
+    prepare.main(
+        ["--corpus", "midi", "--input", str(folder), "--output", str(output), "--num_proc", "1", *map(str, options)]
+    )
+    splits = DatasetDict.load_from_disk(output)
+    assert tuple(splits) == SPLITS
+    assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == [], "nothing else is left"
+    information = json.loads((output / "corpus.json").read_text())
+    assert {name: len(split) for name, split in splits.items()} == {
+        name: counts["tokens"] for name, counts in information["splits"].items()
+    }
+    [[column]] = {tuple(split.column_names) for split in splits.values()}
+    return {name: split[column][:] for name, split in splits.items()}, load_midi_tokenizer(output), information
+
+
+def documents(ids: list, begin, end) -> list[list]:
+    """What lies between each begin and end; nothing is outside."""
+    starts = [i for i, token in enumerate(ids) if token == begin]
+    ends = [i for i, token in enumerate(ids) if token == end]
+    assert [0, *(i + 1 for i in ends[:-1])] == starts and ends[-1] == len(ids) - 1
+    return [ids[start + 1 : stop] for start, stop in zip(starts, ends, strict=True)]
+
+
+def test_pieces_are_the_tokens_of_midi_tok_between_bos_and_eos(tmp_path):
+    folder = write_folder(tmp_path / "midi")
+    tokens, tokenizer, information = prepared(folder, tmp_path)
+    assert {name: counts["pieces"] for name, counts in information["splits"].items()} == {
+        "train": 28,
+        "validation": 1,
+        "test": 1,
+    }
+    for split in SPLITS:
+        found = documents(tokens[split], information["document_start"], information["document_end"])
+        names = information["files"][split]
+        assert found == [tokenizer.encode(folder / name).ids for name in names]
+        assert information["splits"][split]["notes"] == 8 * 6 * len(names)
+    assert len(set(sum(information["files"].values(), []))) == 30
+    assert information["vocab_size"] == len(tokenizer) and information["left_out"] == {}
+
+
+def test_the_tokens_give_the_notes_back(tmp_path):
+    tokens, tokenizer, information = prepared(write_folder(tmp_path / "midi"), tmp_path)
+    [piece] = documents(tokens["test"], information["document_start"], information["document_end"])
+    [name] = information["files"]["test"]
+    expected, found = symusic.Score(tmp_path / "midi" / name), tokenizer.decode(piece)
+    for score in (expected, found):
+        score.tracks.sort(key=lambda track: (track.is_drum, track.program))
+    for track, back in zip(expected.tracks, found.tracks, strict=True):
+        places = [(note.time / expected.tpq, note.duration / expected.tpq, note.pitch) for note in track.notes]
+        assert places == [(note.time / found.tpq, note.duration / found.tpq, note.pitch) for note in back.notes]
+
+
+def test_files_that_cannot_be_used_are_named_counted_and_left_out(tmp_path, capsys):
+    folder = write_folder(tmp_path / "midi", 6)
+    whole = (folder / "book 0" / "piece-0.mid").read_bytes()
+    (folder / "torn.mid").write_bytes(whole[: len(whole) // 2])
+    (folder / "empty.mid").write_bytes(b"")
+    (folder / "words.MID").write_text("no music")
+    symusic.Score(480).dump_midi(folder / "silent.midi")
+    endless = symusic.Score(480)
+    endless.tracks.append(symusic.Track("one", 0))
+    endless.tracks[0].notes.append(symusic.Note(2**27, 480, 60, 80))
+    endless.dump_midi(folder / "endless.mid")
+    (folder / "readme.txt").write_text("not a MIDI file at all")
+    _, _, information = prepared(folder, tmp_path)
+    printed = capsys.readouterr().out
+    assert sorted(information["left_out"]) == ["empty.mid", "endless.mid", "silent.midi", "torn.mid", "words.MID"]
+    assert information["left_out"]["silent.midi"] == "it has no notes"
+    assert "quarter notes, more than 100,000" in information["left_out"]["endless.mid"]
+    assert "5 file(s) left out:" in printed
+    assert all(f"{name}: {reason}" in printed for name, reason in information["left_out"].items())
+    assert sum(counts["pieces"] for counts in information["splits"].values()) == 6
+
+
+def test_no_piece_and_no_transposition_of_it_is_in_two_splits(tmp_path):
+    folder = write_folder(tmp_path / "midi", 24)
+    for seed in range(24):
+        write_piece(folder / "moved" / f"up-{seed}.mid", seed, key=2, transposed=2)
+    _, _, information = prepared(folder, tmp_path)
+    places = {}
+    for split, names in information["files"].items():
+        for name in names:
+            places.setdefault(name.rpartition("-")[2], set()).add(split)
+    assert len(places) == 24 and all(len(splits) == 1 for splits in places.values())
+    assert {split for splits in places.values() for split in splits} == set(SPLITS)
+
+
+def test_the_split_does_not_depend_on_names(tmp_path):
+    first, *_, information = prepared(write_folder(tmp_path / "midi", 24), tmp_path)
+    (tmp_path / "output").rename(tmp_path / "first")
+    for seed in range(24):
+        write_piece(tmp_path / "others" / f"{97 * seed % 89}.mid", seed)
+    again, *_ = prepared(tmp_path / "others", tmp_path)
+    assert (again["validation"], again["test"]) == (first["validation"], first["test"])
+
+
+def test_names_decide_and_what_is_held_out_is_not_trained_on(tmp_path, capsys):
+    for seed in range(6):
+        write_piece(tmp_path / "midi" / "train" / f"{seed}.mid", seed)
+    write_piece(tmp_path / "midi" / "valid" / "a.mid", 10)
+    write_piece(tmp_path / "midi" / "test" / "b.mid", 11)
+    write_piece(tmp_path / "midi" / "train" / "copy.mid", 11, key=1, transposed=-5)
+    _, _, information = prepared(tmp_path / "midi", tmp_path)
+    assert information["files"] == {
+        "train": [f"train/{seed}.mid" for seed in range(6)],
+        "validation": ["valid/a.mid"],
+        "test": ["test/b.mid"],
+    }
+    assert list(information["left_out"]) == ["train/copy.mid"]
+    assert "1 file(s) left out that are held out in another split, or named after none: train/copy.mid" in (
+        capsys.readouterr().out
+    )
+
+
+def test_only_the_training_split_is_transposed(tmp_path):
+    folder = write_folder(tmp_path / "midi", 12)
+    plain, tokenizer, information = prepared(folder, tmp_path)
+    (tmp_path / "output").rename(tmp_path / "plain")
+    moved, _, _ = prepared(folder, tmp_path, "--transpose", 2)
+    boundaries = information["document_start"], information["document_end"]
+    assert (moved["validation"], moved["test"]) == (plain["validation"], plain["test"])
+    found = documents(moved["train"], *boundaries)
+    expected = [
+        tokenizer.encode(transpose(read_score(folder / name), move)).ids
+        for name in information["files"]["train"]
+        for move in range(-2, 3)
+    ]
+    assert sorted(found) == sorted(expected) and found != expected
+    assert len({tuple(piece) for piece in found}) == 5 * 10
+
+
+@pytest.mark.parametrize(("semitones", "key"), [(0, 3), (1, -2), (2, 5), (-3, 6), (-6, -3), (11, -4)])
+def test_transposition_moves_notes_and_keys_but_no_drums(tmp_path, semitones, key):
+    # Of A major: A, B flat, B, F sharp, E flat and A flat major.
+    score = read_score(write_piece(tmp_path / "a.mid", 1, key=3))
+    moved = transpose(score, semitones)
+    for before, after in zip(score.tracks, moved.tracks, strict=True):
+        steps = {a.pitch - b.pitch for a, b in zip(after.notes, before.notes, strict=True)}
+        assert steps == {0 if before.is_drum else semitones}
+    assert (moved.key_signatures[0].key, score.key_signatures[0].key) == (key, 3)
+
+
+def test_what_would_leave_the_pitches_of_midi_is_not_transposed(tmp_path):
+    score = read_score(write_piece(tmp_path / "a.mid", 1, transposed=54))
+    assert transpose(score, 9) is None and transpose(score, -9) is not None
+
+
+def test_joined_tokens_say_the_same_in_fewer(tmp_path):
+    folder = write_folder(tmp_path / "midi", 12)
+    plain, _, _ = prepared(folder, tmp_path)
+    (tmp_path / "output").rename(tmp_path / "plain")
+    size = 700
+    joined, tokenizer, information = prepared(folder, tmp_path, "--bpe", size)
+    assert information["vocab_size"] == len(tokenizer) == size
+    assert len(joined["train"]) < 0.7 * len(plain["train"])
+    [piece] = documents(joined["test"], information["document_start"], information["document_end"])
+    sequence = miditok.TokSequence(ids=piece, are_ids_encoded=True)
+    tokenizer.decode_token_ids(sequence)
+    assert sequence.ids == documents(plain["test"], information["document_start"], information["document_end"])[0]
+
+
+def test_compound_tokens_are_events_of_several_attributes(tmp_path):
+    events, tokenizer, information = prepared(write_folder(tmp_path / "midi", 12), tmp_path, "--tokens", "compound")
+    assert information["vocab_size"] == tokenizer.len and len(tokenizer.len) > 5
+    for split in SPLITS:
+        assert (np.array(events[split]) < np.array(tokenizer.len)).all()
+    [piece] = documents(events["test"], information["document_start"], information["document_end"])
+    assert piece == tokenizer.encode(tmp_path / "midi" / information["files"]["test"][0]).ids
+
+
+def test_a_tokenizer_of_ones_own(tmp_path):
+    config = miditok.TokenizerConfig(use_programs=True, use_velocities=False, special_tokens=["PAD", "BOS", "EOS"])
+    own = miditok.TSD(config)
+    own.save_pretrained(tmp_path / "own")
+    tokens, tokenizer, _ = prepared(write_folder(tmp_path / "midi", 4), tmp_path, "--tokenizer", tmp_path / "own")
+    assert tokenizer == own and isinstance(tokenizer, miditok.TSD)
+    types = [tokenizer.token_id_type(token) for token in tokens["test"]]
+    assert "Velocity" not in types and all(
+        after == "Duration" for before, after in pairwise(types) if before == "Pitch"
+    )
+
+
+def test_a_time_signature_that_the_tokenizer_lacks_is_told(tmp_path, capsys):
+    folder = write_folder(tmp_path / "midi", 4)
+    score = symusic.Score(folder / "book 0" / "piece-0.mid")
+    score.time_signatures[0].numerator = 11
+    score.dump_midi(folder / "odd.mid")
+    prepared(folder, tmp_path)
+    assert (
+        "1 file(s) with a time signature that the tokenizer lacks, and passes over: odd.mid" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--input", "none"], "none does not exist"),
+        (["--input", "empty"], "empty has no MIDI file, which ends in .mid, .midi, .kar, .rmi"),
+        (["--input", "broken"], "none of 1 MIDI file(s) in broken can be used, for instance a.mid: "),
+        (["--input", "two"], "2 piece(s), copies and transpositions aside, are too few"),
+        (["--input", "two/a.mid"], "is one file: give a folder of MIDI files"),
+        (["--input", "half"], "none of them after validation and test"),
+        (["--input", "two", "--tokenizer", "empty"], "--tokenizer empty has no tokenizer of MidiTok"),
+        (["--input", "two", "--tokenizer", "strange"], "names the tokenization 'MusicTokenizer2'"),
+        (["--input", "two", "--tokenizer", "tracks"], "the tokenizer makes a sequence of each track"),
+        (["--input", "two", "--tokenizer", "bare"], "must have the special tokens BOS and EOS"),
+        (["--input", "three", "--bpe", "100"], "--bpe 100 must be more than the "),
+    ],
+)
+def test_what_cannot_be_prepared_is_refused_in_one_line(tmp_path, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(tmp_path)
+    for name, pieces in {"two": 2, "three": 3}.items():
+        for seed in range(pieces):
+            write_piece(tmp_path / name / f"{'abc'[seed]}.mid", seed)
+    write_piece(tmp_path / "half" / "train" / "a.mid", 0)
+    for name in ("empty", "broken", "strange"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "broken" / "a.mid").write_bytes(b"MThd")
+    (tmp_path / "strange" / "tokenizer.json").write_text('{"tokenization": "MusicTokenizer2"}')
+    tokens = ["PAD", "BOS", "EOS"]
+    miditok.REMI(miditok.TokenizerConfig(special_tokens=tokens)).save_pretrained("tracks")
+    miditok.REMI(miditok.TokenizerConfig(use_programs=True, special_tokens=["PAD"])).save_pretrained("bare")
+    with pytest.raises(SystemExit) as refused:
+        prepare.main(["--corpus", "midi", "--output", "output", "--num_proc", "1", *options])
+    assert message in refused.value.code and "\n" not in refused.value.code
+    assert not (tmp_path / "output").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--corpus", "text", "--bpe", "100"], "--bpe is for --corpus midi"),
+        (["--corpus", "midi"], "needs --input"),
+        (["--corpus", "midi", "--input", "a", "--transpose", "12"], "must be 0 to 11 semitones"),
+        (["--corpus", "midi", "--input", "a", "--tokens", "compound", "--bpe", "9"], "events of compound tokens"),
+        (
+            ["--corpus", "midi", "--input", "a", "--tokens", "remi", "--tokenizer", "b"],
+            "not for the one of --tokenizer",
+        ),
+    ],
+)
+def test_options_that_do_not_go_together(capsys, options, message):
+    with pytest.raises(SystemExit):
+        prepare.main([*options, "--output", "output"])
+    assert message in capsys.readouterr().err
+
+
+def test_without_midi_tok_one_line_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "miditok", None)
+    with pytest.raises(SystemExit) as refused:
+        prepare.main(["--corpus", "midi", "--input", str(tmp_path), "--output", str(tmp_path / "output")])
+    assert refused.value.code == 'error: miditok is not installed: pip install "txl-hf[music]"'
+
+
+def test_a_model_of_music_is_trained_and_evaluated_and_has_its_tokenizer(tmp_path):
+    _, tokenizer, information = prepared(write_folder(tmp_path / "midi", 12), tmp_path)
+    sizes = "--n_layer 1 --d_model 16 --n_head 2 --d_head 8 --d_inner 16 --tgt_len 16 --mem_len 16 --batch_size 4"
+    steps = "--max_steps 2 --eval_batch_size 1 --warmup_steps 0 --log_every 1 --eval_memory_lengths 0"
+    (tmp_path / "recipe.yaml").write_text("initial_memory: empty\n")
+    run = tmp_path / "run"
+    folders = ["--data", str(tmp_path / "output"), "--output", str(run)]
+    command.main([str(tmp_path / "recipe.yaml"), *folders, *sizes.split(), *steps.split()])
+    assert load_midi_tokenizer(run) == tokenizer
+    assert miditok.REMI.from_pretrained(run) == tokenizer, "as MidiTok's users load it"
+    figures = tmp_path / "figures.json"
+    evaluate.main(["--model", str(run), "--data", folders[1], "--memory_length", "16", "--output", str(figures)])
+    [found] = json.loads(figures.read_text())["results"]
+    assert found["tokens"] == information["splits"]["test"]["tokens"] - 1
+    (tmp_path / "output").rename(tmp_path / "first")
+    config = miditok.TokenizerConfig(use_programs=True, special_tokens=["PAD", "BOS", "EOS"], num_velocities=4)
+    miditok.REMI(config).save_pretrained(tmp_path / "own")
+    prepared(tmp_path / "midi", tmp_path, "--tokenizer", tmp_path / "own")
+    with pytest.raises(SystemExit, match="has another vocabulary than .*run: "):
+        evaluate.main(["--model", str(run), "--data", folders[1]])
+    (tmp_path / "words.txt").write_text("no music")
+    with pytest.raises(SystemExit, match="reads music: --data .*words.txt must be a folder of txl-prepare"):
+        evaluate.main(["--model", str(run), "--data", str(tmp_path / "words.txt")])
+
+
+def test_compound_tokens_are_not_for_txl_train(tmp_path):
+    prepared(write_folder(tmp_path / "midi", 4), tmp_path, "--tokens", "compound")
+    (tmp_path / "recipe.yaml").write_text("max_steps: 1\n")
+    folders = ["--data", str(tmp_path / "output"), "--output", str(tmp_path / "run")]
+    with pytest.raises(SystemExit, match="compound tokens, which examples/music/compound.py trains on"):
+        command.main([str(tmp_path / "recipe.yaml"), *folders])
