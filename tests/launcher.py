@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,3 +82,7 @@ def _run(target: Callable, arguments: dict, rank: int, processes: int, port: int
             "MASTER_PORT": str(port),
         }
     target(**arguments)
+    if processes > 1:
+        # Left at once: to free what gloo's threads hold can wait for ever on one of torch's locks.
+        sys.stdout.flush()
+        os._exit(0)

@@ -8,7 +8,7 @@
 cosmic-ray makes the changes. A seed chooses PER_AREA of them in each area, first the place, then the change, so that a
 place with many possible changes counts no more than others. First every test runs once under coverage; a mutant then
 runs the tests that reached its line, those of the area first and the quickest first, until one fails. It has three
-times as long as these took, since a change may also loop for ever. Results are appended to
+times as long as these took, of the processor's time, since a change may also loop for ever. Results are appended to
 build/mutants/results.jsonl. A survivor whose change nobody could see is entered in equal_mutants.json with the reason.
 """
 
@@ -20,7 +20,9 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -81,23 +83,31 @@ class Mutant:
 
 
 def sample(area: str) -> list[Mutant]:
-    """PER_AREA mutants of an area: the same ones as long as its files are the same."""
+    """PER_AREA mutants of an area. A place's turn depends on its line alone: when others change, most of them stay."""
     places = defaultdict(list)
+    lines = {}
     for module in AREAS[area]:
         path = f"src/txl_hf/{module}.py"
         source = (ROOT / path).read_text(encoding="utf-8")
+        lines[path] = source.splitlines()
         for place, operator, occurrence in possible(source):
             places[path, place].append((operator, occurrence))
-    chance = random.Random(f"{SEED} {area}")
-    order = sorted(places)
-    chance.shuffle(order)
+
+    def chance(key: tuple[str, tuple[int, int]]) -> random.Random:
+        path, (line, column) = key
+        return random.Random(f"{SEED} {path} {column} {lines[path][line - 1]}")
+
     mutants: dict[str, Mutant] = {}
-    for path, place in order:
+    for key in sorted(places, key=lambda key: (chance(key).random(), key)):
         if len(mutants) == PER_AREA:
             break
-        operator, occurrence = chance.choice(places[path, place])
-        source = (ROOT / path).read_text(encoding="utf-8")
-        text = mutate_code(source, operator, occurrence)
+        path, place = key
+        operator, occurrence = chance(key).choice(places[key])
+        source = "\n".join(lines[path]) + "\n"
+        try:
+            text = mutate_code(source, operator, occurrence)
+        except AttributeError:  # cosmic-ray cannot replace an exception whose name has a dot
+            continue
         if text is not None and compiles(text):
             changed = [line for line in difflib.ndiff(source.splitlines(), text.splitlines()) if line[0] in "+-"]
             mutant = Mutant(area, path, place[0], "\n".join(changed), text)
@@ -258,11 +268,20 @@ def judge(mutant: Mutant, folder: Path, tests: list[str], seconds: dict[str, flo
     try:
         path.write_text(mutant.text, encoding="utf-8")
         command = [sys.executable, *pytest("-x", "--no-header", *tests)]
+        # The limit is of the processor's time, which other programs do not take away; waiting has one of its own.
         process = subprocess.run(
-            command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=limit
+            command,
+            cwd=folder,
+            env=environment(folder),
+            capture_output=True,
+            text=True,
+            timeout=20 * limit,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit))),
         )
         if "ERROR: not found:" in process.stdout + process.stderr:
             sys.exit(f"error: coverage names tests that pytest does not find:\n{process.stderr[-2000:]}")
+        if process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+            raise subprocess.TimeoutExpired(command, limit)
         killed = process.returncode != 0
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", process.stdout, re.MULTILINE)
         result, by = ("killed", failed[0] if failed else "import") if killed else ("survived", f"{len(tests)} tests")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 import yaml
 
 pytest.importorskip("accelerate")
@@ -193,6 +194,41 @@ def test_nothing_in_a_checkpoint_runs(run, tmp_path, monkeypatch, format, checke
         shutil.rmtree(checkpoint)
         shutil.copytree(whole, checkpoint)
     assert checkpoint_problem(checkpoint) is None
+
+
+@pytest.fixture
+def shards(tmp_path) -> Path:
+    """The list of the shards of a checkpoint, as torch writes it."""
+    state = {"weight": torch.randn(3, 2), "step": torch.tensor(4), "rates": [0.1], "half": torch.ones(2).bfloat16()}
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "shards", no_dist=True)
+    return tmp_path / "shards" / ".metadata"
+
+
+def test_a_list_of_shards_is_read(shards):
+    checkpoints._check_readable(shards, ".metadata")
+
+
+def alter_class() -> bytes:
+    """A pickle that sets an attribute of a class that lists of shards name."""
+    return b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n(dVhurt\nI1\nsb."
+
+
+HARMFUL = {
+    "a call": pickle.dumps(Hostile(Path("never-made")), protocol=2),
+    "a class altered": alter_class(),
+    "a name of torch": b"ctorch\nload\n(Vfile\ntR.",
+    "a name inside a name": b"\x80\x04\x8c\x05torch\x8c\x0cSize.__add__\x93.",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("content", HARMFUL.values(), ids=HARMFUL)
+def test_a_list_of_shards_holds_nothing_else(shards, content):
+    shards.write_bytes(content)
+    with pytest.raises(ValueError, match=r"\.metadata cannot be read"):
+        checkpoints._check_readable(shards, ".metadata")
+    assert not hasattr(torch.distributed.checkpoint.metadata.MetadataIndex, "hurt")
+    assert not Path("never-made").exists()
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------

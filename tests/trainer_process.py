@@ -103,9 +103,7 @@ def train(
     assert bool(arguments.fsdp) == isinstance(trainer.model, FSDPModule)
     assert bool(arguments.deepspeed) == trainer.is_deepspeed_enabled
     if torch.distributed.is_initialized():
-        # Left at once: freeing the reducer of DDP beside gloo's threads can wait for ever on one of torch's locks.
         torch.distributed.barrier()
-        os._exit(0)
 
 
 def start(processes: int = 1, **arguments) -> list:

@@ -11,7 +11,6 @@ library reads it (`checkpoint_problem`), and libraries that would do more are ke
 import codecs
 import json
 import os
-import pickle
 import re
 import secrets
 import shutil
@@ -19,7 +18,6 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from .files import UNFINISHED_PREFIX, move_into_place, write_text
+from .unpickle_transfo_xl import STAND_IN, Machine, StandIn, UnsafePickleError, load, shown
 
 __all__ = [
     "UNFINISHED_PREFIX",
@@ -250,21 +249,20 @@ def _check_readable(path: Path, name: str):
                 # Nothing but the structure is read.
                 torch.load(path, map_location="meta", weights_only=True)
         elif path.name.endswith(".metadata"):
-            with path.open("rb") as file:
-                _ShardsUnpickler(file).load()
+            load(path, _ShardsMachine())
     except OSError:
         raise
     except Exception as error:
         raise ValueError(f"it is damaged, or holds more than data ({name} cannot be read)") from error
 
 
-class _ShardsUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
-    """Opens the list of shards that torch.distributed.checkpoint pickles, if it is of its own records alone.
+class _ShardsMachine(Machine):
+    """Reads the list of shards that torch.distributed.checkpoint pickles, and refuses any but its own records.
 
-    In Python, because only there can it be kept from setting attributes of a class.
+    torch then opens the list by itself, with the standard machine: so only names pass with which nothing can be done.
     """
 
-    CLASSES = {
+    RECORDS = {
         "torch.distributed.checkpoint.filesystem._StorageInfo",
         "torch.serialization._get_layout",
         "torch.Size",
@@ -273,32 +271,33 @@ class _ShardsUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
         "pathlib.WindowsPath",
         "pathlib._local.PosixPath",
         "pathlib._local.WindowsPath",
-    }
-    METADATA = {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+        *(
+            f"torch.distributed.checkpoint.metadata.{name}"
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
     }
 
-    def find_class(self, module: str, name: str) -> Any:
-        records = module == "torch.distributed.checkpoint.metadata" and name in self.METADATA
+    def name(self, module: str, name: str) -> None:
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if records or dtype or f"{module}.{name}" in self.CLASSES:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is no record of shards")
+        if not dtype and f"{module}.{name}" not in self.RECORDS:
+            raise UnsafePickleError(f"{shown(module)}.{shown(name)} is no record of shards")
+        super().name(module, name)
 
-    def load_build(self):
-        target = self.stack[-2]
-        if isinstance(target, type) or not is_dataclass(target):
-            raise pickle.UnpicklingError("what is no record of shards would be changed")
-        super().load_build()
-
-    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}  # type: ignore[attr-defined, dict-item]
+    def key(self, value: Any) -> Any:
+        """Shards are found by a record of their name and offset."""
+        if isinstance(value, StandIn):
+            self.pay(STAND_IN)
+            return value
+        return super().key(value)
 
 
 def _plain_classes() -> list:

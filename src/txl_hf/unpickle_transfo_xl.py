@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 __all__ = [
+    "STAND_IN",
     "Machine",
     "Name",
     "Record",

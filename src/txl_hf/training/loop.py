@@ -155,6 +155,9 @@ class Training:
             if self.validating() or saving:
                 self.since = time.perf_counter()
         self.bar.close()
+        # DDP's reducer goes before the processes part: freed after them, it can wait for ever for gloo's threads.
+        del self.model, self.optimizer
+        self.accelerator.free_memory()
         self.accelerator.end_training()
         if main:
             finish(self.output, self.texts, self.arguments)
