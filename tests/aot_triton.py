@@ -74,7 +74,7 @@ def resources(compiled) -> dict:
     }
 
 
-def attend_and_differentiate(dtype, width, length, memory, window, dropout, masked, bias):
+def attend_and_differentiate(dtype, width, length, memory, window, dropout, masked, bias, documents):
     B, H, K = 2, 2, memory + length
 
     def tensor(*shape):
@@ -99,6 +99,7 @@ def attend_and_differentiate(dtype, width, length, memory, window, dropout, mask
         rel_bias=rel_bias,
         key_mask=key_mask,
         window=window,
+        first_key=torch.zeros(B, length, dtype=torch.long) if documents else None,
     )
     output, _ = kernels.triton_relative_attention(inputs)
     torch.autograd.grad(output, leaves + ([rel_bias] if bias else []), torch.ones_like(output))
@@ -114,6 +115,7 @@ def main():
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--masked", action="store_true")
     parser.add_argument("--bias", action="store_true")
+    parser.add_argument("--documents", action="store_true", help="that begin inside the segment")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--tile", help="queries,keys,warps,stages of all kernels instead of their own")
     parser.add_argument("--ptx", type=Path, help="folder to leave PTX in")
@@ -145,6 +147,7 @@ def main():
                 arguments.dropout,
                 arguments.masked,
                 arguments.bias,
+                arguments.documents,
             )
             for name, kernel in compiled.items():
                 print(

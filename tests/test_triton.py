@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install txl-h
 
 import oracle
 import txl_hf.attention_transfo_xl_triton as kernels
-from txl_hf.attention_transfo_xl import eager_relative_attention, visible_keys
+from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, eager_relative_attention, visible_keys
 from txl_hf.attention_transfo_xl_inputs import AttentionInputs
 
 DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
@@ -99,7 +99,7 @@ def exact_relative_attention(inputs, kept=None):
         position = position if inputs.rel_bias is None else position + inputs.rel_bias[:, None]
         row = torch.arange(L - 1, -1, -1)[:, None] + torch.arange(K)
         scores = scores + position.gather(-1, row.clamp(max=K - 1).to(position.device).expand_as(position))
-    visible = visible_keys(L, K, inputs.window, inputs.key_mask, query.device)
+    visible = visible_keys(L, K, inputs.window, inputs.key_mask, query.device, inputs.first_key)
     probabilities = F.softmax((scores * inputs.scaling).masked_fill(~visible, -torch.inf), -1)
     if kept is not None:
         probabilities = probabilities * kept / (1 - inputs.dropout)
@@ -135,13 +135,20 @@ def errors(results, exact):
     }
 
 
-def assert_within_budget(shape, window, masked, missing, dtype):
+def begin_documents(shape, chance, seed=0):
+    """first_key, (B, L), where a document begins at each token of the segment with this chance."""
+    B, _, L, m, _ = shape
+    begins = torch.rand(B, L, generator=torch.Generator().manual_seed(seed)) < chance
+    return torch.where(begins, torch.arange(m, m + L), 0).cummax(dim=1).values.to(DEVICE)
+
+
+def assert_within_budget(shape, window, masked, missing, dtype, first_key=None):
     """Against fp64, at most twice what eager is off in the same dtype."""
     tensors, key_mask, cotangent = draw(shape, missing, masked)
     # All start from what the dtype can represent.
     tensors = {name: None if tensor is None else tensor.to(dtype).double() for name, tensor in tensors.items()}
     cotangent = cotangent.to(dtype).double()
-    options = {"key_mask": key_mask, "window": window, "scaling": shape[-1] ** -0.5}
+    options = {"key_mask": key_mask, "window": window, "scaling": shape[-1] ** -0.5, "first_key": first_key}
     exact = differentiate(exact_relative_attention, tensors, cotangent, torch.float64, **options)
     eager = errors(differentiate(eager_relative_attention, tensors, cotangent, dtype, **options), exact)
     result = differentiate(kernels.triton_relative_attention, tensors, cotangent, dtype, **options)
@@ -159,6 +166,78 @@ def test_output_and_gradients_agree_with_eager(case, monkeypatch):
     shape, tile, window, masked, missing = case
     monkeypatch.setattr(kernels, "LARGEST_TILE", tile)
     assert_within_budget(shape, window, masked, missing, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "name, chance",
+    [
+        ("B2-H2-L5-m7-D38", 0.5),
+        ("B2-H1-L1-m100-D64-masked", 1.0),
+        ("B1-H1-L65-m64-D38-window5-masked", 0.1),
+        ("B2-H1-L65-m0-D64-window0", 1.0),
+        ("B1-H1-L130-m100-D64", 0.05),
+        ("B2-H2-L33-m20-D16-absolute", 0.1),
+        ("B2-H2-L17-m0-D8", 0.3),
+    ],
+)
+def test_documents_that_begin_inside_a_segment_agree_with_eager(name, chance, monkeypatch):
+    """With every other mask: padding, a window, neither; at the first token, at each and at some."""
+    shape, tile, window, masked, missing = CASES[name]
+    monkeypatch.setattr(kernels, "LARGEST_TILE", tile)
+    first_key = begin_documents(shape, chance)
+    assert first_key.any()
+    assert_within_budget(shape, window, masked, missing, torch.float32, first_key)
+
+
+def test_a_model_reads_documents_with_the_kernels(make_model, make_ids, monkeypatch):
+    """Nothing falls back to another backend."""
+    ids, results, seen = make_ids(2, 12).to(DEVICE), [], []
+    resets = torch.zeros(2, 12, dtype=torch.bool, device=DEVICE)
+    resets[[0, 0, 1, 1], [0, 3, 7, 8]] = True
+    attend = kernels.triton_relative_attention
+    watched = lambda inputs: seen.append(inputs.first_key) or attend(inputs)  # noqa: E731
+    monkeypatch.setitem(RELATIVE_ATTENTION_FUNCTIONS, "txl_triton", watched)
+    for backend in ("eager", "txl_triton"):
+        model, memory, losses = make_model(backend, gating="gru").to(DEVICE), {}, []
+        for part, begins in zip(ids.split(6, 1), resets.split(6, 1), strict=True):
+            outputs = model(part, resets=begins, labels=part, **memory)
+            memory = {"mems": outputs.mems, "mems_mask": outputs.mems_mask}
+            losses.append(outputs.losses)
+        torch.cat(losses).sum().backward()
+        results.append([*losses, *(parameter.grad for parameter in model.parameters())])
+    assert len(seen) == 4 and all(first_key is not None for first_key in seen)
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chance", [0.01, 0.2])
+@pytest.mark.parametrize("case", (CASES | LONG_CASES).values(), ids=CASES | LONG_CASES)
+def test_long_rows_of_documents_agree_with_eager(case, chance, dtype, monkeypatch):
+    shape, tile, window, masked, missing = case
+    monkeypatch.setattr(kernels, "LARGEST_TILE", tile)
+    assert_within_budget(shape, window, masked, missing, dtype, begin_documents(shape, chance))
+
+
+def test_tiles_of_other_documents_are_not_read(monkeypatch):
+    """Two documents that fill tiles, after a memory: NaN in one of them, or in the memory, is never multiplied."""
+    monkeypatch.setattr(kernels, "LARGEST_TILE", 16)
+    shape = (1, 1, 64, 32, 16)
+    first_key = torch.tensor([[32] * 32 + [64] * 32], device=DEVICE)
+    for poisoned, clean in ((slice(0, 64), slice(64, 96)), (slice(64, 96), slice(32, 64))):
+        tensors, _, cotangent = draw(shape)
+        for name in ("key", "value"):
+            tensors[name][:, :, poisoned] = torch.nan
+        # Of queries and their gradients, those of the segment.
+        tensors["query"][:, :, max(0, poisoned.start - 32) : poisoned.stop - 32] = torch.nan
+        result = differentiate(
+            kernels.triton_relative_attention, tensors, cotangent, torch.float32, first_key=first_key
+        )
+        for name in ("output", "query"):
+            assert result[name][:, :, clean.start - 32 : clean.stop - 32].isfinite().all(), name
+        for name in ("key", "value"):
+            assert result[name][:, :, clean].isfinite().all(), name
 
 
 @pytest.mark.slow
@@ -330,7 +409,8 @@ def test_autocast_computes_in_its_dtype():
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_compiles_in_one_graph(dropout):
     tensors, key_mask, cotangent = draw((1, 2, 9, 4, 8), masked=True)
-    options = {"key_mask": key_mask, "window": 6, "dropout": dropout}
+    first_key = begin_documents((1, 2, 9, 4, 8), 0.3)
+    options = {"key_mask": key_mask, "window": 6, "dropout": dropout, "first_key": first_key}
     compiled = torch.compile(kernels.triton_relative_attention, backend="aot_eager", fullgraph=True)
     results = []
     for attention in (kernels.triton_relative_attention, compiled):
@@ -344,7 +424,8 @@ def test_operator_keeps_its_promises_to_pytorch():
     """Schema, shapes and strides without computing, and gradients under tracing, as PyTorch's own checks see them."""
     tensors, key_mask, _ = draw((2, 2, 6, 3, 8), masked=True)
     inputs = [tensor.to(DEVICE, torch.float32).requires_grad_() for tensor in tensors.values()]
-    torch.library.opcheck(kernels.relative_attention_op, (*inputs, key_mask, None, 5, 0.3, 0.0))
+    first_key = begin_documents((2, 2, 6, 3, 8), 0.3).int()
+    torch.library.opcheck(kernels.relative_attention_op, (*inputs, key_mask, first_key, None, 5, 0.3, 0.0))
 
 
 def test_says_why_it_cannot_be_used(monkeypatch):
@@ -428,8 +509,14 @@ def test_two_copies_live_in_one_process():
 
 @pytest.mark.parametrize(
     "options",
-    [(), pytest.param(("--dropout", "0.1", "--masked", "--bias", "--window", "100"), marks=pytest.mark.slow)],
-    ids=["plain", "everything"],
+    [
+        (),
+        pytest.param(("--documents",), marks=pytest.mark.slow),
+        pytest.param(
+            ("--dropout", "0.1", "--masked", "--bias", "--window", "100", "--documents"), marks=pytest.mark.slow
+        ),
+    ],
+    ids=["plain", "documents", "everything"],
 )
 def test_compiles_for_sm_90_without_a_gpu(options, tmp_path):
     """Everything from autograd down to Triton's argument binding, and what the machine code uses."""

@@ -256,12 +256,6 @@ def _hide(scores: Tensor, inputs: AttentionInputs) -> Tensor:
     return scores
 
 
-def _why_not_triton(inputs: AttentionInputs) -> str | None:
-    if inputs.first_key is not None:
-        return "its kernels know no documents that begin inside a segment"
-    return why_not_triton(inputs.query)
-
-
 RELATIVE_ATTENTION_FUNCTIONS: dict[str, Callable[[AttentionInputs], tuple[Tensor, Tensor | None]]] = {
     "auto": auto_relative_attention,
     "eager": eager_relative_attention,
@@ -274,7 +268,7 @@ RELATIVE_ATTENTION_FUNCTIONS: dict[str, Callable[[AttentionInputs], tuple[Tensor
 _WHY_NOT: dict[str, Callable[[AttentionInputs], str | None]] = {
     "txl_tiles": _why_not_tiled,
     "flex_attention": _why_not_flex,
-    "txl_triton": _why_not_triton,
+    "txl_triton": lambda inputs: why_not_triton(inputs.query),
 }
 
 

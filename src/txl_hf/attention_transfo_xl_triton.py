@@ -28,8 +28,11 @@ What decides is the register file. Gathers within a warp (shuffles) need an inde
 every entry; through shared memory, as `_pieces` has it, the addresses are constants. Backward computes `low` anew
 rather than carry it from tile to tile.
 
-**Masks.** Only tiles at an edge (the query's own key, the window) compare positions at all; scores are scaled in the
-same instruction that subtracts the row's maximum. The exponential is the hardware's, of base two.
+**Masks.** Only tiles at an edge (the query's own key, the window, where its document begins) compare positions at all;
+scores are scaled in the same instruction that subtracts the row's maximum. The exponential is the hardware's, of base
+two. Where documents begin in a row, `first_key` never decreases along it, so that what a block of queries sees starts
+where its first query's document does, and what sees a block of keys ends with the last query whose document begins no
+later than those keys do: all other tiles are left out.
 """
 
 from __future__ import annotations
@@ -115,6 +118,7 @@ def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
         None if rel_key is None else widened(inputs.position_bias),
         None if rel_key is None else inputs.rel_bias,
         inputs.key_mask,
+        None if inputs.first_key is None else inputs.first_key.to(torch.int32),
         seed,
         inputs.window,
         inputs.scaling,
@@ -163,7 +167,7 @@ if triton is not None:
         return biased
 
     @triton.jit
-    def _hide(scores, i0, j0, key_mask, batch, L, K, window):
+    def _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window):
         """-∞ in place of the scores of keys that a query does not see, as `visible_keys` has it.
 
         Most tiles are seen whole, which is known from their corners unless there is a mask.
@@ -174,6 +178,8 @@ if triton is not None:
         partly = j0 + N - 1 > own
         if window is not None:
             partly = partly | (own + M - 1 - j0 > window)
+        if first_key is not None:
+            partly = partly | (tl.load(first_key + batch * L + tl.minimum(i0 + M, L) - 1) > j0)
         if key_mask is not None:
             partly = True
         if partly:
@@ -182,6 +188,9 @@ if triton is not None:
             visible = j <= i
             if window is not None:
                 visible = visible & (j >= i - window)
+            if first_key is not None:
+                rows = tl.minimum(i0 + tl.arange(0, M), L - 1)
+                visible = visible & (j >= tl.load(first_key + batch * L + rows)[:, None])
             if key_mask is not None:
                 real = tl.load(key_mask + batch * K + j, mask=j < K, other=0) != 0
                 visible = (visible & real) | (j == i)
@@ -189,12 +198,24 @@ if triton is not None:
         return scores
 
     @triton.jit
-    def _key_range(i0, L, K, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    def _key_range(i0, first_key, batch, L, K, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
         """The keys that a block of queries sees: from a multiple of BLOCK_N up to the last one's own."""
         start = 0
         if window is not None:
             start = tl.maximum(i0 + (K - L) - window, 0) // BLOCK_N * BLOCK_N
+        if first_key is not None:
+            start = tl.maximum(tl.load(first_key + batch * L + i0) // BLOCK_N * BLOCK_N, start)
         return start, tl.minimum(i0 + BLOCK_M + (K - L), K)
+
+    @triton.jit
+    def _end_of_queries(first_key, j, start, end):
+        """Of the queries `start` … `end` - 1 those whose document begins no later than key j come first: their end."""
+        while start < end:
+            middle = (start + end) // 2
+            begun = tl.load(first_key + middle) <= j
+            start = tl.where(begun, middle + 1, start)
+            end = tl.where(begun, end, middle)
+        return start
 
     @triton.jit
     def _distance_scores(
@@ -277,6 +298,7 @@ if triton is not None:
         position_bias,
         rel_bias,
         key_mask,
+        first_key,
         seed,
         output,
         log_sum,
@@ -313,7 +335,7 @@ if triton is not None:
         i = i0 + tl.arange(0, BLOCK_M)
         q = _load_rows(query, i, L, query_strides[2], D, WIDTH)
         q_content = _with_bias(q, content_bias, head, D, WIDTH)
-        start, end = _key_range(i0, L, K, window, BLOCK_M, BLOCK_N)
+        start, end = _key_range(i0, first_key, batch, L, K, window, BLOCK_M, BLOCK_N)
         if rel_key is not None:
             rel_key += head * rel_key_strides[0]
             if rel_bias is not None:
@@ -336,7 +358,7 @@ if triton is not None:
                 )
                 scores += _shift(low, high)
                 low = high
-            scores = _hide(scores, i0, j0, key_mask, batch, L, K, window)
+            scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window)
 
             new_maximum = tl.maximum(maximum, tl.max(scores, 1))
             # A row may see nothing until its last tiles; ∞ - ∞ must not reach the exponential.
@@ -392,6 +414,7 @@ if triton is not None:
         position_bias,
         rel_bias,
         key_mask,
+        first_key,
         seed,
         output,
         log_sum,
@@ -474,7 +497,7 @@ if triton is not None:
             # Rows from L on get probability 0, hence no gradient.
             row_log_sum = tl.load(log_sum + pair * L + i, mask=i < L, other=float("inf"))
 
-            start, end = _key_range(i0, L, K, window, BLOCK_M, BLOCK_N)
+            start, end = _key_range(i0, first_key, batch, L, K, window, BLOCK_M, BLOCK_N)
             d_q_content = tl.zeros((BLOCK_M, WIDTH), tl.float32)
             if rel_key is not None:
                 q_position = _with_bias(q, position_bias, head, D, WIDTH)
@@ -490,7 +513,7 @@ if triton is not None:
                     scores += _position_scores(
                         q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
                     )
-                scores = _hide(scores, i0, j0, key_mask, batch, L, K, window)
+                scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window)
                 probabilities = tl.exp2(scores * scaling_log2 - row_log_sum[:, None])
 
                 v = _load_rows(value_head, j, K, value_strides[2], D, WIDTH)
@@ -546,6 +569,7 @@ if triton is not None:
         position_bias,
         rel_bias,
         key_mask,
+        first_key,
         seed,
         log_sum,
         d_output,
@@ -605,6 +629,8 @@ if triton is not None:
         end = L
         if window is not None:
             end = tl.minimum(j0 + BLOCK_N + window - (K - L), L)
+        if first_key is not None:
+            end = _end_of_queries(first_key + batch * L, j0 + BLOCK_N - 1, start, end)
         for i0 in range(start, end, BLOCK_M):
             i = i0 + tl.arange(0, BLOCK_M)
             q = _load_rows(query, i, L, query_strides[2], D, WIDTH)
@@ -616,7 +642,7 @@ if triton is not None:
                 scores += _position_scores(
                     q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
                 )
-            scores = _hide(scores, i0, j0, key_mask, batch, L, K, window)
+            scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window)
             row_log_sum = tl.load(log_sum + i, mask=i < L, other=float("inf"))
             probabilities = tl.exp2(scores * scaling_log2 - row_log_sum[:, None])
 
@@ -670,7 +696,19 @@ if triton is not None:
         return (0, 0) if tensor is None else tensor.stride()[:-1]
 
     def _shared_arguments(
-        query, key, value, rel_key, content_bias, position_bias, rel_bias, key_mask, seed, window, scaling, dropout
+        query,
+        key,
+        value,
+        rel_key,
+        content_bias,
+        position_bias,
+        rel_bias,
+        key_mask,
+        first_key,
+        seed,
+        window,
+        scaling,
+        dropout,
     ) -> dict:
         """The arguments that all kernels have in common, tensors in a layout they can read."""
         query, key, value = _rows_in_order(query), _rows_in_order(key), _rows_in_order(value)
@@ -680,6 +718,7 @@ if triton is not None:
             "position_bias": position_bias,
             "rel_bias": rel_bias,
             "key_mask": key_mask,
+            "first_key": first_key,
         }
         return {
             "query": query,
@@ -731,21 +770,46 @@ if triton is not None:
     _NAMESPACE = __name__.replace(".", "_")
     _SCHEMA = (
         "Tensor query, Tensor key, Tensor value, Tensor? rel_key, Tensor? content_bias, Tensor? position_bias, "
-        "Tensor? rel_bias, Tensor? key_mask, Tensor? seed, SymInt? window, float scaling, float dropout"
+        "Tensor? rel_bias, Tensor? key_mask, Tensor? first_key, Tensor? seed, SymInt? window, float scaling, "
+        "float dropout"
     )
 
     @torch.library.custom_op(
         f"{_NAMESPACE}::relative_attention", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)"
     )
     def relative_attention_op(
-        query, key, value, rel_key, content_bias, position_bias, rel_bias, key_mask, seed, window, scaling, dropout
+        query,
+        key,
+        value,
+        rel_key,
+        content_bias,
+        position_bias,
+        rel_bias,
+        key_mask,
+        first_key,
+        seed,
+        window,
+        scaling,
+        dropout,
     ):
         """The attended values, and log2 of the softmax's denominators (B, H, L) for the backward pass.
 
         An operator to PyTorch, so that torch.compile takes it as it is.
         """
         shared = _shared_arguments(
-            query, key, value, rel_key, content_bias, position_bias, rel_bias, key_mask, seed, window, scaling, dropout
+            query,
+            key,
+            value,
+            rel_key,
+            content_bias,
+            position_bias,
+            rel_bias,
+            key_mask,
+            first_key,
+            seed,
+            window,
+            scaling,
+            dropout,
         )
         B, H, L, D = query.shape
         output, log_sum = _empty_output(query)
@@ -775,6 +839,7 @@ if triton is not None:
         position_bias,
         rel_bias,
         key_mask,
+        first_key,
         seed,
         window,
         scaling,
@@ -786,7 +851,19 @@ if triton is not None:
     ):
         """Gradients of the first seven arguments; an empty tensor for one that is None or not needed."""
         shared = _shared_arguments(
-            query, key, value, rel_key, content_bias, position_bias, rel_bias, key_mask, seed, window, scaling, dropout
+            query,
+            key,
+            value,
+            rel_key,
+            content_bias,
+            position_bias,
+            rel_bias,
+            key_mask,
+            first_key,
+            seed,
+            window,
+            scaling,
+            dropout,
         )
         d_query, d_key, d_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         shared |= _backward_arguments(log_sum, d_output, scaling)
@@ -876,9 +953,9 @@ if triton is not None:
     def _backward(ctx, d_output, _):
         *tensors, output, log_sum = ctx.saved_tensors
         if d_output is None:
-            return (None,) * 12
+            return (None,) * 13
         needed = list(ctx.needs_input_grad[:7])
         gradients = relative_attention_backward_op(*tensors, *ctx.constants, output, log_sum, d_output, needed)
-        return *(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), *(None,) * 5
+        return *(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), *(None,) * 6
 
     relative_attention_op.register_autograd(_backward, setup_context=_save_for_backward)
