@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import re
 import shutil
 import statistics
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AttentionInterface
 from transformers.utils import logging
 
 import oracle
@@ -74,6 +76,40 @@ def test_eager_is_the_loop_over_i_and_j(shape, masked, window):
     torch.testing.assert_close(probabilities, expected_probabilities, atol=1e-12, rtol=1e-12)
 
 
+def test_scores_of_distances_alone_are_those_beside_keys_that_are_zero():
+    """As ALiBi has them."""
+    tensors, key_mask = draw(SHAPES["B2-H2-L5-M7-D8"], torch.float64, masked=True)
+    zeros = tensors | {"rel_key": torch.zeros_like(tensors["rel_key"])}
+    expected, _ = relative_attention(**zeros, key_mask=key_mask)
+    actual, _ = relative_attention(**(tensors | {"rel_key": None}), key_mask=key_mask)
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
+
+
+def plain_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """A function as transformers' AttentionInterface asks for it."""
+    probabilities = ((query * scaling) @ key.transpose(-1, -2) + attention_mask).softmax(-1)
+    plain_attention.called_by.append(module)
+    return (probabilities @ value).transpose(1, 2).contiguous(), probabilities
+
+
+@pytest.mark.parametrize("options", [{}, {"attn_type": 2, "mem_len": 0}, {"same_length": True}], ids=str)
+def test_a_function_that_a_user_has_registered_works(make_model, make_ids, monkeypatch, options):
+    monkeypatch.setitem(AttentionInterface._global_mapping, "mine", plain_attention)
+    monkeypatch.setattr(plain_attention, "called_by", [], raising=False)
+    model, ids, mask = make_model(**options), make_ids(2, 7), torch.ones(2, 7)
+    mask[0, :3] = 0
+    expected = model(ids, attention_mask=mask).logits[1]
+    model.set_attn_implementation("mine")
+    torch.testing.assert_close(model(ids, attention_mask=mask).logits[1], expected, atol=1e-5, rtol=1e-5)
+    assert plain_attention.called_by == [layer.self_attn for layer in model.transformer.layers]
+
+
+@pytest.mark.parametrize("name", ["paged|eager", "nobody's"])
+def test_other_functions_are_refused_by_name(make_model, name):
+    with pytest.raises(ValueError, match=f"attn_implementation=[\"']{re.escape(name)}[\"']"):
+        make_model().set_attn_implementation(name)
+
+
 # "auto" is one of the others; which one is tested below.
 BACKENDS = [name for name in RELATIVE_ATTENTION_FUNCTIONS if name not in ("auto", "eager")]
 # Wide enough for every backend; the last one spans several tiles of a kernel.
@@ -115,7 +151,9 @@ def differentiate(implementation, tensors, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("window", [None, 3], ids=lambda w: f"window{w}")
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
-@pytest.mark.parametrize("without", [(), ("rel_bias",)], ids=["bias", "no-bias"])
+@pytest.mark.parametrize(
+    "without", [(), ("rel_bias",), ("rel_key", "position_bias")], ids=["bias", "no-bias", "bias-alone"]
+)
 @pytest.mark.parametrize("implementation", BACKENDS)
 def test_backend_agrees_with_eager_in_outputs_and_gradients(
     implementation, without, masked, window, dtype, device, ran

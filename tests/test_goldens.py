@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from goldens import golden
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
-from txl_hf.modeling_transfo_xl import sinusoid
+from txl_hf.positions_transfo_xl import sinusoid
 
 LEGACY = golden("hf_legacy/wt103_like_safetensors")
 NAMES = [

@@ -10,13 +10,14 @@ from transformers import DynamicCache, StaticCache
 
 import oracle
 from models import small_config
-from txl_hf import MemoryLengths, TransfoXLForCausalLM, TransfoXLModel
+from txl_hf import MemoryLengths, TransfoXLForCausalLM
 from txl_hf.attention_transfo_xl import (
     RELATIVE_ATTENTION_FUNCTIONS,
     AttentionInputs,
     relative_attention,
     why_not,
 )
+from txl_hf.positions_transfo_xl import sinusoids_of_distances
 
 VARIANTS = {
     "plain": {},
@@ -644,11 +645,10 @@ def test_absolute_baselines_count_from_the_segments_end(make_model, make_ids, at
             model(make_ids(1, 13))
 
 
-def test_positions_are_counted_in_fp32_in_every_dtype(make_model, make_ids):
+def test_positions_are_counted_in_fp32_in_every_dtype():
     """Quirk 11: in bf16 position 301 would become 300."""
-    model = make_model(model_class=TransfoXLModel, mem_len=400, init_std=0.02).to(torch.bfloat16)
     embeds = torch.zeros(1, 1, 16, dtype=torch.bfloat16)
-    sinusoids = model._sinusoids(402, embeds, clamp_len=-1)
+    sinusoids = sinusoids_of_distances(402, embeds, clamp_len=-1)
     assert sinusoids.dtype == torch.bfloat16
     expected = oracle.sinusoid(301, 16)
     close(sinusoids[402 - 1 - 301].double(), expected, 4e-3)

@@ -17,9 +17,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from .attention_transfo_xl_cpu import attend_tile_by_tile
@@ -31,6 +32,7 @@ __all__ = [
     "AttentionInputs",
     "AttentionTerms",
     "attention_terms",
+    "check_implementation",
     "relative_attention",
     "relative_shift",
     "visible_keys",
@@ -59,9 +61,8 @@ def eager_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """The reference: every score is materialised, so the probabilities can be returned."""
     query = _add_bias(inputs.query, inputs.content_bias) * inputs.scaling
     scores = query @ inputs.key.transpose(-1, -2)
-    if inputs.rel_key is not None:
-        scores = scores + _position_scores(inputs, inputs.rel_key)
-    scores = _hide(scores, inputs)
+    by_distance = _position_scores(inputs)
+    scores = _hide(scores if by_distance is None else scores + by_distance, inputs)
     wide = torch.promote_types(scores.dtype, torch.float32)
     probabilities = F.softmax(scores, dim=-1, dtype=wide).to(inputs.value.dtype)
     probabilities = F.dropout(probabilities, inputs.dropout, training=inputs.dropout > 0)
@@ -114,18 +115,11 @@ def attention_terms(inputs: AttentionInputs) -> AttentionTerms:
 
 def sdpa_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
     """PyTorch's scaled_dot_product_attention, with (b) + (d) as its additive mask."""
-    query, key = inputs.query, inputs.key
-    if inputs.rel_key is None:
-        mask = visible_keys(
-            query.shape[-2], key.shape[-2], inputs.window, inputs.key_mask, query.device, inputs.first_key
-        )
-    else:
-        mask = _hide(_position_scores(inputs, inputs.rel_key), inputs)
     attended = F.scaled_dot_product_attention(
-        _add_bias(query, inputs.content_bias),
-        key,
+        _add_bias(inputs.query, inputs.content_bias),
+        inputs.key,
         inputs.value,
-        mask,
+        _additive_mask(inputs),
         dropout_p=inputs.dropout,
         scale=inputs.scaling,
     )
@@ -171,18 +165,14 @@ def _why_not_tiled(inputs: AttentionInputs) -> str | None:
 
 def flex_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
     """PyTorch's FlexAttention, compiled, with (b) + (d) as a captured L × K tensor."""
-    query, key = inputs.query, inputs.key
-    if inputs.rel_key is None:
-        bias = query.new_zeros(*query.shape[:3], key.shape[2])
-    else:
-        bias = _position_scores(inputs, inputs.rel_key)
-    bias = _hide(bias, inputs)
+    bias = _additive_mask(inputs)
 
     def add_bias(score, b, h, i, j):
         return score + bias[b, h, i, j]
 
-    query = _add_bias(query, inputs.content_bias)
-    return _compiled_flex_attention()(query, key, inputs.value, score_mod=add_bias, scale=inputs.scaling), None
+    query = _add_bias(inputs.query, inputs.content_bias)
+    attended = _compiled_flex_attention()(query, inputs.key, inputs.value, score_mod=add_bias, scale=inputs.scaling)
+    return attended, None
 
 
 @functools.cache
@@ -228,10 +218,15 @@ def _add_bias(query: Tensor, bias: Tensor | None) -> Tensor:
     return query if bias is None else query + bias[:, None].to(query.dtype)
 
 
-def _position_scores(inputs: AttentionInputs, rel_key: Tensor) -> Tensor:
-    """(b) + (d), or (b) and a learned score per distance: (B, H, L, K)."""
-    query, rel_bias = inputs.query, inputs.rel_bias
+def _position_scores(inputs: AttentionInputs) -> Tensor | None:
+    """(b) + (d), or (b) and a score per distance, or that alone: (B, H, L, K). None: nothing tells of distances."""
+    query, rel_key, rel_bias = inputs.query, inputs.rel_key, inputs.rel_bias
     B, _, L, _ = query.shape
+    if rel_key is None:
+        if rel_bias is None:
+            return None
+        scores = F.pad(rel_bias.to(query.dtype), (1, 0))[:, None].expand(-1, L, -1) * inputs.scaling
+        return relative_shift(scores).repeat(B, 1, 1, 1)
     if L > 1:
         # Whatever the spare column holds: a row that is there already takes less time than zeros.
         rel_key = torch.cat([rel_key[:, :1], rel_key], dim=1)
@@ -242,6 +237,15 @@ def _position_scores(inputs: AttentionInputs, rel_key: Tensor) -> Tensor:
     if rel_bias is not None:
         scores = scores + rel_bias[:, None, None].to(scores.dtype) * inputs.scaling
     return (relative_shift(scores) if L > 1 else scores).transpose(0, 1)
+
+
+def _additive_mask(inputs: AttentionInputs) -> Tensor:
+    """What is added to the scores of contents: (B, H, L, K), scaled; minus infinity where a key is not seen."""
+    by_distance = _position_scores(inputs)
+    if by_distance is not None:
+        return _hide(by_distance, inputs)
+    (B, H, L, _), K = inputs.query.shape, inputs.key.shape[2]
+    return _hide(inputs.query.new_zeros(B, 1, L, K), inputs).expand(B, H, L, K)
 
 
 def _hide(scores: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -256,6 +260,12 @@ def _hide(scores: Tensor, inputs: AttentionInputs) -> Tensor:
     return scores
 
 
+def _why_not_triton(inputs: AttentionInputs) -> str | None:
+    if inputs.rel_key is None and inputs.rel_bias is not None:
+        return "its kernels take a score per distance beside a key per distance only"
+    return why_not_triton(inputs.query)
+
+
 RELATIVE_ATTENTION_FUNCTIONS: dict[str, Callable[[AttentionInputs], tuple[Tensor, Tensor | None]]] = {
     "auto": auto_relative_attention,
     "eager": eager_relative_attention,
@@ -268,13 +278,41 @@ RELATIVE_ATTENTION_FUNCTIONS: dict[str, Callable[[AttentionInputs], tuple[Tensor
 _WHY_NOT: dict[str, Callable[[AttentionInputs], str | None]] = {
     "txl_tiles": _why_not_tiled,
     "flex_attention": _why_not_flex,
-    "txl_triton": lambda inputs: why_not_triton(inputs.query),
+    "txl_triton": _why_not_triton,
 }
 
 
 def why_not(implementation: str, inputs: AttentionInputs) -> str | None:
     """The reason why a backend cannot take these inputs, so that the default does; None if it can."""
     return _WHY_NOT[implementation](inputs) if implementation in _WHY_NOT else None
+
+
+def check_implementation(name: str):
+    """Raise a ValueError unless this is a backend of ours, or a function that a user has registered in transformers'
+    `AttentionInterface`. Transformers' own there take a mask to be of padding alone, and leave out the distances."""
+    if name in RELATIVE_ATTENTION_FUNCTIONS:
+        return
+    known = ", ".join(RELATIVE_ATTENTION_FUNCTIONS)
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        raise ValueError(f"attn_implementation={name!r} is not one of {known}, nor registered in AttentionInterface")
+    if ALL_ATTENTION_FUNCTIONS[name].__module__.startswith("transformers."):
+        raise ValueError(f"attn_implementation={name!r} knows no relative positions: use one of {known}")
+
+
+def _registered_attention(
+    function: Callable, inputs: AttentionInputs, module: nn.Module | None
+) -> tuple[Tensor, Tensor | None]:
+    attended, probabilities = function(
+        module,
+        _add_bias(inputs.query, inputs.content_bias),
+        inputs.key,
+        inputs.value,
+        _additive_mask(inputs),
+        dropout=inputs.dropout,
+        scaling=inputs.scaling,
+        is_causal=False,
+    )
+    return attended.transpose(1, 2), probabilities
 
 
 def relative_attention(
@@ -292,6 +330,7 @@ def relative_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     implementation: str = "eager",
+    module: nn.Module | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Multi-head attention with relative positions; the queries are the last L of the K keys' positions.
 
@@ -309,18 +348,17 @@ def relative_attention(
         scaling: factor of all scores, by default Dh ** -0.5.
         dropout: probability of dropping an attention probability.
         implementation: a name in `RELATIVE_ATTENTION_FUNCTIONS`. What a backend cannot do (`why_not`) goes to the
-            default, `"auto"`, with one warning.
+            default, `"auto"`, with one warning. Or the name of a function of your own in transformers'
+            `AttentionInterface`: its mask is (b) + (d), (B, H, L, K), minus infinity where a key is not seen.
+        module: the layer's attention, which such a function is called with.
 
     Returns:
         The attended values (B, H, L, Dh), and the probabilities (B, H, L, K) where the backend has them, else None.
 
     Raises:
-        ValueError: `implementation` is unknown.
+        ValueError: `implementation` is unknown, or one of transformers' own that takes no scores of distances.
     """
-    if implementation not in RELATIVE_ATTENTION_FUNCTIONS:
-        raise ValueError(
-            f"attn_implementation={implementation!r} is not one of {', '.join(RELATIVE_ATTENTION_FUNCTIONS)}"
-        )
+    check_implementation(implementation)
     inputs = AttentionInputs(
         query,
         key,
@@ -335,6 +373,8 @@ def relative_attention(
         window=window,
         first_key=first_key,
     )
+    if implementation not in RELATIVE_ATTENTION_FUNCTIONS:
+        return _registered_attention(ALL_ATTENTION_FUNCTIONS[implementation], inputs, module)
     if reason := why_not(implementation, inputs):
         logger.warning_once(f"attn_implementation={implementation!r} falls back to 'auto': {reason}")
         implementation = "auto"

@@ -5,6 +5,8 @@ import math
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from .positions_transfo_xl import POSITIONS, Positions
+
 __all__ = ["TransfoXLConfig"]
 
 # Configurations come in files of strangers, and what is kept for each layer grows with this number alone. The deepest
@@ -170,10 +172,10 @@ class TransfoXLConfig(PreTrainedConfig):
         elif len(self.tie_projs) == 1:
             # What the originals start from; they leave the bins behind its end untied.
             self.tie_projs = self.tie_projs + [False] * len(self.cutoffs)
-        if self.max_klen is None and self.attn_type in (1, 3):
-            self.max_klen = self.tgt_len + self.ext_len + self.mem_len
         # Before anyone asks for the type of each layer.
         self._validate_sizes()
+        if self.max_klen is None and self.positions.learned:
+            self.max_klen = self.tgt_len + self.ext_len + self.mem_len
         super().__post_init__(**kwargs)
         # Here too, because `@strict` wraps what its validators raise into an error that is no ValueError.
         self.validate_architecture()
@@ -194,12 +196,11 @@ class TransfoXLConfig(PreTrainedConfig):
         """Part of the `@strict` validation: fields that fit together."""
         self._validate_sizes()
         self._validate_numbers()
-        if self.attn_type not in (0, 1, 2, 3):
-            raise ValueError(f"attn_type={self.attn_type} must be 0, 1, 2 or 3")
         self.check_lengths(mem_len=self.mem_len, ext_len=self.ext_len, tgt_len=self.tgt_len)
-        if self.attn_type == 3 and self.n_head * self.d_head != self.d_model:
+        if self.positions.spans_heads and self.n_head * self.d_head != self.d_model:
             raise ValueError(
-                f"n_head={self.n_head} times d_head={self.d_head} must be d_model={self.d_model}: attn_type=3 "
+                f"n_head={self.n_head} times d_head={self.d_head} must be d_model={self.d_model}: "
+                f"attn_type={self.attn_type} "
                 "adds its learned positions, (n_head, d_head) each, to the hidden states"
             )
         if self.init not in ("normal", "uniform"):
@@ -225,6 +226,9 @@ class TransfoXLConfig(PreTrainedConfig):
                 raise ValueError(f"{name}={size} must be at least {smallest}")
             if size > largest:
                 raise ValueError(f"{name}={size} must be at most {largest}")
+        if self.attn_type not in POSITIONS:
+            known = ", ".join(map(str, POSITIONS))
+            raise ValueError(f"attn_type={self.attn_type} must be one of {known}")
         if self.d_model % 2:
             raise ValueError(f"d_model={self.d_model} is odd: the sinusoids need an even d_model")
         if self.input_size is not None and self.vocab_size > 0:
@@ -255,7 +259,7 @@ class TransfoXLConfig(PreTrainedConfig):
         for name, length in {"mem_len": mem_len, **lengths}.items():
             if length < 0:
                 raise ValueError(f"{name}={length} must not be negative")
-        if self.attn_type in (2, 3) and mem_len > 0:
+        if not self.positions.recurrent and mem_len > 0:
             raise ValueError(
                 f"attn_type={self.attn_type} has absolute positions and no recurrence: mem_len={mem_len} must be 0"
             )
@@ -287,6 +291,11 @@ class TransfoXLConfig(PreTrainedConfig):
             (start, end, self.d_embed // self.div_val**i)
             for i, (start, end) in enumerate(zip(ends, ends[1:], strict=False))
         ]
+
+    @property
+    def positions(self) -> type[Positions]:
+        """What `attn_type` means."""
+        return POSITIONS[self.attn_type]
 
     @property
     def learned_positions(self) -> int:

@@ -227,10 +227,11 @@ def check_protocol(config: TransfoXLConfig, segment_length: int, memory_length: 
     if segment_length < 1:
         raise ValueError(f"segment_length={segment_length} must be an integer of at least 1")
     read = segment_length + config.ext_len
-    if config.attn_type == 3 and read > config.learned_positions:
+    longest = config.positions.longest_segment(config.max_klen)
+    if longest is not None and read > longest:
         given = ", ".join(f"{name}={value}" for name, value in lengths.items() if value is not None)
         raise ValueError(
-            f"{given} reads {read} tokens at once, but the model learned max_klen={config.max_klen} absolute positions"
+            f"{given} reads {read} tokens at once, but the model learned max_klen={longest} absolute positions"
         )
 
 

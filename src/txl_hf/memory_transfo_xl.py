@@ -20,6 +20,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .configuration_transfo_xl import TransfoXLConfig
+from .positions_transfo_xl import KeptDistances
 
 __all__ = [
     "DecodingState",
@@ -442,22 +443,13 @@ class DecodingState:
         key_mask: (B, n) bool, which of the last n keys up to token `end` of the text are real; None: all of them.
             Later keys are real unless a mask says otherwise. So what was masked once stays masked.
         end: see `key_mask`.
-        positions: (n, D) sinusoids, furthest distance first; distances beyond `clamp_len` share one.
-        rel_keys: for each layer W_R R, (H, n, Dh): it depends on the distances alone, so it is projected once.
+        distances: what tells the layers of them, projected once for many calls.
     """
 
     initial_length: int = 0
     key_mask: Tensor | None = None
     end: int = 0
-    positions: Tensor | None = None
-    clamp_len: int = -1
-    rel_keys: dict[int, Tensor] = field(default_factory=dict)
-
-    def rel_key(self, layer: int, project: Callable[[], Tensor]) -> Tensor:
-        """W_R R of a layer: what it projects now, or has projected before, as a cache takes its keys and values."""
-        if layer not in self.rel_keys:
-            self.rel_keys[layer] = project().contiguous()
-        return self.rel_keys[layer]
+    distances: KeptDistances = field(default_factory=KeptDistances)
 
     def memory_mask(self, end: int, memory_length: int) -> Tensor | None:
         """(B, m) bool: which of the m keys before token `end` are real; None: all of them."""

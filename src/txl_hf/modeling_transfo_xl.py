@@ -12,7 +12,7 @@ Dh = `d_head`, V vocabulary. u and v are the paper's biases, `content_bias` and 
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +32,13 @@ from .adaptive_transfo_xl import (
     OutputProjection,
     check_labels,
 )
-from .attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, relative_attention
+from .attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, check_implementation, relative_attention
 from .configuration_transfo_xl import TransfoXLConfig
 from .generation_transfo_xl import TransfoXLGenerationMixin
 from .inputs_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, document_starts
 from .layout_transfo_xl import TransfoXLLayoutMixin
 from .linear_transfo_xl import project
 from .memory_transfo_xl import (
-    DecodingState,
     FilledLengths,
     MemoryCache,
     MemoryLengths,
@@ -52,6 +51,7 @@ from .memory_transfo_xl import (
     remember,
     remember_key_mask,
 )
+from .positions_transfo_xl import Distances
 
 __all__ = [
     "TransfoXLForCausalLM",
@@ -144,37 +144,6 @@ class TransfoXLTokenClassifierOutput(ModelOutput):
     mems_mask: Tensor | None = None
 
 
-def sinusoid(positions: Tensor, width: int) -> Tensor:
-    """R of the paper: sines, then cosines, of the positions at geometric frequencies.
-
-    Args:
-        positions: (K,) fp32 or fp64. width: even.
-
-    Returns:
-        (K, width), of the positions' type.
-    """
-    exponents = torch.arange(0, width, 2, device=positions.device, dtype=positions.dtype) / width
-    # Rounded as in all the originals: at distance 1,000 another order of these operations is 1e-4 off in the angle.
-    angles = torch.outer(positions, 1 / 10000.0**exponents)
-    return torch.cat([angles.sin(), angles.cos()], dim=-1)
-
-
-class Distances(NamedTuple):
-    """What tells the attention of a layer of distances; which of them there are depends on `attn_type`.
-
-    Attributes:
-        positions: (≥ K, D) sinusoids or (≥ K, H, Dh) learned keys, furthest distance first.
-        content_bias, position_bias, rel_bias: see `relative_attention`.
-        projected: keeps the sinusoids as each layer has projected them, for later calls. None: they are of this call.
-    """
-
-    positions: Tensor | None = None
-    content_bias: Tensor | None = None
-    position_bias: Tensor | None = None
-    rel_bias: Tensor | None = None
-    projected: DecodingState | None = None
-
-
 class TransfoXLMLP(nn.Module):
     """The position-wise feed-forward, (B, L, D) → (B, L, D)."""
 
@@ -194,8 +163,8 @@ class TransfoXLMLP(nn.Module):
 class TransfoXLAttention(nn.Module):
     """Projections around `relative_attention` (Section 3.3).
 
-    `r_proj` (the paper's W_k,R) and, with `untie_r`, the biases exist for the sinusoidal relative encoding only; other
-    encodings and shared biases come in from the model.
+    `r_proj` (the paper's W_k,R) and the biases are there if the encoding of positions has them in each layer
+    (`config.positions`); what the layers share comes in from the model.
     """
 
     def __init__(self, config: TransfoXLConfig, layer_idx: int):
@@ -208,10 +177,10 @@ class TransfoXLAttention(nn.Module):
         self.k_proj = nn.Linear(config.d_model, width, bias=False)
         self.v_proj = nn.Linear(config.d_model, width, bias=False)
         self.o_proj = nn.Linear(width, config.d_model, bias=False)
-        self.r_proj = nn.Linear(config.d_model, width, bias=False) if config.attn_type == 0 else None
-        own_biases = config.attn_type == 0 and config.untie_r
-        self.content_bias = nn.Parameter(torch.empty(config.n_head, config.d_head)) if own_biases else None
-        self.position_bias = nn.Parameter(torch.empty(config.n_head, config.d_head)) if own_biases else None
+        self.r_proj: nn.Linear | None = None
+        self.content_bias: nn.Parameter | None = None
+        self.position_bias: nn.Parameter | None = None
+        config.positions.add_to_attention(self)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -261,6 +230,7 @@ class TransfoXLAttention(nn.Module):
             first_key=first_key,
             dropout=self.config.dropatt if self.training else 0.0,
             implementation=implementation or self.config._attn_implementation,
+            module=self,
         )
         return self.dropout(project(self.o_proj, attended.transpose(1, 2).flatten(2))), probabilities
 
@@ -269,10 +239,10 @@ class TransfoXLAttention(nn.Module):
         positions = distances.positions
         if positions is None:
             return None
-        if distances.projected is None:
+        if distances.kept is None:
             rel_key = self._project(positions)
         else:
-            rel_key = distances.projected.rel_key(self.layer_idx, lambda: self._project(positions))
+            rel_key = distances.kept.rel_key(self.layer_idx, lambda: self._project(positions))
         return rel_key.narrow(1, -key_length, key_length).to(dtype)
 
     def _project(self, positions: Tensor) -> Tensor:
@@ -333,8 +303,7 @@ class TransfoXLLayer(GradientCheckpointingLayer):
         super().__init__()
         gated = config.gating is not None
         self.pre_lnorm = config.pre_lnorm or gated
-        # With absolute positions the original normalises what keys and values are made of, but not the queries.
-        self.normalize_queries = config.attn_type in (0, 1) or gated
+        self.normalize_queries = config.positions.normalizes_queries or gated
         self.self_attn = TransfoXLAttention(config, layer_idx)
         self.self_attn_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
         self.self_attn_gate = TransfoXLGate(config) if gated else None
@@ -432,9 +401,10 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
         """The backend's name; what `transformers` does not know of is ours, the default among them."""
         if requested_attention is None:
             return "auto"
-        if requested_attention in RELATIVE_ATTENTION_FUNCTIONS:
-            return requested_attention
-        return super().get_correct_attn_implementation(requested_attention, is_init_check)
+        if requested_attention not in RELATIVE_ATTENTION_FUNCTIONS:
+            requested_attention = super().get_correct_attn_implementation(requested_attention, is_init_check)
+        check_implementation(requested_attention)
+        return requested_attention
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
@@ -526,16 +496,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         self.position_dropout = nn.Dropout(config.dropout)
         self.output_dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(TransfoXLLayer(config, i) for i in range(config.n_layer))
-        heads = (config.n_head, config.d_head)
-        if config.attn_type == 0 and not config.untie_r:
-            self.content_bias = nn.Parameter(torch.empty(heads))
-            self.position_bias = nn.Parameter(torch.empty(heads))
-        elif config.attn_type == 1:
-            self.content_bias = nn.Parameter(torch.empty(config.n_layer, *heads))
-            self.r_emb = nn.Parameter(torch.empty(config.n_layer, config.learned_positions, *heads))
-            self.r_bias = nn.Parameter(torch.empty(config.n_layer, config.learned_positions, config.n_head))
-        elif config.attn_type == 3:
-            self.r_emb = nn.Parameter(torch.empty(config.n_layer, config.learned_positions, *heads))
+        config.positions.add_to_model(self)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -606,11 +567,13 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         if self.config.vocab_size == 0:
             inputs_embeds = self.embed_vectors(inputs_embeds)
 
-        hidden_states = self._embed_positions(inputs_embeds, filled.clamp_len)
+        positions = self.config.positions
+        hidden_states = self.input_dropout(positions.enter_model(self, inputs_embeds, filled.clamp_len))
         # What depends on distances alone can be projected once for many calls, where no gradient or dropout is drawn.
         keeps = past_key_values is not None and not torch.is_grad_enabled() and not self.training
         state = decoding_state_of(past_key_values) if keeps else None
-        distances = self._encode_distances(key_length, inputs_embeds, state, filled)
+        kept = None if state is None else state.distances
+        distances = positions.distances(self, key_length, inputs_embeds, kept, filled.clamp_len, filled.mem_len)
         # Only eager has the probabilities.
         wants_attentions = kwargs.get("output_attentions", self.config.output_attentions)
         implementation = "eager" if wants_attentions else None
@@ -619,10 +582,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         for i, layer in enumerate(self.layers[: self.config.n_layer]):
             remembered.append(memory.of_layer(i, hidden_states))
             entered.append(hidden_states)
-            if self.config.attn_type == 3:
-                hidden_states = hidden_states + self.r_emb[i, -hidden_states.shape[1] :].flatten(1)
             hidden_states = layer(
-                hidden_states,
+                positions.enter_layer(self, i, hidden_states),
                 remembered[i],
                 key_length=key_length,
                 distances=distances[i],
@@ -687,7 +648,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         if resets is None or not (torch.compiler.is_compiling() or torch.jit.is_tracing() or bool(resets.any())):
             return None
         told_by = " and ".join(given) or "resets"
-        if self.config.attn_type in (2, 3):
+        if not self.config.positions.recurrent:
             raise ValueError(
                 f"{told_by} tell of documents that begin inside a segment, but attn_type={self.config.attn_type} "
                 "counts positions from the segment's end: give each document a row of its own"
@@ -712,56 +673,6 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         if use_cache and past_key_values is None:
             return MemoryCache(self.config, lengths.mem_len)
         return past_key_values
-
-    def _sinusoids(self, key_length: int, embeds: Tensor, clamp_len: int) -> Tensor:
-        """(K, D) for the distances K - 1, …, 0. Distances are counted in fp32 at least: bf16 has no 301."""
-        dtype = torch.promote_types(embeds.dtype, torch.float32)
-        distances = torch.arange(key_length - 1, -1, -1, device=embeds.device, dtype=dtype)
-        if clamp_len > 0:
-            distances = distances.clamp(max=clamp_len)
-        return sinusoid(distances, self.config.d_model).to(embeds.dtype)
-
-    def _embed_positions(self, inputs_embeds: Tensor, clamp_len: int) -> Tensor:
-        """What enters the first layer: (B, L, D). The absolute baselines count positions from the segment's end."""
-        segment_length = inputs_embeds.shape[1]
-        if self.config.attn_type == 2:
-            inputs_embeds = inputs_embeds + self._sinusoids(segment_length, inputs_embeds, clamp_len)
-        if self.config.attn_type == 3 and segment_length > self.config.learned_positions:
-            raise ValueError(
-                f"the segment has {segment_length} tokens, but the model learned max_klen={self.config.max_klen} "
-                "absolute positions"
-            )
-        return self.input_dropout(inputs_embeds)
-
-    def _encode_distances(
-        self, key_length: int, embeds: Tensor, state: DecodingState | None, lengths: FilledLengths
-    ) -> list[Distances]:
-        """For each layer what encodes the distances K - 1, …, 0; `state` keeps what does not change between calls."""
-        config, clamp_len = self.config, lengths.clamp_len
-        if config.attn_type == 0:
-            if state is None:
-                positions = self.position_dropout(self._sinusoids(key_length, embeds, clamp_len))
-            else:
-                if state.positions is None or len(state.positions) < key_length or state.clamp_len != clamp_len:
-                    # At once as many as a full memory needs, so that a growing one asks for them only once.
-                    rows = max(key_length, lengths.mem_len + 1)
-                    state.positions = self._sinusoids(rows, embeds, clamp_len)
-                    state.rel_keys, state.clamp_len = {}, clamp_len
-                positions = state.positions
-            shared = Distances(positions, projected=state)
-            if not config.untie_r:
-                shared = shared._replace(content_bias=self.content_bias, position_bias=self.position_bias)
-            return [shared] * config.n_layer
-        if config.attn_type == 1:
-            learned = config.learned_positions
-            furthest = min(clamp_len, learned) if clamp_len > 0 else learned
-            steps = torch.arange(key_length - 1, -1, -1, device=embeds.device).clamp(max=furthest - 1)
-            learned_rows = learned - 1 - steps
-            return [
-                Distances(self.r_emb[i, learned_rows], self.content_bias[i], rel_bias=self.r_bias[i, learned_rows].T)
-                for i in range(config.n_layer)
-            ]
-        return [Distances()] * config.n_layer
 
 
 class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):

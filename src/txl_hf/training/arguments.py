@@ -12,6 +12,7 @@ import yaml  # type: ignore[import-untyped]
 from datasets import Dataset, DatasetDict
 from transformers import HfArgumentParser
 
+from ..positions_transfo_xl import POSITIONS
 from ..regularization import RegularizationArguments
 from ..tokenization_transfo_xl import TransfoXLTokenizer
 
@@ -211,7 +212,7 @@ def explain(parser: Parser, argv: list[str]):
 def forget_memory(settings: argparse.Namespace, argv: list[str]):
     """An encoding without recurrence, chosen on the command line, has no use for the recipe's memory in evaluation."""
     typed = {argument.partition("=")[0].replace("-", "_") for argument in argv if argument.startswith("--")}
-    if settings.attn_type in (2, 3):
+    if settings.attn_type in POSITIONS and not POSITIONS[settings.attn_type].recurrent:
         for name, without in (("eval_mem_len", 0), ("eval_memory_lengths", [])):
             if f"__{name}" not in typed and getattr(settings, name):
                 setattr(settings, name, without)
@@ -283,8 +284,9 @@ def shrink(arguments: Arguments, scratch: Path):
 
     bins = len(model.cutoffs) + 1
     model.model_name_or_path = None
-    # attn_type 3 adds what its heads learn of positions to the hidden states, so that they are as wide together.
-    model.n_layer, model.n_head, model.d_head, model.d_inner = 2, 2, 32 if model.attn_type == 3 else 8, 32
+    # Where what the heads learn of positions is added to the hidden states, they are as wide together.
+    wide = model.attn_type in POSITIONS and POSITIONS[model.attn_type].spans_heads
+    model.n_layer, model.n_head, model.d_head, model.d_inner = 2, 2, 32 if wide else 8, 32
     model.d_embed = 64 if model.d_embed in (None, model.d_model) else 32
     model.d_model = 64
     model.cutoffs = [vocab_size * i // bins for i in range(1, bins)]

@@ -82,10 +82,11 @@ def check_evaluation(config: TransfoXLConfig, evaluation: EvaluationArguments):
         except ValueError as error:
             raise ValueError(f"--eval_mem_len or --eval_memory_lengths: {error}") from error
         read = filled.ext_len + (evaluation.eval_tgt_len or config.tgt_len)
-        if config.attn_type == 3 and read > (config.max_klen or 0):
+        longest = config.positions.longest_segment(config.max_klen)
+        if longest is not None and read > longest:
             raise ValueError(
-                f"--eval_tgt_len, with --eval_ext_len, reads {read} tokens at once, but attn_type=3 learns positions "
-                f"for {config.max_klen} (tgt_len + ext_len + mem_len)"
+                f"--eval_tgt_len, with --eval_ext_len, reads {read} tokens at once, but attn_type={config.attn_type} "
+                f"learns positions for {longest} (tgt_len + ext_len + mem_len)"
             )
 
 

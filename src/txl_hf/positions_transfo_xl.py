@@ -1,0 +1,254 @@
+"""What an `attn_type` means: how a model knows where its tokens stand, with a class for each.
+
+A class says what its encoding learns, what it adds to the hidden states, what it tells the attention of each layer,
+and whether a memory may precede the segment. Another encoding is another class in `POSITIONS`; attention takes a
+score per distance (`rel_bias`), a key per distance (`rel_key`), or both.
+
+Letters: B batch, L segment, K = m + L keys (memory, then segment), D = `d_model`, H heads, Dh head width.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["POSITIONS", "Distances", "KeptDistances", "Positions", "sinusoid", "sinusoids_of_distances"]
+
+
+def sinusoid(positions: Tensor, width: int) -> Tensor:
+    """R of the paper: sines, then cosines, of the positions at geometric frequencies.
+
+    Args:
+        positions: (K,) fp32 or fp64. width: even.
+
+    Returns:
+        (K, width), of the positions' type.
+    """
+    exponents = torch.arange(0, width, 2, device=positions.device, dtype=positions.dtype) / width
+    # Rounded as in all the originals: at distance 1,000 another order of these operations is 1e-4 off in the angle.
+    angles = torch.outer(positions, 1 / 10000.0**exponents)
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+
+
+def sinusoids_of_distances(key_length: int, embeds: Tensor, clamp_len: int) -> Tensor:
+    """R for the distances K - 1, …, 0: (K, D), of the type of `embeds` (…, D); those beyond `clamp_len` share one.
+
+    Distances are counted in fp32 at least: bf16 has no 301.
+    """
+    dtype = torch.promote_types(embeds.dtype, torch.float32)
+    distances = torch.arange(key_length - 1, -1, -1, device=embeds.device, dtype=dtype)
+    if clamp_len > 0:
+        distances = distances.clamp(max=clamp_len)
+    return sinusoid(distances, embeds.shape[-1]).to(embeds.dtype)
+
+
+@dataclass
+class KeptDistances:
+    """The sinusoids as each layer has projected them: they depend on the distances alone, so that calls share them.
+
+    Args:
+        positions: (n, D), furthest distance first; distances beyond `clamp_len` share one.
+        rel_keys: for each layer W_R R, (H, n, Dh).
+    """
+
+    positions: Tensor | None = None
+    clamp_len: int = -1
+    rel_keys: dict[int, Tensor] = field(default_factory=dict)
+
+    def rel_key(self, layer: int, project: Callable[[], Tensor]) -> Tensor:
+        """W_R R of a layer: what it projects now, or has projected before, as a cache takes its keys and values."""
+        if layer not in self.rel_keys:
+            self.rel_keys[layer] = project().contiguous()
+        return self.rel_keys[layer]
+
+
+class Distances(NamedTuple):
+    """What tells the attention of a layer of distances.
+
+    Attributes:
+        positions: (≥ K, D) sinusoids or (≥ K, H, Dh) learned keys, furthest distance first.
+        content_bias, position_bias, rel_bias: see `relative_attention`.
+        kept: keeps the sinusoids as each layer has projected them, for later calls. None: they are of this call.
+    """
+
+    positions: Tensor | None = None
+    content_bias: Tensor | None = None
+    position_bias: Tensor | None = None
+    rel_bias: Tensor | None = None
+    kept: KeptDistances | None = None
+
+
+class Positions:
+    """An encoding: the interface, and for each method what most encodings need, nothing."""
+
+    # Whether positions are counted from each query, so that a memory may precede the segment. The others are the
+    # paper's baselines, whose positions are counted from the segment's end.
+    recurrent = True
+    # Whether, with `pre_lnorm`, what the queries are made of is normalised too.
+    normalizes_queries = True
+    # Whether there are rows to learn, so many as the configuration's `max_klen`.
+    learned = False
+    # Whether the heads together are as wide as the hidden states.
+    spans_heads = False
+
+    @classmethod
+    def longest_segment(cls, max_klen: int | None) -> int | None:
+        """How many tokens can be read at once; None: as many as one likes."""
+        return None
+
+    @staticmethod
+    def add_to_model(model: Any) -> None:
+        """Give a `TransfoXLModel` what all layers learn together."""
+
+    @staticmethod
+    def add_to_attention(attention: Any) -> None:
+        """Give a layer's `TransfoXLAttention` what it learns of its own: `r_proj` and biases."""
+
+    @staticmethod
+    def enter_model(model: Any, embeds: Tensor, clamp_len: int) -> Tensor:
+        """What the first layer sees of the embeddings: (B, L, D)."""
+        return embeds
+
+    @staticmethod
+    def enter_layer(model: Any, layer: int, hidden_states: Tensor) -> Tensor:
+        """What a layer sees of the hidden states: (B, L, D)."""
+        return hidden_states
+
+    @staticmethod
+    def distances(
+        model: Any, key_length: int, embeds: Tensor, kept: KeptDistances | None, clamp_len: int, mem_len: int
+    ) -> list[Distances]:
+        """For each layer what tells its attention of the distances K - 1, …, 0.
+
+        Args:
+            key_length: K.
+            embeds: (B, L, D), for their type and device.
+            kept: keeps what does not change between calls.
+            clamp_len, mem_len: the lengths of this call.
+        """
+        return [Distances()] * model.config.n_layer
+
+
+class RelativeSinusoids(Positions):
+    """The paper's (Section 3.3): the key of a distance is W_k,R R, and u and v are each layer's or, without `untie_r`,
+    everybody's."""
+
+    @staticmethod
+    def add_to_model(model: Any) -> None:
+        if not model.config.untie_r:
+            _add_biases(model)
+
+    @staticmethod
+    def add_to_attention(attention: Any) -> None:
+        config = attention.config
+        attention.r_proj = nn.Linear(config.d_model, config.n_head * config.d_head, bias=False)
+        if config.untie_r:
+            _add_biases(attention)
+
+    @staticmethod
+    def distances(
+        model: Any, key_length: int, embeds: Tensor, kept: KeptDistances | None, clamp_len: int, mem_len: int
+    ) -> list[Distances]:
+        if kept is None:
+            positions = model.position_dropout(sinusoids_of_distances(key_length, embeds, clamp_len))
+        else:
+            if kept.positions is None or len(kept.positions) < key_length or kept.clamp_len != clamp_len:
+                # At once as many as a full memory needs, so that a growing one asks for them only once.
+                kept.positions = sinusoids_of_distances(max(key_length, mem_len + 1), embeds, clamp_len)
+                kept.rel_keys, kept.clamp_len = {}, clamp_len
+            positions = kept.positions
+        shared = Distances(positions, kept=kept)
+        if not model.config.untie_r:
+            shared = shared._replace(content_bias=model.content_bias, position_bias=model.position_bias)
+        return [shared] * model.config.n_layer
+
+
+class RelativeLearned(Positions):
+    """Of Shaw et al. (2018), as the authors' code has it: a learned key and a learned score for each distance."""
+
+    learned = True
+
+    @staticmethod
+    def add_to_model(model: Any) -> None:
+        config = model.config
+        model.content_bias = nn.Parameter(torch.empty(config.n_layer, config.n_head, config.d_head))
+        model.r_emb = _learned_rows(config)
+        model.r_bias = nn.Parameter(torch.empty(config.n_layer, config.learned_positions, config.n_head))
+
+    @staticmethod
+    def distances(
+        model: Any, key_length: int, embeds: Tensor, kept: KeptDistances | None, clamp_len: int, mem_len: int
+    ) -> list[Distances]:
+        learned = model.config.learned_positions
+        furthest = min(clamp_len, learned) if clamp_len > 0 else learned
+        steps = torch.arange(key_length - 1, -1, -1, device=embeds.device).clamp(max=furthest - 1)
+        rows = learned - 1 - steps
+        return [
+            Distances(model.r_emb[i, rows], model.content_bias[i], rel_bias=model.r_bias[i, rows].T)
+            for i in range(model.config.n_layer)
+        ]
+
+
+class AbsoluteSinusoids(Positions):
+    """Of Vaswani et al. (2017): sinusoids are added to the embeddings."""
+
+    recurrent = False
+    # The original normalises what keys and values are made of, but not the queries.
+    normalizes_queries = False
+
+    @staticmethod
+    def enter_model(model: Any, embeds: Tensor, clamp_len: int) -> Tensor:
+        return embeds + sinusoids_of_distances(embeds.shape[1], embeds, clamp_len)
+
+
+class AbsoluteLearned(Positions):
+    """Of Al-Rfou et al. (2018): every layer adds positions that it has learned."""
+
+    recurrent = False
+    normalizes_queries = False
+    learned = True
+    spans_heads = True
+
+    @classmethod
+    def longest_segment(cls, max_klen: int | None) -> int | None:
+        return max_klen or 0
+
+    @staticmethod
+    def add_to_model(model: Any) -> None:
+        model.r_emb = _learned_rows(model.config)
+
+    @staticmethod
+    def enter_model(model: Any, embeds: Tensor, clamp_len: int) -> Tensor:
+        if embeds.shape[1] > model.config.learned_positions:
+            raise ValueError(
+                f"the segment has {embeds.shape[1]} tokens, but the model learned max_klen={model.config.max_klen} "
+                "absolute positions"
+            )
+        return embeds
+
+    @staticmethod
+    def enter_layer(model: Any, layer: int, hidden_states: Tensor) -> Tensor:
+        return hidden_states + model.r_emb[layer, -hidden_states.shape[1] :].flatten(1)
+
+
+# By `attn_type`, as the authors number them.
+POSITIONS: dict[int, type[Positions]] = {
+    0: RelativeSinusoids,
+    1: RelativeLearned,
+    2: AbsoluteSinusoids,
+    3: AbsoluteLearned,
+}
+
+
+def _add_biases(module: Any) -> None:
+    """u and v, (H, Dh)."""
+    heads = (module.config.n_head, module.config.d_head)
+    module.content_bias = nn.Parameter(torch.empty(heads))
+    module.position_bias = nn.Parameter(torch.empty(heads))
+
+
+def _learned_rows(config: Any) -> nn.Parameter:
+    """(n_layer, max_klen, H, Dh), the furthest position first."""
+    return nn.Parameter(torch.empty(config.n_layer, config.learned_positions, config.n_head, config.d_head))
