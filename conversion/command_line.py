@@ -25,18 +25,10 @@ from txl_hf import TransfoXLConfig, TransfoXLTokenizer
 from txl_hf import TransfoXLPreTrainedModel as Model
 from txl_hf.files import sync
 
+from .arguments import FAMILIES, parse_arguments
 from .layout import MODELS, Checkpoint, ConversionError, check_complete
 
-# --from: the module that reads the family.
-FAMILIES = {
-    "transformers": "transformers_legacy",
-    "kimiyoung-pytorch": "kimiyoung_pytorch",
-    "kimiyoung-tf": "kimiyoung_tf",
-    "nvidia": "nvidia_pytorch",
-    "remi": "pop_music_tf",
-}
 SETTINGS = ("mem_len", "clamp_len", "same_length", "tgt_len")
-TOKENIZER_MODES = ("moses", "whitespace", "characters", "bytes", "lm1b")
 
 ORIGIN = """\
 The weights are those of {origin}.
@@ -70,27 +62,6 @@ def say(text: str) -> None:
     """Print one line on standard error. What a file holds may be a terminal's commands, which are shown as "?"."""
     line = " ".join(text.split())
     print("".join(letter if letter.isprintable() else "?" for letter in line), file=sys.stderr)
-
-
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="convert.py", description=__doc__.split("\n")[0], epilog="Nothing in a pickle is executed."
-    )
-    parser.add_argument("--from", dest="family", required=True, choices=FAMILIES, help="who wrote the checkpoint")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="the checkpoint, or the folder that holds it")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write; must not exist or be empty")
-    parser.add_argument("--corpus", type=Path, help="the vocabulary: cache.pt, cache.pkl, dictionary.pkl")
-    parser.add_argument("--mem-len", type=int, help="states remembered")
-    parser.add_argument("--clamp-len", type=int, help="distances beyond it share one position; -1: no limit")
-    parser.add_argument(
-        "--same-length", action=argparse.BooleanOptionalAction, help="the same context for every token"
-    )
-    parser.add_argument("--tokenizer-mode", choices=TOKENIZER_MODES, help="how text is split; default: as the corpus")
-    parser.add_argument(
-        "--allow-non-finite", action="store_true", help="convert weights that are NaN or infinite, with a warning"
-    )
-    parser.add_argument("--push-to-hub", metavar="REPO", help="also upload the finished folder to this repository")
-    return parser.parse_args(argv)
 
 
 def convert(arguments: argparse.Namespace) -> None:

@@ -6,8 +6,8 @@
     txl-convert --from transformers --checkpoint transfo-xl-wt103 --output wt103
     txl-convert --from remi --checkpoint REMI-tempo-checkpoint --output pop
 
-`python conversion/convert.py` is the same command. The work is done in `command_line.py`; what is here comes before
-its imports, which take seconds.
+`python conversion/convert.py` is the same command. The work is done in `command_line.py`; what is here, and in
+`arguments.py`, comes before its imports, which take seconds.
 """
 
 import importlib
@@ -27,6 +27,8 @@ def main(argv: list[str] | None = None) -> int:
             import txl_hf
 
             txl_hf.__path__.append(str(Path(__file__).resolve().parents[1]))
+        # Help, and options that cannot be, need nothing of what follows.
+        importlib.import_module("txl_hf.conversion.arguments").parse_arguments(argv)
         command_line = importlib.import_module("txl_hf.conversion.command_line")
     except KeyboardInterrupt:
         print("convert.py: interrupted", file=sys.stderr)

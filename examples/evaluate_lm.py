@@ -5,7 +5,7 @@
 `--help` explains it; the code is `txl_hf.evaluate`.
 """
 
-from txl_hf.evaluate import main
+from txl_hf.commands import evaluate as main
 
 if __name__ == "__main__":
     main()

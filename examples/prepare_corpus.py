@@ -5,7 +5,7 @@
 `--help` explains it; the code is `txl_hf.prepare`.
 """
 
-from txl_hf.prepare import main
+from txl_hf.commands import prepare as main
 
 if __name__ == "__main__":
     main()

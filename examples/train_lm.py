@@ -8,7 +8,7 @@
 src/txl_hf/training is what it does: the loop of `TransfoXLTrainer` written out with accelerate.
 """
 
-from txl_hf.training.command import main
+from txl_hf.commands import train as main
 
 if __name__ == "__main__":
     main()

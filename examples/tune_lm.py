@@ -27,31 +27,25 @@ from transformers import AutoModelForCausalLM
 
 from txl_hf import ContinuousCache, DynamicEvaluation, TransfoXLForCausalLM
 from txl_hf.adaptation import Diverged
-from txl_hf.command_line import CommandParser, one_line_errors
-from txl_hf.corpora import CorpusError
-from txl_hf.evaluate import check_vocabulary, describe, load_config, read_prepared
+from txl_hf.command_line import CommandParser, add_scoring_options, check_outputs, one_line_errors
 from txl_hf.evaluation import LanguageModelEvaluation, evaluate_caches
 from txl_hf.files import whole_file, write_text
+from txl_hf.scoring import check_vocabulary, default_device, describe, load_config, read_prepared
 
 KINDS = ("static", "dynamic", "cache", "both")
 
 
 def main(argv: list[str] | None = None):
-    options = parse_arguments(argv)
     with one_line_errors():
-        if options.plot is not None:
-            # What is missing is said before any work.
-            import matplotlib.pyplot  # noqa: F401
-        for path in filter(None, (options.output, options.plot)):
-            if path.exists():
-                raise CorpusError(f"{path} exists: choose another file, or remove it")
+        options = parse_arguments(argv)
+        check_outputs(options)
         run(options)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder or Hub name")
-    parser.add_argument("--data", type=Path, required=True, help="folder of prepare_corpus.py")
+    add_scoring_options(parser, "folder of prepare_corpus.py", "perplexity on the validation text by rate")
+    parser.add_argument("--memory_length", type=int, help="(the model's mem_len)")
     parser.add_argument("--rate", type=float, nargs="*", default=[], help="rates of dynamic evaluation to try")
     parser.add_argument("--decay", type=float, nargs="+", default=[0.0], help="decays to try (%(default)s)")
     parser.add_argument("--epsilon", type=float, default=1e-5, help="(%(default)s)")
@@ -62,23 +56,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--cache_temperature", type=float, nargs="+", default=[0.01, 0.03, 0.1, 0.3, 1.0], help="(%(default)s)"
     )
-    parser.add_argument("--segment_length", type=int, help="tokens of one step (the model's tgt_len)")
-    parser.add_argument("--memory_length", type=int, help="(the model's mem_len)")
-    parser.add_argument("--clamp_len", type=int, help="(the model's)")
-    parser.add_argument("--batch_size", type=int, default=1, help="streams that a text is cut into (%(default)s)")
     parser.add_argument("--max_tokens", type=int, help="tune on the beginning of the validation text only")
     parser.add_argument("--max_test_tokens", type=int, help="test on the beginning of the test text only")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="(%(default)s)")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--plot", type=Path, help="PNG file to write: perplexity on the validation text by rate")
     options = parser.parse_args(argv)
     if not options.rate and not options.cache_size:
         parser.error("nothing to tune: give --rate, --cache_size or both")
     for name in ("max_tokens", "max_test_tokens", "statistics"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1")
-    options.split = "validation"
+    options.split, options.device = "validation", options.device or default_device()
     return options
 
 

@@ -19,7 +19,7 @@ import prepare_corpus
 from fuzz import ADDED, Hostile
 from goldens import golden
 from models import small_model
-from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model, scoring
 from txl_hf import evaluate as evaluate_lm
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "evaluate_lm.py"
@@ -220,14 +220,14 @@ def test_a_terminal_gets_a_table_line_by_line(corpus, model, monkeypatch, capsys
 
 def test_what_was_found_before_an_interruption_is_kept(corpus, model, monkeypatch, tmp_path, capsys):
     """In the file and on standard output, as whole JSON."""
-    evaluate = evaluate_lm.evaluate_language_model
+    evaluate = scoring.evaluate_language_model
 
     def interrupted(*arguments, memory_length, **settings):
         if memory_length == 8:
             raise KeyboardInterrupt
         return evaluate(*arguments, memory_length=memory_length, **settings)
 
-    monkeypatch.setattr(evaluate_lm, "evaluate_language_model", interrupted)
+    monkeypatch.setattr(scoring, "evaluate_language_model", interrupted)
     command = f"--model {model} --data {corpus} --memory_length 4 8 12 --max_tokens 40 --output {tmp_path}/result.json"
     with pytest.raises(SystemExit) as stopped:
         evaluate_lm.main(command.split())
@@ -239,7 +239,7 @@ def test_what_was_found_before_an_interruption_is_kept(corpus, model, monkeypatc
 
 def test_all_lengths_are_checked_before_the_text_is_read_with_any(corpus, model, monkeypatch, tmp_path):
     """A refused one costs nothing of what the others would have found."""
-    monkeypatch.delattr(evaluate_lm, "evaluate_language_model")
+    monkeypatch.delattr(scoring, "evaluate_language_model")
     config = {**json.loads((model / "config.json").read_text()), "attn_type": 3, "mem_len": 0, "max_klen": 8}
     TransfoXLForCausalLM(TransfoXLConfig(**config)).save_pretrained(tmp_path)
     message = fails("--model", tmp_path, "--data", corpus, "--sliding_window", 4, 9)

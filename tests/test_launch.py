@@ -250,6 +250,7 @@ def test_the_commands_of_the_page_name_what_there_is():
         package = ROOT / "src" / "txl_hf"
         declared = DECLARED.get(script.name)
         source = (package / declared if declared else script).read_text(encoding="utf-8")
+        source += (package / "command_line.py").read_text(encoding="utf-8")
         for option in re.findall(r"--([\w-]+)", command.split(scripts[0])[1]):
             assert f'"--{option}"' in source or re.search(rf"^    {option}: ", source, re.MULTILINE), option
         if "--config_file" in command:

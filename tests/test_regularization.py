@@ -13,7 +13,8 @@ pytest.importorskip("accelerate")
 from trainer_process import make_arguments, make_text, read_losses, run
 from trainer_process import make_model as make_small
 from txl_hf import TokenStream, TransfoXLModel
-from txl_hf.regularization import LockedDropout, RegularizationArguments, regularize
+from txl_hf.regularization import LockedDropout, regularize
+from txl_hf.regularization_arguments import RegularizationArguments
 from txl_hf.trainer import TransfoXLTrainer
 
 PTB = RegularizationArguments(

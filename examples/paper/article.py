@@ -28,7 +28,7 @@ from contenders import ROWS
 from miniature import MINIATURE, SMOKE
 from txl_hf import TransfoXLForCausalLM
 from txl_hf.command_line import CommandParser, one_line_errors
-from txl_hf.evaluate import read_prepared
+from txl_hf.scoring import read_prepared
 
 
 def main(argv: list[str] | None = None):

@@ -38,7 +38,7 @@ from miniature import MINIATURE, SMOKE
 from txl_hf import TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, AttentionInputs, attention_terms
 from txl_hf.command_line import CommandParser, one_line_errors
-from txl_hf.evaluate import read_prepared
+from txl_hf.scoring import read_prepared
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.

@@ -43,7 +43,7 @@ from contenders import ROWS, losses_of, uses_segment_end
 from miniature import MINIATURE, SMOKE
 from txl_hf import TransfoXLForCausalLM
 from txl_hf.command_line import CommandParser, one_line_errors
-from txl_hf.evaluate import read_prepared
+from txl_hf.scoring import read_prepared
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.

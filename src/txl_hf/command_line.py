@@ -1,11 +1,15 @@
-"""What the commands share: options with underscores or hyphens, and errors in one line. It imports nothing slow."""
+"""What the commands share: how options are spelt, which of them mean the same everywhere, and errors in one line.
+
+It imports nothing slow.
+"""
 
 import argparse
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-__all__ = ["CommandParser", "one_line_errors"]
+__all__ = ["CommandParser", "add_scoring_options", "check_outputs", "one_line_errors"]
 
 # Which extra has what another than `train` has.
 EXTRAS = dict.fromkeys(("miditok", "symusic", "music21", "pretty_midi"), "music")
@@ -38,3 +42,25 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(f"error: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         sys.exit("stopped")
+
+
+def add_scoring_options(parser: argparse.ArgumentParser, data: str, plot: str) -> None:
+    """The options of every command that scores a text with a model; `data` and `plot` say what these two are."""
+    parser.add_argument("--model", required=True, help="folder or Hub name")
+    parser.add_argument("--data", type=Path, required=True, help=data)
+    parser.add_argument("--segment_length", type=int, help="tokens in one pass (the model's tgt_len)")
+    parser.add_argument("--clamp_len", type=int, help="(the model's)")
+    parser.add_argument("--batch_size", type=int, default=1, help="streams that the text is cut into (%(default)s)")
+    parser.add_argument("--device", help="(cuda where there is one, otherwise cpu)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="(%(default)s)")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--plot", type=Path, help=f"PNG file to write: {plot}")
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """Refuse before any work what would stop it at its end: files that are there, a plot that nothing can draw."""
+    for path in filter(None, (options.output, options.plot)):
+        if path.exists():
+            raise FileExistsError(f"{path} exists: choose another file, or remove it")
+    if options.plot is not None:
+        import matplotlib.pyplot  # noqa: F401

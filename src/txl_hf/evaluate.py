@@ -25,81 +25,34 @@ at the attention length of training (`null` where that is not among the lengths)
 """
 
 import argparse
-import copy
-import dataclasses
-import datetime
-import json
-import math
-import platform
 import sys
-import time
-from importlib.metadata import version
-from itertools import zip_longest
-from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-
-from .adaptation import DynamicEvaluation
-from .command_line import CommandParser, one_line_errors
-from .configuration_transfo_xl import TransfoXLConfig
-from .continuous_cache import ContinuousCache
-from .corpora import CorpusError, count_batch, count_stream
-from .encoding import encode_bytes, encode_lines
-from .evaluation import LanguageModelEvaluation, evaluate_language_model, figures
-from .files import whole_file, write_text
-from .midi import is_midi_tokenizer, load_midi_tokenizer
-from .modeling_transfo_xl import TransfoXLForCausalLM
-from .prepare import INFORMATION
+from .command_line import CommandParser, add_scoring_options, check_outputs, one_line_errors
 
 __all__ = ["main"]
 
-MEMORY, WINDOW = "memory", "sliding window"
-
-
-@dataclasses.dataclass(frozen=True)
-class Text:
-    """A tokenised text; `words` and `characters` are those of the whole, None where they are not known."""
-
-    token_ids: Any
-    tokenizer: Any
-    corpus: str | None = None
-    words: int | None = None
-    characters: int | None = None
-
 
 def main(argv: list[str] | None = None):
-    options = parse_arguments(argv)
-    if not options.progress:
-        transformers.logging.disable_progress_bar()
     with one_line_errors():
-        if options.plot is not None:
-            # What is missing is said before any work.
-            import matplotlib.pyplot  # noqa: F401
-        for path in filter(None, (options.output, options.plot)):
-            if path.exists():
-                raise CorpusError(f"{path} exists: choose another file, or remove it")
+        options = parse_arguments(argv)
+        check_outputs(options)
+        # Here, so that nothing slow is loaded to refuse an option.
+        from .scoring import run
+
         run(options)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder or Hub name")
-    parser.add_argument("--data", type=Path, required=True, help="folder of txl-prepare, or a text file")
+    add_scoring_options(parser, "folder of txl-prepare, or a text file", "perplexity by attention length")
     parser.add_argument("--split", choices=["train", "validation", "test"], default="test", help="(%(default)s)")
     parser.add_argument("--tokenizer", help="folder or Hub name, for a text file (the model's)")
-    parser.add_argument("--segment_length", type=int, help="tokens in one pass (the model's tgt_len)")
     parser.add_argument(
         "--memory_length", type=int, nargs="+", help="one or more (the model's mem_len, without --sliding_window)"
     )
     parser.add_argument("--sliding_window", type=int, nargs="+", default=[], help="window lengths to score")
     parser.add_argument("--ext_len", type=int, help="tokens read again with each segment (the model's)")
-    parser.add_argument("--clamp_len", type=int, help="(the model's)")
     parser.add_argument("--same_length", choices=["true", "false"], help="(the model's)")
-    parser.add_argument("--batch_size", type=int, default=1, help="streams that the text is cut into (%(default)s)")
     parser.add_argument(
         "--warm_up", type=int, default=0, help="tokens of each stream read but not scored (%(default)s)"
     )
@@ -112,10 +65,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--cache", nargs=3, metavar=("SIZE", "WEIGHT", "TEMPERATURE"), help="mix in a continuous cache; see tune_lm.py"
     )
     parser.add_argument("--max_tokens", type=int, help="score the beginning of the text only")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(%(default)s)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="(%(default)s)")
-    parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--plot", type=Path, help="PNG file to write: perplexity by attention length")
     parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")
     parser.add_argument(
         "--progress",
@@ -124,347 +73,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="show a progress bar (where standard error is a terminal)",
     )
     options = parser.parse_args(argv)
-    for name in ("sliding_window", "max_tokens"):
-        if min(np.atleast_1d(getattr(options, name) or 1)) < 1:
+    for name, values in (("sliding_window", options.sliding_window), ("max_tokens", [options.max_tokens])):
+        if any(value is not None and value < 1 for value in values):
             parser.error(f"--{name} must be at least 1")
     options.json = options.json or not sys.stdout.isatty()
     return options
-
-
-def run(options: argparse.Namespace):
-    """Score the text with each memory length and each sliding window; each figure is kept when it is there."""
-    config = load_config(options.model)
-    planned = protocols(options, config)
-    for settings in planned:
-        check_protocol(config, clamp_len=options.clamp_len, **settings)
-    adaptation = read_adaptation(options)
-    text = read_text(options)
-    if len(text.token_ids) == 0:
-        raise CorpusError(f"{options.data} is empty: it has no token")
-    check_vocabulary(text, config, options)
-    if options.max_tokens is not None and options.max_tokens < len(text.token_ids):
-        text = dataclasses.replace(text, token_ids=text.token_ids[: options.max_tokens], words=None, characters=None)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
-    model.to(options.device)
-    report = {**describe(model, text, options), "results": [], "curves": {}}
-    try:
-        for settings in planned:
-            report["results"].append(score(model, text, options, **settings, **adaptation))
-            report["curves"] = curves(report["results"], config)
-            if not options.json:
-                print_row(report["results"], text)
-            if options.output is not None:
-                options.output.parent.mkdir(parents=True, exist_ok=True)
-                write_text(options.output, json.dumps(report, indent=2, allow_nan=False) + "\n")
-    finally:
-        # Stopped or refused half-way, what has been found is not lost.
-        if options.json and report["results"]:
-            print(json.dumps(report, indent=2, allow_nan=False))
-    if not options.json:
-        print_curves(report["curves"])
-    if options.plot is not None:
-        plot(report, options.plot)
-
-
-def describe(model: TransfoXLForCausalLM, text: Text, options: argparse.Namespace) -> dict[str, Any]:
-    """What all figures have in common."""
-    return {
-        "model": options.model,
-        "parameters": model.num_parameters(),
-        "initial_memory": model.config.initial_memory,
-        "same_length_counts_self": model.config.same_length_counts_self,
-        "attn_type": model.config.attn_type,
-        "attn_implementation": model.config._attn_implementation,
-        "data": str(options.data),
-        "corpus": text.corpus,
-        "split": options.split if text.corpus else None,
-        "words": text.words,
-        "characters": text.characters,
-        "device": torch.cuda.get_device_name() if model.device.type == "cuda" else platform.processor() or "cpu",
-        "threads": torch.get_num_threads(),
-        "dtype": options.dtype,
-        "versions": {name: version(name) for name in ("txl-hf", "transformers", "torch")},
-        "date": datetime.date.today().isoformat(),
-    }
-
-
-# ---- protocols --------------------------------------------------------------------------------------------------
-
-
-def protocols(options: argparse.Namespace, config: TransfoXLConfig) -> list[dict[str, Any]]:
-    """What each evaluation sets."""
-    same_length = None if options.same_length is None else options.same_length == "true"
-    with_memory = [
-        {
-            "protocol": MEMORY,
-            "segment_length": options.segment_length or config.tgt_len,
-            "memory_length": memory_length,
-            "ext_len": options.ext_len,
-            "same_length": same_length,
-        }
-        for memory_length in options.memory_length or ([] if options.sliding_window else [config.mem_len])
-    ]
-    # What a query sees is the window itself: same_length would take it away.
-    windows = [
-        {
-            "protocol": WINDOW,
-            "segment_length": 1,
-            "memory_length": 0,
-            "ext_len": window - 1,
-            "same_length": False,
-        }
-        for window in options.sliding_window
-    ]
-    return with_memory + windows
-
-
-def check_protocol(config: TransfoXLConfig, segment_length: int, memory_length: int, ext_len: int | None, **_):
-    """Raise a ValueError for lengths that the model cannot be read with, before it is read with others."""
-    lengths = {"segment_length": segment_length, "memory_length": memory_length, "ext_len": ext_len}
-    config = copy.deepcopy(config)
-    config.mem_len, config.ext_len = memory_length, config.ext_len if ext_len is None else ext_len
-    config.validate_architecture()
-    if segment_length < 1:
-        raise ValueError(f"segment_length={segment_length} must be an integer of at least 1")
-    read = segment_length + config.ext_len
-    longest = config.positions.longest_segment(config.max_klen)
-    if longest is not None and read > longest:
-        given = ", ".join(f"{name}={value}" for name, value in lengths.items() if value is not None)
-        raise ValueError(
-            f"{given} reads {read} tokens at once, but the model learned max_klen={longest} absolute positions"
-        )
-
-
-def read_adaptation(options: argparse.Namespace) -> dict[str, Any]:
-    """What is asked for beside the model as it stands: `dynamic` and `cache`."""
-    found: dict[str, Any] = {"dynamic": None, "cache": None}
-    if options.cache is not None:
-        size, weight, temperature = options.cache
-        found["cache"] = ContinuousCache(int(size), float(weight), float(temperature))
-    if options.dynamic is not None:
-        statistics = None
-        if options.statistics is not None:
-            if not options.data.is_dir():
-                raise CorpusError(f"--statistics needs a folder of txl-prepare, which {options.data} is not")
-            statistics = read_prepared(options.data, "train").token_ids[: options.statistics]
-        found["dynamic"] = DynamicEvaluation(
-            options.dynamic, options.decay, options.epsilon, statistics, options.parameters
-        )
-    return found
-
-
-def score(
-    model: TransfoXLForCausalLM, text: Text, options: argparse.Namespace, protocol: str, **settings
-) -> dict[str, Any]:
-    started = time.perf_counter()
-    result = evaluate_language_model(
-        model,
-        text.token_ids,
-        batch_size=options.batch_size,
-        warm_up=options.warm_up,
-        clamp_len=options.clamp_len,
-        progress=options.progress,
-        **settings,
-    )
-    seconds = time.perf_counter() - started
-    speed = {"seconds": seconds, "tokens_per_second": result.tokens / seconds}
-    described = {"protocol": protocol} | measures(result, text) | dataclasses.asdict(result) | speed
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in described.items()
-    }
-
-
-def measures(result: LanguageModelEvaluation, text: Text) -> dict[str, float | None]:
-    return {
-        "nll": result.nll,
-        **figures(result.nll),
-        "perplexity_per_word": result.perplexity_per_word(text.words) if text.words else None,
-        "bits_per_character": result.bits_per_character(text.characters) if text.characters else None,
-    }
-
-
-# ---- what is said -----------------------------------------------------------------------------------------------
-
-
-def attention_length(row: dict[str, Any]) -> int:
-    """How far back a token sees: the memory, or all of the window."""
-    return row["memory_length"] if row["protocol"] == MEMORY else row["ext_len"] + 1
-
-
-def curves(results: list[dict[str, Any]], config: TransfoXLConfig) -> dict[str, dict[str, Any]]:
-    """The paper's columns for each protocol: `init`, `best` and the shortest length that is as good as the best."""
-    trained = {MEMORY: config.mem_len, WINDOW: config.tgt_len + config.ext_len}
-    found = {}
-    for protocol, length in trained.items():
-        points = {
-            attention_length(row): row["perplexity"]
-            for row in results
-            if row["protocol"] == protocol and row["perplexity"] is not None
-        }
-        if points:
-            best = min(points.values())
-            shortest = min(n for n, value in points.items() if round(value, 2) == round(best, 2))
-            found[protocol] = {"init": points.get(length), "best": best, "attention_length": shortest}
-    return found
-
-
-def print_row(results: list[dict[str, Any]], text: Text):
-    """The newest line of the table, and its head before the first."""
-    row = results[-1]
-    columns = {
-        "protocol": row["protocol"],
-        "length": attention_length(row),
-        "segment": row["segment_length"],
-        "perplexity": row["perplexity"],
-        "bits/token": row["bits_per_token"],
-        "ppl/word": row["perplexity_per_word"],
-        "bits/char": row["bits_per_character"],
-        "tokens": row["tokens"],
-        "tokens/s": round(row["tokens_per_second"]),
-    }
-    if len(results) == 1:
-        print("  ".join(f"{name:>14}" if name == "protocol" else f"{name:>10}" for name in columns))
-    cells = (
-        "-" if value is None else f"{value:.3f}" if isinstance(value, float) else value for value in columns.values()
-    )
-    print("  ".join(f"{cell:>14}" if i == 0 else f"{cell:>10}" for i, cell in enumerate(cells)), flush=True)
-
-
-def print_curves(found: dict[str, dict[str, Any]]):
-    for protocol, curve in found.items():
-        at_training = "" if curve["init"] is None else f"{curve['init']:.2f} at the length of training, "
-        print(
-            f"{protocol}: perplexity {at_training}{curve['best']:.2f} at best, from length {curve['attention_length']}"
-        )
-
-
-def plot(report: dict[str, Any], path: Path):
-    """Perplexity by attention length, as the paper's Figure 4."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for protocol in report["curves"]:
-        rows = [row for row in report["results"] if row["protocol"] == protocol and row["perplexity"] is not None]
-        points = sorted((attention_length(row), row["perplexity"]) for row in rows)
-        axes.plot(*zip(*points, strict=True), marker="o", label=protocol)
-    axes.set_xlabel("attention length (tokens)")
-    axes.set_ylabel("perplexity")
-    axes.set_title(f"{report['model']} on {report['data']}", fontsize="medium")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as aside:
-        figure.savefig(aside, dpi=150)
-    plt.close(figure)
-
-
-# ---- what is scored ---------------------------------------------------------------------------------------------
-
-
-def load_config(name: str) -> TransfoXLConfig:
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        where = "" if Path(name).exists() else "there is no such folder here, and as a name on the Hub "
-        raise CorpusError(f"--model {name} does not load: {where}{error}") from None
-    if not isinstance(config, TransfoXLConfig):
-        raise CorpusError(f"--model {name} is a {config.model_type}, not a Transformer-XL")
-    return config
-
-
-def read_text(options: argparse.Namespace) -> Text:
-    if not options.data.exists():
-        raise CorpusError(f"--data {options.data} does not exist")
-    if options.data.is_dir():
-        if options.tokenizer is not None:
-            raise CorpusError(f"--tokenizer is for a text file: {options.data} has been tokenised")
-        return read_prepared(options.data, options.split)
-    tokenizer = load_tokenizer(options.tokenizer or options.model)
-    if tokenizer is None:
-        raise CorpusError(f"{options.tokenizer or options.model} has no tokenizer: name one with --tokenizer")
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise CorpusError(f"{options.model} reads music: --data {options.data} must be a folder of txl-prepare")
-    return read_raw(options.data, tokenizer)
-
-
-def read_prepared(folder: Path, split: str) -> Text:
-    if not (folder / INFORMATION).is_file():
-        raise CorpusError(f"{folder} has no {INFORMATION}: it is no folder of txl-prepare")
-    # Of an extra, which a text file does without.
-    from datasets import DatasetDict
-
-    information = json.loads((folder / INFORMATION).read_text(encoding="utf-8"))
-    counts = information["splits"][split]
-    return Text(
-        token_ids=DatasetDict.load_from_disk(folder)[split].with_format("numpy")["token_ids"],
-        tokenizer=load_tokenizer(str(folder)),
-        corpus=information["corpus"],
-        words=counts.get("words"),
-        characters=counts.get("characters"),
-    )
-
-
-def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> Text:
-    """A file as txl-prepare would read it for this tokenizer."""
-    mode, line_feed = getattr(tokenizer, "mode", None), {"bytes": "10", "characters": "\n"}
-    if mode in line_feed and line_feed[mode] not in tokenizer.symbols:
-        # enwik8 and text8.
-        stream = path.read_bytes() if mode == "bytes" else path.read_bytes().strip()
-        counts, token_ids = count_stream(stream), encode_bytes(tokenizer, stream)
-        return Text(token_ids, tokenizer, words=counts["words"], characters=counts["characters"])
-    try:
-        # Without a byte-order mark, as txl-prepare reads it.
-        with path.open(encoding="utf-8-sig") as file:
-            lines = file.readlines()
-    except UnicodeDecodeError as error:
-        raise CorpusError(f"{path} is not UTF-8 text: {error}") from None
-    [words], [characters], _ = count_batch(lines).values()
-    if words == 0:
-        raise CorpusError(f"{path} is empty: it has no word")
-    token_ids = encode_lines(tokenizer, lines)
-    return Text(token_ids, tokenizer, words=words + len(lines), characters=characters)
-
-
-def load_tokenizer(name: str) -> Any:
-    """One of transformers or of MidiTok; None where there is none."""
-    if is_midi_tokenizer(name):
-        return load_midi_tokenizer(name)
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def check_vocabulary(text: Text, config: TransfoXLConfig, options: argparse.Namespace):
-    """The text's symbols must be the model's."""
-    if len(text.tokenizer) > config.vocab_size:
-        raise CorpusError(
-            f"{options.data} has a vocabulary of {len(text.tokenizer)}, which does not fit {options.model} with one "
-            f"of {config.vocab_size}"
-        )
-    trained_with = load_tokenizer(options.model)
-    if trained_with is None:
-        return
-    symbols, expected = (list_symbols(tokenizer) for tokenizer in (text.tokenizer, trained_with))
-    if symbols == expected:
-        return
-    pairs = zip_longest(symbols, expected)
-    index, (found, wanted) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    raise CorpusError(
-        f"{options.data} has another vocabulary than {options.model}: {len(symbols)} symbols instead of "
-        f"{len(expected)}, and id {index} is {found!r} instead of {wanted!r}"
-    )
-
-
-def list_symbols(tokenizer: Any) -> list[str]:
-    if isinstance(tokenizer, PreTrainedTokenizerBase):
-        return tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    vocabulary = tokenizer.vocab_model or tokenizer.vocab
-    return sorted(vocabulary, key=vocabulary.get)
 
 
 if __name__ == "__main__":

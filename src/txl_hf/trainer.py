@@ -32,7 +32,8 @@ from .checkpoints import (
 from .evaluation import figures
 from .layout_transfo_xl import TransfoXLLayoutMixin
 from .memory_transfo_xl import mask_overflow, memory_of, real_states
-from .regularization import RegularizationArguments, Regularizer, regularize
+from .regularization import Regularizer, regularize
+from .regularization_arguments import RegularizationArguments
 from .streams import check_loader
 
 __all__ = ["TransfoXLTrainer"]

@@ -1,4 +1,7 @@
-"""What `txl-train` can be told: in a recipe (YAML), and on the command line, which wins."""
+"""What `txl-train` can be told: in a recipe (YAML), and on the command line, which wins.
+
+To read options imports nothing slow; what needs torch or datasets imports them itself.
+"""
 
 import argparse
 import difflib
@@ -7,14 +10,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import yaml  # type: ignore[import-untyped]
-from datasets import Dataset, DatasetDict
 from transformers import HfArgumentParser
 
-from ..positions_transfo_xl import POSITIONS
-from ..regularization import RegularizationArguments
-from ..tokenization_transfo_xl import TransfoXLTokenizer
+from ..regularization_arguments import RegularizationArguments
 
 SPLITS = ("train", "validation", "test")
 # Settings of any model that may change in fine-tuning.
@@ -212,6 +211,8 @@ def explain(parser: Parser, argv: list[str]):
 def forget_memory(settings: argparse.Namespace, argv: list[str]):
     """An encoding without recurrence, chosen on the command line, has no use for the recipe's memory in evaluation."""
     typed = {argument.partition("=")[0].replace("-", "_") for argument in argv if argument.startswith("--")}
+    from ..positions_transfo_xl import POSITIONS
+
     if settings.attn_type in POSITIONS and not POSITIONS[settings.attn_type].recurrent:
         for name, without in (("eval_mem_len", 0), ("eval_memory_lengths", [])):
             if f"__{name}" not in typed and getattr(settings, name):
@@ -269,6 +270,8 @@ def check_arguments(arguments: Arguments):
 
 def shrink(arguments: Arguments, scratch: Path):
     """For --smoke: a few steps of a small model on a small text, all else as it was. Lengths keep their ratios."""
+    from ..positions_transfo_xl import POSITIONS
+
     model, data, evaluation, optimization, _, run = arguments
     data.data = str(scratch / "data")
     vocab_size = write_smoke_data(scratch / "data")
@@ -301,6 +304,11 @@ def shrink(arguments: Arguments, scratch: Path):
 
 def write_smoke_data(folder: Path) -> int:
     """Words of a module of the standard library, as prepare_corpus.py would write them; returns how many there are."""
+    import numpy as np
+    from datasets import Dataset, DatasetDict
+
+    from ..tokenization_transfo_xl import TransfoXLTokenizer
+
     lines = Path(argparse.__file__).read_text(encoding="utf-8").splitlines()
     tokenizer = TransfoXLTokenizer.train_from_iterator(lines, mode="whitespace", max_size=500)
     token_ids = tokenizer.encode_lines(lines, add_eos=True).astype(np.int32)

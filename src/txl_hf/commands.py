@@ -1,0 +1,30 @@
+"""The installed commands begin here, where nothing has been imported yet that takes time.
+
+Whatever keeps a command from going on, a package that is missing or Ctrl-C while it imports, is one line.
+"""
+
+from importlib import import_module
+
+from .command_line import one_line_errors
+
+__all__ = ["evaluate", "prepare", "train"]
+
+
+def evaluate(argv: list[str] | None = None) -> None:
+    """`txl-evaluate`."""
+    _run("evaluate", argv)
+
+
+def prepare(argv: list[str] | None = None) -> None:
+    """`txl-prepare`."""
+    _run("prepare", argv)
+
+
+def train(argv: list[str] | None = None) -> None:
+    """`txl-train`."""
+    _run("training.command", argv)
+
+
+def _run(module: str, argv: list[str] | None) -> None:
+    with one_line_errors():
+        import_module(f".{module}", __package__).main(argv)

@@ -1,0 +1,160 @@
+"""Commands, and the package itself, start before torch has come, and whatever Auto class comes knows the model."""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import txl_hf
+
+SLOW = {"torch", "datasets", "accelerate", "pandas", "matplotlib", "transformers.modeling_utils"}
+COMMANDS = {
+    "txl-train": "import sys; from txl_hf.commands import train; train(sys.argv[1:])",
+    "txl-evaluate": "import sys; from txl_hf.commands import evaluate; evaluate(sys.argv[1:])",
+    "txl-prepare": "import sys; from txl_hf.commands import prepare; prepare(sys.argv[1:])",
+    "txl-convert": "import sys; from txl_hf.conversion.convert import main; sys.exit(main(sys.argv[1:]))",
+}
+KNOWN = """
+from transformers.models.auto import modeling_auto, tokenization_auto, configuration_auto
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLForTokenClassification, TransfoXLModel
+from txl_hf import TransfoXLForSequenceClassification, TransfoXLTokenizer
+
+assert type(configuration_auto.AutoConfig.for_model("transfo-xl")) is TransfoXLConfig
+assert modeling_auto.MODEL_MAPPING[TransfoXLConfig] is TransfoXLModel
+assert modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[TransfoXLConfig] is TransfoXLForCausalLM
+assert modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[TransfoXLConfig] is TransfoXLForSequenceClassification
+assert modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING[TransfoXLConfig] is TransfoXLForTokenClassification
+assert tokenization_auto.TOKENIZER_MAPPING[TransfoXLConfig] is TransfoXLTokenizer
+assert TransfoXLConfig._auto_class == "AutoConfig" and TransfoXLTokenizer._auto_class == "AutoTokenizer"
+assert TransfoXLModel._auto_class == "AutoModel" and TransfoXLForCausalLM._auto_class == "AutoModelForCausalLM"
+"""
+ORDERS = [
+    "from transformers import AutoModelForCausalLM, AutoTokenizer; import txl_hf",
+    # Its imports bring the Auto classes.
+    "import txl_hf; from transformers import LlamaModel",
+    "import txl_hf, transformers",
+    "import txl_hf.modeling_transfo_xl",
+    "import txl_hf.generation_transfo_xl",
+    "from txl_hf import TransfoXLTokenizer",
+]
+# Each in a process of its own, which has what takes longest already.
+FORKS = """
+import os, sys, traceback
+import torch, torch.distributed.tensor, torch._dynamo
+
+known, *orders = sys.argv[1:]
+for order in orders:
+    child = os.fork()
+    if child == 0:
+        try:
+            exec(order + known, {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(order)
+"""
+
+
+# The converters of this checkout, whichever is installed.
+PATH = f"import txl_hf; txl_hf.__path__.insert(0, {str(Path(__file__).parents[1])!r})\n"
+
+
+def run(code: str, *arguments: str, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    command = [sys.executable, *options, "-c", PATH + code, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def imported(process: subprocess.CompletedProcess) -> set[str]:
+    """By `-X importtime`, which writes a line for each module."""
+    return {line.rpartition("|")[2].strip() for line in process.stderr.splitlines() if line.startswith("import time:")}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("arguments", [["--help"], ["--nothing-of-the-kind"]], ids=["help", "wrong option"])
+def test_a_command_reads_its_options_before_anything_slow_is_imported(command, arguments):
+    process = run(COMMANDS[command], *arguments, options=("-X", "importtime"))
+    assert process.returncode == (0 if arguments == ["--help"] else 2)
+    assert "argparse" in imported(process) and imported(process) & SLOW == set()
+
+
+def test_the_package_is_imported_before_anything_slow():
+    assert imported(run("import txl_hf", options=("-X", "importtime"))) & {*SLOW, "transformers", "numpy"} == set()
+
+
+def cpu_seconds(code: str, *arguments: str) -> float:
+    before = os.times()
+    assert run(code, *arguments).returncode == 0
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def test_help_takes_less_than_the_libraries():
+    """Of processor time, which others on the machine change little."""
+    assert cpu_seconds(COMMANDS["txl-train"], "--help") < cpu_seconds("import torch, transformers")
+
+
+@pytest.mark.parametrize("orders", [ORDERS[:2], pytest.param(ORDERS[2:], marks=pytest.mark.slow)], ids=["few", "all"])
+def test_the_auto_classes_know_the_model_whatever_comes_first(orders):
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    command = [sys.executable, "-c", FORKS, KNOWN, *orders]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]
+
+
+def test_type_checkers_are_told_the_same_names():
+    tree = ast.parse(Path(txl_hf.__file__).read_text(encoding="utf-8"))
+    [block] = [node for node in tree.body if isinstance(node, ast.If)]
+    told = {alias.name: node.module for node in block.body for alias in node.names}
+    assert told == txl_hf._MODULES and sorted(told) == txl_hf.__all__
+    assert set(txl_hf.__all__) <= set(dir(txl_hf))
+    with pytest.raises(AttributeError, match="has no attribute 'TransfoXL'"):
+        txl_hf.TransfoXL  # noqa: B018
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_interrupted_start_is_one_line(command, tmp_path):
+    """A module that takes its time stands in for torch, which does so on a cold disk."""
+    for module in ("transformers", "numpy", "torch"):
+        (tmp_path / module).mkdir()
+        (tmp_path / module / "__init__.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    options = {
+        "txl-train": ["recipe.yaml"],
+        "txl-evaluate": ["--model", "m", "--data", "d"],
+        "txl-prepare": ["--corpus", "text", "--output", "o"],
+        "txl-convert": ["--from", "nvidia", "--checkpoint", "c", "--output", "o"],
+    }[command]
+    source = str(Path(__file__).parents[1] / "src")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), source])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", PATH + COMMANDS[command], *options],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "importing\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.strip() in ("stopped", "convert.py: interrupted")
+
+
+@pytest.mark.parametrize("command", ["txl-train", "txl-evaluate", "txl-prepare"])
+def test_help_needs_no_extra_or_says_which(command, tmp_path):
+    """With nothing of an extra at hand: help, or one line."""
+    for module in ("datasets", "accelerate", "yaml", "matplotlib", "pyarrow"):
+        (tmp_path / f"{module}.py").write_text(f"raise ModuleNotFoundError('no', name={module!r})")
+    process = run(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + COMMANDS[command], "--help")
+    if process.returncode:
+        assert process.stderr == 'error: yaml is not installed: pip install "txl-hf[train]"\n'
+    else:
+        assert "usage: " in process.stdout
