@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+import txl_hf.adaptive_transfo_xl_triton as softmax
 import txl_hf.attention_transfo_xl_triton as kernels
 from txl_hf.attention_transfo_xl_inputs import AttentionInputs
 
@@ -105,6 +106,13 @@ def attend_and_differentiate(dtype, width, length, memory, window, dropout, mask
     torch.autograd.grad(output, leaves + ([rel_bias] if bias else []), torch.ones_like(output))
 
 
+def normalise_and_differentiate(dtype, rows, columns):
+    logits = softmax.padded_product(torch.zeros(rows, 16, dtype=dtype), torch.zeros(columns, 16, dtype=dtype))
+    targets, bias = torch.zeros(rows, dtype=torch.long), torch.zeros(columns, dtype=dtype)
+    softmax.add_statistics(logits, bias, targets, torch.zeros(3, rows), 0)
+    softmax.write_gradient(logits, bias, targets, torch.zeros(rows), torch.zeros(rows), logits, 0, True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
@@ -117,6 +125,7 @@ def main():
     parser.add_argument("--bias", action="store_true")
     parser.add_argument("--documents", action="store_true", help="that begin inside the segment")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--softmax", action="store_true", help="the kernels of the softmax instead of the attention's")
     parser.add_argument("--tile", help="queries,keys,warps,stages of all kernels instead of their own")
     parser.add_argument("--ptx", type=Path, help="folder to leave PTX in")
     arguments = parser.parse_args()
@@ -138,17 +147,20 @@ def main():
 
     for dtype in arguments.dtypes:
         for width in arguments.widths:
-            attend_and_differentiate(
-                getattr(torch, dtype),
-                width,
-                arguments.length,
-                arguments.memory,
-                arguments.window,
-                arguments.dropout,
-                arguments.masked,
-                arguments.bias,
-                arguments.documents,
-            )
+            if arguments.softmax:
+                normalise_and_differentiate(getattr(torch, dtype), 64, 19997)
+            else:
+                attend_and_differentiate(
+                    getattr(torch, dtype),
+                    width,
+                    arguments.length,
+                    arguments.memory,
+                    arguments.window,
+                    arguments.dropout,
+                    arguments.masked,
+                    arguments.bias,
+                    arguments.documents,
+                )
             for name, kernel in compiled.items():
                 print(
                     json.dumps(

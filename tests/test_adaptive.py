@@ -262,6 +262,50 @@ def test_narrow_types_are_as_exact_as_through_log_probabilities(make_config, mon
         assert error <= 2 * plain + 1e-6
 
 
+def test_the_operator_of_the_losses_keeps_its_promises_to_pytorch(make_config, monkeypatch):
+    """Schema, shapes and gradients under tracing, as PyTorch's own checks see them."""
+    softmax = AdaptiveLogSoftmax(make_config(div_val=1))
+    calls = []
+    operator = adaptive_transfo_xl.losses_of_bins
+    monkeypatch.setattr(
+        adaptive_transfo_xl, "losses_of_bins", lambda *inputs: calls.append(inputs) or operator(*inputs)
+    )
+    softmax(torch.randn(7, 16), torch.tensor([3, 44, 9, -100, 8, 30, 60]))
+    ((weight, bias, hidden, targets, head_targets, clusters, *others, _),) = calls
+    leaves = [tensor.detach().requires_grad_() for tensor in (weight, bias, clusters)]
+    hidden = [hidden[0].detach().clone().requires_grad_() for _ in hidden]
+    # No logits are kept, as in a graph.
+    torch.library.opcheck(operator, (*leaves[:2], hidden, targets, head_targets, leaves[2], *others, False))
+
+
+@pytest.mark.parametrize("changes", [{}, {"div_val": 1}, {"cutoffs": []}], ids=str)
+def test_compiled_losses_without_all_logits_are_the_same_and_name_a_bad_target(make_config, monkeypatch, changes):
+    monkeypatch.setattr(adaptive_transfo_xl, "MAX_KEPT_LOGITS", -1)
+    torch.compiler.reset()
+    softmax = AdaptiveLogSoftmax(make_config(**changes))
+    for parameter in softmax.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.5)
+    compiled = torch.compile(softmax, fullgraph=True, backend="aot_eager")
+    hidden, targets = torch.randn(7, 16), torch.tensor([3, 44, 9, -100, 8, 30, 60])
+    expected, expected_gradients = losses_and_gradients(softmax, hidden, targets, AdaptiveLogSoftmax.nll)
+    losses, gradients = losses_and_gradients(softmax, hidden, targets, lambda _, *inputs: compiled(*inputs))
+    torch.testing.assert_close(losses, expected)
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, msg=name)
+    with pytest.raises(ValueError, match="labels holds 61, outside the vocabulary"):
+        compiled(hidden, targets.masked_fill(targets == 60, 61))
+
+
+def test_sorted_targets_that_are_there_before_give_the_same_losses(make_config):
+    softmax = AdaptiveLogSoftmax(make_config())
+    for parameter in softmax.parameters():
+        torch.nn.init.normal_(parameter)
+    hidden, targets = torch.randn(7, 16), torch.tensor([3, 44, 9, -100, 8, 30, 60])
+    sorted_before = softmax.sort_targets(targets)
+    assert sorted_before.ends.tolist() == [0, 1, 1, 3, 4, 7]
+    assert torch.equal(softmax(hidden, targets, by_bin=sorted_before), softmax(hidden, targets))
+
+
 def test_a_loss_alone_holds_no_log_probabilities(make_model, make_ids):
     """The largest tensor that training keeps for the backward pass is no larger than a block."""
     sizes = []

@@ -21,7 +21,10 @@ from transformers.dynamic_module_utils import get_imports
 pytest.importorskip("triton", reason="Triton is not installed: pip install txl-hf[triton]")
 
 import oracle
+import txl_hf.adaptive_transfo_xl as adaptive
+import txl_hf.adaptive_transfo_xl_triton as softmax_kernels
 import txl_hf.attention_transfo_xl_triton as kernels
+from models import small_config
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, eager_relative_attention, visible_keys
 from txl_hf.attention_transfo_xl_inputs import AttentionInputs
 
@@ -520,13 +523,7 @@ def test_two_copies_live_in_one_process():
 )
 def test_compiles_for_sm_90_without_a_gpu(options, tmp_path):
     """Everything from autograd down to Triton's argument binding, and what the machine code uses."""
-    script = Path(__file__).with_name("aot_triton.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(kernels.__file__).parents[1])}
-    command = [sys.executable, "-W", "ignore", script, "--dtypes", "bfloat16", "float16", *options]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    rows = compiled_for_sm_90(tmp_path, "bfloat16", "float16", *options)
     assert len(rows) == 6
     for row in rows:
         print(row)
@@ -536,6 +533,17 @@ def test_compiles_for_sm_90_without_a_gpu(options, tmp_path):
         assert row["stack"] <= (256 if options else 128)
         if not options:
             assert not row["serialized"]
+
+
+def compiled_for_sm_90(folder, *options):
+    """What `aot_triton.py` prints with these dtypes and options."""
+    script = Path(__file__).with_name("aot_triton.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(Path(kernels.__file__).parents[1])}
+    command = [sys.executable, "-W", "ignore", script, "--dtypes", *options]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 @pytest.mark.skipif(not kernels.INTERPRETED, reason="on a GPU the sweep itself is run")
@@ -581,3 +589,145 @@ def test_memory_is_linear_in_the_number_of_keys():
         peaks.append(torch.cuda.max_memory_allocated() - before)
     # One head's L × K scores in bf16 would be 32 MiB.
     assert peaks[1] - peaks[0] < 2**24
+
+
+# --- the softmax -----------------------------------------------------------------------------------------------------
+
+BINS = {
+    "div2": {"cutoffs": [9, 30], "div_val": 2},
+    "div1": {"cutoffs": [9, 30], "div_val": 1},
+    "no-cutoffs": {"cutoffs": [], "div_val": 1},
+}
+ALL_BINS = [3, 44, 9, 60, 8, 29, 30, 0, 31, 12, 3]
+# Bins; targets; whether logits are kept for the backward pass.
+SOFTMAX_CASES = {
+    "div2-of-all-bins": ("div2", ALL_BINS, True),
+    "div2-of-all-bins-computed-again": ("div2", ALL_BINS, False),
+    "div2-some-ignored": ("div2", [-100, 44, 9, -100, 8, -100, 30], True),
+    "div2-empty": ("div2", [], False),
+    "div1-some-ignored": ("div1", [-100, 44, 9, -100, 8, -100, 30], False),
+    "no-cutoffs": ("no-cutoffs", ALL_BINS, True),
+    "no-cutoffs-computed-again": ("no-cutoffs", [7, -100, 44], False),
+}
+# So that nothing is kept, and blocks are narrow.
+LITTLE_ROOM = {"MAX_KEPT_LOGITS": -1, "BLOCK_LOGITS": 99, "MIN_BLOCK_WIDTH": 16, "GPU_BYTES": 99}
+
+
+@pytest.fixture
+def count_fused(monkeypatch):
+    """A function that turns the kernels of the softmax on or off, with small tiles, and returns which are called."""
+
+    def turn(on):
+        calls = []
+
+        def counted(name):
+            operator = getattr(softmax_kernels, name)
+
+            def call(*arguments):
+                calls.append(name)
+                return operator(*arguments)
+
+            return call
+
+        monkeypatch.setattr(adaptive, "fuses", lambda states: on and states.dtype != torch.float64)
+        for name in ("add_statistics", "write_gradient"):
+            monkeypatch.setattr(adaptive, name, counted(name))
+        return calls
+
+    for name, value in (("COLUMNS", 32), ("TILE", (4, 32)), ("ROW_CHUNKS", 2)):
+        monkeypatch.setattr(softmax_kernels, name, value)
+    return turn
+
+
+def softmax_of(changes, dtype=torch.float32):
+    torch.manual_seed(0)
+    softmax = adaptive.AdaptiveLogSoftmax(small_config(**changes))
+    for parameter in softmax.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.5)
+    return softmax.to(DEVICE, dtype)
+
+
+def losses_and_gradients(softmax, targets, dtype=torch.float32, autocast=None):
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(len(targets), 16, generator=generator).to(DEVICE, dtype).requires_grad_()
+    softmax.zero_grad()
+    with torch.autocast(DEVICE, autocast, enabled=autocast is not None):
+        losses = softmax(hidden, torch.tensor(targets, dtype=torch.long, device=DEVICE))
+    (losses * torch.linspace(0.5, 2, len(targets), device=DEVICE)).sum().backward()
+    return {"losses": losses, "hidden": hidden.grad} | {name: p.grad for name, p in softmax.named_parameters()}
+
+
+@pytest.mark.parametrize("case", SOFTMAX_CASES.values(), ids=SOFTMAX_CASES)
+def test_fused_losses_and_every_gradient_are_those_of_pytorch(count_fused, monkeypatch, case):
+    bins, targets, kept = case
+    for name, value in ({} if kept else LITTLE_ROOM).items():
+        monkeypatch.setattr(adaptive, name, value)
+    softmax = softmax_of(BINS[bins])
+    count_fused(False)
+    expected = losses_and_gradients(softmax, targets)
+    calls = count_fused(True)
+    actual = losses_and_gradients(softmax, targets)
+    assert calls.count("add_statistics") == calls.count("write_gradient") >= len(softmax.config.bins)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(("autocast", "kept"), [(False, True), (True, False)], ids=["parameters", "autocast"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_fused_narrow_types_are_as_exact_as_pytorchs(count_fused, monkeypatch, dtype, autocast, kept):
+    """Losses and gradients, against fp64, may be off by twice what PyTorch's operators in the same type are off."""
+    for name, value in ({} if kept else LITTLE_ROOM).items():
+        monkeypatch.setattr(adaptive, name, value)
+    changes = {"vocab_size": 71, "cutoffs": [40], "div_val": 1}
+    targets = torch.randint(71, (19,), generator=torch.Generator().manual_seed(2)).tolist()
+    outer = torch.float32 if autocast else dtype
+    narrow = softmax_of(changes, outer)
+    count_fused(False)
+    exact = losses_and_gradients(softmax_of(changes, outer).double(), targets, torch.float64)
+
+    def errors(on):
+        calls = count_fused(on)
+        found = losses_and_gradients(narrow, targets, outer, dtype if autocast else None)
+        assert bool(calls) == on and found["losses"].dtype == torch.float32
+        return {name: ((found[name].double() - x).norm() / x.norm()).item() for name, x in exact.items()}
+
+    plain = errors(False)
+    for name, error in errors(True).items():
+        assert error <= 2 * plain[name] + 1e-6, name
+
+
+def test_words_that_a_bias_forbids_cost_the_kernels_nothing(count_fused):
+    """Not even where a whole block holds no other."""
+    results = []
+    for on in (False, True):
+        softmax = softmax_of(BINS["no-cutoffs"])
+        with torch.no_grad():
+            softmax.out_layers[0].bias[32:] = -torch.inf
+        count_fused(on)
+        results.append(losses_and_gradients(softmax, [3, 20, 1]))
+    for name, expected in results[0].items():
+        assert results[1][name].isfinite().all()
+        torch.testing.assert_close(results[1][name], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_kept_logits_survive_the_backward_pass(count_fused):
+    softmax, calls = softmax_of(BINS["no-cutoffs"]), count_fused(True)
+    hidden = torch.randn(3, 16).to(DEVICE).requires_grad_()
+    loss = softmax(hidden, torch.tensor([3, 44, 9]).to(DEVICE)).sum()
+    (first,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, hidden)
+    assert torch.equal(first, second) and calls == ["add_statistics", "write_gradient", "write_gradient"]
+
+
+def test_the_kernels_of_the_softmax_compile_for_sm_90_without_a_gpu(tmp_path):
+    rows = compiled_for_sm_90(tmp_path, "bfloat16", "--softmax")
+    assert [row["kernel"] for row in rows] == ["statistics", "gradient"]
+    assert all(row["spills"] == 0 and row["registers"] <= 128 for row in rows), rows
+
+
+def test_the_softmax_takes_its_kernels_on_a_gpu_alone():
+    states = torch.zeros(2, 8)
+    assert not softmax_kernels.fuses(states)
+    if DEVICE == "cuda":
+        assert all(softmax_kernels.fuses(states.to(DEVICE, dtype)) for dtype in (torch.float32, torch.bfloat16))
+        assert not softmax_kernels.fuses(states.to(DEVICE, torch.float64))

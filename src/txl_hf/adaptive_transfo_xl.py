@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .adaptive_transfo_xl_triton import add_statistics, fuses, padded_product, write_gradient
 from .configuration_transfo_xl import TransfoXLConfig
 from .linear_transfo_xl import product
 
@@ -39,8 +40,8 @@ PRUNING_MARGIN = 1e-3
 # computing them again. Where they are more, or need no gradient, blocks of so many are computed one after the other.
 MAX_KEPT_LOGITS = 2**25
 BLOCK_LOGITS, MIN_BLOCK_WIDTH = 2**22, 1024
-# A GPU has no cache to stay in, and what a block costs is launching its kernels: so many fp32 logits are 1 GiB.
-GPU_LOGITS = 2**28
+# A GPU has no cache to stay in, and what a block costs is launching its kernels: there it is so many bytes.
+GPU_BYTES = 2**31
 
 
 class InputProjection(nn.Module):
@@ -190,9 +191,15 @@ class AdaptiveLogSoftmax(nn.Module):
             raise AttributeError("a softmax with cutoffs or projections is no single table with a bias")
         return self.get_parameter("out_layers.0.bias")
 
-    def forward(self, hidden_states: Tensor, targets: Tensor | None = None, top_k: int | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        targets: Tensor | None = None,
+        top_k: int | None = None,
+        by_bin: "TargetsByBin | None" = None,
+    ) -> Tensor:
         """`nll` of the targets, or `log_prob` without any: whoever gathers the parameters does so for a forward."""
-        return self.log_prob(hidden_states, top_k) if targets is None else self.nll(hidden_states, targets)
+        return self.log_prob(hidden_states, top_k) if targets is None else self.nll(hidden_states, targets, by_bin)
 
     def log_prob(self, hidden_states: Tensor, top_k: int | None = None) -> Tensor:
         """
@@ -225,16 +232,17 @@ class AdaptiveLogSoftmax(nn.Module):
                 best = _best(torch.cat([best, _best(parts[-1], k)], dim=-1), k)
         return torch.cat(parts, dim=-1)
 
-    def nll(self, hidden_states: Tensor, targets: Tensor) -> Tensor:
+    def nll(self, hidden_states: Tensor, targets: Tensor, by_bin: "TargetsByBin | None" = None) -> Tensor:
         """Negative log-likelihoods of the targets; a token's cost is that of the head and of its own bin only.
 
         The tokens are sorted by bin, which takes one transfer to the host for all bins, and no more than a block of
-        logits is held at a time (see `_BinLosses`). A compiled graph ends before that and goes on behind it, unless
-        there are few logits in all: then the graph computes them.
+        logits is held at a time. What depends on how many tokens a bin has is an operator to torch.compile, so that
+        its graph goes on; but where there are few logits in all, the graph computes them.
 
         Args:
             hidden_states: (N, D).
             targets: (N,) int in [0, V), or -100 to ignore.
+            by_bin: `sort_targets(targets)` if that has been called before: the host then has not to wait here.
 
         Returns:
             (N,) fp32 in target order, 0 where ignored. It can be differentiated once; with `create_graph=True` the
@@ -244,65 +252,60 @@ class AdaptiveLogSoftmax(nn.Module):
             ValueError: a target is neither -100 nor a token.
         """
         few = targets.numel() * self.config.vocab_size <= MAX_KEPT_LOGITS
-        if targets.is_meta or torch.jit.is_tracing() or (torch.compiler.is_compiling() and few):
+        if torch.jit.is_tracing() or (torch.compiler.is_compiling() and few):
             return self._dense_nll(hidden_states, targets)
-        return self._blockwise_nll(hidden_states, targets)
+        return self._blockwise_nll(hidden_states, targets, by_bin or self.sort_targets(targets))
 
-    # How many tokens a bin has is known only when it runs, which a graph has no room for.
-    @torch.compiler.disable
-    def _blockwise_nll(self, hidden_states: Tensor, targets: Tensor) -> Tensor:
-        bins = self._bins_of(targets)
-        sizes = self._count(bins, targets)
-        order = bins.argsort(stable=True)[: sum(sizes)]
-        rows, row_targets = hidden_states.index_select(0, order), targets.index_select(0, order)
+    def sort_targets(self, targets: Tensor) -> "TargetsByBin":
+        """Which targets, (N,), each bin has; on a GPU nobody waits before the numbers are used."""
+        targets = targets.long()
+        in_order, order = targets.sort(stable=True)
+        starts = [start for start, _, _ in self.config.bins]
+        # Made on the device: a list would have to be copied there, for which the host waits.
+        ends = torch.stack([targets.new_full((), end) for end in (-100, -99, *starts, self.config.vocab_size)])
+        ends = torch.searchsorted(in_order, ends)
+        if not ends.is_cuda or torch.compiler.is_compiling():
+            return TargetsByBin(order, ends.cpu() if ends.is_cuda else ends)
+        copied = torch.cuda.Event()
+        ends = ends.to("cpu", non_blocking=True)
+        copied.record()
+        return TargetsByBin(order, ends, copied)
 
-        projected = self.out_projs[0](rows)
-        clusters = self.clusters(projected) if self.config.cutoffs else None
-        head_targets = self._head_targets(row_targets, bins.index_select(0, order))
-        tasks = [_BinTask(self._table_range(0), projected, head_targets, clusters)]
+    def _blockwise_nll(self, hidden_states: Tensor, targets: Tensor, by_bin: "TargetsByBin") -> Tensor:
+        device, targets = hidden_states.device.type, targets.long()
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            hidden_states = hidden_states.to(torch.get_autocast_dtype(device))
+        if by_bin.copied is not None:
+            by_bin.copied.synchronize()
+        projected = [project(hidden_states) for project in self.out_projs]
+        clusters = self.clusters(projected[0]) if self.config.cutoffs else None
+        all_bins = list(range(len(projected)))
+        shares = [all_bins] if len(self.out_layers) == 1 else [[i] for i in all_bins]
+        losses = []
         # Also bins without any token, so that their parameters get a gradient (zero) on every process.
-        parts = zip(rows.split(sizes), row_targets.split(sizes), strict=True)
-        for i, (bin_rows, bin_targets) in list(enumerate(parts))[1:]:
-            bin_targets = bin_targets - self.config.bins[i][0]
-            tasks.append(_BinTask(self._table_range(i), self.out_projs[i](bin_rows), bin_targets))
-        shares = [tasks] if len(self.out_layers) == 1 else [[task] for task in tasks]
-        losses = [loss for layer, share in zip(self.out_layers, shares, strict=True) for loss in layer(_nll, share)]
-        total = losses[0] + torch.cat([losses[0].new_zeros(sizes[0]), *losses[1:]])
-        return total.new_zeros(len(targets)).index_copy(0, order, total)
+        for layer, share in zip(self.out_layers, shares, strict=True):
+            ranges = [number for i in share for number in self._table_range(i)]
+            starts = [self.config.bins[i][0] for i in share]
+            states = [projected[i] for i in share]
+            of_head = (self._head_targets(targets), clusters) if 0 in share else (None, None)
+            places = (by_bin, share, ranges, starts, self.config.vocab_size)
+            losses.append(layer(_bin_losses, states, targets, *of_head, *places))
+        return reduce(torch.add, losses)
 
     def _dense_nll(self, hidden_states: Tensor, targets: Tensor) -> Tensor:
         """The same within a graph: every bin computes all tokens and ignores the rest."""
-        bins = self._bins_of(targets)
-        nll = F.cross_entropy(
-            self._head_logits(hidden_states),
-            self._head_targets(targets, bins).masked_fill(targets == -100, -100),
-            reduction="none",
-        )
-        for i, (start, _, _) in list(enumerate(self.config.bins))[1:]:
-            bin_targets = (targets - start).masked_fill(bins != i, -100)
+        nll = F.cross_entropy(self._head_logits(hidden_states), self._head_targets(targets), reduction="none")
+        for i, (start, end, _) in list(enumerate(self.config.bins))[1:]:
+            bin_targets = (targets - start).masked_fill((targets < start) | (targets >= end), -100)
             nll = nll + F.cross_entropy(self._bin_logits(hidden_states, i), bin_targets, reduction="none")
         return nll
 
-    def _bins_of(self, targets: Tensor) -> Tensor:
-        """(N,) the bin of each target; those to ignore are behind the last one."""
-        bins = sum(((targets >= cutoff).long() for cutoff in self.config.cutoffs), torch.zeros_like(targets))
-        return bins.masked_fill(targets == -100, len(self.config.bins))
-
-    def _head_targets(self, targets: Tensor, bins: Tensor) -> Tensor:
-        """(N,) in the head: the token itself, or the cluster of its bin."""
+    def _head_targets(self, targets: Tensor) -> Tensor:
+        """(N,) in the head: the token itself, or the cluster of its bin; -100 stays."""
         if not self.config.cutoffs:
             return targets
-        return torch.where(bins == 0, targets, self.config.cutoffs[0] - 1 + bins)
-
-    def _count(self, bins: Tensor, targets: Tensor) -> list[int]:
-        """How many tokens each bin has, after the targets have been checked: all in one transfer from the device."""
-        if targets.numel() == 0:
-            return [0] * len(self.config.bins)
-        real = targets.masked_fill(targets == -100, 0)
-        counts = [(bins == i).sum() for i in range(len(self.config.bins))]
-        low, high, *sizes = torch.stack([real.min(), real.max(), *counts]).tolist()
-        _raise_outside(low, high, self.config.vocab_size, "labels", ValueError)
-        return sizes
+        first, *others = self.config.cutoffs
+        return reduce(torch.add, [(targets >= cutoff).long() for cutoff in others], targets.clamp(max=first))
 
     def _head_logits(self, hidden_states: Tensor) -> Tensor:
         """Bin 0 and the clusters: (..., cutoffs[0] + n_clusters) fp32, or (..., V) without cutoffs."""
@@ -337,133 +340,373 @@ def _logits(weight: Tensor, bias: Tensor, hidden_states: Tensor, start: int, end
     return product(hidden_states, weight[start:end], bias[start:end])
 
 
-class _BinTask(NamedTuple):
-    """What to normalise: n tokens over the range of the table and over `clusters`, logits that come after it.
+class TargetsByBin(NamedTuple):
+    """The targets, (N,), sorted.
 
     Args:
-        range: start and end in the table. hidden_states: (n, d_i). targets: (n,), counted from the start of the range.
+        order: (N,), where the targets stand that are in order: those to ignore, then bin after bin.
+        ends: on the host, how many of them are less than -100, than -99, than the first token of each bin, than V.
+        copied: when `ends` has arrived there; None: it has.
+    """
+
+    order: Tensor
+    ends: Tensor
+    copied: Any = None
+
+
+def _bin_losses(
+    weight: Tensor,
+    bias: Tensor,
+    hidden_states: list[Tensor],
+    targets: Tensor,
+    head_targets: Tensor | None,
+    clusters: Tensor | None,
+    by_bin: TargetsByBin,
+    bins: list[int],
+    ranges: list[int],
+    starts: list[int],
+    vocab_size: int,
+) -> Tensor:
+    """What the bins of a table add to the losses of the targets: (N,) fp32. See `losses_of_bins`."""
+    # How many logits there are to keep is a number that a graph has no room for.
+    keeps = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not weight.is_meta
+    tensors = (weight, bias, hidden_states, targets, head_targets, clusters, by_bin.order, by_bin.ends)
+    return losses_of_bins(*tensors, bins, ranges, starts, vocab_size, keeps)[0]
+
+
+class _Task(NamedTuple):
+    """What to normalise: n tokens over a range of the table and over `clusters`, logits that come after it.
+
+    Args:
+        rows: (n,), where the tokens stand among all N, or None: all of them are here, in their order.
+        block: the range. hidden_states: (n, d_i). targets: (n,), counted from the start of the range.
         clusters: (n, c), or None where there are none.
     """
 
-    range: tuple[int, int]
+    rows: Tensor | None
+    block: slice
     hidden_states: Tensor
     targets: Tensor
-    clusters: Tensor | None = None
+    clusters: Tensor | None
+
+    def pick(self, tensor: Tensor) -> Tensor:
+        """Of (N, …) what belongs to these tokens, (n, …)."""
+        return tensor if self.rows is None else tensor.index_select(0, self.rows)
+
+    def place(self, tensor: Tensor, total: int) -> Tensor:
+        """(n, …) among zeros for the other tokens, (N, …)."""
+        if self.rows is None:
+            return tensor
+        return tensor.new_zeros(total, *tensor.shape[1:]).index_copy(0, self.rows, tensor)
 
 
-def _nll(weight: Tensor, bias: Tensor, tasks: list[_BinTask]) -> tuple[Tensor, ...]:
-    """The (n,) fp32 losses of each task."""
-    inputs = []
-    for task in tasks:
-        hidden_states, device = task.hidden_states, task.hidden_states.device.type
-        if torch.is_autocast_enabled(device):
-            hidden_states = hidden_states.to(torch.get_autocast_dtype(device))
-        inputs += [hidden_states, task.targets, task.clusters]
-    return _BinLosses.apply(torch.is_grad_enabled(), weight, bias, [task.range for task in tasks], *inputs)
+def _tasks(
+    hidden_states: list[Tensor],
+    targets: Tensor,
+    head_targets: Tensor | None,
+    clusters: Tensor | None,
+    order: Tensor,
+    ends: list[int],
+    bins: list[int],
+    ranges: list[int],
+    starts: list[int],
+) -> Iterator[_Task]:
+    """One for each bin of a table."""
+    ignored, *ends = ends[1:]
+    for i, states, first, last, start in zip(bins, hidden_states, ranges[::2], ranges[1::2], starts, strict=True):
+        # The head has every token that counts; it need not have them in order.
+        rows = order[ends[i] : ends[i + 1]] if i > 0 else order[ignored:] if ignored else None
+        task = _Task(rows, slice(first, last), states, targets, None)
+        if i == 0 and head_targets is not None:
+            states, of_bin, of_cluster = task.pick(states), task.pick(head_targets), clusters
+            of_cluster = None if clusters is None else task.pick(clusters)
+            yield task._replace(hidden_states=states, targets=of_bin, clusters=of_cluster)
+        else:
+            yield task._replace(hidden_states=task.pick(states), targets=task.pick(targets) - start)
 
 
-class _BinLosses(torch.autograd.Function):
-    """Cross-entropies of several bins of one table, without their logits.
+def _read_ends(ends: Tensor, targets: Tensor, vocab_size: int) -> list[int]:
+    """`TargetsByBin.ends` as numbers, after a look whether all targets are tokens."""
+    counts = ends.tolist()
+    if counts[0] > 0 or counts[2] > counts[1] or counts[-1] < len(targets):
+        real = targets.masked_fill(targets == -100, 0)
+        _raise_outside(int(real.min()), int(real.max()), vocab_size, "labels", ValueError)
+    return counts
 
-    Blocks of columns (tokens of the vocabulary) are computed one after the other, so that the table is read, and its
-    gradient written, once. The backward pass computes a block again, unless there were so few logits that they were
-    kept. One function does all bins of a table, because a slice for each would add up gradients of the whole table.
-    """
 
-    @staticmethod
-    def forward(
-        ctx, keeps: bool, weight: Tensor, bias: Tensor, ranges: list[tuple[int, int]], *inputs: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """`inputs`: hidden_states (n, d_i), targets (n,) and clusters (n, c) or None of each range in turn."""
-        losses: list[Tensor] = []
-        saved: list[Tensor | None] = []
-        with torch.autocast(weight.device.type, enabled=False):
-            for (start, end), hidden, targets, clusters in zip(ranges, *(inputs[i::3] for i in range(3)), strict=True):
-                most = MAX_KEPT_LOGITS if hidden.device.type == "cpu" else GPU_LOGITS
-                kept, keep = None, keeps and len(hidden) * (end - start) <= most
-                peak = torch.full_like(targets, -torch.inf, dtype=_wide_dtype(hidden))
-                total, picked = torch.zeros_like(peak), torch.zeros_like(peak)
-                for columns, logits in _blocks(weight, bias, start, end, hidden, clusters, whole=keep):
-                    column, inside = _column(targets, columns)
-                    picked = torch.where(inside, logits.gather(1, column)[:, 0], picked)
-                    higher = torch.maximum(peak, logits.amax(1))
-                    if keep and columns.start == 0:
-                        kept, logits = logits, logits - higher[:, None]
-                    else:
-                        logits.sub_(higher[:, None])
-                    total = total * (peak - higher).exp() + logits.exp_().sum(1)
-                    peak = higher
-                losses.append(peak - picked + total.log())
-                saved += [hidden, targets, clusters, peak + total.log(), kept]
-        ctx.ranges = ranges
-        ctx.save_for_backward(weight, bias, *saved)
-        return tuple(losses)
+def _compute_losses(
+    weight: Tensor,
+    bias: Tensor,
+    hidden_states: list[Tensor],
+    targets: Tensor,
+    head_targets: Tensor | None,
+    clusters: Tensor | None,
+    order: Tensor,
+    ends: Tensor,
+    bins: list[int],
+    ranges: list[int],
+    starts: list[int],
+    vocab_size: int,
+    keeps: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """See `losses_of_bins`."""
+    counts = _read_ends(ends, targets, vocab_size)
+    wide = _wide_dtype(hidden_states[0])
+    losses = targets.new_zeros(len(targets), dtype=wide)
+    normalizers = losses.new_zeros(len(bins), len(targets))
+    all_kept: list[Tensor] = []
+    with torch.autocast(weight.device.type, enabled=False):
+        for task in _tasks(hidden_states, targets, head_targets, clusters, order, counts, bins, ranges, starts):
+            statistics = losses.new_zeros(3, len(task.targets))
+            statistics[0] = -torch.inf
+            kept = task.hidden_states.new_empty(0)
+            keep = keeps and _may_be_kept(task)
+            for columns, logits, column_bias in _blocks(weight, bias, task, whole=keep):
+                if keep and columns.start == 0:
+                    kept = logits
+                if fuses(task.hidden_states):
+                    add_statistics(logits, column_bias, task.targets, statistics, columns.start)
+                else:
+                    _add_statistics(logits, task.targets, statistics, columns, spare=logits is not kept)
+            peak, total, picked = statistics.unbind()
+            loss, size = peak - picked + total.log(), len(task.targets)
+            torch.add(peak, total.log(), out=normalizers[len(all_kept), :size])
+            losses = losses.add_(loss) if task.rows is None else losses.index_add_(0, task.rows, loss)
+            all_kept.append(kept)
+    return losses, normalizers, all_kept if keeps else []
 
-    @staticmethod
-    def backward(ctx, *grad_losses: Tensor):
-        if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True needs a loss from logits: call the model with output_logits=True")
-        weight, bias, *saved = ctx.saved_tensors
-        # The ranges cover the table, so that every row is written.
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
-        grad_inputs: list[Tensor | None] = []
-        parts = zip(ctx.ranges, grad_losses, *(saved[i::5] for i in range(5)), strict=True)
-        with torch.autocast(weight.device.type, enabled=False):
-            for (start, end), grad, hidden, targets, clusters, normalizer, kept in parts:
-                grad_hidden, grad_clusters = torch.zeros_like(hidden, dtype=_wide_dtype(hidden)), None
-                for columns, logits in _blocks(weight, bias, start, end, hidden, clusters, kept):
-                    probs = (
-                        logits - normalizer[:, None] if logits is kept else logits.sub_(normalizer[:, None])
-                    ).exp_()
-                    column, inside = _column(targets, columns)
-                    probs.scatter_(1, column, probs.gather(1, column) - inside[:, None].to(probs.dtype))
-                    grad_logits = probs.mul_(grad[:, None])
-                    if columns.start >= end - start:
-                        grad_clusters = grad_logits.to(clusters.dtype)
-                        continue
-                    rows = slice(start + columns.start, start + columns.stop)
-                    if grad_bias is not None:
-                        grad_bias[rows] = grad_logits.sum(0)
-                    grad_logits = grad_logits.to(hidden.dtype)
-                    grad_hidden += product(grad_logits, weight[rows].to(hidden.dtype).T)
-                    if grad_weight is not None and grad_weight.dtype == hidden.dtype:
-                        torch.mm(grad_logits.T, hidden, out=grad_weight[rows])
-                    elif grad_weight is not None:
-                        grad_weight[rows] = grad_logits.T @ hidden
-                grad_inputs += [grad_hidden.to(hidden.dtype), None, grad_clusters]
-        return None, grad_weight, grad_bias, None, *grad_inputs
+
+def _compute_gradients(
+    weight: Tensor,
+    bias: Tensor,
+    hidden_states: list[Tensor],
+    targets: Tensor,
+    head_targets: Tensor | None,
+    clusters: Tensor | None,
+    order: Tensor,
+    ends: Tensor,
+    bins: list[int],
+    ranges: list[int],
+    starts: list[int],
+    normalizers: Tensor,
+    kept: list[Tensor],
+    gradient: Tensor,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """See `gradients_of_bins`."""
+    # The ranges cover the table, so that every row is written.
+    grad_weight = torch.empty_like(weight) if wanted[0] else weight.new_empty(0)
+    grad_bias = torch.empty_like(bias) if wanted[1] else bias.new_empty(0)
+    grad_clusters, grad_states = weight.new_empty(0), []
+    gradient, counts = gradient.contiguous(), ends.tolist()
+    with torch.autocast(weight.device.type, enabled=False):
+        tasks = _tasks(hidden_states, targets, head_targets, clusters, order, counts, bins, ranges, starts)
+        for k, task in enumerate(tasks):
+            hidden, fused = task.hidden_states, fuses(task.hidden_states)
+            grad_hidden: Tensor | None = None
+            normalizer, grad_loss = normalizers[k, : len(hidden)], task.pick(gradient)
+            of_task = kept[k] if kept and kept[k].numel() else None
+            for columns, logits, column_bias in _blocks(weight, bias, task, of_task):
+                if fused:
+                    grad_logits = torch.empty_like(logits) if logits is of_task else logits
+                    given = (task.targets, normalizer, grad_loss, grad_logits, columns.start)
+                    sums = write_gradient(logits, column_bias, *given, wanted[1])
+                else:
+                    sums = grad_logits = _logits_gradient(
+                        logits, task.targets, normalizer, grad_loss, columns, spare=logits is not of_task
+                    )
+                if task.clusters is not None and columns.start >= task.block.stop - task.block.start:
+                    grad_clusters = task.place(grad_logits.to(task.clusters.dtype), len(targets))
+                    continue
+                rows = slice(task.block.start + columns.start, task.block.start + columns.stop)
+                if wanted[1]:
+                    grad_bias[rows] = sums.sum(0)
+                grad_logits = grad_logits.to(hidden.dtype)
+                share = product(grad_logits, weight[rows].to(hidden.dtype).T)
+                grad_hidden = share if grad_hidden is None else grad_hidden.to(normalizer.dtype).add_(share)
+                if wanted[0] and grad_weight.dtype == hidden.dtype:
+                    torch.mm(grad_logits.T, hidden, out=grad_weight[rows])
+                elif wanted[0]:
+                    grad_weight[rows] = grad_logits.T @ hidden
+            assert grad_hidden is not None, "a bin has tokens"
+            grad_states.append(task.place(grad_hidden.to(hidden.dtype), len(targets)))
+    return grad_weight, grad_bias, grad_clusters, grad_states
+
+
+def _may_be_kept(task: _Task) -> bool:
+    """Whether a task's logits may stay in memory until the backward pass."""
+    logits = len(task.targets) * (task.block.stop - task.block.start)
+    if task.hidden_states.device.type == "cpu":
+        return logits <= MAX_KEPT_LOGITS
+    # Those of the tail are as many, and a smaller product away.
+    return task.clusters is not None and logits * _element_size(task) <= GPU_BYTES
+
+
+def _element_size(task: _Task) -> int:
+    hidden = task.hidden_states
+    return hidden.element_size() if fuses(hidden) else _wide_dtype(hidden).itemsize
 
 
 def _blocks(
-    weight: Tensor,
-    bias: Tensor,
-    start: int,
-    end: int,
-    hidden_states: Tensor,
-    clusters: Tensor | None,
-    kept: Tensor | None = None,
-    whole: bool = False,
-) -> Iterator[tuple[slice, Tensor]]:
-    """The columns, counted from start, and the (n, width) fp32 logits of each block; the clusters are the last."""
-    rows, size = len(hidden_states), end - start
+    weight: Tensor, bias: Tensor, task: _Task, kept: Tensor | None = None, whole: bool = False
+) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+    """The columns, counted from start, the (n, width) logits of each block, and the bias that is to be added to them.
+
+    The kernels add it; otherwise the logits have it, and are fp32. The clusters are the last block. Whoever is given
+    a block that is not `kept` may write into it.
+    """
+    hidden, (start, end) = task.hidden_states, (task.block.start, task.block.stop)
+    rows, size, fused = len(hidden), end - start, fuses(hidden)
     if kept is not None:
-        yield slice(0, size), kept
+        yield slice(0, size), kept, bias[task.block] if fused else None
     else:
-        logits_at_once = BLOCK_LOGITS if hidden_states.device.type == "cpu" else GPU_LOGITS
-        width = size if whole else max(MIN_BLOCK_WIDTH, logits_at_once // max(rows, 1))
+        at_once = BLOCK_LOGITS if hidden.device.type == "cpu" else GPU_BYTES // _element_size(task)
+        width = size if whole else max(MIN_BLOCK_WIDTH, at_once // max(rows, 1))
         for first in range(0, size, width):
             block = slice(start + first, min(start + first + width, end))
-            logits = product(hidden_states, weight[block].to(hidden_states.dtype), bias[block].to(hidden_states.dtype))
-            yield slice(first, block.stop - start), _wide(logits)
-    if clusters is not None:
-        yield slice(size, size + clusters.shape[1]), clusters.to(_wide_dtype(clusters), copy=True)
+            columns, table = slice(first, block.stop - start), weight[block].to(hidden.dtype)
+            if fused:
+                yield columns, padded_product(hidden, table), bias[block]
+            else:
+                yield columns, _wide(product(hidden, table, bias[block].to(hidden.dtype))), None
+    if task.clusters is not None:
+        clusters = task.clusters
+        yield slice(size, size + clusters.shape[1]), clusters.to(_wide_dtype(clusters), copy=True), None
+
+
+def _add_statistics(logits: Tensor, targets: Tensor, statistics: Tensor, columns: slice, spare: bool) -> None:
+    """As the kernel of this name does it; the logits are lost if they are to `spare`."""
+    peak, total, picked = statistics
+    column, inside = _column(targets, columns)
+    picked.copy_(torch.where(inside, logits.gather(1, column)[:, 0], picked))
+    higher = torch.maximum(peak, logits.amax(1))
+    logits = logits.sub_(higher[:, None]) if spare else logits - higher[:, None]
+    total.mul_((peak - higher).exp()).add_(logits.exp_().sum(1))
+    peak.copy_(higher)
+
+
+def _logits_gradient(
+    logits: Tensor, targets: Tensor, normalizer: Tensor, gradient: Tensor, columns: slice, spare: bool
+) -> Tensor:
+    """(softmax - one-hot) · gradient of each row's loss, (n, width), in place of the logits if they are to `spare`."""
+    column, inside = _column(targets, columns)
+    probs = (logits.sub_(normalizer[:, None]) if spare else logits - normalizer[:, None]).exp_()
+    probs.scatter_(1, column, probs.gather(1, column) - inside[:, None].to(probs.dtype))
+    return probs.mul_(gradient[:, None])
 
 
 def _column(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     """For each target its column in a block, (n, 1), some column if it is in another one, and whether it is, (n,)."""
     inside = (targets >= columns.start) & (targets < columns.stop)
     return (targets - columns.start).clamp(0, columns.stop - columns.start - 1)[:, None], inside
+
+
+# The package and copies of this file that came with a checkpoint can live in one process, each with its operators.
+_NAMESPACE = __name__.replace(".", "_")
+_INPUTS = (
+    "Tensor weight, Tensor bias, Tensor[] hidden_states, Tensor targets, Tensor? head_targets, Tensor? clusters, "
+    "Tensor order, Tensor ends, int[] bins, int[] ranges, int[] starts"
+)
+
+
+@torch.library.custom_op(
+    f"{_NAMESPACE}::losses_of_bins",
+    mutates_args=(),
+    schema=f"({_INPUTS}, int vocab_size, bool keeps) -> (Tensor, Tensor, Tensor[])",
+)
+def losses_of_bins(*inputs):
+    """Cross-entropies of several bins of one table, without their logits.
+
+    Blocks of columns (tokens of the vocabulary) are computed one after the other, so that the table is read, and its
+    gradient written, once. The backward pass computes a block again, unless there were so few logits that they were
+    kept. One operator does all bins of a table, because a slice for each would add up gradients of the whole table.
+    To torch.compile it is one operation, with results of the same shapes however many tokens a bin has.
+
+    Args:
+        weight, bias: the table, (n, d) and (n,).
+        hidden_states: for each bin (N, d), projected for it.
+        targets: (N,) tokens, -100 to ignore. head_targets: (N,) columns of the head, if the head is one of the bins.
+        clusters: (N, c), the logits of the head behind those of its tokens.
+        order, ends: see `TargetsByBin`.
+        bins: their numbers. ranges: start and end of each in the table. starts: the first token of each.
+        vocab_size: V. keeps: whether logits may be kept for the backward pass.
+
+    Returns:
+        The sum of their losses, (N,) fp32; for each bin the logarithms of the denominators, (N,), those of its tokens
+        first; and the logits that were kept.
+
+    Raises:
+        ValueError: a target is neither -100 nor a token.
+    """
+    return _compute_losses(*inputs)
+
+
+@losses_of_bins.register_fake
+def _(weight, bias, hidden_states, targets, head_targets, clusters, order, ends, bins, *rest):
+    losses = targets.new_empty(len(targets), dtype=_wide_dtype(hidden_states[0]))
+    return losses, losses.new_empty(len(bins), len(targets)), []
+
+
+@torch.library.custom_op(
+    f"{_NAMESPACE}::gradients_of_bins",
+    mutates_args=(),
+    schema=f"({_INPUTS}, Tensor normalizers, Tensor[] kept, Tensor gradient, bool[] wanted) "
+    "-> (Tensor, Tensor, Tensor, Tensor[])",
+)
+def gradients_of_bins(*inputs):
+    """Gradients of weight, bias, clusters and hidden_states; an empty tensor where none is wanted or there are none.
+
+    Args:
+        normalizers, kept: what `losses_of_bins` has returned. gradient: (N,), of its losses.
+        wanted: whether those of weight and bias are.
+    """
+    return _compute_gradients(*inputs)
+
+
+@gradients_of_bins.register_fake
+def _(weight, bias, hidden_states, targets, head_targets, clusters, *rest):
+    wanted = rest[-1]
+    return (
+        torch.empty_like(weight) if wanted[0] else weight.new_empty(0),
+        torch.empty_like(bias) if wanted[1] else bias.new_empty(0),
+        weight.new_empty(0) if clusters is None else torch.empty_like(clusters),
+        [torch.empty_like(states) for states in hidden_states],
+    )
+
+
+def _save_for_backward(ctx, inputs, output):
+    weight, bias, hidden_states, *tensors, bins, ranges, starts, _, _ = inputs
+    _, normalizers, kept = output
+    ctx.save_for_backward(weight, bias, *tensors, normalizers, *hidden_states, *kept)
+    ctx.constants = bins, ranges, starts
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_losses, *_):
+    if torch.is_grad_enabled():
+        raise RuntimeError("create_graph=True needs a loss from logits: call the model with output_logits=True")
+    bins = ctx.constants[0]
+    if grad_losses is None:
+        return (None, None, [None] * len(bins), *(None,) * 10)
+    weight, bias, targets, head_targets, clusters, order, ends, normalizers, *rest = ctx.saved_tensors
+    hidden_states, kept = rest[: len(bins)], rest[len(bins) :]
+    wanted = list(ctx.needs_input_grad[:2])
+    tensors = (weight, bias, hidden_states, targets, head_targets, clusters, order, ends)
+    grad_weight, grad_bias, grad_clusters, grad_states = gradients_of_bins(
+        *tensors, *ctx.constants, normalizers, kept, grad_losses, wanted
+    )
+    return (
+        grad_weight if wanted[0] else None,
+        grad_bias if wanted[1] else None,
+        grad_states,
+        None,
+        None,
+        None if clusters is None else grad_clusters,
+        *(None,) * 7,
+    )
+
+
+losses_of_bins.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _best(log_probs: Tensor, k: int) -> Tensor:

@@ -1,0 +1,206 @@
+"""Two Triton kernels of the cross-entropy of a block of logits: what its softmax comes to, and its gradient.
+
+PyTorch's operators read and write the logits, tokens × words of a bin, eight times each way, in fp32. Here the forward
+pass reads them once, in the type that the product gave them; the backward pass reads them once and writes the gradient
+once, in their place if the caller likes. The bias is added on the way, in fp32, and its gradient falls out on the way.
+"""
+
+import torch
+from torch import Tensor
+
+from .attention_transfo_xl_triton import LOG2_E, why_not_triton
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+__all__ = ["add_statistics", "fuses", "padded_product", "write_gradient"]
+
+# How many partial sums the gradient of the bias is added up from: so many programs share the rows of a block.
+ROW_CHUNKS = 32
+# Rows and columns of a tile of the gradient; columns that the forward pass reads at a time.
+TILE = (16, 256)
+COLUMNS = 4096
+
+
+def fuses(hidden_states: Tensor) -> bool:
+    """Whether the kernels take the logits of these states, (n, d): on a GPU that Triton knows, fp16, bf16 or fp32."""
+    return hidden_states.device.type == "cuda" and why_not_triton(hidden_states[:, :1]) is None
+
+
+def padded_product(hidden_states: Tensor, weight: Tensor) -> Tensor:
+    """(n, d) · (w, d)ᵀ, (n, w), in rows that begin at multiples of 16 bytes, as products and loads like them."""
+    (rows, _), columns = hidden_states.shape, len(weight)
+    logits = hidden_states.new_empty(rows, -(-columns // 16) * 16)[:, :columns]
+    return torch.mm(hidden_states, weight.T, out=logits)
+
+
+if triton is not None:
+    _LOG2_E = tl.constexpr(LOG2_E)
+
+    @triton.jit(do_not_specialize=["rows", "columns", "first"])
+    def _statistics_kernel(logits, bias, targets, statistics, stride, rows, columns, first, BLOCK: tl.constexpr):
+        """One row: take its logits into its maximum, its sum of exponentials above that, and its target's logit."""
+        row = tl.program_id(0).to(tl.int64)
+        logits += row * stride
+        peak = tl.load(statistics + row)
+        total = tl.load(statistics + rows + row)
+        for start in range(0, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < columns
+            score = tl.load(logits + column, mask=inside, other=-float("inf")).to(tl.float32)
+            if bias is not None:
+                score += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+            higher = tl.maximum(peak, tl.max(score, 0))
+            # ∞ - ∞ must not reach the exponential where nothing but forbidden words have come yet.
+            shift = tl.where(higher == -float("inf"), 0.0, higher)
+            total = total * tl.exp2((peak - shift) * _LOG2_E)
+            total += tl.sum(tl.exp2((score - shift) * _LOG2_E), 0)
+            peak = higher
+        tl.store(statistics + row, peak)
+        tl.store(statistics + rows + row, total)
+        target = tl.load(targets + row) - first
+        here = (target >= 0) & (target < columns)
+        picked = tl.load(logits + target, mask=here, other=0.0).to(tl.float32)
+        if bias is not None:
+            picked += tl.load(bias + target, mask=here, other=0.0).to(tl.float32)
+        tl.store(statistics + 2 * rows + row, picked, mask=here)
+
+    @triton.jit(do_not_specialize=["rows", "columns", "first", "chunk"])
+    def _gradient_kernel(
+        logits,
+        bias,
+        targets,
+        normalizer,
+        gradient,
+        output,
+        bias_sums,
+        stride,
+        output_stride,
+        rows,
+        columns,
+        first,
+        chunk,
+        BLOCK_ROWS: tl.constexpr,
+        BLOCK_COLUMNS: tl.constexpr,
+    ):
+        """Some columns of `chunk` rows: (softmax - one-hot) · gradient of each row's loss, and its sums by column."""
+        column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        inside = column < columns
+        sums = tl.zeros((BLOCK_COLUMNS,), tl.float32)
+        begin = tl.program_id(1) * chunk
+        end = tl.minimum(begin + chunk, rows)
+        for start in range(begin, end, BLOCK_ROWS):
+            row = start + tl.arange(0, BLOCK_ROWS)
+            there = row < end
+            mask = there[:, None] & inside[None, :]
+            place = row.to(tl.int64)[:, None]
+            score = tl.load(logits + place * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+            if bias is not None:
+                score += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+            log_sum = tl.load(normalizer + row, mask=there, other=float("inf"))
+            target = tl.load(targets + row, mask=there, other=-1) - first
+            scale = tl.load(gradient + row, mask=there, other=0.0)
+            result = tl.exp2((score - log_sum[:, None]) * _LOG2_E)
+            result = (result - tl.where(column[None, :] == target[:, None], 1.0, 0.0)) * scale[:, None]
+            sums += tl.sum(result, 0)
+            tl.store(output + place * output_stride + column[None, :], result.to(output.dtype.element_ty), mask=mask)
+        if bias_sums is not None:
+            tl.store(bias_sums + tl.program_id(1).to(tl.int64) * columns + column, sums, mask=inside)
+
+    _NAMESPACE = __name__.replace(".", "_")
+
+    # Operators to PyTorch, so that whoever counts what is launched sees them.
+    @torch.library.custom_op(f"{_NAMESPACE}::add_statistics", mutates_args=("statistics",))
+    def add_statistics(logits: Tensor, bias: Tensor | None, targets: Tensor, statistics: Tensor, first: int) -> None:
+        """Take a block of logits into what is known of the softmax of each row.
+
+        Args:
+            logits: (n, w) without the bias, the columns from `first` on. bias: (w,) or None.
+            targets: (n,), a column each, in this block or another.
+            statistics: (3, n) fp32, of the columns so far: the maximum, at first -∞; the sum of exponentials above it,
+                at first 0; the target's logit.
+        """
+        rows, columns = logits.shape
+        if rows == 0:
+            return
+        block = min(COLUMNS, triton.next_power_of_2(columns))
+        with torch.cuda.device_of(logits):
+            _statistics_kernel[(rows,)](
+                logits,
+                bias,
+                targets,
+                statistics,
+                logits.stride(0),
+                rows,
+                columns,
+                first,
+                BLOCK=block,
+                num_warps=8 if block == COLUMNS else 4,
+            )
+
+    @add_statistics.register_fake
+    def _(logits, bias, targets, statistics, first):
+        return None
+
+    @torch.library.custom_op(f"{_NAMESPACE}::write_gradient", mutates_args=("output",))
+    def write_gradient(
+        logits: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        normalizer: Tensor,
+        gradient: Tensor,
+        output: Tensor,
+        first: int,
+        wants_sums: bool,
+    ) -> Tensor:
+        """The gradient of a block of logits, into `output`, (n, w), which may be the logits.
+
+        Args:
+            logits, bias, targets, first: as for `add_statistics`.
+            normalizer: (n,) fp32, log of the sum of the exponentials of all of a row's logits.
+            gradient: (n,) fp32, of each row's loss.
+
+        Returns:
+            Partial sums of the gradient over the rows, (c, w) fp32; (0,) where they are not wanted.
+        """
+        rows, columns = logits.shape
+        sums = logits.new_empty(_sums_shape(logits, wants_sums), dtype=torch.float32)
+        if rows == 0:
+            return sums
+        chunk = triton.cdiv(rows, ROW_CHUNKS)
+        with torch.cuda.device_of(logits):
+            _gradient_kernel[(triton.cdiv(columns, TILE[1]), triton.cdiv(rows, chunk))](
+                logits,
+                bias,
+                targets,
+                normalizer,
+                gradient,
+                output,
+                sums if wants_sums else None,
+                logits.stride(0),
+                output.stride(0),
+                rows,
+                columns,
+                first,
+                chunk,
+                BLOCK_ROWS=TILE[0],
+                BLOCK_COLUMNS=TILE[1],
+                num_warps=8,
+            )
+        return sums
+
+    @write_gradient.register_fake
+    def _(logits, bias, targets, normalizer, gradient, output, first, wants_sums):
+        return logits.new_empty(_sums_shape(logits, wants_sums), dtype=torch.float32)
+
+    def _sums_shape(logits: Tensor, wanted: bool) -> tuple[int, ...]:
+        rows, columns = logits.shape
+        chunk = max(1, triton.cdiv(rows, ROW_CHUNKS))
+        return (triton.cdiv(rows, chunk), columns) if wanted else (0,)
+
+else:
+    # Nobody calls them: `fuses` says no.
+    add_statistics = write_gradient = None  # type: ignore[assignment]
