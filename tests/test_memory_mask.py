@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 from torch.nn import functional as F
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from txl_hf import TransfoXLModel
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
@@ -202,7 +202,9 @@ def test_hidden_memory_may_hold_anything(make_model, make_ids, backend, garbage,
 
 
 @pytest.mark.parametrize(
-    "make_cache", [MemoryCache, lambda config: DynamicCache()], ids=["MemoryCache", "DynamicCache"]
+    "make_cache",
+    [MemoryCache, lambda config: DynamicCache(), lambda config: StaticCache(config, 32)],
+    ids=["MemoryCache", "DynamicCache", "StaticCache"],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 @torch.no_grad()
@@ -213,7 +215,8 @@ def test_hidden_keys_of_a_cache_may_hold_anything(make_model, make_ids, backend,
     model(first, past_key_values=cache, use_cache=True)
     whole = model(first[1:]).mems
     for layer in cache.layers:
-        layer.keys[0], layer.values[0] = torch.nan, torch.inf
+        # What a static cache has before the text is zeros, which nothing has overflowed.
+        layer.keys[0, :, -3:], layer.values[0, :, -3:] = torch.nan, torch.inf
     mask = torch.tensor([[0] * 3 + [1] * 2, [1] * 5])
     found = model(more, past_key_values=cache, attention_mask=mask, use_cache=True)
     fresh, other = model(more[:1]), model(more[1:], mems=whole)
@@ -221,6 +224,21 @@ def test_hidden_keys_of_a_cache_may_hold_anything(make_model, make_ids, backend,
     found = model(later, past_key_values=cache, use_cache=True)
     expected = [model(later[:1], mems=fresh.mems).logits, model(later[1:], mems=other.mems).logits]
     close(found.logits, torch.cat(expected))
+
+
+@pytest.mark.parametrize("make_cache", [MemoryCache, lambda config: StaticCache(config, 32)])
+def test_generate_goes_on_from_a_cache_that_overflowed_in_what_is_hidden(make_model, make_ids, make_cache):
+    model, ids, more = make_model(), make_ids(2, 8), make_ids(2, 3, seed=1)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 60}
+    cache = make_cache(model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+    for layer in cache.layers:
+        layer.keys[0, :, -6:], layer.values[0, :, -6:] = torch.nan, torch.inf
+    mask = torch.tensor([[0] * 8 + [1] * 3, [1] * 11])
+    inputs = {"input_ids": torch.cat([ids, more], 1), "attention_mask": mask, "past_key_values": cache}
+    text = model.generate(**inputs, **options, disable_compile=True)
+    assert torch.equal(text[:1, 8:], model.generate(more[:1], **options))
 
 
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf])

@@ -155,6 +155,42 @@ def test_rows_begin_documents_of_their_own_beside_padding(make_model, make_ids):
     close(again[mask.bool()], found.logits[mask.bool()])
 
 
+@pytest.mark.parametrize("changes", [{}, {"same_length": True}, {"attn_type": 1}, {"gating": "gru"}], ids=str)
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
+@pytest.mark.parametrize("backend", BACKENDS)
+@torch.no_grad()
+def test_what_a_document_cannot_compute_stays_in_it(make_model, make_ids, backend, garbage, changes):
+    """A stream that overflowed goes on with its next document, now and later; of the one before, all is NaN."""
+    model, ids, later = make_model(backend, **changes), make_ids(2, 8), make_ids(2, 4, seed=1)
+    memory = memory_of(model(make_ids(2, 4, seed=2)))
+    clean = model(ids[1:], mems=tuple(states[1:] for states in memory["mems"]))
+    for states in memory["mems"]:
+        states[0, 1:] = garbage
+    resets = torch.zeros(2, 8, dtype=torch.bool)
+    resets[0, 3] = True
+    found = model(ids, **memory, resets=resets)
+    fresh = model(ids[:1, 3:])
+    assert found.logits[0, :3].isnan().all()
+    close(found.logits[:1, 3:], fresh.logits)
+    close(found.logits[1:], clean.logits)
+    found = model(later, **memory_of(found)).logits
+    close(found[:1], model(later[:1], **memory_of(fresh)).logits)
+    close(found[1:], model(later[1:], **memory_of(clean)).logits)
+
+
+@torch.no_grad()
+def test_a_vector_that_is_not_finite_stays_in_its_document(make_model, make_ids):
+    """As a sensor that failed in one episode gives it; attention that is asked for is NaN where nothing is right."""
+    model, ids = make_model(), make_ids(1, 9)
+    frames = model.get_input_embeddings()(ids)
+    frames[0, 4] = torch.nan
+    resets = resets_of([3, 3, 3], 9)
+    found = model(inputs_embeds=frames, resets=resets, output_attentions=True)
+    close(found.logits[:, :4], model(ids[:, :4], resets=resets[:, :4]).logits)
+    assert found.logits[0, 4:6].isnan().all() and found.attentions[1][0, :, 4:6].isnan().all()
+    close(found.logits[:, 6:], model(ids[:, 6:]).logits)
+
+
 @torch.no_grad()
 def test_without_a_beginning_nothing_is_different(make_model, make_ids, monkeypatch):
     model, ids, seen = make_model(), make_ids(2, 6), []

@@ -213,6 +213,26 @@ def test_a_model_reads_documents_with_the_kernels(make_model, make_ids, monkeypa
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("hides", ["mask", "reset inside"])
+@torch.no_grad()
+def test_a_model_with_the_kernels_reads_nothing_of_a_hidden_memory_that_is_nan(make_model, make_ids, hides):
+    model, ids = make_model("txl_triton").to(DEVICE), make_ids(2, 6).to(DEVICE)
+    mems = model(make_ids(2, 4, seed=1).to(DEVICE)).mems
+    real = torch.ones(2, 4, dtype=torch.bool, device=DEVICE)
+    expected = model(ids[1:], mems=tuple(states[1:] for states in mems)).logits
+    for states in mems:
+        states[0] = torch.nan
+    begin, resets = 0, None
+    if hides == "mask":
+        real[0] = False
+    else:
+        begin, resets = 2, torch.zeros(2, 6, dtype=torch.bool, device=DEVICE)
+        resets[0, begin] = True
+    found = model(ids, mems=mems, mems_mask=real, resets=resets).logits
+    torch.testing.assert_close(found[1:], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[:1, begin:], model(ids[:1, begin:]).logits, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("chance", [0.01, 0.2])

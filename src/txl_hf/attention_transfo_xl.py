@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from .attention_transfo_xl_cpu import attend_tile_by_tile
-from .attention_transfo_xl_inputs import AttentionInputs, visible_keys
+from .attention_transfo_xl_inputs import AttentionInputs, keep_documents_apart, visible_keys
 from .attention_transfo_xl_triton import triton_relative_attention, why_not_triton
 
 __all__ = [
@@ -373,6 +373,15 @@ def relative_attention(
         window=window,
         first_key=first_key,
     )
+    if first_key is None:
+        return _attend(implementation, inputs, module)
+    inputs, broken = keep_documents_apart(inputs, first_key)
+    attended, probabilities = _attend(implementation, inputs, module)
+    attended = attended.masked_fill(broken, torch.nan)
+    return attended, None if probabilities is None else probabilities.masked_fill(broken, torch.nan)
+
+
+def _attend(implementation: str, inputs: AttentionInputs, module: nn.Module | None) -> tuple[Tensor, Tensor | None]:
     if implementation not in RELATIVE_ATTENTION_FUNCTIONS:
         return _registered_attention(ALL_ATTENTION_FUNCTIONS[implementation], inputs, module)
     if reason := why_not(implementation, inputs):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionInputs", "visible_keys"]
+__all__ = ["AttentionInputs", "keep_documents_apart", "visible_keys"]
 
 
 class AttentionInputs(NamedTuple):
@@ -78,3 +78,27 @@ def visible_keys(
     if key_mask is not None:
         visible = (visible & key_mask[:, None, None, :]) | (distance == 0)
     return visible
+
+
+def keep_documents_apart(inputs: AttentionInputs, first_key: Tensor) -> tuple[AttentionInputs, Tensor]:
+    """Let a document see nothing of what is not finite in the one before: under a weight of 0 NaN would stay NaN.
+
+    Args:
+        inputs: what attention is given. first_key: that of the inputs.
+
+    Returns:
+        The inputs with zeros for keys and values that are not finite; and (B, 1, L, 1) bool, which queries see such a
+        key, so that nothing right can be computed for them.
+    """
+    key, value = inputs.key, inputs.value
+    L, K = inputs.query.shape[2], key.shape[2]
+    broken = ~(key.isfinite() & value.isfinite()).all(dim=-1).all(dim=1)
+    hidden = broken[:, None, :, None]
+    seen = broken if inputs.key_mask is None else broken & inputs.key_mask
+    # How many of them lie before each key, so that those from the first that a query sees are a difference.
+    before = torch.nn.functional.pad(seen.cumsum(dim=1), (1, 0))
+    last = torch.arange(K - L, K, device=key.device).expand(len(key), L)
+    first = first_key if inputs.window is None else torch.maximum(first_key, last - inputs.window)
+    sees = before.gather(1, last + 1) > before.gather(1, first.expand_as(last).long())
+    inputs = inputs._replace(key=key.masked_fill(hidden, 0), value=value.masked_fill(hidden, 0))
+    return inputs, sees[:, None, :, None]

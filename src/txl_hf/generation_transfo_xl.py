@@ -14,7 +14,7 @@ from transformers.generation import (
 )
 
 from .configuration_transfo_xl import TransfoXLConfig
-from .memory_transfo_xl import MemoryCache, MemoryLengths, cached_key_mask, text_length
+from .memory_transfo_xl import MemoryCache, MemoryLengths, cached_key_mask, clear_hidden, text_length
 
 __all__ = ["TransfoXLGenerationMixin"]
 
@@ -100,6 +100,8 @@ class TransfoXLGenerationMixin(GenerationMixin):
                     len(input_ids),
                     segment_length,
                 )
+                if is_first_iteration:
+                    clear_hidden(past_key_values, key_mask, memory_length)
                 everything = torch.ones(len(input_ids), memory_length + segment_length, device=input_ids.device)
                 attention_mask = everything.bool() if key_mask is None else key_mask
         return super().prepare_inputs_for_generation(

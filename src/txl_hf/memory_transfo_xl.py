@@ -31,6 +31,7 @@ __all__ = [
     "OpenMemory",
     "begin_documents",
     "cached_key_mask",
+    "clear_hidden",
     "decoding_state_of",
     "forget",
     "hide_states",
@@ -148,8 +149,8 @@ def open_memory(
         if mems is not None:
             raise ValueError("give mems or past_key_values that hold a memory already, not both")
         length, key_mask = cached_key_mask(attention_mask, cache, mem_len, batch_size, segment_length)
-        if attention_mask is not None and key_mask is not None and not cache.is_compileable:
-            _clear_hidden(cache, key_mask[:, :length])
+        if attention_mask is not None and not torch.compiler.is_compiling():
+            clear_hidden(cache, key_mask, length)
         return OpenMemory((None,) * config.n_layer, length, drop_idle_mask(key_mask))
 
     if mems is not None or mems_mask is not None:
@@ -536,14 +537,17 @@ def cached_key_mask(
     return memory_length, key_mask
 
 
-def _clear_hidden(cache: Cache, memory_mask: Tensor) -> None:
+def clear_hidden(cache: Cache, key_mask: Tensor | None, memory_length: int) -> None:
     """Zero the keys and values that are hidden from now on: an overflow would spread from behind a mask (0 × NaN).
 
     Args:
-        memory_mask: (B, m) bool, which of the last m keys are real.
+        key_mask: (B, m + L) bool or (B, m), which of the last m keys are real, and others; None: all.
+        memory_length: m.
     """
-    hidden = ~memory_mask
-    before = decoding_state_of(cache).memory_mask(text_length(cache), memory_mask.shape[1])
+    if key_mask is None:
+        return
+    hidden = ~key_mask[:, :memory_length]
+    before = decoding_state_of(cache).memory_mask(text_length(cache), memory_length)
     if before is not None:
         hidden = hidden & before.to(hidden.device)
     if not hidden.any():
@@ -551,8 +555,13 @@ def _clear_hidden(cache: Cache, memory_mask: Tensor) -> None:
     for layer in cache.layers:
         # A cache may hold more keys than the memory, or fewer layers than it will.
         if layer.is_initialized and layer.keys.numel():
-            there = F.pad(hidden, (layer.keys.shape[2] - hidden.shape[1], 0))[:, None, :, None].to(layer.keys.device)
-            layer.keys, layer.values = (states.masked_fill(there, 0) for states in (layer.keys, layer.values))
+            there = F.pad(hidden, (layer.keys.shape[2] - memory_length, 0))[:, None, :, None].to(layer.keys.device)
+            if cache.is_compileable:
+                # Graphs know its tensors by where they lie.
+                for states in (layer.keys, layer.values):
+                    states.masked_fill_(there, 0)
+            else:
+                layer.keys, layer.values = (states.masked_fill(there, 0) for states in (layer.keys, layer.values))
 
 
 def _is_compiled_with(cache: Cache) -> bool:
