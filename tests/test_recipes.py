@@ -33,7 +33,7 @@ VOCABULARIES = {
 
 
 # Those of nobody's results.
-SMALL = {"wikitext2_small", "characters_small", "words_small"}
+SMALL = {"wikitext2_small", "characters_small", "words_small", "music_small"}
 
 
 def test_all_recipes_are_there():
@@ -80,7 +80,9 @@ def test_the_whole_model_has_the_published_size(name):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_says_what_it_reproduces(recipe):
     comment = "".join(line for line in recipe.read_text().splitlines(True) if line.startswith("#"))
-    assert re.search(r"prepare_corpus.py --corpus [a-z0-9-]+( --input book.txt --mode [a-z]+)?\n", comment)
+    assert re.search(
+        r"prepare_corpus.py --corpus [a-z0-9-]+( --input (book.txt --mode [a-z]+|midi-files .*))?\n", comment
+    )
     assert recipe.stem in SMALL or re.search(r"[Pp]ublished|reproduction", comment)
 
 

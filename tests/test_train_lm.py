@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from train_lm_process import run
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.checkpoints import last_checkpoint
+from txl_hf.memory_transfo_xl import memory_of
 from txl_hf.training import command, loop, setup
 from txl_hf.training.arguments import parse_arguments, write_smoke_data
 
@@ -109,7 +110,7 @@ def learning_rate(step: int) -> float:
     return RECIPE["learning_rate"] * (1 + math.cos(math.pi * progress)) / 2
 
 
-def losses_by_hand(corpus: Path) -> tuple[list[float], TransfoXLForCausalLM]:
+def losses_by_hand(corpus: Path, document_end: int | None = None) -> tuple[list[float], TransfoXLForCausalLM]:
     """All streams in one batch; Adam, clipping, warm-up and cosine; memory begins anew at the end of the text."""
     set_seed(1111)
     model = TransfoXLForCausalLM(
@@ -117,15 +118,15 @@ def losses_by_hand(corpus: Path) -> tuple[list[float], TransfoXLForCausalLM]:
     ).train()
     optimizer = torch.optim.Adam(model.parameters())
     text = load_from_disk(corpus)["train"].with_format("numpy")["token_ids"][:]
-    stream = TokenStream(text, 8, 4)
+    stream = TokenStream(text, 8, 4, document_end=document_end)
     assert stream.steps == 9
-    losses, mems = [], None
+    losses, memory = [], {}
     for step in range(RECIPE["max_steps"]):
         if step % stream.steps == 0:
-            mems = None
+            memory = {}
         items = [stream[step % stream.steps * 4 + row] for row in range(4)]
-        outputs = model(**{name: torch.stack([item[name] for item in items]) for name in items[0]}, mems=mems)
-        mems = outputs.mems
+        outputs = model(**{name: torch.stack([item[name] for item in items]) for name in items[0]}, **memory)
+        memory = memory_of(outputs)
         optimizer.zero_grad()
         outputs.loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
@@ -147,6 +148,19 @@ def test_steps_are_those_of_a_loop_by_hand(tmp_path, recipe, corpus, by_hand, ba
     np.testing.assert_allclose(read_log(output), by_hand[0], rtol=1e-5)
     np.testing.assert_allclose(read_log(output, "learning_rate"), [learning_rate(step + 1) for step in range(12)])
     assert read_log(output, "tokens")[-1] == 12 * 4 * 8
+
+
+@pytest.mark.parametrize("batch_chunk", [1, 2])
+def test_documents_are_read_without_what_came_before_them(tmp_path, recipe, corpus, by_hand, batch_chunk):
+    text = load_from_disk(corpus)["train"]["token_ids"][:]
+    end = max(set(text), key=text.count)
+    shutil.copytree(corpus, tmp_path / "documents")
+    (tmp_path / "documents" / "corpus.json").write_text(json.dumps({"document_end": end}))
+    output = tmp_path / "output"
+    train(recipe, "--data", tmp_path / "documents", "--output", output, "--batch_chunk", batch_chunk)
+    expected, _ = losses_by_hand(corpus, end)
+    assert read_log(output) == pytest.approx(expected, abs=1e-5)
+    assert abs(expected[1] - by_hand[0][1]) > 1e-4, "memory counts"
 
 
 def test_what_a_run_leaves(tmp_path, corpus, by_hand):
@@ -207,6 +221,13 @@ def write_tokenizer(folder: Path) -> Path:
 
     TransfoXLTokenizer.train_from_iterator(["a b c"], mode="whitespace").save_pretrained(folder)
     return folder
+
+
+def test_documents_are_not_rolled(tmp_path, recipe, corpus):
+    shutil.copytree(corpus, tmp_path / "documents")
+    (tmp_path / "documents" / "corpus.json").write_text('{"document_end": 0}')
+    with pytest.raises(SystemExit, match="--roll wraps around one text, but --data .*documents is of documents"):
+        train(recipe, "--data", tmp_path / "documents", "--output", tmp_path / "output", "--roll", "true")
 
 
 def test_rolled_streams():

@@ -99,7 +99,7 @@ if TYPE_CHECKING:
 
     from .tokenization_transfo_xl import TransfoXLTokenizer
 
-__all__ = ["INFORMATION", "main"]
+__all__ = ["INFORMATION", "main", "read_document_end"]
 
 INFORMATION = "corpus.json"
 MIDI = "midi"
@@ -212,6 +212,13 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict:
 
 def write_information(information: dict[str, Any], folder: Path) -> None:
     (folder / INFORMATION).write_text(json.dumps(information, indent=2) + "\n", encoding="utf-8")
+
+
+def read_document_end(folder: Path) -> int | None:
+    """The token that ends each document of a folder that was written here; None where it is one text."""
+    path = folder / INFORMATION
+    found = json.loads(path.read_text(encoding="utf-8")).get("document_end") if path.is_file() else None
+    return found if isinstance(found, int) else None
 
 
 def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:

@@ -213,17 +213,18 @@ class Training:
         scale = chunks * accelerator.num_processes / targets
         if self.arguments.optimization.scale_lr_by_length:
             self.scale_learning_rate(batch)
-        parts = zip(batch["input_ids"].chunk(chunks), batch["shift_labels"].chunk(chunks), strict=True)
-        for i, (input_ids, shift_labels) in enumerate(parts):
+        parts = zip(*(tensor.chunk(chunks) for tensor in batch.values()), strict=True)
+        for i, part in enumerate(parts):
+            inputs = dict(zip(batch, part, strict=True))
             with accelerator.accumulate(self.model):
-                outputs = self.model(input_ids=input_ids, shift_labels=shift_labels, **self.memories[i])
+                outputs = self.model(**inputs, **self.memories[i])
                 self.memories[i] = memory_of(outputs)
                 if accelerator.mixed_precision == "fp16" and self.memories[i]:
                     # A stream would go on from what overflowed until the text ends, whatever the scaler skips.
                     self.memories[i]["mems_mask"] = mask_overflow(**self.memories[i])
                 loss = outputs.losses.sum() * scale
                 if self.regularizer is not None:
-                    loss = loss + self.regularizer.penalty(shift_labels)
+                    loss = loss + self.regularizer.penalty(inputs["shift_labels"])
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     limit = self.arguments.optimization.max_grad_norm or math.inf

@@ -21,6 +21,7 @@ from ..configuration_transfo_xl import TransfoXLConfig
 from ..memory_transfo_xl import MemoryLengths
 from ..midi import EVENTS, is_midi_tokenizer, load_midi_tokenizer
 from ..modeling_transfo_xl import TransfoXLForCausalLM
+from ..prepare import read_document_end
 from ..streams import TokenStream, read_tokens
 from .arguments import (
     CHANGEABLE,
@@ -114,14 +115,24 @@ class RolledStream(TokenStream):
 
 
 def make_stream(token_ids, config: TransfoXLConfig, arguments: Arguments) -> TokenStream:
+    """The training text; where it is of documents, each is read without what came before it."""
     data, seed = arguments.data, arguments.run.seed
+    document_end = read_document_end(Path(data.data or ""))
     if data.roll:
+        if document_end is not None:
+            raise ValueError(f"--roll wraps around one text, but --data {data.data} is of documents: leave it out")
         if data.varlen or config.ext_len:
             raise ValueError("--roll goes together with neither --varlen nor --ext_len")
         return RolledStream(token_ids, config.tgt_len, data.batch_size, seed=seed)
     varlen_seed = seed if data.varlen else None
     return TokenStream(
-        token_ids, config.tgt_len, data.batch_size, loss=data.loss, ext_len=config.ext_len, varlen_seed=varlen_seed
+        token_ids,
+        config.tgt_len,
+        data.batch_size,
+        loss=data.loss,
+        ext_len=config.ext_len,
+        varlen_seed=varlen_seed,
+        document_end=document_end,
     )
 
 

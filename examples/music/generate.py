@@ -1,0 +1,242 @@
+"""Write music with a model that `txl-train` trained on `txl-prepare --corpus midi`.
+
+    python examples/music/generate.py --model runs/music --output pieces --count 5 --bars 32
+    python examples/music/generate.py --model runs/music --output more --prompt piece.mid --prompt-bars 4 --bars 64
+    python examples/music/generate.py --model runs/music --output slow --key Dm --tempo 60 --wav
+
+Each piece is a MIDI file, a picture of its notes (a piano roll), and with --wav a recording. The model remembers the
+last --memory-length tokens however long the piece is. Which token may follow which is decided by MidiTok's own graph
+(`grammar.py`), so that every file is valid, also of a model that has hardly learned. --key and --tempo begin a piece;
+they are not held on to. The sounds of --wav are those of --soundfont, or else of the soundfont that the distribution's
+packages (`fluid-soundfont-gm`) or pretty_midi bring.
+"""
+
+import argparse
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import matplotlib
+import symusic
+import torch
+from miditok import MusicTokenizer, TokSequence
+from transformers import LogitsProcessorList, set_seed
+
+from grammar import MusicGrammar
+from txl_hf import TransfoXLForCausalLM
+from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.files import whole_folder
+from txl_hf.midi import boundary_tokens, load_midi_tokenizer, read_score
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
+
+SHARPS = {"F": -1, "C": 0, "G": 1, "D": 2, "A": 3, "E": 4, "B": 5}
+SOUNDFONTS = Path("/usr/share/sounds/sf2")
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder of the model, with MidiTok's tokenizer")
+    parser.add_argument("--output", type=Path, required=True, help="a new folder")
+    parser.add_argument("--count", type=int, default=1, help="pieces, written side by side (%(default)s)")
+    parser.add_argument("--bars", type=int, default=32, help="of each piece, behind the prompt (%(default)s)")
+    parser.add_argument("--prompt", type=Path, help="a MIDI file to go on from")
+    parser.add_argument("--prompt_bars", type=int, help="bars of it (all)")
+    parser.add_argument("--key", help="such as C, F#, Bb, or Am for A minor")
+    parser.add_argument("--tempo", type=float, help="quarter notes a minute")
+    parser.add_argument("--memory_length", type=int, help="tokens remembered (the model's)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="(%(default)s)")
+    parser.add_argument("--top_p", type=float, default=0.95, help="(%(default)s)")
+    parser.add_argument("--max_tokens", type=int, default=20_000, help="at most, of each piece (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    parser.add_argument("--wav", action="store_true", help="record the pieces")
+    parser.add_argument("--soundfont", type=Path, help="a file .sf2 or .sf3")
+    options = parser.parse_args(arguments)
+    for name in ("count", "bars", "prompt_bars", "max_tokens"):
+        if (getattr(options, name) or 1) < 1:
+            parser.error(f"--{name} must be at least 1")
+    if options.prompt and (options.key or options.tempo):
+        parser.error("--key and --tempo begin a piece: leave them out with --prompt, which has its own")
+    if options.prompt_bars and not options.prompt:
+        parser.error("--prompt_bars is of --prompt, which is missing")
+    return options
+
+
+# --- how a piece begins ----------------------------------------------------------------------------------------------
+
+
+def key_signature(name: str) -> symusic.KeySignature:
+    """A key as people write it.
+
+    Raises:
+        ValueError: it is none, or has more than seven accidentals.
+    """
+    match = re.fullmatch(r"([A-G])([#b]?)(m?)", name)
+    sharps = 0
+    if match is not None:
+        letter, accidental, minor = match.groups()
+        sharps = SHARPS[letter] + {"#": 7, "b": -7, "": 0}[accidental] - (3 if minor else 0)
+    if match is None or abs(sharps) > 7:
+        raise ValueError(f"--key {name} must be a letter from A to G, then # or b, then m for minor, such as Bbm")
+    return symusic.KeySignature(0, sharps, 1 if minor else 0)
+
+
+def heading(tokenizer: MusicTokenizer, key: str | None, tempo: float | None) -> list[int]:
+    """The tokens that come before the first note of a piece in this key and at this tempo."""
+    if key is None and tempo is None:
+        return []
+    config = tokenizer.config
+    if (key and not config.use_key_signatures) or (tempo and not config.use_tempos):
+        raise ValueError(f"the model's tokenizer has no {'key signatures' if key else 'tempos'}: leave out the option")
+    slowest, fastest = tokenizer.tempos.min(), tokenizer.tempos.max()
+    if tempo is not None and not slowest <= tempo <= fastest:
+        raise ValueError(f"--tempo {tempo:g} is outside the model's {slowest:g} to {fastest:g}")
+    score = symusic.Score(480)
+    score.time_signatures.append(symusic.TimeSignature(0, 4, 4))
+    score.tempos.append(symusic.Tempo(0, tempo or tokenizer.default_tempo))
+    if key is not None:
+        score.key_signatures.append(key_signature(key))
+    score.tracks.append(symusic.Track("one", int(next(p for p in config.programs if p >= 0))))
+    score.tracks[0].notes.append(symusic.Note(0, 480, sum(config.pitch_range) // 2, 64))
+    sequence = tokenizer.encode(score, encode_ids=False)
+    first_note = next(i for i, token in enumerate(sequence.tokens) if token.startswith(("Program", "Pitch")))
+    sequence = sequence[:first_note]
+    if tokenizer.is_trained:
+        tokenizer.encode_token_ids(sequence)
+    return sequence.ids
+
+
+def prompt_tokens(tokenizer: MusicTokenizer, path: Path, bars: int | None) -> list[int]:
+    """The tokens of a file, or of its first bars."""
+    try:
+        sequence = tokenizer.encode(read_score(path), encode_ids=False)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--prompt {path} cannot be read: {error}") from None
+    starts = [i for i, token in enumerate(sequence.tokens) if token.startswith("Bar")]
+    if bars is not None and bars < len(starts):
+        sequence = sequence[: starts[bars]]
+    if tokenizer.is_trained:
+        tokenizer.encode_token_ids(sequence)
+    return sequence.ids
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_tokens(
+    model: TransfoXLForCausalLM, tokenizer: MusicTokenizer, prompt: list[int], options: argparse.Namespace
+) -> list[list[int]]:
+    """The tokens of each piece, from its first bar on."""
+    begin, end = boundary_tokens(tokenizer)
+    grammar = MusicGrammar(tokenizer)
+    grammar.bars = options.bars + (grammar.read(prompt).bars if options.prompt else 0)
+    ids = torch.tensor([[begin, *prompt]] * options.count, device=model.device)
+    written = model.generate(
+        ids,
+        # A prompt of any length is read segment by segment.
+        prefill_chunk_size=model.config.tgt_len,
+        attention_mask=torch.ones_like(ids),
+        logits_processor=LogitsProcessorList([grammar]),
+        do_sample=True,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=0,
+        max_new_tokens=options.max_tokens,
+        eos_token_id=end,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    pieces = []
+    for row in written[:, 1:].tolist():
+        pieces.append(grammar.whole(row[: row.index(end)] if end in row else row))
+    return pieces
+
+
+def to_score(tokenizer: MusicTokenizer, ids: list[int]) -> symusic.Score:
+    """The music that the tokens say; a note that sounds when it begins anew ends there, and two at once are one."""
+    score = tokenizer.decode(TokSequence(ids=ids, are_ids_encoded=tokenizer.is_trained))
+    for track in score.tracks:
+        kept: list[symusic.Note] = []
+        sounding: dict[int, symusic.Note] = {}
+        for note in sorted(track.notes, key=lambda note: note.time):
+            before = sounding.get(note.pitch)
+            if before is not None and before.time == note.time:
+                before.duration = max(before.duration, note.duration)
+                continue
+            if before is not None:
+                before.duration = min(before.duration, note.time - before.time)
+            sounding[note.pitch] = note
+            kept.append(note)
+        track.notes = kept
+    return score
+
+
+def draw(score: symusic.Score, path: Path, title: str):
+    """A piano roll: pitches against bars, a colour for each instrument."""
+    ticks = score.ticks_per_quarter
+    metre = score.time_signatures[0] if len(score.time_signatures) else symusic.TimeSignature(0, 4, 4)
+    bar = 4 * metre.numerator / metre.denominator
+    figure, axes = plt.subplots(figsize=(12, 4), layout="constrained")
+    for i, track in enumerate(score.tracks):
+        notes = track.notes.numpy()
+        lengths = notes["duration"] / ticks / bar
+        # A little shorter, so that repeated notes can be told apart.
+        axes.barh(
+            notes["pitch"], 0.93 * lengths, 0.9, 1 + notes["time"] / ticks / bar, color=f"C{i}", label=track.name
+        )
+    axes.set(xlabel="bar", ylabel="MIDI pitch", title=title)
+    axes.grid(alpha=0.3)
+    if len(score.tracks):
+        axes.legend(loc="upper right", fontsize="small", ncols=len(score.tracks))
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def find_soundfont(given: Path | None) -> Path:
+    if given is not None:
+        if not given.is_file():
+            raise ValueError(f"--soundfont {given} does not exist")
+        return given
+    package = find_spec("pretty_midi")
+    inside = list(Path(package.origin).parent.glob("*.sf2")) if package and package.origin else []
+    found = [*sorted(SOUNDFONTS.glob("*.sf2")), *inside]
+    if not found:
+        raise ValueError('--wav needs a soundfont: name one with --soundfont, or pip install "txl-hf[music]"')
+    return found[0]
+
+
+def record(score: symusic.Score, path: Path, soundfont: Path):
+    rate = 44_100
+    sound = symusic.Synthesizer(sf_path=str(soundfont), sample_rate=rate).render(score, stereo=True)
+    symusic.dump_wav(str(path), sound, sample_rate=rate)
+
+
+def main(arguments: list[str] | None = None):
+    options = parse_arguments(arguments)
+    with one_line_errors():
+        if options.output.exists():
+            raise ValueError(f"--output {options.output} exists: choose another folder")
+        soundfont = find_soundfont(options.soundfont) if options.wav else None
+        tokenizer = load_midi_tokenizer(options.model)
+        settings = {} if options.memory_length is None else {"mem_len": options.memory_length}
+        model = TransfoXLForCausalLM.from_pretrained(options.model, **settings).eval()
+        model.to(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
+        if options.prompt:
+            prompt = prompt_tokens(tokenizer, options.prompt, options.prompt_bars)
+        else:
+            prompt = heading(tokenizer, options.key, options.tempo)
+        set_seed(options.seed)
+        with whole_folder(options.output) as folder:
+            for i, ids in enumerate(write_tokens(model, tokenizer, prompt, options), start=1):
+                score = to_score(tokenizer, ids)
+                score.dump_midi(folder / f"piece-{i}.mid")
+                draw(score, folder / f"piece-{i}.png", f"piece {i}")
+                if soundfont is not None:
+                    record(score, folder / f"piece-{i}.wav", soundfont)
+                seconds = score.to("second").end()
+                print(f"piece {i}: {len(ids):,} tokens, {score.note_num():,} notes, {seconds:.0f} s of music")
+    print(f"{options.output} has {options.count} piece(s); the model remembered {model.config.mem_len} tokens.")
+
+
+if __name__ == "__main__":
+    main()

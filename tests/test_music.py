@@ -1,0 +1,368 @@
+"""The path of examples/music in miniature: MIDI files in, a model, MIDI files out that are valid and can be seen."""
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import miditok
+import pytest
+import symusic
+import torch
+from miditok import TokSequence
+
+import generate
+import jsb
+import measures
+from grammar import MusicGrammar
+from midi_files import write_folder, write_piece
+from models import small_model
+from txl_hf import prepare
+from txl_hf.midi import load_midi_tokenizer
+from txl_hf.training import command
+
+
+def make_tokenizer(folder, joined: int | None = None) -> miditok.REMI:
+    """Of a few pieces; with joined tokens if a size is given."""
+    config = miditok.TokenizerConfig(
+        beat_res={(0, 4): 4},
+        num_velocities=2,
+        special_tokens=["PAD", "BOS", "EOS"],
+        use_programs=True,
+        programs=[-1, 0, 32],
+        use_tempos=True,
+        use_time_signatures=True,
+        use_key_signatures=True,
+        time_signature_range={4: [3, 4], 8: [6]},
+        drums_pitch_range=(35, 38),
+    )
+    tokenizer = miditok.REMI(config)
+    if joined:
+        tokenizer.train(vocab_size=joined, files_paths=sorted(write_folder(folder, 6).rglob("*.mid")))
+    return tokenizer
+
+
+def save_model(folder: Path, joined: int | None = None) -> Path:
+    """The folder of a model that has learned nothing, so that only the grammar makes music of what it says."""
+    tokenizer = make_tokenizer(folder / "midi", joined)
+    torch.manual_seed(0)
+    small_model(vocab_size=len(tokenizer), cutoffs=[], div_val=1, mem_len=16, tgt_len=8).save_pretrained(
+        folder / "model"
+    )
+    tokenizer.save_pretrained(folder / "model")
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def joined(tmp_path_factory):
+    """The same with joined tokens."""
+    return save_model(tmp_path_factory.mktemp("joined"), 400)
+
+
+def generated(saved, output, *options: str) -> list[symusic.Score]:
+    generate.main(["--model", str(saved), "--output", str(output), *map(str, options)])
+    return [symusic.Score(path) for path in sorted(output.glob("*.mid"))]
+
+
+def check_notes(score: symusic.Score):
+    """No note begins before the one before it with the same pitch has ended, and none is empty."""
+    for track in score.tracks:
+        for pitch in {note.pitch for note in track.notes}:
+            notes = sorted((note.time, note.time + note.duration) for note in track.notes if note.pitch == pitch)
+            assert all(start < end for start, end in notes)
+            assert all(end <= start for (_, end), (start, _) in pairwise(notes))
+
+
+# --- what may follow what --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("joined", [None, 400])
+def test_what_is_allowed_is_without_error_for_midi_tok(tmp_path, joined):
+    tokenizer = make_tokenizer(tmp_path, joined)
+    tokenizer.config.remove_duplicated_notes = True  # So that it counts notes that begin twice too.
+    grammar = MusicGrammar(tokenizer, bars=2)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.full((4, 1), tokenizer["BOS_None"])
+    for _ in range(250):
+        scores = grammar(rows, torch.rand(4, len(tokenizer), generator=generator).log())
+        assert scores.isfinite().any(1).all(), "something may always follow"
+        rows = torch.cat([rows, torch.multinomial(scores.softmax(1), 1, generator=generator)], dim=1)
+    for row in rows[:, 1:].tolist():
+        end = row.index(tokenizer["EOS_None"])
+        assert set(row[end + 1 :]) <= {tokenizer["PAD_None"]}
+        sequence = TokSequence(ids=row[:end], are_ids_encoded=joined is not None)
+        assert grammar.whole(row[:end]) == row[:end]
+        assert tokenizer.tokens_errors(sequence) == 0
+        assert sequence.tokens.count("Bar_None") == 2
+
+
+def test_nothing_lies_behind_its_bar(tmp_path):
+    tokenizer = make_tokenizer(tmp_path)
+    grammar = MusicGrammar(tokenizer)
+    for metre, positions in (("3/4", 12), ("4/4", 16), ("6/8", 24)):
+        place = grammar.read([tokenizer[name] for name in ("BOS_None", "Bar_None", f"TimeSig_{metre}")])
+        allowed = [tokenizer[int(index)] for index in grammar.mask(place).nonzero()]
+        assert [name for name in allowed if name.startswith("Position")] == [f"Position_{i}" for i in range(positions)]
+
+
+def test_a_piece_ends_where_a_bar_could_begin_and_after_all_its_bars(tmp_path):
+    tokenizer = make_tokenizer(tmp_path)
+    names = ["Bar_None", "TimeSig_4/4", "Position_0", "Program_0", "Pitch_60", "Velocity_63", "Duration_1.0.4"]
+    end, bar = tokenizer["EOS_None"], tokenizer["Bar_None"]
+    for bars, ends, goes_on in ((None, True, True), (1, True, False), (2, False, True)):
+        grammar = MusicGrammar(tokenizer, bars)
+        ids = [tokenizer[name] for name in names]
+        mask = grammar.mask(grammar.read(ids))
+        assert (bool(mask[end]), bool(mask[bar])) == (ends, goes_on)
+        for cut in range(3, len(ids)):
+            assert not grammar.mask(grammar.read(ids[:cut]))[end], "an event that is not whole"
+            assert grammar.whole(ids[:cut]) == ids[:2]
+
+
+def test_the_processor_follows_rows_that_change_places(tmp_path):
+    tokenizer = make_tokenizer(tmp_path)
+    grammar, scores = MusicGrammar(tokenizer), torch.zeros(2, len(tokenizer))
+    first = [tokenizer[name] for name in ("BOS_None", "Bar_None", "TimeSig_3/4")]
+    other = [tokenizer[name] for name in ("BOS_None", "Bar_None", "TimeSig_6/8")]
+    both = grammar(torch.tensor([first, other]), scores)
+    assert not torch.equal(both[0], both[1])
+    assert torch.equal(grammar(torch.tensor([other, first]), scores), both.flip(0))
+
+
+def test_tokens_without_bars_are_refused():
+    config = miditok.TokenizerConfig(use_programs=True)
+    for kind in (miditok.TSD, miditok.CPWord):
+        with pytest.raises(ValueError, match=f"{kind.__name__} has compound tokens or none for bars: use REMI"):
+            MusicGrammar(kind(config))
+
+
+# --- writing pieces --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["saved", "joined"])
+def test_pieces_have_their_notes_and_pictures(kind, request, tmp_path, capsys):
+    scores = generated(request.getfixturevalue(kind), tmp_path / "pieces", "--count", 2, "--bars", 2)
+    assert len(scores) == 2
+    assert {path.suffix for path in (tmp_path / "pieces").iterdir()} == {".mid", ".png"}
+    for i, score in enumerate(scores, start=1):
+        check_notes(score)
+        picture = plt.imread(tmp_path / "pieces" / f"piece-{i}.png")
+        assert picture.shape[0] > 100 and picture.std() > 0.01
+    assert "the model remembered 16 tokens" in capsys.readouterr().out
+
+
+def test_the_same_seed_writes_the_same(saved, tmp_path):
+    one, same, other = (
+        [
+            track.notes.numpy()["pitch"].tolist()
+            for track in generated(saved, tmp_path / name, "--bars", 2, *seed)[0].tracks
+        ]
+        for name, seed in (("one", ()), ("same", ()), ("other", ("--seed", 1)))
+    )
+    assert one == same != other
+
+
+def test_key_and_tempo_begin_the_piece(saved, tmp_path):
+    [score] = generated(saved, tmp_path / "pieces", "--bars", 1, "--key", "Bbm", "--tempo", 80)
+    assert (score.key_signatures[0].time, score.key_signatures[0].key, score.key_signatures[0].tonality) == (0, -5, 1)
+    assert score.tempos[0].time == 0 and abs(score.tempos[0].tempo - 80) < 4
+
+
+@pytest.mark.parametrize(
+    ("name", "sharps", "minor"), [("C", 0, 0), ("F#", 6, 0), ("Cb", -7, 0), ("Am", 0, 1), ("G#m", 5, 1)]
+)
+def test_names_of_keys(name, sharps, minor):
+    signature = generate.key_signature(name)
+    assert (signature.key, signature.tonality) == (sharps, minor)
+
+
+def test_notes_that_are_said_twice_or_begin_anew(tmp_path):
+    tokenizer = make_tokenizer(tmp_path)
+    note = "Program_0 Pitch_60 Velocity_63 Duration_{}.0.4"
+    text = f"Bar_None TimeSig_4/4 Position_0 {note.format(1)} {note.format(3)} Position_8 {note.format(1)}"
+    score = generate.to_score(tokenizer, [tokenizer[name] for name in text.split()])
+    beat = score.ticks_per_quarter
+    assert [(n.time, n.duration) for n in score.tracks[0].notes] == [(0, 2 * beat), (2 * beat, beat)]
+
+
+@pytest.mark.parametrize("kind", ["saved", "joined"])
+def test_a_prompt_is_gone_on_from(kind, request, tmp_path):
+    saved = request.getfixturevalue(kind)
+    path = write_piece(tmp_path / "prompt.mid", 3, bars=5)
+    [score] = generated(saved, tmp_path / "pieces", "--prompt", path, "--prompt_bars", 3, "--bars", 1)
+    prompt = symusic.Score(path)
+    notes = {}
+    for name, music in (("prompt", prompt), ("piece", score)):
+        bar = 4 * music.ticks_per_quarter
+        notes[name] = {
+            (4 * note.time / bar, note.pitch, track.program, track.is_drum)
+            for track in music.tracks
+            for note in track.notes
+            if note.time < 3 * bar
+        }
+    assert notes["piece"] == notes["prompt"]
+    last = max(note.time for track in score.tracks for note in track.notes)
+    assert last < 4 * 4 * score.ticks_per_quarter
+
+
+def test_a_long_piece_is_written_in_the_memory_of_the_model(saved, tmp_path, monkeypatch):
+    """However long the piece: what decoding keeps is never longer than the memory and the token that is read."""
+    kept = []
+    original = generate.TransfoXLForCausalLM.forward
+
+    def forward(self, *args, **kwargs):
+        outputs = original(self, *args, **kwargs)
+        kept.append(max(layer.keys.shape[-2] for layer in outputs.past_key_values.layers))
+        return outputs
+
+    monkeypatch.setattr(generate.TransfoXLForCausalLM, "forward", forward)
+    [score] = generated(saved, tmp_path / "pieces", "--bars", 20, "--tempo", 40, "--max_tokens", 300)
+    assert len(kept) > 200
+    assert max(kept) <= 16 + 1 and kept[-1] >= 16
+    assert score.to("second").end() > 20
+
+
+def test_a_piece_that_is_cut_off_ends_with_a_whole_event(saved, tmp_path):
+    for length in range(20, 24):
+        [score] = generated(saved, tmp_path / str(length), "--max_tokens", length)
+        check_notes(score)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--key", "H"], "--key H must be a letter from A to G"),
+        (["--key", "D#"], "--key D# must be a letter"),
+        (["--tempo", "1"], "--tempo 1 is outside the model's 40 to 250"),
+        (["--prompt", "none.mid"], "--prompt none.mid cannot be read"),
+        (["--soundfont", "none.sf2", "--wav"], "--soundfont none.sf2 does not exist"),
+        (["--output", "."], "--output . exists"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_in_one_line(saved, tmp_path, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as refused:
+        generate.main(["--model", str(saved), "--output", "pieces", *options])
+    assert message in refused.value.code and "\n" not in refused.value.code
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- what pieces are made of -----------------------------------------------------------------------------------------
+
+
+def test_measures_of_a_piece_that_is_known(tmp_path):
+    score = symusic.Score(480)
+    score.time_signatures.append(symusic.TimeSignature(0, 3, 4))
+    score.key_signatures.append(symusic.KeySignature(0, 2, 0))
+    score.tracks.append(symusic.Track("one", 7))
+    # Bars of three quarters in D major: D and F sharp; the same; nothing; a dotted half, A.
+    for beat, quarters, pitch in ((0, 1, 62), (1, 2, 66), (3, 1, 62), (4, 2, 66), (9, 3, 69)):
+        score.tracks[0].notes.append(symusic.Note(480 * beat, 480 * quarters, pitch, 64))
+    score.dump_midi(tmp_path / "a.mid")
+    found = measures.measure([tmp_path / "a.mid"])
+    assert (found.pieces, found.notes, found.bars, found.empty, found.repeated) == (1, 5, 4, 1, 1)
+    assert found.classes == {0: 2, 4: 2, 7: 1} and found.lengths == {1.0: 2, 2.0: 2, 3.0: 1}
+    assert found.sounding == {0: 12, 1: 36} and found.pitches == {"7": [62, 66, 62, 66, 69]}
+    text = measures.table(found, found)
+    assert "| bars without a sound | 25.0 % | 25.0 % |" in text and "| pitch class 3 | 40.0 % | 40.0 % |" in text
+    assert "pitch classes 0.0 %, note lengths 0.0 %, notes at once 0.0 %" in text
+
+
+# --- from files to files ---------------------------------------------------------------------------------------------
+
+
+def test_from_midi_files_to_midi_files(tmp_path):
+    """Prepared, trained by the recipe's kind of options, and written anew, with what was learned in it."""
+    make_tokenizer(tmp_path).save_pretrained(tmp_path / "tokenizer")
+    source, data, run = write_folder(tmp_path / "midi", 20, bars=4), tmp_path / "data", tmp_path / "run"
+    options = ["--input", source, "--output", data, "--tokenizer", tmp_path / "tokenizer", "--num_proc", 1]
+    prepare.main(["--corpus", "midi", "--transpose", "1", *map(str, options)])
+    sizes = "--n_layer 2 --d_model 32 --n_head 2 --d_head 16 --d_inner 64 --tgt_len 32 --mem_len 32 --batch_size 8"
+    steps = (
+        "--max_steps 60 --eval_every 60 --eval_batch_size 1 --warmup_steps 5 --learning_rate 1e-2 --optimizer adamw"
+    )
+    (tmp_path / "recipe.yaml").write_text(
+        "initial_memory: empty\npre_lnorm: true\nsame_length: false\nclamp_len: -1\n"
+    )
+    folders = ["--data", str(data), "--output", str(run)]
+    command.main([str(tmp_path / "recipe.yaml"), *folders, *sizes.split(), *steps.split()])
+    perplexity = json.loads((run / "results.json").read_text())["test"]["perplexity"]
+    assert perplexity < len(load_midi_tokenizer(run)) / 10
+    [score] = generated(run, tmp_path / "pieces", "--bars", 4, "--temperature", 0.7)
+    check_notes(score)
+    written = measures.measure([tmp_path / "pieces" / "piece-1.mid"])
+    assert set(written.pitches) <= {"0", "32", "drums"}
+    assert written.lengths[1.0] / written.notes > 0.5, "it has heard that most notes are quarters"
+
+
+# --- the chorales as frames ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chorales(tmp_path):
+    """The published file in miniature."""
+    frames = [[60, 64, 67], [60, 64, 67, 72], [], [59, 62, 67, 74]]
+    splits = {"train": [frames * 8] * 6, "valid": [frames * 2, frames[:3]], "test": [frames[1:] * 3, frames * 2]}
+    (tmp_path / "jsb.json").write_text(json.dumps(splits))
+    return tmp_path / "jsb.json"
+
+
+def test_frames_as_symbols(chorales):
+    [first, _] = jsb.read_chorales(chorales)["validation"]
+    symbols = jsb.write_symbols(first[:3])
+    assert symbols == [88 + 1 + 6, 39, 43, 46, 88, 39, 43, 46, 51, 88, 88]
+    assert jsb.write_symbols(first[:1], -6) == [88 + 1, 33, 37, 40, 88]
+
+
+def test_the_training_text_is_whole_chorales_in_all_keys(chorales):
+    text, ends = jsb.training_text(jsb.read_chorales(chorales)["train"], 10_000, 0)
+    assert len(text) >= 10_000 and ends[-1] == len(text)
+    keys = text[[0, *ends[:-1]]] - 89
+    assert set(keys) == set(range(12)) and 0.4 < (keys == 6).mean() < 0.7
+    assert (text[ends - 1] == jsb.FRAME_END).all()
+
+
+def test_nats_per_frame_count_every_symbol_of_a_chorale_and_nothing_else(chorales):
+    arguments = jsb.parse_arguments(["--data", str(chorales), "--output", "run", "--width", "16", "--layers", "1"])
+    torch.manual_seed(0)
+    model = jsb.make_model(arguments).eval()
+    held_out = jsb.read_chorales(chorales)["test"]
+    found = jsb.nats_per_frame(model, held_out, 320)
+    sums = []
+    for chorale in held_out:
+        ids = torch.tensor([jsb.write_symbols(chorale)])
+        outputs = model(ids[:, :-1], shift_labels=ids[:, 1:])
+        sums.append(outputs.losses.sum().item())
+    assert found["frames"] == 9 + 8
+    assert found["nats_per_frame"] == pytest.approx(sum(sums) / 17, rel=1e-5)
+    assert found["mean_of_chorales"] == pytest.approx((sums[0] / 9 + sums[1] / 8) / 2, rel=1e-5)
+
+
+def test_a_run_on_chorales_learns_and_says_what_memory_is_worth(chorales, tmp_path):
+    options = ["--data", str(chorales), "--output", str(tmp_path / "run"), "--width", "32", "--layers", "1"]
+    jsb.main([*options, "--steps", "12", "--learning-rate", "1e-2", "--memory", "64"])
+    lines = (tmp_path / "run" / "rows.csv").read_text().splitlines()
+    rows = [dict(zip(lines[0].split(","), line.split(","), strict=True)) for line in lines[1:]]
+    assert [(row["split"], int(row["memory_length"])) for row in rows] == [
+        (split, length) for split in ("validation", "test") for length in jsb.MEMORIES
+    ]
+    # Frames of at most five symbols, of which one would be guessed among 101.
+    assert all(float(row["nats_per_frame"]) < 0.6 * 5 * math.log(101) for row in rows)
+    with pytest.raises(SystemExit, match="exists: go on with --resume"):
+        jsb.main(options)
+
+
+def test_chorales_that_are_none_are_refused(tmp_path):
+    for text, message in (
+        ("[]", "must hold lists of frames"),
+        ('{"train": [[[20]]], "valid": [], "test": []}', "pitch 20"),
+    ):
+        (tmp_path / "jsb.json").write_text(text)
+        with pytest.raises(SystemExit, match=message):
+            jsb.main(["--data", str(tmp_path / "jsb.json"), "--output", str(tmp_path / "run")])
