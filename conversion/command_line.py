@@ -210,7 +210,9 @@ def write_tokenizer(folder: Path, checkpoint: Checkpoint, mode: str | None) -> b
     return True
 
 
-def write_card(folder: Path, arguments: argparse.Namespace, checkpoint: Checkpoint, model: Model, has_tokenizer: bool):
+def write_card(
+    folder: Path, arguments: argparse.Namespace, checkpoint: Checkpoint, model: Model, has_tokenizer: bool
+) -> None:
     """Write README.md: what the model is, its origin and settings, and how to load it."""
     from txl_hf.layout_transfo_xl import model_card
 

@@ -1,6 +1,7 @@
 """Checkpoints of the PyTorch original (kimiyoung/transformer-xl, pytorch/): `model.pt`, a pickled module."""
 
 from pathlib import Path
+from typing import Any
 
 from txl_hf.unpickle_transfo_xl import StandIn
 
@@ -55,7 +56,12 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
 
 
 def from_state(
-    sources: list[Source], fields: dict, origin: str, size: int, symbols=None, table: list[tuple] = TABLE
+    sources: list[Source],
+    fields: dict[str, Any],
+    origin: str,
+    size: int,
+    symbols: vocabulary.Vocabulary | None = None,
+    table: list[tuple] = TABLE,
 ) -> Checkpoint:
     """Return the `Checkpoint` of a state dict of this original's layout, of `size` bytes.
 
@@ -75,14 +81,16 @@ def from_state(
     return Checkpoint(fields, tensors, origin, size, symbols, explained=explained)
 
 
-def _modules(module):
+def _modules(module: object) -> dict[str, Any]:
     modules = module.attributes.get("_modules") if isinstance(module, StandIn) else None
     return modules if isinstance(modules, dict) else {}
 
 
-def _named_tensors(model):
+def _named_tensors(model: StandIn) -> dict[str, torch_file.StoredTensor]:
     """Return {name: StoredTensor} as the module's state_dict() would have it."""
-    tensors, pending, seen = {}, [("", model)], 0
+    tensors: dict[str, torch_file.StoredTensor] = {}
+    pending: list[tuple[str, Any]] = [("", model)]
+    seen = 0
     while pending:
         prefix, module = pending.pop()
         seen += 1
@@ -98,7 +106,7 @@ def _named_tensors(model):
     return tensors
 
 
-def _module_fields(model):
+def _module_fields(model: StandIn) -> dict[str, Any]:
     word_emb, layer = _child(model, "word_emb"), _child(_child(model, "layers"), "0")
     attention = _child(layer, "dec_attn")
     norm = _child(attention, "layer_norm")
@@ -120,13 +128,13 @@ def _module_fields(model):
     }
 
 
-def _child(module, name):
+def _child(module: object, name: str) -> Any:
     if name not in _modules(module):
         raise ConversionError(f"the pickled module has no part {name}; {EXPECTED}")
     return _modules(module)[name]
 
 
-def _attribute(module, name, kind):
+def _attribute(module: object, name: str, kind: Any) -> Any:
     value = module.attributes.get(name) if isinstance(module, StandIn) else None
     if not isinstance(value, kind):
         raise ConversionError(f"the pickled module's attribute {name} is missing or of the wrong kind")

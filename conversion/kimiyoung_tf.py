@@ -4,6 +4,7 @@ import functools
 import glob
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -101,7 +102,7 @@ def find_prefix(path: Path) -> Path:
     raise ConversionError(f"{path} {found}; {EXPECTED}")
 
 
-def _prefix_in_folder(folder):
+def _prefix_in_folder(folder: Path) -> Path:
     # TensorFlow's own pointer to the newest checkpoint; its path may be that of another machine.
     pointer = folder / "checkpoint"
     if pointer.is_file():
@@ -117,7 +118,7 @@ def _prefix_in_folder(folder):
     raise ConversionError(f"{folder} is a folder with {found}; {EXPECTED}")
 
 
-def _folders(prefix, corpus):
+def _folders(prefix: Path, corpus: Path | None) -> list[Path]:
     folders = [prefix.parent, prefix.parent.parent / "data"]  # the published archives keep it in data/ beside model/
     if corpus is not None:
         folders.insert(0, Path(corpus) if Path(corpus).is_dir() else Path(corpus).parent)
@@ -136,9 +137,9 @@ def stacked_biases_apart(tensors: dict[str, Source]) -> None:
                 tensors[f"transformer.layers.{number}.dec_attn.{name}"] = stacked.layer(number)
 
 
-def _softmax_fields(tensors, fields):
+def _softmax_fields(tensors: dict[str, Source], fields: dict[str, Any]) -> dict[str, Any]:
     """Return `cutoffs` and the tying; with one embedding table, also join the biases of its bins in `tensors`."""
-    biases = []
+    biases: list[Source] = []
     while f"crit.out_layers.{len(biases)}.bias" in tensors:
         biases.append(tensors[f"crit.out_layers.{len(biases)}.bias"])
     cutoffs = fields.get("cutoffs", [])
@@ -158,7 +159,7 @@ def _softmax_fields(tensors, fields):
     return {"cutoffs": cutoffs, "tie_word_embeddings": True, "tie_projs": tie_projs}
 
 
-def _compare(info, fields):
+def _compare(info: dict[str, Any], fields: dict[str, Any]) -> None:
     """Raise ConversionError where corpus-info.json contradicts the shapes: it belongs to another checkpoint."""
     cutoffs = info.get("cutoffs", fields["cutoffs"])
     if isinstance(cutoffs, list) and cutoffs[:1] == [0]:  # as data_utils.py writes it, with both ends
@@ -168,7 +169,7 @@ def _compare(info, fields):
             raise ConversionError(f"corpus-info.json says {name} {value}, the checkpoint's shapes say {fields[name]}")
 
 
-def _likely_dataset(fields):
+def _likely_dataset(fields: dict[str, Any]) -> str:
     if not fields["cutoffs"]:
         return "enwik8"
     return "wt103" if fields.get("proj_same_dim", True) else "lm1b"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from transformers.core_model_loading import revert_weight_conversion
@@ -21,6 +21,8 @@ from txl_hf import (
     TransfoXLModel,
     TransfoXLPreTrainedModel,
 )
+
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 if TYPE_CHECKING:
     from .vocabulary import Vocabulary
@@ -107,7 +109,7 @@ def map_names(sources: list[Source], table: list[tuple]) -> dict[str, Source]:
     return tensors
 
 
-def _pattern(original):
+def _pattern(original: str) -> re.Pattern:
     pattern = re.escape(original).replace(r"\{name\}", "(?P<name>.+)")
     return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[0-9]+)", pattern))
 
@@ -131,7 +133,7 @@ def legacy_tensors(config: TransfoXLConfig, head: str = "softmax") -> dict[str, 
     return shapes
 
 
-def check_complete(tensors: dict[str, Source], config, head: str = "softmax") -> None:
+def check_complete(tensors: dict[str, Source], config: TransfoXLConfig, head: str = "softmax") -> None:
     """Raise ConversionError, naming it, for the first tensor that is missing, left over or of another shape."""
     expected = legacy_tensors(config, head)
     for name, shape in expected.items():
@@ -170,10 +172,10 @@ def fields_from_shapes(tensors: dict[str, Source]) -> dict:
     return fields | _bin_fields(shape, len(tables), fields["d_model"]) | _attention_fields(shape)
 
 
-def _bin_fields(shape, n_tables, d_model):
+def _bin_fields(shape: Shapes, n_tables: int, d_model: int) -> dict[str, Any]:
     tables = [shape[f"transformer.word_emb.emb_layers.{i}.weight"] for i in range(n_tables)]
     ends = [sum(rows for rows, _ in tables[: i + 1]) for i in range(n_tables)]
-    fields = {"vocab_size": ends[-1], "d_embed": tables[0][1], "div_val": 1}
+    fields: dict[str, Any] = {"vocab_size": ends[-1], "d_embed": tables[0][1], "div_val": 1}
     projected = "transformer.word_emb.emb_projs.0" in shape
     if n_tables > 1:
         fields["cutoffs"] = ends[:-1]
@@ -185,7 +187,7 @@ def _bin_fields(shape, n_tables, d_model):
     return fields
 
 
-def _attention_fields(shape):
+def _attention_fields(shape: Shapes) -> dict[str, Any]:
     if "transformer.r_emb" in shape:
         n_head, d_head = shape["transformer.r_emb"][2:]
         attn_type = 1 if "transformer.r_bias" in shape else 3
@@ -230,7 +232,7 @@ def drop_copies(tensors: dict[str, Source], fields: dict) -> None:
         del tensors[name]
 
 
-def _is_tied(name, fields):
+def _is_tied(name: str, fields: dict[str, Any]) -> bool:
     if re.fullmatch(r"crit\.out_layers\.[0-9]+\.weight", name):
         return fields["tie_word_embeddings"]
     if match := re.fullmatch(r"crit\.out_projs\.([0-9]+)", name):
@@ -238,7 +240,7 @@ def _is_tied(name, fields):
     return bool(re.fullmatch(r"transformer\.layers\.[0-9]+\.dec_attn\.r_[wr]_bias", name)) and not fields["untie_r"]
 
 
-def _is_copy(tensors, name, fields):
+def _is_copy(tensors: dict[str, Source], name: str, fields: dict[str, Any]) -> bool:
     first = name.replace("crit.out_layers", "transformer.word_emb.emb_layers")
     first = re.sub(r"^transformer\.layers\.[0-9]+\.dec_attn\.", "transformer.", first)
     if name.startswith("crit.out_projs."):

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from txl_hf.unpickle_transfo_xl import StandIn
 
 from . import kimiyoung_pytorch, torch_file, vocabulary
 from .files import code_span, describe, find_file, state_dict_sources
-from .layout import Checkpoint, ConversionError
+from .layout import Checkpoint, ConversionError, Source
 
 # Name in model_state (pytorch/mem_transformer.py, utils/proj_adaptive_softmax.py), legacy tensor, what changes. The
 # rest is as in the original it derives from.
@@ -67,7 +68,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     )
 
 
-def _fields(config):
+def _fields(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(config.get("sample_softmax"), int) and config["sample_softmax"] > 0:
         raise ConversionError("the model was trained with a sampled softmax, which is not offered")
     fields = {}
@@ -85,14 +86,14 @@ def _fields(config):
     return fields | {"same_length_counts_self": False}
 
 
-def _heads_apart(source, fields):
+def _heads_apart(source: Source, fields: dict[str, Any]) -> Source:
     """NVIDIA keeps the learned positions of attn_type 3 as (n_layer, K, D), the layout as (n_layer, K, H, D / H)."""
     if source.name == "r_emb" and len(source.shape) == 3:
         return source.reshaped((*source.shape[:2], fields["n_head"], fields["d_head"]))
     return source
 
 
-def _symbols(saved, corpus, path):
+def _symbols(saved: dict[str, Any], corpus: Path | None, path: Path) -> vocabulary.Vocabulary | None:
     arguments = saved.get("args")
     dataset = arguments.attributes.get("dataset") if isinstance(arguments, StandIn) else None
     dataset = dataset if isinstance(dataset, str) else None

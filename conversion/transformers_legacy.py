@@ -7,7 +7,9 @@ import functools
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from txl_hf import TransfoXLConfig
@@ -73,13 +75,13 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     )
 
 
-def _head(tensors):
+def _head(tensors: dict[str, Source]) -> str:
     if "score.weight" in tensors:
         return "classifier"
     return "softmax" if any(name.startswith("crit.") for name in tensors) else "none"
 
 
-def _read_config(folder):
+def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ConversionError(f"{folder} has no config.json; {EXPECTED}")
@@ -98,7 +100,7 @@ def _read_config(folder):
         raise ConversionError(f"{path} describes no model: {error}") from None
 
 
-def _indexed_files(path):
+def _indexed_files(path: Path) -> list[Path]:
     try:
         names = json.loads(path.read_text())["weight_map"].values()
         files = sorted({path.with_name(name) for name in names})  # raises ValueError for a path to another folder
@@ -110,11 +112,11 @@ def _indexed_files(path):
     return files
 
 
-def _sources(path):
+def _sources(path: Path) -> list[Source]:
     return _safetensors_sources(path) if path.suffix == ".safetensors" else _pickled_sources(path)
 
 
-def _safetensors_sources(path):
+def _safetensors_sources(path: Path) -> list[Source]:
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
@@ -123,13 +125,13 @@ def _safetensors_sources(path):
     return [Source(name, shape, functools.partial(_read_safetensor, path, name)) for name, shape in shapes.items()]
 
 
-def _read_safetensor(path, name):
+def _read_safetensor(path: Path, name: str) -> torch.Tensor:
     # Opened anew for each: the pages of a mapping that stays open count as memory.
     with safe_open(path, framework="pt") as file:
         return file.get_tensor(name)
 
 
-def _pickled_sources(path):
+def _pickled_sources(path: Path) -> list[Source]:
     # The storages of another file have the same keys.
     sources = state_dict_sources(torch_file.load(path), path)
     return [replace(source, place=(path, source.place)) for source in sources]

@@ -33,15 +33,15 @@ class Vocabulary:
     lower_case: bool
 
     @property
-    def eos_token(self):
+    def eos_token(self) -> str | None:
         return next((symbol for symbol in END_OF_TEXT if symbol in self.symbols), None)
 
     @property
-    def unk_token(self):
+    def unk_token(self) -> str | None:
         return next((symbol for symbol in UNKNOWN if symbol in self.symbols), None)
 
     @property
-    def eos_token_id(self):
+    def eos_token_id(self) -> int | None:
         return None if self.eos_token is None else self.symbols.index(self.eos_token)
 
 
