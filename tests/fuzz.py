@@ -282,7 +282,8 @@ def watch(target: str, seed: int, minutes: float) -> bool:
     command = [sys.executable, __file__, "--target", target, "--seed", str(seed), "--minutes", str(minutes), "--work"]
     first, failed, end = 0, False, time.monotonic() + 60 * minutes
     while time.monotonic() < end:
-        with tempfile.TemporaryFile("w+") as log:
+        # Appended to, because whoever reads it moves the place where the other would write.
+        with tempfile.TemporaryFile("a+") as log:
             process = subprocess.Popen([*command, "--first", str(first)], stdout=log, stderr=subprocess.STDOUT)
             last, since = None, time.monotonic()
             while process.poll() is None and time.monotonic() < end + CASE_SECONDS:
