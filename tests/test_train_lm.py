@@ -370,6 +370,28 @@ def test_adam_has_its_decay_in_the_gradient_and_adamw_beside_it(tmp_path, make_m
     assert sorted(parameters) == sorted(map(id, model.parameters()))
 
 
+def test_muon_is_for_the_matrices_of_the_layers(tmp_path, make_model):
+    """Its steps are orthogonal, and as long as AdamW's; everything else has AdamW, and nothing is left out."""
+    model = make_model(init_std=0.02)
+    arguments = optimization(tmp_path, optimizer="muon", learning_rate=0.01, weight_decay=0.0, embedding_lr_factor=0.5)
+    optimizer = setup.make_optimizer(model, arguments)
+    parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    assert sorted(parameters) == sorted(map(id, model.parameters()))
+    matrices, *rest = optimizer.param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    kinds = {names[id(parameter)].split(".")[-2] for parameter in matrices["params"]}
+    assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "r_proj", "up_proj", "down_proj"}
+    assert [group["lr"] for group in rest] == [0.01, 0.005] and not any(group["use_muon"] for group in rest)
+    weight = model.transformer.layers[0].mlp.up_proj.weight
+    before = weight.detach().clone()
+    model(torch.arange(10)[None], labels=torch.arange(10)[None]).loss.backward()
+    gradient = torch.linalg.svdvals(weight.grad)
+    optimizer.step()
+    singular = torch.linalg.svdvals(before - weight.detach())
+    assert singular[0] / singular[8] < 2 < gradient[0] / gradient[8], "nine targets, each of them counts as much"
+    assert 0.0005 < (before - weight.detach()).square().mean().sqrt().item() < 0.005
+
+
 def test_schedules(tmp_path):
     def rates(**changes) -> list[float]:
         arguments = optimization(tmp_path, learning_rate=2.0, warmup_steps=4, **changes)

@@ -103,9 +103,13 @@ class OptimizationArguments:
 
     max_steps: int | None = option("Steps to train for.")
     max_epochs: float | None = option("Epochs to train for, instead of max_steps.")
-    optimizer: Literal["adam", "adamw", "lamb"] = option("adam has its weight decay in the gradient (L2).", "adam")
+    optimizer: Literal["adam", "adamw", "lamb", "muon"] = option(
+        "adam has its weight decay in the gradient (L2); muon is for the layers' matrices, with adamw for the rest.",
+        "adam",
+    )
     learning_rate: float = option("Learning rate at its highest.", 2.5e-4)
     embedding_lr_factor: float = option("By what the learning rate of the embeddings is multiplied.", 1.0)
+    muon_lr_factor: float = option("By what the learning rate of the matrices is multiplied under muon.", 1.0)
     weight_decay: float = option("Weight decay.", 0.0)
     beta1: float = option("Decay of the first moment.", 0.9)
     beta2: float = option("Decay of the second moment.", 0.999)

@@ -226,7 +226,7 @@ def make_accelerator(arguments: Arguments) -> Accelerator:
 
 
 def make_optimizer(model: TransfoXLForCausalLM, arguments: OptimizationArguments) -> torch.optim.Optimizer:
-    """Adam with L2 regularisation, AdamW, or NVIDIA's LAMB. Tables of embeddings can have a rate of their own."""
+    """Adam with L2 regularisation, AdamW, NVIDIA's LAMB or Muon. Tables of embeddings can have a rate of their own."""
     tables = list(model.get_input_embeddings().emb_layers.parameters())
     others = [parameter for parameter in model.parameters() if all(parameter is not table for table in tables)]
     groups: list[dict[str, Any]] = [
@@ -238,6 +238,8 @@ def make_optimizer(model: TransfoXLForCausalLM, arguments: OptimizationArguments
         "betas": (arguments.beta1, arguments.beta2),
         "weight_decay": arguments.weight_decay,
     }
+    if arguments.optimizer == "muon":
+        return make_muon(model, groups, arguments)
     if arguments.optimizer == "lamb":
         return make_lamb(groups, eps=arguments.epsilon or 1e-6, **settings)
     kind = torch.optim.AdamW if arguments.optimizer == "adamw" else torch.optim.Adam
@@ -253,6 +255,36 @@ def make_lamb(groups: list[dict], **settings) -> torch.optim.Optimizer:
     from pytorch_optimizer import Lamb
 
     return Lamb(groups, adam_debias=True, weight_decouple=False, **settings)
+
+
+def make_muon(
+    model: TransfoXLForCausalLM, groups: list[dict], arguments: OptimizationArguments
+) -> torch.optim.Optimizer:
+    """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) for the matrices of the layers, whose
+    momentum it makes orthogonal, and AdamW for the rest. A step of Muon is made as long as AdamW's are (Liu et al.,
+    2025, https://arxiv.org/abs/2502.16982, Section 2.2), so that one learning rate does for both.
+    """
+    from pytorch_optimizer import Muon
+
+    layers = {id(parameter) for parameter in model.transformer.layers.parameters() if parameter.dim() == 2}
+    # The biases u and v are no matrices, though they have two dimensions.
+    layers -= {id(parameter) for name, parameter in model.named_parameters() if name.endswith("_bias")}
+    matrices = [parameter for group in groups for parameter in group["params"] if id(parameter) in layers]
+    rest = [group | {"params": [p for p in group["params"] if id(p) not in layers]} for group in groups]
+    rate, decay = arguments.learning_rate, arguments.weight_decay
+    optimizer = Muon(
+        [{"params": matrices, "use_muon": True}, *(group | {"use_muon": False} for group in rest)],
+        lr=rate * arguments.muon_lr_factor,
+        weight_decay=decay,
+        use_adjusted_lr=True,
+        adamw_lr=rate,
+        adamw_betas=(arguments.beta1, arguments.beta2),
+        adamw_wd=decay,
+        adamw_eps=arguments.epsilon or 1e-8,
+    )
+    # Where the cosine looks for the rate that its smallest is a part of.
+    optimizer.defaults["lr"] = rate
+    return optimizer
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, arguments: OptimizationArguments, max_steps: int) -> LRScheduler:
