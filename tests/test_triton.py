@@ -177,9 +177,9 @@ def test_output_and_gradients_agree_with_eager(case, monkeypatch):
         ("B2-H2-L5-m7-D38", 0.5),
         ("B2-H1-L1-m100-D64-masked", 1.0),
         ("B1-H1-L65-m64-D38-window5-masked", 0.1),
-        ("B2-H1-L65-m0-D64-window0", 1.0),
-        ("B1-H1-L130-m100-D64", 0.05),
-        ("B2-H2-L33-m20-D16-absolute", 0.1),
+        pytest.param("B2-H1-L65-m0-D64-window0", 1.0, marks=pytest.mark.slow),
+        pytest.param("B1-H1-L130-m100-D64", 0.05, marks=pytest.mark.slow),
+        pytest.param("B2-H2-L33-m20-D16-absolute", 0.1, marks=pytest.mark.slow),
         ("B2-H2-L17-m0-D8", 0.3),
     ],
 )

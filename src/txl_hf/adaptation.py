@@ -217,8 +217,16 @@ def adapting(
     try:
         if dynamic.statistics is not None:
             try:
+                # Places are those of the text, but a token ends documents of every text.
+                document_end = text.document_end if isinstance(text.document_end, int) else None
                 statistics = Text(
-                    dynamic.statistics, text.segment_length, text.batch_size, 0, accelerator, model.config.vocab_size
+                    dynamic.statistics,
+                    text.segment_length,
+                    text.batch_size,
+                    0,
+                    accelerator,
+                    model.config.vocab_size,
+                    document_end,
                 )
             except ValueError as error:
                 raise ValueError(f"statistics: {error}") from None

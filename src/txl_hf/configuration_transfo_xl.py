@@ -264,6 +264,23 @@ class TransfoXLConfig(PreTrainedConfig):
                 f"attn_type={self.attn_type} has absolute positions and no recurrence: mem_len={mem_len} must be 0"
             )
 
+    def check_documents(self, told_by: str, mem_len: int | None = None):
+        """Raise a ValueError unless documents can begin inside a segment, as `told_by` says that they do.
+
+        Args:
+            mem_len: that of one call. None: the configuration's.
+        """
+        if not self.positions.recurrent:
+            raise ValueError(
+                f"{told_by} tell of documents that begin inside a segment, but attn_type={self.attn_type} counts "
+                "positions from the segment's end: give each document a row of its own"
+            )
+        if self.initial_memory == "zeros" and (self.mem_len if mem_len is None else mem_len) > 0:
+            raise ValueError(
+                f"{told_by} tell of documents that begin inside a segment, but initial_memory='zeros' puts zero "
+                "states before each: give each document a row of its own, or use initial_memory='empty'"
+            )
+
     def _validate_bins(self):
         ends = [0, *self.cutoffs, self.vocab_size]
         if any(start >= end for start, end in zip(ends, ends[1:], strict=False)):

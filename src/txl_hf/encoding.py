@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from io import StringIO
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from .tokenization_transfo_xl import TransfoXLTokenizer
 
-__all__ = ["LINE_FEED", "encode_bytes", "encode_lines", "encode_text", "ends_lines"]
+__all__ = ["LINE_FEED", "document_end_token", "encode_bytes", "encode_lines", "encode_text", "ends_lines"]
 
 LINE_FEED = 10
 
@@ -49,6 +49,18 @@ def encode_lines(
 def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> np.ndarray:
     """The ids of a text, as `encode_lines` over its lines: (N,) int64. Only line feeds end a line."""
     return encode_lines(tokenizer, StringIO(text, newline="\n").readlines())
+
+
+def document_end_token(tokenizer: Any, token: str) -> int:
+    """The id of the token that ends each document; the tokenizer is one of transformers or of MidiTok.
+
+    Raises:
+        ValueError: it is not in the vocabulary.
+    """
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else tokenizer.vocab
+    if token not in vocabulary:
+        raise ValueError(f"--document_end {token} is no token of the vocabulary")
+    return vocabulary[token]
 
 
 def encode_bytes(tokenizer: "TransfoXLTokenizer", text: bytes) -> np.ndarray:

@@ -9,9 +9,11 @@
 
 `--data` is a folder of `txl-prepare`, of which `--split` is read, or a UTF-8 text file, which is tokenised with
 the model's tokenizer or with `--tokenizer`. Several values of `--memory_length` are scored one after the other.
-`--dynamic RATE` lets the weights follow the text, and `--cache` mixes in what followed similar states: `tune_lm.py`
-chooses both. `--sliding_window N` scores the text in the vanilla way: the last N tokens are read anew for every token,
-without memory. It stands alone, or beside the memory lengths that are given.
+Where the data was prepared with `--document_end`, each document is read without those before it, or `--document_end`
+says it here, and `--document_end none` reads all as one text. `--dynamic RATE` lets the weights follow the text, and
+`--cache` mixes in what followed similar states: `tune_lm.py` chooses both. `--sliding_window N` scores the text in the
+vanilla way: the last N tokens are read anew for every token, without memory. It stands alone, or beside the memory
+lengths that are given.
 
 On a terminal the figures appear as a table, line by line as they are found; elsewhere, or with `--json`, the result is
 JSON. `--output` holds the same JSON, from the first figure on. The result has for each length the negative
@@ -63,6 +65,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--parameters", help="of --dynamic: names of the parameters that follow, a regular expression")
     parser.add_argument(
         "--cache", nargs=3, metavar=("SIZE", "WEIGHT", "TEMPERATURE"), help="mix in a continuous cache; see tune_lm.py"
+    )
+    parser.add_argument(
+        "--document_end", metavar="TOKEN", help="token that ends each document, or none (as the data was prepared)"
     )
     parser.add_argument("--max_tokens", type=int, help="score the beginning of the text only")
     parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -15,7 +16,7 @@ from .continuous_cache import ContinuousCache, History
 from .memory_transfo_xl import MemoryLengths
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .reading import TOKENS_MOVED, Reader, Segment, Text, device_of, evaluating
-from .streams import check_sizes
+from .streams import check_sizes, describe_document_end
 
 __all__ = [
     "LanguageModelEvaluation",
@@ -40,6 +41,7 @@ class LanguageModelEvaluation:
             evaluation.
         dynamic: `DynamicEvaluation.describe` of what the weights followed the text by. None: a static evaluation.
         cache: `ContinuousCache.describe` of what was mixed in. None: the model alone.
+        document_end: the token that ends documents, or how many places end them, with a hash. None: one document.
     """
 
     nll: float
@@ -54,6 +56,7 @@ class LanguageModelEvaluation:
     same_length: bool
     dynamic: dict[str, Any] | None = None
     cache: dict[str, Any] | None = None
+    document_end: int | str | None = None
 
     @property
     def perplexity(self) -> float:
@@ -119,6 +122,7 @@ def evaluate_language_model(
     same_length: bool | None = None,
     dynamic: DynamicEvaluation | None = None,
     cache: ContinuousCache | None = None,
+    document_end: int | Sequence[int] | np.ndarray | None = None,
     accelerator: Any = None,
     progress: bool = False,
 ) -> LanguageModelEvaluation:
@@ -147,13 +151,17 @@ def evaluate_language_model(
             then the model belongs to this call alone. The memory is kept as hidden states.
         cache: mix the model's probabilities with those of what followed similar states earlier in the stream. The
             weights of `dynamic` follow the model's own loss.
+        document_end: where documents end in the text, as in `TokenStream`: nothing before a document is seen from
+            within it. Its first token is scored after the last one before it. What `dynamic` and `cache` have learned
+            stays. None: the text is one.
         accelerator: an `accelerate.Accelerator` whose processes share the streams out among them. All must call this,
             and all get the result of the whole text. None: this process reads all streams.
         progress: show a progress bar, of this process's streams.
 
     Raises:
         ValueError: the text is empty, leaves nothing to score, is no sequence of integers, or holds an id outside the
-            vocabulary; there are more streams than tokens; or a size is out of range.
+            vocabulary; there are more streams than tokens; a size is out of range; or `document_end` is neither a
+            token nor places in the text, or the model has no place where one could begin (see `resets`).
     """
     return evaluate_caches(
         model,
@@ -167,6 +175,7 @@ def evaluate_language_model(
         clamp_len=clamp_len,
         same_length=same_length,
         dynamic=dynamic,
+        document_end=document_end,
         accelerator=accelerator,
         progress=progress,
     )[0]
@@ -185,12 +194,13 @@ def evaluate_caches(
     clamp_len: int | None = None,
     same_length: bool | None = None,
     dynamic: DynamicEvaluation | None = None,
+    document_end: int | Sequence[int] | np.ndarray | None = None,
     accelerator: Any = None,
     progress: bool = False,
 ) -> list[LanguageModelEvaluation]:
     """`evaluate_language_model` with each of several caches (None: without one), while the text is read only once."""
-    text = Text(token_ids, segment_length, batch_size, warm_up, accelerator, model.config.vocab_size)
     lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
+    text = _open(model, token_ids, segment_length, lengths, batch_size, warm_up, document_end, accelerator)
     filled = lengths.of(model.config)
     with _reading(model, text, lengths, dynamic, caches, accelerator, progress) as losses:
         # Not read before the end, so that an accelerator need not wait for the processor.
@@ -214,6 +224,7 @@ def evaluate_caches(
             same_length=filled.same_length,
             dynamic=None if dynamic is None else dynamic.describe(),
             cache=None if cache is None else cache.describe(),
+            document_end=describe_document_end(text.document_end),
         )
         for cache, total in zip(caches, totals.tolist(), strict=True)
     ]
@@ -232,6 +243,7 @@ def token_losses(
     same_length: bool | None = None,
     dynamic: DynamicEvaluation | None = None,
     cache: ContinuousCache | None = None,
+    document_end: int | Sequence[int] | np.ndarray | None = None,
     accelerator: Any = None,
     progress: bool = False,
 ) -> Tensor:
@@ -248,8 +260,8 @@ def token_losses(
     Raises:
         ValueError: as `evaluate_language_model`.
     """
-    text = Text(token_ids, segment_length, batch_size, warm_up, accelerator, model.config.vocab_size)
     lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
+    text = _open(model, token_ids, segment_length, lengths, batch_size, warm_up, document_end, accelerator)
     with _reading(model, text, lengths, dynamic, [cache], accelerator, progress) as losses:
         result = torch.zeros(text.tokens)
         for begin, part in _on_host((begin, part) for begin, (part,) in losses):
@@ -259,6 +271,23 @@ def token_losses(
             for piece in result.split(TOKENS_MOVED):
                 piece.copy_(accelerator.reduce(piece.to(device_of(model)), "sum"))
     return result
+
+
+def _open(
+    model: TransfoXLForCausalLM,
+    token_ids,
+    segment_length: int,
+    lengths: MemoryLengths,
+    batch_size: int,
+    warm_up: int,
+    document_end: int | Sequence[int] | np.ndarray | None,
+    accelerator: Any,
+) -> Text:
+    """The text of an evaluation; what a model cannot read is refused before the first segment."""
+    filled = lengths.of(model.config)
+    if document_end is not None:
+        model.config.check_documents("document_end and the text", filled.mem_len)
+    return Text(token_ids, segment_length, batch_size, warm_up, accelerator, model.config.vocab_size, document_end)
 
 
 @contextmanager

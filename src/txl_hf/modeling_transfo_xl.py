@@ -556,7 +556,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         check_keywords(kwargs)
         filled = (lengths or MemoryLengths()).of(self.config)
         inputs_embeds = self._embed(input_ids, inputs_embeds)
-        resets = self._find_resets(inputs_embeds, attention_mask, resets, kwargs)
+        resets = self._find_resets(inputs_embeds, attention_mask, resets, filled.mem_len, kwargs)
         past_key_values = self._choose_cache(use_cache, past_key_values, filled)
         memory = open_memory(self.config, filled, inputs_embeds, mems, mems_mask, attention_mask, past_key_values)
         memory = begin_documents(memory, resets)
@@ -630,7 +630,12 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         return inputs_embeds
 
     def _find_resets(
-        self, inputs_embeds: Tensor, attention_mask: Tensor | None, resets: Tensor | None, keywords: dict[str, Any]
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        resets: Tensor | None,
+        mem_len: int,
+        keywords: dict[str, Any],
     ) -> Tensor | None:
         """(B, L) bool, where documents begin, told in one way or another; None: nowhere."""
         batch_size, segment_length, _ = inputs_embeds.shape
@@ -647,17 +652,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             resets = starts if resets is None else resets | starts
         if resets is None or not (torch.compiler.is_compiling() or torch.jit.is_tracing() or bool(resets.any())):
             return None
-        told_by = " and ".join(given) or "resets"
-        if not self.config.positions.recurrent:
-            raise ValueError(
-                f"{told_by} tell of documents that begin inside a segment, but attn_type={self.config.attn_type} "
-                "counts positions from the segment's end: give each document a row of its own"
-            )
-        if self.config.initial_memory == "zeros" and self.config.mem_len > 0:
-            raise ValueError(
-                f"{told_by} tell of documents that begin inside a segment, but initial_memory='zeros' puts zero "
-                "states before each: give each document a row of its own, or use initial_memory='empty'"
-            )
+        self.config.check_documents(" and ".join(given) or "resets", mem_len)
         return resets
 
     def _choose_cache(

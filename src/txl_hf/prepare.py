@@ -44,7 +44,9 @@ each split:
 * `tokens`;
 * `words`: parted by white space, and one more for the end of each line, as perplexities per word are published;
 * `characters`: those that bits per character are published for: of enwik8 bytes without line feeds, otherwise all;
-* `bytes`, as they were read.
+* `bytes`, as they were read;
+* `documents`, with `--document_end`, which names the token that ends each of them. `txl-train` and `txl-evaluate` then
+  read each document without what was before it.
 
     DatasetDict.load_from_disk(folder)["train"].with_format("numpy")["token_ids"]    # for TokenStream
     AutoTokenizer.from_pretrained(folder)
@@ -81,7 +83,7 @@ from .corpora import (
     read_rows,
     wanted,
 )
-from .encoding import LINE_FEED, encode_bytes, encode_lines, ends_lines
+from .encoding import LINE_FEED, document_end_token, encode_bytes, encode_lines, ends_lines
 from .midi import (
     Piece,
     boundary_tokens,
@@ -137,6 +139,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--column", default="text", help="column of the data set with the text (%(default)s)")
     parser.add_argument("--tokenizer", help="folder or Hub name of a tokenizer to use instead of the text's symbols")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--document_end", metavar="TOKEN", help="token that ends each document (the text is one)")
     parser.add_argument("--num_proc", type=int, default=os.cpu_count(), help="processes (%(default)s)")
     text = parser.add_argument_group("symbols of --corpus text")
     text.add_argument("--mode", choices=["whitespace", "moses", "characters", "bytes"], help="(whitespace)")
@@ -163,6 +166,8 @@ def check_music(parser: argparse.ArgumentParser, options: argparse.Namespace):
         if chosen:
             parser.error(f"--{chosen[0]} is for --corpus {MIDI}")
         return
+    if options.document_end is not None:
+        parser.error(f"--document_end is for a text: with --corpus {MIDI} each piece ends with a token of its own")
     if options.input is None:
         parser.error(f"--corpus {MIDI} needs --input, a folder of MIDI files or its archive")
     if options.tokens and options.tokenizer:
@@ -192,6 +197,13 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict:
         if count["characters"] == 0 or count["words"] == 0:
             raise CorpusError(f"the {split} text of {source_name(options)} is empty")
     tokenizer, tokens = tokenise(texts, tokenizer, convention, vocabulary, options.num_proc, scratch)
+    document_end = None
+    if options.document_end is not None:
+        document_end = document_end_token(tokenizer, options.document_end)
+        for split, ends in count_documents(tokens, document_end).items():
+            if ends == 0:
+                raise CorpusError(f"--document_end {options.document_end} is not in the {split} text")
+            counts[split]["documents"] = ends
     write(tokens, tokenizer, scratch / "output")
     line_end = tokenizer.eos_token if ends_lines(tokenizer) and not convention.stream else None
     information = {
@@ -202,6 +214,7 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict:
         "mode": getattr(tokenizer, "mode", None),
         "lower_case": getattr(tokenizer, "lower_case", None),
         "line_end": line_end,
+        "document_end": document_end,
         "vocab_size": len(tokenizer),
         "splits": {split: {"tokens": len(tokens[split])} | counts[split] for split in SPLITS},
         "versions": {name: version(name) for name in ("txl-hf", "transformers", "datasets")},
@@ -214,8 +227,17 @@ def write_information(information: dict[str, Any], folder: Path) -> None:
     (folder / INFORMATION).write_text(json.dumps(information, indent=2) + "\n", encoding="utf-8")
 
 
-def read_document_end(folder: Path) -> int | None:
-    """The token that ends each document of a folder that was written here; None where it is one text."""
+def read_document_end(folder: Path, tokenizer: Any, given: str | None = None) -> int | None:
+    """The token that ends each document of a folder that was written here; None where it is one text.
+
+    Args:
+        given: what `--document_end` says: a token instead of the one that was written, or "none". None: nothing.
+
+    Raises:
+        ValueError: the token is not in the vocabulary.
+    """
+    if given is not None:
+        return None if given == "none" else document_end_token(tokenizer, given)
     path = folder / INFORMATION
     found = json.loads(path.read_text(encoding="utf-8")).get("document_end") if path.is_file() else None
     return found if isinstance(found, int) else None
@@ -374,6 +396,14 @@ def count_lines(lines: "Dataset", num_proc: int) -> dict[str, int]:
     if counts["words"]:
         counts["words"] += len(lines)
     return counts
+
+
+def count_documents(tokens: dict[str, "Dataset"], document_end: int) -> dict[str, int]:
+    """How many documents each split has that are ended."""
+    import pyarrow.compute as pc
+
+    columns = {split: data.data.column("token_ids") for split, data in tokens.items()}
+    return {split: pc.sum(pc.equal(column, document_end)).as_py() or 0 for split, column in columns.items()}
 
 
 def processes(lines: "Dataset", num_proc: int) -> int | None:

@@ -1,10 +1,11 @@
 """How a text is read with memory: in streams, segment after segment, each token's loss in its place."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from .columns import open_tokens
 from .memory_transfo_xl import MemoryLengths, memory_of
 from .modeling_transfo_xl import TransfoXLForCausalLM
-from .streams import check_sizes, check_tokens, read_tokens
+from .streams import check_document_end, check_sizes, check_tokens, document_starts, read_tokens
 
 __all__ = ["TOKENS_MOVED", "Reader", "Segment", "Text", "device_of", "evaluating"]
 
@@ -31,6 +32,7 @@ class Segment(NamedTuple):
         input_ids: (B, e + L), of which the first e are read again and predict nothing that is asked for.
         labels: (B, L), the tokens that come next; -100 behind the end of a stream.
         targets: (B, L), those of them that are scored; -100 elsewhere.
+        resets: (B, e + L) bool, True where a document begins; None where the text is one.
         scored: how many these are. scored_by_all: how many with those of all other processes.
     """
 
@@ -38,6 +40,7 @@ class Segment(NamedTuple):
     input_ids: Tensor
     labels: Tensor
     targets: Tensor
+    resets: Tensor | None
     scored: int
     scored_by_all: int
 
@@ -46,7 +49,7 @@ class Text:
     """Where the streams of a text are, which of them this process reads, and which tokens are scored.
 
     Args:
-        token_ids, segment_length, batch_size, warm_up, accelerator: see `evaluate_language_model`.
+        token_ids, segment_length, batch_size, warm_up, accelerator, document_end: see `evaluate_language_model`.
         vocab_size: ids from there on are errors. They are looked for before the first pass, because the last segment
             of a long text is hours away.
 
@@ -61,7 +64,14 @@ class Text:
     """
 
     def __init__(
-        self, token_ids, segment_length: int, batch_size: int, warm_up: int, accelerator: Any, vocab_size: int
+        self,
+        token_ids,
+        segment_length: int,
+        batch_size: int,
+        warm_up: int,
+        accelerator: Any,
+        vocab_size: int,
+        document_end: int | Sequence[int] | np.ndarray | None = None,
     ):
         check_sizes(segment_length=segment_length, batch_size=batch_size)
         check_sizes(least=0, warm_up=warm_up)
@@ -70,6 +80,9 @@ class Text:
         if len(token_ids) < batch_size:
             raise ValueError(f"batch_size={batch_size} streams are more than the text has tokens ({len(token_ids)})")
         self.token_ids, self.segment_length, self.batch_size = token_ids, segment_length, batch_size
+        self.document_end = check_document_end(document_end, len(token_ids))
+        if isinstance(self.document_end, int) and self.document_end >= vocab_size:
+            raise ValueError(f"document_end={self.document_end} lies outside the vocabulary [0, {vocab_size})")
         self.unscored = max(warm_up, 1)
         self._streams = _streams(len(token_ids), batch_size)
         self.length = len(self._streams[0]) - 1
@@ -97,18 +110,21 @@ class Text:
         for start in range(0, self.length, at_once):
             stop = min(start + at_once, self.length)
             first = max(0, start - ext_len)
-            rows = self._rows(first, stop + 1).to(device)
+            rows, starts = self._rows(first, stop + 1).to(device), self._document_starts(first, stop)
+            starts = None if starts is None else starts.to(device)
             for begin in range(start, stop, self.segment_length):
                 end = min(begin + self.segment_length, stop)
                 labels = targets = rows[:, begin + 1 - first : end + 1 - first]
                 if begin + 1 < self.unscored:
                     targets = labels.clone()
                     targets[:, : self.unscored - 1 - begin] = -100
+                read = slice(max(0, begin - ext_len) - first, end - first)
                 yield Segment(
                     begin,
-                    rows[:, max(0, begin - ext_len) - first : end - first].clamp(min=0),
+                    rows[:, read].clamp(min=0),
                     labels,
                     targets,
+                    None if starts is None else starts[:, read],
                     self._scored(self.share, begin, end),
                     self._scored(self._streams, begin, end),
                 )
@@ -132,6 +148,17 @@ class Text:
             if part:
                 row[: len(part)] = read_tokens(self.token_ids, part.start, part.stop)
         return rows
+
+    def _document_starts(self, first: int, stop: int) -> Tensor | None:
+        """(B, n) bool, before which tokens [first, stop) of each stream a document begins; None in one document."""
+        if self.document_end is None:
+            return None
+        starts = torch.zeros(len(self.share), stop - first, dtype=torch.bool)
+        for row, stream in zip(starts, self.share, strict=True):
+            part = stream[first:stop]
+            if part:
+                row[: len(part)] = document_starts(self.token_ids, self.document_end, part.start, part.stop)
+        return starts
 
     def _scored(self, streams: list[range], begin: int, end: int) -> int:
         """How many of the targets [begin, end) of these streams are scored."""
@@ -168,7 +195,7 @@ class Reader:
     def read(self, segment: Segment) -> Tensor:
         """(B, L, D), the states that enter the softmax and predict the targets of the segment."""
         with self._autocast():
-            outputs = self.model.transformer(segment.input_ids, **self._arguments())
+            outputs = self.model.transformer(segment.input_ids, **self._arguments(segment))
         self._remember(outputs)
         return outputs.last_hidden_state[:, -segment.targets.shape[1] :]
 
@@ -188,7 +215,7 @@ class Reader:
             shift_labels=shift_labels,
             output_logits=False,
             output_hidden_states=True,
-            **self._arguments(),
+            **self._arguments(segment),
         )
         self._remember(outputs)
         return outputs.hidden_states[-1][:, -length:], outputs.losses[:, -length:]
@@ -207,8 +234,9 @@ class Reader:
             losses = self.score(torch.cat(states, dim=1), torch.cat([segment.targets for segment in read], dim=1))
             yield from zip(read, states, losses.split([part.shape[1] for part in states], dim=1), strict=True)
 
-    def _arguments(self) -> dict[str, Any]:
-        return {"lengths": self._lengths, "use_cache": self._projected, "return_dict": True, **self._memory}
+    def _arguments(self, segment: Segment) -> dict[str, Any]:
+        options = {"lengths": self._lengths, "use_cache": self._projected, "return_dict": True}
+        return {**options, "resets": segment.resets, **self._memory}
 
     def _remember(self, outputs: Any):
         cache = outputs.get("past_key_values")

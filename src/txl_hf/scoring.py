@@ -21,12 +21,12 @@ from .adaptation import DynamicEvaluation
 from .configuration_transfo_xl import TransfoXLConfig
 from .continuous_cache import ContinuousCache
 from .corpora import CorpusError, count_batch, count_stream
-from .encoding import encode_bytes, encode_lines
+from .encoding import document_end_token, encode_bytes, encode_lines
 from .evaluation import LanguageModelEvaluation, evaluate_language_model, figures
 from .files import whole_file, write_text
 from .midi import is_midi_tokenizer, load_midi_tokenizer
 from .modeling_transfo_xl import TransfoXLForCausalLM
-from .prepare import INFORMATION
+from .prepare import INFORMATION, read_document_end
 
 __all__ = ["Text", "check_vocabulary", "describe", "load_config", "read_prepared", "run"]
 
@@ -42,6 +42,7 @@ class Text:
     corpus: str | None = None
     words: int | None = None
     characters: int | None = None
+    document_end: int | None = None
 
 
 def run(options: argparse.Namespace):
@@ -183,6 +184,7 @@ def score(
         batch_size=options.batch_size,
         warm_up=options.warm_up,
         clamp_len=options.clamp_len,
+        document_end=text.document_end,
         progress=options.progress,
         **settings,
     )
@@ -302,13 +304,18 @@ def read_text(options: argparse.Namespace) -> Text:
     if options.data.is_dir():
         if options.tokenizer is not None:
             raise CorpusError(f"--tokenizer is for a text file: {options.data} has been tokenised")
-        return read_prepared(options.data, options.split)
+        text = read_prepared(options.data, options.split)
+        document_end = read_document_end(options.data, text.tokenizer, options.document_end)
+        return dataclasses.replace(text, document_end=document_end)
     tokenizer = load_tokenizer(options.tokenizer or options.model)
     if tokenizer is None:
         raise CorpusError(f"{options.tokenizer or options.model} has no tokenizer: name one with --tokenizer")
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise CorpusError(f"{options.model} reads music: --data {options.data} must be a folder of txl-prepare")
-    return read_raw(options.data, tokenizer)
+    text = read_raw(options.data, tokenizer)
+    if options.document_end in (None, "none"):
+        return text
+    return dataclasses.replace(text, document_end=document_end_token(tokenizer, options.document_end))
 
 
 def read_prepared(folder: Path, split: str) -> Text:

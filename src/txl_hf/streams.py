@@ -12,7 +12,16 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from .columns import open_tokens
 
-__all__ = ["TokenStream", "check_loader", "check_sizes", "check_tokens", "read_tokens"]
+__all__ = [
+    "TokenStream",
+    "check_document_end",
+    "check_loader",
+    "check_sizes",
+    "check_tokens",
+    "describe_document_end",
+    "document_starts",
+    "read_tokens",
+]
 
 
 class TokenStream(Dataset):
@@ -50,18 +59,19 @@ class TokenStream(Dataset):
         varlen_seed: seed of segment lengths that vary: L is normal with deviation 5 around S, or around S / 2 in one
             step of twenty, within [5, S + 15]. None: L = S.
         document_end: where documents end in the text: the token that each ends with, or the places behind their last
-            tokens in ascending order. Items then have `resets`, (e + L,) bool, True where a document begins. None: the
-            text is one.
+            tokens in ascending order. Items then have `resets`, (e + L,) bool, True where a document begins. Its first
+            token is a label as any other, of the last token before it. None: the text is one.
         first_step: begin with this segment of every stream, to resume where nothing skips what was read before.
 
     Attributes:
         steps: segments per stream and epoch, those before `first_step` included.
         dropped_tokens: tokens at the end of the text that are in no segment, neither as input nor as label.
         fingerprint: what the text is known by, so that a memory is not resumed with another one.
+        documents: what `document_end` is known by likewise; None without it.
 
     Raises:
-        ValueError: the text is not a sequence of integers, or too short for one segment per stream; or a size is
-            out of range.
+        ValueError: the text is not a sequence of integers, or too short for one segment per stream; a size is out of
+            range; or `document_end` is neither a token nor places in the text.
     """
 
     def __init__(
@@ -87,7 +97,8 @@ class TokenStream(Dataset):
         self.batch_size = batch_size
         self.ext_len = ext_len
         self.varlen_seed = varlen_seed
-        self.document_end = _check_document_end(document_end)
+        self.document_end = check_document_end(document_end, len(token_ids))
+        self.documents = describe_document_end(self.document_end)
         # The very last token is a label only.
         labels = len(token_ids) - 1
         self._stream_length, longer = divmod(labels, batch_size)
@@ -144,7 +155,9 @@ class TokenStream(Dataset):
         stop = min(start + end, start + self._stream_length + (row < self._longer))
         first = start + begin - reread
         tokens = read_tokens(self.token_ids, first, stop + 1)
-        resets = None if self.document_end is None else self._document_starts(self.document_end, first, stop)
+        resets = None
+        if self.document_end is not None:
+            resets = document_starts(self.token_ids, self.document_end, first, stop)
         # Apart, so that masking labels in place does not mask the inputs too.
         input_ids, shift_labels = tokens[:-1], tokens[1:].clone()
         shift_labels[:reread] = -100
@@ -155,15 +168,6 @@ class TokenStream(Dataset):
             resets = None if resets is None else torch.cat([resets, resets.new_zeros(missing)])
         item = {"input_ids": input_ids, "shift_labels": shift_labels}
         return item if resets is None else item | {"resets": resets}
-
-    def _document_starts(self, document_end: int | np.ndarray, start: int, stop: int) -> Tensor:
-        """(stop - start,) bool: before which tokens [start, stop) of the text a document begins."""
-        if not isinstance(document_end, int):
-            return torch.from_numpy(np.isin(np.arange(start, stop), document_end))
-        # The token before each; the first token of the text has none.
-        before = read_tokens(self.token_ids, max(0, start - 1), stop - 1)
-        starts = before == document_end
-        return starts if start > 0 else torch.cat([starts.new_zeros(1), starts])
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
         """The items of a batch, which a `DataLoader` asks for at once: whole rows of a step are read as one table."""
@@ -191,14 +195,55 @@ class TokenStream(Dataset):
         return int(begin), min(int(self._ends[step]), self._stream_length + (self._longer > 0))
 
 
-def _check_document_end(document_end: int | Sequence[int] | np.ndarray | None) -> int | np.ndarray | None:
-    """The token that ends documents as it is, their ends as an array (documents,)."""
-    if document_end is None or (isinstance(document_end, int) and not isinstance(document_end, bool)):
-        return document_end
+def check_document_end(
+    document_end: int | Sequence[int] | np.ndarray | None, text_tokens: int
+) -> int | np.ndarray | None:
+    """The token that ends documents as it is, the places where they end as an array (documents,) int64.
+
+    Raises:
+        ValueError: it is neither, or a place lies outside the text.
+    """
+    if document_end is None:
+        return None
+    if isinstance(document_end, int | np.integer) and not isinstance(document_end, bool):
+        if document_end < 0:
+            raise ValueError(f"document_end={document_end} is no token id")
+        return int(document_end)
     ends = np.asarray(document_end)
-    if ends.ndim != 1 or ends.dtype.kind not in "iu" or (np.diff(ends) <= 0).any():
+    if ends.ndim != 1 or (ends.size and ends.dtype.kind not in "iu") or (np.diff(ends) <= 0).any():
         raise ValueError("document_end must be a token id, or the places where documents end, integers that ascend")
-    return ends
+    if ends.size and (ends[0] < 1 or ends[-1] > text_tokens):
+        place = ends[0] if ends[0] < 1 else ends[-1]
+        raise ValueError(
+            f"document_end holds {place}, but documents end behind their last tokens: at 1 to {text_tokens} in this "
+            "text"
+        )
+    return ends.astype(np.int64)
+
+
+def describe_document_end(document_end: int | np.ndarray | None) -> int | str | None:
+    """What it is known by, for JSON: the token, or how many places there are and a hash of them."""
+    if document_end is None or isinstance(document_end, int):
+        return document_end
+    digest = hashlib.blake2b(document_end.astype("<i8").tobytes(), digest_size=8)
+    return f"{len(document_end)} places, {digest.hexdigest()}"
+
+
+def document_starts(token_ids, document_end: int | np.ndarray, start: int, stop: int) -> Tensor:
+    """(stop - start,) bool: before which of the tokens [start, stop) of a text a document begins.
+
+    Args:
+        token_ids: the text. document_end: as `check_document_end` returns it.
+    """
+    starts = np.zeros(stop - start, dtype=bool)
+    if not isinstance(document_end, int):
+        inside = slice(*np.searchsorted(document_end, (start, stop)))
+        starts[document_end[inside] - start] = True
+        return torch.from_numpy(starts)
+    # The token before each; the first token of the text has none.
+    before = read_tokens(token_ids, max(0, start - 1), max(0, stop - 1)).numpy()
+    starts[len(starts) - len(before) :] = before == document_end
+    return torch.from_numpy(starts)
 
 
 def _reread(loss: str, segment_length: int, ext_len: int) -> int:

@@ -193,6 +193,8 @@ class TransfoXLTrainer(Trainer):
                 "which: give a TokenStream of the tokens, or use Trainer to train without memory"
             )
         config, ext_len = self.model.config, getattr(dataset, "ext_len", None)
+        if getattr(dataset, "document_end", None) is not None:
+            config.check_documents(f"document_end and the text of {name}")
         if config.mem_len > 0 and ext_len not in (None, config.ext_len):
             raise ValueError(
                 f"{name} reads ext_len={ext_len} tokens again, but the model keeps {config.ext_len} out of memory: "
@@ -465,7 +467,7 @@ class TransfoXLTrainer(Trainer):
         """Where the training is in its stream: derived from the steps done, because loaders read ahead."""
         streams = self.train_dataset.batch_size
         position = {"batch_size": streams, "step": self.state.global_step}
-        for name in ("segment_length", "ext_len", "varlen_seed", "fingerprint"):
+        for name in ("segment_length", "ext_len", "varlen_seed", "fingerprint", "documents"):
             if hasattr(self.train_dataset, name):
                 position[name] = getattr(self.train_dataset, name)
         if not isinstance(self.train_dataset, IterableDataset):

@@ -79,6 +79,10 @@ class DataArguments:
         "read again (ext_len = tgt_len), as the paper's baselines need.",
         "full",
     )
+    document_end: str | None = option(
+        "Token that ends each document, from within which nothing before it is seen; none: the text is one. As the "
+        "data was prepared, if not given."
+    )
     roll: bool = option("In every epoch each stream begins at another place of its text, and wraps around.", False)
 
 

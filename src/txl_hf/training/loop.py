@@ -53,6 +53,7 @@ from .results import (
 from .setup import (
     check_evaluation,
     check_texts,
+    find_document_end,
     load_data,
     make_accelerator,
     make_average,
@@ -98,7 +99,8 @@ class Training:
         check_evaluation(config, arguments.evaluation)
         check_texts(corpus, config, arguments)
         self.texts = {split: open_tokens(corpus[split]["token_ids"]) for split in SPLITS}
-        self.stream = make_stream(self.texts["train"], config, arguments)
+        self.document_end = find_document_end(arguments, self.tokenizer, config)
+        self.stream = make_stream(self.texts["train"], config, arguments, self.document_end)
         self.max_steps = optimization.max_steps or max(1, round((optimization.max_epochs or 0) * self.stream.steps))
 
         self.accelerator = make_accelerator(arguments)
@@ -160,7 +162,7 @@ class Training:
         self.accelerator.free_memory()
         self.accelerator.end_training()
         if main:
-            finish(self.output, self.texts, self.arguments)
+            finish(self.output, self.texts, self.arguments, self.document_end)
 
     def describe(self) -> str:
         """The first line: what is trained, on what, how long. The bar behind it estimates the time that is left."""
@@ -250,7 +252,7 @@ class Training:
         """Score the validation text, which the processes share out among them, and keep the best model."""
         model = self.evaluated_model()
         text, evaluation = self.texts["validation"], self.arguments.evaluation
-        nll = evaluate(model, text, evaluation, accelerator=self.accelerator).nll
+        nll = evaluate(model, text, evaluation, self.document_end, accelerator=self.accelerator).nll
         if not math.isfinite(nll):
             raise FloatingPointError(f"the validation loss is {nll} after step {self.step}: lower --learning_rate")
         self.log({"validation_loss": nll, **figures(nll, "validation_")})
@@ -392,7 +394,7 @@ class Training:
         for group, rate in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
 
-    def position(self) -> dict[str, int]:
+    def position(self) -> dict[str, Any]:
         """Where the run is in the stream that it reads."""
-        names = ("batch_size", "segment_length", "ext_len", "varlen_seed", "steps", "fingerprint")
+        names = ("batch_size", "segment_length", "ext_len", "varlen_seed", "steps", "fingerprint", "documents")
         return {"step": self.step, **{name: getattr(self.stream, name) for name in names}}

@@ -69,6 +69,7 @@ def evaluate(
     model: TransfoXLForCausalLM,
     token_ids,
     arguments: EvaluationArguments,
+    document_end: int | None,
     memory_length: int | None = None,
     accelerator: Accelerator | None = None,
     progress: bool = False,
@@ -83,12 +84,13 @@ def evaluate(
         ext_len=arguments.eval_ext_len,
         clamp_len=arguments.eval_clamp_len,
         same_length=arguments.eval_same_length,
+        document_end=document_end,
         accelerator=accelerator,
         progress=progress,
     )
 
 
-def finish(output: Path, texts: dict, arguments: Arguments):
+def finish(output: Path, texts: dict, arguments: Arguments, document_end: int | None):
     """Put the best model into its place, and say and write what it scores."""
     if (output / BEST).exists():
         for path in (output / BEST).iterdir():
@@ -97,7 +99,7 @@ def finish(output: Path, texts: dict, arguments: Arguments):
         (output / BEST).rmdir()
     if not (output / RESULTS).exists():
         model = AutoModelForCausalLM.from_pretrained(output).to("cuda" if torch.cuda.is_available() else "cpu")
-        write_text(output / RESULTS, json.dumps(score(model, texts, arguments), indent=1) + "\n")
+        write_text(output / RESULTS, json.dumps(score(model, texts, arguments, document_end), indent=1) + "\n")
         results = results_of_folder(output, Path(arguments.data.data or "").name)
         model.write_model_card(output / "README.md", output.name, model_name=output.name, eval_results=results)
     results, metric = json.loads((output / RESULTS).read_text()), arguments.evaluation.metric
@@ -109,14 +111,15 @@ def finish(output: Path, texts: dict, arguments: Arguments):
     print(f"the model, of {parameters / 1e6:.1f} M parameters, is in {output}; its figures are in {output / RESULTS}")
 
 
-def score(model: TransfoXLForCausalLM, texts: dict, arguments: Arguments) -> dict[str, Any]:
+def score(model: TransfoXLForCausalLM, texts: dict, arguments: Arguments, document_end: int | None) -> dict[str, Any]:
     """What a model scores on the validation and the test text, and with other memory lengths."""
     evaluation = arguments.evaluation
     results: dict[str, Any] = {
-        split: describe(evaluate(model, texts[split], evaluation, progress=True)) for split in ("validation", "test")
+        split: describe(evaluate(model, texts[split], evaluation, document_end, progress=True))
+        for split in ("validation", "test")
     }
     results["memory_lengths"] = [
-        describe(evaluate(model, texts["test"], evaluation, memory_length, progress=True))
+        describe(evaluate(model, texts["test"], evaluation, document_end, memory_length, progress=True))
         for memory_length in evaluation.eval_memory_lengths
     ]
     config = model.config

@@ -114,13 +114,29 @@ class RolledStream(TokenStream):
         return {"input_ids": tokens[:-1], "shift_labels": tokens[1:].clone()}
 
 
-def make_stream(token_ids, config: TransfoXLConfig, arguments: Arguments) -> TokenStream:
+def find_document_end(arguments: Arguments, tokenizer: Any, config: TransfoXLConfig) -> int | None:
+    """The token that ends documents; a ValueError where the model cannot begin one inside a segment."""
+    given, folder = arguments.data.document_end, arguments.data.data
+    document_end = read_document_end(Path(folder or ""), tokenizer, given)
+    if document_end is not None:
+        try:
+            config.check_documents("documents in --data" if given is None else f"--document_end {given} and --data")
+        except ValueError as error:
+            raise ValueError(f"{error}, or read the text as one with --document_end none") from None
+    return document_end
+
+
+def make_stream(
+    token_ids, config: TransfoXLConfig, arguments: Arguments, document_end: int | None = None
+) -> TokenStream:
     """The training text; where it is of documents, each is read without what came before it."""
     data, seed = arguments.data, arguments.run.seed
-    document_end = read_document_end(Path(data.data or ""))
     if data.roll:
         if document_end is not None:
-            raise ValueError(f"--roll wraps around one text, but --data {data.data} is of documents: leave it out")
+            raise ValueError(
+                f"--roll wraps around one text, but --data {data.data} is of documents: leave it out, or read them as "
+                "one with --document_end none"
+            )
         if data.varlen or config.ext_len:
             raise ValueError("--roll goes together with neither --varlen nor --ext_len")
         return RolledStream(token_ids, config.tgt_len, data.batch_size, seed=seed)
