@@ -12,14 +12,15 @@ import symusic
 import torch
 from miditok import TokSequence
 
+import compound
 import generate
 import jsb
 import measures
-from grammar import MusicGrammar
 from midi_files import write_folder, write_piece
 from models import small_model
 from txl_hf import prepare
 from txl_hf.midi import load_midi_tokenizer
+from txl_hf.midi_grammar import MusicGrammar
 from txl_hf.training import command
 
 
@@ -157,6 +158,7 @@ def test_pieces_have_their_notes_and_pictures(kind, request, tmp_path, capsys):
     assert "the model remembered 16 tokens" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_same_seed_writes_the_same(saved, tmp_path):
     one, same, other = (
         [
@@ -228,6 +230,7 @@ def test_a_long_piece_is_written_in_the_memory_of_the_model(saved, tmp_path, mon
     assert score.to("second").end() > 20
 
 
+@pytest.mark.slow
 def test_a_piece_that_is_cut_off_ends_with_a_whole_event(saved, tmp_path):
     for length in range(20, 24):
         [score] = generated(saved, tmp_path / str(length), "--max_tokens", length)
@@ -344,6 +347,7 @@ def test_nats_per_frame_count_every_symbol_of_a_chorale_and_nothing_else(chorale
     assert found["mean_of_chorales"] == pytest.approx((sums[0] / 9 + sums[1] / 8) / 2, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_on_chorales_learns_and_says_what_memory_is_worth(chorales, tmp_path):
     options = ["--data", str(chorales), "--output", str(tmp_path / "run"), "--width", "32", "--layers", "1"]
     jsb.main([*options, "--steps", "12", "--learning-rate", "1e-2", "--memory", "64"])
@@ -366,3 +370,85 @@ def test_chorales_that_are_none_are_refused(tmp_path):
         (tmp_path / "jsb.json").write_text(text)
         with pytest.raises(SystemExit, match=message):
             jsb.main(["--data", str(tmp_path / "jsb.json"), "--output", str(tmp_path / "run")])
+
+
+# --- events of several attributes ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def events(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("events")
+    options = ["--tokens", "compound", "--num_proc", "1", "--output", str(folder / "data")]
+    prepare.main(["--corpus", "midi", "--input", str(write_folder(folder / "midi", 8, bars=4)), *options])
+    return folder / "data"
+
+
+def compound_model(events, *options: str):
+    splits, tokenizer = compound.read_data(events)
+    chosen = ["--data", str(events), "--output", "output", "--width", "16", "--layers", "1", *options]
+    arguments = compound.parse_arguments([*chosen, "--memory_length", "64", "--segment_length", "16"])
+    torch.manual_seed(0)
+    return compound.make_model(tokenizer.len, arguments).eval(), splits, tokenizer, arguments
+
+
+def test_an_attribute_is_told_those_before_it_and_none_after_it(events):
+    model, splits, _, _ = compound_model(events)
+    piece = splits["train"][None, :20]
+    with torch.no_grad():
+        states, _ = model.read(piece[:, :-1])
+        before = model.losses(states, piece[:, 1:])
+        for i, size in enumerate(model.tables):
+            changed = piece[:, 1:].clone()
+            changed[..., i] = (changed[..., i] + 1) % size.num_embeddings
+            differs = model.losses(states, changed) != before
+            assert not differs[:i].any() and differs[i + 1 :].all()
+
+
+def test_the_loss_is_that_of_pieces_read_as_a_whole(events):
+    """In segments with memory, or each piece at once, by a softmax written out."""
+    model, splits, tokenizer, _ = compound_model(events)
+    split = splits["test"]
+    ends = compound.piece_ends(split, compound.boundary_tokens(tokenizer)[1])
+    assert ends.tolist() == [len(split)]
+    with torch.no_grad():
+        states, _ = model.read(split[None, :-1])
+        expected, told = torch.zeros(len(model.heads)), states[0]
+        for i, (table, head) in enumerate(zip(model.tables, model.heads, strict=True)):
+            chances = head(model.norm(told)).log_softmax(-1)
+            expected[i] = -chances[range(len(split) - 1), split[1:, i]].mean() / math.log(2)
+            told = told + table(split[1:, i])
+    model.transformer.config.mem_len = 64
+    found = compound.score(model, split, ends, 200)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert (compound.score(model, split, ends, 0) - expected).abs().max() > 5e-5, "memory counts"
+
+
+def test_events_are_written_that_midi_tok_finds_no_fault_with(events, tmp_path, capsys):
+    sizes = ["--width", "32", "--layers", "1", "--segment_length", "16", "--memory_length", "32", "--batch_size", "4"]
+    options = ["--steps", "10", "--pieces", "2", "--bars", "3", *sizes]
+    compound.main(["--data", str(events), "--output", str(tmp_path / "run"), *options])
+    assert "Pitch" in capsys.readouterr().out
+    for path in sorted((tmp_path / "run").glob("piece-?.mid")):
+        check_notes(symusic.Score(path))
+    model, splits, tokenizer, arguments = compound_model(events, "--bars", "5")
+    boundaries = compound.boundary_tokens(tokenizer)
+    grammar = compound.EventGrammar(tokenizer, set())
+    shapes = {grammar.shape(event) for event in splits["train"].tolist() if event not in boundaries}
+    torch.manual_seed(1)
+    written = compound.write(model, tokenizer, shapes, arguments, longest=300)
+    assert {grammar.shape(event) for event in written} <= shapes
+    assert tokenizer.tokens_errors(TokSequence(ids=written)) == 0
+    bar = tokenizer.vocab[1]["Bar_None"]
+    assert 0 < sum(event[1] == bar for event in written) <= 5
+
+
+def test_plain_tokens_are_refused(tmp_path):
+    plain = tmp_path / "plain"
+    options = ["--num_proc", "1", "--output", str(plain)]
+    prepare.main(["--corpus", "midi", "--input", str(write_folder(tmp_path / "midi", 4)), *options])
+    for folder, message in (
+        (plain, "has plain tokens, which txl-train trains on"),
+        (tmp_path, "is no folder of txl-pr"),
+    ):
+        with pytest.raises(SystemExit, match=message):
+            compound.main(["--data", str(folder), "--output", str(tmp_path / "run")])

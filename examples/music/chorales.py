@@ -53,7 +53,9 @@ def write_chorale(path: Path, target: Path) -> bool:
         return False
     music = symusic.Score(aside).resample(TICKS)
     aside.unlink()
-    if len(music.tracks) != len(VOICES) or any(len(track.notes) == 0 for track in music.tracks):
+    # A track that music21 writes for signatures alone has no notes.
+    music.tracks = [track for track in music.tracks if len(track.notes)]
+    if len(music.tracks) != len(VOICES):
         return False
     first = score.parts[0].getElementsByClass("Measure").first()
     missing = round((first.barDuration.quarterLength - first.duration.quarterLength) * TICKS)

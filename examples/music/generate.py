@@ -5,10 +5,10 @@
     python examples/music/generate.py --model runs/music --output slow --key Dm --tempo 60 --wav
 
 Each piece is a MIDI file, a picture of its notes (a piano roll), and with --wav a recording. The model remembers the
-last --memory-length tokens however long the piece is. Which token may follow which is decided by MidiTok's own graph
-(`grammar.py`), so that every file is valid, also of a model that has hardly learned. --key and --tempo begin a piece;
-they are not held on to. The sounds of --wav are those of --soundfont, or else of the soundfont that the distribution's
-packages (`fluid-soundfont-gm`) or pretty_midi bring.
+last --memory-length tokens however long the piece is. What may follow what is told by MidiTok's own graph of token
+types (`MusicGrammar`), so that every file is valid, also of a model that has hardly learned. --key and --tempo begin a
+piece; they are not held on to. The sounds of --wav are those of --soundfont, or else of the soundfont that the
+distribution's packages (`fluid-soundfont-gm`) or pretty_midi bring.
 """
 
 import argparse
@@ -22,11 +22,11 @@ import torch
 from miditok import MusicTokenizer, TokSequence
 from transformers import LogitsProcessorList, set_seed
 
-from grammar import MusicGrammar
 from txl_hf import TransfoXLForCausalLM
 from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.files import whole_folder
 from txl_hf.midi import boundary_tokens, load_midi_tokenizer, read_score
+from txl_hf.midi_grammar import MusicGrammar
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
@@ -152,7 +152,7 @@ def write_tokens(
     return pieces
 
 
-def to_score(tokenizer: MusicTokenizer, ids: list[int]) -> symusic.Score:
+def to_score(tokenizer: MusicTokenizer, ids: list) -> symusic.Score:
     """The music that the tokens say; a note that sounds when it begins anew ends there, and two at once are one."""
     score = tokenizer.decode(TokSequence(ids=ids, are_ids_encoded=tokenizer.is_trained))
     for track in score.tracks:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import TrainingArguments, set_seed
+from transformers import TrainerCallback, TrainingArguments, set_seed
 
 import txl_hf
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTrainer, token_losses
@@ -54,6 +54,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder of the run")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--steps", type=int, default=4000, help="of 1,024 symbols")
+    parser.add_argument("--minutes", type=float, help="stop after so many, with the best model so far")
     parser.add_argument("--width", type=int, default=160, help="d_model")
     parser.add_argument("--layers", type=int, default=4, help="layers")
     parser.add_argument("--dropout", type=float, default=0.2, help="of states; half as much of attention")
@@ -175,6 +176,16 @@ def make_trainer(arguments: argparse.Namespace, chorales: dict[str, list[Chorale
     )
 
 
+class StopAfter(TrainerCallback):
+    """Ends a training after so many minutes."""
+
+    def __init__(self, minutes: float):
+        self.end = time.monotonic() + 60 * minutes
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= time.monotonic() > self.end
+
+
 def nats_per_frame(model: TransfoXLForCausalLM, chorales: list[Chorale], memory_length: int) -> dict[str, float]:
     """The mean over all frames, and that over chorales of the mean over their frames."""
     sums = []
@@ -214,6 +225,8 @@ def main(arguments: list[str] | None = None):
         chorales = read_chorales(options.data)
         set_seed(options.seed)
         trainer = make_trainer(options, chorales)
+        if options.minutes is not None:
+            trainer.add_callback(StopAfter(options.minutes))
         start = time.perf_counter()
         trainer.train(resume_from_checkpoint=options.resume or None)
     model = trainer.model.eval()
@@ -224,7 +237,8 @@ def main(arguments: list[str] | None = None):
             rows.append({"split": split, "memory_length": memory_length, **scores})
             print(f"{split} with memory {memory_length:>3}: {scores['nats_per_frame']:.3f} nats per frame")
     # Of this call alone, where a run has been resumed.
-    shared = {"seconds": round(time.perf_counter() - start), **origin(options, model)}
+    done = {"seconds": round(time.perf_counter() - start), "steps_done": trainer.state.global_step}
+    shared = done | origin(options, model)
     trainer.save_model()
     with (options.output / "rows.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], *shared])

@@ -1,11 +1,14 @@
 """What may follow what in a piece of music, told by MidiTok's own graph of token types."""
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
-from miditok import MusicTokenizer, TokSequence
 from torch import Tensor
 from transformers import LogitsProcessor
+
+if TYPE_CHECKING:
+    from miditok import MusicTokenizer
 
 __all__ = ["MusicGrammar", "Place"]
 
@@ -51,7 +54,7 @@ class MusicGrammar(LogitsProcessor):
         ValueError: the tokens have no bars, or are compound ones.
     """
 
-    def __init__(self, tokenizer: MusicTokenizer, bars: int | None = None):
+    def __init__(self, tokenizer: "MusicTokenizer", bars: int | None = None):
         if tokenizer.is_multi_voc or "Bar" not in tokenizer.tokens_types_graph:
             raise ValueError(f"{type(tokenizer).__name__} has compound tokens or none for bars: use REMI")
         self.tokenizer, self.bars = tokenizer, bars
@@ -64,6 +67,8 @@ class MusicGrammar(LogitsProcessor):
 
     def _parts(self, index: int) -> list[tuple[str, str]]:
         """Type and value of each of the tokens that are joined in one."""
+        from miditok import TokSequence
+
         sequence = TokSequence(ids=[index], are_ids_encoded=self.tokenizer.is_trained)
         self.tokenizer.decode_token_ids(sequence)
         self.tokenizer.complete_sequence(sequence)
