@@ -17,6 +17,7 @@ COMMANDS = {
     "txl-train": "import sys; from txl_hf.commands import train; train(sys.argv[1:])",
     "txl-evaluate": "import sys; from txl_hf.commands import evaluate; evaluate(sys.argv[1:])",
     "txl-prepare": "import sys; from txl_hf.commands import prepare; prepare(sys.argv[1:])",
+    "txl-export": "import sys; from txl_hf.commands import export; export(sys.argv[1:])",
     "txl-convert": "import sys; from txl_hf.conversion.convert import main; sys.exit(main(sys.argv[1:]))",
 }
 KNOWN = """
@@ -122,13 +123,14 @@ def test_type_checkers_are_told_the_same_names():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_interrupted_start_is_one_line(command, tmp_path):
     """A module that takes its time stands in for torch, which does so on a cold disk."""
-    for module in ("transformers", "numpy", "torch"):
+    for module in ("transformers", "numpy", "torch", "onnx"):
         (tmp_path / module).mkdir()
         (tmp_path / module / "__init__.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
     options = {
         "txl-train": ["recipe.yaml"],
         "txl-evaluate": ["--model", "m", "--data", "d"],
         "txl-prepare": ["--corpus", "text", "--output", "o"],
+        "txl-export": ["--model", "m", "--output", "o"],
         "txl-convert": ["--from", "nvidia", "--checkpoint", "c", "--output", "o"],
     }[command]
     source = str(Path(__file__).parents[1] / "src")

@@ -12,7 +12,10 @@ from pathlib import Path
 __all__ = ["CommandParser", "add_scoring_options", "check_outputs", "one_line_errors"]
 
 # Which extra has what another than `train` has.
-EXTRAS = dict.fromkeys(("miditok", "symusic", "music21", "pretty_midi"), "music")
+EXTRAS = {
+    **dict.fromkeys(("miditok", "symusic", "music21", "pretty_midi"), "music"),
+    **dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "export"),
+}
 
 
 class CommandParser(argparse.ArgumentParser):

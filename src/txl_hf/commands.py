@@ -7,12 +7,17 @@ from importlib import import_module
 
 from .command_line import one_line_errors
 
-__all__ = ["evaluate", "prepare", "train"]
+__all__ = ["evaluate", "export", "prepare", "train"]
 
 
 def evaluate(argv: list[str] | None = None) -> None:
     """`txl-evaluate`."""
     _run("evaluate", argv)
+
+
+def export(argv: list[str] | None = None) -> None:
+    """`txl-export`."""
+    _run("export", argv)
 
 
 def prepare(argv: list[str] | None = None) -> None:

@@ -168,8 +168,9 @@ def open_memory(
     if cache is not None:
         cache.decoding_state = DecodingState(initial_length=memory_length)
     columns: Collection[int] = (segment_length, memory_length + segment_length)
-    if mems is not None and config.initial_memory == "zeros":
-        # What precedes the text are zeros, so that a text that is not as long as the memory has fewer columns.
+    if attention_mask is not None and mems is not None and config.initial_memory == "zeros":
+        # What precedes the text are zeros, so that a text that is not as long as the memory has fewer columns. Without
+        # a mask nothing asks, and a range would bind an exported graph to one length.
         columns = range(segment_length, memory_length + segment_length + 1)
     more = mems is not None and memory_length == mem_len
     if mems_mask is not None:

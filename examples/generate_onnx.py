@@ -1,0 +1,80 @@
+"""Continue a text with onnxruntime, without torch: what `txl-export` wrote, its memory carried from call to call.
+
+    txl-export --model demo-output --output demo-onnx
+    python examples/generate_onnx.py --model demo-onnx --prompt "def main(" --max-new-tokens 200
+
+`pip install onnxruntime tokenizers` is all that it needs. The prompt is read in segments by `segment.onnx`, each with
+the memory of those before it; then `step.onnx` reads one token after the other. The most probable token is taken, or,
+with `--temperature`, one is drawn.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+from tokenizers import Tokenizer
+
+
+class Reader:
+    """A text that is read on and on; `logits` are the log-probabilities (vocabulary,) of what follows.
+
+    Args:
+        folder: what `txl-export` wrote.
+    """
+
+    def __init__(self, folder: Path):
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        self.segment_length = config["tgt_len"]
+        self.segment, self.step = (
+            onnxruntime.InferenceSession(folder / name, providers=["CPUExecutionProvider"])
+            for name in ("segment.onnx", "step.onnx")
+        )
+        begin = config["mem_len"] if config["initial_memory"] == "zeros" else 0
+        self.mems = [np.zeros((1, begin, config["d_model"]), np.float32) for _ in range(config["n_layer"])]
+
+    def read(self, token_ids: list[int]) -> None:
+        for start in range(0, len(token_ids), self.segment_length):
+            part = token_ids[start : start + self.segment_length]
+            graph = self.step if len(part) == 1 else self.segment
+            given = {f"mems.{i}": states for i, states in enumerate(self.mems)}
+            logits, *self.mems = graph.run(None, {"input_ids": np.array([part], np.int64), **given})
+            self.logits = logits[0, -1]
+
+
+def write(reader: Reader, count: int, temperature: float, seed: int) -> Iterator[int]:
+    """The tokens that follow, each as soon as it is chosen."""
+    chance = np.random.default_rng(seed)
+    for _ in range(count):
+        if temperature == 0:
+            token = int(reader.logits.argmax())
+        else:
+            # The largest of the scores, each with noise of a Gumbel distribution, is a draw from their softmax.
+            token = int((reader.logits / temperature + chance.gumbel(size=len(reader.logits))).argmax())
+        yield token
+        reader.read([token])
+
+
+def main(argv: list[str] | None = None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="folder of txl-export")
+    parser.add_argument("--prompt", required=True)
+    parser.add_argument("--max-new-tokens", type=int, default=100, help="(%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the most probable token (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    options = parser.parse_args(argv)
+    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+    reader = Reader(options.model)
+    token_ids = tokenizer.encode(options.prompt).ids
+    if not token_ids:
+        parser.error("--prompt is empty")
+    reader.read(token_ids)
+    for token in write(reader, options.max_new_tokens, options.temperature, options.seed):
+        token_ids.append(token)
+    print(tokenizer.decode(token_ids, skip_special_tokens=False))
+
+
+if __name__ == "__main__":
+    main()

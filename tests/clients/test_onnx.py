@@ -1,0 +1,94 @@
+"""`txl-export`, and onnxruntime on what it writes: torch's figures, and generate's text, with the memory carried."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+from models import small_config
+from txl_hf import TransfoXLForCausalLM, TransfoXLTokenizer, commands, graphs
+
+GENERATE = Path(__file__).parents[2] / "examples" / "generate_onnx.py"
+WORDS = [f"word{i}" for i in range(59)]
+KINDS = {
+    "cutoffs": {"initial_memory": "zeros", "same_length": True, "clamp_len": 9},
+    "one softmax": {"cutoffs": [], "div_val": 1, "initial_memory": "empty"},
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folders(request, tmp_path_factory):
+    """A model, and what is exported of it."""
+    folder = tmp_path_factory.mktemp("onnx")
+    torch.manual_seed(0)
+    tokenizer = TransfoXLTokenizer.from_symbols(["<eos>", "<unk>", *WORDS], mode="whitespace")
+    config = small_config(vocab_size=len(tokenizer), mem_len=12, tgt_len=8, **KINDS[request.param])
+    TransfoXLForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    commands.export(["--model", str(folder / "model"), "--output", str(folder / "onnx")])
+    return folder / "model", folder / "onnx"
+
+
+def test_a_text_costs_the_same_segment_after_segment(folders):
+    model = TransfoXLForCausalLM.from_pretrained(folders[0])
+    session = onnxruntime.InferenceSession(folders[1] / "segment.onnx")
+    text = torch.randint(61, (3, 40), generator=torch.Generator().manual_seed(1))
+    mems = None
+    begin = model.config.mem_len if model.config.initial_memory == "zeros" else 0
+    carried = [np.zeros((3, begin, model.config.d_model), np.float32)] * model.config.n_layer
+    for segment in text.split([1, 9, 4, 25, 1], dim=1):
+        expected = model(segment, mems=mems)
+        mems = expected.mems
+        given = {f"mems.{i}": states for i, states in enumerate(carried)}
+        logits, *carried = session.run(None, {"input_ids": segment.numpy(), **given})
+        assert np.allclose(logits, expected.logits.detach().numpy(), atol=1e-4)
+        assert carried[0].shape == tuple(mems[0].shape)
+
+
+def test_the_example_writes_what_generate_writes(folders, capsys, monkeypatch):
+    prompt = " ".join(WORDS[i % 59] for i in range(0, 200, 7))
+    model, tokenizer = TransfoXLForCausalLM.from_pretrained(folders[0]), TransfoXLTokenizer.from_pretrained(folders[0])
+    ids, mems = tokenizer(prompt, return_tensors="pt")["input_ids"], None
+    for segment in ids.split(8, dim=1):
+        outputs = model(segment, mems=mems)
+        mems = outputs.mems
+    written = [int(outputs.logits[0, -1].argmax())]
+    while len(written) < 20:
+        outputs = model(torch.tensor([written[-1:]]), mems=mems)
+        mems = outputs.mems
+        written.append(int(outputs.logits[0, -1].argmax()))
+    arguments = ["--model", str(folders[1]), "--prompt", prompt, "--max-new-tokens", "20"]
+    monkeypatch.setattr(sys, "argv", [str(GENERATE), *arguments])
+    runpy.run_path(str(GENERATE), run_name="__main__")
+    assert capsys.readouterr().out.split() == tokenizer.decode([*ids[0], *written]).split()
+    # Drawn, it is another text, and the same one for the same seed.
+    texts = []
+    for seed in (1, 1, 2):
+        monkeypatch.setattr(sys, "argv", [str(GENERATE), *arguments, "--temperature", "1", "--seed", str(seed)])
+        runpy.run_path(str(GENERATE), run_name="__main__")
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_graph_of_another_model_is_found_out(folders):
+    model = TransfoXLForCausalLM.from_pretrained(folders[0]).requires_grad_(False)
+    next(model.parameters()).add_(0.1)
+    with pytest.raises(ValueError, match=r"segment.onnx: logits differs by .* but 1e-04 is allowed"):
+        graphs.check_graph(model, folders[1] / "segment.onnx", ((1, 3),))
+
+
+def test_what_cannot_be_exported_is_said_and_nothing_written(folders, make_model, tmp_path):
+    make_model(mem_len=0).save_pretrained(tmp_path / "model")
+    for model, output, message in (
+        (tmp_path / "model", tmp_path / "out", "has mem_len=0"),
+        (folders[0], folders[1], "exists: choose another folder"),
+        (tmp_path, tmp_path / "out", "does not load"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            commands.export(["--model", str(model), "--output", str(output)])
+        assert message in end.value.code and "\n" not in end.value.code
+    assert not (tmp_path / "out").exists()
