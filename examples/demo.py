@@ -104,6 +104,8 @@ def run(text: str, arguments: argparse.Namespace, scratch: Path) -> Path:
     tokenizer = TransfoXLTokenizer.train_from_iterator(
         lines(training), mode="characters", unk_token="<unk>", pad_token="<unk>", min_freq=10
     )
+    # For `txl-serve` and `transformers chat`: what is said is a text that goes on, line by line.
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}"
     model = build_model(tokenizer, arguments.layers, arguments.width)
     print(
         f"Text: {len(text):,} characters, the last {len(held_out):,} of them held out; {len(tokenizer)} symbols.\n"

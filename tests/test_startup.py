@@ -18,6 +18,7 @@ COMMANDS = {
     "txl-evaluate": "import sys; from txl_hf.commands import evaluate; evaluate(sys.argv[1:])",
     "txl-prepare": "import sys; from txl_hf.commands import prepare; prepare(sys.argv[1:])",
     "txl-export": "import sys; from txl_hf.commands import export; export(sys.argv[1:])",
+    "txl-serve": "import sys; from txl_hf.commands import serve; serve(sys.argv[1:])",
     "txl-convert": "import sys; from txl_hf.conversion.convert import main; sys.exit(main(sys.argv[1:]))",
 }
 KNOWN = """
@@ -123,7 +124,7 @@ def test_type_checkers_are_told_the_same_names():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_interrupted_start_is_one_line(command, tmp_path):
     """A module that takes its time stands in for torch, which does so on a cold disk."""
-    for module in ("transformers", "numpy", "torch", "onnx"):
+    for module in ("transformers", "numpy", "torch", "onnx", "fastapi"):
         (tmp_path / module).mkdir()
         (tmp_path / module / "__init__.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
     options = {
@@ -131,6 +132,7 @@ def test_an_interrupted_start_is_one_line(command, tmp_path):
         "txl-evaluate": ["--model", "m", "--data", "d"],
         "txl-prepare": ["--corpus", "text", "--output", "o"],
         "txl-export": ["--model", "m", "--output", "o"],
+        "txl-serve": ["m"],
         "txl-convert": ["--from", "nvidia", "--checkpoint", "c", "--output", "o"],
     }[command]
     source = str(Path(__file__).parents[1] / "src")

@@ -15,6 +15,7 @@ __all__ = ["CommandParser", "add_scoring_options", "check_outputs", "one_line_er
 EXTRAS = {
     **dict.fromkeys(("miditok", "symusic", "music21", "pretty_midi"), "music"),
     **dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "export"),
+    **dict.fromkeys(("fastapi", "uvicorn", "openai", "pydantic", "typer"), "serve"),
 }
 
 

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from .command_line import one_line_errors
 
-__all__ = ["evaluate", "export", "prepare", "train"]
+__all__ = ["evaluate", "export", "prepare", "serve", "train"]
 
 
 def evaluate(argv: list[str] | None = None) -> None:
@@ -23,6 +23,11 @@ def export(argv: list[str] | None = None) -> None:
 def prepare(argv: list[str] | None = None) -> None:
     """`txl-prepare`."""
     _run("prepare", argv)
+
+
+def serve(argv: list[str] | None = None) -> None:
+    """`txl-serve`."""
+    _run("serve", argv)
 
 
 def train(argv: list[str] | None = None) -> None:

@@ -4,14 +4,13 @@ import logging
 import warnings
 from pathlib import Path
 
+# What torch's exporter imports, first: what is missing is said before any work.
+import onnx  # noqa: F401
 import onnxruntime
 import onnxscript  # noqa: F401
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-# What torch's exporter imports, first: what is missing is said before any work.
-import onnx  # noqa: F401
 
 from .files import whole_folder
 from .modeling_transfo_xl import TransfoXLForCausalLM

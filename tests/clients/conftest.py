@@ -2,5 +2,5 @@
 
 from importlib.util import find_spec
 
-CLIENTS = {"test_lm_eval.py": "lm_eval", "test_onnx.py": "onnxruntime"}
+CLIENTS = {"test_lm_eval.py": "lm_eval", "test_onnx.py": "onnxruntime", "test_serve.py": "fastapi"}
 collect_ignore = [name for name, client in CLIENTS.items() if find_spec(client) is None]

@@ -1,0 +1,108 @@
+"""What `txl-serve` does: transformers' server with this package's classes; memories kept between requests."""
+
+import argparse
+import copy
+from collections import OrderedDict
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import GenerationConfig
+
+from .memory_transfo_xl import MemoryCache, text_length
+from .modeling_transfo_xl import TransfoXLForCausalLM
+from .scoring import default_device, load_config
+
+__all__ = ["Conversations", "serve"]
+
+
+class Conversations:
+    """`generate` that goes on from what was read before: call it in place of the model's.
+
+    The memory of a text is kept where its prompt ends and where the reply ends. A later text that begins with one of
+    these, token for token, is read from there on. Nobody's text is handed to anybody else: a memory is only ever the
+    beginning of the text that is asked about.
+    """
+
+    def __init__(self, model: TransfoXLForCausalLM, limit: int):
+        """Args: limit: how many texts are remembered, the latest ones; each takes two caches at most."""
+        self.model, self.limit = model, limit
+        self.kept: OrderedDict[tuple[int, ...], MemoryCache] = OrderedDict()
+
+    def generate(self, input_ids: Tensor, **kwargs) -> Any:
+        """The model's `generate`, which see; of one row of `input_ids` without beams it remembers what it reads."""
+        kwargs["input_ids"] = input_ids
+        config = kwargs.get("generation_config") or self.model.generation_config
+        if self.limit == 0 or self.model.config.mem_len == 0 or not _is_one_text(input_ids, config):
+            return self.generate_afresh(**kwargs)
+        tokens = input_ids[0].tolist()
+        cache = self.recall(tokens)
+        self.read(input_ids, cache)
+        # The last token is left to generate, which needs its logits.
+        self.keep(tokens[:-1], copy.deepcopy(cache))
+        output = self.generate_afresh(past_key_values=cache, **kwargs)
+        sequence = output if isinstance(output, Tensor) else output.sequences
+        # The last token of the reply has not been read.
+        self.keep(sequence[0, : text_length(cache)].tolist(), cache)
+        return output
+
+    def generate_afresh(self, **kwargs) -> Any:
+        return type(self.model).generate(self.model, **kwargs)
+
+    def recall(self, tokens: list[int]) -> MemoryCache:
+        """The memory of the longest text that these tokens go on from; an empty one where there is none."""
+        beginnings = (text for text in self.kept if len(text) < len(tokens) and text == tuple(tokens[: len(text)]))
+        longest = max(beginnings, key=len, default=None)
+        if longest is None:
+            return MemoryCache(self.model.config)
+        self.kept.move_to_end(longest)
+        return copy.deepcopy(self.kept[longest])
+
+    @torch.no_grad()
+    def read(self, input_ids: Tensor, cache: MemoryCache) -> None:
+        """All but the last token of a text, from where the cache ends, in segments as in training."""
+        unread = input_ids[:, text_length(cache) : -1]
+        if unread.shape[1] > 0:
+            for segment in unread.split(self.model.config.tgt_len, dim=1):
+                self.model(segment, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+    def keep(self, tokens: list[int], cache: MemoryCache) -> None:
+        if tokens:
+            self.kept[tuple(tokens)] = cache
+            self.kept.move_to_end(tuple(tokens))
+        while len(self.kept) > 2 * self.limit:
+            self.kept.popitem(last=False)
+
+
+def _is_one_text(input_ids: Tensor, config: GenerationConfig) -> bool:
+    alone = (config.num_beams or 1) == 1 and (config.num_return_sequences or 1) == 1
+    return len(input_ids) == 1 and alone and config.cache_implementation is None
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Start transformers' server and stay in it. Raises ValueError for what is no Transformer-XL."""
+    from transformers.cli.serve import Serve
+    from transformers.cli.serving.model_manager import ModelManager
+
+    load_config(options.model)
+
+    class Manager(ModelManager):
+        def _load_model(self, *args, **kwargs):
+            model = super()._load_model(*args, **kwargs)
+            model.generate = Conversations(model, options.texts).generate
+            return model
+
+    # The server looks classes up in transformers, and makes a manager of what this module calls so.
+    transformers.TransfoXLForCausalLM = TransfoXLForCausalLM
+    transformers.cli.serving.model_manager.ModelManager = Manager
+    print(f"serving {options.model} at http://{options.host}:{options.port}/v1", flush=True)
+    Serve(
+        force_model=options.model,
+        host=options.host,
+        port=options.port,
+        device=options.device or default_device(),
+        dtype=options.dtype,
+        default_seed=options.default_seed,
+        enable_cors=options.enable_cors,
+    )

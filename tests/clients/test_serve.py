@@ -1,0 +1,101 @@
+"""transformers' server, started by `txl-serve`, asked as OpenAI's clients ask."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+import torch
+from openai import OpenAI
+
+from models import small_model
+from txl_hf import TransfoXLTokenizer, commands
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz .:\n"
+TEMPLATE = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("serve") / "model"
+    tokenizer = TransfoXLTokenizer.from_symbols(["<eos>", "<unk>", *LETTERS], mode="characters")
+    tokenizer.chat_template = TEMPLATE
+    small_model(vocab_size=len(tokenizer), cutoffs=[], div_val=1, mem_len=300, tgt_len=20).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(model):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    code = "import sys; from txl_hf.commands import serve; serve(sys.argv[1:])"
+    command = [sys.executable, "-c", code, str(model), "--port", str(port)]
+    process = subprocess.Popen(command, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"http://localhost:{port}/health", timeout=1)
+                break
+            except OSError:
+                assert process.poll() is None
+                time.sleep(0.2)
+        yield OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none")
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def reply(model, text: str, count: int) -> str:
+    """What generate writes after a text, without a server and without anything kept."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    ids = tokenizer(text, return_tensors="pt")["input_ids"]
+    written = loaded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_a_completion(client, model):
+    asked = {"model": str(model), "prompt": "hello world. ", "max_tokens": 12, "temperature": 0}
+    found = client.completions.create(**asked)
+    assert found.choices[0].text == reply(model, "hello world. ", 12)
+    assert found.usage.prompt_tokens == 13
+    streamed = [part.choices[0].text for part in client.completions.create(**asked, stream=True)]
+    assert "".join(streamed) == found.choices[0].text and len(streamed) > 3
+
+
+def test_a_conversation_goes_on_with_its_memory(client, model):
+    messages, text = [], ""
+    for said in ("good morning", "who are you", "and then"):
+        messages.append({"role": "user", "content": said})
+        text += f"user: {said}\n"
+        asked = {"model": str(model), "messages": messages, "max_tokens": 10, "temperature": 0}
+        found = client.chat.completions.create(**asked).choices[0].message.content
+        assert found == reply(model, text, 10)
+        streamed = client.chat.completions.create(**asked, stream=True)
+        assert "".join(part.choices[0].delta.content or "" for part in streamed) == found
+        messages.append({"role": "assistant", "content": found})
+        text += f"assistant: {found}\n"
+
+
+def test_what_cannot_be_served_is_said_at_once(model, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        commands.serve([str(model), "--continuous-batching"])
+    assert end.value.code == 2 and "--continuous_batching is not supported" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(SystemExit) as end:
+        commands.serve([str(tmp_path)])
+    assert "is a gpt2, not a Transformer-XL" in end.value.code
+
+
+def test_generate_batch_is_refused_in_one_sentence(model):
+    from transformers import AutoModelForCausalLM
+
+    with pytest.raises(NotImplementedError, match="continuous batching pages .* call generate with a padded batch"):
+        AutoModelForCausalLM.from_pretrained(model).generate_batch([[1, 2, 3]])

@@ -1,0 +1,104 @@
+"""The memory of a text is kept between calls of generate, as `txl-serve` calls it, and changes nothing it writes."""
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from txl_hf.conversations import Conversations
+
+GREEDY = GenerationConfig(max_new_tokens=6, do_sample=False)
+
+
+@pytest.fixture
+def conversations(make_model):
+    """Of a model that remembers all that these texts hold, and how many tokens each of its calls has read."""
+    model = make_model(mem_len=200, tgt_len=5, eos_token_id=None)
+    model.transformer.register_forward_pre_hook(lambda module, given: reads.append(given[0].shape[1]))
+    reads = []
+    return Conversations(model, limit=2), reads
+
+
+def turn(conversations: Conversations, ids: torch.Tensor, **settings) -> torch.Tensor:
+    return conversations.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=GREEDY, **settings
+    )
+
+
+def test_a_turn_reads_what_is_new_and_writes_what_a_whole_reading_writes(conversations, make_ids):
+    talk, reads = conversations
+    ids, whole = make_ids(1, 23), talk.generate_afresh
+    for length in (0, 4, 1, 7):
+        ids = torch.cat([ids, make_ids(1, length, seed=length)], dim=1)
+        expected = whole(input_ids=ids, generation_config=GREEDY)
+        reads.clear()
+        found = turn(talk, ids)
+        assert torch.equal(found, expected)
+        # Segments as in training; each token of the text and of the reply but its last once, from the memory on.
+        assert max(reads) <= 5
+        assert sum(reads) == (23 + 5 if length == 0 else length + 1 + 5)
+        ids = found
+
+
+def test_another_reply_to_the_same_prompt_goes_on_from_the_prompt(conversations, make_ids):
+    talk, reads = conversations
+    ids = make_ids(1, 30)
+    first = turn(talk, ids)
+    reads.clear()
+    edited = torch.cat([ids, make_ids(1, 3, seed=9)], dim=1)
+    assert torch.equal(turn(talk, edited), talk.generate_afresh(input_ids=edited, generation_config=GREEDY))
+    assert sum(reads[: reads.index(33)]) == 4 + 5
+    assert torch.equal(turn(talk, ids), first)
+
+
+def test_texts_share_nothing_and_old_ones_are_forgotten(conversations, make_ids):
+    talk, reads = conversations
+    texts = [make_ids(1, 12, seed=seed) for seed in range(4)]
+    for text in texts:
+        assert torch.equal(turn(talk, text), talk.generate_afresh(input_ids=text, generation_config=GREEDY))
+    assert len(talk.kept) == 4
+    reads.clear()
+    turn(talk, texts[0])
+    assert sum(reads) == 12 + 5
+    reads.clear()
+    turn(talk, texts[3])
+    assert sum(reads) == 1 + 5
+
+
+def test_what_it_cannot_go_on_from_is_left_to_generate(conversations, make_model, make_ids):
+    talk, _ = conversations
+    beams = GenerationConfig(max_new_tokens=4, num_beams=3)
+    for given in (
+        {"input_ids": make_ids(2, 6), "generation_config": GREEDY},
+        {"input_ids": make_ids(1, 6), "generation_config": beams},
+    ):
+        assert torch.equal(talk.generate(**given), talk.generate_afresh(**given))
+    assert not talk.kept
+    forgetful = Conversations(make_model(mem_len=0, eos_token_id=None), limit=2)
+    assert turn(forgetful, make_ids(1, 6)).shape == (1, 12) and not forgetful.kept
+    assert turn(talk, make_ids(1, 1)).shape == (1, 7)
+
+
+def test_a_reply_that_is_broken_off_keeps_the_prompt(conversations, make_ids):
+    talk, reads = conversations
+
+    class Gone(Exception):
+        pass
+
+    class Streamer:
+        def __init__(self):
+            self.count = 0
+
+        def put(self, tokens):
+            self.count += 1
+            if self.count == 4:
+                raise Gone
+
+        def end(self):
+            raise AssertionError("the reply is broken off")
+
+    ids = make_ids(1, 20)
+    with pytest.raises(Gone):
+        turn(talk, ids, streamer=Streamer())
+    reads.clear()
+    assert torch.equal(turn(talk, ids), talk.generate_afresh(input_ids=ids, generation_config=GREEDY))
+    assert reads[0] == 1
