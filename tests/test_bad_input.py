@@ -162,11 +162,12 @@ def test_every_backend_can_be_chosen_when_loading_and_later(make_model, make_ids
         torch.testing.assert_close(loaded(make_ids(1, 4)).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_configuration_file_that_claims_layers_without_end_costs_nothing(make_model, tmp_path):
+@pytest.mark.parametrize("name", ["n_layer", "num_hidden_layers"])
+def test_a_configuration_file_that_claims_layers_without_end_costs_nothing(make_model, tmp_path, name):
     """What is kept for each layer must not be made before their number is looked at: 8 GB at half a billion layers."""
     make_model().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"n_layer": 500_000_000}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: 500_000_000}))
     tracemalloc.start()
     try:
         for load in (TransfoXLConfig.from_pretrained, TransfoXLForCausalLM.from_pretrained):

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import LogitsProcessorList
 
 from txl_hf import ContinuousCache, DynamicEvaluation, TransfoXLForCausalLM, evaluate_language_model, token_losses
 from txl_hf.evaluation import evaluate_caches
+from txl_hf.memory_transfo_xl import MemoryCache
 
 
 @torch.no_grad()
@@ -162,6 +164,34 @@ def test_one_processor_for_several_texts(make_model, make_ids):
             prompt = make_ids(1, length, seed=seed, vocab_size=8)
             found = generate(model, prompt, cache, processor, do_sample=False)
             assert torch.equal(found, generate(make_model(mem_len=100), prompt, cache, do_sample=False))
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one processor", "a processor each"])
+def test_threads_hear_themselves_alone(make_model, make_ids, shared):
+    """Whether they share a processor or not, and while another evaluates."""
+    model, cache = make_model(mem_len=100), ContinuousCache(30, 0.6, 0.2)
+    prompts = [make_ids(1, length, seed=length, vocab_size=8) for length in (12, 40, 7, 12)] * 2
+    expected = [generate(model, prompt, cache, do_sample=False) for prompt in prompts]
+    with cache.processor(model) as processor, ThreadPoolExecutor(4) as threads:
+        evaluation = threads.submit(evaluate_language_model, model, make_ids(1, 300)[0], 10)
+        write = lambda prompt: generate(model, prompt, cache, processor if shared else None, do_sample=False)  # noqa: E731
+        for found, text in zip(threads.map(write, prompts), expected, strict=True):
+            assert torch.equal(found, text)
+        evaluation.result()
+
+
+def test_a_text_is_continued_in_another_thread(make_model, make_ids):
+    """As a server writes each turn of a dialogue in whichever thread is free, from the cache of the one before."""
+    model, cache, text = make_model(mem_len=100), ContinuousCache(100, 0.6, 0.2), make_ids(1, 12, vocab_size=8)
+    whole, memory = text, MemoryCache(model.config)
+    with cache.processor(model) as processor:
+        for _ in range(3):
+            settings = {"do_sample": False, "past_key_values": memory}
+            with ThreadPoolExecutor(1) as thread:
+                text = thread.submit(generate, model, text, cache, processor, **settings).result()
+    for _ in range(3):
+        whole = generate(model, whole, cache, do_sample=False)
+    assert torch.equal(text, whole)
 
 
 def test_what_is_ruled_out_stays_ruled_out(make_model, make_ids):

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from .memory_transfo_xl import MemoryLengths
 from .modeling_transfo_xl import TransfoXLForCausalLM
-from .reading import Reader, Segment, Text, device_of, evaluating
+from .reading import Reader, Segment, Text, device_of, evaluating, using
 
 __all__ = ["Adaptation", "Diverged", "DynamicEvaluation", "adapting", "following"]
 
@@ -93,13 +93,14 @@ class DynamicEvaluation:
             with DynamicEvaluation(1e-3).adapted_to(model, prompt[0], segment_length=64):
                 model.generate(prompt)
 
-        Its weights are restored at the end, bit for bit, also after an error. Until then it belongs to this thread.
+        Its weights are restored at the end, bit for bit, also after an error. Until then it belongs to this thread:
+        evaluations in others are refused, calls and `generate` are not.
 
         Args:
             model, token_ids, segment_length, memory_length, progress: see `evaluate_language_model`.
 
         Raises:
-            ValueError: see `evaluate_language_model`.
+            ValueError, RuntimeError: see `evaluate_language_model`.
         """
         text = Text(token_ids, segment_length, 1, 0, None, model.config.vocab_size)
         lengths = MemoryLengths(mem_len=memory_length)
@@ -212,30 +213,36 @@ def adapting(
         text: what is going to be read; the statistics are read in as many streams and as long segments.
         lengths: those of the reading.
     """
-    with following(model):
-        adaptation = Adaptation(model, dynamic, lengths, accelerator)
+    with using(model, alone=True):
+        with following(model):
+            adaptation = Adaptation(model, dynamic, lengths, accelerator)
+        try:
+            if dynamic.statistics is not None:
+                _collect(adaptation, model, dynamic.statistics, text, accelerator, progress)
+            yield adaptation
+        finally:
+            adaptation.restore()
+
+
+def _collect(
+    adaptation: Adaptation,
+    model: TransfoXLForCausalLM,
+    token_ids: Any,
+    text: Text,
+    accelerator: Any,
+    progress: bool,
+):
     try:
-        if dynamic.statistics is not None:
-            try:
-                # Places are those of the text, but a token ends documents of every text.
-                document_end = text.document_end if isinstance(text.document_end, int) else None
-                statistics = Text(
-                    dynamic.statistics,
-                    text.segment_length,
-                    text.batch_size,
-                    0,
-                    accelerator,
-                    model.config.vocab_size,
-                    document_end,
-                )
-            except ValueError as error:
-                raise ValueError(f"statistics: {error}") from None
-            bar = tqdm(total=statistics.share_tokens, unit="token", desc="statistics", disable=not progress)
-            with following(model), bar:
-                adaptation.collect(statistics, bar)
-        yield adaptation
-    finally:
-        adaptation.restore()
+        # Places are those of the text, but a token ends documents of every text.
+        document_end = text.document_end if isinstance(text.document_end, int) else None
+        statistics = Text(
+            token_ids, text.segment_length, text.batch_size, 0, accelerator, model.config.vocab_size, document_end
+        )
+    except ValueError as error:
+        raise ValueError(f"statistics: {error}") from None
+    bar = tqdm(total=statistics.share_tokens, unit="token", desc="statistics", disable=not progress)
+    with following(model), bar:
+        adaptation.collect(statistics, bar)
 
 
 @contextmanager

@@ -159,6 +159,9 @@ class TransfoXLConfig(PreTrainedConfig):
     gate_bias: float | int = 2.0
 
     def __post_init__(self, **kwargs):
+        # First, because sizes are checked and other fields are made of them here.
+        for alias in self.attribute_map.keys() & kwargs:
+            setattr(self, alias, kwargs.pop(alias))
         self.cutoffs = list(self.cutoffs)
         if self.vocab_size == 0:
             self.cutoffs, self.tie_projs = [], []

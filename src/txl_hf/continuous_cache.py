@@ -1,10 +1,11 @@
 """A continuous cache (Grave et al., 2017, https://arxiv.org/abs/1612.04426): what followed similar states before."""
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -134,16 +135,14 @@ class CacheLogitsProcessor(LogitsProcessor):
 
     A position that `attention_mask` masks is not looked at, and a token that a processor before has ruled out stays
     so. Rows may be reordered, as beam search does: each is known by its tokens. A text that does not continue the one
-    before is a new one.
+    before is a new one. What other threads compute with the model is not heard in this one.
     """
 
     def __init__(self, cache: ContinuousCache):
         self._cache = cache
-        # Heard since the last call: (B, n, D) states and (B, n) whether they are real.
-        self._heard: list[tuple[Tensor, Tensor]] = []
-        self._states: Tensor | None = None
-        self._real: Tensor | None = None
-        self._text: Tensor | None = None
+        self._here = _Hearing()
+        # Of whichever thread: a dialogue may be continued in another.
+        self._last: _Read | None = None
 
     def hear(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any):
         """The forward hook of the model without its head."""
@@ -152,7 +151,11 @@ class CacheLogitsProcessor(LogitsProcessor):
         real = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
         if mask is not None:
             real = mask[:, -states.shape[1] :].to(states.device).bool()
-        self._heard.append((states, real))
+        here, keep = self._here, self._cache.size + 1
+        here.count += states.shape[1]
+        if here.heard is not None:
+            states, real = (torch.cat(parts, dim=1) for parts in zip(here.heard, (states, real), strict=True))
+        here.heard = states[:, -keep:], real[:, -keep:]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """
@@ -177,26 +180,46 @@ class CacheLogitsProcessor(LogitsProcessor):
 
     def _catch_up(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """(B, k, D) states of the last k ≤ size + 1 tokens of the text, and (B, k) whether these are real."""
-        if not self._heard:
+        here, keep = self._here, self._cache.size + 1
+        if here.heard is None:
             raise RuntimeError("the processor has not heard the model: use it within `with cache.processor(model)`")
-        states, real = (torch.cat(parts, dim=1) for parts in zip(*self._heard, strict=True))
-        self._heard = []
-        if states.shape[1] > input_ids.shape[1]:
+        (states, real), count = here.heard, here.count
+        here.heard, here.count = None, 0
+        if count > input_ids.shape[1]:
             raise ValueError(
-                f"the model computed {states.shape[1]} states for a text of {input_ids.shape[1]} tokens: a continuous "
-                "cache does not go with assisted generation"
+                f"the model computed {count} states for a text of {input_ids.shape[1]} tokens: a continuous cache "
+                "does not go with assisted generation"
             )
-        rows = self._rows_before(input_ids[:, : -states.shape[1]])
-        if rows is not None and self._states is not None and self._real is not None:
-            states = torch.cat([self._states.index_select(0, rows), states], dim=1)
-            real = torch.cat([self._real.index_select(0, rows), real], dim=1)
-        keep = self._cache.size + 1
-        self._text, self._states, self._real = input_ids, states[:, -keep:], real[:, -keep:]
-        return self._states, self._real
+        for before in (here.read, self._last):
+            rows = None if before is None else _rows_of(input_ids[:, :-count], before.text)
+            if before is not None and rows is not None:
+                states = torch.cat([before.states.index_select(0, rows), states], dim=1)
+                real = torch.cat([before.real.index_select(0, rows), real], dim=1)
+                break
+        here.read = self._last = _Read(input_ids, states[:, -keep:], real[:, -keep:])
+        return here.read.states, here.read.real
 
-    def _rows_before(self, text: Tensor) -> Tensor | None:
-        """For each row of a text the row of the last call that was this text; None where there is none."""
-        if self._text is None or self._text.shape[1] != text.shape[1]:
-            return None
-        same = (text[:, None] == self._text).all(-1)
-        return same.int().argmax(1) if bool(same.any(1).all()) else None
+
+class _Read(NamedTuple):
+    """A text (B, n), and of its last k tokens the states (B, k, D) and whether they are real (B, k)."""
+
+    text: Tensor
+    states: Tensor
+    real: Tensor
+
+
+class _Hearing(threading.local):
+    """What one thread has heard since its last call: `count` states, of which the last are kept; and what it read."""
+
+    def __init__(self) -> None:
+        self.heard: tuple[Tensor, Tensor] | None = None
+        self.count = 0
+        self.read: _Read | None = None
+
+
+def _rows_of(text: Tensor, before: Tensor) -> Tensor | None:
+    """For each row of a text the row of the one before that was this text; None where there is none."""
+    if before.shape[1] != text.shape[1]:
+        return None
+    same = (text[:, None] == before).all(-1)
+    return same.int().argmax(1) if bool(same.any(1).all()) else None

@@ -162,6 +162,7 @@ def evaluate_language_model(
         ValueError: the text is empty, leaves nothing to score, is no sequence of integers, or holds an id outside the
             vocabulary; there are more streams than tokens; a size is out of range; or `document_end` is neither a
             token nor places in the text, or the model has no place where one could begin (see `resets`).
+        RuntimeError: `dynamic` would change, or changes in another thread, the weights that one of them reads with.
     """
     return evaluate_caches(
         model,
@@ -258,7 +259,7 @@ def token_losses(
         alike: `token_ids[1:]` with one stream and no warm-up. Every process gets the whole.
 
     Raises:
-        ValueError: as `evaluate_language_model`.
+        ValueError, RuntimeError: as `evaluate_language_model`.
     """
     lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
     text = _open(model, token_ids, segment_length, lengths, batch_size, warm_up, document_end, accelerator)

@@ -1,13 +1,15 @@
 """How a text is read with memory: in streams, segment after segment, each token's loss in its place."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from .columns import open_tokens
@@ -15,13 +17,16 @@ from .memory_transfo_xl import MemoryLengths, memory_of
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .streams import check_document_end, check_sizes, check_tokens, document_starts, read_tokens
 
-__all__ = ["TOKENS_MOVED", "Reader", "Segment", "Text", "device_of", "evaluating"]
+__all__ = ["TOKENS_MOVED", "Reader", "Segment", "Text", "device_of", "evaluating", "using"]
 
 # Between the host and a device the text and its losses move in pieces of so many tokens.
 TOKENS_MOVED = 2**20
 # The softmax reads all of its tables, hundreds of MB for a large vocabulary, however few tokens it has to score. So it
 # waits until several short segments have been read.
 TOKENS_AT_ONCE = 1024
+# Of each model that is being read, by which threads, and whether one of them changes its weights meanwhile.
+_uses: WeakKeyDictionary[nn.Module, list[tuple[int, bool]]] = WeakKeyDictionary()
+_uses_lock = threading.Lock()
 
 
 class Segment(NamedTuple):
@@ -253,19 +258,49 @@ def device_of(model: TransfoXLForCausalLM) -> torch.device:
 
 
 @contextmanager
-def evaluating(model: TransfoXLForCausalLM) -> Iterator[None]:
-    """The model in evaluation mode. Nothing is written to one that is in it already, so that threads can share it."""
-    modes = {module: module.training for module in model.modules()}
-    if not any(modes.values()):
-        yield
-        return
+def using(model: TransfoXLForCausalLM, alone: bool = False) -> Iterator[None]:
+    """Let a thread read a text with a model, beside others or, because its weights follow the text, alone.
+
+    Raises:
+        RuntimeError: another thread reads with weights that would change under it.
+    """
+    thread = threading.get_ident()
+    with _uses_lock:
+        uses = _uses.setdefault(model.transformer, [])
+        others = [changes for user, changes in uses if user != thread]
+        if any(others):
+            raise RuntimeError(
+                "dynamic evaluation in another thread is changing the weights of this model: wait for its end, or "
+                "give each thread a copy of the model"
+            )
+        if alone and others:
+            raise RuntimeError(
+                "dynamic evaluation would change the weights of this model, which another thread is evaluating: wait "
+                "for its end, or give each thread a copy of the model"
+            )
+        uses.append((thread, alone))
     try:
-        model.eval()
         yield
     finally:
-        # Module by module: parts of a model may be frozen in a mode of their own.
-        for module, training in modes.items():
-            module.training = training
+        with _uses_lock:
+            uses.remove((thread, alone))
+
+
+@contextmanager
+def evaluating(model: TransfoXLForCausalLM) -> Iterator[None]:
+    """The model in evaluation mode. Nothing is written to one that is in it already, so that threads can share it."""
+    with using(model):
+        modes = {module: module.training for module in model.modules()}
+        if not any(modes.values()):
+            yield
+            return
+        try:
+            model.eval()
+            yield
+        finally:
+            # Module by module: parts of a model may be frozen in a mode of their own.
+            for module, training in modes.items():
+                module.training = training
 
 
 def _streams(text_tokens: int, batch_size: int) -> list[range]:
