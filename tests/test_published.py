@@ -104,6 +104,26 @@ def main(server: Server, tmp_path: Path, *options: str | Path):
     )
 
 
+@pytest.mark.parametrize("vocabulary", ["vocab.pkl", "vocab.bin"])
+def test_the_copy_of_the_hub_has_its_vocabulary_under_either_name(server, tmp_path, capsys, vocabulary):
+    source = golden("hf_legacy/wt103_like")
+    for name in ("config.json", "pytorch_model.bin"):
+        shutil.copyfile(source / name, server.folder / name)
+    words = [*WORDS[:98], "<formula>"]
+    symbols = {"idx2sym": words, "sym2idx": {word: i for i, word in enumerate(words)}}
+    (server.folder / vocabulary).write_bytes(pickle.dumps(symbols, protocol=2))
+    arguments = ["--output", str(tmp_path / "checkpoints"), "--server", server.address]
+    published.main(["transfo-xl-wt103", *arguments, "--data", str(tmp_path / "test.tokens")])
+    folder = tmp_path / "checkpoints" / "transfo-xl-wt103"
+    names = {"config.json", "pytorch_model.bin", vocabulary}
+    assert {path.name for path in (folder / "download").iterdir()} == {*names, "SHA256SUMS"}
+    assert set(published.read_sums(folder / "download" / "SHA256SUMS")) == names
+    assert "transfo-xl-wt103: perplexity" in capsys.readouterr().out
+    asked = len(server.requests)
+    published.main(["transfo-xl-wt103", *arguments])
+    assert len(server.requests) == asked, "what is there is not asked for again"
+
+
 def test_a_checkpoint_is_fetched_converted_and_evaluated_over_broken_connections(server, tmp_path, capsys):
     server.breaks = 3
     main(server, tmp_path, "--data", tmp_path / "test.tokens")

@@ -45,13 +45,13 @@ class Published:
     """A release: where its files are, who wrote them, and the figure that was published for its test text.
 
     Attributes:
-        files: paths below `address`, kept under the same names.
+        files: paths below `address`, kept under the same names; of those in a tuple, the first that is there.
         family: `--from` of the converter. checkpoint: the file or folder that it is given; None: loads as it is.
         metric: a field of evaluate_lm's results. figure: the paper's.
     """
 
     address: str
-    files: tuple[str, ...]
+    files: tuple[str | tuple[str, ...], ...]
     family: str
     checkpoint: str
     metric: str
@@ -80,7 +80,8 @@ RELEASES = {
     "lm1b": tensorflow("tf_lm1b", 1191000, "perplexity", 21.8, 4),
     "transfo-xl-wt103": Published(
         HUB,
-        ("config.json", "pytorch_model.bin", "vocab.bin"),
+        # Legacy transformers knew the vocabulary by both names, and asked for the first.
+        ("config.json", "pytorch_model.bin", ("vocab.pkl", "vocab.bin")),
         "transformers",
         ".",
         "perplexity",
@@ -119,7 +120,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 # ---- download ---------------------------------------------------------------------------------------------------
 
 
-def download(address: str, files: tuple[str, ...], folder: Path):
+def download(address: str, files: tuple[str | tuple[str, ...], ...], folder: Path):
     """Fetch what is not there yet, and check all of it against what was recorded.
 
     Raises:
@@ -128,12 +129,10 @@ def download(address: str, files: tuple[str, ...], folder: Path):
     """
     folder.mkdir(parents=True, exist_ok=True)
     recorded = read_sums(folder / SUMS)
-    for name in files:
+    for entry in files:
+        names = (entry,) if isinstance(entry, str) else entry
+        name = next((name for name in names if (folder / name).exists()), None) or fetch_first(address, names, folder)
         path = folder / name
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fetch(f"{address}/{name}", path.with_name(f"{path.name}.part"))
-            path.with_name(f"{path.name}.part").rename(path)
         found = checksum(path)
         if recorded.setdefault(name, found) != found:
             raise ValueError(
@@ -154,10 +153,28 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def fetch_first(address: str, names: tuple[str, ...], folder: Path) -> str:
+    """Fetch the first of these files that the server has; its name."""
+    for name in names:
+        path = folder / name
+        part = path.with_name(f"{path.name}.part")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            fetch(f"{address}/{name}", part)
+        except FileNotFoundError:
+            if name == names[-1]:
+                raise
+            continue
+        part.rename(path)
+        break
+    return name
+
+
 def fetch(url: str, part: Path):
     """Fetch a file into `part`, from where an earlier call stopped, whatever number of times the connection breaks.
 
     Raises:
+        FileNotFoundError: the server does not have it.
         OSError: the server refuses, or the connection breaks time after time without a byte more.
     """
     failures = 0
@@ -169,7 +186,8 @@ def fetch(url: str, part: Path):
             reason = "the connection ended early"
         except urllib.error.HTTPError as error:
             if error.code < 500:
-                raise OSError(f"{url} cannot be fetched: the server says {error.code} {error.reason}") from None
+                kind = FileNotFoundError if error.code == 404 else OSError
+                raise kind(f"{url} cannot be fetched: the server says {error.code} {error.reason}") from None
             reason = f"the server says {error.code} {error.reason}"
         except (OSError, http.client.HTTPException) as error:
             reason = str(getattr(error, "reason", error)) or type(error).__name__
