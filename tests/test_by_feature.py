@@ -1,10 +1,8 @@
 """The scripts of examples/by_feature: the command of each docstring, what it reports and writes, what is refused."""
 
 import importlib
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from scripts import run_script
 from txl_hf import TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model
 
 pytest.importorskip("accelerate")
@@ -42,14 +41,7 @@ def smoke(name: str, tmp_path: Path, *further: str | Path) -> str:
     python, *command = shlex.split(commands[0])
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    process = subprocess.run(
-        [sys.executable, *command, *further],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"TMPDIR": str(temporary)},
-    )
+    process = run_script(*command, *further, cwd=ROOT, TMPDIR=str(temporary))
     assert process.returncode == 0, process.stderr
     assert "Traceback" not in process.stderr
     assert list(temporary.iterdir()) == [], "what it made for the trial is gone"
@@ -285,8 +277,8 @@ def test_a_story_needs_a_model_and_a_beginning(script, monkeypatch, checkpoint):
 
 
 def test_an_error_as_a_user_sees_it(checkpoint, tmp_path):
-    command = [sys.executable, FOLDER / "document_resets.py", "--model", checkpoint, "--documents", "missing.txt"]
-    process = subprocess.run([*command, "--output", "output"], cwd=tmp_path, capture_output=True, text=True)
+    arguments = ["--model", checkpoint, "--documents", "missing.txt", "--output", "output"]
+    process = run_script(FOLDER / "document_resets.py", *arguments, cwd=tmp_path)
     assert process.returncode == 1 and process.stdout == ""
     assert process.stderr == "error: [Errno 2] No such file or directory: 'missing.txt'\n"
     assert list(tmp_path.iterdir()) == []

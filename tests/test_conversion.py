@@ -4,7 +4,6 @@ import ast
 import contextlib
 import io
 import json
-import os
 import pickle
 import re
 import shlex
@@ -24,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from goldens import golden
+from scripts import run_script
 from test_conversion_remi import variables_of
 from test_conversion_tf import write_bundle
 from txl_hf import (
@@ -40,15 +40,8 @@ TOLERANCE = 1e-4
 
 def run_cli(family, checkpoint, output, *options):
     """Run conversion/convert.py in a process of its own."""
-    command = [sys.executable, REPOSITORY / "conversion" / "convert.py", "--from", family, "--checkpoint", checkpoint]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [*map(str, command), "--output", str(output), *map(str, options)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
+    command = [REPOSITORY / "conversion" / "convert.py", "--from", family, "--checkpoint", checkpoint]
+    return run_script(*command, "--output", output, *options)
 
 
 def convert_golden(family, checkpoint, output, *options):
@@ -803,7 +796,7 @@ def test_commands_of_the_page_on_conversion(tmp_path, monkeypatch):
         if "--corpus" in options:
             corpus = Path(options["--corpus"])
             write_corpus(corpus if corpus.suffix else corpus / "cache.pkl", monkeypatch, symbols, "wt103")
-        result = subprocess.run([sys.executable, script, *words[1:]], capture_output=True, text=True, timeout=300)
+        result = run_script(script, *words[1:])
         assert result.returncode == 0, result.stderr
         check_generates(AutoModelForCausalLM.from_pretrained(options["--output"]).eval())
         seen.add(options["--from"])

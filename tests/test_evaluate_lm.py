@@ -5,7 +5,6 @@ import json
 import math
 import pickle
 import shutil
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -19,6 +18,7 @@ import prepare_corpus
 from fuzz import ADDED, Hostile
 from goldens import golden
 from models import small_model
+from scripts import run_script
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model, scoring
 from txl_hf import evaluate as evaluate_lm
 
@@ -77,9 +77,9 @@ def run(capsys, *arguments: str | Path) -> dict:
 def test_the_command_as_typed(corpus, model, tmp_path):
     """Every setting given; what is printed is what is written and what evaluate_language_model says."""
     settings = "--split validation --segment_length 6 --memory_length 0 20 --clamp_len 9 --same_length true"
-    command = [sys.executable, SCRIPT, "--model", model, "--data", corpus, *settings.split()]
+    command = [SCRIPT, "--model", model, "--data", corpus, *settings.split()]
     command += "--batch_size 3 --warm_up 4 --device cpu --dtype float32 --progress --output".split()
-    process = subprocess.run([*command, tmp_path / "new" / "result.json"], capture_output=True, text=True, timeout=300)
+    process = run_script(*command, tmp_path / "new" / "result.json")
     assert process.returncode == 0, process.stderr
     assert "evaluate: 100%" in process.stderr
     written = json.loads((tmp_path / "new" / "result.json").read_text())
