@@ -110,6 +110,33 @@ def test_bad_documents(make_model, make_ids, keywords, message):
         make_model()(make_ids(2, 4), **keywords)
 
 
+ENDS = r"cu_seq_lens_[qk] is \[.* for 8 tokens, but must begin with 0"
+BAD_ROWS = {
+    "ends of documents that do not begin with 0": ({"cu_seq_lens_q": torch.tensor([2, 8])}, ENDS),
+    "ends of documents that fall": ({"cu_seq_lens_k": torch.tensor([0, 5, 3, 8])}, ENDS),
+    "ends of documents before the row": ({"cu_seq_lens_q": torch.tensor([0, -3, 8])}, ENDS),
+    "ends of documents behind the row": ({"cu_seq_lens_q": torch.tensor([0, 3, 9])}, ENDS),
+    "no ends of documents": ({"cu_seq_lens_q": torch.tensor([], dtype=torch.int)}, ENDS),
+    "a mask of the numbers of documents": (
+        {"attention_mask": torch.tensor([[1, 1, 2, 2, 2, 3, 3, 0]])},
+        "attention_mask holds 3.*resets or seq_idx",
+    ),
+    "a mask below 0": ({"attention_mask": torch.tensor([[-1, 1, 1, 1, 1, 1, 1, 1]])}, "attention_mask holds -1"),
+}
+
+
+@pytest.mark.parametrize("keywords, message", BAD_ROWS.values(), ids=BAD_ROWS)
+def test_bad_documents_of_one_row(make_model, make_ids, keywords, message):
+    with pytest.raises(ValueError, match=message):
+        make_model()(make_ids(1, 8), **keywords)
+
+
+def test_what_is_behind_the_last_document_is_apart(make_model, make_ids):
+    """As collators leave it that pad a packed row to a multiple of so many tokens."""
+    found = document_starts((1, 8), torch.device("cpu"), cu_seq_lens_q=torch.tensor([0, 3, 6]))
+    assert found.nonzero().tolist() == [[0, 3], [0, 6]]
+
+
 # --- generate and Trainer --------------------------------------------------------------------------------------------
 
 

@@ -55,14 +55,15 @@ def document_starts(
         attention_mask: (B, ≥ L), 1 = real. Positions of padding say nothing.
         position_ids: (L,), (1, L) or (B, L) integers, which count on by one, from any number, and restart at each
             document.
-        cu_seq_lens_q, cu_seq_lens_k: (n + 1,), where documents begin and end in the only row of the batch.
+        cu_seq_lens_q, cu_seq_lens_k: (n + 1,), where documents begin and end in the only row of the batch: from 0 on,
+            to its end or to the padding there.
         seq_idx: (1, L) or (B, L), the number of the document that a token is of.
 
     Returns:
         (B, L) bool, or None where nothing of this is given.
 
     Raises:
-        ValueError: one of them has another shape or type, or positions leave out some.
+        ValueError: one of them has another shape or type, or positions leave out some, or ends are out of order.
     """
     starts = None
     if position_ids is not None:
@@ -86,10 +87,20 @@ def document_starts(
                 f"{name} is {tuple(lengths.shape)} of {lengths.dtype} for {shape[0]} rows, but must be integers "
                 "(documents + 1,), for a single row"
             )
+        _check_ends(name, lengths, shape[1])
         changes = torch.zeros(shape[1] + 1, dtype=torch.bool, device=device)
-        changes = changes.index_fill(0, lengths[1:-1].to(device, torch.long), True)[None, : shape[1]]
+        # Behind the last end there is padding, if anything.
+        changes = changes.index_fill(0, lengths[1:].to(device, torch.long), True)[None, : shape[1]]
         starts = changes if starts is None else starts | changes
     return starts
+
+
+def _check_ends(name: str, ends: Tensor, length: int) -> None:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return
+    found = ends.tolist()
+    if not found or found[0] != 0 or found[-1] > length or sorted(found) != found:
+        raise ValueError(f"{name} is {found[:8]} for {length} tokens, but must begin with 0, not fall, and end there")
 
 
 def _per_token(name: str, given: Tensor, shape: tuple[int, int], device: torch.device) -> Tensor:

@@ -599,7 +599,11 @@ def make_key_mask(
             f"attention_mask is {tuple(attention_mask.shape)}, but a segment of {segment_length} after a memory of "
             f"{memory_length} needs {_shapes(batch_size, columns)}{' or more columns' if more else ''}"
         )
-    _check_zeros_and_ones(attention_mask)
+    if attention_mask.is_floating_point():
+        _check_zeros_and_ones(attention_mask)
+    elif segment_length > 1 and attention_mask.dtype != torch.bool:
+        # A single token is one of a text whose mask has been looked at.
+        _check_no_numbers(attention_mask)
     mask = attention_mask[:, -key_length:].bool()
     mask = F.pad(mask, (key_length - mask.shape[1], 0), value=True)
     if memory_mask is not None:
@@ -619,10 +623,26 @@ def _check_zeros_and_ones(attention_mask: Tensor):
     Masks of ones and zeros in floating point are common: PEFT writes the columns of its prompts so. They are few
     enough that a GPU may be waited for.
     """
-    if not attention_mask.is_floating_point() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return
     if not bool(((attention_mask == 0) | (attention_mask == 1)).all()) or not bool(attention_mask.any()):
         raise ValueError(
             f"attention_mask is {attention_mask.dtype} and not made of 1 = real and 0 = padding: a mask that is added "
             "to scores, 0 = real, reads the other way round; give (mask == 0).long() instead"
         )
+
+
+def _check_no_numbers(attention_mask: Tensor):
+    """Raise a ValueError for a mask of the numbers of documents, which packed batches of others have.
+
+    A GPU is not waited for: it stops by itself. In a graph or under `torch.func.vmap` there are no numbers to look at.
+    """
+    graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if graph or attention_mask.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(attention_mask):
+        return
+    low, high = attention_mask.aminmax()
+    message = "attention_mask holds {}, but 1 = real and 0 = padding: where documents begin, resets or seq_idx tell"
+    if attention_mask.is_cuda:
+        torch._assert_async((low >= 0) & (high <= 1), message.format("other numbers"))
+    elif low < 0 or high > 1:
+        raise ValueError(message.format(int(low if low < 0 else high)))
