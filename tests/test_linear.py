@@ -266,3 +266,78 @@ def test_forward_mode(moved, how):
     # Affine in each operand, so that any step is as good as a small one.
     expected = function(tensors[moved] + tangent) - function(tensors[moved])
     torch.testing.assert_close(derivative, expected, atol=1e-5, rtol=1e-5)
+
+
+# --- memory and segment ----------------------------------------------------------------------------------------------
+
+
+def layers_and_states(dtype=torch.float64, memory_length=5):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(6, 4, bias=False, dtype=dtype) for _ in range(2)]
+    memory, segment = (torch.randn(2, n, 6, dtype=dtype) for n in (memory_length, 3))
+    return layers, memory, segment.requires_grad_()
+
+
+def joined(memory, segment, first, second):
+    states = torch.cat([memory, segment], dim=1)
+    return first(states), second(states)
+
+
+@pytest.mark.parametrize("memory_length", [0, 1, 5])
+@pytest.mark.parametrize("batched", [False, True], ids=["rows-brought-together", "batched"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_projections_after_a_memory_are_those_of_the_concatenation(monkeypatch, dtype, batched, memory_length):
+    """Also as a GPU multiplies rows that lie apart."""
+    monkeypatch.setattr(linear, "_multiplies_batches", lambda rows: batched)
+    layers, memory, segment = layers_and_states(dtype, memory_length)
+    inputs = [segment, *(layer.weight for layer in layers)]
+    results = []
+    for function in (joined, linear.project_after):
+        outputs = function(memory, segment, *layers)
+        loss = (outputs[0].square() * outputs[1]).sum()
+        results.append([*outputs, *torch.autograd.grad(loss, inputs)])
+    assert ("AfterMemory" in str(outputs[0].grad_fn)) == (memory_length > 0)
+    tolerance = {"atol": 0.1, "rtol": 0.05} if dtype == torch.bfloat16 else {"atol": 1e-6, "rtol": 1e-5}
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, **tolerance)
+
+
+def test_projections_after_a_memory_can_be_differentiated_twice():
+    layers, memory, segment = layers_and_states()
+    weights = [layer.weight for layer in layers]
+    # A function of the projections that is not linear, so that each order of derivatives needs all of them.
+    torch.autograd.gradgradcheck(
+        lambda segment, *_: [out.square() for out in linear.project_after(memory, segment, *layers)],
+        (segment, *weights),
+    )
+
+
+def test_under_autocast_memory_and_segment_are_joined_in_its_type():
+    layers, memory, segment = layers_and_states(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, outputs = joined(memory, segment, *layers), linear.project_after(memory, segment, *layers)
+        frozen = linear.project_after(memory, segment.detach(), *layers)
+    for one, other, third in zip(expected, outputs, frozen, strict=True):
+        assert other.dtype == torch.bfloat16
+        torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
+        torch.testing.assert_close(third, other, atol=0.02, rtol=0.02)
+    gradients = torch.autograd.grad(sum(out.float().sum() for out in outputs), [segment, layers[0].weight])
+    assert [gradient.dtype for gradient in gradients] == 2 * [torch.float32]
+
+
+def test_a_memory_with_a_gradient_and_layers_that_others_have_changed_are_projected_as_they_are():
+    layers, memory, segment = layers_and_states()
+    memory.requires_grad_()
+    torch.autograd.grad(linear.project_after(memory, segment, *layers)[1].sum(), memory)
+    memory = memory.detach()
+    layers[1].register_forward_hook(lambda module, args, output: 2 * output)
+    torch.testing.assert_close(
+        linear.project_after(memory, segment, *layers)[1], layers[1](torch.cat([memory, segment], 1))
+    )
+
+
+def test_frozen_projections_get_no_gradient():
+    layers, memory, segment = layers_and_states()
+    layers[0].requires_grad_(False)
+    sum(out.sum() for out in linear.project_after(memory, segment, *layers)).backward()
+    assert layers[0].weight.grad is None and layers[1].weight.grad.norm() > 0 < segment.grad.norm()

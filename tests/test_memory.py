@@ -685,3 +685,14 @@ def test_dropout_is_where_the_original_has_it(make_model, make_ids):
     assert calls == first + per_layer + ["transformer.output_dropout"]
     drops = make_model(dropatt=0.5).train()
     assert not torch.equal(drops(make_ids(1, 5)).logits, drops(make_ids(1, 5)).logits)
+
+
+def test_a_segment_that_is_the_memory_is_not_copied_but_for_what_may_be_the_callers(make_model, make_ids):
+    model = make_model(mem_len=5)
+    embeds = model.get_input_embeddings()(make_ids(2, 5)).detach()
+    first = model(inputs_embeds=embeds, output_hidden_states=True)
+    expected = [states.clone() for states in first.mems]
+    assert first.mems[1].data_ptr() == first.hidden_states[1].data_ptr()
+    embeds.zero_()
+    for states, before in zip(first.mems, expected, strict=True):
+        assert torch.equal(states, before)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .adaptive_transfo_xl_triton import add_statistics, fuses, padded_product, write_gradient
+from .adaptive_transfo_xl_triton import add_statistics, fuses, padded_empty, padded_product, write_gradient
 from .configuration_transfo_xl import TransfoXLConfig
 from .linear_transfo_xl import product
 
@@ -149,9 +149,9 @@ class AdaptiveEmbedding(nn.Module):
         # selecting tokens by bin would make the host wait for the device once for each bin.
         parts = []
         for (start, end, _), embed, project in zip(self.config.bins, self.emb_layers, self.emb_projs, strict=True):
-            outside = (input_ids < start) | (input_ids >= end)
-            bin_embeds = project(embed((input_ids - start).clamp(0, end - start - 1)))
-            parts.append(bin_embeds.masked_fill(outside[..., None], 0))
+            place = input_ids - start
+            inside = place.clamp(0, end - start - 1)
+            parts.append(project(embed(inside)).masked_fill((place != inside)[..., None], 0))
         # Under autocast the projections return a narrower type than the memory has.
         return reduce(torch.add, parts).to(dtype) * self.scale
 
@@ -305,7 +305,7 @@ class AdaptiveLogSoftmax(nn.Module):
         if not self.config.cutoffs:
             return targets
         first, *others = self.config.cutoffs
-        return reduce(torch.add, [(targets >= cutoff).long() for cutoff in others], targets.clamp(max=first))
+        return reduce(torch.add, [targets >= cutoff for cutoff in others], targets.clamp(max=first))
 
     def _head_logits(self, hidden_states: Tensor) -> Tensor:
         """Bin 0 and the clusters: (..., cutoffs[0] + n_clusters) fp32, or (..., V) without cutoffs."""
@@ -379,7 +379,7 @@ class _Task(NamedTuple):
 
     Args:
         rows: (n,), where the tokens stand among all N, or None: all of them are here, in their order.
-        block: the range. hidden_states: (n, d_i). targets: (n,), counted from the start of the range.
+        block: the range. hidden_states: (n, d_i). targets: (n,). start: the target that begins the range.
         clusters: (n, c), or None where there are none.
     """
 
@@ -387,6 +387,7 @@ class _Task(NamedTuple):
     block: slice
     hidden_states: Tensor
     targets: Tensor
+    start: int
     clusters: Tensor | None
 
     def pick(self, tensor: Tensor) -> Tensor:
@@ -416,13 +417,10 @@ def _tasks(
     for i, states, first, last, start in zip(bins, hidden_states, ranges[::2], ranges[1::2], starts, strict=True):
         # The head has every token that counts; it need not have them in order.
         rows = order[ends[i] : ends[i + 1]] if i > 0 else order[ignored:] if ignored else None
-        task = _Task(rows, slice(first, last), states, targets, None)
-        if i == 0 and head_targets is not None:
-            states, of_bin, of_cluster = task.pick(states), task.pick(head_targets), clusters
-            of_cluster = None if clusters is None else task.pick(clusters)
-            yield task._replace(hidden_states=states, targets=of_bin, clusters=of_cluster)
-        else:
-            yield task._replace(hidden_states=task.pick(states), targets=task.pick(targets) - start)
+        columns = targets if i > 0 or head_targets is None else head_targets
+        task = _Task(rows, slice(first, last), states, columns, start, None)
+        of_cluster = None if i > 0 or clusters is None else task.pick(clusters)
+        yield task._replace(hidden_states=task.pick(states), targets=task.pick(columns), clusters=of_cluster)
 
 
 def _read_ends(ends: Tensor, targets: Tensor, vocab_size: int) -> list[int]:
@@ -453,27 +451,26 @@ def _compute_losses(
     counts = _read_ends(ends, targets, vocab_size)
     wide = _wide_dtype(hidden_states[0])
     losses = targets.new_zeros(len(targets), dtype=wide)
-    normalizers = losses.new_zeros(len(bins), len(targets))
+    # For each bin what is known of the softmax of its tokens: log of the denominator, and the target's logit.
+    statistics = losses.new_full((2, len(bins), len(targets)), -torch.inf)
     all_kept: list[Tensor] = []
     with torch.autocast(weight.device.type, enabled=False):
         for task in _tasks(hidden_states, targets, head_targets, clusters, order, counts, bins, ranges, starts):
-            statistics = losses.new_zeros(3, len(task.targets))
-            statistics[0] = -torch.inf
+            of_task = statistics[:, len(all_kept), : len(task.targets)]
             kept = task.hidden_states.new_empty(0)
             keep = keeps and _may_be_kept(task)
             for columns, logits, column_bias in _blocks(weight, bias, task, whole=keep):
                 if keep and columns.start == 0:
                     kept = logits
+                first = task.start + columns.start
                 if fuses(task.hidden_states):
-                    add_statistics(logits, column_bias, task.targets, statistics, columns.start)
+                    add_statistics(logits, column_bias, task.targets, of_task, first)
                 else:
-                    _add_statistics(logits, task.targets, statistics, columns, spare=logits is not kept)
-            peak, total, picked = statistics.unbind()
-            loss, size = peak - picked + total.log(), len(task.targets)
-            torch.add(peak, total.log(), out=normalizers[len(all_kept), :size])
+                    _add_statistics(logits, task.targets, of_task, first, spare=logits is not kept)
+            loss = of_task[0] - of_task[1]
             losses = losses.add_(loss) if task.rows is None else losses.index_add_(0, task.rows, loss)
             all_kept.append(kept)
-    return losses, normalizers, all_kept if keeps else []
+    return losses, statistics[0], all_kept if keeps else []
 
 
 def _compute_gradients(
@@ -498,7 +495,7 @@ def _compute_gradients(
     grad_weight = torch.empty_like(weight) if wanted[0] else weight.new_empty(0)
     grad_bias = torch.empty_like(bias) if wanted[1] else bias.new_empty(0)
     grad_clusters, grad_states = weight.new_empty(0), []
-    gradient, counts = gradient.contiguous(), ends.tolist()
+    counts = ends.tolist()
     with torch.autocast(weight.device.type, enabled=False):
         tasks = _tasks(hidden_states, targets, head_targets, clusters, order, counts, bins, ranges, starts)
         for k, task in enumerate(tasks):
@@ -507,14 +504,13 @@ def _compute_gradients(
             normalizer, grad_loss = normalizers[k, : len(hidden)], task.pick(gradient)
             of_task = kept[k] if kept and kept[k].numel() else None
             for columns, logits, column_bias in _blocks(weight, bias, task, of_task):
+                given = (task.targets, normalizer, grad_loss)
+                first, spare = task.start + columns.start, logits is not of_task
                 if fused:
-                    grad_logits = torch.empty_like(logits) if logits is of_task else logits
-                    given = (task.targets, normalizer, grad_loss, grad_logits, columns.start)
-                    sums = write_gradient(logits, column_bias, *given, wanted[1])
+                    grad_logits = logits if spare else padded_empty(logits, *logits.shape)
+                    sums = write_gradient(logits, column_bias, *given, grad_logits, first, wanted[1])
                 else:
-                    sums = grad_logits = _logits_gradient(
-                        logits, task.targets, normalizer, grad_loss, columns, spare=logits is not of_task
-                    )
+                    sums = grad_logits = _logits_gradient(logits, *given, first, spare)
                 if task.clusters is not None and columns.start >= task.block.stop - task.block.start:
                     grad_clusters = task.place(grad_logits.to(task.clusters.dtype), len(targets))
                     continue
@@ -574,31 +570,32 @@ def _blocks(
         yield slice(size, size + clusters.shape[1]), clusters.to(_wide_dtype(clusters), copy=True), None
 
 
-def _add_statistics(logits: Tensor, targets: Tensor, statistics: Tensor, columns: slice, spare: bool) -> None:
+def _add_statistics(logits: Tensor, targets: Tensor, statistics: Tensor, first: int, spare: bool) -> None:
     """As the kernel of this name does it; the logits are lost if they are to `spare`."""
-    peak, total, picked = statistics
-    column, inside = _column(targets, columns)
+    normalizer, picked = statistics
+    column, inside = _column(targets, first, logits)
     picked.copy_(torch.where(inside, logits.gather(1, column)[:, 0], picked))
-    higher = torch.maximum(peak, logits.amax(1))
-    logits = logits.sub_(higher[:, None]) if spare else logits - higher[:, None]
-    total.mul_((peak - higher).exp()).add_(logits.exp_().sum(1))
-    peak.copy_(higher)
+    # Where all words of a block are forbidden, ∞ - ∞ must not be computed.
+    peak = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)
+    logits = logits.sub_(peak[:, None]) if spare else logits - peak[:, None]
+    normalizer.copy_(torch.logaddexp(normalizer, peak + logits.exp_().sum(1).log_()))
 
 
 def _logits_gradient(
-    logits: Tensor, targets: Tensor, normalizer: Tensor, gradient: Tensor, columns: slice, spare: bool
+    logits: Tensor, targets: Tensor, normalizer: Tensor, gradient: Tensor, first: int, spare: bool
 ) -> Tensor:
     """(softmax - one-hot) · gradient of each row's loss, (n, width), in place of the logits if they are to `spare`."""
-    column, inside = _column(targets, columns)
+    column, inside = _column(targets, first, logits)
     probs = (logits.sub_(normalizer[:, None]) if spare else logits - normalizer[:, None]).exp_()
     probs.scatter_(1, column, probs.gather(1, column) - inside[:, None].to(probs.dtype))
     return probs.mul_(gradient[:, None])
 
 
-def _column(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+def _column(targets: Tensor, first: int, block: Tensor) -> tuple[Tensor, Tensor]:
     """For each target its column in a block, (n, 1), some column if it is in another one, and whether it is, (n,)."""
-    inside = (targets >= columns.start) & (targets < columns.stop)
-    return (targets - columns.start).clamp(0, columns.stop - columns.start - 1)[:, None], inside
+    place = targets - first
+    column = place.clamp(0, block.shape[1] - 1)
+    return column[:, None], column == place
 
 
 # The package and copies of this file that came with a checkpoint can live in one process, each with its operators.

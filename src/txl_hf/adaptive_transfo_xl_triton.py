@@ -16,7 +16,7 @@ try:
 except ImportError:
     triton = None
 
-__all__ = ["add_statistics", "fuses", "padded_product", "write_gradient"]
+__all__ = ["add_statistics", "fuses", "padded_empty", "padded_product", "write_gradient"]
 
 # How many partial sums the gradient of the bias is added up from: so many programs share the rows of a block.
 ROW_CHUNKS = 32
@@ -30,23 +30,32 @@ def fuses(hidden_states: Tensor) -> bool:
     return hidden_states.device.type == "cuda" and why_not_triton(hidden_states[:, :1]) is None
 
 
+def padded_empty(like: Tensor, rows: int, columns: int) -> Tensor:
+    """(n, w) of rows that begin at multiples of 16 bytes at least, as products and loads like them."""
+    return like.new_empty(rows, -(-columns // 16) * 16)[:, :columns]
+
+
 def padded_product(hidden_states: Tensor, weight: Tensor) -> Tensor:
-    """(n, d) · (w, d)ᵀ, (n, w), in rows that begin at multiples of 16 bytes, as products and loads like them."""
-    (rows, _), columns = hidden_states.shape, len(weight)
-    logits = hidden_states.new_empty(rows, -(-columns // 16) * 16)[:, :columns]
+    """(n, d) · (w, d)ᵀ, (n, w), in such rows."""
+    logits = padded_empty(hidden_states, len(hidden_states), len(weight))
     return torch.mm(hidden_states, weight.T, out=logits)
 
 
 if triton is not None:
     _LOG2_E = tl.constexpr(LOG2_E)
 
-    @triton.jit(do_not_specialize=["rows", "columns", "first"])
-    def _statistics_kernel(logits, bias, targets, statistics, stride, rows, columns, first, BLOCK: tl.constexpr):
-        """One row: take its logits into its maximum, its sum of exponentials above that, and its target's logit."""
+    @triton.jit(do_not_specialize=["statistics_stride", "columns", "first"])
+    def _statistics_kernel(
+        logits, bias, targets, statistics, stride, statistics_stride, columns, first, BLOCK: tl.constexpr
+    ):
+        """One row: take its logits into the log of its denominator, and its target's logit."""
         row = tl.program_id(0).to(tl.int64)
         logits += row * stride
-        peak = tl.load(statistics + row)
-        total = tl.load(statistics + rows + row)
+        statistics += row
+        # What the columns before came to is one more term of the sum.
+        before = tl.load(statistics)
+        peak = before
+        total = 0.0
         for start in range(0, columns, BLOCK):
             column = start + tl.arange(0, BLOCK)
             inside = column < columns
@@ -56,17 +65,17 @@ if triton is not None:
             higher = tl.maximum(peak, tl.max(score, 0))
             # ∞ - ∞ must not reach the exponential where nothing but forbidden words have come yet.
             shift = tl.where(higher == -float("inf"), 0.0, higher)
-            total = total * tl.exp2((peak - shift) * _LOG2_E)
-            total += tl.sum(tl.exp2((score - shift) * _LOG2_E), 0)
+            total = total * tl.exp2((peak - shift) * _LOG2_E) + tl.sum(tl.exp2((score - shift) * _LOG2_E), 0)
             peak = higher
-        tl.store(statistics + row, peak)
-        tl.store(statistics + rows + row, total)
+        shift = tl.where(peak == -float("inf"), 0.0, peak)
+        total += tl.exp2((before - shift) * _LOG2_E)
+        tl.store(statistics, shift + tl.log2(total) / _LOG2_E)
         target = tl.load(targets + row) - first
         here = (target >= 0) & (target < columns)
         picked = tl.load(logits + target, mask=here, other=0.0).to(tl.float32)
         if bias is not None:
             picked += tl.load(bias + target, mask=here, other=0.0).to(tl.float32)
-        tl.store(statistics + 2 * rows + row, picked, mask=here)
+        tl.store(statistics + statistics_stride, picked, mask=here)
 
     @triton.jit(do_not_specialize=["rows", "columns", "first", "chunk"])
     def _gradient_kernel(
@@ -78,6 +87,7 @@ if triton is not None:
         output,
         bias_sums,
         stride,
+        gradient_stride,
         output_stride,
         rows,
         columns,
@@ -102,7 +112,7 @@ if triton is not None:
                 score += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
             log_sum = tl.load(normalizer + row, mask=there, other=float("inf"))
             target = tl.load(targets + row, mask=there, other=-1) - first
-            scale = tl.load(gradient + row, mask=there, other=0.0)
+            scale = tl.load(gradient + row * gradient_stride, mask=there, other=0.0)
             result = tl.exp2((score - log_sum[:, None]) * _LOG2_E)
             result = (result - tl.where(column[None, :] == target[:, None], 1.0, 0.0)) * scale[:, None]
             sums += tl.sum(result, 0)
@@ -120,8 +130,8 @@ if triton is not None:
         Args:
             logits: (n, w) without the bias, the columns from `first` on. bias: (w,) or None.
             targets: (n,), a column each, in this block or another.
-            statistics: (3, n) fp32, of the columns so far: the maximum, at first -∞; the sum of exponentials above it,
-                at first 0; the target's logit.
+            statistics: (2, n) fp32, of the columns so far: log of the sum of exponentials, at first -∞; the target's
+                logit.
         """
         rows, columns = logits.shape
         if rows == 0:
@@ -134,7 +144,7 @@ if triton is not None:
                 targets,
                 statistics,
                 logits.stride(0),
-                rows,
+                statistics.stride(0),
                 columns,
                 first,
                 BLOCK=block,
@@ -181,6 +191,7 @@ if triton is not None:
                 output,
                 sums if wants_sums else None,
                 logits.stride(0),
+                gradient.stride(0),
                 output.stride(0),
                 rows,
                 columns,

@@ -7,6 +7,7 @@ Layers are plain `nn.Linear`, so that whoever quantises, adapts or offloads them
 caller who takes the faster product (`project`).
 """
 
+import contextlib
 import functools
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as all_modules
 
-__all__ = ["product", "project"]
+__all__ = ["product", "project", "project_after"]
 
 FEW_ROWS = 128
 
@@ -123,6 +124,91 @@ def project(layer: nn.Module, states: Tensor) -> Tensor:
     if type(layer) is nn.Linear and not torch.compiler.is_compiling() and not _is_wrapped(layer):
         return product(states, layer.weight, layer.bias)
     return layer(states)
+
+
+def project_after(
+    memory: Tensor | None, segment: Tensor, first: nn.Module, second: nn.Module
+) -> tuple[Tensor, Tensor]:
+    """`project` of [memory, segment] by two layers.
+
+    Where the memory needs no gradient, none is computed for its rows; under autocast both are joined in its type.
+
+    Args:
+        memory: (B, m, k) or None. segment: (B, L, k). first, second: linear layers, (…, k) → (…, n).
+
+    Returns:
+        (B, m + L, n) of each layer.
+    """
+    if memory is None or memory.shape[1] == 0:
+        return project(first, segment), project(second, segment)
+    device = segment.device.type
+    autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocasts:
+        dtype = torch.get_autocast_dtype(device)
+        memory, segment = memory.to(dtype), segment.to(dtype)
+    if memory.requires_grad or not _is_trained_plainly(segment, first, second):
+        joined = torch.cat([memory, segment], dim=1)
+        return project(first, joined), project(second, joined)
+    weights = [layer.weight.to(segment.dtype) for layer in (first, second)]
+    with torch.autocast(device, enabled=False) if autocasts else contextlib.nullcontext():
+        return _ProjectionAfterMemory.apply(memory, segment, *weights)[:2]
+
+
+def _is_trained_plainly(states: Tensor, *layers: nn.Module) -> bool:
+    """Whether a gradient of these states will be wanted, and nobody but us has to do with the layers."""
+    tensors = [states, *(layer.weight for layer in layers if type(layer) is nn.Linear)]
+    return (
+        torch.is_grad_enabled()
+        and states.requires_grad
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and all(type(layer) is nn.Linear and layer.bias is None and not _is_wrapped(layer) for layer in layers)
+        and all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+        and not any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)
+        and all(forward_ad.unpack_dual(tensor).tangent is None for tensor in tensors)
+    )
+
+
+class _ProjectionAfterMemory(torch.autograd.Function):
+    """Two projections of memory and segment, of which the memory gets no gradient.
+
+    The joined states are a result too, so that a second derivative finds where they came from.
+    """
+
+    @staticmethod
+    def forward(ctx, memory, segment, first, second):
+        joined = torch.cat([memory, segment], dim=1)
+        ctx.save_for_backward(joined, first, second)
+        ctx.set_materialize_grads(False)
+        ctx.segment_length = segment.shape[1]
+        return product(joined, first), product(joined, second), joined
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        joined, *weights = ctx.saved_tensors
+        *of_results, of_joined = gradients
+        of_segment = None if of_joined is None else of_joined[:, -ctx.segment_length :]
+        of_weights: list[Tensor | None] = []
+        for grad, weight, needed in zip(of_results, weights, ctx.needs_input_grad[2:], strict=True):
+            if grad is not None:
+                of_segment = _add_product(of_segment, grad[:, -ctx.segment_length :], weight)
+            wanted = needed and grad is not None
+            of_weights.append(product(grad.flatten(0, 1).t(), joined.flatten(0, 1).t()) if wanted else None)
+        return None, of_segment, *of_weights
+
+
+def _add_product(total: Tensor | None, rows: Tensor, matrix: Tensor) -> Tensor:
+    """total + (B, L, n) · (n, k), of rows that lie apart in memory."""
+    if not _multiplies_batches(rows):
+        share = product(rows.reshape(-1, rows.shape[-1]), matrix.t()).view(*rows.shape[:2], -1)
+        return share if total is None else total + share
+    matrix = matrix.expand(len(rows), -1, -1)
+    return torch.bmm(rows, matrix) if total is None else torch.baddbmm(total, rows, matrix)
+
+
+def _multiplies_batches(rows: Tensor) -> bool:
+    """Whether rows that lie apart are multiplied there: on a GPU, where bringing them together takes longer."""
+    return not rows.is_cpu
 
 
 def _is_wrapped(layer: nn.Linear) -> bool:

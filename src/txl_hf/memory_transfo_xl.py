@@ -228,15 +228,19 @@ def remember(
         memory, entered: n_layer tensors each, (B, m, D) and (B, L, D), that entered the layers.
 
     Returns:
-        `mems`, NaN where they are not real, and `mems_mask`.
+        `mems`, NaN where they are not real, and `mems_mask`. No state is copied that need not be.
     """
     memory_length, segment_length = memory[0].shape[1], entered[0].shape[1]
     end = memory_length + max(0, segment_length - lengths.ext_len)
     start = max(0, end - lengths.mem_len)
-    mems = tuple(
-        torch.cat([old[:, start:], new[:, max(0, start - memory_length) : end - memory_length]], dim=1).detach()
-        for old, new in zip(memory, entered, strict=True)
-    )
+    if start == memory_length and end == start + segment_length:
+        # The segment is the memory. What entered the first layer may be the caller's, who may write there again.
+        mems = (entered[0].detach().clone(), *(states.detach() for states in entered[1:]))
+    else:
+        mems = tuple(
+            torch.cat([old[:, start:], new[:, max(0, start - memory_length) : end - memory_length]], dim=1).detach()
+            for old, new in zip(memory, entered, strict=True)
+        )
     # Tokens that are read again tell again where their documents begin.
     key_mask = forget(opened, end - memory_length)
     mems_mask = None if key_mask is None else drop_idle_mask(key_mask[:, start:end])

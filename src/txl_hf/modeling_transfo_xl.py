@@ -30,6 +30,7 @@ from .adaptive_transfo_xl import (
     InputProjection,
     OutputLayer,
     OutputProjection,
+    TargetsByBin,
     check_labels,
 )
 from .attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, check_implementation, relative_attention
@@ -37,7 +38,7 @@ from .configuration_transfo_xl import TransfoXLConfig
 from .generation_transfo_xl import TransfoXLGenerationMixin
 from .inputs_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, document_starts
 from .layout_transfo_xl import TransfoXLLayoutMixin
-from .linear_transfo_xl import project
+from .linear_transfo_xl import project, project_after
 from .memory_transfo_xl import (
     FilledLengths,
     MemoryCache,
@@ -194,27 +195,28 @@ class TransfoXLAttention(nn.Module):
         first_key: Tensor | None = None,
         past_key_values: Cache | None = None,
         implementation: str | None = None,
+        memory: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
             hidden_states: (B, L, D), what the queries are made of.
-            context: (B, n, D), what new keys and values are made of: the segment, after the memory if there is one.
+            context: (B, n, D), what new keys and values are made of, behind those of `memory`.
             key_length: K.
             distances: what encodes them, but for what this layer has of its own.
             key_mask, window, first_key: see `relative_attention`.
             past_key_values: holds the keys and values of the memory and takes those of `context`.
             implementation: the backend, by default that of the configuration.
+            memory: (B, m, D), or None where `context` begins with it or there is none.
 
         Returns:
             (B, L, D), and the probabilities where the backend has them.
         """
         query = self._split_heads(project(self.q_proj, hidden_states))
-        key = self._split_heads(project(self.k_proj, context))
-        value = self._split_heads(project(self.v_proj, context))
+        key, value = (self._split_heads(states) for states in project_after(memory, context, self.k_proj, self.v_proj))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         # A cache that never forgets holds more than the memory.
-        key, value = (states.narrow(2, -key_length, key_length) for states in (key, value))
+        key, value = _last(key, 2, key_length), _last(value, 2, key_length)
         content_bias = distances.content_bias if self.content_bias is None else self.content_bias
         position_bias = distances.position_bias if self.position_bias is None else self.position_bias
         attended, probabilities = relative_attention(
@@ -243,7 +245,7 @@ class TransfoXLAttention(nn.Module):
             rel_key = self._project(positions)
         else:
             rel_key = distances.kept.rel_key(self.layer_idx, lambda: self._project(positions))
-        return rel_key.narrow(1, -key_length, key_length).to(dtype)
+        return _last(rel_key, 1, key_length).to(dtype)
 
     def _project(self, positions: Tensor) -> Tensor:
         """(n, D) sinusoids or (n, H, Dh) learned keys → (H, n, Dh)."""
@@ -319,12 +321,12 @@ class TransfoXLLayer(GradientCheckpointingLayer):
         Returns:
             (B, L, D).
         """
-        context = hidden_states if memory is None else torch.cat([memory, hidden_states], dim=1)
-        queries = hidden_states
+        context = queries = hidden_states
         if self.pre_lnorm:
-            context = self.self_attn_layer_norm(context)
-            queries = context[:, -hidden_states.shape[1] :] if self.normalize_queries else hidden_states
-        attended = self.self_attn(queries, context, **kwargs)[0]
+            context = hidden_states if memory is None else torch.cat([memory, hidden_states], dim=1)
+            context, memory = self.self_attn_layer_norm(context), None
+            queries = _last(context, 1, hidden_states.shape[1]) if self.normalize_queries else hidden_states
+        attended = self.self_attn(queries, context, memory=memory, **kwargs)[0]
         hidden_states = _join(hidden_states, attended, self.self_attn_gate)
         if self.pre_lnorm:
             return _join(hidden_states, self.mlp(self.mlp_layer_norm(hidden_states)), self.mlp_gate)
@@ -739,6 +741,10 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         shift_labels = kwargs.pop("shift_labels", None)
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         logits_top_k = kwargs.pop("logits_top_k", None)
+        if output_logits is None:
+            output_logits = self.config.output_logits or not self.config.cutoffs
+        # Before the layers, so that a GPU has the numbers ready when the host asks for them.
+        by_bin = None if output_logits else self._sort_early(labels, shift_labels)
         outputs = self.transformer(
             input_ids,
             mems=mems,
@@ -754,8 +760,6 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         )
         hidden_states = outputs.last_hidden_state
         targets = _targets(labels, shift_labels, hidden_states.shape[:2])
-        if output_logits is None:
-            output_logits = self.config.output_logits or not self.config.cutoffs
 
         loss, losses, logits = None, None, None
         if targets is None:
@@ -763,7 +767,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         else:
             predicting = hidden_states[:, : targets.shape[1]]
             if not output_logits:
-                losses = self.lm_head(predicting.flatten(0, 1), targets.flatten()).view(targets.shape)
+                losses = self.lm_head(predicting.flatten(0, 1), targets.flatten(), by_bin=by_bin).view(targets.shape)
             else:
                 logits = self.lm_head(hidden_states)
                 losses = _pick_losses(logits[:, : targets.shape[1]], targets)
@@ -780,6 +784,14 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             losses=losses,
             mems_mask=outputs.mems_mask,
         )
+
+    def _sort_early(self, labels: Tensor | None, shift_labels: Tensor | None) -> TargetsByBin | None:
+        """The targets of labels that are (B, L), sorted by bin; of others their check will tell."""
+        given = labels if shift_labels is None else shift_labels
+        if given is None or given.dim() != 2 or given.is_floating_point() or torch.jit.is_tracing():
+            return None
+        targets = given[:, 1:] if shift_labels is None else given
+        return self.lm_head.sort_targets(targets.flatten())
 
 
 TransfoXLLMHeadModel = TransfoXLForCausalLM
@@ -969,6 +981,11 @@ def _pick_losses(log_probs: Tensor, targets: Tensor) -> Tensor:
     ignored = targets == -100
     picked = log_probs.gather(-1, targets.masked_fill(ignored, 0)[..., None])[..., 0]
     return -picked.masked_fill(ignored, 0)
+
+
+def _last(states: Tensor, dim: int, length: int) -> Tensor:
+    """The last `length` in a dimension; where these are all, the same tensor: a slice would cost a copy backward."""
+    return states if states.shape[dim] == length else states.narrow(dim, -length, length)
 
 
 def _keep(states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
