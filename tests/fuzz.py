@@ -282,21 +282,22 @@ def watch(target: str, seed: int, minutes: float) -> bool:
     command = [sys.executable, __file__, "--target", target, "--seed", str(seed), "--minutes", str(minutes), "--work"]
     first, failed, end = 0, False, time.monotonic() + 60 * minutes
     while time.monotonic() < end:
-        # Appended to, because whoever reads it moves the place where the other would write.
-        with tempfile.TemporaryFile("a+") as log:
-            process = subprocess.Popen([*command, "--first", str(first)], stdout=log, stderr=subprocess.STDOUT)
+        with tempfile.TemporaryDirectory() as folder:
+            # Opened twice: who shares a file shares the place in it, and the one moves it while the other reads.
+            log = Path(folder) / "log"
+            with log.open("wb") as written:
+                process = subprocess.Popen([*command, "--first", str(first)], stdout=written, stderr=subprocess.STDOUT)
             last, since = None, time.monotonic()
             while process.poll() is None and time.monotonic() < end + CASE_SECONDS:
                 time.sleep(1)
-                log.seek(0)
-                cases = [line for line in log if line.startswith("case ")]
+                cases = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("case ")]
                 if cases and cases[-1] != last:
                     last, since = cases[-1], time.monotonic()
                 elif time.monotonic() - since > CASE_SECONDS + 60 * (last is None):
                     process.kill()
             process.kill()
-            log.seek(0)
-            lines = log.read().splitlines()
+            process.wait()
+            lines = log.read_text(errors="replace").splitlines()
         ran = [int(line.split()[1]) for line in lines if line.startswith("case ")]
         print(*(line for line in lines if not line.startswith("case ")), sep="\n")
         print(f"{target}: seed {seed}, cases {first} to {ran[-1] if ran else first}, exit status {process.returncode}")
