@@ -102,10 +102,11 @@ paper: venv
 music: $(VENV)/music-installed
 	test -d $(MUSIC)/chorales || $(BIN)/python examples/music/chorales.py --output $(MUSIC)/chorales
 	test -d $(MUSIC)/data || $(BIN)/txl-prepare --corpus midi --input $(MUSIC)/chorales/midi \
-		--tokenizer $(MUSIC)/chorales/tokenizer --transpose 3 --output $(MUSIC)/data
+		--tokenizer $(MUSIC)/chorales/tokenizer --bpe 700 --transpose 3 --output $(MUSIC)/data
 	$(BIN)/txl-train examples/recipes/music_small.yaml --data $(MUSIC)/data --output $(MUSIC)/model --resume
 	rm -rf $(MUSIC)/pieces
-	$(BIN)/python examples/music/generate.py --model $(MUSIC)/model --output $(MUSIC)/pieces --count 5 --bars 16 --wav
+	$(BIN)/python examples/music/generate.py --model $(MUSIC)/model --output $(MUSIC)/pieces --count 5 --bars 16 \
+		$(if $(shell command -v fluidsynth),--wav)
 	$(BIN)/python examples/music/measures.py --pieces $(MUSIC)/pieces --corpus $(MUSIC)/chorales/midi --output $(MUSIC)/pieces/README.md
 
 clean:

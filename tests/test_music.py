@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -244,16 +245,35 @@ def test_a_piece_that_is_cut_off_ends_with_a_whole_event(saved, tmp_path):
         (["--key", "D#"], "--key D# must be a letter"),
         (["--tempo", "1"], "--tempo 1 is outside the model's 40 to 250"),
         (["--prompt", "none.mid"], "--prompt none.mid cannot be read"),
-        (["--soundfont", "none.sf2", "--wav"], "--soundfont none.sf2 does not exist"),
+        (["--wav"], "--wav needs the program fluidsynth: apt install fluidsynth"),
         (["--output", "."], "--output . exists"),
     ],
 )
 def test_what_cannot_be_written_is_refused_in_one_line(saved, tmp_path, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit) as refused:
         generate.main(["--model", str(saved), "--output", "pieces", *options])
     assert message in refused.value.code and "\n" not in refused.value.code
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recording_is_that_of_fluidsynth(saved, tmp_path, monkeypatch):
+    """By a stand-in, which writes down what it was asked for."""
+    program = tmp_path / "bin" / "fluidsynth"
+    program.parent.mkdir()
+    program.write_text(
+        '#!/bin/sh\nfor a; do last=$a; [ "$before" = -F ] && out=$a; before=$a; done; echo "$@" > "$out"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    options = ["--model", str(saved), "--output", str(tmp_path / "pieces"), "--bars", "1", "--wav", "--soundfont"]
+    with pytest.raises(SystemExit, match="--soundfont .*none.sf2 does not exist"):
+        generate.main([*options, str(tmp_path / "none.sf2")])
+    (tmp_path / "sounds.sf2").touch()
+    generate.main([*options, str(tmp_path / "sounds.sf2")])
+    asked = (tmp_path / "pieces" / "piece-1.wav").read_text().split()
+    assert asked[-2:][0] == str(tmp_path / "sounds.sf2") and asked[-1].endswith("piece-1.mid")
 
 
 # --- what pieces are made of -----------------------------------------------------------------------------------------

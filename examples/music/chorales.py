@@ -32,9 +32,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def chorale_paths() -> list[Path]:
+    """Each chorale once; of some there are files in two formats."""
     from music21 import corpus
 
-    return sorted(path for path in map(Path, corpus.getComposer("bach")) if path.name.startswith("bwv"))
+    paths = {path.stem: path for path in map(Path, corpus.getComposer("bach")) if path.name.startswith("bwv")}
+    return [paths[name] for name in sorted(paths)]
 
 
 def write_chorale(path: Path, target: Path) -> bool:

@@ -7,12 +7,14 @@
 Each piece is a MIDI file, a picture of its notes (a piano roll), and with --wav a recording. The model remembers the
 last --memory-length tokens however long the piece is. What may follow what is told by MidiTok's own graph of token
 types (`MusicGrammar`), so that every file is valid, also of a model that has hardly learned. --key and --tempo begin a
-piece; they are not held on to. The sounds of --wav are those of --soundfont, or else of the soundfont that the
-distribution's packages (`fluid-soundfont-gm`) or pretty_midi bring.
+piece; they are not held on to. --wav needs the program fluidsynth, of the distribution's packages; its sounds are
+those of --soundfont, or else of the soundfont that these (`fluid-soundfont-gm`) or pretty_midi bring.
 """
 
 import argparse
 import re
+import shutil
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -193,6 +195,13 @@ def draw(score: symusic.Score, path: Path, title: str):
 
 
 def find_soundfont(given: Path | None) -> Path:
+    """The sounds that are asked for, or that there are.
+
+    Raises:
+        ValueError: there are none, or nothing that plays them.
+    """
+    if shutil.which("fluidsynth") is None:
+        raise ValueError("--wav needs the program fluidsynth: apt install fluidsynth, or brew install fluid-synth")
     if given is not None:
         if not given.is_file():
             raise ValueError(f"--soundfont {given} does not exist")
@@ -205,10 +214,12 @@ def find_soundfont(given: Path | None) -> Path:
     return found[0]
 
 
-def record(score: symusic.Score, path: Path, soundfont: Path):
-    rate = 44_100
-    sound = symusic.Synthesizer(sf_path=str(soundfont), sample_rate=rate).render(score, stereo=True)
-    symusic.dump_wav(str(path), sound, sample_rate=rate)
+def record(midi: Path, soundfont: Path):
+    """A WAV file beside a MIDI file."""
+    command = ["fluidsynth", "-n", "-i", "-q", "-r", "44100", "-F", midi.with_suffix(".wav"), soundfont, midi]
+    run = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if run.returncode != 0 or not midi.with_suffix(".wav").exists():
+        raise ValueError(f"fluidsynth made no sound of {midi.name} with {soundfont}: {run.stderr}")
 
 
 def main(arguments: list[str] | None = None):
@@ -232,7 +243,7 @@ def main(arguments: list[str] | None = None):
                 score.dump_midi(folder / f"piece-{i}.mid")
                 draw(score, folder / f"piece-{i}.png", f"piece {i}")
                 if soundfont is not None:
-                    record(score, folder / f"piece-{i}.wav", soundfont)
+                    record(folder / f"piece-{i}.mid", soundfont)
                 seconds = score.to("second").end()
                 print(f"piece {i}: {len(ids):,} tokens, {score.note_num():,} notes, {seconds:.0f} s of music")
     print(f"{options.output} has {options.count} piece(s); the model remembered {model.config.mem_len} tokens.")
