@@ -406,6 +406,21 @@ def test_misshapen_head_can_be_replaced(tmp_path):
     assert {name for name, *_ in info["mismatched_keys"]} == {"score.weight"}
 
 
+@pytest.mark.parametrize(
+    "claim", [{"n_layer": 1000, "d_inner": 2**20}, {"attn_type": 1, "tgt_len": 10**9}], ids=["layers", "positions"]
+)
+def test_a_configuration_that_claims_what_the_file_does_not_hold_costs_nothing(tmp_path, claim):
+    """What is missing would be made first, 260 GB of it."""
+    build().save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    kept = {name: tensor for name, tensor in state.items() if not name.startswith("transformer.layers.")}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text()) | {"max_klen": None} | claim
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"lacks transformer.*, \d+ GB in all: its config.json"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loader.__name__)
 @pytest.mark.parametrize("left", [-500, 20, 0], ids=["tail-lost", "header-lost", "empty"])
 def test_truncated_file_is_named(tmp_path, loader, left):

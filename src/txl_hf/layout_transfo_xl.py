@@ -31,6 +31,10 @@ from .unpickle_transfo_xl import load as load_pickle
 
 __all__ = ["CheckpointError", "TransfoXLLayoutMixin", "model_card", "plain_markdown"]
 
+# What a head that a checkpoint lacks may take beside twice the checkpoint.
+NEW_BYTES = 1 << 30
+MOST_NAMES = 16
+
 
 class _Split(WeightConverter):
     """One tensor on disk, several in memory. Quantizers get them one by one: most would keep the first alone."""
@@ -217,7 +221,7 @@ class TransfoXLLayoutMixin(PreTrainedModel):
                 names -= set(model.all_tied_weights_keys)
                 missing -= names if names <= missing else set()
         if missing and not output_loading_info and name is not None:
-            raise CheckpointError(f"the checkpoint {name} lacks {', '.join(sorted(missing))}")
+            raise CheckpointError(f"the checkpoint {name} lacks {_listed(missing)}")
         return (model, info) if output_loading_info else model
 
     @staticmethod
@@ -237,10 +241,12 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         if info.mismatched_keys and not load_config.ignore_mismatched_sizes:
             shapes = [f"{key} is {tuple(found)}, not {tuple(right)}" for key, found, right in info.mismatched_keys]
             where = load_config.pretrained_model_name_or_path
-            raise CheckpointError(f"the checkpoint {where} does not fit the model: {'; '.join(sorted(shapes))}")
+            raise CheckpointError(f"the checkpoint {where} does not fit the model: {_listed(shapes, '; ')}")
         # A tied tensor of another shape is to be tied, not compared with what it is tied to.
         tied = set(model.all_tied_weights_keys)
         info.missing_keys |= {key for key, *_ in info.mismatched_keys if key in tied}
+        if files:
+            _check_room(model, info.missing_keys - tied, files, load_config.pretrained_model_name_or_path)
         return info, offload
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor], *args, **kwargs):
@@ -288,6 +294,27 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         """
         card = model_card(repo_id, self.config, type(self)._auto_class or "AutoModel", tags=tags, **data)
         path.write_text(card + SIGNATURE.format(digest=_digest(card)), encoding="utf-8")
+
+
+def _check_room(model: PreTrainedModel, missing: Iterable[str], files: Iterable[str], name: str):
+    """Raise a CheckpointError where a configuration of a few bytes claims a model that the files do not hold.
+
+    What is missing is made anew before anyone is told of it: a head should be, a thousand layers should not.
+    """
+    absent = {key: model.get_parameter_or_buffer(key) for key in missing}
+    size = sum(tensor.nbytes for tensor in absent.values())
+    if size > 2 * sum(os.path.getsize(file) for file in files) + NEW_BYTES:
+        raise CheckpointError(
+            f"the checkpoint {name} lacks {_listed(absent)}, {size / 1e9:.0f} GB in all: its config.json is that of "
+            "another model"
+        )
+
+
+def _listed(names: Iterable[str], separator: str = ", ") -> str:
+    """The first names in order, and how many there are besides."""
+    names = sorted(names)
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return separator.join(names[:MOST_NAMES]) + more
 
 
 def _digest(card: str) -> str:
