@@ -370,6 +370,13 @@ def test_adam_has_its_decay_in_the_gradient_and_adamw_beside_it(tmp_path, make_m
     assert sorted(parameters) == sorted(map(id, model.parameters()))
 
 
+@pytest.mark.parametrize("name", ["seed", "decay_steps", "warmup_steps", "mem_len"])
+def test_what_may_be_zero(tmp_path, name):
+    recipe = write_recipe(tmp_path / "recipe.yaml", **{name: 0})
+    groups = parse_arguments([str(recipe), "--data", "d", "--output", "o"])
+    assert 0 in [getattr(group, name) for group in groups if hasattr(group, name)]
+
+
 def test_muon_is_for_the_matrices_of_the_layers(tmp_path, make_model):
     """Its steps are orthogonal, and as long as AdamW's; everything else has AdamW, and nothing is left out."""
     model = make_model(init_std=0.02)

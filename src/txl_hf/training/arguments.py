@@ -18,7 +18,10 @@ from ..regularization_arguments import RegularizationArguments
 SPLITS = ("train", "validation", "test")
 # Settings of any model that may change in fine-tuning.
 CHANGEABLE = ("dropout", "dropatt", "tgt_len", "mem_len", "ext_len", "clamp_len", "same_length")
-MAY_BE_ZERO = ("mem_len", "ext_len", "eval_mem_len", "eval_ext_len", "warmup_steps", "average_start", "attn_type")
+MAY_BE_ZERO = (
+    *("mem_len", "ext_len", "eval_mem_len", "eval_ext_len", "attn_type"),
+    *("warmup_steps", "decay_steps", "average_start", "seed"),
+)
 MAY_BE_NEGATIVE = ("clamp_len", "eval_clamp_len")
 
 
