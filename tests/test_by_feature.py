@@ -1,6 +1,8 @@
 """The scripts of examples/by_feature: the command of each docstring, what it reports and writes, what is refused."""
 
+import csv
 import importlib
+import json
 import re
 import shlex
 import sys
@@ -22,7 +24,7 @@ from accelerate.state import AcceleratorState
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "by_feature"
-SCRIPTS = ["classification", "document_resets", "lora", "music_events", "streaming_generation"]
+SCRIPTS = ["classification", "document_resets", "lora", "memory_agent", "music_events", "streaming_generation"]
 
 
 def test_all_scripts_are_tested():
@@ -94,13 +96,28 @@ def test_music_events(tmp_path):
 
 
 def test_document_resets(tmp_path):
-    printed = smoke("document_resets", tmp_path, "--output", tmp_path / "model")
-    alone, together, difference, leaking = figures(
-        r"([\d.]+) read alone.*\n +([\d.]+) read together; .* than (\S+)\n +([\d.]+) read together without", printed
+    printed = smoke("document_resets", tmp_path, "--output", tmp_path / "model", "--row", tmp_path / "row.csv")
+    alone, together, difference, _, shown = figures(
+        r"([\d.]+) read alone.*\n +([\d.]+) read together; .* than (\S+)\n"
+        r" +([\d.]+) read together without resets, up to (\S+) off",
+        printed,
     )
     assert difference < 1e-4 and abs(together - alone) < 2e-4
-    assert abs(leaking - together) > 1e-3, "what is not reset shows"
+    assert shown > 1e-3, "what is not reset shows"
     assert (tmp_path / "model" / "model.safetensors").is_file()
+    packed, padded = figures(r"training: (\d+) packed, (\d+) padded", printed)
+    assert packed > 0 and padded > 0
+    [row] = csv.DictReader((tmp_path / "row.csv").open(newline=""))
+    assert float(row["packed_tokens_per_second"]) == packed and row["hardware"] and row["date"]
+
+
+def test_memory_agent(tmp_path):
+    """On a task that needs no package."""
+    printed = smoke("memory_agent", tmp_path, "--output", tmp_path / "whole")
+    assert re.search(r"recall-transfo-xl-1: -?[01]\.\d+ on 8 held-out episodes", printed)
+    folder = tmp_path / "whole" / "recall-transfo-xl-1"
+    assert {"checkpoint.pt", "result.json"} <= {path.name for path in folder.iterdir()}
+    assert any(path.name.startswith("events.out.tfevents") for path in folder.iterdir())
 
 
 # --- what they are made of -------------------------------------------------------------------------------------------
@@ -165,12 +182,32 @@ def test_segments_hold_every_document_once_and_in_order(script, batch_size):
 @pytest.mark.parametrize("attn_implementation", ["sdpa", "eager"])
 def test_documents_together_cost_what_each_costs_alone(script, make_model, make_ids, attn_implementation):
     """Of lengths that end in the middle of segments, at their ends, and after one token; longer than the memory."""
-    model = make_model(attn_implementation, same_length=True, mem_len=7)
+    model = make_model(attn_implementation, mem_len=7)
     documents = [make_ids(1, length, seed=length)[0] for length in (5, 2, 17, 31, 4, 9, 13, 3, 26)]
-    alone = torch.tensor([evaluate_language_model(model, ids, 4).bits_per_token for ids in documents])
+    settings = {"segment_length": 4, "same_length": True}
+    alone = torch.tensor([evaluate_language_model(model, ids, **settings).bits_per_token for ids in documents])
     module = script("document_resets")
-    torch.testing.assert_close(module.evaluate(model, documents, 4, 3), alone, rtol=1e-5, atol=1e-5)
-    assert (module.evaluate(model, documents, 4, 3, reset=False) - alone).abs().max() > 0.01
+    torch.testing.assert_close(module.cost(model, documents, 4), alone, rtol=1e-5, atol=1e-5)
+    assert (module.cost(model, documents, 4, resets=False) - alone).abs().max() > 0.01
+
+
+def test_packing_and_padding_read_the_same_documents(script, make_model, make_ids):
+    """Each token but the very first is learned from; padded, but for the first of each document."""
+    module, documents = script("document_resets"), [make_ids(1, length, seed=length)[0] for length in (5, 2, 17, 9)]
+    packed, padded = list(module.packed(documents, 4, 2)), list(module.segments(documents, 4, 2))
+    count = lambda batches: sum(int((batch["shift_labels"] != -100).sum()) for batch in batches)  # noqa: E731
+    assert count(packed) == 33 - 1 and count(padded) == 33 - 4
+    assert sum(int(batch["resets"].sum()) for batch in packed) == 3
+    assert set(module.compare(make_model(), documents, 4, 2, rounds=1)) == {"packed", "padded"}
+    # In the padded way a document starts without memory too.
+    model, memory, losses = make_model(mem_len=40), {}, torch.zeros(4)
+    for batch in padded:
+        with torch.no_grad():
+            outputs = model(**module.with_memory_columns(batch, memory), **memory)
+        memory, read = module.memory_of(outputs), batch["document"] >= 0
+        losses.index_add_(0, batch["document"][read], outputs.losses.sum(1)[read])
+    alone = [model(ids[None], labels=ids[None]).losses.sum().item() for ids in documents]
+    torch.testing.assert_close(losses, torch.tensor(alone), rtol=1e-4, atol=1e-4)
 
 
 def test_attributes_of_events_have_one_scale(script, make_config):
@@ -282,3 +319,80 @@ def test_an_error_as_a_user_sees_it(checkpoint, tmp_path):
     assert process.returncode == 1 and process.stdout == ""
     assert process.stderr == "error: [Errno 2] No such file or directory: 'missing.txt'\n"
     assert list(tmp_path.iterdir()) == []
+
+
+# --- the agent with a memory -----------------------------------------------------------------------------------------
+
+
+def agent_options(module, folder: Path, *further: str):
+    sizes = ["--num-envs", "4", "--window", "10", "--width", "16", "--steps", "240", "--block", "2", "--episodes", "4"]
+    return module.PARSER.parse_args(["--env", "recall", "--output", str(folder), *sizes, *further])
+
+
+@pytest.mark.parametrize("memory", ["transfo-xl", "gru", "none"])
+def test_an_agent_learns_from_windows_what_it_did_step_by_step(script, tmp_path, memory):
+    module = script("memory_agent")
+    run = module.Run(agent_options(module, tmp_path, "--memory", memory))
+    run.begin_block()
+    begun = []
+    for _ in range(4):
+        rollout, _ = run.play()
+        assert rollout.observations.shape == (4, 10, 4)
+        assert run.learn(rollout)["first_ratio"] < 1e-5
+        begun += rollout.resets[0].nonzero()[:, 0].tolist()
+    assert begun == [0, 0], "two episodes of 20 steps, in four windows of 10"
+    wanted = module.count(module.Run(agent_options(module, tmp_path / "other")).agent)
+    assert abs(module.count(run.agent) - wanted) < 0.05 * wanted
+
+
+def test_an_agent_goes_on_as_if_it_had_not_been_stopped(script, tmp_path, capsys):
+    module = script("memory_agent")
+    module.Run(agent_options(module, tmp_path / "whole")).train()
+    stopped = module.Run(agent_options(module, tmp_path / "stopped"))
+    save = stopped.save
+
+    def save_and_stop():
+        save()
+        raise KeyboardInterrupt
+
+    stopped.save = save_and_stop
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    assert stopped.update == 2
+    module.Run(agent_options(module, tmp_path / "stopped", "--resume")).train()
+    names = ("curve", "held_out")
+    whole, resumed = (
+        json.loads((tmp_path / name / "recall-transfo-xl-1" / "result.json").read_text())
+        for name in ("whole", "stopped")
+    )
+    assert [whole[name] for name in names] == [resumed[name] for name in names] and len(whole["curve"]) == 3
+    with pytest.raises(ValueError, match="recall-transfo-xl-1 exists: go on with --resume"):
+        module.Run(agent_options(module, tmp_path / "whole"))
+    module.tabulate(tmp_path / "whole")
+    assert "recall  transfo-xl" in capsys.readouterr().out
+    [row] = csv.DictReader((tmp_path / "whole" / "agents.csv").open(newline=""))
+    assert row["memory"] == "transfo-xl" and (tmp_path / "whole" / "agents.png").stat().st_size > 5000
+
+
+def test_tasks_that_are_not_installed_are_named(script, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "popgym", None)
+    monkeypatch.setitem(sys.modules, "popgym.envs", None)
+    monkeypatch.setitem(sys.modules, "popgym.envs.repeat_previous", None)
+    said = refused(script, monkeypatch, "memory_agent", "--env", "repeat_previous", "--output", tmp_path / "agents")
+    assert "--env repeat_previous is POPGym's: pip install popgym" in said and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("task", "features", "actions"), [("repeat_previous", 4, 4), ("position_cartpole", 2, 2)])
+def test_tasks_of_popgym(script, task, features, actions):
+    pytest.importorskip("popgym")
+    environments = script("memory_agent").Environments(task, 3)
+    assert (environments.features, environments.actions) == (features, actions)
+    first = environments.reset([(7, i) for i in range(3)])
+    assert first.shape == (3, features) and torch.equal(first, environments.reset([(7, i) for i in range(3)]))
+    begun = []
+    for step in range(60):
+        observations, rewards, begins, ended = environments.step(torch.full((3,), step % actions))
+        assert observations.shape == (3, features) and rewards.abs().max() <= 1
+        assert [each is not None for each in ended] == begins.tolist()
+        begun.append(begins)
+    assert torch.stack(begun).any(0).all()

@@ -63,7 +63,7 @@ def published(tmp_path_factory) -> Path:
 
 def test_every_python_block_runs(tmp_path, published):
     pages = [page for page in PAGES if blocks(page)]
-    assert {page.stem for page in pages} == {"README", "guide", "memory", "music", "training"}
+    assert {page.stem for page in pages} == {"README", "agents", "guide", "memory", "music", "training"}
     (tmp_path / "runner.py").write_text(RUNNER)
     with HubServer({"hf_token_of_user": "user", "hf_token_of_authors": "transfo-xl"}) as hub:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home")}

@@ -34,7 +34,8 @@ SHORTER = {
     "classification.py": "--epochs 1 --max-length 16",
     "streaming_generation.py": "--max-new-tokens 5",
     "music_events.py": "--steps 2 --layers 1 --width 16 --segment-length 8 --memory-length 8 --batch-size 2",
-    "document_resets.py": "--epochs 1 --segment-length 8 --batch-size 2",
+    "document_resets.py": "--epochs 1 --segment-length 8 --batch-size 2 --rounds 1",
+    "memory_agent.py": "--steps 128 --num-envs 4 --window 16 --width 16 --episodes 4",
 }
 # A process for each command, forked from one that has imported the libraries: seconds less a command.
 RUNNER = """
@@ -124,7 +125,15 @@ def test_examples(clone):
     assert {Path(words[1]).name for words in typed} == SHORTER.keys()
     printed = type_all(typed, clone)
     assert printed.count('"bits_per_token"') == 6, "three memory lengths of each of two models"
-    for output in ("runs/wikitext-2", "runs/book", "book-lora", "classifier", "melody-model.pt", "letters-model"):
+    for output in (
+        "runs/wikitext-2",
+        "runs/book",
+        "book-lora",
+        "classifier",
+        "melody-model.pt",
+        "letters-model",
+        "runs/agents",
+    ):
         assert (clone / output).exists()
 
 

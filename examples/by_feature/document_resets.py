@@ -1,29 +1,33 @@
-"""Fine-tune a checkpoint on documents that have nothing to do with one another: each starts without memory.
+"""Fine-tune a checkpoint on documents that have nothing to do with one another, packed: no token is padding.
 
     python examples/by_feature/document_resets.py --model demo-output --documents letters/*.txt --output letters-model
     python examples/by_feature/document_resets.py --smoke
 
-What is added to training with memory: rows of a batch read one document after the other, and where a row begins one,
-the memory columns of its `attention_mask` are 0, so that it starts afresh while other rows go on. A boundary within a
-segment does not occur, because segments are cut where documents end: a row that has less to read is padded on its
-right, and as its next segment starts afresh, the padding never lies between a text and its memory. The script shows
-that held-out documents then cost what each of them costs alone, and what they cost when the memory is not reset.
+What is added to training with memory is one argument. The documents are joined to one text, and `document_end` tells
+`TokenStream` where each ends: its items then have `resets`, and the model sees nothing before the document that it is
+in, be it in the memory or earlier in the segment. The script shows that held-out documents, read together, cost what
+each of them costs alone, and what they cost without resets. Then it times packing beside the padding that it saves,
+where segments end with documents and rows that have less to read are padded; `--row` appends the figures to a file.
 """
 
 import argparse
 import ast
+import csv
+import datetime
 import math
-from collections.abc import Iterator
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM, set_seed
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
 
 import common
-from txl_hf import evaluate_language_model
+from txl_hf import TokenStream, TransfoXLTrainer, token_losses
 from txl_hf.command_line import one_line_errors
 from txl_hf.encoding import encode_text
 from txl_hf.memory_transfo_xl import memory_of
@@ -35,9 +39,11 @@ PARSER.add_argument(
 )
 PARSER.add_argument("--output", type=Path, required=True, help="a new folder for the model")
 PARSER.add_argument("--segment-length", type=int, help="by default the checkpoint's")
-PARSER.add_argument("--batch-size", type=int, default=8, help="documents read in parallel (%(default)s)")
+PARSER.add_argument("--batch-size", type=int, default=8, help="streams read in parallel (%(default)s)")
 PARSER.add_argument("--epochs", type=int, default=3, help="(%(default)s)")
 PARSER.add_argument("--learning-rate", type=float, default=1e-4, help="(%(default)s)")
+PARSER.add_argument("--rounds", type=int, default=3, help="of timing; the best one counts (%(default)s)")
+PARSER.add_argument("--row", type=Path, help="CSV file that the speeds are appended to")
 
 
 def smoke(folder: Path) -> list[str | Path]:
@@ -46,13 +52,49 @@ def smoke(folder: Path) -> list[str | Path]:
     for node in functions:
         (folder / f"{node.name}.txt").write_text(ast.get_source_segment(source, node) or "", encoding="utf-8")
     paths = [folder / f"{node.name}.txt" for node in functions]
-    sizes = ["--batch-size", "3", "--epochs", "1", "--learning-rate", "1e-3"]
+    sizes = ["--batch-size", "3", "--epochs", "1", "--learning-rate", "1e-3", "--rounds", "1"]
     model = common.tiny_checkpoint(folder)
     return ["--model", model, "--output", folder / "output", *sizes, "--documents", *paths]
 
 
+def pack(documents: list[Tensor]) -> tuple[Tensor, list[int]]:
+    """The documents as one text, and the places where they end."""
+    return torch.cat(documents), torch.tensor([len(document) for document in documents]).cumsum(0).tolist()
+
+
+def train(model, documents: list[Tensor], segment_length: int, arguments: argparse.Namespace, scratch: Path):
+    text, ends = pack(documents)
+    settings = TrainingArguments(
+        str(scratch),
+        per_device_train_batch_size=arguments.batch_size,
+        num_train_epochs=arguments.epochs,
+        learning_rate=arguments.learning_rate,
+        max_grad_norm=0.25,
+        save_strategy="no",
+        report_to=[],
+    )
+    stream = TokenStream(text, segment_length, arguments.batch_size, document_end=ends)
+    TransfoXLTrainer(model, settings, train_dataset=stream).train()
+
+
+def cost(model, documents: list[Tensor], segment_length: int, resets: bool = True) -> Tensor:
+    """Bits per token of each document, read together, (documents,). The first token of a document is not counted.
+
+    With `same_length` a token sees as many before it wherever segments end, which is not where documents do.
+    """
+    text, ends = pack(documents)
+    losses = token_losses(model, text, segment_length, same_length=True, document_end=ends if resets else None)
+    # There is none for the very first token.
+    parts = torch.cat([losses.new_zeros(1), losses]).split([len(document) for document in documents])
+    return torch.stack([part[1:].mean() for part in parts]) / math.log(2)
+
+
+# --- the padding that is saved ---------------------------------------------------------------------------------------
+
+
 def segments(documents: list[Tensor], segment_length: int, batch_size: int) -> Iterator[dict[str, Tensor]]:
-    """Read documents in `batch_size` rows, one after the other in each, in segments that end where documents end.
+    """The padding that is compared: documents in `batch_size` rows, one after the other in each, in segments that end
+    where documents end.
 
     Yields:
         input_ids and shift_labels, (B, L), with -100 for what is padding; attention_mask, (B, L); starts, (B,) bool,
@@ -79,44 +121,62 @@ def segments(documents: list[Tensor], segment_length: int, batch_size: int) -> I
         rows = [(number, left[segment_length:]) for number, left in rows]
 
 
-def step(model, batch: dict[str, Tensor], memory: dict, reset: bool = True):
-    """The model's outputs for a batch of `segments` that goes on from `memory`, the `memory_of` those before it."""
+def with_memory_columns(batch: dict[str, Tensor], memory: dict) -> dict[str, Tensor]:
+    """What the model takes of a batch of `segments`: a row that starts a document sees nothing of its memory."""
     mask = batch["attention_mask"]
     if memory:
-        remember = ~batch["starts"] if reset else torch.ones_like(batch["starts"])
-        mask = torch.cat([remember.long()[:, None].expand(-1, memory["mems"][0].shape[1]), mask], dim=1)
-    inputs = {"input_ids": batch["input_ids"], "shift_labels": batch["shift_labels"], "attention_mask": mask}
-    return model(**{name: tensor.to(model.device) for name, tensor in inputs.items()}, **memory)
+        remember = (~batch["starts"]).long()[:, None].expand(-1, memory["mems"][0].shape[1])
+        mask = torch.cat([remember, mask], dim=1)
+    return {"input_ids": batch["input_ids"], "shift_labels": batch["shift_labels"], "attention_mask": mask}
 
 
-def train(model, documents: list[Tensor], segment_length: int, arguments: argparse.Namespace):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
-    model.train()
-    bar = tqdm(total=arguments.epochs * sum(len(document) - 1 for document in documents), unit="token")
-    for _ in range(arguments.epochs):
-        memory: dict = {}
-        shuffled = [documents[i] for i in torch.randperm(len(documents))]
-        for batch in segments(shuffled, segment_length, arguments.batch_size):
-            outputs = step(model, batch, memory)
-            outputs.loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-            optimizer.step()
-            optimizer.zero_grad()
-            memory = memory_of(outputs)
-            bar.update(int(batch["attention_mask"].sum()))
+def packed(documents: list[Tensor], segment_length: int, batch_size: int) -> Iterable[dict[str, Tensor]]:
+    text, ends = pack(documents)
+    stream = TokenStream(text, segment_length, batch_size, keep_remainder=True, document_end=ends)
+    return DataLoader(stream, batch_size=batch_size)
 
 
-@torch.no_grad()
-def evaluate(model, documents: list[Tensor], segment_length: int, batch_size: int, reset: bool = True) -> Tensor:
-    """Bits per token of each document, read together, (documents,)."""
-    model.eval()
+def tokens_per_second(model, batches: Iterable[dict[str, Tensor]], inputs_of: Callable[[dict, dict], dict]) -> float:
+    """Of forward and backward; padding is not counted."""
     memory: dict = {}
-    bits = torch.zeros(len(documents))
-    for batch in segments(documents, segment_length, batch_size):
-        outputs = step(model, batch, memory, reset)
-        memory, read = memory_of(outputs), batch["document"] >= 0
-        bits.index_add_(0, batch["document"][read], outputs.losses.sum(1).cpu()[read] / math.log(2))
-    return bits / torch.tensor([len(document) - 1 for document in documents])
+    tokens, started = torch.zeros((), dtype=torch.long), time.perf_counter()
+    for batch in batches:
+        inputs = {name: tensor.to(model.device) for name, tensor in inputs_of(batch, memory).items()}
+        outputs = model(**inputs, **memory)
+        outputs.loss.backward()
+        model.zero_grad()
+        memory = memory_of(outputs)
+        tokens += (batch["shift_labels"] != -100).sum()
+    return int(tokens) / (time.perf_counter() - started)
+
+
+def compare(model, documents: list[Tensor], segment_length: int, batch_size: int, rounds: int) -> dict[str, float]:
+    """The best of some rounds of each way, one after the other, because a machine has other things to do too."""
+    model.train()
+    sizes, found = (documents, segment_length, batch_size), {"packed": 0.0, "padded": 0.0}
+    for _ in range(rounds):
+        speeds = {
+            "packed": tokens_per_second(model, packed(*sizes), lambda batch, memory: batch),
+            "padded": tokens_per_second(model, segments(*sizes), with_memory_columns),
+        }
+        found = {way: max(speed, speeds[way]) for way, speed in found.items()}
+    return found
+
+
+def append_row(path: Path, figures: dict):
+    """With the hardware and the day."""
+    cpu = Path("/proc/cpuinfo")
+    names = (
+        [line.split(":")[1] for line in cpu.read_text().splitlines() if "model name" in line] if cpu.exists() else []
+    )
+    hardware = f"{names[0].strip()} × {len(names)}" if names else platform.processor()
+    origin = {"date": datetime.date.today(), "hardware": hardware, "threads": torch.get_num_threads()}
+    new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*origin, *figures])
+        if new:
+            writer.writeheader()
+        writer.writerow(origin | figures)
 
 
 def main():
@@ -125,7 +185,7 @@ def main():
     with one_line_errors():
         common.check_output(arguments.output)
         texts = [common.read_text(path) for path in arguments.documents]
-        # A document starts from nothing; the zeros of legacy checkpoints would have to be written into the memory.
+        # A document starts from nothing; the zeros of legacy checkpoints would have to stand before each.
         model, tokenizer = common.load(AutoModelForCausalLM, arguments.model, initial_memory="empty")
         documents = [torch.from_numpy(encode_text(tokenizer, text)) for text in texts]
         for path, document in zip(arguments.documents, documents, strict=True):
@@ -135,23 +195,34 @@ def main():
             raise ValueError("one of the --documents is held out and none is left to train on: give more")
         held_out, documents = documents[::4], [ids for i, ids in enumerate(documents) if i % 4]
     segment_length = arguments.segment_length or model.config.tgt_len
-    if torch.accelerator.is_available():
-        model.to(torch.accelerator.current_accelerator())
 
-    with common.whole_folder(arguments.output) as folder:
-        train(model, documents, segment_length, arguments)
+    with common.whole_folder(arguments.output) as folder, one_line_errors():
+        train(model, documents, segment_length, arguments, folder)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    sizes = (segment_length, arguments.batch_size)
-    alone = torch.tensor([evaluate_language_model(model, ids, segment_length).bits_per_token for ids in held_out])
-    together = evaluate(model, held_out, *sizes)
-    leaking = evaluate(model, held_out, *sizes, reset=False)
+    model.eval()
+    alone = torch.cat([cost(model, [document], segment_length) for document in held_out])
+    together = cost(model, held_out, segment_length)
+    leaking = cost(model, held_out, segment_length, resets=False)
     print(f"Bits per token of {len(held_out)} held-out documents, each with the same weight:")
     print(f"  {alone.mean():.4f} read alone, one after the other")
     print(
         f"  {together.mean():.4f} read together; no document differs by more than {(together - alone).abs().max():.0e}"
     )
-    print(f"  {leaking.mean():.4f} read together without reset")
+    difference = (leaking - together).abs().max()
+    print(f"  {leaking.mean():.4f} read together without resets, up to {difference:.0e} off")
+    speeds = compare(model, documents, segment_length, arguments.batch_size, arguments.rounds)
+    print(f"Tokens a second of training: {speeds['packed']:.0f} packed, {speeds['padded']:.0f} padded")
+    if arguments.row is not None:
+        lengths = torch.tensor([len(document) for document in documents]).double()
+        sizes = {
+            "documents": len(documents),
+            "mean_tokens": round(lengths.mean().item()),
+            "parameters": model.num_parameters(),
+        }
+        sizes |= {"segment_length": segment_length, "batch_size": arguments.batch_size}
+        rounded = {f"{way}_tokens_per_second": round(speed) for way, speed in speeds.items()}
+        append_row(arguments.row, sizes | rounded | {"gain": round(speeds["packed"] / speeds["padded"], 2)})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,480 @@
+"""An agent that remembers: PPO on tasks that show too little at a time, with Transformer-XL as its memory.
+
+    python examples/by_feature/memory_agent.py --env repeat_previous --output runs/agents
+    python examples/by_feature/memory_agent.py --env position_cartpole --memory gru --seed 2 --output runs/agents
+    python examples/by_feature/memory_agent.py --table runs/agents
+    python examples/by_feature/memory_agent.py --smoke
+
+The loop is a single file, as CleanRL's are. What is added to PPO without a memory are three lines, marked (1) to (3):
+the window of a rollout begins with one memory, which is kept; an observation that begins an episode says so, `resets`;
+and an update reads the window at once from that memory, where the rollout read it step by step. Both give the same
+policy, so that the first ratio of an update is 1. `--memory gru` and `--memory none` are the same agent with a GRU, or
+nothing, of as many parameters.
+
+`repeat_previous` and `position_cartpole` are POPGym's easy RepeatPrevious, and CartPole without its velocities
+(`pip install popgym`); `recall` needs nothing. Every `--block` updates all episodes begin anew, from seeds of their
+own, and a checkpoint is written: a run that goes on with `--resume` is the run that was not stopped. TensorBoard has
+the curves. At the end the agent plays held-out episodes, without chance in its choices.
+"""
+
+import argparse
+import csv
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+import common
+from txl_hf import TransfoXLConfig, TransfoXLModel
+from txl_hf.command_line import one_line_errors
+from txl_hf.files import whole_file, write_text
+from txl_hf.memory_transfo_xl import memory_of
+
+MEMORIES = ("transfo-xl", "gru", "none")
+# No training has this seed.
+HELD_OUT = 2**31
+PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+PARSER.add_argument("--env", choices=["repeat_previous", "position_cartpole", "recall"], help="the task")
+PARSER.add_argument("--memory", choices=MEMORIES, default=MEMORIES[0], help="(%(default)s)")
+PARSER.add_argument("--seed", type=int, default=1, help="(%(default)s)")
+PARSER.add_argument("--steps", type=int, default=100_000, help="of all environments together (%(default)s)")
+PARSER.add_argument("--output", type=Path, help="folder for this run's folder, ENV-MEMORY-SEED")
+PARSER.add_argument("--resume", action="store_true", help="go on from the checkpoint of this run, if there is one")
+PARSER.add_argument("--num-envs", type=int, default=32, help="(%(default)s)")
+PARSER.add_argument("--window", type=int, default=64, help="steps between updates (%(default)s)")
+PARSER.add_argument("--memory-length", type=int, default=16, help="observations remembered (%(default)s)")
+PARSER.add_argument("--width", type=int, default=64, help="of the Transformer-XL (%(default)s)")
+PARSER.add_argument("--layers", type=int, default=1, help="(%(default)s)")
+PARSER.add_argument("--epochs", type=int, default=4, help="passes over a window (%(default)s)")
+PARSER.add_argument("--minibatches", type=int, default=4, help="updates in a pass (%(default)s)")
+PARSER.add_argument("--learning-rate", type=float, default=1e-3, help="at the start; it falls to 0 (%(default)s)")
+PARSER.add_argument("--gamma", type=float, default=0.99, help="discount (%(default)s)")
+PARSER.add_argument("--gae-lambda", type=float, default=0.95, help="(%(default)s)")
+PARSER.add_argument("--clip", type=float, default=0.2, help="of the ratio (%(default)s)")
+PARSER.add_argument("--entropy", type=float, default=0.01, help="factor of the entropy (%(default)s)")
+PARSER.add_argument("--block", type=int, default=10, help="updates between checkpoints (%(default)s)")
+PARSER.add_argument("--episodes", type=int, default=128, help="held out, at the end (%(default)s)")
+PARSER.add_argument("--table", type=Path, metavar="OUTPUT", help="instead: agents.csv and agents.png of runs there")
+
+
+def smoke(folder: Path) -> list[str | Path]:
+    sizes = ["--num-envs", "4", "--window", "16", "--width", "16", "--steps", "256", "--block", "2", "--episodes", "8"]
+    return ["--env", "recall", "--output", folder / "agents", *sizes]
+
+
+# --- tasks -----------------------------------------------------------------------------------------------------------
+
+
+class Recall:
+    """Say what was shown the time before, of four things; 20 steps, each worth 1/19 of the reward."""
+
+    things = actions = 4
+
+    def reset(self, seed: int | None = None) -> tuple[int, dict]:
+        self._shown = np.random.default_rng(seed).integers(self.things, size=21).tolist()
+        self._step = 0
+        return self._shown[0], {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
+        reward = 0.0 if self._step == 0 else (1 if action == self._shown[self._step - 1] else -1) / 19
+        self._step += 1
+        return self._shown[self._step], reward, self._step == 20, False, {}
+
+
+class Environments:
+    """Several of one task, each of which begins the next episode by itself."""
+
+    def __init__(self, name: str, count: int):
+        self._environments = [make_environment(name) for _ in range(count)]
+        first = self._environments[0]
+        space: Any = getattr(first, "observation_space", None)
+        # A thing that is shown becomes a vector with a 1 in its place.
+        self._things = first.things if space is None else int(getattr(space, "n", 0))
+        self.features = self._things or int(np.prod(space.shape))
+        self.actions = first.actions if space is None else int(first.action_space.n)
+
+    def reset(self, seeds: list[tuple[int, ...]]) -> Tensor:
+        """(B, F), the first observation of an episode from each seed; later episodes follow from it too."""
+        self._seeds = [np.random.default_rng(seed) for seed in seeds]
+        self._returns = [0.0] * len(seeds)
+        return self._encode([self._begin(i) for i in range(len(seeds))])
+
+    def step(self, actions: Tensor) -> tuple[Tensor, Tensor, Tensor, list[float | None]]:
+        """Observations (B, F), rewards (B,), whether the observation begins an episode (B,), and returns of those
+        that ended."""
+        observations, rewards, begins, ended = [], [], [], []
+        for i, (environment, action) in enumerate(zip(self._environments, actions.tolist(), strict=True)):
+            observation, reward, terminated, truncated, _ = environment.step(action)
+            self._returns[i] += reward
+            over = terminated or truncated
+            ended.append(self._returns[i] if over else None)
+            observations.append(self._begin(i) if over else observation)
+            rewards.append(reward)
+            begins.append(over)
+        return self._encode(observations), torch.tensor(rewards, dtype=torch.float32), torch.tensor(begins), ended
+
+    def _begin(self, i: int):
+        self._returns[i] = 0.0
+        return self._environments[i].reset(seed=int(self._seeds[i].integers(2**31)))[0]
+
+    def _encode(self, observations: list) -> Tensor:
+        if self._things:
+            return nn.functional.one_hot(torch.tensor(observations), self._things).float()
+        return torch.from_numpy(np.stack(observations)).float().flatten(1)
+
+
+def make_environment(name: str):
+    if name == "recall":
+        return Recall()
+    try:
+        if name == "repeat_previous":
+            from popgym.envs.repeat_previous import RepeatPreviousEasy  # type: ignore[import-not-found]
+
+            return RepeatPreviousEasy()
+        from popgym.envs.position_only_cartpole import PositionOnlyCartPoleEasy  # type: ignore[import-not-found]
+
+        return PositionOnlyCartPoleEasy()
+    except ImportError as error:
+        raise ValueError(f"--env {name} is POPGym's: pip install popgym ({error})") from None
+
+
+# --- agents ----------------------------------------------------------------------------------------------------------
+
+
+class AgentMemory(nn.Module):
+    """(B, T, F) observations and what was remembered → (B, T, width) states and what is to be remembered."""
+
+    width: int
+
+    def rows(self, state: dict, rows: Tensor) -> dict:
+        """What some rows of the batch remember."""
+        return {name: tensor[rows] for name, tensor in state.items()}
+
+
+class TransformerMemory(AgentMemory):
+    """GTrXL: the state is what `mems` hold, and which of it is real."""
+
+    def __init__(self, features: int, width: int, layers: int, length: int):
+        super().__init__()
+        config = TransfoXLConfig(
+            vocab_size=0,
+            input_size=features,
+            d_model=width,
+            n_head=4,
+            d_head=width // 4,
+            d_inner=2 * width,
+            n_layer=layers,
+            mem_len=length,
+            # As many keys in a window as step by step.
+            same_length=True,
+            clamp_len=-1,
+            initial_memory="empty",
+            gating="gru",
+            dropout=0.0,
+            init_std=0.1,
+        )
+        self.model = TransfoXLModel(config)
+        self.width = width
+
+    def forward(self, observations: Tensor, resets: Tensor, state: dict) -> tuple[Tensor, dict]:
+        outputs = self.model(inputs_embeds=observations, resets=resets, **state)
+        return outputs.last_hidden_state, memory_of(outputs)
+
+    def rows(self, state: dict, rows: Tensor) -> dict:
+        if not state:
+            return {}
+        mask = state["mems_mask"]
+        mems = tuple(states[rows] for states in state["mems"])
+        return {"mems": mems, "mems_mask": None if mask is None else mask[rows]}
+
+
+class RecurrentMemory(AgentMemory):
+    """A GRU: the state is (B, W)."""
+
+    def __init__(self, features: int, width: int):
+        super().__init__()
+        self.embed, self.cell, self.width = nn.Linear(features, width), nn.GRUCell(width, width), width
+
+    def forward(self, observations: Tensor, resets: Tensor, state: dict) -> tuple[Tensor, dict]:
+        hidden = state["hidden"] if state else observations.new_zeros(len(observations), self.width)
+        inputs, states = self.embed(observations).tanh(), []
+        for step in range(inputs.shape[1]):
+            hidden = self.cell(inputs[:, step], hidden.masked_fill(resets[:, step, None], 0))
+            states.append(hidden)
+        return torch.stack(states, 1), {"hidden": hidden}
+
+
+class NoMemory(AgentMemory):
+    """Three layers, which see the present alone."""
+
+    def __init__(self, features: int, width: int):
+        super().__init__()
+        sizes = [features, width, width, width]
+        linear = [nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)]
+        self.layers = nn.Sequential(*(module for layer in linear for module in (layer, nn.Tanh())))
+        self.width = width
+
+    def forward(self, observations: Tensor, resets: Tensor, state: dict) -> tuple[Tensor, dict]:
+        return self.layers(observations), {}
+
+
+class Agent(nn.Module):
+    """A policy and a value on top of a memory."""
+
+    def __init__(self, memory: AgentMemory, actions: int):
+        super().__init__()
+        self.memory = memory
+        self.actor, self.critic = nn.Linear(memory.width, actions), nn.Linear(memory.width, 1)
+        nn.init.orthogonal_(self.actor.weight, 0.01)
+        nn.init.orthogonal_(self.critic.weight, 1.0)
+
+    def forward(self, observations: Tensor, resets: Tensor, state: dict) -> tuple[Categorical, Tensor, dict]:
+        """The policy and the value, (B, T), at each of the observations, (B, T, F), and the state after them.
+
+        Args:
+            resets: (B, T) bool, True where an observation begins an episode.
+            state: what this returned for the observations before; empty: there were none.
+        """
+        hidden, state = self.memory(observations, resets, state)
+        return Categorical(logits=self.actor(hidden)), self.critic(hidden)[..., 0], state
+
+
+def count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def make_agent(options: argparse.Namespace, features: int, actions: int) -> Agent:
+    """With as many parameters, but for a few in a hundred, whichever memory it has."""
+    wanted = Agent(TransformerMemory(features, options.width, options.layers, options.memory_length), actions)
+    if options.memory == "transfo-xl":
+        return wanted
+    kind = RecurrentMemory if options.memory == "gru" else NoMemory
+    with torch.device("meta"):
+        sizes = {width: count(Agent(kind(features, width), actions)) for width in range(4, 16 * options.width, 2)}
+    return Agent(kind(features, min(sizes, key=lambda width: abs(sizes[width] - count(wanted)))), actions)
+
+
+# --- PPO -------------------------------------------------------------------------------------------------------------
+
+
+class Rollout(NamedTuple):
+    """What was seen and done in a window: (B, T, F) or (B, T) each; and the state that it began with."""
+
+    observations: Tensor
+    resets: Tensor
+    actions: Tensor
+    log_probs: Tensor
+    values: Tensor
+    advantages: Tensor
+    state: dict
+
+
+class Run:
+    """A training, and its files in `folder`."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        self.folder = options.output / f"{options.env}-{options.memory}-{options.seed}"
+        self.environments = Environments(options.env, options.num_envs)
+        torch.manual_seed(options.seed)
+        self.agent = make_agent(options, self.environments.features, self.environments.actions)
+        self.optimizer = torch.optim.Adam(self.agent.parameters(), lr=options.learning_rate, eps=1e-5)
+        self.steps_per_update = options.num_envs * options.window
+        self.updates = max(1, options.steps // self.steps_per_update)
+        self.update, self.curve, self.seconds = 0, [], 0.0
+        checkpoint = self.folder / "checkpoint.pt"
+        if self.folder.exists() and not options.resume:
+            raise ValueError(f"{self.folder} exists: go on with --resume, or choose another --output")
+        if options.resume and checkpoint.exists():
+            found = torch.load(checkpoint, weights_only=True)
+            self.agent.load_state_dict(found["agent"])
+            self.optimizer.load_state_dict(found["optimizer"])
+            self.update, self.curve, self.seconds = found["update"], found["curve"], found["seconds"]
+
+    def train(self):
+        options = self.options
+        self.folder.mkdir(parents=True, exist_ok=True)
+        writer = SummaryWriter(self.folder, purge_step=self.update * self.steps_per_update)
+        total = self.updates * self.steps_per_update
+        bar = tqdm(total=total, initial=self.update * self.steps_per_update, unit="step", desc=self.folder.name)
+        while self.update < self.updates:
+            started = time.perf_counter()
+            if self.update % options.block == 0:
+                self.begin_block()
+            for group in self.optimizer.param_groups:
+                group["lr"] = options.learning_rate * (1 - self.update / self.updates)
+            rollout, returns = self.play()
+            figures = self.learn(rollout)
+            self.update += 1
+            self.seconds += time.perf_counter() - started
+            bar.update(self.steps_per_update)
+            if returns:
+                figures["return"] = float(np.mean(returns))
+                self.curve.append([self.update * self.steps_per_update, figures["return"]])
+                bar.set_postfix_str(f"return {figures['return']:.3f}")
+            for name, value in figures.items():
+                writer.add_scalar(name, value, self.update * self.steps_per_update)
+            if self.update % options.block == 0 or self.update == self.updates:
+                self.save()
+        bar.close()
+        held_out = self.hold_out()
+        writer.add_scalar("held_out", held_out, total)
+        writer.close()
+        result = {
+            "env": options.env, "memory": options.memory, "seed": options.seed, "steps": total,
+            "parameters": count(self.agent), "held_out": held_out, "episodes": options.episodes,
+            "seconds": round(self.seconds, 1), "curve": self.curve,
+        }  # fmt: skip
+        write_text(self.folder / "result.json", json.dumps(result) + "\n")
+        print(f"{self.folder.name}: {held_out:.3f} on {options.episodes} held-out episodes")
+
+    def begin_block(self):
+        """All episodes begin anew, so that a checkpoint needs to hold none of them."""
+        torch.manual_seed(self.options.seed + 1000 * self.update)
+        seeds = [(self.options.seed, self.update, i) for i in range(self.options.num_envs)]
+        self.observations = self.environments.reset(seeds)
+        self.begins = torch.ones(self.options.num_envs, dtype=torch.bool)
+        self.state: dict = {}
+
+    def save(self):
+        saved = {
+            "agent": self.agent.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "update": self.update, "curve": self.curve, "seconds": self.seconds,
+        }  # fmt: skip
+        with whole_file(self.folder / "checkpoint.pt") as aside:
+            torch.save(saved, aside)
+
+    @torch.no_grad()
+    def play(self) -> tuple[Rollout, list[float]]:
+        """A window of every environment, and the returns of episodes that ended in it."""
+        seen, returns, state = defaultdict(list), [], self.state  # (1) the one memory that the window begins with
+        for _ in range(self.options.window):
+            # (2) an observation that begins an episode forgets what was before.
+            policy, value, self.state = self.agent(self.observations[:, None], self.begins[:, None], self.state)
+            action = policy.sample()
+            seen["observations"].append(self.observations)
+            seen["resets"].append(self.begins)
+            seen["actions"].append(action[:, 0])
+            seen["log_probs"].append(policy.log_prob(action)[:, 0])
+            seen["values"].append(value[:, 0])
+            self.observations, rewards, self.begins, ended = self.environments.step(action[:, 0])
+            seen["rewards"].append(rewards)
+            returns += [each for each in ended if each is not None]
+        _, following, _ = self.agent(self.observations[:, None], self.begins[:, None], self.state)
+        window = {name: torch.stack(parts, 1) for name, parts in seen.items()}
+        advantages = self.advantages(window.pop("rewards"), window["values"], window["resets"], following[:, 0])
+        return Rollout(**window, advantages=advantages, state=state), returns
+
+    def advantages(self, rewards: Tensor, values: Tensor, resets: Tensor, following: Tensor) -> Tensor:
+        """Generalised advantage estimates (Schulman et al., 2016), (B, T)."""
+        advantages, advantage, begins = torch.zeros_like(rewards), torch.zeros_like(following), self.begins
+        for step in reversed(range(rewards.shape[1])):
+            goes_on = (~begins).float()
+            delta = rewards[:, step] + self.options.gamma * following * goes_on - values[:, step]
+            advantage = delta + self.options.gamma * self.options.gae_lambda * goes_on * advantage
+            advantages[:, step], following, begins = advantage, values[:, step], resets[:, step]
+        return advantages
+
+    def learn(self, rollout: Rollout) -> dict[str, float]:
+        """Clipped updates (Schulman et al., 2017) on rows of the window, each from its own memory."""
+        clip, figures = self.options.clip, dict[str, float]()
+        targets = rollout.values + rollout.advantages
+        for _ in range(self.options.epochs):
+            for rows in torch.randperm(self.options.num_envs).chunk(self.options.minibatches):
+                state = self.agent.memory.rows(rollout.state, rows)
+                # (3) the whole window at once.
+                policy, values, _ = self.agent(rollout.observations[rows], rollout.resets[rows], state)
+                ratio = (policy.log_prob(rollout.actions[rows]) - rollout.log_probs[rows]).exp()
+                figures.setdefault("first_ratio", (ratio - 1).abs().max().item())
+                advantage = rollout.advantages[rows]
+                advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+                gain = torch.min(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage).mean()
+                value_loss = (values - targets[rows]).square().mean() / 2
+                entropy = policy.entropy().mean()
+                self.optimizer.zero_grad()
+                (value_loss - gain - self.options.entropy * entropy).backward()
+                nn.utils.clip_grad_norm_(self.agent.parameters(), 0.5)
+                self.optimizer.step()
+        return figures | {"value_loss": value_loss.item(), "entropy": entropy.item()}
+
+    @torch.no_grad()
+    def hold_out(self) -> float:
+        """The mean return of episodes from seeds that no training has, by the most probable actions."""
+        environments = Environments(self.options.env, self.options.episodes)
+        observations = environments.reset([(HELD_OUT, i) for i in range(self.options.episodes)])
+        begins, state = torch.ones(self.options.episodes, dtype=torch.bool), dict[str, Any]()
+        returns: dict[int, float] = {}
+        while len(returns) < self.options.episodes:
+            policy, _, state = self.agent(observations[:, None], begins[:, None], state)
+            observations, _, begins, ended = environments.step(policy.logits[:, 0].argmax(-1))
+            # The first episode of each.
+            returns = {i: each for i, each in enumerate(ended) if each is not None} | returns
+        return float(np.mean(list(returns.values())))
+
+
+# --- table -----------------------------------------------------------------------------------------------------------
+
+
+def tabulate(folder: Path):
+    """agents.csv, a row for each run, and agents.png, the curves with their spread."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/result.json"))]
+    if not results:
+        raise ValueError(f"--table {folder} holds no finished run")
+    with whole_file(folder / "agents.csv") as aside, aside.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [name for name in results[0] if name != "curve"])
+        writer.writeheader()
+        writer.writerows({name: value for name, value in row.items() if name != "curve"} for row in results)
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for result in results:
+        runs[result["env"]][result["memory"]].append(result)
+    figure, axes = plt.subplots(1, len(runs), figsize=(5 * len(runs), 3.5), layout="constrained", squeeze=False)
+    for axis, (env, memories) in zip(axes[0], runs.items(), strict=True):
+        for memory, each in memories.items():
+            steps = np.linspace(0, max(result["steps"] for result in each), 60)[1:]
+            curves = [np.interp(steps, *np.array(result["curve"]).T) for result in each]
+            mean, spread = np.mean(curves, 0), np.std(curves, 0)
+            axis.plot(steps, mean, label=f"{memory} ({len(each)} seeds)")
+            axis.fill_between(steps, mean - spread, mean + spread, alpha=0.2)
+            held_out = [result["held_out"] for result in each]
+            print(f"{env:>18} {memory:>11} {np.mean(held_out):7.3f} ± {np.std(held_out):.3f} of {len(each)} seeds")
+        axis.set_title(env)
+        axis.set_xlabel("environment steps")
+        axis.set_ylabel("return of an episode")
+        axis.legend()
+    with whole_file(folder / "agents.png") as aside:
+        figure.savefig(aside, dpi=110, format="png")
+    plt.close(figure)
+
+
+def main():
+    options = common.parse_arguments(PARSER, smoke)
+    with one_line_errors():
+        if options.table is not None:
+            return tabulate(options.table)
+        for name in ("env", "output"):
+            if getattr(options, name) is None:
+                raise ValueError(f"--{name} is missing")
+        if options.width % 8:
+            raise ValueError(f"--width {options.width} must be a multiple of 8: the agent has four heads")
+        if not 0 <= options.seed < HELD_OUT:
+            raise ValueError(f"--seed {options.seed} must lie between 0 and {HELD_OUT - 1}")
+        if options.num_envs < options.minibatches:
+            raise ValueError(f"--minibatches {options.minibatches} are more than --num-envs {options.num_envs}")
+        Run(options).train()
+
+
+if __name__ == "__main__":
+    main()
