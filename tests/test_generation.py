@@ -9,7 +9,12 @@ from packaging import version
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
-from txl_hf import TransfoXLForCausalLM, TransfoXLForSequenceClassification, generation_transfo_xl
+from txl_hf import (
+    TransfoXLForCausalLM,
+    TransfoXLForSequenceClassification,
+    TransfoXLTokenizer,
+    generation_transfo_xl,
+)
 from txl_hf.adaptive_transfo_xl import AdaptiveLogSoftmax
 from txl_hf.memory_transfo_xl import memory_of
 
@@ -471,3 +476,14 @@ def test_new_tokens_alone_continue_a_cache_with_a_mask_of_the_text(make_model, m
     mask = torch.ones_like(whole)
     continued = model.generate(new, past_key_values=second, attention_mask=mask, **options)[:, 3:]
     assert torch.equal(continued, expected)
+
+
+def test_stop_strings_end_a_text(make_model):
+    """They come with a tokenizer, which `generate` hands on to every call of the model."""
+    tokenizer = TransfoXLTokenizer.from_symbols([f"word{i:02}" for i in range(61)], mode="whitespace")
+    model, ids = make_model(eos_token_id=None), torch.tensor([[3, 4, 5]])
+    settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    whole = model.generate(ids, **settings)[0].tolist()
+    stop = tokenizer.decode(whole[5])
+    found = model.generate(ids, **settings, tokenizer=tokenizer, stop_strings=[stop])[0].tolist()
+    assert found == whole[: whole.index(whole[5], 3) + 1] and len(found) < len(whole)

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -83,19 +82,19 @@ def _is_one_text(input_ids: Tensor, config: GenerationConfig) -> bool:
 def serve(options: argparse.Namespace) -> None:
     """Start transformers' server and stay in it. Raises ValueError for what is no Transformer-XL."""
     from transformers.cli.serve import Serve
-    from transformers.cli.serving.model_manager import ModelManager
+    from transformers.cli.serving import model_manager
 
     load_config(options.model)
 
-    class Manager(ModelManager):
+    class Manager(model_manager.ModelManager):
         def _load_model(self, *args, **kwargs):
             model = super()._load_model(*args, **kwargs)
             model.generate = Conversations(model, options.texts).generate
             return model
 
-    # The server looks classes up in transformers, and makes a manager of what this module calls so.
-    transformers.TransfoXLForCausalLM = TransfoXLForCausalLM
-    transformers.cli.serving.model_manager.ModelManager = Manager
+    # The server looks classes up in what its module takes for transformers (there may be two), and its manager there.
+    model_manager.transformers.TransfoXLForCausalLM = TransfoXLForCausalLM
+    model_manager.ModelManager = Manager
     print(f"serving {options.model} at http://{options.host}:{options.port}/v1", flush=True)
     Serve(
         force_model=options.model,

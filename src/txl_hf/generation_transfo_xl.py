@@ -72,6 +72,9 @@ class TransfoXLGenerationMixin(GenerationMixin):
         is_first_iteration=False,
         **kwargs,
     ):
+        for name in ("tokenizer", "assistant_tokenizer"):
+            # Of generate's stop strings and assistants, which hand them on to every call of the model.
+            kwargs.pop(name, None)
         if past_key_values is not None and (length := past_key_values.get_seq_length()) > 0:
             kwargs.pop("mems", None)
             kwargs.pop("mems_mask", None)
