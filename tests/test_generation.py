@@ -1,5 +1,6 @@
 """`generate` in every mode: what it writes equals what the model says when it is asked token by token."""
 
+import string
 from pathlib import Path
 
 import pytest
@@ -480,7 +481,7 @@ def test_new_tokens_alone_continue_a_cache_with_a_mask_of_the_text(make_model, m
 
 def test_stop_strings_end_a_text(make_model):
     """They come with a tokenizer, which `generate` hands on to every call of the model."""
-    tokenizer = TransfoXLTokenizer.from_symbols([f"word{i:02}" for i in range(61)], mode="whitespace")
+    tokenizer = TransfoXLTokenizer.from_symbols((string.ascii_letters + string.digits)[:61], mode="characters")
     model, ids = make_model(eos_token_id=None), torch.tensor([[3, 4, 5]])
     settings = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     whole = model.generate(ids, **settings)[0].tolist()

@@ -2,5 +2,11 @@
 
 from importlib.util import find_spec
 
-CLIENTS = {"test_lm_eval.py": "lm_eval", "test_onnx.py": "onnxruntime", "test_serve.py": "fastapi"}
+CLIENTS = {
+    "test_lm_eval.py": "lm_eval",
+    "test_onnx.py": "onnxruntime",
+    "test_serve.py": "fastapi",
+    "test_trl.py": "trl",
+    "test_quantisation.py": "bitsandbytes",
+}
 collect_ignore = [name for name, client in CLIENTS.items() if find_spec(client) is None]
