@@ -708,10 +708,10 @@ def test_what_a_run_says(tmp_path, capsys, recipe, corpus, monkeypatch):
 
 
 def test_a_missing_package_is_named_in_one_line(capsys, monkeypatch, recipe):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    for name in ("arguments", "loop", "setup", "results"):
-        monkeypatch.delitem(sys.modules, f"txl_hf.training.{name}", raising=False)
-    for argv in ([recipe, "--smoke"], ["--help"]):
+    for package, argv in (("datasets", [recipe, "--smoke"]), ("yaml", ["--help"])):
+        monkeypatch.setitem(sys.modules, package, None)
+        for name in ("arguments", "loop", "setup", "results"):
+            monkeypatch.delitem(sys.modules, f"txl_hf.training.{name}", raising=False)
         assert 'is not installed: pip install "txl-hf[train]"' in refused(capsys, *argv)
 
 
