@@ -1,7 +1,9 @@
 """Segment-level recurrence: mems, past_key_values, masks, padding and every way of cutting a text."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -616,6 +618,14 @@ def test_lengths_that_do_not_fit_the_model_are_refused(make_model, make_ids):
         make_model()(make_ids(1, 3), lengths=MemoryLengths(mem_len=-1))
     with pytest.raises(ValueError, match="attn_type=2.*mem_len=4 must be 0"):
         make_model(attn_type=2, mem_len=0)(make_ids(1, 3), lengths=MemoryLengths(mem_len=4))
+
+
+@pytest.mark.parametrize("length", [True, 4.0, "4", torch.tensor(4), [4]], ids=repr)
+@pytest.mark.parametrize("name", ["mem_len", "ext_len", "clamp_len"])
+def test_a_length_is_an_integer(name, length):
+    with pytest.raises(ValueError, match=rf"{name}={re.escape(repr(length))} must be an integer"):
+        MemoryLengths(**{name: length})
+    assert MemoryLengths(**{name: np.int64(4)}) == MemoryLengths(**{name: 4})
 
 
 def test_learned_positions_keep_their_rows_when_lengths_change(make_model, make_ids, tmp_path):

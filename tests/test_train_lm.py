@@ -179,6 +179,8 @@ def test_what_a_run_leaves(tmp_path, corpus, by_hand):
         expected = evaluate_language_model(model, text, 64, memory_length, batch_size=8)
         assert result["nll"] == pytest.approx(expected.nll) and result["memory_length"] == expected.memory_length
         assert result["perplexity"] == pytest.approx(expected.perplexity)
+    assert results["model"]["parameters"] == model.num_parameters() and results["model"]["attn_type"] == 0
+    assert {"versions", "commit"} <= set(results)
     assert read_log(output, "validation_loss") == [pytest.approx(results["validation"]["nll"])]
     card = ModelCard.load(output / "README.md")
     scores = {result.dataset_split: result.metric_value for result in card.data.eval_results[::2]}

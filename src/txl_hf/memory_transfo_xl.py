@@ -11,6 +11,7 @@ Dh = `d_head`.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -54,12 +55,21 @@ class MemoryLengths:
 
     Attributes:
         mem_len, ext_len, clamp_len, same_length: as in the configuration. None: the configuration's.
+
+    Raises:
+        ValueError: a length is no integer. True is none.
     """
 
     mem_len: int | None = None
     ext_len: int | None = None
     clamp_len: int | None = None
     same_length: bool | None = None
+
+    def __post_init__(self):
+        for name in ("mem_len", "ext_len", "clamp_len"):
+            length = getattr(self, name)
+            if length is not None and (isinstance(length, bool) or not isinstance(length, Integral)):
+                raise ValueError(f"{name}={length!r} must be an integer")
 
     def of(self, config: TransfoXLConfig) -> "FilledLengths":
         """What holds in a call of a model: these lengths, and the configuration's for those that are None.

@@ -369,15 +369,17 @@ def read_tokens(token_ids, start: int, stop: int) -> Tensor:
         raise ValueError(
             f"token_ids must be one sequence of integers, but tokens {start} to {stop - 1} hold {tokens.dtype}{shape}"
         )
+    if tokens.dtype == np.uint64 and len(tokens) and tokens.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"token_ids[{start + int(tokens.argmax())}] is {tokens.max()}, too large for a token")
     return torch.from_numpy(tokens.astype(np.int64))
 
 
-def text_fingerprint(token_ids, ends: int = 4096) -> str:
-    """A text's length, and a hash of its first and last `ends` tokens: whole texts are long, and lie on disks."""
+def text_fingerprint(token_ids, places: int = 16, at_each: int = 4096) -> str:
+    """A text's length, and a hash of its first tokens, its last, and some between: whole texts are long, on disks."""
     length = len(token_ids)
     digest = hashlib.blake2b(digest_size=8)
-    for start in (0, max(0, length - ends)):
-        digest.update(read_tokens(token_ids, start, min(length, start + ends)).numpy().astype("<i8").tobytes())
+    for start in np.linspace(0, max(0, length - at_each), places, dtype=np.int64).tolist():
+        digest.update(read_tokens(token_ids, start, min(length, start + at_each)).numpy().astype("<i8").tobytes())
     return f"{length} tokens, {digest.hexdigest()}"
 
 
