@@ -19,6 +19,7 @@ pytest.importorskip("datasets")
 from accelerate.state import AcceleratorState, GradientState
 from datasets import DatasetDict, load_from_disk
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoTokenizer, TrainerCallback
 
 from trainer_process import make_arguments, make_model, make_text
@@ -229,6 +230,19 @@ def test_a_list_of_shards_holds_nothing_else(shards, content):
         checkpoints._check_readable(shards, ".metadata")
     assert not hasattr(torch.distributed.checkpoint.metadata.MetadataIndex, "hurt")
     assert not Path("never-made").exists()
+
+
+def test_a_shard_runs_nothing(tmp_path):
+    """A list may name nothing but records, and what these hold be pickles: only the loader refuses those."""
+    marker, state = tmp_path / "ran", {"weight": torch.zeros(3), "step": 0}
+    hostile = {"weight": torch.ones(3), "step": Hostile(marker)}
+    torch.distributed.checkpoint.save(hostile, checkpoint_id=tmp_path / "shards", no_dist=True)
+    checkpoints._check_readable(tmp_path / "shards" / ".metadata", ".metadata")
+    with checkpoints.data_only(), pytest.raises(CheckpointException, match="(?i)weights.only"):
+        torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "shards", no_dist=True)
+    assert not marker.exists()
+    torch.distributed.checkpoint.load(state, checkpoint_id=tmp_path / "shards", no_dist=True)
+    assert marker.exists(), "it is hostile"
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import prepare_corpus
 from goldens import golden
 from txl_hf import TokenStream, TransfoXLTokenizer
+from txl_hf.corpora import split_of
 
 SHARED = Path(__file__).parents[2] / "shared"
 SPLITS = ("train", "validation", "test")
@@ -229,6 +230,22 @@ def test_a_file_is_the_split_that_its_name_tells(tmp_path, capsys):
         assert list(information["files"]) == list(SPLITS) and len(information["files"]["test"]) == 1
         printed = capsys.readouterr().out
         assert f"test: {information['files']['test'][0]}\n" in printed and "not read: README.txt\n" in printed
+
+
+@pytest.mark.parametrize(
+    "name, split",
+    [
+        ("PTBTrain.txt", "train"),
+        ("ptbTest2.txt", "test"),
+        ("TRAIN-01.TXT", "train"),
+        ("bookDev.txt", "validation"),
+        ("testing/a.txt", "test"),
+        ("contest.txt", None),
+        ("latest.txt", None),
+    ],
+)
+def test_words_of_a_name_tell_its_split(tmp_path, name, split):
+    assert split_of(tmp_path / name, tmp_path) == split
 
 
 def test_files_that_are_one_text_are_told(tmp_path, capsys):

@@ -50,6 +50,7 @@ SPLIT_WORDS = {
     "val": "validation",
     "dev": "validation",
     "test": "test",
+    "testing": "test",
 }
 
 
@@ -184,7 +185,7 @@ def split_of(file: Path, folder: Path) -> str | None:
     """The split that the words in a file's name, or else in those of its folders, tell."""
     *folders, name = file.relative_to(folder).parts
     for part in (name, *reversed(folders)):
-        words = re.findall("[a-z]+", part.lower())
+        words = [word.lower() for word in re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", part)]
         if splits := {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}:
             if len(splits) > 1:
                 raise CorpusError(f"{file.relative_to(folder)} is named after {' and '.join(sorted(splits))}: which?")
