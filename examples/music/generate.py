@@ -189,7 +189,7 @@ def draw(score: symusic.Score, path: Path, title: str):
     axes.set(xlabel="bar", ylabel="MIDI pitch", title=title)
     axes.grid(alpha=0.3)
     if len(score.tracks):
-        axes.legend(loc="upper right", fontsize="small", ncols=len(score.tracks))
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
     figure.savefig(path, dpi=100)
     plt.close(figure)
 

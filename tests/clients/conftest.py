@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 CLIENTS = {
     "test_lm_eval.py": "lm_eval",
+    "test_midi_readers.py": "music21",
     "test_onnx.py": "onnxruntime",
     "test_serve.py": "fastapi",
     "test_trl.py": "trl",
