@@ -100,9 +100,9 @@ def run(text: str, arguments: argparse.Namespace, scratch: Path) -> Path:
     """The whole demo in a scratch folder; returns the folder of its output in there."""
     held_out_length = min(HELD_OUT, len(text) // 10)
     training, held_out = text[:-held_out_length], text[-held_out_length:]
-    # Characters too rare to be learned become <unk>.
+    # Characters too rare to be learned become <unk>; <eos> is for programs that ask for one, and not in this text.
     tokenizer = TransfoXLTokenizer.train_from_iterator(
-        lines(training), mode="characters", unk_token="<unk>", pad_token="<unk>", min_freq=10
+        lines(training), mode="characters", unk_token="<unk>", pad_token="<unk>", eos_token="<eos>", min_freq=10
     )
     # For `txl-serve` and `transformers chat`: what is said is a text that goes on, line by line.
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}"

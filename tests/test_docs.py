@@ -62,7 +62,8 @@ def published(tmp_path_factory) -> Path:
 
 
 def test_every_python_block_runs(tmp_path, published):
-    pages = [page for page in PAGES if blocks(page)]
+    # The blocks of docs/clients.md need other programs: tests/clients runs them.
+    pages = [page for page in PAGES if blocks(page) and page.stem != "clients"]
     assert {page.stem for page in pages} == {"README", "agents", "guide", "memory", "music", "training"}
     (tmp_path / "runner.py").write_text(RUNNER)
     with HubServer({"hf_token_of_user": "user", "hf_token_of_authors": "transfo-xl"}) as hub:

@@ -6,8 +6,9 @@ CLIENTS = {
     "test_lm_eval.py": "lm_eval",
     "test_midi_readers.py": "music21",
     "test_onnx.py": "onnxruntime",
+    "test_page.py": "trl",
+    "test_quantisation.py": "bitsandbytes",
     "test_serve.py": "fastapi",
     "test_trl.py": "trl",
-    "test_quantisation.py": "bitsandbytes",
 }
 collect_ignore = [name for name, client in CLIENTS.items() if find_spec(client) is None]
