@@ -162,7 +162,8 @@ def evaluate_language_model(
         ValueError: the text is empty, leaves nothing to score, is no sequence of integers, or holds an id outside the
             vocabulary; there are more streams than tokens; a size is out of range; or `document_end` is neither a
             token nor places in the text, or the model has no place where one could begin (see `resets`).
-        RuntimeError: `dynamic` would change, or changes in another thread, the weights that one of them reads with.
+        RuntimeError: another thread evaluates the model, and one of the two changes it meanwhile: by `dynamic`, or
+            because it is in training mode.
     """
     return evaluate_caches(
         model,

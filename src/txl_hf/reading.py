@@ -259,24 +259,20 @@ def device_of(model: TransfoXLForCausalLM) -> torch.device:
 
 @contextmanager
 def using(model: TransfoXLForCausalLM, alone: bool = False) -> Iterator[None]:
-    """Let a thread read a text with a model, beside others or, because its weights follow the text, alone.
+    """Let a thread read a text with a model, beside others or, because it changes weights or mode meanwhile, alone.
 
     Raises:
-        RuntimeError: another thread reads with weights that would change under it.
+        RuntimeError: another thread reads with a model that would change under it.
     """
     thread = threading.get_ident()
     with _uses_lock:
         uses = _uses.setdefault(model.transformer, [])
         others = [changes for user, changes in uses if user != thread]
-        if any(others):
+        if any(others) or (alone and others):
             raise RuntimeError(
-                "dynamic evaluation in another thread is changing the weights of this model: wait for its end, or "
-                "give each thread a copy of the model"
-            )
-        if alone and others:
-            raise RuntimeError(
-                "dynamic evaluation would change the weights of this model, which another thread is evaluating: wait "
-                "for its end, or give each thread a copy of the model"
+                "another thread is evaluating this model, and one of the two changes it meanwhile, its weights by "
+                "dynamic evaluation or its mode because it is in training mode: call model.eval() first, and give "
+                "dynamic evaluation a copy of the model or wait"
             )
         uses.append((thread, alone))
     try:
@@ -289,9 +285,10 @@ def using(model: TransfoXLForCausalLM, alone: bool = False) -> Iterator[None]:
 @contextmanager
 def evaluating(model: TransfoXLForCausalLM) -> Iterator[None]:
     """The model in evaluation mode. Nothing is written to one that is in it already, so that threads can share it."""
-    with using(model):
-        modes = {module: module.training for module in model.modules()}
-        if not any(modes.values()):
+    modes = {module: module.training for module in model.modules()}
+    changes = any(modes.values())
+    with using(model, alone=changes):
+        if not changes:
             yield
             return
         try:
