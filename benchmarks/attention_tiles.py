@@ -68,11 +68,11 @@ def try_out(kernel: str, width: int, tile: tuple[int, ...], shape: tuple[int, ..
     said = io.StringIO()
     try:
         with use(kernel, width, tile), contextlib.redirect_stdout(said):
-            passed = attention_kernel.passes_gate(["txl_triton"], [shape], device, dtype)
+            wrong = attention_kernel.failing(["txl_triton"], [shape], device, dtype)
     # Whatever a compiler may say of a tile that it cannot make: the others go on.
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
-    return "" if passed else said.getvalue().strip().splitlines()[-1]
+    return said.getvalue().strip().splitlines()[-1] if wrong else ""
 
 
 def usable(candidates: dict[int, list], gate_shapes: dict[int, tuple], device, dtype) -> dict[tuple, list]:

@@ -1,10 +1,13 @@
-"""Everything for one GPU in one call of under ten minutes, the most important rows first.
+"""Everything for one GPU in one call of under ten minutes: first whether it is right, then the most important rows.
 
     python benchmarks/gpu.py --output FOLDER [--minutes 9] [--skip 3] [--peer-python OTHER_ENVIRONMENT/bin/python]
 
-It needs torch with CUDA, triton, transformers and accelerate; with pytorch_optimizer the NVIDIA recipes train with
-their LAMB, otherwise with AdamW, and the rows say so. Rows are written as they are measured, so that a call that is
-cut short loses one step only; it says how to go on. `python benchmarks/report.py --add FOLDER` takes them over.
+It needs torch with CUDA, triton, transformers, accelerate and pytest. The NVIDIA recipes train with their LAMB where
+there is pytorch_optimizer: a wheel of it in the folder `.whl` beside the sources does, as do other wheels of pure
+Python. Otherwise they train with AdamW, and the rows say so. Each contender of the most important rows is a step of
+its own, in processes of its own, and rows are written as they are measured: what a crash or a limit takes is one row.
+A call that runs out of time says how to go on. `python benchmarks/report.py --add FOLDER` takes the rows over, and
+`--bars` says which bars they meet.
 """
 
 import argparse
@@ -14,32 +17,65 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
 SOURCES = FOLDER.parent / "src"
+WHEELS = FOLDER.parent / ".whl"
 SHORT = ["--seconds", "8", "--repeats", "3", "20"]
-TRAIN = ["--contenders", "ours", "ours-txl_triton"]
-COMPILED = ["--contenders", "ours", "ours-compile"]
-# What hangs or compiles for too long takes no more than this from the others.
-STEP_SECONDS = 240
-# Script and its options.
+FLEX = ["--contenders", "flex_attention"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A script with its options, and after how many seconds it is stopped, however it hangs or compiles."""
+
+    script: str
+    options: tuple[str, ...] = ()
+    limit: int = 60
+
+
+def train(workload: str, contender: str, limit: int) -> Step:
+    return Step("model", ("--workloads", workload, "--contenders", contender), limit)
+
+
+def compare(*workloads: str, contenders: tuple[str, ...] = (), limit: int = 60) -> Step:
+    chosen = ("--contenders", *contenders) if contenders else ()
+    return Step("model", ("--workloads", *workloads, *chosen), limit)
+
+
 STEPS = [
-    ("model", ["--workloads", "train-nvidia-base", *TRAIN]),
-    ("model", ["--workloads", "train-nvidia-large", *TRAIN]),
-    ("attention_kernel", ["--sweep"]),
-    ("attention_kernel", ["--seconds", "0.5"]),
-    ("sliding_window", ["--model", "enwik8-large", "--seconds", "6", "--repeats", "3", "20"]),
-    ("model", ["--workloads", "train-nvidia-base", *COMPILED]),
-    ("model", ["--workloads", "train-enwik8-b22", "train-wt103-large-b16"]),
-    ("model", ["--workloads", "evaluate-nvidia-base-640-b1", "evaluate-nvidia-base-640-b32"]),
-    ("model", ["--workloads", "evaluate-nvidia-large-1600-b1", "evaluate-nvidia-large-1600-b32"]),
-    ("model", ["--workloads", "decode-wt103-large-1600", "decode-nvidia-base-640-b32"]),
-    ("softmax", ["--seconds", "4"]),
-    ("growth", ["--seconds", "1"]),
-    ("model", ["--workloads", "train-enwik8-large-b8", "evaluate-enwik8-large-3800", "decode-enwik8-large-3800"]),
-    ("model", ["--workloads", "evaluate-nvidia-base-640-b16", "evaluate-nvidia-large-1600-b16"]),
-    ("model", ["--workloads", "decode-nvidia-base-640-b1", "decode-nvidia-base-640-b16", "evaluate-wt103-large-1600"]),
+    Step("pytest", ("tests/test_no_sync.py", "tests/test_triton.py", "-k", "not sweep and not sm_90"), 120),
+    Step("cudnn_probe", (), 30),
+    Step("profile_step", ("--workload", "train-nvidia-base", "--contender", "ours-txl_triton"), 45),
+    *(
+        train(f"train-nvidia-{size}", contender, 75)
+        for size in ("base", "large")
+        for contender in ("ours-txl_triton-compile", "ours-txl_triton", "ours")
+    ),
+    Step("attention_kernel", ("--seconds", "0.5", "--contenders", "txl_triton", "sdpa_relative"), 75),
+    Step("sliding_window", ("--model", "enwik8-large", "--segments", "128", "1024", *SHORT), 75),
+    compare("decode-nvidia-base-640-b1", contenders=("ours", "ours-static")),
+    compare("decode-nvidia-base-640-b32", contenders=("ours", "ours-static")),
+    compare("evaluate-nvidia-base-640-b1", contenders=("ours", "ours-txl_triton")),
+    compare("evaluate-nvidia-base-640-b32", contenders=("ours", "ours-txl_triton")),
+    compare("evaluate-nvidia-large-1600-b1", contenders=("ours", "ours-txl_triton")),
+    compare("evaluate-nvidia-large-1600-b32", contenders=("ours", "ours-txl_triton")),
+    compare("decode-wt103-large-1600", contenders=("ours", "ours-static")),
+    Step("attention_tiles", (), 100),
+    Step("attention_kernel", ("--seconds", "0.3", *FLEX), 240),
+    Step("softmax", ("--seconds", "4"), 90),
+    Step("growth", ("--seconds", "1"), 60),
+    compare("train-enwik8-b22", contenders=("ours-txl_triton-compile", "ours", "gpt2", "floor"), limit=90),
+    compare("train-enwik8-large-b8", "evaluate-enwik8-large-3800", "decode-enwik8-large-3800", limit=120),
+    compare("evaluate-nvidia-base-640-b16", "evaluate-nvidia-large-1600-b16", "decode-nvidia-base-640-b16", limit=120),
+]
+# Time enough for a processor that has other work.
+SMOKE = [
+    Step("pytest", ("tests/test_no_sync.py",)),
+    *(Step(script, limit=300) for script in ("cudnn_probe", "profile_step", "model", "attention_kernel")),
+    *(Step(script, limit=300) for script in ("sliding_window", "softmax", "growth")),
 ]
 
 
@@ -54,26 +90,15 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="each script at tiny sizes, on any device")
     arguments = parser.parse_args()
     started, failed = time.monotonic(), []
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SOURCES), os.environ.get("PYTHONPATH", "")])}
-    steps = [("model", []), ("softmax", []), ("growth", []), ("sliding_window", [])] if arguments.smoke else STEPS
-    for number, (script, options) in list(enumerate(steps))[arguments.skip :]:
+    steps = SMOKE if arguments.smoke else STEPS
+    for number, step in list(enumerate(steps))[arguments.skip :]:
         left = 60 * arguments.minutes - (time.monotonic() - started)
         if left < 20:
             print(f"out of time; go on with --skip {number}", flush=True)
             return 3
-        results = "attention_tiles" if "--sweep" in options else script
-        command = [sys.executable, str(FOLDER / f"{script}.py"), "--output", str(arguments.output / f"{results}.csv")]
-        if arguments.smoke:
-            command += ["--smoke"]
-        elif script == "model":
-            command += ["--device", "cuda", *SHORT]
-        else:
-            command += ["--device", "cuda"]
-        if arguments.peer_python and script in ("model", "softmax"):
-            command += ["--peer-python", arguments.peer_python]
-        print(f"\n== step {number}, {left:.0f} s left: {script} {' '.join(options)}", flush=True)
-        limit = min(left, STEP_SECONDS)
-        status = run([*command, *options], environment, limit)
+        print(f"\n== step {number}, {left:.0f} s left: {step.script} {' '.join(step.options)}", flush=True)
+        limit = min(left, step.limit)
+        status = run(command_of(step, arguments), environment(), limit)
         if status is None and limit == left:
             print(f"out of time in step {number}; go on with --skip {number}", flush=True)
             return 3
@@ -83,6 +108,28 @@ def main() -> int:
             failed.append(number)
     print(f"\n{len(steps) - len(failed)} of {len(steps)} steps done; failed: {failed or 'none'}")
     return int(bool(failed))
+
+
+def command_of(step: Step, arguments: argparse.Namespace) -> list[str]:
+    if step.script == "pytest":
+        tests = [str(FOLDER.parent / option) if option.startswith("tests/") else option for option in step.options]
+        # Without a GPU each of these is skipped, which is no failure.
+        return [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-rf", *tests]
+    script, options = ("attention_kernel", ["--sweep"]) if step.script == "attention_tiles" else (step.script, [])
+    suffix = "txt" if script in ("cudnn_probe", "profile_step") else "csv"
+    command = [sys.executable, str(FOLDER / f"{script}.py")]
+    command += ["--output", str(arguments.output / f"{step.script}.{suffix}"), *options]
+    command += ["--smoke"] if arguments.smoke else ["--device", "cuda"]
+    if arguments.peer_python and script in ("model", "softmax"):
+        command += ["--peer-python", arguments.peer_python]
+    short = SHORT if script == "model" and not arguments.smoke else []
+    return [*command, *short, *step.options]
+
+
+def environment() -> dict[str, str]:
+    """With the sources and the wheels that were brought along."""
+    folders = [str(SOURCES), *map(str, sorted(WHEELS.glob("*.whl"))), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 def run(command: list[str], environment: dict[str, str], limit: float) -> int | None:

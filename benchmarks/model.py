@@ -14,7 +14,7 @@ its probabilities; one that does not is not timed, and the program fails when th
     ours-step             evaluation with the loss of each segment before the next
     ours-mems             evaluation with the memory as hidden states
     ours-eager, …         another attn_implementation; eager evaluates with hidden states and is what all must equal
-    ours-compile          training through torch.compile
+    ours-…-compile        training with each layer through torch.compile, with the backend named before if there is one
     ours-static           decoding with generate's static cache, which is compiled on a GPU
     legacy                transformers 4.35.2, in the interpreter that --peer-python names; fp32 (TF32 on a GPU)
     legacy-autocast       the same under autocast, where that works
@@ -88,6 +88,8 @@ MODELS = {
     | {"vocab_size": 60, "cutoffs": [20, 40], "n_layer": 2, "d_model": 32, "d_embed": 32, "n_head": 2, "d_head": 16}
     | {"d_inner": 64, "init_std": 0.3},
 }
+# Of attention probabilities, in the recipe.
+DROPATT = {"nvidia-large": 0.2}
 DROPOUT = {"enwik8": 0.1, "enwik8-large": 0.15, "wt103-large": 0.2, "nvidia-base": 0.1, "nvidia-large": 0.2}
 REFERENCE = "ours-eager"
 CPU = {
@@ -97,7 +99,16 @@ CPU = {
 }
 BACKENDS = ["ours", "ours-sdpa", "ours-txl_triton", "ours-flex_attention"]
 CUDA = {
-    "train": [*BACKENDS, "ours-compile", "ours-eager", "legacy", "legacy-autocast", "gpt2", "floor"],
+    "train": [
+        *BACKENDS,
+        "ours-compile",
+        "ours-txl_triton-compile",
+        "ours-eager",
+        "legacy",
+        "legacy-autocast",
+        "gpt2",
+        "floor",
+    ],
     "evaluate": [*BACKENDS, "ours-step", "ours-mems", "ours-eager", "legacy", "floor"],
     "decode": ["ours", "ours-static", "ours-eager", "legacy", "gpt2", "floor"],
 }
@@ -117,7 +128,8 @@ class Workload:
 
     @property
     def config(self) -> dict:
-        return MODELS[self.model] | {"mem_len": self.memory, "dropout": DROPOUT[self.model] if self.dropout else 0.0}
+        dropout = {"dropout": DROPOUT[self.model], "dropatt": DROPATT.get(self.model, 0.0)} if self.dropout else {}
+        return MODELS[self.model] | {"mem_len": self.memory} | dropout
 
     @property
     def optimizer(self) -> str:
@@ -312,6 +324,7 @@ def describe(name: str, workload: Workload, contender: str, check: dict) -> dict
         "segment": workload.segment,
         "batch": workload.batch,
         "dropout": workload.config["dropout"],
+        "dropatt": workload.config.get("dropatt", 0.0),
         "optimizer": check["optimizer"],
         "warmup_s": round(check["warmup_s"], 2),
         "prefill_tokens_per_second": check.get("prefill_tokens_per_second", ""),
@@ -439,12 +452,13 @@ def load(contender: str, workload: Workload, folder: str, arguments: argparse.Na
         model = floor(config)
     else:
         from txl_hf import TransfoXLForCausalLM
+        from txl_hf.training.compilation import compile_layers
 
-        variant = contender.partition("-")[2]
-        implementation = None if variant in ("", "step", "mems", "compile", "static") else variant
+        variant = contender.partition("-")[2].removesuffix("compile").removesuffix("-")
+        implementation = None if variant in ("", "step", "mems", "static") else variant
         model = TransfoXLForCausalLM.from_pretrained(folder, attn_implementation=implementation)
-        if variant == "compile":
-            model.compile()
+        if contender.endswith("compile"):
+            compile_layers(model)
     # Training keeps fp32 weights and runs under autocast.
     return model.to(arguments.device, harness.torch_dtype("fp32" if workload.task == "train" else arguments.dtype))
 
@@ -507,7 +521,7 @@ class Train:
         losses = [self._step(self.ids[:rows]).item() for _ in range(3)]
         self.mems = None
         self.model.train()
-        if self.contender == "ours-compile":
+        if self.contender.endswith("compile"):
             # Having seen two batch sizes, torch would compile for all of them.
             torch.compiler.reset()
         return {"nll": losses}

@@ -3,6 +3,7 @@
     python benchmarks/report.py                          # rewrite the tables of both READMEs, and the plots
     python benchmarks/report.py --check                  # say whether the tables are those of the CSV files
     python benchmarks/report.py --add FOLDER             # append the rows that a run elsewhere has left in a folder
+    python benchmarks/report.py --bars                   # which of the figures that are to be reached on a GPU are
     python benchmarks/report.py --compare OLD NEW        # two results folders: have ratios moved by more than 10 %?
 
 A table stands between `<!-- NAME: … -->` and `<!-- end of NAME -->`. It shows the last run of each workload on each
@@ -23,7 +24,7 @@ MACHINE = ("processor", "threads", "dtype")
 # File: what names a workload, what names a contender, and the ratio that should come out again.
 KEYS = {
     "model.csv": ("workload", "contender", "times_legacy_p50"),
-    "sliding_window.csv": ("model attention_length", "contender", "times_p50"),
+    "sliding_window.csv": ("model attention_length segment", "contender", "times_p50"),
     "softmax.csv": ("size", "contender", "times_legacy_p50"),
     "attention_kernel.csv": ("shape mode", "contender", "of_sdpa"),
     "growth.csv": ("model axis task", "length", None),
@@ -38,9 +39,12 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = parser.add_mutually_exclusive_group()
     action.add_argument("--check", action="store_true")
+    action.add_argument("--bars", action="store_true")
     action.add_argument("--add", type=Path, metavar="FOLDER")
     action.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"))
     arguments = parser.parse_args(given)
+    if arguments.bars:
+        return print_bars()
     if arguments.compare:
         return compare(*arguments.compare)
     if arguments.add:
@@ -123,6 +127,62 @@ def compare(old: Path, new: Path) -> int:
         return 1
     print(f"{moved} of {seen} ratios moved by more than {DRIFT:.0%}" if seen else "nothing to compare on this machine")
     return int(moved > 0)
+
+
+# ---- bars -------------------------------------------------------------------------------------------------------
+
+# NVIDIA's own inference (DeepLearningExamples, PyTorch, TorchScript in fp16) on one A100, in tokens a second.
+INFERENCE = {
+    "evaluate-nvidia-base-640-b1": 6_936,
+    "evaluate-nvidia-base-640-b16": 90_768,
+    "evaluate-nvidia-base-640-b32": 107_082,
+    "evaluate-nvidia-large-1600-b1": 11_068,
+    "evaluate-nvidia-large-1600-b16": 30_783,
+    "evaluate-nvidia-large-1600-b32": 32_162,
+}
+# Whose figure; file; what a row has; its column; the least. NVIDIA trains on eight A100; the paper's are of Table 9.
+BARS: list[tuple[str, str, Row, str, float]] = [
+    ("NVIDIA base, 8 A100", "model.csv", {"workload": "train-nvidia-base"}, "tokens_per_second_p50", 449_890),
+    ("large on one GPU", "model.csv", {"workload": "train-nvidia-large"}, "tokens_per_second_p50", 130_000),
+    ("NVIDIA large, 8 A100", "model.csv", {"workload": "train-nvidia-large"}, "tokens_per_second_p50", 191_148),
+    *(
+        (
+            f"NVIDIA {name.removeprefix('evaluate-nvidia-')}",
+            "model.csv",
+            {"workload": name},
+            "tokens_per_second_p50",
+            least,
+        )
+        for name, least in INFERENCE.items()
+    ),
+    *(
+        (f"of plain sdpa, {mode}", "attention_kernel.csv", {"mode": mode, "contender": "txl_triton"}, "of_sdpa", least)
+        for mode, least in (("forward", 0.5), ("forward+backward", 0.35))
+    ),
+    *(
+        (f"the paper's at {length:,}", "sliding_window.csv", {"attention_length": str(length)}, "times_p50", least)
+        for length, least in ((800, 363), (1800, 773), (2800, 1409), (3800, 1874))
+    ),
+]
+
+
+def print_bars() -> int:
+    """Each bar as met or missed by the best row on a GPU; in attention, where each shape counts, by the worst."""
+    for name, file, wanted, column, least in BARS:
+        rows = [
+            row
+            for row in harness.read(harness.RESULTS / file)
+            if "NVIDIA" in row["processor"] and wanted.items() <= row.items() and row.get(column)
+        ]
+        if not rows:
+            print(f"not measured  {name:34} {least:>10,g}")
+            continue
+        choose = min if file == "attention_kernel.csv" else max
+        found = choose(rows, key=lambda row: float(row[column]))
+        verdict = "met" if float(found[column]) >= least else "missed"
+        what = " ".join(filter(None, (found["contender"], found.get("shape"), found["date"])))
+        print(f"{verdict:12}  {name:34} {least:>10,g} {float(found[column]):>12,g}  {what}")
+    return 0
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------
@@ -227,8 +287,15 @@ def sliding_window_table(runs: dict[str, dict[str, Row]]) -> str:
     lines = []
     for run in runs.values():
         row = run["memory"]
+        passes = "" if row["segment"] == "128" else f", {row['segment']} at a time"
         lines.append(
-            [row["model"], f"{int(row['attention_length']):,}", rate(row), rate(run["vanilla"]), rate(run["gpt2"])]
+            [
+                row["model"] + passes,
+                f"{int(row['attention_length']):,}",
+                rate(row),
+                rate(run["vanilla"]),
+                rate(run["gpt2"]),
+            ]
             + [f"**{number(row['times_p50'])}×**", f"{number(row['times_p20'])} – {number(row['times_p80'])}"]
             + [f"{number(row['paper'])}×", row["nll_difference"]]
         )

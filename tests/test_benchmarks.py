@@ -2,11 +2,13 @@
 
 import argparse
 import csv
+import importlib
 import os
 import re
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import psutil
@@ -69,7 +71,7 @@ def test_every_contender(task, tmp_path):
     arguments = argparse.Namespace(device="cpu", dtype="fp32")
     contenders = [name for name in dict.fromkeys(model.CPU[task] + model.CUDA[task]) if "legacy" not in name]
     # Tried by hand: they compile.
-    contenders = [name for name in contenders if name not in ("ours-compile", "ours-flex_attention")]
+    contenders = [name for name in contenders if not name.endswith(("compile", "flex_attention"))]
     # What evaluates with a cache scores 1,024 tokens at once, unless each segment's loss is wanted.
     together = set(contenders) - {"ours-step", "ours-mems", "ours-eager"} if task == "evaluate" else set()
     checks = {}
@@ -90,20 +92,13 @@ def test_every_contender(task, tmp_path):
 
 def test_everything_on_a_gpu_outlives_a_step_that_hangs(tmp_path, monkeypatch, capsys):
     """Every step is given options that its script knows, and one that is stopped takes no other with it."""
-    import attention_kernel
     import gpu
-    import growth
-    import model
-    import sliding_window
-    import softmax
 
-    scripts = {"model": model, "attention_kernel": attention_kernel, "sliding_window": sliding_window}
-    scripts |= {"growth": growth, "softmax": softmax}
     commands = []
 
     def start(command, environment, limit):
         commands.append(command)
-        assert limit <= gpu.STEP_SECONDS
+        assert limit <= max(step.limit for step in gpu.STEPS)
         return None if len(commands) == 2 else 0
 
     monkeypatch.setattr(gpu, "run", start)
@@ -111,13 +106,69 @@ def test_everything_on_a_gpu_outlives_a_step_that_hangs(tmp_path, monkeypatch, c
     assert gpu.main() == 1
     assert "failed: [1]" in capsys.readouterr().out
     assert len(commands) == len(gpu.STEPS)
+    # First whether it is right.
+    assert commands[0][1:3] == ["-m", "pytest"] and all(
+        Path(path).exists() for path in commands[0] if "/tests/" in path
+    )
     monkeypatch.undo()
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     # Without a GPU they get no further than to say so.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for _, script, *options in commands:
+    for _, script, *options in commands[1:]:
         with pytest.raises(SystemExit, match="torch sees no GPU"):
-            scripts[Path(script).stem].main(options)
+            importlib.import_module(Path(script).stem).main(options)
+
+
+@pytest.mark.slow
+def test_all_of_it_runs_at_tiny_sizes_without_a_gpu(tmp_path):
+    process = subprocess.run(
+        [sys.executable, BENCHMARKS / "gpu.py", "--smoke", "--output", tmp_path], capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names >= {"model.csv", "attention_kernel.csv", "sliding_window.csv", "softmax.csv", "profile_step.txt"}
+
+
+def test_wheels_that_are_brought_along_are_found(tmp_path, monkeypatch):
+    """Of pure Python, as they are."""
+    import gpu
+
+    with zipfile.ZipFile(tmp_path / "carried-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("carried.py", "answer = 42")
+    monkeypatch.setattr(gpu, "WHEELS", tmp_path)
+    check = "import carried, txl_hf; raise SystemExit(carried.answer)"
+    assert gpu.run([sys.executable, "-c", check], gpu.environment(), 60.0) == 42
+
+
+def test_a_profile_and_the_probe_of_attention_are_written(tmp_path):
+    import cudnn_probe
+    import profile_step
+
+    for script, name in ((profile_step, "profile.txt"), (cudnn_probe, "probe.txt")):
+        assert script.main(["--smoke", *CPU, "--output", str(tmp_path / name)]) == 0
+    assert "a step takes" in (tmp_path / "profile.txt").read_text()
+    assert len((tmp_path / "probe.txt").read_text().splitlines()) == len(cudnn_probe.PAIRS)
+
+
+def test_bars_are_met_missed_or_not_measured(tmp_path, monkeypatch, capsys):
+    import harness
+    import report
+
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    row = {"date": "2026-01-01", "commit": "", "processor": "NVIDIA H200", "contender": "ours"}
+    speeds = {"train-nvidia-base": 449_890, "train-nvidia-large": 140_000}
+    rows = [row | {"workload": name, "tokens_per_second_p50": speed} for name, speed in speeds.items()]
+    # A CPU's count for nothing.
+    rows.append(rows[0] | {"processor": "AMD EPYC", "tokens_per_second_p50": 9_999_999})
+    harness.append(tmp_path / "model.csv", rows)
+    mode = {"contender": "txl_triton", "mode": "forward"}
+    shapes = [row | mode | {"shape": name, "of_sdpa": of} for name, of in (("a", 0.9), ("b", 0.4))]
+    harness.append(tmp_path / "attention_kernel.csv", shapes)
+    assert report.main(["--bars"]) == 0
+    verdicts = {line[14:48].strip(): line[:12].strip() for line in capsys.readouterr().out.splitlines()}
+    assert verdicts["NVIDIA base, 8 A100"] == verdicts["large on one GPU"] == "met"
+    assert verdicts["NVIDIA large, 8 A100"] == verdicts["of plain sdpa, forward"] == "missed"
+    assert verdicts["the paper's at 3,800"] == "not measured"
 
 
 def test_a_step_that_is_stopped_takes_its_processes_with_it(tmp_path):
@@ -217,11 +268,25 @@ def test_attention_and_its_gate(tmp_path, monkeypatch, capsys):
     assert {row["contender"] for row in read(output)} == {"auto", "eager", "sdpa"}
     assert {row["mode"] for row in read(output)} == {"forward", "forward+backward"}
 
-    written = output.read_text()
+    written = read(output)
     monkeypatch.setitem(attention_kernel.CONTENDERS, "auto", attention_kernel.plain)
     assert attention_kernel.main(options) == 1
     assert "auto: FAILED" in capsys.readouterr().out
-    assert output.read_text() == written
+    # The others are timed all the same.
+    assert {row["contender"] for row in read(output)[len(written) :]} == {"eager", "sdpa"}
+
+
+def test_an_attention_that_raises_takes_nobody_with_it(tmp_path, monkeypatch, capsys):
+    import attention_kernel
+
+    def fails(inputs):
+        raise RuntimeError("no room\nat all")
+
+    monkeypatch.setitem(attention_kernel.CONTENDERS, "auto", fails)
+    output = tmp_path / "attention_kernel.csv"
+    assert attention_kernel.main(["--smoke", *CPU, "--output", str(output)]) == 1
+    assert "auto: FAILED: RuntimeError: no room\n" in capsys.readouterr().out
+    assert {row["contender"] for row in read(output)} == {"eager", "sdpa"}
 
 
 def test_softmax(tmp_path):

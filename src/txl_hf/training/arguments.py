@@ -146,12 +146,18 @@ class RunArguments:
     log_every: int = option("Steps between two lines of the log.", 200)
     save_every: int = option("Steps between two checkpoints.", 4000)
     save_total_limit: int = option("Checkpoints to keep.", 2)
-    attn_implementation: str | None = option("Attention backend.")
+    attn_implementation: str | None = option("Attention backend. By default txl_triton on a GPU that can take it.")
     gradient_checkpointing: bool = option("Compute activations twice, to need less memory.", False)
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(
         "By default what accelerate launch says; if nothing, bf16 on a GPU that has it."
     )
-    dynamo_backend: str | None = option("Compile, e.g. with inductor. By default what accelerate launch says.")
+    dynamo_backend: str | None = option(
+        "Compile the whole model, e.g. with inductor. By default what accelerate launch says."
+    )
+    compile_layers: bool | None = option(
+        "Compile each layer, one graph for all of them. By default on a GPU, where the whole model is not compiled "
+        "and no dropout is put around layers."
+    )
 
 
 class Arguments(NamedTuple):

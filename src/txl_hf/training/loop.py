@@ -36,6 +36,7 @@ from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..regularization import regularize
 from ..streams import check_loader
 from .arguments import SPLITS, Arguments
+from .compilation import compile_layers, should_compile_layers, uncompiled
 from .results import (
     BEST,
     LOG,
@@ -118,6 +119,8 @@ class Training:
         # Not prepared: a prepared one takes a step for each process.
         self.scheduler = make_scheduler(optimizer, optimization, self.max_steps)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
+        if should_compile_layers(arguments, self.accelerator.state.dynamo_plugin.backend.value):
+            compile_layers(self.plain_model())
         check_loader(
             self.loader,
             num_processes=self.accelerator.num_processes,
@@ -252,7 +255,8 @@ class Training:
         """Score the validation text, which the processes share out among them, and keep the best model."""
         model = self.evaluated_model()
         text, evaluation = self.texts["validation"], self.arguments.evaluation
-        nll = evaluate(model, text, evaluation, self.document_end, accelerator=self.accelerator).nll
+        with uncompiled():
+            nll = evaluate(model, text, evaluation, self.document_end, accelerator=self.accelerator).nll
         if not math.isfinite(nll):
             raise FloatingPointError(f"the validation loss is {nll} after step {self.step}: lower --learning_rate")
         self.log({"validation_loss": nll, **figures(nll, "validation_")})

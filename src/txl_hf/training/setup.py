@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
+from ..attention_transfo_xl_triton import why_not_triton
 from ..configuration_transfo_xl import TransfoXLConfig
 from ..memory_transfo_xl import MemoryLengths
 from ..midi import EVENTS, is_midi_tokenizer, load_midi_tokenizer
@@ -199,7 +200,8 @@ def make_config(arguments: ModelArguments, vocab_size: int, data: str | None) ->
 
 
 def make_model(config: TransfoXLConfig, arguments: ModelArguments, run: RunArguments) -> TransfoXLForCausalLM:
-    settings = {} if run.attn_implementation is None else {"attn_implementation": run.attn_implementation}
+    implementation = run.attn_implementation or fastest_attention(config)
+    settings = {} if implementation is None else {"attn_implementation": implementation}
     if arguments.model_name_or_path is not None:
         name = arguments.model_name_or_path
         model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32, **settings)
@@ -208,6 +210,14 @@ def make_model(config: TransfoXLConfig, arguments: ModelArguments, run: RunArgum
     if run.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model
+
+
+def fastest_attention(config: TransfoXLConfig) -> str | None:
+    """The Triton kernels on a GPU that they run on, with what the model gives them; None: the default."""
+    if not torch.cuda.is_available():
+        return None
+    query = torch.empty(1, config.n_head, 1, config.d_head, dtype=torch.bfloat16, device="cuda")
+    return "txl_triton" if why_not_triton(query) is None else None
 
 
 def make_accelerator(arguments: Arguments) -> Accelerator:

@@ -1,0 +1,58 @@
+"""Where the time of one training step goes: the kernels that take most of it, and for how much of it none runs.
+
+    python benchmarks/profile_step.py --workload train-nvidia-base --contender ours-txl_triton --output profile.txt
+
+A step is forward, backward, clipping and the optimiser, as `model.py` times it.
+"""
+
+import argparse
+import tempfile
+
+import harness
+import model as models
+
+TOP = 40
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    harness.add_arguments(parser, "profile.txt", budget=0.0)
+    parser.add_argument("--workload", choices=models.WORKLOADS | models.SMOKE, default="train-nvidia-base")
+    parser.add_argument("--contender", default="ours-txl_triton")
+    arguments = parser.parse_args(given)
+    harness.complete(arguments)
+    name = "smoke-train" if arguments.smoke else arguments.workload
+    contender = "ours" if arguments.smoke else arguments.contender
+    text = f"{name} {contender}\n{profile(name, contender, arguments)}\n"
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    with arguments.output.open("a") as file:
+        file.write(text)
+    print(text, flush=True)
+    return 0
+
+
+def profile(name: str, contender: str, arguments: argparse.Namespace) -> str:
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    workload = (models.WORKLOADS | models.SMOKE)[name]
+    with tempfile.TemporaryDirectory() as folder:
+        models.save(workload, folder)
+        task = models.begin(contender, workload, folder, arguments)
+    for _ in range(3):
+        task.step()
+    harness.synchronize(arguments.device)
+    cuda = arguments.device == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    seconds = harness.seconds(task.step, arguments.device)
+    with torch.profiler.profile(activities=activities) as found:
+        task.step()
+        harness.synchronize(arguments.device)
+    by = "self_device_time_total" if cuda else "self_cpu_time_total"
+    table = found.key_averages().table(sort_by=by, row_limit=TOP, max_name_column_width=80)
+    busy = sum(getattr(event, by) for event in found.key_averages()) / 1e6
+    return f"{table}\na step takes {seconds * 1e3:.1f} ms; kernels {busy * 1e3:.1f} ms of it"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,50 @@
+"""Layers compiled one by one: one graph for all of them, with the losses and gradients of none."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from txl_hf.training.arguments import parse_arguments
+from txl_hf.training.compilation import compile_layers, should_compile_layers, uncompiled
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_one_graph_serves_all_layers_in_training_and_evaluation_runs_without(make_model, make_ids, backend):
+    torch.compiler.reset()
+    plain, compiled = (make_model(backend, n_layer=4).train() for _ in range(2))
+    graphs = CompileCounterWithBackend("aot_eager")
+    compile_layers(compiled, graphs)
+    assert plain.state_dict().keys() == compiled.state_dict().keys()
+    memories: list[dict] = [{}, {}]
+    for step in range(3):
+        ids = make_ids(2, 7, seed=step)
+        outputs = [
+            model(ids, shift_labels=ids, **memory) for model, memory in zip((plain, compiled), memories, strict=True)
+        ]
+        torch.testing.assert_close(outputs[1].losses, outputs[0].losses, atol=1e-5, rtol=1e-5)
+        memories = [{"mems": output.mems} for output in outputs]
+        for model, output in zip((plain, compiled), outputs, strict=True):
+            model.zero_grad()
+            output.loss.backward()
+        for (name, one), (_, other) in zip(plain.named_parameters(), compiled.named_parameters(), strict=True):
+            torch.testing.assert_close(other.grad, one.grad, atol=1e-5, rtol=1e-4, msg=name)
+        # Without a memory, with some of it, with all of it.
+        assert graphs.frame_count <= step + 1
+    with uncompiled(), torch.no_grad():
+        compiled.eval()(make_ids(1, 5))
+    assert graphs.frame_count <= 3
+
+
+def test_layers_are_compiled_on_a_gpu_unless_something_else_is(tmp_path, monkeypatch):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("max_steps: 1\ndata: data\noutput: output\n")
+
+    def chosen(*options, backend=None):
+        return should_compile_layers(parse_arguments([str(recipe), *options]), backend)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not chosen() and chosen("--compile_layers", "True")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert chosen() and chosen(backend="NO")
+    assert not chosen("--compile_layers", "False")
+    assert not chosen(backend="INDUCTOR") and not chosen("--word_dropout", "0.1")
