@@ -77,7 +77,7 @@ def run(options: argparse.Namespace):
     protocol = {
         "segment_length": options.segment_length or config.tgt_len,
         "memory_length": options.memory_length,
-        "batch_size": options.batch_size,
+        "batch_size": options.batch_size or 1,
         "clamp_len": options.clamp_len,
     }
     statistics = None if options.statistics is None else texts["train"].token_ids[: options.statistics]

@@ -1,5 +1,6 @@
 """The command that scores a text: its JSON is what evaluate_language_model gives, its errors are one line."""
 
+import dataclasses
 import io
 import json
 import math
@@ -201,6 +202,27 @@ def test_the_curve_has_the_columns_of_the_paper(corpus, model, tmp_path, capsys)
         assert curve["best"] == min(rows)
         assert curve["attention_length"] == min(n for n in points if f"{points[n]:.2f}" == f"{min(rows):.2f}")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trained_model_has_the_figure_of_its_training(corpus, model, tmp_path, capsys):
+    """What is not asked for otherwise is as in the results beside the model."""
+    copy = shutil.copytree(model, tmp_path / "model")
+    loaded, tokens = AutoModelForCausalLM.from_pretrained(model), load_from_disk(corpus)["test"]["token_ids"][:]
+    lengths = {"segment_length": 5, "memory_length": 7, "ext_len": 2, "clamp_len": 6, "same_length": True}
+    expected = evaluate_language_model(loaded, tokens, batch_size=3, **lengths)
+    (copy / "results.json").write_text(json.dumps({"test": dataclasses.asdict(expected)}))
+    [row] = run(capsys, "--model", copy, "--data", corpus)["results"]
+    assert row["nll"] == pytest.approx(expected.nll, rel=1e-6)
+    assert {name: row[name] for name in lengths} == lengths and row["batch_size"] == 3
+    asked = ["--memory_length", 0, 4, "--batch_size", 1, "--same_length", "false"]
+    rows = run(capsys, "--model", copy, "--data", corpus, *asked)["results"]
+    assert [row["memory_length"] for row in rows] == [0, 4] and {row["batch_size"] for row in rows} == {1}
+    assert {(row["segment_length"], row["clamp_len"], row["same_length"]) for row in rows} == {(5, 6, False)}
+    [window] = run(capsys, "--model", copy, "--data", corpus, "--sliding_window", 9, "--max_tokens", 30)["results"]
+    assert window["protocol"] == "sliding window" and window["ext_len"] == 8
+    (copy / "results.json").write_text("[]")
+    [row] = run(capsys, "--model", copy, "--data", corpus)["results"]
+    assert (row["segment_length"], row["memory_length"], row["batch_size"]) == (8, 12, 1)
 
 
 def test_a_length_that_was_not_evaluated_has_no_init(corpus, model, capsys):

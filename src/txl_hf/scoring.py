@@ -7,6 +7,7 @@ import datetime
 import json
 import math
 import platform
+import sys
 import time
 from importlib.metadata import version
 from itertools import zip_longest
@@ -31,6 +32,9 @@ from .prepare import INFORMATION, read_document_end
 __all__ = ["Text", "check_vocabulary", "describe", "load_config", "read_prepared", "run"]
 
 MEMORY, WINDOW = "memory", "sliding window"
+# What `txl-train` leaves beside the model, and what it says of the reading that gave its figures.
+RESULTS = "results.json"
+LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_length", "batch_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +54,7 @@ def run(options: argparse.Namespace):
     if not options.progress:
         transformers.logging.disable_progress_bar()
     options.device = options.device or default_device()
+    take_lengths_of_training(options)
     config = load_config(options.model)
     planned = protocols(options, config)
     for settings in planned:
@@ -103,6 +108,25 @@ def describe(model: TransfoXLForCausalLM, text: Text, options: argparse.Namespac
         "versions": {name: version(name) for name in ("txl-hf", "transformers", "torch")},
         "date": datetime.date.today().isoformat(),
     }
+
+
+def take_lengths_of_training(options: argparse.Namespace) -> None:
+    """Where `txl-train` scored the model, score it likewise but for what is asked for: one model has one figure."""
+    try:
+        found = json.loads((Path(options.model) / RESULTS).read_text(encoding="utf-8"))["test"]
+        lengths = {name: int(found[name]) for name in LENGTHS}
+    except (OSError, ValueError, KeyError, TypeError):
+        # Of another origin, or no folder.
+        lengths = {}
+    taken = {name: value for name, value in lengths.items() if getattr(options, name) is None}
+    if options.sliding_window:
+        taken.pop("memory_length", None)
+    for name, value in taken.items():
+        setattr(options, name, {"memory_length": [value], "same_length": str(bool(value)).lower()}.get(name, value))
+    options.batch_size = options.batch_size or 1
+    if taken:
+        shown = ", ".join(f"--{name} {value}" for name, value in taken.items() if name != "same_length")
+        print(f"as training scored it ({RESULTS}): {shown}", file=sys.stderr)
 
 
 def default_device() -> str:
