@@ -9,6 +9,7 @@ CLIENTS = {
     "test_page.py": "trl",
     "test_quantisation.py": "bitsandbytes",
     "test_serve.py": "fastapi",
+    "test_space.py": "gradio",
     "test_trl.py": "trl",
 }
 collect_ignore = [name for name, client in CLIENTS.items() if find_spec(client) is None]

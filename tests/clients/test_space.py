@@ -1,0 +1,72 @@
+"""The page of examples/space: gradio serves it, and its client gets what the model says."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from gradio_client import Client
+
+from models import small_model
+from txl_hf import TransfoXLTokenizer, token_losses
+
+APP = Path(__file__).parents[2] / "examples" / "space" / "app.py"
+TEXT = "a text that is longer than a segment, and than the memory behind it. " * 3
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("space")
+    letters = "abcdefghijklmnopqrstuvwxyz ,.\n"
+    tokenizer = TransfoXLTokenizer.from_symbols(["<unk>", *letters], mode="characters", unk_token="<unk>")
+    sizes = {"cutoffs": [], "div_val": 1, "mem_len": 40, "tgt_len": 20, "eos_token_id": None}
+    small_model(vocab_size=len(tokenizer), **sizes).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    spec = importlib.util.spec_from_file_location("space_app", APP)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module, module.Page(str(folder))
+
+
+@pytest.fixture(scope="module")
+def client(page):
+    module, shown = page
+    app = module.build(shown)
+    _, url, _ = app.launch(prevent_thread_lock=True, quiet=True)
+    yield Client(url, verbose=False)
+    app.close()
+
+
+def test_a_text_goes_on(page, client):
+    _, shown = page
+    found = client.predict(TEXT, 12, 0, api_name="/write")
+    ids = torch.tensor([shown.tokenizer(TEXT)["input_ids"]])
+    written = shown.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    assert found == TEXT + shown.tokenizer.decode(written[0, ids.shape[1] :])
+
+
+def test_what_the_memory_is_worth(page, client):
+    _, shown = page
+    with_memory, without, said = client.predict(TEXT, api_name="/worth")
+    ids = shown.tokenizer(TEXT)["input_ids"]
+    for coloured, length in ((with_memory, 40), (without, 0)):
+        expected = token_losses(shown.model, ids, 20, length) / math.log(2)
+        values = [entry["class_or_confidence"] for entry in coloured]
+        assert len(values) == len(ids) - 1
+        assert torch.allclose(torch.tensor(values) * 10, expected, atol=1e-3)
+        assert f"{expected.mean():.3f}" in said
+
+
+def test_where_heads_look(page, client):
+    _, shown = page
+    assert client.predict(TEXT, 1, api_name="/look")["type"] == "matplotlib"
+    figure = shown.look(TEXT, 0)
+    assert len(figure.axes) == shown.config.n_head
+    [image] = figure.axes[0].get_images()
+    assert image.get_array().shape == (24, 64)
+
+
+def test_too_little_text_is_said(client):
+    with pytest.raises(Exception, match="nothing to go on from"):
+        client.predict("a", api_name="/worth")
