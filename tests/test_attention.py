@@ -8,12 +8,14 @@ import statistics
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AttentionInterface
 from transformers.utils import logging
 
 import oracle
+from txl_hf import attention_transfo_xl as attention
 from txl_hf.attention_transfo_xl import (
     RELATIVE_ATTENTION_FUNCTIONS,
     AttentionInputs,
@@ -460,3 +462,30 @@ def test_fp64_computes_in_fp64(make_model, make_ids, changes, implementation):
 
     parameters = [parameter.detach().requires_grad_() for _, parameter in model.named_parameters()]
     assert torch.autograd.gradcheck(losses, parameters, fast_mode=True)
+
+
+@pytest.mark.parametrize("width", [38, 41, 64])
+def test_on_a_gpu_pytorchs_attention_gets_heads_of_eights_and_never_cudnn(monkeypatch, width):
+    """What is called there, called here: outputs and every gradient stay the same."""
+    attend, seen = F.scaled_dot_product_attention, []
+
+    def look(query, key, value, *args, **options):
+        seen.append((torch.backends.cuda.cudnn_sdp_enabled(), {states.shape[-1] for states in (query, key, value)}))
+        return attend(query, key, value, *args, **options)
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 2, 5, width), (2, 2, 9, width), (2, 2, 9, width), (2, 2, 5, 9)]
+    inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    results = []
+    for function in (attend, attention._attend_on_gpu):
+        monkeypatch.setattr(F, "scaled_dot_product_attention", look)
+        output = function(*inputs, dropout_p=0.0, scale=0.2)
+        results.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    assert seen == [(False, {width + -width % 8})]
+    if width != 38:
+        return
+    compiled = torch.compile(attention._attend_on_gpu, fullgraph=True, backend="aot_eager")
+    monkeypatch.undo()
+    torch.testing.assert_close(compiled(*inputs, dropout_p=0.0, scale=0.2), results[0][0], atol=1e-5, rtol=1e-5)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
@@ -115,15 +116,23 @@ def attention_terms(inputs: AttentionInputs) -> AttentionTerms:
 
 def sdpa_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
     """PyTorch's scaled_dot_product_attention, with (b) + (d) as its additive mask."""
-    attended = F.scaled_dot_product_attention(
-        _add_bias(inputs.query, inputs.content_bias),
-        inputs.key,
-        inputs.value,
-        _additive_mask(inputs),
-        dropout_p=inputs.dropout,
-        scale=inputs.scaling,
-    )
-    return attended, None
+    query, mask = _add_bias(inputs.query, inputs.content_bias), _additive_mask(inputs)
+    attend = _attend_on_gpu if query.is_cuda else F.scaled_dot_product_attention
+    return attend(query, inputs.key, inputs.value, mask, dropout_p=inputs.dropout, scale=inputs.scaling), None
+
+
+def _attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options) -> Tensor:
+    """PyTorch's attention by the kernel that takes an additive mask as it comes.
+
+    cuDNN plans anew for every number of keys, which takes longer than the attention; the other fused kernel wants
+    heads of a multiple of eight numbers, and for others all scores would be written out in fp32 several times.
+    """
+    width = query.shape[-1]
+    if missing := -width % 8:
+        query, key, value = (F.pad(states, (0, missing)) for states in (query, key, value))
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        attended = F.scaled_dot_product_attention(query, key, value, mask, **options)
+    return attended[..., :width] if missing else attended
 
 
 def tiled_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
