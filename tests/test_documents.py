@@ -16,12 +16,14 @@ from accelerate.state import AcceleratorState, GradientState
 
 from models import small_model
 from test_train_lm import RECIPE
-from trainer_process import make_arguments, make_model, make_text
+from test_trainer import compare, sharded
+from trainer_process import DocumentStream, make_arguments, make_model, make_text, read_losses, run
 from txl_hf import (
     ContinuousCache,
     DynamicEvaluation,
     MemoryLengths,
     TokenStream,
+    TransfoXLConfig,
     TransfoXLTrainer,
     evaluate,
     evaluate_language_model,
@@ -145,6 +147,27 @@ def test_a_training_begins_documents_and_resumes_in_the_middle_of_them(tmp_path)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.mean().item(), rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sharding", [{"ddp_find_unused_parameters": False}, sharded("FULL_STATE_DICT")], ids=["ddp", "fsdp2"]
+)
+def test_two_processes_begin_the_documents_of_one(tmp_path, sharding):
+    """Of a model with gates; also when they go on in the middle of a document."""
+    arguments = {
+        "stream": DocumentStream, "model": {"gating": "gru", "mem_len": 12}, "tokens": 301, "max_steps": 12,
+        "eval_strategy": "steps", "eval_steps": 6, "save_strategy": "steps", "save_steps": 6,
+    }  # fmt: skip
+    assert run(output=tmp_path / "one", **arguments) == [0]
+    arguments |= {"processes": 2, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, **sharding}
+    assert run(output=tmp_path / "two", **arguments) == [0, 0]
+    expected, found = read_losses(tmp_path / "one"), read_losses(tmp_path / "two")
+    compare(found, expected)
+    shutil.rmtree(tmp_path / "two" / "checkpoint-12")
+    (tmp_path / "two" / "losses.jsonl").unlink()
+    assert run(output=tmp_path / "two", resume=True, **arguments) == [0, 0]
+    compare(read_losses(tmp_path / "two"), [line for line in expected if line[1] > 6])
+
+
 def test_a_model_that_cannot_begin_them_is_refused_before_the_first_step(tmp_path):
     trainer = make_trainer(tmp_path, model=make_model(initial_memory="zeros"))
     with pytest.raises(ValueError, match="document_end and the text of train_dataset .*initial_memory='zeros'"):
@@ -188,7 +211,8 @@ def test_what_was_prepared_is_remembered_by_the_commands(prepared, tmp_path, cap
     train(recipe, "--output", str(tmp_path / "run"))
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert results["test"]["document_end"] == 0
-    train(recipe, "--output", str(tmp_path / "one"), "--document_end", "none")
+    train(recipe, "--output", str(tmp_path / "one"), "--document_end", "none", "--gating", "gru")
+    assert TransfoXLConfig.from_pretrained(tmp_path / "one").gating == "gru"
     assert json.loads((tmp_path / "one" / "results.json").read_text())["test"]["document_end"] is None
     # Another half of the run would read another text.
     shutil.rmtree(tmp_path / "run" / "checkpoint-4")

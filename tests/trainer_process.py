@@ -29,6 +29,13 @@ class UnevenStream(TokenStream):
         return item
 
 
+class DocumentStream(TokenStream):
+    """Each token 0 ends a document."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, document_end=0, **kwargs)
+
+
 class LossFile(TrainerCallback):
     """Every logged loss as a line of a file, whatever happens next."""
 

@@ -48,6 +48,8 @@ class ModelArguments:
     cutoffs: list[int] = option("Where the bins of the adaptive input and softmax end; none: one bin.", [])
     div_val: int | None = option("By what the width of the embeddings shrinks from bin to bin.")
     pre_lnorm: bool | None = option("Layer normalisation before each sub-layer.")
+    gating: Literal["gru"] | None = option("Gates of GTrXL in place of sums; it normalises before each sub-layer too.")
+    gate_bias: float | None = option("How nearly shut the gates begin.")
     untie_r: bool | None = option("Biases u and v for each layer.")
     tie_word_embeddings: bool | None = option("The softmax uses the embeddings as its weights.")
     proj_share_all_but_first: bool | None = option("The softmax shares the projections of the tail bins.")
