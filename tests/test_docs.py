@@ -3,6 +3,7 @@
 The shell commands are run by test_walkthrough.py, those of conversion by test_conversion.py.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from txl_hf import TransfoXLTokenizer
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NOTEBOOKS = ROOT / "examples" / "notebooks"
 PUBLISHED = "transfo-xl/transfo-xl-wt103"
 
 # Each page by itself, in a folder of its own; imports are paid for once.
@@ -61,10 +63,22 @@ def published(tmp_path_factory) -> Path:
     return folder
 
 
-def test_every_python_block_runs(tmp_path, published):
+def as_page(notebook: Path, folder: Path) -> Path:
+    """The cells of a notebook as the blocks of a page, for the runner of the pages."""
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    page = folder / f"{notebook.stem}.md"
+    page.write_text("".join(f"```python\n{block}\n```\n" for block in code), encoding="utf-8")
+    return page
+
+
+def test_every_python_block_and_notebook_runs(tmp_path, published):
     # The blocks of docs/clients.md need other programs: tests/clients runs them.
     pages = [page for page in PAGES if blocks(page) and page.stem != "clients"]
     assert {page.stem for page in pages} == {"README", "agents", "guide", "memory", "music", "training"}
+    (tmp_path / "notebooks").mkdir()
+    notebooks = [as_page(path, tmp_path / "notebooks") for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
+    assert [page.stem for page in notebooks] == ["convert", "fine_tune", "generate"]
     (tmp_path / "runner.py").write_text(RUNNER)
     with HubServer({"hf_token_of_user": "user", "hf_token_of_authors": "transfo-xl"}) as hub:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home")}
@@ -73,7 +87,7 @@ def test_every_python_block_runs(tmp_path, published):
         command = [sys.executable, "-c", upload]
         subprocess.run(command, env=environment | hub.environment("hf_token_of_authors"), check=True)
         run = subprocess.run(
-            [sys.executable, tmp_path / "runner.py", *pages],
+            [sys.executable, tmp_path / "runner.py", *pages, *notebooks],
             cwd=tmp_path,
             env=environment | hub.environment("hf_token_of_user"),
             capture_output=True,
