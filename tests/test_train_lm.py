@@ -31,6 +31,7 @@ from txl_hf.checkpoints import last_checkpoint
 from txl_hf.memory_transfo_xl import memory_of
 from txl_hf.training import command, loop, setup
 from txl_hf.training.arguments import parse_arguments, write_smoke_data
+from txl_hf.training.results import read_log as parse_log
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MODEL = {
@@ -479,6 +480,13 @@ def test_resuming_what_is_done_or_was_never_begun(tmp_path, recipe, corpus, caps
     # Longer, it goes on.
     train(*argv, "--max_steps", "15")
     assert len(read_log(tmp_path / "output")) == 15
+
+
+def test_what_a_power_cut_left_in_the_log_stops_no_run(tmp_path):
+    lines = ['{"step": 1, "loss": 2.0}', "\0\0\0", "[3]", '{"loss": 1.0}', "[" * 5000, '{"step": 2, "lo']
+    (tmp_path / "log.jsonl").write_bytes(b"\xff\n" + "\n".join(lines).encode())
+    assert parse_log(tmp_path / "log.jsonl") == [{"step": 1, "loss": 2.0}]
+    assert parse_log(tmp_path / "none.jsonl") == []
 
 
 def test_checkpoints_that_are_kept(tmp_path, recipe, corpus):

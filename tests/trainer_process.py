@@ -92,6 +92,8 @@ def train(
     logging.disable_progress_bar()
     # DeepSpeed would look for a GPU.
     os.environ["DS_ACCELERATOR"] = "cpu"
+    # Not in the folder of the user: a compilation that was killed leaves a lock there, which torch waits for for ever.
+    os.environ["TORCH_EXTENSIONS_DIR"] = f"{output}-extensions"
     if kill_at is not None:
         launcher.kill_at(kill_at)
     arguments = make_arguments(output, **arguments)

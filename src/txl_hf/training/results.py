@@ -158,9 +158,18 @@ def describe(evaluation: LanguageModelEvaluation) -> dict[str, float]:
 
 
 def read_log(path: Path) -> list[dict[str, float]]:
-    """The lines of a log; one that a killed process left half-written is none."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """The lines of a log; what a killed process or a power cut left is none, and stops no run that goes on."""
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+    # What is behind the last line feed is a line half-written.
+    parsed = (_parse(line) for line in lines[:-1])
+    return [line for line in parsed if isinstance(line, dict) and isinstance(line.get("step"), int)]
+
+
+def _parse(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
 
 
 def cut_log(path: Path, step: int, validated: bool):
