@@ -11,6 +11,8 @@ from transformers import StaticCache
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLForSequenceClassification
 
 BAD_CONFIGS = {
+    "dtype": ({"dtype": "f|oat32"}, r"dtype='f\|oat32' must be the name of one of torch's data types"),
+    "dtype that is a function": ({"torch_dtype": "load"}, "dtype='load' must be the name"),
     "odd d_model": ({"d_model": 15}, "d_model=15"),
     "decreasing cutoffs": ({"cutoffs": [30, 9]}, r"cutoffs=\[30, 9\]"),
     "repeated cutoffs": ({"cutoffs": [9, 9]}, r"cutoffs=\[9, 9\]"),

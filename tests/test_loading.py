@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import struct
 import subprocess
 import sys
 import traceback
@@ -439,6 +440,19 @@ def test_truncated_pickle_is_named(tmp_path, content, zipped):
     path = tmp_path / "pytorch_model.bin"
     torch.save(model.state_dict(), path, _use_new_zipfile_serialization=zipped)
     path.write_bytes(path.read_bytes()[content] if isinstance(content, slice) else content)
+    with pytest.raises(ValueError, match="pytorch_model.bin.*truncated or damaged"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_an_archive_of_several_disks_is_named(tmp_path):
+    """Which Python's zipfile refuses by an error of its own, even when asked whether it is one."""
+    model = build()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    data = (tmp_path / "pytorch_model.bin").read_bytes()
+    end = data.rindex(b"PK\x05\x06")
+    locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, 0, 2)
+    (tmp_path / "pytorch_model.bin").write_bytes(data[: end - 20] + locator + data[end:])
     with pytest.raises(ValueError, match="pytorch_model.bin.*truncated or damaged"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 

@@ -2,6 +2,7 @@
 
 import math
 
+import torch
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
@@ -175,6 +176,9 @@ class TransfoXLConfig(PreTrainedConfig):
         elif len(self.tie_projs) == 1:
             # What the originals start from; they leave the bins behind its end untied.
             self.tie_projs = self.tie_projs + [False] * len(self.cutoffs)
+        for dtype in (self.dtype, kwargs.get("torch_dtype")):
+            if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype):
+                raise ValueError(f"dtype={dtype!r} must be the name of one of torch's data types, such as 'float32'")
         # Before anyone asks for the type of each layer.
         self._validate_sizes()
         if self.max_klen is None and self.positions.learned:

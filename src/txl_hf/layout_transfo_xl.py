@@ -400,8 +400,11 @@ def _file_problem(file: str) -> str | None:
 
 def _packing_problem(file: str) -> str | None:
     """What hinders a file from being mapped, though torch would map it, and load what is compressed as the weights."""
-    if file.endswith(".safetensors") or not zipfile.is_zipfile(file):
-        return None
+    try:
+        if file.endswith(".safetensors") or not zipfile.is_zipfile(file):
+            return None
+    except zipfile.BadZipFile as error:  # from the question itself, which loading would ask again
+        return f"truncated or damaged ({error}): copy or download it again"
     with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
             read_directory(Path(file), data)
