@@ -111,6 +111,7 @@ def test_document_resets(tmp_path):
     assert float(row["packed_tokens_per_second"]) == packed and row["hardware"] and row["date"]
 
 
+@pytest.mark.slow
 def test_memory_agent(tmp_path):
     """On a task that needs no package."""
     printed = smoke("memory_agent", tmp_path, "--output", tmp_path / "whole")
