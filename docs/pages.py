@@ -11,6 +11,7 @@ PAGES = {
     "README.md": "index.md",
     "examples/README.md": "examples.md",
     "examples/results/README.md": "results.md",
+    "examples/results/music/README.md": "music-results.md",
     "examples/results/paper/README.md": "paper.md",
     "benchmarks/README.md": "benchmarks.md",
     "CONTRIBUTING.md": "contributing.md",

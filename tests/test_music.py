@@ -127,6 +127,19 @@ def test_a_piece_ends_where_a_bar_could_begin_and_after_all_its_bars(tmp_path):
             assert grammar.whole(ids[:cut]) == ids[:2]
 
 
+def test_what_would_begin_a_bar_too_many_ends_the_piece(tmp_path):
+    """The model's chance of another bar is that of the end, so that the last bar is not filled up."""
+    tokenizer = make_tokenizer(tmp_path)
+    names = "BOS_None Bar_None TimeSig_4/4 Position_0 Program_0 Pitch_60 Velocity_63 Duration_1.0.4".split()
+    rows, scores = torch.tensor([[tokenizer[name] for name in names]]), torch.zeros(1, len(tokenizer))
+    bar, end = tokenizer["Bar_None"], tokenizer["EOS_None"]
+    scores[0, bar], scores[0, end] = 3.0, -1.0
+    found = MusicGrammar(tokenizer, bars=1)(rows, scores)
+    assert found[0, bar] == -math.inf
+    assert float(found[0, end].exp()) == pytest.approx(math.exp(3) + math.exp(-1))
+    assert torch.equal(MusicGrammar(tokenizer)(rows, scores)[0, [bar, end]], torch.tensor([3.0, -1.0]))
+
+
 def test_the_processor_follows_rows_that_change_places(tmp_path):
     tokenizer = make_tokenizer(tmp_path)
     grammar, scores = MusicGrammar(tokenizer), torch.zeros(2, len(tokenizer))

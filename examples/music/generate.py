@@ -21,6 +21,7 @@ from pathlib import Path
 import matplotlib
 import symusic
 import torch
+from matplotlib.ticker import MaxNLocator
 from miditok import MusicTokenizer, TokSequence
 from transformers import LogitsProcessorList, set_seed
 
@@ -187,6 +188,7 @@ def draw(score: symusic.Score, path: Path, title: str):
             notes["pitch"], 0.93 * lengths, 0.9, 1 + notes["time"] / ticks / bar, color=f"C{i}", label=track.name
         )
     axes.set(xlabel="bar", ylabel="MIDI pitch", title=title)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     if len(score.tracks):
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")

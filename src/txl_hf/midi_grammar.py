@@ -61,6 +61,8 @@ class MusicGrammar(LogitsProcessor):
         self.graph = tokenizer.tokens_types_graph
         self.resolution = tokenizer.config.max_num_pos_per_beat
         self.parts = [self._parts(index) for index in range(len(tokenizer))]
+        self.end = [parts == [("EOS", "None")] for parts in self.parts].index(True)
+        self.closing = torch.tensor([bool(parts) and parts[0][0] in ("Bar", "EOS") for parts in self.parts])
         self.begin = Place("BOS", 4 * self.resolution)
         self._rows: list[tuple[Tensor, Place]] = []
         self._masks: dict[Place, Tensor] = {}
@@ -81,9 +83,12 @@ class MusicGrammar(LogitsProcessor):
         """Whether a piece may end here: where another bar could begin, once there has been one."""
         return place.bars > 0 and "Bar" in self.graph[place.kind]
 
+    def _last_bar(self, place: Place) -> bool:
+        return self.bars is not None and place.bars >= self.bars
+
     def may_follow(self, place: Place, kind: str, value: str) -> bool:
         """Whether a token may stand at this place."""
-        last_bar = self.bars is not None and place.bars >= self.bars
+        last_bar = self._last_bar(place)
         if kind == "EOS":
             return self.complete(place) and (self.bars is None or last_bar)
         if place.kind == "BOS":
@@ -150,6 +155,9 @@ class MusicGrammar(LogitsProcessor):
     def _fits(self, place: Place, parts: list[tuple[str, str]]) -> bool:
         if place.kind == "EOS":
             return parts == [("PAD", "None")]
+        if not parts:
+            # An id that says nothing, as some of a vocabulary of joined tokens do.
+            return False
         for kind, value in parts:
             if not self.may_follow(place, kind, value):
                 return False
@@ -166,4 +174,8 @@ class MusicGrammar(LogitsProcessor):
             rows.append((row, self.read(row[len(read) :], place)))
         self._rows = rows
         allowed = torch.stack([self.mask(place) for _, place in rows])
+        if ending := [i for i, (_, place) in enumerate(rows) if self._last_bar(place) and self.complete(place)]:
+            # What would begin another bar ends the piece: otherwise the last bar would be filled until nothing fits.
+            scores = scores.clone()
+            scores[ending, self.end] = scores[ending][:, self.closing.to(scores.device)].logsumexp(1)
         return scores.masked_fill(~allowed.to(scores.device), -torch.inf)
