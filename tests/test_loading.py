@@ -494,6 +494,24 @@ def test_pickle_that_was_packed_again_is_named(tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+def test_one_flipped_bit_of_an_archive_is_named(tmp_path):
+    """torch compares no checksum of what it maps."""
+    model = build()
+    model.config.save_pretrained(tmp_path)
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(model.state_dict(), path)
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    with zipfile.ZipFile(path) as archive:
+        record = max(
+            (info for info in archive.infolist() if "/data/" in info.filename), key=lambda info: info.file_size
+        )
+    data = bytearray(path.read_bytes())
+    data[record.header_offset + 200 + record.file_size // 2] ^= 0x40
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="pytorch_model.bin: damaged: the checksum of record .*/data/"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("change", [{"vocab_size": 130}, {"d_model": 40}], ids=["vocabulary", "width"])
 def test_a_wrong_size_is_named_where_tied_weights_are_stored_twice(tmp_path, change):
     model = build()

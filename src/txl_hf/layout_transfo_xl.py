@@ -10,6 +10,7 @@ import mmap
 import os
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -26,7 +27,15 @@ from transformers.conversion_mapping import (
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 
 from .configuration_transfo_xl import TransfoXLConfig
-from .unpickle_transfo_xl import Machine, Name, StandIn, UnsafePickleError, read_directory
+from .unpickle_transfo_xl import (
+    Machine,
+    Name,
+    StandIn,
+    UnsafePickleError,
+    checksum_differs,
+    read_directory,
+    shown,
+)
 from .unpickle_transfo_xl import load as load_pickle
 
 __all__ = ["CheckpointError", "TransfoXLLayoutMixin", "model_card", "plain_markdown"]
@@ -399,7 +408,7 @@ def _file_problem(file: str) -> str | None:
 
 
 def _packing_problem(file: str) -> str | None:
-    """What hinders a file from being mapped, though torch would map it, and load what is compressed as the weights."""
+    """What is wrong with an archive that torch would map all the same, and load as weights whatever is there."""
     try:
         if file.endswith(".safetensors") or not zipfile.is_zipfile(file):
             return None
@@ -407,9 +416,16 @@ def _packing_problem(file: str) -> str | None:
         return f"truncated or damaged ({error}): copy or download it again"
     with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
         try:
-            read_directory(Path(file), data)
+            records = read_directory(Path(file), data)
         except UnsafePickleError as error:
             return f"{error}; unpack it and write it with torch.save"
         except (zipfile.BadZipFile, ValueError, struct.error):
             return None  # which loading it will say
+        with memoryview(data) as content:
+            for record in records.values():
+                with content[record.begin : record.begin + record.length] as part:
+                    if checksum_differs(zlib.crc32(part), record.checksum):
+                        return (
+                            f"damaged: the checksum of record {shown(record.name)} does not match; download it again"
+                        )
     return None
