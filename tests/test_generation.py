@@ -488,3 +488,20 @@ def test_stop_strings_end_a_text(make_model):
     stop = tokenizer.decode(whole[5])
     found = model.generate(ids, **settings, tokenizer=tokenizer, stop_strings=[stop])[0].tolist()
     assert found == whole[: whole.index(whole[5], 3) + 1] and len(found) < len(whole)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_mask_that_hides_nothing_is_given_to_no_step(make_model, make_ids, monkeypatch, padded):
+    """On a GPU every layer would hide by it at every token."""
+    model, ids = make_model(), make_ids(2, 5)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0 if padded else 1
+    masks, forward = [], model.transformer.forward
+
+    def look(*args, attention_mask=None, **kwargs):
+        masks.append(attention_mask)
+        return forward(*args, attention_mask=attention_mask, **kwargs)
+
+    monkeypatch.setattr(model.transformer, "forward", look)
+    model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=60, eos_token_id=None)
+    assert len(masks) == 4 and all((given is not None) == padded for given in masks)

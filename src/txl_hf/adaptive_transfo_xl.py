@@ -151,7 +151,8 @@ class AdaptiveEmbedding(nn.Module):
         for (start, end, _), embed, project in zip(self.config.bins, self.emb_layers, self.emb_projs, strict=True):
             place = input_ids - start
             inside = place.clamp(0, end - start - 1)
-            parts.append(project(embed(inside)).masked_fill((place != inside)[..., None], 0))
+            # Nothing is projected to nothing, and before the projection there is less to write.
+            parts.append(project(embed(inside).masked_fill((place != inside)[..., None], 0)))
         # Under autocast the projections return a narrower type than the memory has.
         return reduce(torch.add, parts).to(dtype) * self.scale
 

@@ -50,6 +50,11 @@ class TransfoXLGenerationMixin(GenerationMixin):
         cache = model_kwargs.get("past_key_values")
         if type(cache) is DynamicCache and not cache.offloading and not hasattr(cache, "_is_user_defined"):
             cache = model_kwargs["past_key_values"] = MemoryCache(self.config, mem_len)
+            mask = model_kwargs.get("attention_mask")
+            if mask is not None and not generation_config.is_assistant and bool(mask.all()):
+                # Newer transformers drop it too. Asked once: where it stayed, every layer would hide by it at every
+                # token, since nobody asks a GPU each time.
+                model_kwargs["attention_mask"] = None
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 
