@@ -565,10 +565,12 @@ def test_names_the_tensor_that_is_wrong(change, tmp_path, capfd):
 
 
 STOPPED = """
-import os, runpy, sys, time
+import os, runpy, signal, sys, time
 from txl_hf import TransfoXLForCausalLM
 
 number = int(sys.argv.pop())
+# Under nohup, which tests may run under, nobody hears SIGHUP.
+signal.getsignal(number) == signal.SIG_IGN and signal.signal(number, signal.SIG_DFL)
 
 def stop(*arguments, **options):
     os.kill(os.getpid(), number)
