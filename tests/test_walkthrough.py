@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from glob import glob
 from pathlib import Path
 
@@ -70,7 +71,8 @@ for command in json.loads(sys.argv[1]):
 def commands(page: str) -> list[list[str]]:
     """The commands of a page's `bash` blocks, in order, without comments."""
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
-    lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
+    joined = "".join(blocks).replace("\\\n", " ")
+    lines = [shlex.split(line, comments=True) for line in joined.splitlines()]
     return [line for line in lines if line]
 
 
@@ -157,9 +159,34 @@ def test_launches(monkeypatch):
     assert not set(outputs) & set(alone), "a run would find the output of another command"
 
 
+# Pages whose commands take other programs or long: tests/clients types what they show, here their options are checked.
+ELSEWHERE = ("docs/clients.md", "docs/music.md")
+
+
+def test_commands_that_are_typed_elsewhere_have_the_options_they_show():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    checked = set()
+    for words in (words for page in ELSEWHERE for words in commands(page)):
+        if words[0] in scripts:
+            module, _, function = scripts[words[0]].partition(":")
+            command = ["-c", f"import sys; from {module} import {function}; sys.exit({function}())", "--help"]
+        elif words[0] == "python" and words[1].startswith("examples/music"):
+            command = [str(ROOT / words[1]), "--help"]
+        else:
+            continue
+        process = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
+        assert process.returncode == 0, process.stderr
+        options = {word.partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+        shown = process.stdout.replace("-", "_")
+        assert [option for option in options if option not in shown] == [], words
+        checked.add(words[0] if words[0] in scripts else Path(words[1]).name)
+    assert {"txl-serve", "txl-export", "txl-prepare", "txl-train", "generate.py", "measures.py"} <= checked
+
+
 def test_every_other_command_is_one_that_tests_run():
     """make: tests/test_demo.py and this suite; pip: the Makefile does it."""
     pages = ["README.md", *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
+    pages = [page for page in pages if page not in ELSEWHERE]
     rest = [words for page in pages for words in commands(page)]
     assert {words[0] for words in rest} == {"make", "pip"}
     assert ["pip", "install", "."] in rest
