@@ -12,6 +12,7 @@ from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLForSequenceCl
 
 BAD_CONFIGS = {
     "dtype": ({"dtype": "f|oat32"}, r"dtype='f\|oat32' must be the name of one of torch's data types"),
+    "what follows from other fields": ({"layer_types": ["full_attention"]}, "layer_types=.* cannot be set"),
     "dtype that is a function": ({"torch_dtype": "load"}, "dtype='load' must be the name"),
     "odd d_model": ({"d_model": 15}, "d_model=15"),
     "decreasing cutoffs": ({"cutoffs": [30, 9]}, r"cutoffs=\[30, 9\]"),

@@ -176,6 +176,10 @@ class TransfoXLConfig(PreTrainedConfig):
         elif len(self.tie_projs) == 1:
             # What the originals start from; they leave the bins behind its end untied.
             self.tie_projs = self.tie_projs + [False] * len(self.cutoffs)
+        for name in kwargs:
+            found = getattr(type(self), name, None)
+            if isinstance(found, property) and found.fset is None:
+                raise ValueError(f"{name}={kwargs[name]!r:.60} cannot be set: it follows from other fields")
         for dtype in (self.dtype, kwargs.get("torch_dtype")):
             if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype):
                 raise ValueError(f"dtype={dtype!r} must be the name of one of torch's data types, such as 'float32'")
