@@ -143,6 +143,8 @@ def test_an_interrupted_start_is_one_line(command, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell has what it runs in the background ignore Ctrl-C, and these tests too.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout.readline() == "importing\n"
     time.sleep(0.1)

@@ -28,6 +28,7 @@ from .files import whole_file, write_text
 from .midi import is_midi_tokenizer, load_midi_tokenizer
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .prepare import INFORMATION, read_document_end
+from .tokenization_transfo_xl import TransfoXLTokenizer
 
 __all__ = ["Text", "check_vocabulary", "describe", "load_config", "read_prepared", "run"]
 
@@ -350,9 +351,12 @@ def read_prepared(folder: Path, split: str) -> Text:
 
     information = json.loads((folder / INFORMATION).read_text(encoding="utf-8"))
     counts = information["splits"][split]
+    tokenizer = load_tokenizer(str(folder))
+    if tokenizer is None:
+        raise CorpusError(f"{folder} has no tokenizer: prepare the text again with txl-prepare")
     return Text(
         token_ids=DatasetDict.load_from_disk(folder)[split].with_format("numpy")["token_ids"],
-        tokenizer=load_tokenizer(str(folder)),
+        tokenizer=tokenizer,
         corpus=information["corpus"],
         words=counts.get("words"),
         characters=counts.get("characters"),
@@ -381,12 +385,19 @@ def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> Text:
 
 
 def load_tokenizer(name: str) -> Any:
-    """One of transformers or of MidiTok; None where there is none."""
+    """One of transformers or of MidiTok; None where there is none. A CorpusError says which cannot be read."""
     if is_midi_tokenizer(name):
         return load_midi_tokenizer(name)
+    folder = Path(name)
+    files = ("tokenizer_config.json", *TransfoXLTokenizer.vocab_files_names.values())
+    if folder.is_dir() and not any((folder / file).exists() for file in files):
+        return None
     try:
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError) as error:
+        if folder.is_dir():
+            reason = " ".join(str(error).split())
+            raise CorpusError(f"the tokenizer of {name} cannot be read: {reason}") from error
         return None
 
 

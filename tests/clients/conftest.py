@@ -7,6 +7,7 @@ from importlib.util import find_spec
 CLIENTS = {
     "test_browser.py": (["onnxruntime"], ["chromium", "npm"]),
     "test_lm_eval.py": (["lm_eval"], []),
+    "test_midi_readers.py": (["music21", "pretty_midi"], []),
     "test_onnx.py": (["onnxruntime"], []),
     "test_page.py": (["trl"], []),
     "test_quantisation.py": (["bitsandbytes"], []),
