@@ -9,6 +9,7 @@ import subprocess
 import sys
 import traceback
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ from txl_hf import (
     TransfoXLModel,
 )
 from txl_hf.layout_transfo_xl import CheckpointError
+from txl_hf.unpickle_transfo_xl import UnsafePickleError
+from txl_hf.unpickle_transfo_xl import load as load_pickle
 
 REPOSITORY = Path(__file__).parents[1]
 IMPLEMENTATIONS = ["eager", "sdpa"]
@@ -274,6 +277,7 @@ if sys.argv[2] == "without-package":
     sys.modules["txl_hf"] = sys.modules["triton"] = None
 elif sys.argv[2] == "with-package":
     import txl_hf
+from contextlib import suppress
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
@@ -444,17 +448,29 @@ def test_truncated_pickle_is_named(tmp_path, content, zipped):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_an_archive_of_several_disks_is_named(tmp_path):
-    """Which Python's zipfile refuses by an error of its own, even when asked whether it is one."""
+def two_disks(data: bytes) -> bytes:
+    end = data.rindex(b"PK\x05\x06")
+    return data[: end - 20] + struct.pack("<4sLQL", b"PK\x06\x07", 0, 0, 2) + data[end:]
+
+
+def later_version(data: bytes) -> bytes:
+    """That a record says is needed to unpack it."""
+    entry = data.index(b"PK\x01\x02")
+    return data[: entry + 6] + b"\xa0" + data[entry + 7 :]
+
+
+@pytest.mark.parametrize("damage", [two_disks, later_version])
+def test_an_archive_that_zipfile_refuses_in_its_own_way(tmp_path, damage):
+    """An error of another kind than for damage; torch may read the file all the same."""
     model = build()
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    data = (tmp_path / "pytorch_model.bin").read_bytes()
-    end = data.rindex(b"PK\x05\x06")
-    locator = struct.pack("<4sLQL", b"PK\x06\x07", 0, 0, 2)
-    (tmp_path / "pytorch_model.bin").write_bytes(data[: end - 20] + locator + data[end:])
-    with pytest.raises(ValueError, match="pytorch_model.bin.*truncated or damaged"):
+    whole = (tmp_path / "pytorch_model.bin").read_bytes()
+    (tmp_path / "pytorch_model.bin").write_bytes(damage(whole))
+    with suppress(ValueError):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(UnsafePickleError, match="^pytorch_model.bin"):
+        load_pickle(tmp_path / "pytorch_model.bin")
 
 
 class Program:

@@ -216,8 +216,13 @@ def read_directory(path: Path, data: mmap.mmap) -> dict[str, Record]:
     """
     if _directory_size(data) > MAX_DIRECTORY:
         raise UnsafePickleError("a zip archive of more than a hundred thousand records")
-    with zipfile.ZipFile(path) as archive:
-        return {info.filename: _record(data, info) for info in archive.infolist()}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return {info.filename: _record(data, info) for info in archive.infolist()}
+    except (UnsafePickleError, zipfile.BadZipFile, OSError):
+        raise
+    except Exception as error:  # what damage makes of the numbers in a directory has many names
+        raise zipfile.BadZipFile(shown(str(error))) from None
 
 
 def _directory_size(data: mmap.mmap) -> int:
