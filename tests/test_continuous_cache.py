@@ -180,6 +180,21 @@ def test_threads_hear_themselves_alone(make_model, make_ids, shared):
         evaluation.result()
 
 
+def test_a_call_of_another_thread_while_the_hook_is_entered(make_model, make_ids, monkeypatch):
+    """torch enters the hook first, and then that it takes keyword arguments."""
+    model, cache, prompt = make_model(mem_len=100), ContinuousCache(30, 0.6, 0.2), make_ids(1, 12, vocab_size=8)
+    expected = generate(model, prompt, cache, do_sample=False)
+
+    class Slow(dict):
+        def __setitem__(self, key, value):
+            with ThreadPoolExecutor(1) as other:
+                other.submit(model, prompt).result()
+            super().__setitem__(key, value)
+
+    monkeypatch.setattr(model.transformer, "_forward_hooks_with_kwargs", Slow())
+    assert torch.equal(generate(model, prompt, cache, do_sample=False), expected)
+
+
 def test_a_text_is_continued_in_another_thread(make_model, make_ids):
     """As a server writes each turn of a dialogue in whichever thread is free, from the cache of the one before."""
     model, cache, text = make_model(mem_len=100), ContinuousCache(100, 0.6, 0.2), make_ids(1, 12, vocab_size=8)

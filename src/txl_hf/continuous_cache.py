@@ -144,8 +144,12 @@ class CacheLogitsProcessor(LogitsProcessor):
         # Of whichever thread: a dialogue may be continued in another.
         self._last: _Read | None = None
 
-    def hear(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any):
-        """The forward hook of the model without its head."""
+    def hear(self, module: nn.Module, args: tuple, *given: Any):
+        """The forward hook of the model without its head: given keyword arguments and the output."""
+        if len(given) == 1:
+            # torch enters a hook, and only then that it takes keyword arguments; in between, another thread called.
+            return
+        kwargs, output = given
         states = output.last_hidden_state.detach().float()
         mask = kwargs.get("attention_mask")
         real = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
