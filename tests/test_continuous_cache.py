@@ -172,8 +172,8 @@ def test_threads_hear_themselves_alone(make_model, make_ids, shared):
     model, cache = make_model(mem_len=100), ContinuousCache(30, 0.6, 0.2)
     prompts = [make_ids(1, length, seed=length, vocab_size=8) for length in (12, 40, 7, 12)] * 2
     expected = [generate(model, prompt, cache, do_sample=False) for prompt in prompts]
-    with cache.processor(model) as processor, ThreadPoolExecutor(4) as threads:
-        evaluation = threads.submit(evaluate_language_model, model, make_ids(1, 300)[0], 10)
+    with cache.processor(model) as processor, ThreadPoolExecutor(4) as threads, ThreadPoolExecutor(1) as another:
+        evaluation = another.submit(evaluate_language_model, model, make_ids(1, 300)[0], 10)
         write = lambda prompt: generate(model, prompt, cache, processor if shared else None, do_sample=False)  # noqa: E731
         for found, text in zip(threads.map(write, prompts), expected, strict=True):
             assert torch.equal(found, text)
