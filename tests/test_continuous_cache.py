@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList
 
 from txl_hf import ContinuousCache, DynamicEvaluation, TransfoXLForCausalLM, evaluate_language_model, token_losses
 from txl_hf.evaluation import evaluate_caches
@@ -122,7 +122,6 @@ def test_generate_chooses_by_the_mixture(make_model, make_ids, settings, size):
     torch.testing.assert_close(torch.cat(outputs.scores).double().exp(), expected, rtol=1e-4, atol=1e-6)
     assert torch.equal(text[12:], expected.argmax(-1))
     assert not torch.equal(text, model.generate(prompt, max_new_tokens=10, do_sample=False)[0])
-    assert len(model.transformer._forward_hooks) == 0, "it hears nothing any more"
 
 
 def generate(model, prompt, cache, processor=None, **settings):
@@ -180,19 +179,49 @@ def test_threads_hear_themselves_alone(make_model, make_ids, shared):
         evaluation.result()
 
 
-def test_a_call_of_another_thread_while_the_hook_is_entered(make_model, make_ids, monkeypatch):
-    """torch enters the hook first, and then that it takes keyword arguments."""
+def test_only_what_generate_computes_is_heard(make_model, make_ids):
+    """Not what its thread computes with the model before, between two texts, or for another processor of logits."""
     model, cache, prompt = make_model(mem_len=100), ContinuousCache(30, 0.6, 0.2), make_ids(1, 12, vocab_size=8)
     expected = generate(model, prompt, cache, do_sample=False)
 
-    class Slow(dict):
-        def __setitem__(self, key, value):
-            with ThreadPoolExecutor(1) as other:
-                other.submit(model, prompt).result()
-            super().__setitem__(key, value)
+    class Asks(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            model(input_ids)
+            return scores
 
-    monkeypatch.setattr(model.transformer, "_forward_hooks_with_kwargs", Slow())
+    with cache.processor(model) as processor:
+        for processors in ([processor], [processor], [Asks(), processor]):
+            evaluate_language_model(model, make_ids(1, 300)[0], 10)
+            model(prompt)
+            found = model.generate(prompt, max_new_tokens=8, do_sample=False, logits_processor=processors)
+            assert torch.equal(found, expected)
+
+
+def test_a_generation_that_was_stopped_leaves_nothing(make_model, make_ids):
+    model, cache, prompt = make_model(mem_len=100), ContinuousCache(30, 0.6, 0.2), make_ids(1, 12, vocab_size=8)
+
+    class Stop(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            raise KeyboardInterrupt
+
+    with cache.processor(model) as processor:
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(prompt, max_new_tokens=2, logits_processor=[Stop(), processor])
+        found = generate(model, prompt, cache, processor, do_sample=False)
+    assert torch.equal(found, generate(model, prompt, cache, do_sample=False))
+
+
+def test_a_compiled_forward_is_heard(make_model, make_ids):
+    model, cache, prompt = make_model(mem_len=100), ContinuousCache(30, 0.6, 0.2), make_ids(1, 12, vocab_size=8)
+    expected = generate(model, prompt, cache, do_sample=False)
+    model.forward = torch.compile(model.forward, backend="eager")
     assert torch.equal(generate(model, prompt, cache, do_sample=False), expected)
+
+
+def test_a_prompt_read_in_chunks_is_heard_as_a_whole(make_model, make_ids):
+    model, cache, prompt = make_model(mem_len=100), ContinuousCache(30, 0.6, 0.2), make_ids(1, 12, vocab_size=8)
+    found = generate(model, prompt, cache, do_sample=False, prefill_chunk_size=5)
+    assert torch.equal(found, generate(model, prompt, cache, do_sample=False))
 
 
 def test_a_text_is_continued_in_another_thread(make_model, make_ids):
@@ -218,11 +247,17 @@ def test_what_is_ruled_out_stays_ruled_out(make_model, make_ids):
 
 
 def test_a_processor_that_hears_nothing(make_model, make_ids):
-    model, prompt = make_model(), make_ids(1, 12)
-    with ContinuousCache(10, 0.5, 1.0).processor(model) as processor:
-        pass
+    model, prompt, cache = make_model(), make_ids(1, 12), ContinuousCache(10, 0.5, 1.0)
+    with cache.processor(model) as processor:
+        with pytest.raises(ValueError, match="belongs to another model"):
+            generate(make_model(), prompt, cache, processor)
+        with pytest.raises(RuntimeError, match="does not go with assisted generation"):
+            generate(model, prompt, cache, processor, prompt_lookup_num_tokens=3)
+        with pytest.raises(ValueError, match="so give generate input_ids, not inputs_embeds"):
+            embeds = model.get_input_embeddings()(prompt)
+            model.generate(inputs_embeds=embeds, max_new_tokens=2, logits_processor=[processor])
     with pytest.raises(RuntimeError, match="has not heard the model"):
-        model.generate(prompt, max_new_tokens=2, logits_processor=[processor])
+        generate(model, prompt, cache, processor)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,14 +61,13 @@ class ContinuousCache:
             with ContinuousCache(500, 0.1, 1.0).processor(model) as processor:
                 model.generate(prompt, logits_processor=[processor])
 
-        While it is open, it hears from the model every state that is computed.
+        While it is open, `generate` tells it every state that it computes; other calls of the model it does not hear.
         """
-        processor = CacheLogitsProcessor(self)
-        hook = model.transformer.register_forward_hook(processor.hear, with_kwargs=True)
+        processor = CacheLogitsProcessor(self, model)
         try:
             yield processor
         finally:
-            hook.remove()
+            processor.close()
 
     def mix(self, log_model: Tensor, log_cache: Tensor) -> Tensor:
         """log p, from log p_model and log p_cache of the same tokens; where that is NaN, the cache holds nothing."""
@@ -131,30 +130,50 @@ def _log_cache(scores: Tensor, followed: Tensor, size: int) -> Tensor:
 
 
 class CacheLogitsProcessor(LogitsProcessor):
-    """Mixes the scores of `generate` with a cache; `ContinuousCache.processor` makes it and lets it hear the model.
+    """Mixes the scores of `generate` with a cache; `ContinuousCache.processor` makes it.
 
     A position that `attention_mask` masks is not looked at, and a token that a processor before has ruled out stays
     so. Rows may be reordered, as beam search does: each is known by its tokens. A text that does not continue the one
-    before is a new one. What other threads compute with the model is not heard in this one.
+    before is a new one. Threads may share it: each hears what its own `generate` computes, and nothing else.
     """
 
-    def __init__(self, cache: ContinuousCache):
+    def __init__(self, cache: ContinuousCache, model: TransfoXLForCausalLM):
         self._cache = cache
+        self._module: nn.Module | None = model.transformer
         self._here = _Hearing()
         # Of whichever thread: a dialogue may be continued in another.
         self._last: _Read | None = None
 
-    def hear(self, module: nn.Module, args: tuple, *given: Any):
-        """The forward hook of the model without its head: given keyword arguments and the output."""
-        if len(given) == 1:
-            # torch enters a hook, and only then that it takes keyword arguments; in between, another thread called.
-            return
-        kwargs, output = given
-        states = output.last_hidden_state.detach().float()
-        mask = kwargs.get("attention_mask")
+    def close(self):
+        """Let go of the model and of all states."""
+        self._module, self._here, self._last = None, _Hearing(), None
+
+    def listen(self, model: nn.Module) -> Callable[[Tensor, Tensor | None], None]:
+        """What a loop of `generate` is to tell the states of each of its forwards, and their mask.
+
+        Raises:
+            RuntimeError: the processor is closed.
+            ValueError: it is another model's.
+        """
+        if self._module is None:
+            raise RuntimeError("the processor has not heard the model: use it within `with cache.processor(model)`")
+        if model.transformer is not self._module:
+            raise ValueError(
+                "the processor belongs to another model: open one for this model with `cache.processor(model)`; a "
+                "continuous cache does not go with assisted generation"
+            )
+        # What a loop that was stopped between a forward and its token has left.
+        self._here.heard, self._here.count = None, 0
+        return self._hear
+
+    # A compiled forward would not write to what belongs to a thread.
+    @torch.compiler.disable
+    def _hear(self, hidden_states: Tensor, attention_mask: Tensor | None):
+        """Remember (B, L, D) states; of the mask (B, n), the last L columns are theirs."""
+        states = hidden_states.detach().float()
         real = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
-        if mask is not None:
-            real = mask[:, -states.shape[1] :].to(states.device).bool()
+        if attention_mask is not None:
+            real = attention_mask[:, -states.shape[1] :].to(states.device).bool()
         here, keep = self._here, self._cache.size + 1
         here.count += states.shape[1]
         if here.heard is not None:
@@ -186,13 +205,16 @@ class CacheLogitsProcessor(LogitsProcessor):
         """(B, k, D) states of the last k ≤ size + 1 tokens of the text, and (B, k) whether these are real."""
         here, keep = self._here, self._cache.size + 1
         if here.heard is None:
-            raise RuntimeError("the processor has not heard the model: use it within `with cache.processor(model)`")
+            raise RuntimeError(
+                "the processor has not heard the model: generate tells it the states where it samples or searches by "
+                "beams, but a continuous cache does not go with assisted generation or a loop of one's own"
+            )
         (states, real), count = here.heard, here.count
         here.heard, here.count = None, 0
         if count > input_ids.shape[1]:
             raise ValueError(
                 f"the model computed {count} states for a text of {input_ids.shape[1]} tokens: a continuous cache "
-                "does not go with assisted generation"
+                "needs the tokens of the text, so give generate input_ids, not inputs_embeds"
             )
         for before in (here.read, self._last):
             rows = None if before is None else _rows_of(input_ids[:, :-count], before.text)
@@ -213,7 +235,7 @@ class _Read(NamedTuple):
 
 
 class _Hearing(threading.local):
-    """What one thread has heard since its last call: `count` states, of which the last are kept; and what it read."""
+    """What one thread has heard since its last token: `count` states, of which the last are kept; and what it read."""
 
     def __init__(self) -> None:
         self.heard: tuple[Tensor, Tensor] | None = None

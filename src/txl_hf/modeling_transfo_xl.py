@@ -734,6 +734,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
                 derivatives and `torch.func` need them.
             logits_top_k (in kwargs): only the k most probable tokens of each position have to be right, see
                 `AdaptiveLogSoftmax.log_prob`. `generate` gives it where no other token can matter.
+            state_listeners (in kwargs): functions that are called with `last_hidden_state` and `attention_mask`.
+                `generate` gives those of its logits processors.
 
         Raises:
             ValueError: a label is neither -100 nor in [0, V), or has another shape; and see `TransfoXLModel.forward`.
@@ -741,6 +743,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         shift_labels = kwargs.pop("shift_labels", None)
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         logits_top_k = kwargs.pop("logits_top_k", None)
+        state_listeners = kwargs.pop("state_listeners", ())
         if output_logits is None:
             output_logits = self.config.output_logits or not self.config.cutoffs
         # Before the layers, so that a GPU has the numbers ready when the host asks for them.
@@ -759,6 +762,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
+        for listener in state_listeners:
+            listener(hidden_states, attention_mask)
         targets = _targets(labels, shift_labels, hidden_states.shape[:2])
 
         loss, losses, logits = None, None, None
