@@ -5,6 +5,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Nothing is ever fetched but by tests marked `network`: another that tries fails at once instead of waiting.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import atexit
+import gc
 import subprocess
 import venv
 from pathlib import Path
@@ -20,6 +22,8 @@ from txl_hf import TransfoXLForCausalLM
 # The converters of this checkout, whichever is installed.
 txl_hf.__path__.insert(0, str(Path(__file__).resolve().parents[1]))
 logging.disable_progress_bar()
+# At the end, triton counts what is left.
+atexit.register(gc.unfreeze)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
@@ -28,6 +32,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         wanted = [item for item in items if item.get_closest_marker("network") is None]
         config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
         items[:] = wanted
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries_are_no_garbage():
+    """Each search for garbage among their half a million objects takes a third of a second, and every training asks
+    for several."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

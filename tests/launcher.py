@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,15 +19,17 @@ from txl_hf import checkpoints
 
 TESTS = Path(__file__).parent
 context = multiprocessing.get_context("forkserver")
+# Where these processes have their caches; it is asked for once, when the libraries are imported.
+home = tempfile.TemporaryDirectory(prefix="hf-home-")
 
 
-def start(target: Callable, processes: int = 1, folders: tuple[Path, ...] = (), **arguments) -> list:
-    """Start `target(**arguments)` in so many processes that find one another. The target's module, which may import
-    from `folders`, is imported once, by a fork server."""
-    # The server finds modules by the environment alone.
+def start(target: Callable, processes: int = 1, **arguments) -> list:
+    """Start `target(**arguments)` in so many processes that find one another, forked from one with the libraries."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, (TESTS, *folders))), prepend=os.pathsep)
-        context.set_forkserver_preload([target.__module__])
+        # The server finds modules by the environment alone.
+        patch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
+        patch.setenv("HF_HOME", home.name)
+        context.set_forkserver_preload(["libraries"])
         multiprocessing.forkserver.ensure_running()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -9,46 +9,57 @@ import tempfile
 import traceback
 from pathlib import Path
 
-import accelerate  # noqa: F401 - imported once, by the server that the processes are forked from
-import datasets  # noqa: F401
-import peft  # noqa: F401
-import transformers.trainer  # noqa: F401
-
 import launcher
-import txl_hf.trainer  # noqa: F401
 
 
 def run_script(
-    script: str | Path, *arguments: object, cwd: str | Path | None = None, timeout: float = 120, **environment: str
+    *command: object, cwd: str | Path | None = None, input: str = "", timeout: float = 120, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """`python script arguments`, forked from a process that has the libraries; what they read from the environment
-    when they are imported, they have read before. The result is that of `subprocess.run`."""
-    command = [str(word) for word in (script, *arguments)]
+    """`python *command`, a script with arguments or `-c` with code, as `start_script` runs it. The result is that of
+    `subprocess.run`."""
     with tempfile.TemporaryDirectory() as folder:
-        streams = [Path(folder) / name for name in ("stdout", "stderr")]
-        [process] = launcher.start(
-            _run, command=command, cwd=str(cwd or os.getcwd()), environment=environment, streams=streams
-        )
+        streams = [Path(folder) / name for name in ("stdin", "stdout", "stderr")]
+        streams[0].write_text(input, encoding="utf-8")
+        process = start_script(*command, streams=streams, cwd=cwd, **environment)
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
             process.join()
-            raise subprocess.TimeoutExpired(command, timeout)
-        printed = [path.read_text(encoding="utf-8") if path.exists() else "" for path in streams]
-    return subprocess.CompletedProcess(command, process.exitcode, *printed)
+            raise subprocess.TimeoutExpired(list(command), timeout)
+        printed = [path.read_text(encoding="utf-8") if path.exists() else "" for path in streams[1:]]
+    return subprocess.CompletedProcess(list(command), process.exitcode, *printed)
+
+
+def start_script(*command: object, streams: list[Path], cwd: str | Path | None = None, **environment: str):
+    """Start `python *command`, forked from a process that has the libraries; what they read from the environment when
+    they are imported, they have read before. `streams` are files or named pipes: what it reads, what it prints, and
+    its errors."""
+    environment = os.environ | {"HF_HOME": launcher.home.name} | environment
+    words = [str(word) for word in command]
+    [process] = launcher.start(
+        _run, command=words, cwd=str(cwd or os.getcwd()), environment=environment, streams=streams
+    )
+    return process
 
 
 def _run(command: list[str], cwd: str, environment: dict[str, str], streams: list[Path]):
-    for number, path in enumerate(streams, start=1):
+    os.dup2(os.open(streams[0], os.O_RDONLY), 0)
+    for number, path in enumerate(streams[1:], start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.stdin = os.fdopen(0, encoding="utf-8")
+    os.environ.clear()
     os.environ |= environment
     # It was asked for before, and keeps the answer.
     tempfile.tempdir = None
     os.chdir(cwd)
-    sys.argv, sys.path[:0] = command, [str(Path(command[0]).resolve().parent)]
     status: object = None
     try:
-        runpy.run_path(command[0], run_name="__main__")
+        if command[0] == "-c":
+            sys.argv, sys.path[:0] = ["-c", *command[2:]], [""]
+            exec(command[1], {"__name__": "__main__"})
+        else:
+            sys.argv, sys.path[:0] = command, [str(Path(command[0]).resolve().parent)]
+            runpy.run_path(command[0], run_name="__main__")
     except SystemExit as leaving:
         status = leaving.code
     except BaseException:

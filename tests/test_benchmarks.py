@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+
+from scripts import run_script, start_script
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -25,14 +28,27 @@ def scripts_on_the_path(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"PYTHONPATH": str(BENCHMARKS)} | environment,
-    )
+def run(*command: str | Path) -> subprocess.CompletedProcess:
+    return run_script(*command, PYTHONPATH=os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]))
+
+
+@pytest.fixture
+def forked(monkeypatch, tmp_path):
+    """Contenders that are forked from a process with the libraries, and otherwise as they are."""
+    import harness
+
+    class Forked(harness.Contender):
+        def __init__(self, command: list[str]):
+            self.command, folder = command, Path(tempfile.mkdtemp(dir=tmp_path))
+            pipes = [folder / "requests", folder / "answers"]
+            for pipe in pipes:
+                os.mkfifo(pipe)
+            self.errors = (folder / "errors").open("w+")
+            self.process = start_script(*command[1:], streams=[*pipes, folder / "errors"])
+            self.process.stdin, self.process.stdout = pipes[0].open("w"), pipes[1].open()
+            self.process.communicate = self.process.join
+
+    monkeypatch.setattr(harness, "Contender", Forked)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -187,8 +203,10 @@ def test_a_step_that_is_stopped_takes_its_processes_with_it(tmp_path):
     assert gpu.run([sys.executable, "-c", "raise SystemExit(2)"], dict(os.environ), 30.0) == 2
 
 
-def test_a_wrong_contender_is_not_timed(tmp_path):
+def test_a_wrong_contender_is_not_timed(tmp_path, forked, monkeypatch):
     """One bias too large by a tenth in one layer of `ours`: only the others are timed, and the program fails."""
+    import model
+
     broken = tmp_path / "broken.py"
     broken.write_text(
         "import model\n"
@@ -198,15 +216,14 @@ def test_a_wrong_contender_is_not_timed(tmp_path):
         "    if contender == 'ours':\n"
         "        loaded.transformer.layers[0].self_attn.position_bias.data.mul_(1.1)\n"
         "    return loaded\n"
-        "model.load, model.SCRIPT = wrong, __file__\n"
-        "if __name__ == '__main__':\n"
-        "    model.main()\n"
+        "model.load = wrong\n"
+        "model.main()\n"
     )
+    monkeypatch.setattr(model, "SCRIPT", str(broken))
     output = tmp_path / "model.csv"
-    options = ["--workloads", "smoke-train", "--contenders", "ours", "ours-mems", "--output", output]
-    process = run(broken, "--smoke", *CPU, *options)
-    assert process.returncode == 1
-    assert process.stderr.startswith("error: ours has other losses than ours-eager")
+    options = ["--workloads", "smoke-train", "--contenders", "ours", "ours-mems", "--output", str(output)]
+    with pytest.raises(SystemExit, match="^error: ours has other losses than ours-eager"):
+        model.main(["--smoke", *CPU, *options])
     assert [row["contender"] for row in read(output)] == ["ours-mems"]
 
 
@@ -289,9 +306,10 @@ def test_an_attention_that_raises_takes_nobody_with_it(tmp_path, monkeypatch, ca
     assert {row["contender"] for row in read(output)} == {"eager", "sdpa"}
 
 
-def test_softmax(tmp_path):
-    process = run(BENCHMARKS / "softmax.py", "--smoke", *CPU, "--output", tmp_path / "softmax.csv")
-    assert process.returncode == 0, process.stderr
+def test_softmax(tmp_path, forked):
+    import softmax
+
+    softmax.main(["--smoke", *CPU, "--output", str(tmp_path / "softmax.csv")])
     assert [row["contender"] for row in read(tmp_path / "softmax.csv")] == ["ours", "full"]
 
 

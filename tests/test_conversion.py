@@ -588,8 +588,7 @@ def test_a_stopped_conversion_leaves_no_output(how, tmp_path, capfd):
     options = ["--from", "transformers", "--checkpoint", str(golden("hf_legacy/wt103_like"))]
     options += ["--output", str(tmp_path / "out")]
     script = str(REPOSITORY / "conversion" / "convert.py")
-    command = [sys.executable, "-c", STOPPED, script, *options, str(int(how))]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    result = run_script("-c", STOPPED, script, *options, int(how))
     left = list(tmp_path.iterdir())
     if how != signal.SIGKILL:
         assert (result.returncode, result.stderr.splitlines()[-1], left) == (1, "convert.py: interrupted", [])

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import txl_hf  # noqa: F401 -- registers Transformer-XL with the Auto classes
+from scripts import run_script, start_script
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo.py"
 TINY = ["--layers", "1", "--width", "32"]
@@ -31,7 +33,7 @@ def text(tmp_path_factory) -> Path:
 
 
 def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, DEMO, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300)
+    return run_script(DEMO, *arguments, cwd=cwd, timeout=300)
 
 
 def memory_table(stdout: str) -> dict[str, float]:
@@ -60,26 +62,30 @@ def test_the_whole_demo(text, tmp_path):
 
 @pytest.mark.parametrize("moment", ["imports", "train"])
 def test_interrupted_it_leaves_nothing(moment, text, tmp_path):
-    process = subprocess.Popen(
-        [sys.executable, DEMO, "--text", text, "--minutes", "10", *TINY],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONVERBOSE": "1" if moment == "imports" else ""},
-    )
-    # The progress bar speaks of bits when training is under way; PYTHONVERBOSE of every import.
+    """At PYTHONVERBOSE's word of an import; at the progress bar's word of bits."""
+    command = [DEMO, "--text", text, "--minutes", "10", *TINY]
+    errors, output = tmp_path / "errors", tmp_path / "output"
+    output.mkdir()
+    if moment == "imports":
+        environment = os.environ | {"PYTHONVERBOSE": "1"}
+        with errors.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, *command], cwd=output, stdout=subprocess.DEVNULL, stderr=file, env=environment
+            )
+    else:
+        process = start_script(*command, streams=[Path(os.devnull), Path(os.devnull), errors], cwd=output)
     sign = "import 'torch" if moment == "imports" else "bits"
-    said = ""
-    while sign not in said:
-        said += process.stderr.read(1)
-        assert process.poll() is None, said
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130
+    deadline = time.monotonic() + 120
+    while not errors.exists() or sign not in errors.read_text():
+        assert time.monotonic() < deadline, errors.read_text()
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    process.wait(60) if moment == "imports" else process.join(60)
+    assert (process.returncode if moment == "imports" else process.exitcode) == 130
+    said = errors.read_text()
     assert "Interrupted; no output was written." in said
     assert "Traceback" not in said
-    assert list(tmp_path.iterdir()) == []
+    assert list(output.iterdir()) == []
 
 
 @pytest.fixture

@@ -1,12 +1,14 @@
 """The metric: sums over uneven batches and over two real processes, as evaluate_language_model has them."""
 
 import math
-import multiprocessing
+import os
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
+import launcher
 from models import small_model
 from txl_hf import TokenStream, TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.metrics import LanguageModelMetric
@@ -43,9 +45,10 @@ def score(rows: range, metric: LanguageModelMetric) -> dict | None:
     return metric.compute()
 
 
-def process(rank: int, cache_dir: str, results) -> None:
-    metric = LanguageModelMetric(num_process=2, process_id=rank, cache_dir=cache_dir, experiment_id="two")
-    results.put((rank, score(range(rank, rank + 1), metric)))
+def save_score(folder: Path):
+    rank = int(os.environ["RANK"])
+    metric = LanguageModelMetric(num_process=2, process_id=rank, cache_dir=str(folder), experiment_id="two")
+    torch.save(score(range(rank, rank + 1), metric), folder / f"{rank}.pt")
 
 
 def reference() -> float:
@@ -65,18 +68,11 @@ def test_batches_add_up_to_the_evaluation(make_metric):
 
 
 def test_two_processes_add_up_to_one(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [context.Process(target=process, args=(rank, str(tmp_path), results)) for rank in range(2)]
-    for started in processes:
-        started.start()
-    found = dict(results.get(timeout=120) for _ in processes)
-    for started in processes:
-        started.join(timeout=60)
-        assert started.exitcode == 0
-    assert found[1] is None
-    assert found[0]["tokens"] == 100
-    assert found[0]["nll"] == pytest.approx(reference(), rel=1e-6)
+    assert launcher.join(launcher.start(save_score, 2, folder=tmp_path)) == [0, 0]
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert second is None
+    assert first["tokens"] == 100
+    assert first["nll"] == pytest.approx(reference(), rel=1e-6)
 
 
 def test_words_and_characters(make_metric):

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import prepare_corpus
 from goldens import golden
+from scripts import run_script
 from txl_hf import TokenStream, TransfoXLTokenizer
 from txl_hf.corpora import split_of
 
@@ -363,8 +364,8 @@ def test_processes_and_a_stream_of_segments(tmp_path, monkeypatch):
     text = {split: "".join(f"line {n % 7} of {split}\n" for n in range(9000)) for split in SPLITS}
     folder = write(tmp_path / "input", "wiki.{}.tokens", text)
     script = Path(prepare_corpus.__file__)
-    command = [sys.executable, script, "--corpus", "wikitext-2", "--input", folder, "--output", tmp_path / "two"]
-    result = subprocess.run([*command, "--num_proc", "2"], capture_output=True, text=True, timeout=300)
+    command = [script, "--corpus", "wikitext-2", "--input", folder, "--output", tmp_path / "two"]
+    result = run_script(*command, "--num_proc", "2")
     assert result.returncode == 0, result.stderr
     assert "tokenise (num_proc=2)" in result.stderr
     assert "45,000 tokens" in result.stdout

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, pipeline
 
 from goldens import golden
+from scripts import run_script
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer
 from txl_hf.tokenization_transfo_xl_backend import MODES
 
@@ -136,9 +137,9 @@ def test_saved_tokenizers_give_the_same_ids_in_another_process(tmp_path):
         "for name in sys.argv[2:]:\n"
         "    print(json.dumps([name, *state_of(AutoTokenizer.from_pretrained(f'{sys.argv[1]}/{name}'))]))"
     )
-    command = [sys.executable, "-c", script, str(tmp_path), *(name for name, *_ in expected)]
-    output = subprocess.run(command, capture_output=True, check=True, cwd=Path(__file__).parent)
-    assert [json.loads(line) for line in output.stdout.splitlines()] == json.loads(json.dumps(expected))
+    process = run_script("-c", script, tmp_path, *(name for name, *_ in expected))
+    assert process.returncode == 0, process.stderr
+    assert [json.loads(line) for line in process.stdout.splitlines()] == json.loads(json.dumps(expected))
 
 
 @pytest.mark.parametrize("mode", ["characters", "bytes"])

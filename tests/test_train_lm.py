@@ -25,6 +25,7 @@ from datasets import Dataset, DatasetDict, load_from_disk
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scripts import run_script
 from train_lm_process import run
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.checkpoints import last_checkpoint
@@ -798,9 +799,7 @@ def test_the_commands_that_a_user_types(tmp_path):
     (tmp_path / "text.txt").write_text(source[:40_000], encoding="utf-8")
 
     def python(script: str, *argv: str | Path) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, EXAMPLES / script, *map(str, argv)], cwd=tmp_path, capture_output=True, text=True
-        )
+        return run_script(EXAMPLES / script, *argv, cwd=tmp_path)
 
     prepared = python("prepare_corpus.py", "--corpus", "text", "--input", "text.txt", "--output", "data")
     assert prepared.returncode == 0, prepared.stderr

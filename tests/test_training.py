@@ -1,8 +1,6 @@
 """Losses and labels; plain Trainer; checkpointing, compilation and export."""
 
 import copy
-import os
-import socket
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from safetensors.torch import load_file, load_model, save_model
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
+import launcher
 from txl_hf import TransfoXLForCausalLM, TransfoXLForSequenceClassification
 
 # --- losses ----------------------------------------------------------------------------------------------------------
@@ -349,11 +348,8 @@ SHARDED = {
 }
 
 
-def train_sharded(rank: int, port: int, config, folder: str):
+def train_sharded(config, folder: str):
     """Three steps under accelerate with FSDP2, beside the same steps in one process; rank 0 saves both models."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
     PartialState(cpu=True)
     # accelerate shards on every device but the CPU, though torch can.
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -367,7 +363,7 @@ def train_sharded(rank: int, port: int, config, folder: str):
     sharded = copy.deepcopy(alone)
     model, optimizer = accelerator.prepare(sharded, torch.optim.SGD(sharded.parameters(), 0.1))
     alone_optimizer = torch.optim.SGD(alone.parameters(), 0.1)
-    rows = ids[2 * rank : 2 * rank + 2]
+    rows = ids[2 * accelerator.process_index :][:2]
     for _ in range(3):
         accelerator.backward(model(rows, labels=rows).loss)
         alone(ids, labels=ids).loss.backward()
@@ -377,21 +373,17 @@ def train_sharded(rank: int, port: int, config, folder: str):
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(rows).logits, alone.eval()(rows).logits, atol=1e-4, rtol=1e-4)
     state_dict = accelerator.get_state_dict(model)
-    if rank == 0:
+    if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(f"{folder}/sharded", state_dict=state_dict)
         alone.save_pretrained(f"{folder}/alone")
     accelerator.wait_for_everyone()
     torch.distributed.destroy_process_group()
-    # As in test_launch.py, torch's threads may abort an interpreter that takes itself apart.
-    os._exit(0)
 
 
 @pytest.mark.parametrize("changes", SHARDED.values(), ids=SHARDED)
 def test_plain_accelerate_shards_and_saves(make_config, tmp_path, changes):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(train_sharded, (port, make_config(**changes), str(tmp_path)), nprocs=2)
+    started = launcher.start(train_sharded, 2, config=make_config(**changes), folder=str(tmp_path))
+    assert launcher.join(started) == [0, 0]
     names = [sorted(path.name for path in (tmp_path / which).iterdir()) for which in ("sharded", "alone")]
     assert names[0] == names[1] and "modeling_transfo_xl.py" in names[0]
     tensors = [load_file(tmp_path / which / "model.safetensors") for which in ("sharded", "alone")]

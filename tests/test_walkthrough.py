@@ -4,12 +4,8 @@ Each page has a folder of its own that looks like a clone, with small texts wher
 further options, for the sake of time; as they come last, they win.
 """
 
-import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from glob import glob
 from pathlib import Path
@@ -21,6 +17,8 @@ pytest.importorskip("datasets")
 pytest.importorskip("peft")
 
 from accelerate.commands.launch import launch_command_parser
+
+from scripts import run_script
 
 ROOT = Path(__file__).parents[1]
 TRAINING = "--n_layer 1 --d_model 16 --n_head 2 --d_head 8 --d_inner 16 --cutoffs --tgt_len 8 --mem_len 8"
@@ -38,34 +36,6 @@ SHORTER = {
     "document_resets.py": "--epochs 1 --segment-length 8 --batch-size 2 --rounds 1",
     "memory_agent.py": "--steps 128 --num-envs 4 --window 16 --width 16 --episodes 4",
 }
-# A process for each command, forked from one that has imported the libraries: seconds less a command.
-RUNNER = """
-import json, os, runpy, sys
-from pathlib import Path
-
-import accelerate, datasets, pandas, peft, torch, transformers, transformers.models.auto.modeling_auto, txl_hf
-from transformers import Trainer
-
-for command in json.loads(sys.argv[1]):
-    print("$", *command, flush=True)
-    child = os.fork()
-    if child == 0:
-        sys.argv = command
-        sys.path.insert(0, str(Path(command[0]).resolve().parent))
-        try:
-            runpy.run_path(command[0], run_name="__main__")
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                print(end.code, file=sys.stderr, flush=True)
-                os._exit(1)
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-            os._exit(1)
-        sys.stdout.flush()
-        os._exit(0)
-    if os.waitpid(child, 0)[1] != 0:
-        sys.exit("failed: " + " ".join(command))
-"""
 
 
 def commands(page: str) -> list[list[str]]:
@@ -93,26 +63,17 @@ def write_texts(folder: Path):
 
 def type_all(typed: list[list[str]], folder: Path) -> str:
     """What the commands print. `*` is what a shell makes of it; without the Hub, WikiText-2 is a folder."""
-    complete = []
+    printed = ""
     for python, script, *options in typed:
         assert python == "python"
         options = [path for word in options for path in (glob(word, root_dir=folder) if "*" in word else [word])]
         if "wikitext-2" in options and "--input" not in options:
             options += ["--input", "wikitext-2"]
-        complete.append([script, *options, *SHORTER[Path(script).name].split()])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "home")}
-    process = subprocess.run(
-        [sys.executable, "-c", RUNNER, json.dumps(complete)],
-        cwd=folder,
-        env=environment,
-        input="the abbey\n",
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert process.returncode == 0, process.stdout[-2000:] + process.stderr[-4000:]
-    assert "Traceback" not in process.stderr
-    return process.stdout
+        process = run_script(script, *options, *SHORTER[Path(script).name].split(), cwd=folder, input="the abbey\n")
+        assert process.returncode == 0, process.args + [process.stdout[-2000:] + process.stderr[-4000:]]
+        assert "Traceback" not in process.stderr
+        printed += process.stdout
+    return printed
 
 
 @pytest.fixture
@@ -165,21 +126,26 @@ ELSEWHERE = ("docs/clients.md", "docs/music.md")
 
 def test_commands_that_are_typed_elsewhere_have_the_options_they_show():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    checked = set()
+    shown: dict[str, str] = {}
+
+    def options_of(command: str) -> str:
+        """What `--help` shows, with underscores; asked for once."""
+        if command not in shown:
+            typed = [ROOT / command]
+            if command in scripts:
+                module, _, function = scripts[command].partition(":")
+                typed = ["-c", f"import sys; from {module} import {function}; sys.exit({function}())"]
+            process = run_script(*typed, "--help")
+            assert process.returncode == 0, process.stderr
+            shown[command] = process.stdout.replace("-", "_")
+        return shown[command]
+
     for words in (words for page in ELSEWHERE for words in commands(page)):
-        if words[0] in scripts:
-            module, _, function = scripts[words[0]].partition(":")
-            command = ["-c", f"import sys; from {module} import {function}; sys.exit({function}())", "--help"]
-        elif words[0] == "python" and words[1].startswith("examples/music"):
-            command = [str(ROOT / words[1]), "--help"]
-        else:
-            continue
-        process = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
-        assert process.returncode == 0, process.stderr
-        options = {word.partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
-        shown = process.stdout.replace("-", "_")
-        assert [option for option in options if option not in shown] == [], words
-        checked.add(words[0] if words[0] in scripts else Path(words[1]).name)
+        command = words[1] if words[0] == "python" else words[0]
+        if command in scripts or command.startswith("examples/music"):
+            options = {word.partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+            assert [option for option in options if option not in options_of(command)] == [], words
+    checked = {Path(command).name for command in shown}
     assert {"txl-serve", "txl-export", "txl-prepare", "txl-train", "generate.py", "measures.py"} <= checked
 
 
