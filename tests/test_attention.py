@@ -16,14 +16,18 @@ from transformers.utils import logging
 
 import oracle
 from txl_hf import attention_transfo_xl as attention
+from txl_hf import attention_transfo_xl_inputs as attention_inputs
+from txl_hf import modeling_transfo_xl as modeling
 from txl_hf.attention_transfo_xl import (
     RELATIVE_ATTENTION_FUNCTIONS,
     AttentionInputs,
     _fastest,
     attention_terms,
+    hidden_keys,
     relative_attention,
     relative_shift,
     tiled_relative_attention,
+    visible_keys,
     why_not,
 )
 
@@ -489,3 +493,28 @@ def test_on_a_gpu_pytorchs_attention_gets_heads_of_eights_and_never_cudnn(monkey
     compiled = torch.compile(attention._attend_on_gpu, fullgraph=True, backend="aot_eager")
     monkeypatch.undo()
     torch.testing.assert_close(compiled(*inputs, dropout_p=0.0, scale=0.2), results[0][0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "first_key", [None, torch.tensor([[0, 0, 4, 4], [1, 2, 3, 5]])], ids=["one text", "documents"]
+)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+def test_what_is_hidden_is_what_is_not_visible(window, masked, first_key):
+    key_mask = torch.arange(14).view(2, 7) % 3 != 0 if masked else None
+    visible = visible_keys(4, 7, window, key_mask, torch.device("cpu"), first_key)
+    hidden = hidden_keys(4, 7, window, key_mask, torch.device("cpu"), first_key)
+    assert torch.equal(hidden, ~visible[..., 7 - hidden.shape[-1] :])
+    assert visible[..., : 7 - hidden.shape[-1]].all(), "a future alone is in the last columns"
+    assert hidden_keys(1, 7, None, None, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("implementation", ["auto", "eager", "sdpa", "txl_tiles"])
+def test_layers_share_what_is_hidden(make_model, make_ids, monkeypatch, implementation):
+    model = make_model(attn_implementation=implementation, n_layer=3)
+    calls = []
+    for module in (modeling, attention_inputs):
+        monkeypatch.setattr(module, "hidden_keys", lambda *args: calls.append(args) or hidden_keys(*args))
+    ids, mask = make_ids(2, 5), torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+    model(ids, attention_mask=mask)
+    assert len(calls) == 1

@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from .attention_transfo_xl_cpu import attend_tile_by_tile
-from .attention_transfo_xl_inputs import AttentionInputs, keep_documents_apart, visible_keys
+from .attention_transfo_xl_inputs import AttentionInputs, hidden_keys, keep_documents_apart, visible_keys
 from .attention_transfo_xl_triton import triton_relative_attention, why_not_triton
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "AttentionTerms",
     "attention_terms",
     "check_implementation",
+    "hidden_keys",
     "relative_attention",
     "relative_shift",
     "visible_keys",
@@ -144,11 +145,11 @@ def tiled_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
     query, rel_key = inputs.query, inputs.rel_key
     if rel_key is None:
         raise ValueError("tiles are for relative positions, and there is no rel_key")
-    L, K = query.shape[2], inputs.key.shape[2]
-    # A future alone is hidden in the last columns.
-    columns = L if inputs.hides_the_future_alone else K
-    visible = visible_keys(L, columns, inputs.window, inputs.key_mask, query.device, inputs.first_key)[:, 0]
-    hidden = query.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+    found = inputs.hidden_keys()
+    if found is None:
+        hidden = query.new_zeros(1, query.shape[2], 1)
+    else:
+        hidden = query.new_zeros(found[:, 0].shape).masked_fill_(found[:, 0], -torch.inf)
     content_query, position_query = (
         _add_bias(query, bias) * inputs.scaling for bias in (inputs.content_bias, inputs.position_bias)
     )
@@ -259,13 +260,9 @@ def _additive_mask(inputs: AttentionInputs) -> Tensor:
 
 def _hide(scores: Tensor, inputs: AttentionInputs) -> Tensor:
     """Set the scores (B, H, L, K) of keys that a query does not see to minus infinity, in place."""
-    L, K = scores.shape[-2:]
-    if not inputs.hides_the_future_alone:
-        visible = visible_keys(L, K, inputs.window, inputs.key_mask, scores.device, inputs.first_key)
-        return scores.masked_fill_(~visible, -torch.inf)
-    if L > 1:
-        future = torch.ones(L, L, dtype=torch.bool, device=scores.device).triu(1)
-        scores[..., K - L :].masked_fill_(future, -torch.inf)
+    hidden = inputs.hidden_keys()
+    if hidden is not None:
+        scores[..., scores.shape[-1] - hidden.shape[-1] :].masked_fill_(hidden, -torch.inf)
     return scores
 
 
@@ -336,6 +333,7 @@ def relative_attention(
     key_mask: Tensor | None = None,
     window: int | None = None,
     first_key: Tensor | None = None,
+    hidden: Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     implementation: str = "eager",
@@ -354,6 +352,8 @@ def relative_attention(
         window: the furthest distance a query sees; None: all keys up to itself.
         first_key: (B, L) int, the first key that a query sees, because a document begins there: it never decreases
             along a row, nor exceeds the query's own key. None: 0.
+        hidden: what `hidden_keys` says of mask, window and first keys, where many layers share them. None: it is asked
+            here, by backends that want to know.
         scaling: factor of all scores, by default Dh ** -0.5.
         dropout: probability of dropping an attention probability.
         implementation: a name in `RELATIVE_ATTENTION_FUNCTIONS`. What a backend cannot do (`why_not`) goes to the
@@ -381,6 +381,7 @@ def relative_attention(
         key_mask=key_mask,
         window=window,
         first_key=first_key,
+        hidden=hidden,
     )
     if first_key is None:
         return _attend(implementation, inputs, module)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionInputs", "keep_documents_apart", "visible_keys"]
+__all__ = ["AttentionInputs", "hidden_keys", "keep_documents_apart", "visible_keys"]
 
 
 class AttentionInputs(NamedTuple):
@@ -26,6 +26,7 @@ class AttentionInputs(NamedTuple):
         window: the furthest distance a query sees; None: all keys up to itself.
         first_key: (B, L) int, the first key that a query sees: where its document begins. It never decreases along a
             row, nor exceeds the query's own key. None: 0.
+        hidden: what `hidden_keys` says of these, which layers share; None: it has not been asked.
     """
 
     query: Tensor
@@ -40,11 +41,14 @@ class AttentionInputs(NamedTuple):
     key_mask: Tensor | None = None
     window: int | None = None
     first_key: Tensor | None = None
+    hidden: Tensor | None = None
 
-    @property
-    def hides_the_future_alone(self) -> bool:
-        """Whether every query sees all keys up to its own."""
-        return self.window is None and self.key_mask is None and self.first_key is None
+    def hidden_keys(self) -> Tensor | None:
+        """See the function."""
+        if self.hidden is not None:
+            return self.hidden
+        lengths = self.query.shape[2], self.key.shape[2]
+        return hidden_keys(*lengths, self.window, self.key_mask, self.query.device, self.first_key)
 
 
 def visible_keys(
@@ -78,6 +82,27 @@ def visible_keys(
     if key_mask is not None:
         visible = (visible & key_mask[:, None, None, :]) | (distance == 0)
     return visible
+
+
+def hidden_keys(
+    query_length: int,
+    key_length: int,
+    window: int | None,
+    key_mask: Tensor | None,
+    device: torch.device,
+    first_key: Tensor | None = None,
+) -> Tensor | None:
+    """Which of the last keys each query does not attend to. Arguments: see `visible_keys`.
+
+    Returns:
+        (B or 1, 1, L, n) bool of the last n keys, since a future alone is hidden in the last L columns; None: nothing
+        is hidden.
+    """
+    if window is None and key_mask is None and first_key is None:
+        if query_length == 1:
+            return None
+        return torch.ones(query_length, query_length, dtype=torch.bool, device=device).triu(1)[None, None]
+    return ~visible_keys(query_length, key_length, window, key_mask, device, first_key)
 
 
 def keep_documents_apart(inputs: AttentionInputs, first_key: Tensor) -> tuple[AttentionInputs, Tensor]:

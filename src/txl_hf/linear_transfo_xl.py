@@ -48,8 +48,13 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.is_cpu
         and tensor.dtype == torch.float32
         and tensor.numel() > 0
-        and forward_ad.unpack_dual(tensor).tangent is None
+        and not _has_tangent(tensor)
     )
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    """Whether forward mode differentiates through the tensor; where nobody does so, that is soon known."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -165,7 +170,7 @@ def _is_trained_plainly(states: Tensor, *layers: nn.Module) -> bool:
         and all(type(layer) is nn.Linear and layer.bias is None and not _is_wrapped(layer) for layer in layers)
         and all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
         and not any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)
-        and all(forward_ad.unpack_dual(tensor).tangent is None for tensor in tensors)
+        and not any(map(_has_tangent, tensors))
     )
 
 

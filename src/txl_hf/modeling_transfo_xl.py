@@ -33,7 +33,7 @@ from .adaptive_transfo_xl import (
     TargetsByBin,
     check_labels,
 )
-from .attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, check_implementation, relative_attention
+from .attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, check_implementation, hidden_keys, relative_attention
 from .configuration_transfo_xl import TransfoXLConfig
 from .generation_transfo_xl import TransfoXLGenerationMixin
 from .inputs_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, document_starts
@@ -193,6 +193,7 @@ class TransfoXLAttention(nn.Module):
         key_mask: Tensor | None = None,
         window: int | None = None,
         first_key: Tensor | None = None,
+        hidden: Tensor | None = None,
         past_key_values: Cache | None = None,
         implementation: str | None = None,
         memory: Tensor | None = None,
@@ -203,7 +204,7 @@ class TransfoXLAttention(nn.Module):
             context: (B, n, D), what new keys and values are made of, behind those of `memory`.
             key_length: K.
             distances: what encodes them, but for what this layer has of its own.
-            key_mask, window, first_key: see `relative_attention`.
+            key_mask, window, first_key, hidden: see `relative_attention`.
             past_key_values: holds the keys and values of the memory and takes those of `context`.
             implementation: the backend, by default that of the configuration.
             memory: (B, m, D), or None where `context` begins with it or there is none.
@@ -230,6 +231,7 @@ class TransfoXLAttention(nn.Module):
             key_mask=key_mask,
             window=window,
             first_key=first_key,
+            hidden=hidden,
             dropout=self.config.dropatt if self.training else 0.0,
             implementation=implementation or self.config._attn_implementation,
             module=self,
@@ -578,7 +580,11 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         distances = positions.distances(self, key_length, inputs_embeds, kept, filled.clamp_len, filled.mem_len)
         # Only eager has the probabilities.
         wants_attentions = kwargs.get("output_attentions", self.config.output_attentions)
-        implementation = "eager" if wants_attentions else None
+        implementation = "eager" if wants_attentions else self.config._attn_implementation
+        window, first_key, hidden = filled.window, memory.first_key, None
+        if implementation != "txl_triton":
+            # Once for all layers. The kernels compare positions themselves.
+            hidden = hidden_keys(inputs_embeds.shape[1], key_length, window, key_mask, inputs_embeds.device, first_key)
         remembered: list[Any] = []
         entered: list[Tensor] = []
         for i, layer in enumerate(self.layers[: self.config.n_layer]):
@@ -590,8 +596,9 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 key_length=key_length,
                 distances=distances[i],
                 key_mask=key_mask,
-                window=filled.window,
-                first_key=memory.first_key,
+                window=window,
+                first_key=first_key,
+                hidden=hidden,
                 past_key_values=past_key_values,
                 implementation=implementation,
             )
