@@ -211,6 +211,7 @@ def test_a_generation_that_was_stopped_leaves_nothing(make_model, make_ids):
     assert torch.equal(found, generate(model, prompt, cache, do_sample=False))
 
 
+@pytest.mark.slow
 def test_a_compiled_forward_is_heard(make_model, make_ids):
     model, cache, prompt = make_model(mem_len=100), ContinuousCache(30, 0.6, 0.2), make_ids(1, 12, vocab_size=8)
     expected = generate(model, prompt, cache, do_sample=False)

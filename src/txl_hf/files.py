@@ -61,11 +61,11 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 @contextmanager
 def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
-    """An empty folder to fill, which takes the place of `path`, if there is one, at the end."""
+    """An empty folder to fill, which takes the place of `path`, if there is one, at the end. Its parents are made."""
     path = Path(path)
     aside = path.with_name(f"{UNFINISHED_PREFIX}-{os.getpid()}-{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
+    aside.mkdir(parents=True)
     try:
         yield aside
         move_into_place(aside, path)
