@@ -63,50 +63,90 @@ def mems_of(length=3, batch=2, width=16, layers=2, dtype=torch.float32):
     return tuple(torch.randn(batch, length, width, dtype=dtype) for _ in range(layers))
 
 
-BAD_INPUTS = {
-    "neither ids nor embeds": ({"input_ids": None}, "exactly one of input_ids and inputs_embeds"),
-    "both ids and embeds": ({"inputs_embeds": torch.zeros(2, 5, 16)}, "exactly one of input_ids and inputs_embeds"),
-    "no tokens": ({"input_ids": torch.zeros(2, 0, dtype=torch.long)}, r"input_ids are \(2, 0\).*at least one token"),
-    "ids of one dimension": ({"input_ids": torch.zeros(5, dtype=torch.long)}, r"input_ids are \(5,\), not \(B, L\)"),
-    "embeds of two dimensions": (
-        {"input_ids": None, "inputs_embeds": torch.zeros(5, 16)},
-        r"\(5, 16\), not \(B, L, D\)",
-    ),
-    "narrow embeds": ({"input_ids": None, "inputs_embeds": torch.zeros(2, 5, 8)}, "8 wide, not d_model=16"),
-    "mems of fewer layers": ({"mems": mems_of(layers=1)}, "mems hold 1 layers.*n_layer=2"),
-    "mems of another width": ({"mems": mems_of(width=8)}, r"mems\[0\] is \(2, 3, 8\).*\(2, m, 16\)"),
-    "mems of another batch": ({"mems": mems_of(batch=3)}, r"mems\[0\] is \(3, 3, 16\)"),
-    "mems that are no states": ({"mems": tuple(m.int() for m in mems_of())}, r"mems\[0\] is torch.int32"),
-    "a mask without its mems": ({"mems_mask": torch.ones(2, 3, dtype=torch.bool)}, "mems_mask .* without the mems"),
-    "a mask of other mems": (
-        {"mems": mems_of(), "mems_mask": torch.ones(2, 4, dtype=torch.bool)},
-        r"mems_mask is \(2, 4\).*\(2, 3\) bool",
-    ),
-    "a memory's mask of numbers": ({"mems": mems_of(), "mems_mask": torch.ones(2, 3)}, "mems_mask .*float32.* bool"),
-    "padding without its mask": (
-        {"mems": tuple(m.index_fill(1, torch.tensor(1), torch.nan) for m in mems_of())},
-        "mems hold NaN, in row 0 at state 1 first, but no mems_mask",
-    ),
-    "a mask that is added": (
-        {"attention_mask": torch.tensor([[0.0, -torch.inf, 0.0, 0.0, 0.0]] * 2)},
-        "attention_mask is torch.float32.*added",
-    ),
-    "a mask that is added and hides nothing": ({"attention_mask": torch.zeros(2, 5)}, "attention_mask.*added"),
-    "mems too long": ({"mems": mems_of(length=7)}, "7 states.*6"),
-    "mask too short": ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \(2, 4\).*\(2, 5\)"),
-    "mask too long": ({"attention_mask": torch.ones(2, 9)}, r"attention_mask is \(2, 9\).*\(2, 5\)"),
-    "mask between": ({"attention_mask": torch.ones(2, 7), "mems": mems_of()}, r"\(2, 5\) or \(2, 8\)"),
-    "mask of another batch": ({"attention_mask": torch.ones(1, 5)}, r"attention_mask is \(1, 5\)"),
-    "mask of four dimensions": ({"attention_mask": torch.ones(2, 1, 5, 5)}, r"\(2, 1, 5, 5\)"),
-    "labels beyond the vocabulary": ({"labels": torch.full((2, 5), 61)}, r"labels holds 61.*\[0, 61\)"),
-    "labels below": ({"labels": torch.full((2, 5), -1)}, "labels holds -1"),
-    "labels that are no ids": ({"labels": torch.zeros(2, 5)}, "labels are torch.float32, not token ids"),
-    "labels of another shape": ({"labels": torch.zeros(2, 4, dtype=torch.long)}, r"labels are \(2, 4\)"),
-    "shift_labels of another shape": (
-        {"shift_labels": torch.zeros(2, 4, dtype=torch.long)},
-        r"shift_labels are \(2, 4\)",
-    ),
-}
+BAD_INPUTS = (
+    {
+        "neither ids nor embeds": ({"input_ids": None}, "exactly one of input_ids and inputs_embeds"),
+        "both ids and embeds": (
+            {"inputs_embeds": torch.zeros(2, 5, 16)},
+            "exactly one of input_ids and inputs_embeds",
+        ),
+        "no tokens": (
+            {"input_ids": torch.zeros(2, 0, dtype=torch.long)},
+            r"input_ids are \(2, 0\).*at least one token",
+        ),
+        "ids of one dimension": (
+            {"input_ids": torch.zeros(5, dtype=torch.long)},
+            r"input_ids are \(5,\), not \(B, L\)",
+        ),
+        "embeds of two dimensions": (
+            {"input_ids": None, "inputs_embeds": torch.zeros(5, 16)},
+            r"\(5, 16\), not \(B, L, D\)",
+        ),
+        "narrow embeds": ({"input_ids": None, "inputs_embeds": torch.zeros(2, 5, 8)}, "8 wide, not d_model=16"),
+        "mems of fewer layers": ({"mems": mems_of(layers=1)}, "mems hold 1 layers.*n_layer=2"),
+        "mems of another width": ({"mems": mems_of(width=8)}, r"mems\[0\] is \(2, 3, 8\).*\(2, m, 16\)"),
+        "mems of another batch": ({"mems": mems_of(batch=3)}, r"mems\[0\] is \(3, 3, 16\)"),
+        "mems that are no states": ({"mems": tuple(m.int() for m in mems_of())}, r"mems\[0\] is torch.int32"),
+        "a mask without its mems": (
+            {"mems_mask": torch.ones(2, 3, dtype=torch.bool)},
+            "mems_mask .* without the mems",
+        ),
+        "a mask of other mems": (
+            {"mems": mems_of(), "mems_mask": torch.ones(2, 4, dtype=torch.bool)},
+            r"mems_mask is \(2, 4\).*\(2, 3\) bool",
+        ),
+        "a memory's mask of numbers": (
+            {"mems": mems_of(), "mems_mask": torch.ones(2, 3)},
+            "mems_mask .*float32.* bool",
+        ),
+        "padding without its mask": (
+            {"mems": tuple(m.index_fill(1, torch.tensor(1), torch.nan) for m in mems_of())},
+            "mems hold NaN, in row 0 at state 1 first, but no mems_mask",
+        ),
+        "a mask that is added": (
+            {"attention_mask": torch.tensor([[0.0, -torch.inf, 0.0, 0.0, 0.0]] * 2)},
+            "attention_mask is torch.float32.*added",
+        ),
+        "a mask that is added and hides nothing": ({"attention_mask": torch.zeros(2, 5)}, "attention_mask.*added"),
+        "mems too long": ({"mems": mems_of(length=7)}, "7 states.*6"),
+        "mask too short": ({"attention_mask": torch.ones(2, 4)}, r"attention_mask is \(2, 4\).*\(2, 5\)"),
+        "mask too long": ({"attention_mask": torch.ones(2, 9)}, r"attention_mask is \(2, 9\).*\(2, 5\)"),
+        "mask between": ({"attention_mask": torch.ones(2, 7), "mems": mems_of()}, r"\(2, 5\) or \(2, 8\)"),
+        "mask of another batch": ({"attention_mask": torch.ones(1, 5)}, r"attention_mask is \(1, 5\)"),
+        "mask of four dimensions": ({"attention_mask": torch.ones(2, 1, 5, 5)}, r"\(2, 1, 5, 5\)"),
+        "labels beyond the vocabulary": ({"labels": torch.full((2, 5), 61)}, r"labels holds 61.*\[0, 61\)"),
+        "labels below": ({"labels": torch.full((2, 5), -1)}, "labels holds -1"),
+        "labels that are no ids": ({"labels": torch.zeros(2, 5)}, "labels are torch.float32, not token ids"),
+        "labels of another shape": ({"labels": torch.zeros(2, 4, dtype=torch.long)}, r"labels are \(2, 4\)"),
+        "labels of a longer text": ({"labels": torch.zeros(2, 6, dtype=torch.long)}, r"labels are \(2, 6\).*\(2, 5\)"),
+        "labels that are bits": (
+            {"labels": torch.zeros(2, 5, dtype=torch.bool)},
+            "labels are torch.bool, not token ids",
+        ),
+        "shift_labels of another shape": (
+            {"shift_labels": torch.zeros(2, 4, dtype=torch.long)},
+            r"shift_labels are \(2, 4\)",
+        ),
+    }
+    | {
+        f"{name} that are a list": ({name: [[1] * 5] * 2}, rf"^{name} must be a torch.Tensor, not builtins.list$")
+        for name in ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "seq_idx")
+    }
+    | {
+        "vectors of NumPy": (
+            {"input_ids": None, "inputs_embeds": torch.zeros(2, 5, 16).numpy()},
+            "inputs_embeds must be a torch.Tensor, not numpy.ndarray",
+        ),
+        "mems of NumPy": (
+            {"mems": tuple(states.numpy() for states in mems_of())},
+            r"mems\[0\] must be a torch.Tensor, not numpy.ndarray",
+        ),
+        "a memory's mask that is a list": (
+            {"mems": mems_of(), "mems_mask": [[True] * 3] * 2},
+            "mems_mask must be a torch.Tensor, not builtins.list",
+        ),
+    }
+)
 
 
 @pytest.mark.parametrize("changes, message", BAD_INPUTS.values(), ids=BAD_INPUTS)
@@ -145,6 +185,21 @@ def test_classifier_without_a_way_to_see_padding(make_model, make_ids):
     assert model(make_ids(1, 5)).logits.shape == (1, 2)
     with pytest.raises(ValueError, match="attention_mask.*pad_token_id"):
         model(make_ids(2, 5))
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (torch.zeros(3, dtype=torch.long), r"labels are \(3,\), but 2 rows need \(2,\), or \(2, 4\)"),
+        (torch.zeros(2, 5, dtype=torch.long), r"labels are \(2, 5\), but 2 rows need"),
+        ([0, 1], "labels must be a torch.Tensor, not builtins.list"),
+    ],
+    ids=["of another batch", "of tokens", "a list"],
+)
+def test_labels_that_a_classifier_of_texts_cannot_have(make_model, make_ids, labels, message):
+    model = make_model(model_class=TransfoXLForSequenceClassification, num_labels=4, pad_token_id=0)
+    with pytest.raises(ValueError, match=message):
+        model(make_ids(2, 5), labels=labels)
 
 
 def test_unknown_backend(make_model):

@@ -1,5 +1,6 @@
 """Documents that begin inside a segment: each has the losses, the memory and the gradients that it has alone."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -254,7 +255,12 @@ def test_generate_goes_on_with_the_last_document_of_a_prompt(make_model, make_id
 
 BAD_RESETS = {
     "of another shape": ({}, torch.ones(2, 4).bool(), r"resets are \(2, 4\).*\(2, 5\) bool"),
+    "of a longer text": ({}, torch.ones(2, 6).bool(), r"resets are \(2, 6\).*\(2, 5\) bool"),
+    "of one row": ({}, torch.ones(5).bool(), r"resets are \(5,\).*\(2, 5\) bool"),
     "of another type": ({}, torch.ones(2, 5), "resets are .*float32.* bool"),
+    "of integers": ({}, torch.ones(2, 5).long(), "resets are .*int64.* bool"),
+    "that are a list": ({}, [[True] * 5] * 2, "resets must be a torch.Tensor, not builtins.list"),
+    "of NumPy": ({}, np.ones((2, 5), bool), "resets must be a torch.Tensor, not numpy.ndarray"),
     "absolute positions": ({"attn_type": 2, "mem_len": 0}, torch.ones(2, 5).bool(), "resets .*attn_type=2"),
     "learned absolute positions": ({"attn_type": 3, "mem_len": 0}, torch.ones(2, 5).bool(), "resets .*attn_type=3"),
     "zeros before the text": ({"initial_memory": "zeros"}, torch.ones(2, 5).bool(), "initial_memory='zeros'.*'empty'"),
@@ -265,3 +271,14 @@ BAD_RESETS = {
 def test_bad_resets(make_model, make_ids, changes, resets, message):
     with pytest.raises(ValueError, match=message):
         make_model(**changes)(make_ids(2, 5), resets=resets)
+
+
+@pytest.mark.parametrize("changes", [{"attn_type": 2, "mem_len": 0}, {"initial_memory": "zeros"}], ids=str)
+@torch.no_grad()
+def test_what_cannot_begin_documents_can_say_that_none_begins(make_model, make_ids, changes):
+    """What says so is named, if it is not `resets`."""
+    model, ids, none = make_model(**changes), make_ids(1, 5), torch.zeros(1, 5, dtype=torch.bool)
+    expected = model(ids).logits
+    assert torch.equal(model(ids, resets=none, position_ids=torch.arange(5)[None]).logits, expected)
+    with pytest.raises(ValueError, match="^resets and seq_idx tell of documents"):
+        model(ids, resets=none, seq_idx=torch.tensor([[0, 0, 1, 1, 1]]))

@@ -65,6 +65,8 @@ BAD_LABELS = {
     "beyond the classes": (torch.full((2, 5), 3), r"labels holds 3.*\[0, 3\)"),
     "of a longer text": (torch.zeros(2, 6, dtype=torch.long), r"labels are \(2, 6\), but the inputs are \(2, 5\)"),
     "that are no classes": (torch.zeros(2, 5), "labels are torch.float32"),
+    "that are bits": (torch.zeros(2, 5, dtype=torch.bool), "labels are torch.bool, not token ids or classes"),
+    "that are a list": ([[0] * 5] * 2, "labels must be a torch.Tensor, not builtins.list"),
 }
 
 

@@ -288,8 +288,9 @@ class TransfoXLConfig(PreTrainedConfig):
             )
         if self.initial_memory == "zeros" and (self.mem_len if mem_len is None else mem_len) > 0:
             raise ValueError(
-                f"{told_by} tell of documents that begin inside a segment, but initial_memory='zeros' puts zero "
-                "states before each: give each document a row of its own, or use initial_memory='empty'"
+                f"{told_by} tell of documents that begin inside a segment, but with initial_memory='zeros' each sees "
+                "mem_len zero states, in whose places the row has other documents: give each document a row of its "
+                "own, or use initial_memory='empty'"
             )
 
     def _validate_bins(self):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["DOCUMENT_KEYWORDS", "check_keywords", "document_starts"]
+__all__ = ["DOCUMENT_KEYWORDS", "check_keywords", "check_tensors", "document_starts"]
 
 # These say where documents begin; see `document_starts`.
 DOCUMENT_KEYWORDS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
@@ -35,6 +35,13 @@ def check_keywords(keywords: dict[str, Any]) -> None:
         raise ValueError(
             "is_causal=False asks for tokens that see later ones, but this model reads from left to right"
         )
+
+
+def check_tensors(**given: Any) -> None:
+    """Raise a ValueError that names what is given, is not None and is no tensor: lists and NumPy's arrays are none."""
+    for name, value in given.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a torch.Tensor, not {type(value).__module__}.{type(value).__name__}")
 
 
 def document_starts(

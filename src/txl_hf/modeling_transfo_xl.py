@@ -36,7 +36,7 @@ from .adaptive_transfo_xl import (
 from .attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, check_implementation, hidden_keys, relative_attention
 from .configuration_transfo_xl import TransfoXLConfig
 from .generation_transfo_xl import TransfoXLGenerationMixin
-from .inputs_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, document_starts
+from .inputs_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, check_tensors, document_starts
 from .layout_transfo_xl import TransfoXLLayoutMixin
 from .linear_transfo_xl import project, project_after
 from .memory_transfo_xl import (
@@ -547,7 +547,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 episode begins: from there on neither earlier tokens of the segment nor the memory are seen, now or
                 later. Each document has the losses, the memory and the gradients that it has alone. Whether there is
                 any, the host asks, and waits for a GPU once; without any, nothing is different. It needs relative
-                positions and `initial_memory="empty"`, since a document would lack the zeros that it sees alone.
+                positions and `initial_memory="empty"`: with `"zeros"` a document sees `mem_len` zero states before
+                it, and inside a row the states of other documents are in their places, which no mask changes.
             position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx (in kwargs): as collators of `transformers` and TRL
                 write them for documents packed into a row; where one begins inside it, that is a reset. Whether the
                 row's first token continues a text, `mems` alone say.
@@ -558,9 +559,19 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 there.
         """
         check_keywords(kwargs)
+        documents = {name: kwargs[name] for name in DOCUMENT_KEYWORDS if kwargs.get(name) is not None}
+        check_tensors(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            mems_mask=mems_mask,
+            resets=resets,
+            **{f"mems[{i}]": states for i, states in enumerate(() if mems is None else mems)},
+            **documents,
+        )
         filled = (lengths or MemoryLengths()).of(self.config)
         inputs_embeds = self._embed(input_ids, inputs_embeds)
-        resets = self._find_resets(inputs_embeds, attention_mask, resets, filled.mem_len, kwargs)
+        resets = self._find_resets(inputs_embeds, attention_mask, resets, filled.mem_len, documents)
         past_key_values = self._choose_cache(use_cache, past_key_values, filled)
         memory = open_memory(self.config, filled, inputs_embeds, mems, mems_mask, attention_mask, past_key_values)
         memory = begin_documents(memory, resets)
@@ -644,11 +655,11 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         attention_mask: Tensor | None,
         resets: Tensor | None,
         mem_len: int,
-        keywords: dict[str, Any],
+        documents: dict[str, Tensor],
     ) -> Tensor | None:
         """(B, L) bool, where documents begin, told in one way or another; None: nowhere."""
         batch_size, segment_length, _ = inputs_embeds.shape
-        given = {name: keywords[name] for name in DOCUMENT_KEYWORDS if keywords.get(name) is not None}
+        given = resets
         if resets is not None:
             if resets.dtype != torch.bool or resets.shape != (batch_size, segment_length):
                 raise ValueError(
@@ -656,12 +667,13 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                     f"({batch_size}, {segment_length}) bool"
                 )
             resets = resets.to(inputs_embeds.device)
-        starts = document_starts((batch_size, segment_length), inputs_embeds.device, attention_mask, **given)
+        starts = document_starts((batch_size, segment_length), inputs_embeds.device, attention_mask, **documents)
         if starts is not None:
             resets = starts if resets is None else resets | starts
         if resets is None or not (torch.compiler.is_compiling() or torch.jit.is_tracing() or bool(resets.any())):
             return None
-        self.config.check_documents(" and ".join(given) or "resets", mem_len)
+        told_by = [*([] if given is None else ["resets"]), *documents]
+        self.config.check_documents(" and ".join(told_by), mem_len)
         return resets
 
     def _choose_cache(
@@ -748,6 +760,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             ValueError: a label is neither -100 nor in [0, V), or has another shape; and see `TransfoXLModel.forward`.
         """
         shift_labels = kwargs.pop("shift_labels", None)
+        check_tensors(labels=labels, shift_labels=shift_labels)
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         logits_top_k = kwargs.pop("logits_top_k", None)
         state_listeners = kwargs.pop("state_listeners", ())
@@ -846,9 +859,10 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 number.
 
         Raises:
-            ValueError: a batch of several rows with neither a mask nor a `pad_token_id`.
+            ValueError: a batch of several rows with neither a mask nor a `pad_token_id`, or labels of another shape.
         """
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        check_tensors(labels=labels)
         outputs = self.transformer(
             input_ids,
             mems=mems,
@@ -867,6 +881,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         logits = scores[torch.arange(len(scores), device=scores.device), last]
         loss = None
         if labels is not None:
+            _check_classes(labels, len(scores), self.num_labels)
             loss = self.loss_function(logits=scores, labels=labels, pooled_logits=logits, config=self.config)
             if num_items_in_batch is not None:
                 loss = loss * labels.numel() / num_items_in_batch
@@ -938,6 +953,7 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
                 `TransfoXLModel.forward`.
         """
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        check_tensors(labels=labels)
         outputs = self.transformer(
             input_ids,
             mems=mems,
@@ -983,8 +999,16 @@ def _targets(labels: Tensor | None, shift_labels: Tensor | None, shape: torch.Si
 def _check_targets(name: str, given: Tensor, shape: torch.Size):
     if given.shape != shape:
         raise ValueError(f"{name} are {tuple(given.shape)}, but the inputs are {tuple(shape)}")
-    if given.is_floating_point():
-        raise ValueError(f"{name} are {given.dtype}, not token ids")
+    if given.is_floating_point() or given.dtype == torch.bool:
+        raise ValueError(f"{name} are {given.dtype}, not token ids or classes")
+
+
+def _check_classes(labels: Tensor, rows: int, num_labels: int):
+    if labels.shape not in ((rows,), (rows, 1), (rows, num_labels)):
+        raise ValueError(
+            f"labels are {tuple(labels.shape)}, but {rows} rows need ({rows},), or ({rows}, {num_labels}) where "
+            "several classes or numbers are to be told of each"
+        )
 
 
 def _pick_losses(log_probs: Tensor, targets: Tensor) -> Tensor:
