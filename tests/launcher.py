@@ -1,44 +1,49 @@
 """Processes of their own for tests: to kill them at any operation, and to have several that train together."""
 
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import shutil
 import signal
 import socket
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from txl_hf import checkpoints
-
 TESTS = Path(__file__).parent
 context = multiprocessing.get_context("forkserver")
+# By what they have imported.
+servers = defaultdict(forkserver.ForkServer)
 # Where these processes have their caches; it is asked for once, when the libraries are imported.
 home = tempfile.TemporaryDirectory(prefix="hf-home-")
 
 
-def start(target: Callable, processes: int = 1, **arguments) -> list:
-    """Start `target(**arguments)` in so many processes that find one another, forked from one with the libraries."""
-    with pytest.MonkeyPatch.context() as patch:
-        # The server finds modules by the environment alone.
-        patch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
-        patch.setenv("HF_HOME", home.name)
-        context.set_forkserver_preload(["libraries"])
-        multiprocessing.forkserver.ensure_running()
+def start(target: Callable, processes: int = 1, libraries: str = "libraries", **arguments) -> list:
+    """Start `target(**arguments)` in so many processes that find one another, forked from one that has imported the
+    module `libraries`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     started = [
         context.Process(target=_run, args=(target, arguments, rank, processes, port)) for rank in range(processes)
     ]
-    for process in started:
-        process.start()
+    with pytest.MonkeyPatch.context() as patch:
+        # The server finds modules by the environment alone.
+        patch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
+        patch.setenv("HF_HOME", home.name)
+        server = servers[libraries]
+        server.set_forkserver_preload([libraries])
+        # multiprocessing itself has one server.
+        patch.setattr(forkserver, "ensure_running", server.ensure_running)
+        patch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
+        for process in started:
+            process.start()
     return started
 
 
@@ -52,6 +57,8 @@ def join(started: list) -> list[int]:
 def kill_at(operation: int):
     """Count the steps of the optimiser and what writes, renames and removes in this process; die before number
     `operation`. A number, not a moment, so that a run that fails can be repeated."""
+    from txl_hf import checkpoints
+
     left = operation
 
     def counted(function):

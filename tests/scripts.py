@@ -13,14 +13,19 @@ import launcher
 
 
 def run_script(
-    *command: object, cwd: str | Path | None = None, input: str = "", timeout: float = 120, **environment: str
+    *command: object,
+    cwd: str | Path | None = None,
+    input: str = "",
+    timeout: float = 120,
+    only_torch: bool = False,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """`python *command`, a script with arguments or `-c` with code, as `start_script` runs it. The result is that of
     `subprocess.run`."""
     with tempfile.TemporaryDirectory() as folder:
         streams = [Path(folder) / name for name in ("stdin", "stdout", "stderr")]
         streams[0].write_text(input, encoding="utf-8")
-        process = start_script(*command, streams=streams, cwd=cwd, **environment)
+        process = start_script(*command, streams=streams, cwd=cwd, only_torch=only_torch, **environment)
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
@@ -30,14 +35,27 @@ def run_script(
     return subprocess.CompletedProcess(list(command), process.exitcode, *printed)
 
 
-def start_script(*command: object, streams: list[Path], cwd: str | Path | None = None, **environment: str):
+def start_script(
+    *command: object,
+    streams: list[Path],
+    cwd: str | Path | None = None,
+    only_torch: bool = False,
+    **environment: str,
+):
     """Start `python *command`, forked from a process that has the libraries; what they read from the environment when
-    they are imported, they have read before. `streams` are files or named pipes: what it reads, what it prints, and
-    its errors."""
+    they are imported, they have read before. With `only_torch` this process has that alone, and neither the Hub's
+    settings nor the Auto classes are made. `streams` are files or named pipes: what it reads, what it prints, and its
+    errors."""
     environment = os.environ | {"HF_HOME": launcher.home.name} | environment
     words = [str(word) for word in command]
+    libraries = "libraries_torch" if only_torch else "libraries"
     [process] = launcher.start(
-        _run, command=words, cwd=str(cwd or os.getcwd()), environment=environment, streams=streams
+        _run,
+        libraries=libraries,
+        command=words,
+        cwd=str(cwd or os.getcwd()),
+        environment=environment,
+        streams=streams,
     )
     return process
 

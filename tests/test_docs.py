@@ -4,10 +4,7 @@ The shell commands are run by test_walkthrough.py, those of conversion by test_c
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ import txl_hf
 from goldens import golden
 from hub_server import HubServer
 from models import small_model
+from scripts import run_script
 from txl_hf import TransfoXLTokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -81,18 +79,13 @@ def test_every_python_block_and_notebook_runs(tmp_path, published):
     assert [page.stem for page in notebooks] == ["convert", "fine_tune", "generate"]
     (tmp_path / "runner.py").write_text(RUNNER)
     with HubServer({"hf_token_of_user": "user", "hf_token_of_authors": "transfo-xl"}) as hub:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home")}
+        home = str(tmp_path / "home")
         upload = f"import huggingface_hub as h; h.create_repo({PUBLISHED!r});"
         upload += f"h.upload_folder(repo_id={PUBLISHED!r}, folder_path={str(published)!r})"
-        command = [sys.executable, "-c", upload]
-        subprocess.run(command, env=environment | hub.environment("hf_token_of_authors"), check=True)
-        run = subprocess.run(
-            [sys.executable, tmp_path / "runner.py", *pages, *notebooks],
-            cwd=tmp_path,
-            env=environment | hub.environment("hf_token_of_user"),
-            capture_output=True,
-            text=True,
-        )
+        authors, user = (hub.environment(f"hf_token_of_{who}") | {"HF_HOME": home} for who in ("authors", "user"))
+        assert run_script("-c", upload, only_torch=True, **authors).returncode == 0
+        command = [tmp_path / "runner.py", *pages, *notebooks]
+        run = run_script(*command, cwd=tmp_path, timeout=300, only_torch=True, **user)
         assert run.returncode == 0, run.stdout[-500:] + run.stderr[-3000:]
         files = hub.repos["user/name"].files()
     assert {"README.md", "config.json", "model.safetensors", "modeling_transfo_xl.py", "tokenizer.json"} <= set(files)

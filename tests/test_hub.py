@@ -5,10 +5,7 @@ once, when it is imported.
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,7 @@ from huggingface_hub import ModelCard
 import txl_hf
 from hub_client import TEXT
 from hub_server import HubServer
+from scripts import run_script
 
 HEADS = ["AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"]
 SOURCES = Path(txl_hf.__file__).parent
@@ -59,12 +57,10 @@ def play(hub, folder, tmp_path_factory):
     """Run a role of `hub_client.py` with an empty cache of its own; return a function from a step to its result."""
 
     def play_role(role):
-        environment = os.environ | hub.environment("hf_token_of_user")
-        environment |= {"HF_HOME": str(tmp_path_factory.mktemp("hf_home")), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, Path(__file__).with_name("hub_client.py"), role, folder]
-        subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=300, check=True
-        )
+        environment = hub.environment("hf_token_of_user") | {"HF_HOME": str(tmp_path_factory.mktemp("hf_home"))}
+        client = Path(__file__).with_name("hub_client.py")
+        process = run_script(client, role, folder, timeout=300, only_torch=True, **environment)
+        assert process.returncode == 0, process.stderr
         results = torch.load(folder / f"{role}.pt", weights_only=False)
 
         def result(step):

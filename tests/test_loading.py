@@ -6,7 +6,6 @@ import random
 import shutil
 import struct
 import subprocess
-import sys
 import traceback
 import zipfile
 from contextlib import suppress
@@ -20,6 +19,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 
 from goldens import golden
+from scripts import run_script
 from txl_hf import (
     TransfoXLConfig,
     TransfoXLForCausalLM,
@@ -309,18 +309,14 @@ for folder in Path(sys.argv[3]).iterdir():
 """
 
 
-def read_elsewhere(python, how: str, root: Path):
-    command = [python, "-c", READER, REPOSITORY / "src" if how == "with-package" else root, how, root]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(root.parent / f"home-{how}")}
-    subprocess.run(command, check=True, env=environment, stdin=subprocess.DEVNULL, timeout=300)
-
-
 @pytest.fixture(scope="module", params=["with-package", "without-package"])
 def read_folders(request, tmp_path_factory):
     root = tmp_path_factory.mktemp(request.param) / "folders"
     for name in CONFIGS | OWN_CONFIGS:
         build(name).save_pretrained(root / name)
-    read_elsewhere(sys.executable, request.param, root)
+    where = REPOSITORY / "src" if request.param == "with-package" else root
+    process = run_script("-c", READER, where, request.param, root, only_torch=True)
+    assert process.returncode == 0, process.stderr
     return root
 
 
@@ -336,7 +332,9 @@ def legacy_folders(legacy_python, tmp_path_factory):
     root = tmp_path_factory.mktemp("legacy") / "folders"
     for name in CONFIGS:
         build(name).save_pretrained(root / name)
-    read_elsewhere(legacy_python, "transformers-4.35", root)
+    command = [legacy_python, "-c", READER, root, "transformers-4.35", root]
+    environment = os.environ | {"HF_HOME": str(root.parent / "home")}
+    subprocess.run(command, check=True, env=environment, stdin=subprocess.DEVNULL, timeout=300)
     return root
 
 

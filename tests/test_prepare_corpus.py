@@ -466,7 +466,7 @@ def test_output_that_exists_is_kept(tmp_path):
 
 def test_tokenizer_and_data_set_that_are_not_there(tmp_path):
     folder = write(tmp_path / "input", "ptb.{}.txt")
-    with pytest.raises(SystemExit, match="--tokenizer .*nowhere does not load"):
+    with pytest.raises(SystemExit, match="--tokenizer: the tokenizer of .*nowhere cannot be read"):
         prepare(tmp_path, "ptb", "--input", folder, "--tokenizer", tmp_path / "nowhere")
     with pytest.raises(SystemExit, match="the data set nowhere/nothing does not load"):
         prepare(tmp_path, "ptb", "--dataset", "nowhere/nothing")

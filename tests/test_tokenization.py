@@ -1,9 +1,7 @@
 """The tokenizer: equal to the legacy one, safe with its pickles, the same after saving, at home in transformers."""
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -335,10 +333,10 @@ def test_remote_code_needs_no_package(tmp_path):
         "t = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
         "print(json.dumps([type(t).__name__, t.mode, t.tokenize(sys.argv[2])]))"
     )
-    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    command = [sys.executable, "-c", script, str(tmp_path), SENTENCE]
-    output = subprocess.run(command, capture_output=True, check=True, env=environment).stdout.decode()
-    assert json.loads(output.splitlines()[-1]) == ["TransfoXLTokenizer", "moses", tokenizer.tokenize(SENTENCE)]
+    modules = str(tmp_path / "modules")
+    process = run_script("-c", script, tmp_path, SENTENCE, only_torch=True, HF_MODULES_CACHE=modules)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout.splitlines()[-1]) == ["TransfoXLTokenizer", "moses", tokenizer.tokenize(SENTENCE)]
 
 
 def test_auto_tokenizer_loads_a_legacy_folder():

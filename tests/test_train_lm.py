@@ -654,7 +654,7 @@ def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
         ({"loss": "half", "ext_len": 4}, "--loss half reads tgt_len=8 tokens again: leave out --ext_len 4"),
         (
             {"attn_type": 3, "mem_len": 0, "eval_tgt_len": 8, "eval_ext_len": 2},
-            "reads 10 tokens at once, but attn_type=3 learns positions for 8",
+            "reads 10 tokens at once, but the model learned max_klen=8 absolute positions",
         ),
         ({"eval_batch_size": 2000}, "the validation text has 1162 tokens, too few for --eval_batch_size 2000"),
     ],

@@ -136,10 +136,10 @@ def make_environment(name: str):
         return Recall()
     try:
         if name == "repeat_previous":
-            from popgym.envs.repeat_previous import RepeatPreviousEasy  # type: ignore[import-not-found]
+            from popgym.envs.repeat_previous import RepeatPreviousEasy
 
             return RepeatPreviousEasy()
-        from popgym.envs.position_only_cartpole import PositionOnlyCartPoleEasy  # type: ignore[import-not-found]
+        from popgym.envs.position_only_cartpole import PositionOnlyCartPoleEasy
 
         return PositionOnlyCartPoleEasy()
     except ImportError as error:

@@ -67,4 +67,4 @@ def check_outputs(options: argparse.Namespace) -> None:
         if path.exists():
             raise FileExistsError(f"{path} exists: choose another file, or remove it")
     if options.plot is not None:
-        import matplotlib.pyplot  # noqa: F401
+        import matplotlib.pyplot  # noqa: F401 -- where it is missing, here is the place to say so.

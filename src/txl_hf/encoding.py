@@ -3,10 +3,12 @@
 from collections.abc import Iterable
 from io import StringIO
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .midi import is_midi_tokenizer, load_midi_tokenizer
 from .tokenization_transfo_xl_backend import WORD_MODES
 
 if TYPE_CHECKING:
@@ -14,9 +16,54 @@ if TYPE_CHECKING:
 
     from .tokenization_transfo_xl import TransfoXLTokenizer
 
-__all__ = ["LINE_FEED", "document_end_token", "encode_bytes", "encode_lines", "encode_text", "ends_lines"]
+__all__ = [
+    "LINE_FEED",
+    "document_end_token",
+    "encode_bytes",
+    "encode_lines",
+    "encode_text",
+    "ends_lines",
+    "find_tokenizer",
+    "load_tokenizer",
+]
 
 LINE_FEED = 10
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """The tokenizer of a folder or on the Hub, one of transformers or of MidiTok.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    if is_midi_tokenizer(name):
+        return load_midi_tokenizer(name)
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"the tokenizer of {name} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def find_tokenizer(name: str | Path) -> Any:
+    """The same, or None where there is none.
+
+    Raises:
+        ValueError: a folder has one that cannot be read.
+    """
+    from .tokenization_transfo_xl import TransfoXLTokenizer
+
+    folder = Path(name)
+    files = ("tokenizer_config.json", "tokenizer.json", *TransfoXLTokenizer.vocab_files_names.values())
+    if folder.is_dir() and not any((folder / file).exists() for file in files):
+        return None
+    try:
+        return load_tokenizer(name)
+    except ValueError:
+        if folder.is_dir():
+            raise
+        return None
 
 
 def ends_lines(tokenizer: "PreTrainedTokenizerBase") -> bool:

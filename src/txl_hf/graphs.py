@@ -4,14 +4,14 @@ import logging
 import warnings
 from pathlib import Path
 
-# What torch's exporter imports, first: what is missing is said before any work.
-import onnx  # noqa: F401
+import onnx  # noqa: F401 -- torch's exporter imports it: what is missing is said before any work.
 import onnxruntime
-import onnxscript  # noqa: F401
+import onnxscript  # noqa: F401 -- so it does this.
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
+from .encoding import find_tokenizer
 from .files import whole_folder
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .scoring import load_config
@@ -59,11 +59,8 @@ def export(name: str, output: Path) -> dict[str, float]:
             write_graph(model, aside / graph, one_token=graph == "step.onnx")
             found[graph] = check_graph(model, aside / graph, sizes)
         config.save_pretrained(aside)
-        # A model may be without one.
-        try:
-            AutoTokenizer.from_pretrained(name).save_pretrained(aside)
-        except (OSError, ValueError, TypeError):
-            pass
+        if (tokenizer := find_tokenizer(name)) is not None:
+            tokenizer.save_pretrained(aside)
     return found
 
 

@@ -16,8 +16,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, StoppingCriteria
 
+from .encoding import load_tokenizer
 from .evaluation import evaluate_language_model
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .streams import check_sizes
@@ -73,7 +74,7 @@ class TransfoXLLM(TemplateLM):
         if not isinstance(model, TransfoXLForCausalLM):
             raise ValueError(f"pretrained={pretrained} is a {model.config.model_type}, not a Transformer-XL")
         self.model = model.to(self._device).eval()
-        self.tokenizer = _load_tokenizer(tokenizer or pretrained)
+        self.tokenizer = load_tokenizer(tokenizer or pretrained)
         self.segment_length = model.config.tgt_len if segment_length is None else segment_length
         self.max_gen_toks = max_gen_toks
         check_sizes(segment_length=self.segment_length, max_gen_toks=max_gen_toks)
@@ -244,13 +245,6 @@ class _UntilStrings(StoppingCriteria):
     def cut(self, text: str) -> str:
         """What comes before the first of the strings."""
         return text[: min((text.index(string) for string in self._strings if string in text), default=len(text))]
-
-
-def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{name} has no tokenizer that loads: {' '.join(str(error).split())}") from None
 
 
 def main():

@@ -94,9 +94,12 @@ class Positions:
     spans_heads = False
 
     @classmethod
-    def longest_segment(cls, max_klen: int | None) -> int | None:
-        """How many tokens can be read at once; None: as many as one likes."""
-        return None
+    def check_segment(cls, length: int, config: Any, given: str = "the call") -> None:
+        """Refuse more tokens at once than there are positions for.
+
+        Raises:
+            ValueError: names `given`, by which so many are read.
+        """
 
     @staticmethod
     def add_to_model(model: Any) -> None:
@@ -212,8 +215,12 @@ class AbsoluteLearned(Positions):
     spans_heads = True
 
     @classmethod
-    def longest_segment(cls, max_klen: int | None) -> int | None:
-        return max_klen or 0
+    def check_segment(cls, length: int, config: Any, given: str = "the call") -> None:
+        if length > config.learned_positions:
+            raise ValueError(
+                f"{given} reads {length} tokens at once, but the model learned max_klen={config.max_klen} absolute "
+                "positions (tgt_len + ext_len + mem_len)"
+            )
 
     @staticmethod
     def add_to_model(model: Any) -> None:
@@ -221,11 +228,7 @@ class AbsoluteLearned(Positions):
 
     @staticmethod
     def enter_model(model: Any, embeds: Tensor, clamp_len: int) -> Tensor:
-        if embeds.shape[1] > model.config.learned_positions:
-            raise ValueError(
-                f"the segment has {embeds.shape[1]} tokens, but the model learned max_klen={model.config.max_klen} "
-                "absolute positions"
-            )
+        AbsoluteLearned.check_segment(embeds.shape[1], model.config)
         return embeds
 
     @staticmethod

@@ -83,7 +83,7 @@ from .corpora import (
     read_rows,
     wanted,
 )
-from .encoding import LINE_FEED, document_end_token, encode_bytes, encode_lines, ends_lines
+from .encoding import LINE_FEED, document_end_token, encode_bytes, encode_lines, ends_lines, load_tokenizer
 from .midi import (
     Piece,
     boundary_tokens,
@@ -184,7 +184,7 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict:
         return prepare_midi(options, scratch)
     convention = chosen_convention(options)
     texts, files, vocabulary = read(options, convention, scratch)
-    tokenizer = None if options.tokenizer is None else load_tokenizer(options.tokenizer)
+    tokenizer = None if options.tokenizer is None else text_tokenizer(options.tokenizer)
     if len(texts) == 1:
         texts = cut(texts["train"], convention)
     if convention.mode == "characters" and convention.stream:
@@ -358,13 +358,16 @@ def source_name(options: argparse.Namespace) -> str:
     return f"{name} {config}" if config else name
 
 
-def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
-    from transformers import AutoTokenizer
+def text_tokenizer(name: str) -> "PreTrainedTokenizerBase":
+    from transformers import PreTrainedTokenizerBase
 
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise CorpusError(f"--tokenizer {name} does not load: {error}") from None
+        tokenizer = load_tokenizer(name)
+    except ValueError as error:
+        raise CorpusError(f"--tokenizer: {error}") from None
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise CorpusError(f"--tokenizer {name} is of MidiTok and reads no text: use it with --corpus {MIDI}")
+    return tokenizer
 
 
 def write(tokens: dict[str, "Dataset"], tokenizer: Any, folder: Path) -> None:

@@ -16,19 +16,17 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from .adaptation import DynamicEvaluation
 from .configuration_transfo_xl import TransfoXLConfig
 from .continuous_cache import ContinuousCache
 from .corpora import CorpusError, count_batch, count_stream
-from .encoding import document_end_token, encode_bytes, encode_lines
+from .encoding import document_end_token, encode_bytes, encode_lines, find_tokenizer
 from .evaluation import LanguageModelEvaluation, evaluate_language_model, figures
 from .files import whole_file, write_text
-from .midi import is_midi_tokenizer, load_midi_tokenizer
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .prepare import INFORMATION, read_document_end
-from .tokenization_transfo_xl import TransfoXLTokenizer
 
 __all__ = ["Text", "check_vocabulary", "describe", "load_config", "read_prepared", "run"]
 
@@ -172,13 +170,8 @@ def check_protocol(config: TransfoXLConfig, segment_length: int, memory_length: 
     config.validate_architecture()
     if segment_length < 1:
         raise ValueError(f"segment_length={segment_length} must be an integer of at least 1")
-    read = segment_length + config.ext_len
-    longest = config.positions.longest_segment(config.max_klen)
-    if longest is not None and read > longest:
-        given = ", ".join(f"{name}={value}" for name, value in lengths.items() if value is not None)
-        raise ValueError(
-            f"{given} reads {read} tokens at once, but the model learned max_klen={longest} absolute positions"
-        )
+    given = ", ".join(f"{name}={value}" for name, value in lengths.items() if value is not None)
+    config.positions.check_segment(segment_length + config.ext_len, config, given)
 
 
 def read_adaptation(options: argparse.Namespace) -> dict[str, Any]:
@@ -332,7 +325,7 @@ def read_text(options: argparse.Namespace) -> Text:
         text = read_prepared(options.data, options.split)
         document_end = read_document_end(options.data, text.tokenizer, options.document_end)
         return dataclasses.replace(text, document_end=document_end)
-    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    tokenizer = find_tokenizer(options.tokenizer or options.model)
     if tokenizer is None:
         raise CorpusError(f"{options.tokenizer or options.model} has no tokenizer: name one with --tokenizer")
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -351,7 +344,7 @@ def read_prepared(folder: Path, split: str) -> Text:
 
     information = json.loads((folder / INFORMATION).read_text(encoding="utf-8"))
     counts = information["splits"][split]
-    tokenizer = load_tokenizer(str(folder))
+    tokenizer = find_tokenizer(str(folder))
     if tokenizer is None:
         raise CorpusError(f"{folder} has no tokenizer: prepare the text again with txl-prepare")
     return Text(
@@ -384,23 +377,6 @@ def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> Text:
     return Text(token_ids, tokenizer, words=words + len(lines), characters=characters)
 
 
-def load_tokenizer(name: str) -> Any:
-    """One of transformers or of MidiTok; None where there is none. A CorpusError says which cannot be read."""
-    if is_midi_tokenizer(name):
-        return load_midi_tokenizer(name)
-    folder = Path(name)
-    files = ("tokenizer_config.json", *TransfoXLTokenizer.vocab_files_names.values())
-    if folder.is_dir() and not any((folder / file).exists() for file in files):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, TypeError) as error:
-        if folder.is_dir():
-            reason = " ".join(str(error).split())
-            raise CorpusError(f"the tokenizer of {name} cannot be read: {reason}") from error
-        return None
-
-
 def check_vocabulary(text: Text, config: TransfoXLConfig, options: argparse.Namespace):
     """The text's symbols must be the model's."""
     if len(text.tokenizer) > config.vocab_size:
@@ -408,7 +384,7 @@ def check_vocabulary(text: Text, config: TransfoXLConfig, options: argparse.Name
             f"{options.data} has a vocabulary of {len(text.tokenizer)}, which does not fit {options.model} with one "
             f"of {config.vocab_size}"
         )
-    trained_with = load_tokenizer(options.model)
+    trained_with = find_tokenizer(options.model)
     if trained_with is None:
         return
     symbols, expected = (list_symbols(tokenizer) for tokenizer in (text.tokenizer, trained_with))

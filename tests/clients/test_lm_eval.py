@@ -200,7 +200,7 @@ def test_a_tokenizer_without_a_token_to_begin_with(make_model, tmp_path):
 
 def test_what_cannot_be_evaluated_is_named(make_model, tmp_path):
     make_model().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="has no tokenizer that loads"):
+    with pytest.raises(ValueError, match="the tokenizer of .* cannot be read"):
         TransfoXLLM(str(tmp_path))
     with pytest.raises(ValueError, match="mem_len=-1"):
         TransfoXLLM(str(tmp_path), memory_length=-1)

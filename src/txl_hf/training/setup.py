@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
 from ..attention_transfo_xl_triton import why_not_triton
 from ..configuration_transfo_xl import TransfoXLConfig
+from ..encoding import load_tokenizer
 from ..memory_transfo_xl import MemoryLengths
-from ..midi import EVENTS, is_midi_tokenizer, load_midi_tokenizer
+from ..midi import EVENTS
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..prepare import read_document_end
 from ..streams import TokenStream, read_tokens
@@ -54,8 +55,7 @@ def load_data(folder: Path) -> tuple[Any, datasets.DatasetDict]:
             raise ValueError(f"--data {folder} has compound tokens, which examples/music/compound.py trains on")
         if "token_ids" not in corpus[split].column_names:
             raise ValueError(f"--data {folder}: the split {split!r} has no column 'token_ids'")
-    load = load_midi_tokenizer if is_midi_tokenizer(folder) else AutoTokenizer.from_pretrained
-    return load(folder), corpus
+    return load_tokenizer(folder), corpus
 
 
 def check_texts(corpus: datasets.DatasetDict, config: TransfoXLConfig, arguments: Arguments):
@@ -84,12 +84,7 @@ def check_evaluation(config: TransfoXLConfig, evaluation: EvaluationArguments):
         except ValueError as error:
             raise ValueError(f"--eval_mem_len or --eval_memory_lengths: {error}") from error
         read = filled.ext_len + (evaluation.eval_tgt_len or config.tgt_len)
-        longest = config.positions.longest_segment(config.max_klen)
-        if longest is not None and read > longest:
-            raise ValueError(
-                f"--eval_tgt_len, with --eval_ext_len, reads {read} tokens at once, but attn_type={config.attn_type} "
-                f"learns positions for {longest} (tgt_len + ext_len + mem_len)"
-            )
+        config.positions.check_segment(read, config, given="--eval_tgt_len, with --eval_ext_len,")
 
 
 class RolledStream(TokenStream):

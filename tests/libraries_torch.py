@@ -1,0 +1,9 @@
+"""What the process has imported that those are forked from whose other libraries read an environment of their own."""
+
+import atexit
+import gc
+
+import torch._dynamo  # noqa: F401
+
+gc.freeze()
+atexit.register(gc.unfreeze)
