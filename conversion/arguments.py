@@ -1,6 +1,7 @@
-"""The options of `txl-convert`, read before anything slow is imported."""
+"""The options of `txl-convert`, and what can be refused of them, before anything slow is imported."""
 
 import argparse
+import glob
 from pathlib import Path
 
 # --from: the module that reads the family.
@@ -11,6 +12,14 @@ FAMILIES = {
     "nvidia": "nvidia_pytorch",
     "remi": "pop_music_tf",
 }
+# What each takes for a checkpoint; remi's are TensorFlow's too.
+EXPECTED = {
+    "transformers": "expected a folder with config.json and pytorch_model.bin or model.safetensors",
+    "kimiyoung-pytorch": "expected model.pt, the module pickled by the original's train.py",
+    "kimiyoung-tf": "expected model.ckpt-N (its .index and .data files) or the folder that holds it",
+    "nvidia": "expected checkpoint_best.pt or checkpoint_last.pt, a dictionary with model_config and model_state",
+}
+EXPECTED["remi"] = EXPECTED["kimiyoung-tf"]
 TOKENIZER_MODES = ("moses", "whitespace", "characters", "bytes", "lm1b")
 
 
@@ -36,3 +45,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--push-to-hub", metavar="REPO", help="also upload the finished folder to this repository")
     return parser.parse_args(argv)
+
+
+def path_problem(arguments: argparse.Namespace) -> str | None:
+    """What is wrong with --output or --checkpoint as names on this disk, in one line; None where nothing is."""
+    output, checkpoint = arguments.output, arguments.checkpoint
+    if output.is_symlink():
+        return f"{output} is a link to {output.readlink()}; give a folder itself"
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        return f"{output} exists and is not empty; expected a new folder"
+    # TensorFlow's are named by what their files begin with.
+    if not checkpoint.exists() and not any(checkpoint.parent.glob(f"{glob.escape(checkpoint.name)}.*")):
+        return f"{checkpoint} does not exist; {EXPECTED[arguments.family]}"
+    return None

@@ -25,7 +25,7 @@ from txl_hf import TransfoXLConfig, TransfoXLTokenizer
 from txl_hf import TransfoXLPreTrainedModel as Model
 from txl_hf.files import sync
 
-from .arguments import FAMILIES, parse_arguments
+from .arguments import FAMILIES, parse_arguments, path_problem
 from .layout import MODELS, Checkpoint, ConversionError, check_complete
 
 SETTINGS = ("mem_len", "clamp_len", "same_length", "tgt_len")
@@ -66,10 +66,8 @@ def say(text: str) -> None:
 
 def convert(arguments: argparse.Namespace) -> None:
     """Convert as `arguments`, of `parse_arguments`, say. Raises ConversionError or what reading and writing raise."""
-    if arguments.output.is_symlink():
-        raise ConversionError(f"{arguments.output} is a link to {arguments.output.readlink()}; give a folder itself")
-    if arguments.output.exists() and (not arguments.output.is_dir() or any(arguments.output.iterdir())):
-        raise ConversionError(f"{arguments.output} exists and is not empty; expected a new folder")
+    if (problem := path_problem(arguments)) is not None:
+        raise ConversionError(problem)
     family = importlib.import_module(f".{FAMILIES[arguments.family]}", __package__)
     checkpoint = family.read(arguments.checkpoint, arguments.corpus)
     config = None
@@ -214,13 +212,10 @@ def write_card(
     folder: Path, arguments: argparse.Namespace, checkpoint: Checkpoint, model: Model, has_tokenizer: bool
 ) -> None:
     """Write README.md: what the model is, its origin and settings, and how to load it."""
-    from txl_hf.layout_transfo_xl import model_card
-
     rows = [f"| {name} | {value} |" for name, value in describe_settings(model.config).items()]
     origin = ORIGIN.format(origin=checkpoint.origin, family=arguments.family, settings="\n".join(rows))
     title = arguments.push_to_hub or arguments.output.absolute().name
-    card = model_card(title, model.config, type(model)._auto_class, origin, has_tokenizer)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    model.write_model_card(folder / "README.md", title, origin=origin, tokenizer=has_tokenizer)
 
 
 def describe_settings(config: TransfoXLConfig) -> dict:

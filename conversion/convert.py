@@ -27,8 +27,11 @@ def main(argv: list[str] | None = None) -> int:
             import txl_hf
 
             txl_hf.__path__.append(str(Path(__file__).resolve().parents[1]))
-        # Help, and options that cannot be, need nothing of what follows.
-        importlib.import_module("txl_hf.conversion.arguments").parse_arguments(argv)
+        # Help, and options and names that cannot be, need nothing of what follows.
+        options = importlib.import_module("txl_hf.conversion.arguments")
+        if (problem := options.path_problem(options.parse_arguments(argv))) is not None:
+            print(f"convert.py: {problem}", file=sys.stderr)
+            return 1
         command_line = importlib.import_module("txl_hf.conversion.command_line")
     except KeyboardInterrupt:
         print("convert.py: interrupted", file=sys.stderr)

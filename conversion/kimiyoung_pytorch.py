@@ -5,7 +5,7 @@ from typing import Any
 
 from txl_hf.unpickle_transfo_xl import StandIn
 
-from . import torch_file, vocabulary
+from . import arguments, torch_file, vocabulary
 from .files import code_span, describe, find_file, state_dict_sources
 from .layout import Checkpoint, ConversionError, Source, drop_copies, fields_from_shapes, map_names, tying_fields
 
@@ -26,7 +26,7 @@ TABLE = [
     ("layers.{l}.dec_attn.{name}", "transformer.layers.{l}.dec_attn.{name}", None),
     ("layers.{l}.pos_ff.{name}", "transformer.layers.{l}.pos_ff.{name}", None),
 ]
-EXPECTED = "expected model.pt, the module pickled by the original's train.py"
+EXPECTED = arguments.EXPECTED["kimiyoung-pytorch"]
 MAX_MODULES, MAX_NAME = 10_000, 200  # the largest published model has 500 parts, in names of 40 characters
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import vocabulary
+from . import arguments, vocabulary
 from .files import code_span
 from .layout import Checkpoint, ConversionError, Source, fields_from_shapes, map_names
 from .tf_checkpoint import TensorBundle
@@ -48,7 +48,7 @@ PUBLISHED_EVALUATION = {
     "text8": {"mem_len": 3800, "clamp_len": 1000, "same_length": True, "tgt_len": 128},
     "lm1b": {"mem_len": 128, "clamp_len": -1, "same_length": True, "tgt_len": 32},
 }
-EXPECTED = "expected model.ckpt-N (its .index and .data files) or the folder that holds it"
+EXPECTED = arguments.EXPECTED["kimiyoung-tf"]
 
 
 def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:

@@ -6,7 +6,7 @@ from typing import Any
 
 from txl_hf.unpickle_transfo_xl import StandIn
 
-from . import kimiyoung_pytorch, torch_file, vocabulary
+from . import arguments, kimiyoung_pytorch, torch_file, vocabulary
 from .files import code_span, describe, find_file, state_dict_sources
 from .layout import Checkpoint, ConversionError, Source
 
@@ -18,7 +18,7 @@ TABLE = [
     ("crit.shared_out_projs.{i}", None, None),  # a second name for word_emb.emb_projs.{i}
     *kimiyoung_pytorch.TABLE,
 ]
-EXPECTED = "expected checkpoint_best.pt or checkpoint_last.pt, a dictionary with model_config and model_state"
+EXPECTED = arguments.EXPECTED["nvidia"]
 # The arguments of the model's class, in model_config, that are fields of TransfoXLConfig, and their types.
 MODEL_CONFIG = {
     "n_layer": int,

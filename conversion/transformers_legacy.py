@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from txl_hf import TransfoXLConfig
 
-from . import torch_file
+from . import arguments, torch_file
 from .files import belongs, code_span, find_file, state_dict_sources
 from .layout import Checkpoint, ConversionError, Source, drop_copies, fields_from_shapes, map_names
 
@@ -25,7 +25,7 @@ TABLE = [
     ("crit.{name}", "crit.{name}", None),
     ("score.weight", "score.weight", None),
 ]
-EXPECTED = "expected a folder with config.json and pytorch_model.bin or model.safetensors"
+EXPECTED = arguments.EXPECTED["transformers"]
 WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX_FILES = tuple(f"{name}.index.json" for name in WEIGHTS_FILES)  # of weights in several files
 TOKENIZER_FILES = ("vocab.pkl", "vocab.bin", "vocab.txt", "tokenizer.json")

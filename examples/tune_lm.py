@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from txl_hf import ContinuousCache, DynamicEvaluation, TransfoXLForCausalLM
 from txl_hf.adaptation import Diverged
-from txl_hf.command_line import CommandParser, add_scoring_options, check_outputs, one_line_errors
+from txl_hf.command_line import CommandParser, add_scoring_options, check_files, one_line_errors
 from txl_hf.evaluation import LanguageModelEvaluation, evaluate_caches
 from txl_hf.files import whole_file, write_text
 from txl_hf.scoring import check_vocabulary, default_device, describe, load_config, read_prepared
@@ -38,7 +38,7 @@ KINDS = ("static", "dynamic", "cache", "both")
 def main(argv: list[str] | None = None):
     with one_line_errors():
         options = parse_arguments(argv)
-        check_outputs(options)
+        check_files(options)
         run(options)
 
 

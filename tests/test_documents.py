@@ -234,3 +234,21 @@ def test_what_was_prepared_is_remembered_by_the_commands(prepared, tmp_path, cap
     evaluate.main([*evaluated, "--document_end", "none"])
     [as_one] = json.loads(capsys.readouterr().out)["results"]
     assert as_one["document_end"] is None and as_one["nll"] != found["nll"]
+
+
+@pytest.mark.parametrize("document_end", ["none", "the"])
+def test_one_model_has_one_figure(prepared, tmp_path, capsys, document_end):
+    """That of the end of its training, whatever the lengths and documents of that were."""
+    recipe, output = tmp_path / "recipe.yaml", tmp_path / "model"
+    settings = {"cutoffs": [], "div_val": 1, "max_steps": 2, "eval_every": 2, "data": str(prepared)}
+    settings |= {"eval_batch_size": 3, "eval_tgt_len": 7, "eval_mem_len": 20, "eval_clamp_len": 9}
+    recipe.write_text(yaml.safe_dump(RECIPE | settings | {"eval_same_length": True}))
+    train(recipe, "--output", str(output), "--document_end", document_end)
+    results = json.loads((output / "results.json").read_text())
+    for split in ("validation", "test"):
+        capsys.readouterr()
+        evaluate.main(["--model", str(output), "--data", str(prepared), "--split", split, "--json"])
+        [found] = json.loads(capsys.readouterr().out)["results"]
+        figures = {name: results[split].pop(name) for name in ("nll", "perplexity", "bits_per_token")}
+        assert {name: found[name] for name in figures} == pytest.approx(figures, rel=1e-6)
+        assert {name: found[name] for name in results[split]} == results[split]

@@ -87,6 +87,21 @@ def test_a_command_reads_its_options_before_anything_slow_is_imported(command, a
     assert "argparse" in imported(process) and imported(process) & SLOW == set()
 
 
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        ("txl-train", ["nothing.yaml"]),
+        ("txl-evaluate", ["--model", "m", "--data", "nothing"]),
+        ("txl-prepare", ["--corpus", "text", "--input", "nothing", "--output", "o"]),
+        ("txl-convert", ["--from", "nvidia", "--checkpoint", "nothing", "--output", "o"]),
+    ],
+)
+def test_a_file_that_is_not_there_is_refused_before_anything_slow_is_imported(command, arguments):
+    process = run(COMMANDS[command], *arguments, options=("-X", "importtime"))
+    assert process.returncode == 1 and imported(process) & SLOW == set()
+    assert "nothing" in process.stderr.splitlines()[-1] or "error: " in process.stderr
+
+
 def test_the_package_is_imported_before_anything_slow():
     assert imported(run("import txl_hf", options=("-X", "importtime"))) & {*SLOW, "transformers", "numpy"} == set()
 
@@ -129,11 +144,11 @@ def test_an_interrupted_start_is_one_line(command, tmp_path):
         (tmp_path / module / "__init__.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
     options = {
         "txl-train": ["recipe.yaml"],
-        "txl-evaluate": ["--model", "m", "--data", "d"],
+        "txl-evaluate": ["--model", "m", "--data", "."],
         "txl-prepare": ["--corpus", "text", "--output", "o"],
         "txl-export": ["--model", "m", "--output", "o"],
         "txl-serve": ["m"],
-        "txl-convert": ["--from", "nvidia", "--checkpoint", "c", "--output", "o"],
+        "txl-convert": ["--from", "nvidia", "--checkpoint", ".", "--output", "o"],
     }[command]
     source = str(Path(__file__).parents[1] / "src")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), source])}

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -31,7 +32,7 @@ from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, evaluate_
 from txl_hf.checkpoints import last_checkpoint
 from txl_hf.memory_transfo_xl import memory_of
 from txl_hf.training import command, loop, setup
-from txl_hf.training.arguments import parse_arguments, write_smoke_data
+from txl_hf.training.arguments import ModelArguments, defaults_of_model, parse_arguments, write_smoke_data
 from txl_hf.training.results import read_log as parse_log
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -701,9 +702,32 @@ def test_help_has_groups_and_the_values_that_will_hold(capsys, recipe):
         assert f"\n{group}:\n" in page
     text = " ".join(page.split())
     assert "Memory length. (default: 34)" in text and "Learning rate at its highest. (default: 0.01)" in text
+    # What neither gives is as the model has it, and the evaluation as the training.
+    assert "Width of the embeddings of bin 0. (default: 16)" in text
+    assert "Epsilon of the layer normalisation. (default: 1e-05)" in text
+    assert "Distances beyond it share one position. (default: -1)" in text and "None" not in text
     with pytest.raises(SystemExit):
         train("--help")
-    assert "Learning rate at its highest. (default: 0.00025)" in " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Learning rate at its highest. (default: 0.00025)" in text and "Layers. (default: 18)" in text
+    with pytest.raises(SystemExit):
+        train(recipe, "--model_name_or_path", "somebody/model", "--help")
+    assert "How nearly shut the gates begin. (default: the checkpoint's)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_defaults_of_help_are_those_of_the_model(tmp_path):
+    """They are read from the source, so that --help need not import torch."""
+    found = defaults_of_model(None)
+    config = TransfoXLConfig()
+    assert set(vars(ModelArguments())) - {"model_name_or_path"} <= set(found)
+    for name, value in found.items():
+        if name not in ("cutoffs", "tie_projs"):
+            assert getattr(config, name) == value
+    TransfoXLConfig(n_layer=3, mem_len=7, cutoffs=[]).save_pretrained(tmp_path)
+    assert defaults_of_model(str(tmp_path)) | {"n_layer": 3, "mem_len": 7} == found | {
+        "cutoffs": [], "tie_projs": [False], "n_layer": 3, "mem_len": 7,
+    }  # fmt: skip
+    assert set(defaults_of_model("somebody/model").values()) == {"the checkpoint's"}
 
 
 def test_what_a_run_says(tmp_path, capsys, recipe, corpus, monkeypatch):
@@ -713,6 +737,7 @@ def test_what_a_run_says(tmp_path, capsys, recipe, corpus, monkeypatch):
     printed = capsys.readouterr()
     assert "training 0.0 M parameters on 1 × cpu: 12 steps of 32 tokens, 1.3 epochs of a text of 289" in printed.err
     assert "1/12" in printed.err and "perplexity" in printed.err.split("12/12")[0]
+    assert re.search(r"expected time: \d+ s more, at [\d,]+ tokens a second, without the validations", printed.err)
     last = printed.out.splitlines()[-1]
     output = tmp_path / "output"
     assert last.endswith(f"M parameters, is in {output}; its figures are in {output / 'results.json'}")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-__all__ = ["CommandParser", "add_scoring_options", "check_outputs", "one_line_errors"]
+__all__ = ["CommandParser", "add_scoring_options", "check_files", "one_line_errors"]
 
 # Which extra has what another than `train` has.
 EXTRAS = {
@@ -61,8 +61,12 @@ def add_scoring_options(parser: argparse.ArgumentParser, data: str, plot: str) -
     parser.add_argument("--plot", type=Path, help=f"PNG file to write: {plot}")
 
 
-def check_outputs(options: argparse.Namespace) -> None:
-    """Refuse before any work what would stop it at its end: files that are there, a plot that nothing can draw."""
+def check_files(options: argparse.Namespace) -> None:
+    """Refuse before any work a text that is not there, and what would stop it at its end: files that are there, a plot
+    that nothing can draw.
+    """
+    if not options.data.exists():
+        raise FileNotFoundError(f"--data {options.data} does not exist: write one with txl-prepare")
     for path in filter(None, (options.output, options.plot)):
         if path.exists():
             raise FileExistsError(f"{path} exists: choose another file, or remove it")

@@ -332,6 +332,14 @@ class TransfoXLConfig(PreTrainedConfig):
         return self.max_klen or 0
 
     @property
+    def n_positions(self) -> int:
+        """How many tokens a token of the training was predicted from at most, itself one of them: the length of the
+        windows that a program should cut a text into if it carries no memory from one to the next. lm_eval's own
+        model asks for it; with memory a text has any length.
+        """
+        return self.max_klen or self.tgt_len + self.ext_len + self.mem_len
+
+    @property
     def sliding_window(self) -> int:
         """What transformers' sliding cache layers call a window: the M remembered keys and the query's own."""
         return self.mem_len + 1

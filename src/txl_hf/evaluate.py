@@ -32,7 +32,7 @@ at the attention length of training (`null` where that is not among the lengths)
 import argparse
 import sys
 
-from .command_line import CommandParser, add_scoring_options, check_outputs, one_line_errors
+from .command_line import CommandParser, add_scoring_options, check_files, one_line_errors
 
 __all__ = ["main"]
 
@@ -40,7 +40,7 @@ __all__ = ["main"]
 def main(argv: list[str] | None = None):
     with one_line_errors():
         options = parse_arguments(argv)
-        check_outputs(options)
+        check_files(options)
         # Here, so that nothing slow is loaded to refuse an option.
         from .scoring import run
 

@@ -114,9 +114,13 @@ def take_lengths_of_training(options: argparse.Namespace) -> None:
     try:
         found = json.loads((Path(options.model) / RESULTS).read_text(encoding="utf-8"))["test"]
         lengths = {name: int(found[name]) for name in LENGTHS}
-    except (OSError, ValueError, KeyError, TypeError):
+        document_end = found.get("document_end")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         # Of another origin, or no folder.
-        lengths = {}
+        lengths, document_end = {}, None
+    if lengths and options.document_end is None and (document_end is None or isinstance(document_end, int)):
+        # The token's id: the vocabulary is the model's.
+        options.document_end = "none" if document_end is None else document_end
     taken = {name: value for name, value in lengths.items() if getattr(options, name) is None}
     if options.sliding_window:
         taken.pop("memory_length", None)
@@ -317,13 +321,12 @@ def load_config(name: str) -> TransfoXLConfig:
 
 
 def read_text(options: argparse.Namespace) -> Text:
-    if not options.data.exists():
-        raise CorpusError(f"--data {options.data} does not exist")
     if options.data.is_dir():
         if options.tokenizer is not None:
             raise CorpusError(f"--tokenizer is for a text file: {options.data} has been tokenised")
         text = read_prepared(options.data, options.split)
-        document_end = read_document_end(options.data, text.tokenizer, options.document_end)
+        if not isinstance(document_end := options.document_end, int):
+            document_end = read_document_end(options.data, text.tokenizer, document_end)
         return dataclasses.replace(text, document_end=document_end)
     tokenizer = find_tokenizer(options.tokenizer or options.model)
     if tokenizer is None:
@@ -331,9 +334,11 @@ def read_text(options: argparse.Namespace) -> Text:
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise CorpusError(f"{options.model} reads music: --data {options.data} must be a folder of txl-prepare")
     text = read_raw(options.data, tokenizer)
-    if options.document_end in (None, "none"):
+    if (document_end := options.document_end) in (None, "none"):
         return text
-    return dataclasses.replace(text, document_end=document_end_token(tokenizer, options.document_end))
+    if not isinstance(document_end, int):
+        document_end = document_end_token(tokenizer, document_end)
+    return dataclasses.replace(text, document_end=document_end)
 
 
 def read_prepared(folder: Path, split: str) -> Text:

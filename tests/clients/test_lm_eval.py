@@ -11,8 +11,11 @@ from pathlib import Path
 import lm_eval
 import pytest
 import torch
+from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
+from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from txl_hf import TransfoXLTokenizer, evaluate_language_model, token_losses
 from txl_hf.lm_eval import TransfoXLLM
@@ -170,6 +173,19 @@ def test_memory_reaches_beyond_the_segment(saved):
         length: TransfoXLLM(str(saved), SEGMENT, length).loglikelihood_rolling(requests)[0] for length in (0, 4, 40)
     }
     assert len({round(value, 3) for value in found.values()}) == 3
+
+
+def test_its_own_wrapper_cuts_windows_as_long_as_what_the_model_was_trained_to_see(saved):
+    """And a tokenizer knows no limit, because the memory has none."""
+    lm = HFLM(pretrained=str(saved), batch_size=1, device="cpu")
+    assert lm.max_length == lm.config.n_positions == lm.config.tgt_len + lm.config.mem_len
+    assert lm.tokenizer.model_max_length == VERY_LARGE_INTEGER
+    [found] = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (words(lm.max_length - 1, 5),), 0)])
+    expected = TransfoXLLM(str(saved), segment_length=lm.max_length)
+    [with_memory] = expected.loglikelihood_rolling(
+        [Instance("loglikelihood_rolling", {}, (words(lm.max_length - 1, 5),), 0)]
+    )
+    assert found == pytest.approx(with_memory, rel=1e-5), "one window is one segment"
 
 
 def test_whether_a_continuation_is_greedy(saved):

@@ -4,7 +4,9 @@ To read options imports nothing slow; what needs torch or datasets imports them 
 """
 
 import argparse
+import ast
 import difflib
+import json
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -75,7 +77,7 @@ class ModelArguments:
 class DataArguments:
     _argument_group_name = "data"
 
-    data: str | None = option("Folder that prepare_corpus.py wrote.")
+    data: str | None = option("Folder that txl-prepare wrote.")
     batch_size: int = option("Streams of one step, of all processes together.", 16)
     batch_chunk: int = option("Parts in which a process computes its streams, to need less memory.", 1)
     varlen: bool = option("Segment lengths that vary from step to step, around tgt_len.", False)
@@ -97,7 +99,7 @@ class EvaluationArguments:
 
     eval_every: int = option("Steps between two validations; there is one at the end, too.", 4000)
     eval_batch_size: int = option("Streams of an evaluation.", 10)
-    eval_tgt_len: int | None = option("Tokens scored in one pass; by default tgt_len. Likewise:")
+    eval_tgt_len: int | None = option("Tokens scored in one pass.")
     eval_mem_len: int | None = option("Memory length.")
     eval_ext_len: int | None = option("Extended context.")
     eval_clamp_len: int | None = option("Distances beyond it share one position.")
@@ -176,16 +178,28 @@ class Arguments(NamedTuple):
         return {name: value for name, value in values.items() if value not in (None, [])}
 
 
-class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+class Formatter(argparse.RawDescriptionHelpFormatter):
     """The description as it stands, and behind each option the value that will hold."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text, value = action.help or "", action.default
+        if value in (None, argparse.SUPPRESS) or not action.option_strings:
+            # The text says what holds, or there is nothing.
+            return text
+        shown = "none" if value == [] else " ".join(map(str, value)) if isinstance(value, list) else value
+        return f"{text} (default: {str(shown).replace('%', '%%')})"
 
 
 class Parser(HfArgumentParser):
     """Options in groups, with the underscores of their names or with hyphens."""
 
     def __init__(self, groups: list[type], **settings):
-        super().__init__(groups, formatter_class=Formatter, allow_abbrev=False, **settings)
+        usage = "%(prog)s RECIPE [options]"
+        super().__init__(groups, formatter_class=Formatter, allow_abbrev=False, usage=usage, **settings)
         for action in self._actions:
+            if action.option_strings != ["-h", "--help"]:
+                # The other spelling is understood, and not shown.
+                action.option_strings = action.option_strings[:1]
             # `--cutoffs` alone takes back a recipe's cutoffs.
             if action.nargs == "+":
                 action.nargs = "*"
@@ -218,13 +232,44 @@ def parse_arguments(argv: list[str] | None = None, description: str | None = Non
 
 
 def explain(parser: Parser, argv: list[str]):
-    """Print the help, with the values of the recipe if there is one on the command line."""
+    """Print the help with the values that will hold: of the recipe, if it is on the command line, and of the model."""
     given = [argument for argument in argv if argument not in ("-h", "--help")]
     if given and not given[0].startswith("-"):
         settings = parser.parse_args([given[0], *recipe_options(Path(given[0]))])
         parser.set_defaults(**vars(parser.parse_args(given, namespace=settings)))
+    holding = {action.dest: action.default for action in parser._actions}
+    model = defaults_of_model(holding["model_name_or_path"])
+    # As make_config has it.
+    if holding["model_name_or_path"] is None:
+        model["d_embed"] = holding["d_model"] or model["d_model"]
+    for name, value in holding.items():
+        if value is None:
+            # Lengths of an evaluation are those of the training.
+            length = holding.get(name.removeprefix("eval_"))
+            parser.set_defaults(**{name: model.get(name.removeprefix("eval_")) if length is None else length})
     parser.print_help()
     parser.exit()
+
+
+def defaults_of_model(checkpoint: str | None) -> dict[str, Any]:
+    """The fields of a configuration with the values that they have if nobody gives any: those of `TransfoXLConfig`, or
+    those of a checkpoint in a folder. They are read from the source, because the class would bring torch.
+    """
+    source = Path(__file__).parents[1] / "configuration_transfo_xl.py"
+    [config] = [node for node in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    found = {
+        field.target.id: ast.literal_eval(field.value)
+        for field in config.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value is not None
+    }
+    if checkpoint is None:
+        return found
+    try:
+        saved = json.loads((Path(checkpoint) / "config.json").read_text(encoding="utf-8"))
+        return {name: saved.get(name, value) for name, value in found.items()}
+    except (OSError, ValueError, AttributeError):
+        # Of the Hub, or none: only loading it will tell.
+        return dict.fromkeys(found, "the checkpoint's")
 
 
 def forget_memory(settings: argparse.Namespace, argv: list[str]):

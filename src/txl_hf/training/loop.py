@@ -69,6 +69,8 @@ from .setup import (
 # How far a run is, with the types in a checkpoint's JSON; the rest is accelerate's.
 STATE = {"step": int, "tokens": int, "best": float}
 SECONDS_SHOWN = 5
+# How long steps are measured to say how long all will take; of a short run a tenth will do.
+SECONDS_MEASURED = 5
 STATE_NAME, AVERAGE_NAME = "training_state.json", "average.pt"
 
 
@@ -78,6 +80,18 @@ def quiet():
     datasets.disable_progress_bars()
     # It warns of tied tables at every checkpoint.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
+
+
+def duration(seconds: float) -> str:
+    """A time in the two largest units that it has."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
 class Training:
@@ -138,16 +152,22 @@ class Training:
         if main:
             print(self.describe(), file=sys.stderr)
         self.bar = tqdm(total=self.max_steps, initial=self.step, unit="step", desc="train", disable=not main)
-        self.since = self.shown = time.perf_counter()
+        self.since = time.perf_counter()
+        # The first step is shown at once.
+        self.shown = -math.inf
+        self.measured: tuple[int, float] | None = None
         if self.step > 0 and self.validating() and not (self.output / RESULTS).exists():
             # It comes after its checkpoint.
             self.validate()
         self.model.train()
+        expecting = main
         for batch in self.batches():
             self.grad_norm = self.train_step(batch)
             self.step += 1
             self.bar.update()
             self.show_loss()
+            if expecting:
+                expecting = self.expect()
             # Nothing that a validation meets takes with it what has been learned, least of all the first.
             saving = self.last() or self.step % self.arguments.run.save_every == 0
             saving = saving or (self.validating() and self.best == math.inf)
@@ -168,7 +188,7 @@ class Training:
             finish(self.output, self.texts, self.arguments, self.document_end)
 
     def describe(self) -> str:
-        """The first line: what is trained, on what, how long. The bar behind it estimates the time that is left."""
+        """The first line: what is trained, on what, how long. `expect` adds the time when it has measured some."""
         stream, parameters = self.stream, self.plain_model().num_parameters()
         per_step = stream.batch_size * stream.segment_length
         begun = f" from step {self.step:,}" if self.step else ""
@@ -177,6 +197,27 @@ class Training:
             f"{self.accelerator.device.type}{begun}: {self.max_steps:,} steps of {per_step:,} tokens, "
             f"{self.max_steps / stream.steps:.1f} epochs of a text of {len(stream.token_ids):,} tokens"
         )
+
+    def expect(self) -> bool:
+        """Say how long the steps will take once some are measured; returns whether more have to be."""
+        if self.measured is None:
+            # Not the first one, which may compile.
+            self.measured = self.step, time.perf_counter()
+            return True
+        begun, since = self.measured
+        enough = time.perf_counter() - since > SECONDS_MEASURED or (self.step - begun) * 10 >= self.max_steps - begun
+        if not enough:
+            return True
+        # What the device was given to do is done when this is known.
+        int(self.targets)
+        seconds = (time.perf_counter() - since) / (self.step - begun)
+        left = (self.max_steps - self.step) * seconds
+        tokens = self.stream.batch_size * self.stream.segment_length / seconds
+        tqdm.write(
+            f"expected time: {duration(left)} more, at {tokens:,.0f} tokens a second, without the validations",
+            file=sys.stderr,
+        )
+        return False
 
     def show_loss(self):
         """Every few seconds, whatever the log waits for; of this process's streams."""
