@@ -51,11 +51,15 @@ def push(folder: Path):
 
 
 def push_tokenizer(folder: Path):
+    build()[0].push_to_hub("user/spoken")
+    return push_tokenizer_to("user/spoken")
+
+
+def push_tokenizer_to(repository: str):
     from txl_hf import TransfoXLTokenizer
 
-    build()[0].push_to_hub("user/spoken")
     tokenizer = TransfoXLTokenizer.train_from_iterator([TEXT], mode="whitespace")
-    tokenizer.push_to_hub("user/spoken")
+    tokenizer.push_to_hub(repository)
     return tokenizer(TEXT)["input_ids"]
 
 
@@ -66,6 +70,13 @@ def push_over_an_edited_card(folder: Path):
     card = b"---\nlicense: mit\ntags:\n- mine\n---\n\n# Edited by hand\n"
     HfApi().upload_file(path_or_fileobj=card, path_in_repo="README.md", repo_id="user/edited")
     build(seed=1)[0].push_to_hub("user/edited", commit_message="Train longer", tags=["longer"])
+
+
+def push_another_model(folder: Path):
+    model, classifier = build()
+    model.push_to_hub("user/changed", tags=["mine"])
+    push_tokenizer_to("user/changed")
+    classifier.push_to_hub("user/changed")
 
 
 def push_while_saving(folder: Path):
@@ -199,6 +210,7 @@ ROLES = {
         push,
         push_tokenizer,
         push_over_an_edited_card,
+        push_another_model,
         push_while_saving,
         push_in_shards,
         push_beside_main,

@@ -174,6 +174,15 @@ def test_second_push_keeps_an_edited_card(author, hub):
     assert before != after
 
 
+def test_another_model_in_a_repository_has_its_own_card(author, hub):
+    """Of the first one nothing stays but its tags."""
+    author("push_another_model")
+    card = ModelCard(hub.repos["user/changed"].files()["README.md"].decode())
+    assert card.data.pipeline_tag == "text-classification" and "mine" in card.data.tags
+    assert 'AutoModelForSequenceClassification.from_pretrained("user/changed"' in card.text
+    assert "AutoModelForCausalLM" not in card.text
+
+
 def test_save_pretrained_pushes(author, hub, folder):
     author("push_while_saving")
     repo = hub.repos["user/saved"]

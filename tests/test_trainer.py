@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import random
 import shutil
 import signal
@@ -24,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallb
 import txl_hf.trainer
 from trainer_process import UnevenStream, make_arguments, make_model, make_text, read_losses, run, start
 from txl_hf import TokenStream, TransfoXLTokenizer, TransfoXLTrainer, evaluate_language_model
+from txl_hf.cards import to_results
 from txl_hf.checkpoints import last_checkpoint
 from txl_hf.memory_transfo_xl import memory_of
 
@@ -515,6 +517,63 @@ def test_the_card_of_the_trainer_says_task_code_and_results(tmp_path):
     trainer.create_model_card(model_name="name")
     [result] = ModelCard.load(tmp_path / "README.md").data.eval_results
     assert (result.metric_value, result.dataset_split, result.dataset_args) == (7.0, "test", {"memory_length": 3})
+
+
+def results_of_card(folder) -> dict[str, float]:
+    found = ModelCard.load(folder / "README.md").data.eval_results or []
+    return {result.dataset_split: result.metric_value for result in found if result.metric_type == "perplexity"}
+
+
+def test_a_card_has_no_figures_of_other_weights(tmp_path):
+    """Not those of an earlier run in the folder, nor of an evaluation before the training; those of now it has."""
+    make_model().save_pretrained(tmp_path)
+    (tmp_path / "results.json").write_text(json.dumps({"test": {"perplexity": 7.0}}))
+    # A file's time comes from a coarser clock.
+    os.utime(tmp_path / "results.json", (time.time() - 1,) * 2)
+    held_out = {name: TokenStream(make_text(41, seed=seed), 5, 4) for seed, name in enumerate(("here", "there"))}
+    trainer = make_trainer(tmp_path, trainer={"eval_dataset": held_out}, max_steps=1)
+    trainer.evaluate()
+    trainer.train()
+    trainer.create_model_card()
+    assert results_of_card(tmp_path) == {}
+    metrics = trainer.evaluate()
+    trainer.create_model_card()
+    figures = {name: metrics[f"eval_{name}_perplexity"] for name in held_out}
+    assert results_of_card(tmp_path) == pytest.approx(figures, rel=1e-4)
+    assert ModelCard.load(tmp_path / "README.md").data.base_model is None
+
+
+def test_the_best_model_has_the_figures_of_its_step(tmp_path):
+    text = TokenStream(make_text(41, seed=1), 5, 4)
+    settings = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    trainer = make_trainer(tmp_path, trainer={"eval_dataset": text}, learning_rate=0.1, **settings, **best)
+    trainer.train()
+    trainer.create_model_card()
+    expected = [logs["eval_perplexity"] for logs in trainer.state.log_history if "eval_loss" in logs]
+    assert trainer.state.best_global_step < 4
+    assert results_of_card(tmp_path) == {"validation": pytest.approx(max(expected), rel=1e-4)}
+
+
+def test_a_card_follows_its_weights(tmp_path):
+    """Results and licence go along where a model is saved as it was loaded, and not where it was changed."""
+    model = make_model()
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    results = to_results({"test": {"perplexity": 7.0}}, "text")
+    known = {"license": "mit", "language": "en", "model_name": "model", "eval_results": results}
+    model.write_model_card(tmp_path / "model" / "README.md", "model", **known)
+    loaded = type(model).from_pretrained(tmp_path / "model")
+    loaded.save_pretrained(tmp_path / "copy")
+    card = ModelCard.load(tmp_path / "copy" / "README.md")
+    assert results_of_card(tmp_path / "copy") == {"test": 7.0} and card.data.license == "mit"
+    assert 'AutoTokenizer.from_pretrained("copy"' in card.text and "mems=outputs.mems" in card.text
+    with torch.no_grad():
+        loaded.first_parameter.mul_(2)
+    for folder in ("changed", "model"):
+        loaded.save_pretrained(tmp_path / folder)
+        assert results_of_card(tmp_path / folder) == {}
+        assert ModelCard.load(tmp_path / folder / "README.md").data.license is None
 
 
 def test_a_card_is_that_of_the_model_until_somebody_writes_in_it(tmp_path):

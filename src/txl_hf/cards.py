@@ -7,7 +7,10 @@ from typing import Any
 
 from huggingface_hub import EvalResult
 
-__all__ = ["results_of_folder", "to_results"]
+__all__ = ["RESULTS", "read_results", "results_of_folder", "to_results"]
+
+# What `txl-train` leaves beside the model.
+RESULTS = "results.json"
 
 METRICS = {"perplexity": "Perplexity", "bits_per_token": "Bits per token"}
 
@@ -36,10 +39,21 @@ def to_results(figures: Mapping[str, Mapping[str, Any]], dataset: str) -> list[E
     ]
 
 
-def results_of_folder(folder: Path, dataset: str) -> list[EvalResult]:
-    """What `results.json` says of the model in a folder; nothing where there is none."""
+def read_results(folder: Path) -> dict[str, Any]:
+    """`results.json` of the model in a folder; nothing where there is none, or one that is older than the weights: it
+    is of others.
+    """
+    path = folder / RESULTS
     try:
-        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+        results = json.loads(path.read_text(encoding="utf-8"))
+        written = path.stat().st_mtime_ns
+        stale = any(weights.stat().st_mtime_ns > written for weights in folder.glob("model*.safetensors"))
     except (OSError, ValueError):
-        return []
+        return {}
+    return {} if stale or not isinstance(results, dict) else results
+
+
+def results_of_folder(folder: Path, dataset: str) -> list[EvalResult]:
+    """What `results.json` says of the model in a folder, as `read_results` finds it."""
+    results = read_results(folder)
     return to_results({split: results[split] for split in ("validation", "test") if split in results}, dataset)

@@ -4,6 +4,7 @@ Tensors have the names and shapes of the legacy `transformers` model, so that it
 what is saved loads there.
 """
 
+import filecmp
 import hashlib
 import json
 import mmap
@@ -14,9 +15,10 @@ import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
-from huggingface_hub import HfApi, ModelCardData
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -117,6 +119,8 @@ TASKS = {
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForTokenClassification": "token-classification",
 }
+# What a card says of the weights, and not of where they lie.
+CARRIED = ("base_model", "datasets", "eval_results", "language", "license", "model_name", "tags")
 MODEL_CARD = """---
 {metadata}
 ---
@@ -135,8 +139,15 @@ from transformers import {imports}
 model = {auto_class}.from_pretrained({name}, trust_remote_code=True)
 {tokenizer}```
 
+{memory}\
 With the package `txl-hf` installed, `import txl_hf` takes the place of `trust_remote_code=True`. Lengths can be set
 when loading: `mem_len=640, clamp_len=400, same_length=True`.
+"""
+# What makes this model another one than those that a reader knows.
+MEMORY = """\
+A call returns what it remembers, and the next one goes on from there, so that a text has any length:
+`outputs = model(first_ids)`, then `model(next_ids, mems=outputs.mems)`. `generate` does so by itself.
+
 """
 # The last line of a card. It tells one that nobody has written in from one that somebody has.
 SIGNATURE = "<!-- Generated ({digest}); replaced with the model until something is written here. -->\n"
@@ -176,6 +187,7 @@ def model_card(
         auto_class=auto_class,
         name=name,
         tokenizer=load_tokenizer if tokenizer else "",
+        memory=MEMORY if auto_class == "AutoModelForCausalLM" and config.mem_len > 0 else "",
     )
 
 
@@ -284,12 +296,17 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             self.__class__ = present_class
         card = Path(save_directory, "README.md")
         if is_main_process and (not card.exists() or _is_generated(card)):
-            self.write_model_card(card, kwargs.get("repo_id") or Path(save_directory).name)
+            known = self._known_of_same_weights(card.parent)
+            self.write_model_card(card, kwargs.get("repo_id") or Path(save_directory).name, **known)
 
     def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args, **kwargs):
-        # Where the repository has no card, `transformers` writes one that does not say how to load the model.
-        if not HfApi(token=kwargs.get("token")).file_exists(repo_id, "README.md"):
-            self.write_model_card(Path(working_dir, "README.md"), repo_id)
+        # `transformers` has put a card there: that of the repository, which is kept where somebody has written in it,
+        # or one that does not say how to load the model. It has the tags of the call.
+        card, token = Path(working_dir, "README.md"), kwargs.get("token")
+        if not HfApi(token=token).file_exists(repo_id, "README.md") or _is_generated(card):
+            known = self._known_of_same_weights(card.parent)
+            given = ModelCard.load(card).data.tags or []
+            self.write_model_card(card, repo_id, **known | {"tags": [*known.get("tags", []), *given]})
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
     def write_model_card(self, path: Path, repo_id: str, tags: Iterable[str] = (), **data):
@@ -299,10 +316,32 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             path: the file.
             repo_id: the name under which the model will be loaded.
             tags: tags beside those of the architecture.
-            data: more of `huggingface_hub.ModelCardData`: language, license, datasets, base_model, eval_results, …
+            data: `origin` and `tokenizer` of [`model_card`], by default whether a tokenizer lies beside the card or
+                where the model was loaded from; more of `huggingface_hub.ModelCardData`: language, license, datasets,
+                base_model, eval_results, …
         """
+        beside = [path.parent] + [Path(self.name_or_path)] * bool(self.name_or_path)
+        data.setdefault("tokenizer", any((folder / "tokenizer_config.json").exists() for folder in beside))
         card = model_card(repo_id, self.config, type(self)._auto_class or "AutoModel", tags=tags, **data)
         path.write_text(card + SIGNATURE.format(digest=_digest(card)), encoding="utf-8")
+
+    def _known_of_same_weights(self, folder: Path) -> dict[str, Any]:
+        """What the card in the folder that this model came from knows, its results among it, if the weights that now
+        lie in another one are still the same, byte by byte; nothing otherwise.
+        """
+        source = Path(self.name_or_path or folder)
+        weights = sorted(path.name for path in folder.glob("model*.safetensors"))
+        same = (source / "README.md").is_file() and not folder.samefile(source) and weights
+        if not same or not all((source / name).is_file() for name in weights):
+            return {}
+        if not all(filecmp.cmp(source / name, folder / name, shallow=False) for name in weights):
+            return {}
+        try:
+            data = ModelCard.load(source / "README.md").data
+        except (OSError, ValueError):
+            # No card of the Hub's, whoever wrote it.
+            return {}
+        return {name: getattr(data, name) for name in CARRIED if getattr(data, name, None)}
 
 
 def _check_room(model: PreTrainedModel, missing: Iterable[str], files: Iterable[str], name: str):

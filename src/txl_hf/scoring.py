@@ -19,6 +19,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from .adaptation import DynamicEvaluation
+from .cards import RESULTS, read_results
 from .configuration_transfo_xl import TransfoXLConfig
 from .continuous_cache import ContinuousCache
 from .corpora import CorpusError, count_batch, count_stream
@@ -31,8 +32,7 @@ from .prepare import INFORMATION, read_document_end
 __all__ = ["Text", "check_vocabulary", "describe", "load_config", "read_prepared", "run"]
 
 MEMORY, WINDOW = "memory", "sliding window"
-# What `txl-train` leaves beside the model, and what it says of the reading that gave its figures.
-RESULTS = "results.json"
+# What results.json says of the reading that gave its figures.
 LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_length", "batch_size")
 
 
@@ -112,10 +112,10 @@ def describe(model: TransfoXLForCausalLM, text: Text, options: argparse.Namespac
 def take_lengths_of_training(options: argparse.Namespace) -> None:
     """Where `txl-train` scored the model, score it likewise but for what is asked for: one model has one figure."""
     try:
-        found = json.loads((Path(options.model) / RESULTS).read_text(encoding="utf-8"))["test"]
+        found = read_results(Path(options.model))["test"]
         lengths = {name: int(found[name]) for name in LENGTHS}
         document_end = found.get("document_end")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         # Of another origin, or no folder.
         lengths, document_end = {}, None
     if lengths and options.document_end is None and (document_end is None or isinstance(document_end, int)):

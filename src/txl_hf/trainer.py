@@ -1,6 +1,7 @@
 """`Trainer` with memory: what each stream remembers is carried from step to step, evaluated apart, and saved."""
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy
 
-from .cards import results_of_folder, to_results
+from .cards import METRICS, RESULTS, results_of_folder, to_results
 from .checkpoints import (
     UNFINISHED_PREFIX,
     begin_run,
@@ -114,6 +115,7 @@ class TransfoXLTrainer(Trainer):
         self._memory, self._sums = _Memory(), _Sums()
         self._resumed_from: Path | None = None
         self._run: str | None = None
+        self._trained_since = 0.0
         self._writing_to: Path | None = None
         self._tokens: Tensor | int = 0
         self._counted_since = time.perf_counter()
@@ -143,7 +145,7 @@ class TransfoXLTrainer(Trainer):
                 "complete one, from_pretrained its weights alone"
             )
         self._resumed_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
-        self._run = None
+        self._run, self._trained_since = None, time.time()
         try:
             return super().train(str(self._resumed_from) if self._resumed_from else None, *args, **kwargs)
         finally:
@@ -349,8 +351,9 @@ class TransfoXLTrainer(Trainer):
     ) -> None:
         """The card that `save_pretrained` writes, with what Trainer's own has beside it, in place of any other.
 
-        Its results are those in `results.json` of the output directory, or of the last evaluation. Adapters have
-        Trainer's card.
+        Its results are those in `results.json` of the output directory, or of an evaluation of the model as it is now.
+        Figures of other weights, before the last steps or of an earlier run, are left out. Adapters have Trainer's
+        card.
         """
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if not isinstance(model, TransfoXLLayoutMixin):
@@ -362,27 +365,42 @@ class TransfoXLTrainer(Trainer):
         name = model_name or Path(self.args.output_dir).resolve().name
         datasets = _as_list(dataset_tags) or _as_list(dataset)
         results = self._results(datasets[0] if datasets else "held-out text")
-        data = {
+        data: dict[str, Any] = {
             "language": language,
             "license": license,
-            "base_model": finetuned_from or model.name_or_path or None,
+            "base_model": finetuned_from or self._base_model(),
             "datasets": _as_list(dataset_tags) or None,
             "model_name": name if results else None,
             "eval_results": results or None,
         }
+        if self.processing_class is not None:
+            data["tokenizer"] = True
         if tasks:
             data["pipeline_tag"] = _as_list(tasks)[0]
         path = Path(self.args.output_dir, "README.md")
         repository = self.hub_model_id if self.args.push_to_hub else None
         model.write_model_card(path, repository or name, _as_list(tags), **data)
 
+    def _base_model(self) -> str | None:
+        """The name on the Hub of what was fine-tuned; a folder of this machine is none."""
+        name = self.accelerator.unwrap_model(self.model, keep_torch_compile=False).name_or_path
+        return name if name and not os.path.isdir(name) else None
+
     def _results(self, dataset: str) -> list[EvalResult]:
-        found = results_of_folder(Path(self.args.output_dir), dataset)
-        last = next((logs for logs in reversed(self.state.log_history) if "eval_perplexity" in logs), None)
-        if not found and last is not None:
-            figures = {name.removeprefix("eval_"): value for name, value in last.items()}
-            found = to_results({"validation": figures}, dataset)
-        return found
+        folder, state = Path(self.args.output_dir), self.state
+        # What was written before this training began is of other weights.
+        if self._trained_since < _modified(folder / RESULTS) and (found := results_of_folder(folder, dataset)):
+            return found
+        kept = self.args.load_best_model_at_end and state.best_global_step
+        splits: dict[str, dict[str, Any]] = {}
+        for logs in state.log_history:
+            if logs.get("step") != (kept or state.global_step):
+                continue
+            for name in filter(re.compile("eval_(.*_)?perplexity").fullmatch, logs):
+                prefix = name.removesuffix("perplexity")
+                figures = {figure: logs[prefix + figure] for figure in METRICS if prefix + figure in logs}
+                splits[prefix.removeprefix("eval_").rstrip("_") or "validation"] = figures
+        return to_results(splits, dataset)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -495,6 +513,11 @@ class TransfoXLTrainer(Trainer):
         rows = position["batch_size"] // (micro_batches * self.args.world_size)
         starts = [(a * self.args.world_size + self.args.process_index) * rows for a in range(micro_batches)]
         return load_mems(folder, position, starts, rows, self.args.device)
+
+
+def _modified(path: Path) -> float:
+    """When a file was written, in seconds; before all others where there is none."""
+    return path.stat().st_mtime if path.exists() else 0.0
 
 
 def _as_list(values: str | list[str] | None) -> list[str]:

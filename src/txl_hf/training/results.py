@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import txl_hf
 
-from ..cards import results_of_folder
+from ..cards import RESULTS, results_of_folder
 from ..evaluation import LanguageModelEvaluation, evaluate_language_model, figures
 from ..files import LOCK_NAME, lock_folder, whole_file, write_text
 from ..modeling_transfo_xl import TransfoXLForCausalLM
@@ -26,7 +26,7 @@ from .arguments import Arguments, EvaluationArguments, RunArguments
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
 
-RECIPE, LOG, PLOT, RESULTS, BEST = "recipe.yaml", "log.jsonl", "training.png", "results.json", "best"
+RECIPE, LOG, PLOT, BEST = "recipe.yaml", "log.jsonl", "training.png", "best"
 
 # --- folder ----------------------------------------------------------------------------------------------------------
 
