@@ -36,6 +36,7 @@ import txl_hf.attention_transfo_xl as attention
 import txl_hf.attention_transfo_xl_triton as kernels
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.adaptive_transfo_xl import AdaptiveLogSoftmax
+from txl_hf.memory_transfo_xl import StaticMemoryCache
 
 OUTPUT = Path(__file__).parent / "results" / "launches.csv"
 HISTORY = OUTPUT.with_name("launches_history.csv")
@@ -70,7 +71,10 @@ SMALL |= {"d_inner": 128, "n_layer": 2}
 
 @dataclasses.dataclass
 class Workload:
-    """A step of `task` ("train", "evaluate" or "decode") on `rows` texts with segments and memories so long."""
+    """A step of `task` on `rows` texts with segments and memories so long.
+
+    The tasks are "train", "evaluate", "decode", and "decode_static" with a cache that never moves.
+    """
 
     task: str
     config: dict
@@ -84,11 +88,13 @@ WORKLOADS = {
     "large-train": Workload("train", LARGE, 128, 384, 384),
     "base-evaluate": Workload("evaluate", BASE, 32, 64, 640),
     "base-decode": Workload("decode", BASE, 1, 1, 640),
+    "base-decode-static": Workload("decode_static", BASE, 1, 1, 640),
 }
 SMALL_WORKLOADS = {
     "small-train": Workload("train", SMALL, 4, 32, 32),
     "small-evaluate": Workload("evaluate", SMALL, 2, 16, 64),
     "small-decode": Workload("decode", SMALL, 1, 1, 64),
+    "small-decode-static": Workload("decode_static", SMALL, 1, 1, 64),
 }
 BACKENDS = ["auto", "txl_triton"]
 
@@ -198,8 +204,9 @@ def count(workload: Workload, backend: str) -> dict[str, float]:
         ids = torch.zeros(workload.rows, workload.segment, dtype=torch.long)
         before = torch.zeros(workload.rows, workload.memory, dtype=torch.long)
         with torch.no_grad():
-            past = model(before, use_cache=workload.task == "decode")
-        step = {"train": train, "evaluate": evaluate, "decode": decode}[workload.task]
+            cache = StaticMemoryCache(config) if workload.task == "decode_static" else None
+            past = model(before, past_key_values=cache, use_cache=workload.task.startswith("decode"))
+        step = {"train": train, "evaluate": evaluate}.get(workload.task, decode)
         counter.waits = 0
         with counter:
             step(model, ids, past)

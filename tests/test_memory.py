@@ -19,6 +19,7 @@ from txl_hf.attention_transfo_xl import (
     relative_attention,
     why_not,
 )
+from txl_hf.memory_transfo_xl import StaticMemoryCache
 from txl_hf.positions_transfo_xl import sinusoids_of_distances
 
 VARIANTS = {
@@ -119,14 +120,16 @@ def test_projected_memory_equals_mems_at_every_step(make_model, make_ids, varian
 
 
 @pytest.mark.parametrize(
-    "make_cache", [lambda c: DynamicCache(), lambda c: StaticCache(config=c, max_cache_len=7)], ids=["full", "static"]
+    "make_cache",
+    [lambda c: DynamicCache(), lambda c: StaticCache(config=c, max_cache_len=7), StaticMemoryCache],
+    ids=["full", "static", "ring"],
 )
 @torch.no_grad()
 def test_other_caches_of_transformers_equal_mems(make_model, make_ids, variant, make_cache):
-    """A cache that never forgets is cut to the memory; a static one starts with masked slots."""
+    """A cache that never forgets is cut to the memory; a static one starts with masked slots; a ring goes round."""
     model = make_model(**variant)
     mems, cache = None, make_cache(model.config)
-    for ids in make_ids(2, 23).split([5, 1, 1, 4, 1, 9, 1, 1], dim=1):
+    for ids in make_ids(2, 33).split([5, 1, 1, 4, 1, 9, *[1] * 9, 3], dim=1):
         with_mems = model(ids, mems=mems)
         close(model(ids, past_key_values=cache).logits, with_mems.logits)
         mems = with_mems.mems
@@ -278,8 +281,8 @@ def test_padding_never_leaks_from_the_memory(make_model, make_ids, backend, how)
 @pytest.mark.parametrize("how", ["segment", "memory+segment", "whole", "none"])
 @pytest.mark.parametrize(
     "make_cache",
-    [lambda c: None, lambda c: DynamicCache(), lambda c: StaticCache(config=c, max_cache_len=7)],
-    ids=["ours", "full", "static"],
+    [lambda c: None, lambda c: DynamicCache(), lambda c: StaticCache(config=c, max_cache_len=7), StaticMemoryCache],
+    ids=["ours", "full", "static", "ring"],
 )
 @pytest.mark.parametrize("name", ["plain", "zeros", "shaw"])
 @torch.no_grad()

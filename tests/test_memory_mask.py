@@ -15,7 +15,7 @@ from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from txl_hf import TransfoXLModel
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
-from txl_hf.memory_transfo_xl import MemoryCache, mask_overflow, memory_of, real_states
+from txl_hf.memory_transfo_xl import MemoryCache, StaticMemoryCache, mask_overflow, memory_of, real_states
 
 # Triton's kernels have processes of their own; FlexAttention takes long to compile.
 BACKENDS = [
@@ -203,8 +203,8 @@ def test_hidden_memory_may_hold_anything(make_model, make_ids, backend, garbage,
 
 @pytest.mark.parametrize(
     "make_cache",
-    [MemoryCache, lambda config: DynamicCache(), lambda config: StaticCache(config, 32)],
-    ids=["MemoryCache", "DynamicCache", "StaticCache"],
+    [MemoryCache, lambda config: DynamicCache(), lambda config: StaticCache(config, 32), StaticMemoryCache],
+    ids=["MemoryCache", "DynamicCache", "StaticCache", "StaticMemoryCache"],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 @torch.no_grad()
@@ -226,7 +226,7 @@ def test_hidden_keys_of_a_cache_may_hold_anything(make_model, make_ids, backend,
     close(found.logits, torch.cat(expected))
 
 
-@pytest.mark.parametrize("make_cache", [MemoryCache, lambda config: StaticCache(config, 32)])
+@pytest.mark.parametrize("make_cache", [MemoryCache, lambda config: StaticCache(config, 32), StaticMemoryCache])
 def test_generate_goes_on_from_a_cache_that_overflowed_in_what_is_hidden(make_model, make_ids, make_cache):
     model, ids, more = make_model(), make_ids(2, 8), make_ids(2, 3, seed=1)
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 60}

@@ -34,6 +34,7 @@ __all__ = [
     "AttentionTerms",
     "attention_terms",
     "check_implementation",
+    "follows_order",
     "hidden_keys",
     "relative_attention",
     "relative_shift",
@@ -96,6 +97,7 @@ def attention_terms(inputs: AttentionInputs) -> AttentionTerms:
     query, key, rel_key = inputs.query, inputs.key, inputs.rel_key
     (B, H, L, _), K = query.shape, key.shape[2]
     visible = visible_keys(L, K, inputs.window, inputs.key_mask, query.device, inputs.first_key)
+    visible = _in_order(visible, inputs)
     u, v, learned = (
         None if bias is None else bias.to(query.dtype)
         for bias in (inputs.content_bias, inputs.position_bias, inputs.rel_bias)
@@ -110,7 +112,9 @@ def attention_terms(inputs: AttentionInputs) -> AttentionTerms:
     if learned is not None:
         position_bias = position_bias + learned[:, None] * inputs.scaling
     by_key = (scores(query, key), scores(None if u is None else u[:, None], key))
-    by_distance = (relative_shift(F.pad(found, (1, 0))) for found in (scores(query, rel_key), position_bias))
+    by_distance = (
+        _in_order(relative_shift(F.pad(found, (1, 0))), inputs) for found in (scores(query, rel_key), position_bias)
+    )
     a, c, b, d = (found.masked_fill(~visible, 0) for found in (*by_key, *by_distance))
     return AttentionTerms(content=a, position=b, content_bias=c, position_bias=d, visible=visible)
 
@@ -236,7 +240,7 @@ def _position_scores(inputs: AttentionInputs) -> Tensor | None:
         if rel_bias is None:
             return None
         scores = F.pad(rel_bias.to(query.dtype), (1, 0))[:, None].expand(-1, L, -1) * inputs.scaling
-        return relative_shift(scores).repeat(B, 1, 1, 1)
+        return _in_order(relative_shift(scores), inputs).repeat(B, 1, 1, 1)
     if L > 1:
         # Whatever the spare column holds: a row that is there already takes less time than zeros.
         rel_key = torch.cat([rel_key[:, :1], rel_key], dim=1)
@@ -246,7 +250,12 @@ def _position_scores(inputs: AttentionInputs) -> Tensor | None:
     scores = torch.bmm(queries, rel_key.transpose(1, 2)).unflatten(1, (B, L))
     if rel_bias is not None:
         scores = scores + rel_bias[:, None, None].to(scores.dtype) * inputs.scaling
-    return (relative_shift(scores) if L > 1 else scores).transpose(0, 1)
+    return (relative_shift(scores) if L > 1 else _in_order(scores, inputs)).transpose(0, 1)
+
+
+def _in_order(by_time: Tensor, inputs: AttentionInputs) -> Tensor:
+    """Scores (…, L, K) of the keys in order of time, for the keys as they lie."""
+    return by_time if inputs.order is None else by_time.index_select(-1, inputs.order)
 
 
 def _additive_mask(inputs: AttentionInputs) -> Tensor:
@@ -305,6 +314,15 @@ def check_implementation(name: str):
         raise ValueError(f"attn_implementation={name!r} knows no relative positions: use one of {known}")
 
 
+def follows_order(implementation: str) -> bool:
+    """Whether a backend takes keys that are not in order of time, `order`: ours that add up scores, and those of users
+    in `AttentionInterface`, who are given the sum. What users enter among ours may know nothing of it."""
+    return implementation in _FOLLOW_ORDER or implementation not in RELATIVE_ATTENTION_FUNCTIONS
+
+
+_FOLLOW_ORDER = ("auto", "eager", "sdpa", "flex_attention")
+
+
 def _registered_attention(
     function: Callable, inputs: AttentionInputs, module: nn.Module | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -333,6 +351,7 @@ def relative_attention(
     key_mask: Tensor | None = None,
     window: int | None = None,
     first_key: Tensor | None = None,
+    order: Tensor | None = None,
     hidden: Tensor | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -352,8 +371,11 @@ def relative_attention(
         window: the furthest distance a query sees; None: all keys up to itself.
         first_key: (B, L) int, the first key that a query sees, because a document begins there: it never decreases
             along a row, nor exceeds the query's own key. None: 0.
-        hidden: what `hidden_keys` says of mask, window and first keys, where many layers share them. None: it is asked
-            here, by backends that want to know.
+        order: (K,) int, with L = 1: the place in time of each key and value, 0 the oldest, where these lie in another
+            order, as in a ring; `rel_key`, mask and first key are in order of time. For backends that `follows_order`
+            names. None: keys and values are in order of time.
+        hidden: what `hidden_keys` says of mask, window, first keys and order, where many layers share them. None: it
+            is asked here, by backends that want to know.
         scaling: factor of all scores, by default Dh ** -0.5.
         dropout: probability of dropping an attention probability.
         implementation: a name in `RELATIVE_ATTENTION_FUNCTIONS`. What a backend cannot do (`why_not`) goes to the
@@ -381,6 +403,7 @@ def relative_attention(
         key_mask=key_mask,
         window=window,
         first_key=first_key,
+        order=order,
         hidden=hidden,
     )
     if first_key is None:

@@ -26,6 +26,8 @@ class AttentionInputs(NamedTuple):
         window: the furthest distance a query sees; None: all keys up to itself.
         first_key: (B, L) int, the first key that a query sees: where its document begins. It never decreases along a
             row, nor exceeds the query's own key. None: 0.
+        order: (K,) int, with L = 1: the place in time of each key and value, where these lie in another order;
+            distances, mask, window and first key are in order of time. None: keys and values are too.
         hidden: what `hidden_keys` says of these, which layers share; None: it has not been asked.
     """
 
@@ -41,6 +43,7 @@ class AttentionInputs(NamedTuple):
     key_mask: Tensor | None = None
     window: int | None = None
     first_key: Tensor | None = None
+    order: Tensor | None = None
     hidden: Tensor | None = None
 
     def hidden_keys(self) -> Tensor | None:
@@ -48,7 +51,7 @@ class AttentionInputs(NamedTuple):
         if self.hidden is not None:
             return self.hidden
         lengths = self.query.shape[2], self.key.shape[2]
-        return hidden_keys(*lengths, self.window, self.key_mask, self.query.device, self.first_key)
+        return hidden_keys(*lengths, self.window, self.key_mask, self.query.device, self.first_key, self.order)
 
 
 def visible_keys(
@@ -91,8 +94,11 @@ def hidden_keys(
     key_mask: Tensor | None,
     device: torch.device,
     first_key: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> Tensor | None:
-    """Which of the last keys each query does not attend to. Arguments: see `visible_keys`.
+    """Which of the last keys each query does not attend to, in the order that keys and values have.
+
+    Arguments: see `visible_keys`, and for `order` `AttentionInputs`.
 
     Returns:
         (B or 1, 1, L, n) bool of the last n keys, since a future alone is hidden in the last L columns; None: nothing
@@ -102,7 +108,8 @@ def hidden_keys(
         if query_length == 1:
             return None
         return torch.ones(query_length, query_length, dtype=torch.bool, device=device).triu(1)[None, None]
-    return ~visible_keys(query_length, key_length, window, key_mask, device, first_key)
+    hidden = ~visible_keys(query_length, key_length, window, key_mask, device, first_key)
+    return hidden if order is None else hidden.index_select(-1, order)
 
 
 def keep_documents_apart(inputs: AttentionInputs, first_key: Tensor) -> tuple[AttentionInputs, Tensor]:

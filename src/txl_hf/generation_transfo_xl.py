@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationMixin
+from transformers import Cache, DynamicCache, GenerationMixin, StaticCache
 from transformers.generation import (
     GenerationConfig,
     LogitNormalization,
@@ -16,7 +16,14 @@ from transformers.generation import (
 )
 
 from .configuration_transfo_xl import TransfoXLConfig
-from .memory_transfo_xl import MemoryCache, MemoryLengths, cached_key_mask, clear_hidden, text_length
+from .memory_transfo_xl import (
+    MemoryCache,
+    MemoryLengths,
+    StaticMemoryCache,
+    cached_key_mask,
+    clear_hidden,
+    text_length,
+)
 
 __all__ = ["TransfoXLGenerationMixin"]
 
@@ -52,7 +59,11 @@ class TransfoXLGenerationMixin(GenerationMixin):
         max_length = max(max_length, mem_len + 1)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, batch_size, max_length)
         cache = model_kwargs.get("past_key_values")
-        if type(cache) is DynamicCache and not cache.offloading and not hasattr(cache, "_is_user_defined"):
+        if type(cache) not in (DynamicCache, StaticCache) or cache.offloading or hasattr(cache, "_is_user_defined"):
+            return
+        if type(cache) is StaticCache:
+            model_kwargs["past_key_values"] = StaticMemoryCache(self.config, mem_len)
+        else:
             cache = model_kwargs["past_key_values"] = MemoryCache(self.config, mem_len)
             mask = model_kwargs.get("attention_mask")
             if mask is not None and not generation_config.is_assistant and bool(mask.all()):

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .configuration_transfo_xl import TransfoXLConfig
 from .positions_transfo_xl import KeptDistances
+from .ring_transfo_xl import Ring, RingLayer
 
 __all__ = [
     "DecodingState",
@@ -30,6 +31,7 @@ __all__ = [
     "MemoryCacheLayer",
     "MemoryLengths",
     "OpenMemory",
+    "StaticMemoryCache",
     "begin_documents",
     "cached_key_mask",
     "clear_hidden",
@@ -40,6 +42,7 @@ __all__ = [
     "mask_overflow",
     "memory_of",
     "open_memory",
+    "order_of_keys",
     "real_states",
     "remember",
     "remember_key_mask",
@@ -476,19 +479,14 @@ class DecodingState:
         return F.pad(self.key_mask, (memory_length - self.key_mask.shape[1] - later, later), value=True)
 
 
-class MemoryCache(DynamicCache):
-    """A cache for the projected memory of every layer, empty at first.
+class _ProjectedMemory(Cache):
+    """What is the same of every cache of ours.
 
     Its length is that of the text, without the memory from before the text, since `generate` skips so many tokens of
     its input. Rows are picked together with their masks.
     """
 
-    def __init__(self, config: TransfoXLConfig, mem_len: int | None = None):
-        """Args: config: the model's. mem_len: M ≥ 1, how much to remember. None: `config.mem_len`."""
-        super().__init__(config=config)
-        window = 1 + (config.mem_len if mem_len is None else mem_len)
-        self.layers = [MemoryCacheLayer(window) for _ in range(config.n_layer)]
-        self.decoding_state = DecodingState()
+    decoding_state: DecodingState
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return super().get_seq_length(layer_idx) - self.decoding_state.initial_length
@@ -514,6 +512,49 @@ class MemoryCache(DynamicCache):
             self.decoding_state.key_mask = pick(self.decoding_state.key_mask)
 
 
+class MemoryCache(_ProjectedMemory, DynamicCache):
+    """A cache for the projected memory of every layer, empty at first, that grows until it holds M keys."""
+
+    def __init__(self, config: TransfoXLConfig, mem_len: int | None = None):
+        """Args: config: the model's. mem_len: M ≥ 1, how much to remember. None: `config.mem_len`."""
+        super().__init__(config=config)
+        window = 1 + (config.mem_len if mem_len is None else mem_len)
+        self.layers = [MemoryCacheLayer(window) for _ in range(config.n_layer)]
+        self.decoding_state = DecodingState()
+
+
+class StaticMemoryCache(_ProjectedMemory, StaticCache):
+    """A cache whose tensors never move nor change their shapes, so that one graph serves every token: see `Ring`.
+
+    It starts full, of masked states where there is no memory. `generate(cache_implementation="static")` takes it.
+    """
+
+    def __init__(self, config: TransfoXLConfig, mem_len: int | None = None):
+        """Args: config: the model's. mem_len: M ≥ 1, how much to remember. None: `config.mem_len`."""
+        slots = 1 + (config.mem_len if mem_len is None else mem_len)
+        super().__init__(config=config, max_cache_len=slots)
+        self.ring = Ring(slots)
+        self.layers = [RingLayer(self.ring) for _ in range(config.n_layer)]
+        self.decoding_state = DecodingState()
+
+    def enter(self, segment_length: int, key_length: int, can_turn: bool) -> Tensor | None:
+        """Before the layers of a call: see `order_of_keys`."""
+        turns = can_turn and self.layers[0].get_seq_length() > 0
+        if turns and segment_length == 1 and key_length == self.ring.slots:
+            return self.ring.turn()
+        self.ring.unroll(self.layers)
+        return None
+
+
+def order_of_keys(cache: Cache | None, segment_length: int, key_length: int, can_turn: bool) -> Tensor | None:
+    """What `relative_attention` calls `order`, for the keys that a cache is about to return: (K,) int, or None.
+
+    Args:
+        can_turn: whether keys may be out of order of time at all.
+    """
+    return cache.enter(segment_length, key_length, can_turn) if isinstance(cache, StaticMemoryCache) else None
+
+
 def decoding_state_of(cache: Cache) -> DecodingState:
     """The state on any cache; one without anything where the cache has none."""
     if not hasattr(cache, "decoding_state"):
@@ -525,7 +566,7 @@ def decoding_state_of(cache: Cache) -> DecodingState:
 def text_length(cache: Cache) -> int:
     """How many tokens the cache has seen besides the memory that it started from."""
     length = cache.get_seq_length()
-    return length if isinstance(cache, MemoryCache) else length - decoding_state_of(cache).initial_length
+    return length if isinstance(cache, _ProjectedMemory) else length - decoding_state_of(cache).initial_length
 
 
 def remember_key_mask(cache: Cache, key_mask: Tensor | None) -> None:
@@ -567,6 +608,8 @@ def clear_hidden(cache: Cache, key_mask: Tensor | None, memory_length: int) -> N
         hidden = hidden & before.to(hidden.device)
     if not hidden.any():
         return
+    if isinstance(cache, StaticMemoryCache):
+        cache.ring.unroll(cache.layers)
     for layer in cache.layers:
         # A cache may hold more keys than the memory, or fewer layers than it will.
         if layer.is_initialized and layer.keys.numel():

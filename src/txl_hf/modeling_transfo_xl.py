@@ -33,7 +33,13 @@ from .adaptive_transfo_xl import (
     TargetsByBin,
     check_labels,
 )
-from .attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, check_implementation, hidden_keys, relative_attention
+from .attention_transfo_xl import (
+    RELATIVE_ATTENTION_FUNCTIONS,
+    check_implementation,
+    follows_order,
+    hidden_keys,
+    relative_attention,
+)
 from .configuration_transfo_xl import TransfoXLConfig
 from .generation_transfo_xl import TransfoXLGenerationMixin
 from .inputs_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, check_tensors, document_starts
@@ -49,6 +55,7 @@ from .memory_transfo_xl import (
     hide_states,
     initial_memory,
     open_memory,
+    order_of_keys,
     remember,
     remember_key_mask,
 )
@@ -193,6 +200,7 @@ class TransfoXLAttention(nn.Module):
         key_mask: Tensor | None = None,
         window: int | None = None,
         first_key: Tensor | None = None,
+        order: Tensor | None = None,
         hidden: Tensor | None = None,
         past_key_values: Cache | None = None,
         implementation: str | None = None,
@@ -204,7 +212,7 @@ class TransfoXLAttention(nn.Module):
             context: (B, n, D), what new keys and values are made of, behind those of `memory`.
             key_length: K.
             distances: what encodes them, but for what this layer has of its own.
-            key_mask, window, first_key, hidden: see `relative_attention`.
+            key_mask, window, first_key, order, hidden: see `relative_attention`.
             past_key_values: holds the keys and values of the memory and takes those of `context`.
             implementation: the backend, by default that of the configuration.
             memory: (B, m, D), or None where `context` begins with it or there is none.
@@ -231,6 +239,7 @@ class TransfoXLAttention(nn.Module):
             key_mask=key_mask,
             window=window,
             first_key=first_key,
+            order=order,
             hidden=hidden,
             dropout=self.config.dropatt if self.training else 0.0,
             implementation=implementation or self.config._attn_implementation,
@@ -592,10 +601,14 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         # Only eager has the probabilities.
         wants_attentions = kwargs.get("output_attentions", self.config.output_attentions)
         implementation = "eager" if wants_attentions else self.config._attn_implementation
-        window, first_key, hidden = filled.window, memory.first_key, None
+        segment_length, window, first_key = inputs_embeds.shape[1], filled.window, memory.first_key
+        order = order_of_keys(
+            past_key_values, segment_length, key_length, follows_order(implementation) and first_key is None
+        )
+        hidden = None
         if implementation != "txl_triton":
             # Once for all layers. The kernels compare positions themselves.
-            hidden = hidden_keys(inputs_embeds.shape[1], key_length, window, key_mask, inputs_embeds.device, first_key)
+            hidden = hidden_keys(segment_length, key_length, window, key_mask, inputs_embeds.device, first_key, order)
         remembered: list[Any] = []
         entered: list[Tensor] = []
         for i, layer in enumerate(self.layers[: self.config.n_layer]):
@@ -609,13 +622,14 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 key_mask=key_mask,
                 window=window,
                 first_key=first_key,
+                order=order,
                 hidden=hidden,
                 past_key_values=past_key_values,
                 implementation=implementation,
             )
         new_mems = new_mask = None
         if past_key_values is not None:
-            remember_key_mask(past_key_values, forget(memory, inputs_embeds.shape[1]))
+            remember_key_mask(past_key_values, forget(memory, segment_length))
         elif filled.mem_len > 0:
             new_mems, new_mask = remember(memory, remembered, entered, filled)
         return TransfoXLModelOutput(

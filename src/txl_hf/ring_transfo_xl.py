@@ -1,0 +1,124 @@
+"""Keys and values that stay where they are: rings of M + 1 slots, of which a token writes one.
+
+A static cache that keeps its keys in order of time has to move all of them for every token. In a ring the newest key
+takes the place of the one that is forgotten, and it is the scores of the distances, one for each key, that are put in
+the order of the slots (`AttentionInputs.order`). Where a slot lies in time is a number on the device, so that one
+graph, and what a GPU has captured of it, serves every token.
+
+Letters: B batch, H heads, Dh head width, M the memory's length, S = M + 1 slots.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import StaticLayer
+
+__all__ = ["Ring", "RingLayer"]
+
+
+class Ring:
+    """Where the rings of all layers have got to.
+
+    Attributes:
+        slots: S.
+        is_turning: whether the layers are to write into the slot `newest`, in this call.
+        newest: (1,) int, the slot of the newest key; between calls of many tokens the last one, so that the slots are
+            in order of time.
+    """
+
+    newest: Tensor
+    _before: Tensor
+
+    def __init__(self, slots: int):
+        self.slots = slots
+        self.is_turning = False
+        self._is_placed, self._has_turned = False, False
+
+    def place(self, device: torch.device):
+        """Make what lies on the device. A graph knows it by where it lies, so that this is done once."""
+        if self._is_placed:
+            return
+        self.newest = torch.full((1,), self.slots - 1, device=device)
+        self._before = torch.arange(-1, self.slots - 1, device=device)
+        if not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(self.newest)
+            torch._dynamo.mark_static_address(self._before)
+        self._is_placed = True
+
+    def turn(self) -> Tensor:
+        """Go on by a slot, for one token of all layers.
+
+        Returns:
+            (S,) int, the place in time of each slot's key when the token has been written: 0 is the oldest.
+        """
+        self.is_turning = self._has_turned = True
+        self.newest.add_(1).remainder_(self.slots)
+        return (self._before - self.newest).remainder(self.slots)
+
+    def unroll(self, layers: Sequence["RingLayer"]):
+        """Put the keys of all layers in order of time, the newest last, and let this call leave them so."""
+        self.is_turning = False
+        if not self._has_turned:
+            return
+        by_time = (self.newest + self._before + 2).remainder(self.slots)
+        for layer in layers:
+            for states in (layer.keys, layer.values):
+                states.copy_(states.index_select(2, by_time.to(states.device)))
+        self.reset()
+
+    def reset(self):
+        """As where nothing has been written one by one."""
+        self.is_turning = self._has_turned = False
+        if self._is_placed:
+            self.newest.fill_(self.slots - 1)
+
+
+class RingLayer(StaticLayer):
+    """The keys and values of a layer in the slots of a ring: (B, H, S, Dh) each.
+
+    Before `Ring.turn` the last M slots hold the memory, in order of time.
+    """
+
+    is_sliding = True
+
+    def __init__(self, ring: Ring):
+        super().__init__(max_cache_len=ring.slots)
+        self.ring = ring
+        self._seen = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.ring.place(key_states.device)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Take (B, H, L, Dh) keys and values; return all that a query may see.
+
+        After `Ring.turn`, with L = 1, that are the S slots as they lie. Else it is the memory with the segment behind
+        it, in order of time, but for the first keys, which bring a memory of their own.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        is_first, self._seen = self._seen == 0, self._seen + key_states.shape[2]
+        if self.ring.is_turning:
+            slot = self.ring.newest.to(self.keys.device)
+            self.keys.index_copy_(2, slot, key_states)
+            self.values.index_copy_(2, slot, value_states)
+            return self.keys, self.values
+        memories = (self.keys[:, :, 1:], self.values[:, :, 1:])
+        found = []
+        for memory, states in zip(memories, (key_states, value_states), strict=True):
+            found.append(states if is_first else torch.cat([memory, states], dim=2))
+            memory.copy_(found[-1][:, :, -memory.shape[2] :])
+        return found[0], found[1]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.max_cache_len - 1 + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._seen
+
+    def reset(self) -> None:
+        super().reset()
+        self.ring.reset()
+        self._seen = 0
