@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=10 --durati
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST)
 PIP := $(BIN)/python -m pip install --constraint $(CONSTRAINTS)
 
-.PHONY: venv demo test test-all test-gpu test-oldest test-clients style quality docs mutants fuzz bench bench-gpu paper music clean
+.PHONY: venv demo test test-all test-gpu test-oldest test-clients style quality docs mutants fuzz bench bench-gpu paper half-hours music clean
 
 # Train a small model on real text and see what its memory is worth; TEXT=path for a text of your own.
 demo: $(VENV)/demo-installed
@@ -96,6 +96,11 @@ paper: venv
 	$(BIN)/python examples/paper/attention_maps.py
 	$(BIN)/python examples/paper/article.py
 	$(BIN)/python examples/paper/page.py
+
+# Recipes beside one another at equal seconds, three seeds, each model read in four ways; most of a day on two cores that do
+# nothing else. TEXTS=folder of the texts. Stopped, it goes on where it was.
+half-hours: venv
+	$(BIN)/python examples/half_hours.py --texts $(TEXTS)
 
 # Bach's chorales from the corpus in music21's package: a small model, five pieces of it, and what they are made of; half
 # an hour on two cores. Stopped, it goes on where it was.

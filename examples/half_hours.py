@@ -1,0 +1,358 @@
+"""Half an hour on two cores: recipes beside one another at equal seconds, each model read in four ways.
+
+    python examples/half_hours.py --texts texts
+    python examples/half_hours.py --texts texts --only wikitext-2 --seeds 0
+    python examples/half_hours.py --smoke --output build/half_hours
+
+--texts holds the folders `wikitext-2` and `ptb`, with the files that `txl-prepare` reads, and `warandpeace` with
+`warandpeace.txt`. The first contender of a text trains for the steps of its recipe, on the words the others for the
+seconds that this took: how many steps these are is found by timing some beforehand. Seconds are those of training
+alone, without validation and checkpoints. The machine should have nothing else to do.
+
+A model of words then scores the test text alone, with dynamic evaluation, with a continuous cache and with both, in
+one stream; `tune_lm.py` chooses their settings on the validation text. One of characters scores it alone.
+
+A run that was stopped goes on where it was, and what is done is not done again: the same command. Models are kept in
+`--work`, results in `--output`: `rows.csv`, with the commit and the command of each run, and the page `README.md`.
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import torch
+
+import harness
+from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.files import write_text
+from txl_hf.training.arguments import parse_arguments as training_arguments
+from txl_hf.training.results import LOG, RESULTS, read_log
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTPUT, WORK = ROOT / "examples" / "results" / "half_hours", ROOT / "build" / "half_hours"
+KINDS = ("static", "dynamic", "cache", "both")
+# Steps by which a contender is timed; the first ones are slower.
+TIMED, UNTIMED = 40, 5
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A recipe with options; `name` is what the table calls it."""
+
+    name: str
+    recipe: str
+    options: str = ""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A corpus, how it is prepared from `--texts`, and who trains on it, the first for the steps of its recipe.
+
+    Args:
+        tuning: options of `tune_lm.py`; none: models are scored alone.
+        equal_seconds: the others train for as many seconds as the first, or for the steps of their recipes.
+    """
+
+    preparation: str
+    contenders: tuple[Contender, ...]
+    tuning: str = ""
+    equal_seconds: bool = True
+
+
+WORDS = (
+    "--memory_length 300 --segment_length 100 --rate 0.003 0.01 0.03 --cache_size 2000 4000 "
+    "--cache_weight 0.1 0.2 0.3 --cache_temperature 0.01 0.03 0.1 --max_tokens 50000"
+)
+TEXTS = {
+    "wikitext-2": Text(
+        "--corpus wikitext-2 --input {texts}/wikitext-2",
+        (
+            Contender("recipe", "wikitext2_small"),
+            Contender("bf16", "wikitext2_small", "--mixed_precision bf16"),
+            Contender("Muon, bf16", "wikitext2_small", "--mixed_precision bf16 --optimizer muon"),
+        ),
+        WORDS,
+    ),
+    "ptb": Text(
+        "--corpus ptb --input {texts}/ptb",
+        (
+            Contender("recipe", "wikitext2_small", "--dropout 0.3"),
+            Contender("Muon, bf16", "wikitext2_small", "--dropout 0.3 --mixed_precision bf16 --optimizer muon"),
+        ),
+        WORDS,
+    ),
+    "warandpeace": Text(
+        "--corpus text --input {texts}/warandpeace/warandpeace.txt --mode characters",
+        (
+            # What stood for a CPU before the recipe: settings of enwik8_base, without dropout.
+            Contender(
+                "as enwik8_base",
+                "characters_small",
+                "--pre_lnorm false --untie_r false --init_std 0.02 --proj_init_std 0.01 --optimizer adam "
+                "--weight_decay 0 --beta2 0.999 --learning_rate 1e-3 --warmup_steps 0 --max_grad_norm 0.25",
+            ),
+            Contender("recipe", "characters_small"),
+        ),
+        equal_seconds=False,
+    ),
+}
+SMALL = (
+    "--n_layer 1 --d_model 16 --d_embed 16 --n_head 2 --d_head 8 --d_inner 16 --cutoffs --div_val 1 --tgt_len 16 "
+    "--mem_len 16 --batch_size 4 --max_steps 8 --warmup_steps 1 --eval_every 8 --eval_batch_size 2 --eval_tgt_len 16 "
+    "--eval_mem_len 16 --eval_memory_lengths --log_every 4 --save_every 8"
+)
+SMALL_TUNING = "--rate 0.01 --cache_size 20 --cache_weight 0.1 --cache_temperature 0.1 --max_tokens 300"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A contender with a seed, and where it works."""
+
+    text: str
+    contender: Contender
+    seed: int
+    work: Path
+    smoke: bool
+
+    @property
+    def folder(self) -> Path:
+        name = "".join(letter if letter.isalnum() else "-" for letter in self.contender.name)
+        return self.work / f"{self.text}-{name}-{self.seed}"
+
+    @property
+    def data(self) -> Path:
+        return self.work / "data" / self.text
+
+    def training(self, output: Path, *more: str) -> list[str]:
+        """The options of `txl-train`."""
+        recipe = ROOT / "examples" / "recipes" / f"{self.contender.recipe}.yaml"
+        options = [*shlex.split(self.contender.options), *(shlex.split(SMALL) if self.smoke else []), *more]
+        places = ["--data", str(self.data), "--output", str(output)]
+        return [str(recipe), *places, "--seed", str(self.seed), *options]
+
+    def tuning(self) -> list[str]:
+        """The options of `tune_lm.py`; none where the model is scored alone."""
+        if not TEXTS[self.text].tuning:
+            return []
+        options = SMALL_TUNING if self.smoke else TEXTS[self.text].tuning
+        places = ["--model", self.folder, "--data", self.data, "--output", self.folder / "tuned.json"]
+        return [*map(str, places), *shlex.split(options)]
+
+
+def main(argv: list[str] | None = None):
+    options = parse_arguments(argv)
+    with one_line_errors():
+        runs = [
+            Run(text, contender, seed, options.work, options.smoke)
+            for seed in options.seeds
+            for text in options.only
+            for contender in TEXTS[text].contenders
+        ]
+        done = {key(row) for row in harness.read(options.output / "rows.csv")}
+        left = [run for run in runs if (run.text, run.contender.name, str(run.seed)) not in done]
+        print(f"{len(runs) - len(left)} of {len(runs)} runs are done", flush=True)
+        for run in left:
+            prepare(run, options.texts)
+            train(run)
+            harness.append(options.output / "rows.csv", rows_of(run))
+            write_text(options.output / "README.md", page(harness.read(options.output / "rows.csv")))
+        print((options.output / "README.md").read_text(encoding="utf-8"))
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--texts", type=Path, help="folder of the texts")
+    parser.add_argument("--only", nargs="+", choices=TEXTS, default=list(TEXTS), help="texts (all)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(%(default)s)")
+    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the results (%(default)s)")
+    parser.add_argument("--work", type=Path, help=f"folder of models and data ({WORK}; with --smoke in --output)")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes on a small text, to try the script itself")
+    options = parser.parse_args(argv)
+    if options.smoke and options.output == OUTPUT:
+        parser.error("--smoke measures nothing worth keeping: name another folder with --output")
+    if options.texts is None and not options.smoke:
+        parser.error("--texts is missing: name the folder of the texts, or try the script with --smoke")
+    options.work = options.work or (options.output / "work" if options.smoke else WORK)
+    return options
+
+
+def key(row: dict[str, str]) -> tuple[str, str, str]:
+    return row["text"], row["contender"], row["seed"]
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def prepare(run: Run, texts: Path | None):
+    if run.data.exists():
+        return
+    options = TEXTS[run.text].preparation.format(texts=texts)
+    if run.smoke:
+        # Prose enough for some steps.
+        kind = "whitespace" if TEXTS[run.text].tuning else "characters"
+        options = shlex.join(["--corpus", "text", "--input", str(ROOT / "README.md"), "--mode", kind])
+    start("prepare_corpus.py", [*shlex.split(options), "--output", str(run.data)])
+
+
+def train(run: Run):
+    """Train and tune, unless that is done."""
+    if not (run.folder / RESULTS).exists():
+        start("train_lm.py", [*run.training(run.folder, *steps_of(run)), "--resume"])
+    if run.tuning() and not (run.folder / "tuned.json").exists():
+        start("tune_lm.py", run.tuning())
+
+
+def start(script: str, options: list[str]):
+    """Run an example in a process of its own.
+
+    Raises:
+        ValueError: it failed, and has said why.
+    """
+    print(f"$ {script} {shlex.join(options)}", flush=True)
+    if subprocess.run([sys.executable, ROOT / "examples" / script, *options]).returncode:
+        raise ValueError(f"{script} failed: the lines above say why")
+
+
+def steps_of(run: Run) -> list[str]:
+    """The option for a contender that trains for as many seconds as the first; decided once, whatever happens then."""
+    text = TEXTS[run.text]
+    first = Run(run.text, text.contenders[0], run.seed, run.work, run.smoke)
+    if run == first or not text.equal_seconds:
+        return []
+    decided = run.folder.with_suffix(".json")
+    if not decided.exists():
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            each = process.submit(seconds_of_step, run).result()
+        steps = max(1, round(seconds_of(first.folder) / each))
+        write_text(decided, json.dumps({"max_steps": steps, "seconds_of_step": each}) + "\n")
+    return ["--max_steps", str(json.loads(decided.read_text())["max_steps"])]
+
+
+def seconds_of_step(run: Run) -> float:
+    """Of steps of training alone, in a process that does nothing else."""
+    from txl_hf.training.loop import Training
+
+    with tempfile.TemporaryDirectory() as scratch:
+        training = Training(training_arguments(run.training(Path(scratch) / "timed", "--max_steps", str(TIMED))))
+        training.model.train()
+        for batch in training.batches():
+            if training.step == UNTIMED:
+                since = time.perf_counter()
+            training.train_step(batch)
+            training.step += 1
+    return (time.perf_counter() - since) / (TIMED - UNTIMED)
+
+
+def seconds_of(folder: Path) -> float:
+    """How long a run trained, by its log: stopped and resumed, the steps that were done twice count once."""
+    lines = [line for line in read_log(folder / LOG) if "tokens_per_second" in line]
+    before = [0.0, *(line["tokens"] for line in lines)]
+    return sum((line["tokens"] - done) / line["tokens_per_second"] for line, done in zip(lines, before, strict=False))
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+def rows_of(run: Run) -> list[dict[str, Any]]:
+    """What a run gave, a row for each way of reading."""
+    results = json.loads((run.folder / RESULTS).read_text())
+    command = shlex.join(["train_lm.py", *run.training(run.folder, *steps_of(run))])
+    arguments = training_arguments(run.training(run.folder, *steps_of(run)))
+    common = {
+        **harness.origin("cpu", arguments.run.mixed_precision or "fp32", torch.get_num_threads()),
+        **harness.versions(),
+        "commit": results["commit"],
+        "text": run.text,
+        "contender": run.contender.name,
+        "seed": run.seed,
+        "steps": arguments.optimization.max_steps,
+        "parameters": results["model"]["parameters"],
+        "train_seconds": round(seconds_of(run.folder), 1),
+        "command": command.replace(f"{ROOT}{os.sep}", ""),
+    }
+    if not run.tuning():
+        return [{**common, "kind": "static", **figures(results["validation"]["nll"], results["test"]["nll"])}]
+    tuned = json.loads((run.folder / "tuned.json").read_text())
+    rows = []
+    for test in tuned["test"]:
+        settings = {"dynamic": test["dynamic"], "cache": test["cache"]}
+        chosen = [row for row in tuned["validation"] if {name: row[name] for name in settings} == settings]
+        rows.append(
+            {
+                **common,
+                "kind": test["kind"],
+                **figures(chosen[0]["nll"], test["nll"]),
+                "test_seconds": round(test["seconds"], 1),
+                "settings": json.dumps({name: value for name, value in settings.items() if value}),
+                "tuning": shlex.join(["tune_lm.py", *run.tuning()]).replace(f"{ROOT}{os.sep}", ""),
+            }
+        )
+    return rows
+
+
+def figures(validation: float, test: float) -> dict[str, float]:
+    """In nats a token."""
+    return {"validation": round(validation, 5), "test": round(test, 5)}
+
+
+def page(rows: list[dict[str, str]]) -> str:
+    """The tables, of all seeds, and the commands."""
+    parts = ["# Half an hour on two cores", "Written by `examples/half_hours.py`, which says how, from `rows.csv`."]
+    for text in dict.fromkeys(row["text"] for row in rows):
+        chosen = [row for row in rows if row["text"] == text]
+        kind = "Perplexity" if TEXTS[text].tuning else "Nats a character"
+        parts += [f"## {text}", f"{kind} of the test text; {about(chosen[0])}.", table(chosen)]
+        parts.append("\n".join(["```bash", *dict.fromkeys(commands(chosen)), "```"]))
+    return "\n\n".join(parts) + "\n"
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """Of one text: a line for each contender, a column for each way of reading."""
+    kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in rows)]
+    words = bool(TEXTS[rows[0]["text"]].tuning)
+    lines = [f"| contender | seeds | steps | seconds | {' | '.join(kinds)} |", "|---" * (4 + len(kinds)) + "|"]
+    for name in dict.fromkeys(row["contender"] for row in rows):
+        own = [row for row in rows if row["contender"] == name]
+        static = [row for row in own if row["kind"] == "static"]
+        cells = [name, str(len(static))]
+        cells += [with_range([float(row[column]) for row in static], 0) for column in ("steps", "train_seconds")]
+        for kind in kinds:
+            nats = [float(row["test"]) for row in own if row["kind"] == kind]
+            cells.append(with_range([math.exp(value) if words else value for value in nats], 2 if words else 3))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def about(row: dict[str, str]) -> str:
+    return f"{row['processor']}, {row['threads']} threads, torch {row['torch']}, {row['date']}, commit {row['commit']}"
+
+
+def commands(rows: list[dict[str, str]]) -> list[str]:
+    """Those of the first seed of each contender."""
+    first = rows[0]["seed"]
+    return [row[name] for row in rows if row["seed"] == first for name in ("command", "tuning") if row.get(name)]
+
+
+def with_range(values: list[float], digits: int) -> str:
+    """The mean, and what lies between the lowest and the highest seed."""
+    if not values:
+        return "–"
+    spread = f" ± {(max(values) - min(values)) / 2:.{digits}f}" if len(values) > 1 else ""
+    return f"{sum(values) / len(values):.{digits}f}{spread}"
+
+
+if __name__ == "__main__":
+    main()

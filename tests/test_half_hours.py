@@ -1,0 +1,138 @@
+"""examples/half_hours.py: recipes at equal seconds, done once, whatever stops it."""
+
+import json
+
+import pytest
+
+import half_hours
+
+COMMAND = ["--smoke", "--seeds", "0", "--only", "wikitext-2", "warandpeace"]
+SETTINGS = [
+    ("static", None, None, 5.0),
+    ("dynamic", {"learning_rate": 0.01}, None, 4.9),
+    ("cache", None, {"size": 20}, 4.8),
+    ("both", {"learning_rate": 0.01}, {"size": 20}, 4.7),
+]
+
+
+class Examples:
+    """What the examples would leave, without their work; `stop_at` is the call that is interrupted."""
+
+    def __init__(self, stop_at: int | None = None):
+        self.started: list[tuple[str, list[str]]] = []
+        self.stop_at = stop_at
+
+    def start(self, script: str, options: list[str]):
+        if len(self.started) == self.stop_at:
+            raise KeyboardInterrupt
+        self.started.append((script, options))
+        output = half_hours.Path(options[options.index("--output") + 1])
+        if script == "prepare_corpus.py":
+            output.mkdir(parents=True)
+        elif script == "train_lm.py":
+            output.mkdir(parents=True)
+            lines = [{"step": step, "tokens": 100 * step, "tokens_per_second": 50.0} for step in (4, 8)]
+            lines.insert(1, {"step": 4, "tokens": 400, "validation_loss": 5.0})
+            (output / half_hours.LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
+            splits = {split: {"nll": 2.0} for split in ("validation", "test")}
+            results = {**splits, "model": {"parameters": 7}, "commit": "abc"}
+            (output / half_hours.RESULTS).write_text(json.dumps(results))
+        else:
+            rows = [{"kind": k, "dynamic": d, "cache": c, "nll": nll, "seconds": 3.0} for k, d, c, nll in SETTINGS]
+            output.write_text(json.dumps({"validation": rows, "test": rows}))
+
+
+class InProcess:
+    def __init__(self, *args):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def submit(self, function, *args):
+        value = function(*args)
+        return type("Result", (), {"result": lambda self: value})()
+
+
+@pytest.fixture
+def examples(monkeypatch):
+    def use(stop_at: int | None = None) -> Examples:
+        examples = Examples(stop_at)
+        monkeypatch.setattr(half_hours, "start", examples.start)
+        return examples
+
+    monkeypatch.setattr(half_hours, "ProcessPoolExecutor", InProcess)
+    # As long as two steps of the first contender of the text.
+    monkeypatch.setattr(half_hours, "seconds_of_step", lambda run: 4.0)
+    return use
+
+
+def test_contenders_train_for_equal_seconds_and_are_read_in_four_ways(examples, tmp_path, capsys):
+    started = examples().started
+    half_hours.main([*COMMAND, "--output", str(tmp_path)])
+    trained = [options for script, options in started if script == "train_lm.py"]
+    # 800 tokens at 50 a second are 16 seconds, which are four steps of four seconds.
+    steps = [
+        [value for name, value in zip(options, options[1:], strict=False) if name == "--max_steps"][-1]
+        for options in trained
+    ]
+    assert steps == ["8", "4", "4", "8", "8"], "characters are compared at equal steps"
+    rows = half_hours.harness.read(tmp_path / "rows.csv")
+    assert [row["kind"] for row in rows] == [*half_hours.KINDS] * 3 + ["static"] * 2
+    assert {row["train_seconds"] for row in rows} == {"16.0"} and {row["commit"] for row in rows} == {"abc"}
+    assert json.loads(rows[3]["settings"]) == {"dynamic": {"learning_rate": 0.01}, "cache": {"size": 20}}
+    assert rows[0]["command"].startswith("train_lm.py examples/recipes/wikitext2_small.yaml --data ")
+    page = (tmp_path / "README.md").read_text()
+    assert "| recipe | 1 | 8 | 16 | 148.41 | 134.29 | 121.51 | 109.95 |" in page
+    assert "| as enwik8_base | 1 | 8 | 16 | 2.000 |" in page
+    assert page in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stop_at", range(11))
+def test_what_is_done_is_not_done_again(examples, tmp_path, stop_at):
+    whole = examples()
+    half_hours.main([*COMMAND, "--output", str(tmp_path / "whole")])
+    assert len(whole.started) == 10
+    first = examples(stop_at)
+    try:
+        half_hours.main([*COMMAND, "--output", str(tmp_path / "stopped")])
+    except (KeyboardInterrupt, SystemExit):
+        pass
+    second = examples()
+    half_hours.main([*COMMAND, "--output", str(tmp_path / "stopped")])
+    assert len(first.started) + len(second.started) == 10
+    read = [half_hours.harness.read(tmp_path / name / "rows.csv") for name in ("whole", "stopped")]
+    assert [[half_hours.key(row) for row in rows] for rows in read][0] == [half_hours.key(row) for row in read[1]]
+
+
+def test_seeds_are_averaged_with_their_range():
+    assert half_hours.with_range([90.0, 92.0, 91.0], 1) == "91.0 ± 1.0"
+    assert half_hours.with_range([90.0], 2) == "90.00"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--smoke"], "--smoke measures nothing worth keeping"),
+        ([], "--texts is missing: name the folder of the texts"),
+    ],
+)
+def test_errors_are_one_line(options, message, capsys):
+    with pytest.raises(SystemExit):
+        half_hours.main(options)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_in_miniature(tmp_path, capfd):
+    command = ["--smoke", "--seeds", "0", "--only", "wikitext-2", "--output", str(tmp_path)]
+    half_hours.main(command)
+    rows = half_hours.harness.read(tmp_path / "rows.csv")
+    assert [row["kind"] for row in rows] == [*half_hours.KINDS] * 3
+    capfd.readouterr()
+    half_hours.main(command)
+    assert "3 of 3 runs are done" in capfd.readouterr().out
+    assert half_hours.harness.read(tmp_path / "rows.csv") == rows
