@@ -1,6 +1,8 @@
 """The scripts of examples/by_feature: the command of each docstring, what it reports and writes, what is refused."""
 
+import argparse
 import csv
+import gzip
 import importlib
 import json
 import re
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from scripts import run_script
 from txl_hf import TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model
@@ -24,7 +26,15 @@ from accelerate.state import AcceleratorState
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "by_feature"
-SCRIPTS = ["classification", "document_resets", "lora", "memory_agent", "music_events", "streaming_generation"]
+SCRIPTS = [
+    "classification",
+    "document_resets",
+    "genome_labels",
+    "lora",
+    "memory_agent",
+    "music_events",
+    "streaming_generation",
+]
 
 
 def test_all_scripts_are_tested():
@@ -109,6 +119,20 @@ def test_document_resets(tmp_path):
     assert packed > 0 and padded > 0
     [row] = csv.DictReader((tmp_path / "row.csv").open(newline=""))
     assert float(row["packed_tokens_per_second"]) == packed and row["hardware"] and row["date"]
+
+
+@pytest.mark.slow
+def test_genome_labels(tmp_path):
+    printed = smoke("genome_labels", tmp_path, "--output", tmp_path / "labels")
+    results = json.loads((tmp_path / "labels" / "results.json").read_text())
+    # Each of the 9,609 bases, 32 places behind its own, is in one of the parts.
+    learned, held_out = figures(r"(\d+) bases to learn from; (\d+) held out", printed)
+    assert learned == round(0.8 * (9609 + 32)) - 32 and held_out == 9609 - learned == results["held_out_bases"]
+    for name in ("window by window", "with memory"):
+        [mean] = figures(rf"F1 {name}: none [\d.]+, \+ [\d.]+, - [\d.]+, mean ([\d.]+)", printed)
+        assert mean == pytest.approx(results[name]["mean"], abs=6e-4) and mean > 0.1
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path / "labels" / "model")
+    assert model.config.id2label == {0: "none", 1: "+", 2: "-"} and model.config.mem_len == 64
 
 
 @pytest.mark.slow
@@ -320,6 +344,102 @@ def test_an_error_as_a_user_sees_it(checkpoint, tmp_path):
     assert process.returncode == 1 and process.stdout == ""
     assert process.stderr == "error: [Errno 2] No such file or directory: 'missing.txt'\n"
     assert list(tmp_path.iterdir()) == []
+
+
+# --- labels of a genome ----------------------------------------------------------------------------------------------
+
+PLASMID = FOLDER / "genome" / "NC_005816"
+
+
+def table(*genes: str) -> str:
+    """GFF3 with a row for each gene: `table("one 3 9 +")`."""
+    rows = (gene.split() for gene in genes)
+    return "".join(f"{name}\tX\tCDS\t{first}\t{last}\t.\t{strand}\t0\tID=x\n" for name, first, last, strand in rows)
+
+
+def test_genes_of_the_plasmid_begin_and_end_with_their_codons(script):
+    """Read from the strand that the labels name, between the places that they name."""
+    module = script("genome_labels")
+    [(name, bases)] = module.read_sequences(PLASMID.with_suffix(".fna")).items()
+    labels = module.read_labels(PLASMID.with_suffix(".gff3"), {name: len(bases)})[name]
+    assert name == "NC_005816.1" and len(bases) == len(labels) == 9609
+    runs, lengths = torch.unique_consecutive(labels, return_counts=True)
+    genes = []
+    for label, end, length in zip(runs.tolist(), lengths.cumsum(0).tolist(), lengths.tolist(), strict=True):
+        if label != 0:
+            gene = bases[end - length : end]
+            genes.append(gene if label == 1 else gene.translate(str.maketrans("ACGT", "TGCA"))[::-1])
+    # Ten genes; the first two overlap, and the last two.
+    assert len(genes) == 8
+    assert {gene[:3] for gene in genes} <= {"ATG", "GTG", "TTG"} and {gene[-3:] for gene in genes} <= {"TAA", "TGA"}
+
+
+def test_a_base_is_read_as_the_word_that_ends_with_it_and_its_place_in_a_codon(script):
+    module = script("genome_labels")
+    tokens = module.encode("acgtNacgta".upper(), lookahead=2)
+    words, places = tokens % module.WORDS, tokens // module.WORDS
+    assert places.tolist() == [0, 1, 2] * 4
+    digits = lambda word: sum("ACGT".index(base) * 4**i for i, base in enumerate(word))  # noqa: E731
+    none = module.WORDS - 1
+    assert words.tolist() == [none] * 3 + [digits("ACGT")] + [none] * 4 + [digits("ACGT"), digits("CGTA"), none, none]
+    assert module.encode("TTTT")[3] == 255 < none
+
+
+def test_every_base_is_labelled_once_later_and_forgotten_where_a_sequence_begins(script, tmp_path):
+    module = script("genome_labels")
+    with gzip.open(tmp_path / "two.fna.gz", "wt") as file:
+        file.write(">one a note\nACGTA\nCGT\n\n>two\nGGGCC\n")
+    # Of both strands; around the end of a circle; a row that is no gene; and bases behind the table.
+    rows = table("one 2 4 +", "one 4 5 -", "two 5 6 -") + "two\tX\tregion\t1\t5\t.\t?\t.\tID=y\n##FASTA\n>one\nACGT\n"
+    (tmp_path / "two.gff3").write_text("##gff-version 3\n" + rows)
+    genome = module.read_genome(tmp_path / "two.fna.gz", tmp_path / "two.gff3", lookahead=3)
+    assert genome.labels.tolist() == [-100] * 3 + [0, 1, 1, -100, 2, 0, 0, 0] + [-100] * 3 + [2, 0, 0, 0, 2]
+    assert genome.begins.nonzero().flatten().tolist() == [0, 11] and len(genome.tokens) == 19
+    assert torch.equal(genome.tokens[:11], module.encode("ACGTACGT", 3))
+    batches = list(module.windows(genome, 4, 2))
+    assert [batch["input_ids"].shape for batch in batches] == [(2, 4), (2, 4), (2, 1)]
+    assert torch.equal(torch.cat([batch["input_ids"] for batch in batches], 1).flatten(), genome.tokens[:18])
+    assert torch.equal(torch.cat([batch["resets"] for batch in batches], 1).flatten(), genome.begins[:18])
+
+
+def test_labels_of_a_pass_with_memory_are_those_of_the_whole(script, tmp_path):
+    module = script("genome_labels")
+    options = argparse.Namespace(seed=1, width=16, window=8)
+    model = module.make_model(options, memory=400)
+    torch.nn.init.normal_(model.score.weight, std=3.0)
+    whole = module.read_genome(PLASMID.with_suffix(".fna"), PLASMID.with_suffix(".gff3"), 5).part(4500, 4850)
+    found = module.confusion(model, whole, window=16)
+    with torch.no_grad():
+        given = model(whole.tokens[None]).logits[0].argmax(-1)
+    expected = torch.tensor([[int(((whole.labels == a) & (given == b)).sum()) for b in range(3)] for a in range(3)])
+    assert torch.equal(found, expected) and found.sum() == 350 and (found > 0).sum() >= 4
+    scores = module.f1_of(torch.tensor([[8, 2, 0], [4, 6, 0], [0, 0, 0]]))
+    assert scores == pytest.approx({"none": 16 / 22, "+": 12 / 18, "-": 0, "mean": (16 / 22 + 12 / 18) / 3})
+
+
+GENOMES = {
+    "no name": ("ACGT\n", table("one 1 3 +"), r"fna:1: 'ACGT' is neither a name"),
+    "no bases": (">one\n\n", table("one 1 3 +"), "fna holds no bases"),
+    "numbers": (">one\nAC3T\n", table("one 1 3 +"), "fna:2: 'AC3T' is neither"),
+    "twice": (">one\nACGT\n>one\nACGT\n", table("one 1 3 +"), "fna:3: a sequence needs a name of its own, not 'one'"),
+    "another genome": (">one\nACGT\n", table("two 1 3 +"), "gff3:1 is of two, but the sequences are one"),
+    "behind the end": (">one\nACGT\n", table("one 5 6 +"), "gff3:1: 5 to 6 does not lie in 4 bases"),
+    "longer than all": (">one\nACGT\n", table("one 2 6 +"), "gff3:1: 2 to 6 does not lie in 4 bases"),
+    "backwards": (">one\nACGT\n", table("one 3 2 +"), "gff3:1: 3 to 2 does not lie"),
+    "no strand": (">one\nACGT\n", table("one 1 2 ."), "gff3:1 is no row of GFF3"),
+    "spaces": (">one\nACGT\n", "one X CDS 1 2 . + 0 ID=x\n", "gff3:1 is no row of GFF3"),
+    "no genes": (">one\nACGT\n", "##gff-version 3\n", "gff3 holds no row of type CDS"),
+    "short": (">one\nACGT\n", table("one 1 3 +"), "has 29 places to learn from, but --batch-size 32"),
+}
+
+
+@pytest.mark.parametrize(("fasta", "genes", "message"), GENOMES.values(), ids=GENOMES)
+def test_genomes_that_cannot_be_read(script, monkeypatch, tmp_path, fasta, genes, message):
+    (tmp_path / "x.fna").write_text(fasta)
+    (tmp_path / "x.gff3").write_text(genes)
+    files = ["--fasta", tmp_path / "x.fna", "--genes", tmp_path / "x.gff3"]
+    said = refused(script, monkeypatch, "genome_labels", *files, "--output", tmp_path / "labels")
+    assert re.search(message, said) and len(list(tmp_path.iterdir())) == 2
 
 
 # --- the agent with a memory -----------------------------------------------------------------------------------------

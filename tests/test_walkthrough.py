@@ -34,6 +34,7 @@ SHORTER = {
     "streaming_generation.py": "--max-new-tokens 5",
     "music_events.py": "--steps 2 --layers 1 --width 16 --segment-length 8 --memory-length 8 --batch-size 2",
     "document_resets.py": "--epochs 1 --segment-length 8 --batch-size 2 --rounds 1",
+    "genome_labels.py": "--window 32 --memory 32 --batch-size 4 --width 16",
     "memory_agent.py": "--steps 128 --num-envs 4 --window 16 --width 16 --episodes 4",
 }
 
@@ -96,6 +97,7 @@ def test_examples(clone):
         "melody-model.pt",
         "letters-model",
         "runs/agents",
+        "plasmid-labels",
     ):
         assert (clone / output).exists()
 

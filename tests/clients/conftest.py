@@ -11,6 +11,7 @@ CLIENTS = {
     "test_onnx.py": (["onnxruntime"], []),
     "test_page.py": (["trl"], []),
     "test_quantisation.py": (["bitsandbytes"], []),
+    "test_recurrent_ppo.py": (["sb3_contrib"], []),
     "test_serve.py": (["fastapi"], []),
     "test_space.py": (["gradio"], []),
     "test_trl.py": (["trl"], []),
