@@ -20,7 +20,7 @@ from packaging.version import Version
 pytest.importorskip("accelerate")
 
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback
 
 import txl_hf.trainer
 from trainer_process import UnevenStream, make_arguments, make_model, make_text, read_losses, run, start
@@ -451,6 +451,34 @@ def test_resuming_with_other_accumulation(tmp_path, saved_run, accumulation, mon
     trainer.train(resume_from_checkpoint=str(saved_run[0] / "checkpoint-10"))
     np.testing.assert_allclose(logged(trainer)[10:], saved_run[1][10:], rtol=1e-5)
     assert "missing keys" not in caplog.text, "tied tensors are written once"
+
+
+class GrowingMemory(TrainerCallback):
+    """A function of the step, so that nothing else has to be resumed."""
+
+    def __init__(self, *lengths: int):
+        self.lengths = lengths
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        model.reset_memory_length(self.lengths[len(self.lengths) * state.global_step // state.max_steps])
+
+
+def test_a_memory_that_grows_in_training(tmp_path):
+    """With one length it is as without a schedule; in each phase it is resumed bit for bit."""
+
+    def losses(name, *lengths, **resuming):
+        trainer = make_trainer(tmp_path / name, trainer={"callbacks": [GrowingMemory(*lengths)]}, **SGD, **SAVING)
+        trainer.train(**resuming)
+        return logged(trainer)
+
+    constant = make_trainer(tmp_path / "none", **SGD, **SAVING)
+    constant.train()
+    assert losses("constant", constant.model.config.mem_len) == logged(constant)
+    whole = losses("growing", 2, constant.model.config.mem_len)
+    assert whole != logged(constant)
+    for step in (5, 10):
+        checkpoint = str(tmp_path / "growing" / f"checkpoint-{step}")
+        assert losses("resumed", 2, constant.model.config.mem_len, resume_from_checkpoint=checkpoint) == whole
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "unlisted"])
