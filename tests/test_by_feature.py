@@ -402,7 +402,7 @@ def test_every_base_is_labelled_once_later_and_forgotten_where_a_sequence_begins
     assert torch.equal(torch.cat([batch["resets"] for batch in batches], 1).flatten(), genome.begins[:18])
 
 
-def test_labels_of_a_pass_with_memory_are_those_of_the_whole(script, tmp_path):
+def test_labels_of_a_pass_with_memory_are_those_of_the_whole(script):
     module = script("genome_labels")
     options = argparse.Namespace(seed=1, width=16, window=8)
     model = module.make_model(options, memory=400)

@@ -5,6 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import launcher
+import stepping_process
 from models import small_config
 from test_resets import BACKENDS, cut
 from txl_hf import TransfoXLModel
@@ -99,6 +101,27 @@ def test_a_window_teaches_what_documents_alone_teach(make_model):
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     for found, expected in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_read_in_every_way_what_one_does(tmp_path):
+    """Under DistributedDataParallel, each with its rows: step by step, in windows, at once; and what these teach."""
+    started = launcher.start(stepping_process.save_all, 2, folder=tmp_path)
+    assert launcher.join(started) == [0, 0]
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    model = stepping_process.build()
+    for way, lengths in stepping_process.WAYS.items():
+        states, gradients = stepping_process.read(model, slice(None), lengths)
+        close(torch.cat([part[way][0] for part in found]), states)
+        close(found[0][way][0], found[0]["stepped"][0])
+        close(found[1][way][0], found[1]["stepped"][0])
+        for rank in (0, 1):
+            for mean, whole in zip(found[rank][way][1], gradients, strict=True):
+                torch.testing.assert_close(2 * mean, whole, atol=2e-4, rtol=2e-5)
+    # An episode alone.
+    observations, _ = stepping_process.episodes()
+    alone = model(inputs_embeds=observations[1:2, 11:]).last_hidden_state[0]
+    close(found[0]["packed"][0][1, 11:], alone.detach())
 
 
 @torch.no_grad()
