@@ -40,17 +40,15 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import harness
 from contenders import ROWS, Row, count_parameters, losses_of, make_model, segments
-from miniature import MINIATURE, ROOT, SMOKE, Corpus, Sizes, describe, prepare, shuffle_sentences
+from miniature import RESULTS, Corpus, Sizes, StudyParser, describe, prepare, shuffle_sentences
 from txl_hf import TokenStream, TransfoXLForCausalLM, evaluate_language_model
-from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.command_line import one_line_errors
 from txl_hf.evaluation import perplexity
 from txl_hf.files import whole_file, write_text
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
 
-RESULTS = ROOT / "examples" / "results" / "paper"
-WORK = ROOT / "build" / "paper"
 # Rows that stand in Tables 6 and 10 and beside them; what Table 8 compares with has no attention length.
 TABLE = [name for name, row in ROWS.items() if row.kind == "transfo-xl"]
 CONTROL = ["recurrence-ours-full", "recurrence-shaw-full", "none-ours-full"]
@@ -101,7 +99,7 @@ def main(argv: list[str] | None = None):
     options = parse_arguments(argv)
     transformers.logging.disable_progress_bar()
     with one_line_errors():
-        sizes = SMOKE if options.smoke else MINIATURE
+        sizes = options.sizes
         if options.steps is not None:
             sizes = dataclasses.replace(sizes, steps=options.steps)
         names = options.rows or (CONTROL if options.shuffled else TABLE)
@@ -122,7 +120,7 @@ def main(argv: list[str] | None = None):
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = StudyParser(__doc__, RESULTS)
     parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="ROW", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(%(default)s)")
     parser.add_argument("--steps", type=int, help="optimiser steps of a run (those of the sizes)")
@@ -132,14 +130,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--exact", action="store_true", help="windows of which only the last token is scored")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time, one thread each (%(default)s)")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the results (%(default)s)")
-    parser.add_argument("--work", type=Path, help=f"folder of models and texts ({WORK}; with --smoke in --output)")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to try the script itself")
-    options = parser.parse_args(argv)
-    if options.smoke and options.output == RESULTS:
-        parser.error("--smoke measures nothing worth keeping: name another folder with --output")
-    options.work = options.work or (options.output / "work" if options.smoke else WORK)
-    return options
+    return parser.parse_study(argv)
 
 
 def run(jobs: list[Job], output: Path, workers: int):
@@ -160,6 +151,13 @@ def key(job: Job, corpus: Corpus) -> tuple[str, str, str, str]:
 
 
 # ---- training ---------------------------------------------------------------------------------------------------
+
+
+def trained(row: str, options: argparse.Namespace, seed: int = 0) -> tuple[Any, Corpus, str]:
+    """A row's model for another study, trained if it is not there yet; its text; and what the two are called."""
+    job = Job(ROWS[row], seed, options.sizes, options.work)
+    corpus = job.corpus()
+    return train(job, corpus)[0], corpus, f"{row} of the miniature, {corpus.name}"
 
 
 def train_and_score(job: Job) -> tuple[dict, list[dict]]:

@@ -24,10 +24,9 @@ from transformers import AutoModelForCausalLM
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import ablation
-from contenders import ROWS
-from miniature import MINIATURE, SMOKE
+from miniature import WORK, StudyParser
 from txl_hf import TransfoXLForCausalLM
-from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.command_line import one_line_errors
 from txl_hf.scoring import read_prepared
 
 
@@ -45,7 +44,7 @@ def main(argv: list[str] | None = None):
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = StudyParser(__doc__, WORK)
     parser.add_argument("--model", help="folder or Hub name (the miniature's model with recurrence)")
     parser.add_argument("--data", type=Path, help="folder of prepare_corpus.py, with --model")
     parser.add_argument("--memory_length", type=int, help="(the model's mem_len)")
@@ -54,16 +53,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--top_k", type=int, default=40, help="(%(default)s)")
     parser.add_argument("--articles", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the places and of the words (%(default)s)")
-    parser.add_argument("--output", type=Path, default=ablation.WORK, help="folder of articles.md (%(default)s)")
-    parser.add_argument("--work", type=Path, default=ablation.WORK, help="folder of the miniature (%(default)s)")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to try the script itself")
-    options = parser.parse_args(argv)
+    options = parser.parse_study(argv)
     if bool(options.model) != bool(options.data):
         parser.error("--model and --data go together")
-    if options.smoke:
-        if options.output == ablation.WORK:
-            parser.error("--smoke writes nothing worth keeping: name another folder with --output")
-        options.work = options.output / "work"
     if options.model is None:
         options.context, options.new_tokens = min(options.context, 80), min(options.new_tokens, 80)
     return options
@@ -72,11 +64,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def load(options: argparse.Namespace) -> tuple[TransfoXLForCausalLM, Any, Any, str]:
     """The model, the test text as token ids, its tokenizer, and what it is called."""
     if options.model is None:
-        job = ablation.Job(ROWS["recurrence-ours-full"], 0, SMOKE if options.smoke else MINIATURE, options.work)
-        corpus = job.corpus()
-        model, token_ids, tokenizer = ablation.train(job, corpus)[0], corpus.texts["test"], corpus.tokenizer
-        model.reset_memory_length(round(max(job.sizes.lengths) * job.sizes.segment))
-        name = f"{job.row.name} of the miniature, {corpus.name}"
+        model, corpus, name = ablation.trained("recurrence-ours-full", options)
+        token_ids, tokenizer = corpus.texts["test"], corpus.tokenizer
+        model.reset_memory_length(options.sizes.longest)
     else:
         text = read_prepared(options.data, "test")
         model, name = AutoModelForCausalLM.from_pretrained(options.model), options.model

@@ -33,11 +33,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import ablation
 import harness
-from contenders import ROWS
-from miniature import MINIATURE, SMOKE
+from miniature import RESULTS, StudyParser
 from txl_hf import TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, AttentionInputs, attention_terms
-from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.command_line import one_line_errors
 from txl_hf.scoring import read_prepared
 
 matplotlib.use("Agg")
@@ -97,22 +96,15 @@ def main(argv: list[str] | None = None):
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = StudyParser(__doc__, RESULTS, memory_length=30, max_tokens=200)
     parser.add_argument("--model", help="folder or Hub name (the miniature's model with recurrence)")
     parser.add_argument("--data", type=Path, help="folder of prepare_corpus.py, with --model")
     parser.add_argument("--memory_length", type=int, help="the span shown (the model's mem_len; miniature: 80)")
     parser.add_argument("--clamp_len", type=int, help="(the model's)")
     parser.add_argument("--max_tokens", type=int, default=10_000, help="of the text (%(default)s)")
-    parser.add_argument("--output", type=Path, default=ablation.RESULTS, help="folder of the results (%(default)s)")
-    parser.add_argument("--work", type=Path, default=ablation.WORK, help="folder of the miniature (%(default)s)")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to try the script itself")
-    options = parser.parse_args(argv)
+    options = parser.parse_study(argv)
     if bool(options.model) != bool(options.data):
         parser.error("--model and --data go together")
-    if options.smoke:
-        if options.output == ablation.RESULTS:
-            parser.error("--smoke measures nothing worth keeping: name another folder with --output")
-        options.work, options.memory_length, options.max_tokens = options.output / "work", 30, 200
     return options
 
 
@@ -123,11 +115,9 @@ def load(options: argparse.Namespace) -> tuple[TransfoXLForCausalLM, Any, str]:
         ValueError: the model has no relative encoding.
     """
     if options.model is None:
-        job = ablation.Job(ROWS["recurrence-ours-full"], 0, SMOKE if options.smoke else MINIATURE, options.work)
-        corpus = job.corpus()
-        model, token_ids = ablation.train(job, corpus)[0], corpus.texts["validation"]
-        options.memory_length = options.memory_length or round(max(job.sizes.lengths) * job.sizes.segment)
-        name = f"{job.row.name} of the miniature, {corpus.name}"
+        model, corpus, name = ablation.trained("recurrence-ours-full", options)
+        token_ids = corpus.texts["validation"]
+        options.memory_length = options.memory_length or options.sizes.longest
     else:
         model, name = AutoModelForCausalLM.from_pretrained(options.model), options.model
         token_ids = read_prepared(options.data, "validation").token_ids

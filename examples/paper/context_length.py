@@ -39,10 +39,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import ablation
 import harness
-from contenders import ROWS, losses_of, uses_segment_end
-from miniature import MINIATURE, SMOKE
+from contenders import losses_of, uses_segment_end
+from miniature import RESULTS, StudyParser
 from txl_hf import TransfoXLForCausalLM
-from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.command_line import one_line_errors
 from txl_hf.scoring import read_prepared
 
 matplotlib.use("Agg")
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None):
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = StudyParser(__doc__, RESULTS, contexts=16, step=4, positions=40, resamples=5)
     parser.add_argument("--models", nargs="+", help="folders or Hub names (rows of the miniature)")
     parser.add_argument("--data", type=Path, help="folder of prepare_corpus.py, with --models")
     parser.add_argument("--seed", type=int, default=0, help="of the miniature's models (%(default)s)")
@@ -83,17 +83,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--step", type=int, default=8, help="Δ, from one context to the next (%(default)s)")
     parser.add_argument("--positions", type=int, default=1000, help="how many are scored (%(default)s)")
     parser.add_argument("--resamples", type=int, default=200, help="of the bootstrap (%(default)s)")
-    parser.add_argument("--output", type=Path, default=ablation.RESULTS, help="folder of the results (%(default)s)")
-    parser.add_argument("--work", type=Path, default=ablation.WORK, help="folder of the miniature (%(default)s)")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to try the script itself")
-    options = parser.parse_args(argv)
+    options = parser.parse_study(argv)
     if bool(options.models) != bool(options.data):
         parser.error("--models and --data go together")
-    if options.smoke:
-        if options.output == ablation.RESULTS:
-            parser.error("--smoke measures nothing worth keeping: name another folder with --output")
-        options.work, options.contexts, options.step = options.output / "work", 16, 4
-        options.positions, options.resamples = 40, 5
     if options.contexts < 2 * options.step:
         parser.error(f"--contexts {options.contexts} leaves no second context after --step {options.step}")
     return options
@@ -101,10 +93,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def miniature_group(options: argparse.Namespace) -> tuple[dict[str, Any], np.ndarray]:
     """The models of the miniature's rows, trained where they are not there, and the test text."""
-    sizes = SMOKE if options.smoke else MINIATURE
-    jobs = [ablation.Job(ROWS[name], options.seed, sizes, options.work) for name in GROUP]
-    corpus = jobs[0].corpus()
-    return {job.row.name: ablation.train(job, corpus)[0] for job in jobs}, corpus.texts["test"]
+    found = {name: ablation.trained(name, options, options.seed) for name in GROUP}
+    return {name: model for name, (model, _, _) in found.items()}, found[GROUP[0]][1].texts["test"]
 
 
 # ---- losses -----------------------------------------------------------------------------------------------------

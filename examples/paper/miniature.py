@@ -1,9 +1,10 @@
-"""The miniature's text and sizes: words of long Wikipedia articles, or without them of Python's standard library.
+"""The miniature's text, sizes and options: words of long Wikipedia articles, or without them of the standard library.
 
 The articles are looked for in the folder that the environment variable TXL_WIKIPEDIA names, then in
 `../shared/data/wikipedia-long` beside the clone: `train.txt.xz`, `valid.txt.xz` and `test.txt.xz`, a paragraph a line.
 """
 
+import argparse
 import itertools
 import json
 import lzma
@@ -12,14 +13,29 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from txl_hf import TransfoXLTokenizer
+from txl_hf.command_line import CommandParser
 
-__all__ = ["MINIATURE", "SMOKE", "SPLITS", "Corpus", "Sizes", "prepare", "shuffle_sentences"]
+__all__ = [
+    "MINIATURE",
+    "RESULTS",
+    "SMOKE",
+    "SPLITS",
+    "WORK",
+    "Corpus",
+    "Sizes",
+    "StudyParser",
+    "prepare",
+    "shuffle_sentences",
+]
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "examples" / "results" / "paper"
+WORK = ROOT / "build" / "paper"
 SPLITS = ("train", "validation", "test")
 SENTENCE_ENDS = (".", "?", "!", "<eos>")
 
@@ -50,9 +66,40 @@ class Sizes:
     lengths: tuple[float, ...] = (0.25, 0.5, 1, 1.5, 2, 3, 4, 5)
     evaluation_streams: int = 16
 
+    @property
+    def longest(self) -> int:
+        """The longest attention length, in tokens."""
+        return round(max(self.lengths) * self.segment)
+
 
 MINIATURE = Sizes()
 SMOKE = Sizes((60_000, 3_000), 200, 100, 2, 16, 2, 8, 4, 3, lengths=(0.5, 1, 2), evaluation_streams=8)
+
+
+class StudyParser(CommandParser):
+    """Where a study's results and models go, and `--smoke`, which never goes where results are kept.
+
+    Args:
+        output: folder of the results unless told otherwise.
+        smoke: the values that options have with `--smoke`, whatever else is given.
+    """
+
+    def __init__(self, description: str | None, output: Path, **smoke: Any):
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.kept, self.smoke = output, smoke
+        self.add_argument("--output", type=Path, default=output, help="folder of the results (%(default)s)")
+        self.add_argument("--work", type=Path, help=f"folder of models and texts ({WORK}; with --smoke in --output)")
+        self.add_argument("--smoke", action="store_true", help="tiny sizes, to try the script itself")
+
+    def parse_study(self, argv: list[str] | None) -> argparse.Namespace:
+        """The options, and `sizes` among them."""
+        options = self.parse_args(argv)
+        if options.smoke and options.output == self.kept:
+            self.error("--smoke measures nothing worth keeping: name another folder with --output")
+        options.sizes = SMOKE if options.smoke else MINIATURE
+        options.work = options.work or (options.output / "work" if options.smoke else WORK)
+        vars(options).update(self.smoke if options.smoke else {})
+        return options
 
 
 @dataclass(frozen=True)

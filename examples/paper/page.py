@@ -15,7 +15,7 @@ import ablation
 import attention_maps
 import context_length
 import harness
-from miniature import MINIATURE
+from miniature import MINIATURE, RESULTS
 from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.files import write_text
 
@@ -118,7 +118,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None):
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=ablation.RESULTS, help="(%(default)s)")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="(%(default)s)")
     options = parser.parse_args(argv)
     with one_line_errors():
         write_text(options.results / "README.md", page(options.results))
