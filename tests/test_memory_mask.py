@@ -103,6 +103,8 @@ OPERATIONS = {
     "round": (lambda x: (x * 1e6).round() / 1e6, 1e-5),
     "interpolate": (lambda x: F.interpolate(x, scale_factor=1), 0),
     "deepcopy": (copy.deepcopy, 0),
+    "relu": (lambda x: x.relu() - (-x).relu(), 0),
+    "compiled": (torch.compile(lambda x: x * 1.0 + 0.0, backend="aot_eager"), 0),
     "plus zero": (lambda x: x + 0, 0),
     "plus zero in floating point": (lambda x: x + 0.0, 0),
     "sum": (lambda x: torch.stack([x, torch.zeros_like(x)]).sum(0), 0),

@@ -378,7 +378,9 @@ def test_a_loader_of_single_items_is_refused():
 
 
 @pytest.mark.parametrize(
-    "token_ids", [[1, 2.7, 3], [1, "2", 3], [1, float("nan"), 3], [1, None, 3], [1, [2], 3], [[1], [2], [3]]], ids=str
+    "token_ids",
+    [[1, 2.7, 3], [1, "2", 3], [1, float("nan"), 3], [1, None, 3], [1, True, 3], [1, [2], 3], [[1], [2], [3]]],
+    ids=str,
 )
 def test_a_list_with_anything_but_integers_is_refused(token_ids):
     with pytest.raises(ValueError, match="token_ids must be one sequence of integers"):

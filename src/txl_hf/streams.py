@@ -394,6 +394,9 @@ def check_tokens(token_ids) -> None:
 
 
 def _as_array(tokens) -> np.ndarray:
+    # NumPy takes True among integers for 1.
+    if isinstance(tokens, list | tuple) and {bool, np.bool_} & set(map(type, tokens)):
+        return np.zeros(len(tokens), bool)
     try:
         return np.asarray(tokens)
     except ValueError:
