@@ -250,6 +250,19 @@ def test_a_row_with_one_seed_has_no_spread_of_another():
     assert "recurrence-ours-full before none-ours-full: holds (+3.05)" in ablation.orders(rows)
 
 
+def test_rows_of_other_steps_have_the_targets_of_those_they_stand_beside():
+    sizes = miniature.MINIATURE
+
+    def targets(name):
+        row = contenders.ROWS[name]
+        return contenders.sizes_of(row, sizes).steps * contenders.segments(row, sizes)[0]
+
+    full, half = targets("recurrence-ours-full"), targets("recurrence-ours-half")
+    assert targets("none-vaswani-half-longer") == targets("none-al-rfou-half-longer") == full == 2 * half
+    assert targets("none-ours-full-176-shorter") == pytest.approx(full, rel=1e-3)
+    assert targets("none-ours-half-172-shorter") == pytest.approx(half, rel=1e-3)
+
+
 def test_smoke_leaves_the_committed_results_alone(capsys):
     with pytest.raises(SystemExit):
         ablation.main(["--smoke"])

@@ -6,9 +6,10 @@
     python examples/paper/ablation.py --smoke --output build/ablation
 
 All rows see the same text in the same order and take equally many optimiser steps, so that a row with half losses has
-half as many targets; each row of `rows.csv` says both. A run that was stopped goes on where it was: the same command
-again. Models are kept in `--work`, results in `--output`: `rows.csv`, `curves.csv` (perplexity by attention length),
-and `curves.png`. The tables, with the paper's figures beside ours and what holds of its orders, are printed.
+half as many targets, and one with longer segments more; each row of `rows.csv` says both. Rows named `-longer` and
+`-shorter` have the steps that make targets equal instead. A run that was stopped goes on where it was: the same
+command again. Models are kept in `--work`, results in `--output`: `rows.csv`, `curves.csv` (perplexity by attention
+length), and `curves.png`. The tables, with the paper's figures beside ours and what holds of its orders, are printed.
 
 Attention length n is, with recurrence, a memory of n that each query sees exactly (`same_length`); without, a window
 of n tokens of which the last quarter is scored (with `--exact` the last one). All lengths score the same tokens; the
@@ -39,7 +40,7 @@ from transformers import AutoModelForCausalLM
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import harness
-from contenders import ROWS, Row, count_parameters, losses_of, make_model, segments
+from contenders import ROWS, Row, count_parameters, losses_of, make_model, segments, sizes_of
 from miniature import RESULTS, Corpus, Sizes, StudyParser, describe, prepare, shuffle_sentences
 from txl_hf import TokenStream, TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.command_line import one_line_errors
@@ -66,9 +67,13 @@ ORDERS = [
     # Table 10: a longer segment does not make up for the memory.
     ("recurrence-ours-full", "none-ours-full-176"),
     ("recurrence-ours-half", "none-ours-half-172"),
+    ("recurrence-ours-full", "none-ours-full-176-shorter"),
+    ("recurrence-ours-half", "none-ours-half-172-shorter"),
     # Section 4.2: absolute positions need half losses. Section 3.3: and cannot have recurrence.
     ("none-vaswani-half", "none-vaswani-full"),
     ("none-al-rfou-half", "none-al-rfou-full"),
+    ("none-vaswani-half-longer", "none-vaswani-full"),
+    ("none-al-rfou-half-longer", "none-al-rfou-full"),
     ("none-vaswani-full", "recurrence-vaswani-full"),
 ]
 SAVE_EVERY = 60
@@ -107,7 +112,7 @@ def main(argv: list[str] | None = None):
             Job(
                 dataclasses.replace(ROWS[name], shaw=options.shaw or ROWS[name].shaw),
                 seed,
-                sizes,
+                sizes_of(ROWS[name], sizes),
                 options.work,
                 options.shuffled,
                 options.exact,
@@ -155,7 +160,7 @@ def key(job: Job, corpus: Corpus) -> tuple[str, str, str, str]:
 
 def trained(row: str, options: argparse.Namespace, seed: int = 0) -> tuple[Any, Corpus, str]:
     """A row's model for another study, trained if it is not there yet; its text; and what the two are called."""
-    job = Job(ROWS[row], seed, options.sizes, options.work)
+    job = Job(ROWS[row], seed, sizes_of(ROWS[row], options.sizes), options.work)
     corpus = job.corpus()
     return train(job, corpus)[0], corpus, f"{row} of the miniature, {corpus.name}"
 
@@ -366,23 +371,20 @@ def table(rows: list[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def spread_of(rows: list[dict[str, str]]) -> float | None:
-    """The widest range of the best perplexity over the seeds of a row; None where no row has two seeds."""
-    ranges = [max(found) - min(found) for name in ROWS if len(found := values(rows, name, "best")) > 1]
-    return max(ranges, default=None)
+def spread_of(*rows: list[float]) -> float | None:
+    """The widest range over the seeds of a row; None where one has a single seed, and may lie anywhere in its own."""
+    return max(max(seeds) - min(seeds) for seeds in rows) if min(map(len, rows)) > 1 else None
 
 
 def orders(rows: list[dict[str, str]]) -> str:
     """For each of the paper's pairwise orders whether ours are in that order."""
-    spread = spread_of(rows)
     lines = []
     for better, worse in ORDERS:
         ours, others = values(rows, better, "best"), values(rows, worse, "best")
         if ours and others:
             difference = mean(others) - mean(ours)
-            # A row with one seed may lie anywhere in a spread of its own.
-            known = spread if min(len(ours), len(others)) > 1 else None
-            lines.append(f"* {better} before {worse}: {verdict(difference, known)} ({difference:+.2f})")
+            said = verdict(difference, spread_of(ours, others))
+            lines.append(f"* {better} before {worse}: {said} ({difference:+.2f})")
     gains = {
         name: mean(values(rows, name, "init")) - mean(values(rows, name, "best"))
         for name in dict.fromkeys(row["row"] for row in rows)
@@ -393,12 +395,10 @@ def orders(rows: list[dict[str, str]]) -> str:
         lines.append(
             f"* {name} gains beyond the length of training: {sum(longer)} of {len(longer)} seeds ({gain:+.2f})"
         )
-    said = (
-        "one seed each: no spread is known"
-        if spread is None
-        else f"the seeds of a row spread over {spread:.2f} at most"
-    )
-    return f"Orders of the paper, by the best perplexity ({said}):\n\n" + "\n".join(lines)
+    return (
+        "Orders of the paper, by the best perplexity. An order holds where the means differ by more than the seeds of "
+        "either row do:\n\n"
+    ) + "\n".join(lines)
 
 
 def verdict(difference: float, spread: float | None) -> str:
@@ -412,7 +412,8 @@ def verdict(difference: float, spread: float | None) -> str:
 def plot(curves: list[dict[str, str]], path: Path):
     """Perplexity by attention length (Figure 4b), the mean over the seeds; one panel a text."""
     texts = list(dict.fromkeys(row["text"] for row in curves))
-    figure, axes = plt.subplots(1, len(texts), figsize=(6.5 * len(texts), 5), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(1, len(texts), figsize=(6.5 * len(texts), 6), layout="constrained", squeeze=False)
+    colors = plt.get_cmap("tab20")
     for axis, text in zip(axes[0], texts, strict=True):
         for number, name in enumerate(ROWS):
             points: dict[int, list[float]] = {}
@@ -423,7 +424,7 @@ def plot(curves: list[dict[str, str]], path: Path):
                 lengths = sorted(points)
                 style = "-" if ROWS[name].recurrence else "--"
                 means = [mean(points[n]) for n in lengths]
-                axis.plot(lengths, means, style, marker="o", markersize=3, color=f"C{number % 10}", label=name)
+                axis.plot(lengths, means, style, marker="o", markersize=3, color=colors(number), label=name)
         axis.set_title(text, fontsize="medium")
         axis.set_xlabel("attention length (tokens)")
         axis.set_ylabel("validation perplexity")

@@ -3,7 +3,7 @@
 Importing this registers what the package does not have with the Auto classes, so that all are loaded from folders.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ __all__ = [
     "Row",
     "ROWS",
     "make_model",
+    "sizes_of",
 ]
 
 OURS, SHAW, VASWANI, AL_RFOU = range(4)
@@ -44,6 +45,7 @@ class Row:
         encoding: an `attn_type`.
         loss: "full", or "half": only the second half of a segment is learned from.
         backprop: tokens that a gradient reaches, in segments.
+        steps: optimiser steps, in those of the table: those that have another row's number of targets.
         shaw: "code" as the authors' code has the encoding after Shaw et al., with the terms (c) and (d) too; "paper"
             as the paper describes it, without them.
         paper: perplexity at the attention length of training, the best one, and its attention length.
@@ -54,6 +56,7 @@ class Row:
     encoding: int
     loss: str = "full"
     backprop: float = 1.0
+    steps: float = 1.0
     kind: str = "transfo-xl"
     shaw: str = "code"
     paper: tuple[float | None, float, int] | None = None
@@ -78,6 +81,10 @@ ROWS = {
         Row("none-al-rfou-full", False, AL_RFOU),
         Row("recurrence-vaswani-full", True, VASWANI),
         Row("recurrence-shaw-paper-full", True, SHAW, shaw="paper"),
+        Row("none-vaswani-half-longer", False, VASWANI, "half", steps=2),
+        Row("none-al-rfou-half-longer", False, AL_RFOU, "half", steps=2),
+        Row("none-ours-full-176-shorter", False, OURS, backprop=1.375, steps=1 / 1.375),
+        Row("none-ours-half-172-shorter", False, OURS, "half", backprop=1.34375, steps=1 / 1.375),
         Row("lstm", True, VASWANI, kind="lstm"),
         Row("gpt2", False, VASWANI, kind="gpt2"),
     )
@@ -132,6 +139,11 @@ def make_model(row: Row, sizes: Sizes, vocab_size: int) -> Any:
         for bias in (model.transformer.content_bias, model.transformer.r_bias):
             bias.requires_grad_(False).zero_()
     return model
+
+
+def sizes_of(row: Row, sizes: Sizes) -> Sizes:
+    """The sizes of a table as those of a row, which may have more steps or fewer."""
+    return replace(sizes, steps=round(row.steps * sizes.steps))
 
 
 def segments(row: Row, sizes: Sizes) -> tuple[int, int]:

@@ -49,7 +49,8 @@ CONTENTS = [
 ABLATION = """\
 ## Ablation
 
-Equal steps on the same text in the same order: a row with half losses learns from half as many targets. `init` is the
+Equal steps on the same text in the same order: a row with half losses learns from half as many targets, and one with
+longer segments from more. Rows named `-longer` and `-shorter` have other steps and equal targets. `init` is the
 perplexity at the attention length of training, `best` the lowest over the lengths, both on validation text; after ± is
 half of what lies between the lowest and the highest seed. {done} of {planned} runs are done.
 """
