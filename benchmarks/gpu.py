@@ -132,12 +132,19 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
-def run(command: list[str], environment: dict[str, str], limit: float) -> int | None:
-    """The exit status of a command; None if it ran for longer than `limit` seconds and was stopped."""
+def run(command: list[str], environment: dict[str, str], limit: float, grace: float = 0.0) -> int | None:
+    """The exit status of a command; None if it ran for longer than `limit` seconds and was stopped.
+
+    With `grace` it is asked first, as Ctrl-C asks, and has so many seconds to end.
+    """
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
+        if grace > 0:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(grace)
         return None
     finally:
         # Also the processes that it has started: they hold memory of the GPU.

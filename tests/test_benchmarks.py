@@ -3,6 +3,7 @@
 import argparse
 import csv
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from scripts import run_script, start_script
+from txl_hf.training.arguments import parse_arguments
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -143,6 +145,65 @@ def test_all_of_it_runs_at_tiny_sizes_without_a_gpu(tmp_path):
     assert process.returncode == 0, process.stdout + process.stderr
     names = {path.name for path in tmp_path.iterdir()}
     assert names >= {"model.csv", "attention_kernel.csv", "sliding_window.csv", "softmax.csv", "profile_step.txt"}
+
+
+def test_training_on_a_gpu_goes_part_by_part_and_goes_on(tmp_path, monkeypatch, capsys):
+    """Each part has options that txl-train knows; what is done is not done again, what is cut short is resumed."""
+    import gpu_train
+
+    commands = []
+    # The published figure to its digits, the whole time used up, and a figure that misses.
+    answers = [("ptb", 60.1), ("ptb_average", 54.524), None, ("wikitext2", 63.2)]
+
+    def start(command, environment, limit, grace):
+        commands.append(command)
+        assert 0 < limit <= 60 and grace > 0
+        answer = answers[len(commands) - 1]
+        if answer is None:
+            return None
+        folder = tmp_path / "runs" / answer[0]
+        folder.mkdir(parents=True)
+        figures = {"perplexity": answer[1]}
+        (folder / "results.json").write_text(json.dumps({"validation": figures, "test": figures, "commit": None}))
+        return 0
+
+    monkeypatch.setattr(gpu_train.gpu, "run", start)
+    options = ["--data", str(tmp_path), "--output", str(tmp_path / "runs"), "--minutes", "1"]
+    with pytest.raises(SystemExit):
+        gpu_train.main(options)
+    assert f"{tmp_path / 'ptb'} is missing" in capsys.readouterr().err
+    for corpus in ("ptb", "wikitext-2"):
+        (tmp_path / corpus).mkdir()
+    assert gpu_train.main(options) == 3
+    assert gpu_train.main(options) == 0
+    printed = capsys.readouterr().out
+    assert "published 54.52: met" in printed and "published 63.1: missed" in printed and "out of time" in printed
+    assert [row["recipe"] for row in read(tmp_path / "runs" / "gpu_train.csv")] == ["ptb", "ptb_average", "wikitext2"]
+    assert len(commands) == 4 and commands[2] == commands[3]
+    for command in commands:
+        parsed = parse_arguments(command[2:])
+        assert parsed.run.resume and Path(parsed.data.data).is_dir()
+    assert parse_arguments(commands[1][2:]).model.model_name_or_path == str(tmp_path / "runs" / "ptb")
+
+
+@pytest.mark.slow
+def test_training_on_a_gpu_runs_at_tiny_sizes_without_one(tmp_path):
+    command = [sys.executable, BENCHMARKS / "gpu_train.py", "--smoke", "--output", tmp_path]
+    for parts in (["ptb"], []):
+        process = subprocess.run([*command, *(["--parts", *parts] if parts else [])], capture_output=True, text=True)
+        assert process.returncode == 0, process.stdout + process.stderr
+    assert [row["recipe"] for row in read(tmp_path / "gpu_train.csv")] == ["ptb", "ptb_average", "wikitext2"]
+
+
+def test_a_command_that_is_asked_to_end_may_do_so(tmp_path):
+    import gpu
+
+    script = (
+        "import time, pathlib\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    pathlib.Path('{}').touch()"
+    )
+    command = [sys.executable, "-c", script.format(tmp_path / "asked")]
+    assert gpu.run(command, dict(os.environ), 3, grace=20) is None
+    assert (tmp_path / "asked").exists()
 
 
 def test_wheels_that_are_brought_along_are_found(tmp_path, monkeypatch):
