@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as all_modules
 
-__all__ = ["product", "project", "project_after"]
+__all__ = ["is_wrapped", "product", "project", "project_after", "takes_part_plainly"]
 
 FEW_ROWS = 128
 
@@ -126,7 +126,7 @@ def project(layer: nn.Module, states: Tensor) -> Tensor:
     Returns:
         (…, n).
     """
-    if type(layer) is nn.Linear and not torch.compiler.is_compiling() and not _is_wrapped(layer):
+    if type(layer) is nn.Linear and not torch.compiler.is_compiling() and not is_wrapped(layer):
         return product(states, layer.weight, layer.bias)
     return layer(states)
 
@@ -161,13 +161,19 @@ def project_after(
 
 def _is_trained_plainly(states: Tensor, *layers: nn.Module) -> bool:
     """Whether a gradient of these states will be wanted, and nobody but us has to do with the layers."""
-    tensors = [states, *(layer.weight for layer in layers if type(layer) is nn.Linear)]
+    weights = [layer.weight for layer in layers if type(layer) is nn.Linear]
+    plain = all(type(layer) is nn.Linear and layer.bias is None and not is_wrapped(layer) for layer in layers)
+    return plain and takes_part_plainly(states, *weights)
+
+
+def takes_part_plainly(states: Tensor, *others: Tensor) -> bool:
+    """Whether a gradient of these states is wanted in reverse mode, eagerly, and all are tensors and nothing more."""
+    tensors = (states, *others)
     return (
         torch.is_grad_enabled()
         and states.requires_grad
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
-        and all(type(layer) is nn.Linear and layer.bias is None and not _is_wrapped(layer) for layer in layers)
         and all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
         and not any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)
         and not any(map(_has_tangent, tensors))
@@ -216,7 +222,8 @@ def _multiplies_batches(rows: Tensor) -> bool:
     return not rows.is_cpu
 
 
-def _is_wrapped(layer: nn.Linear) -> bool:
+def is_wrapped(layer: nn.Module) -> bool:
+    """Whether anybody but us has to do with a layer: it is hooked, or has been given another forward."""
     return bool(
         "forward" in vars(layer)
         or layer._forward_hooks

@@ -41,6 +41,7 @@ from .attention_transfo_xl import (
     relative_attention,
 )
 from .configuration_transfo_xl import TransfoXLConfig
+from .dropout_transfo_xl import relu_and_drop
 from .generation_transfo_xl import TransfoXLGenerationMixin
 from .inputs_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, check_tensors, document_starts
 from .layout_transfo_xl import TransfoXLLayoutMixin
@@ -163,7 +164,7 @@ class TransfoXLMLP(nn.Module):
         self.output_relu = config.mlp_output_relu
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        hidden_states = self.dropout(project(self.up_proj, hidden_states).relu())
+        hidden_states = relu_and_drop(project(self.up_proj, hidden_states), self.dropout)
         hidden_states = project(self.down_proj, hidden_states)
         return self.dropout(hidden_states.relu() if self.output_relu else hidden_states)
 
