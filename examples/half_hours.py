@@ -83,6 +83,11 @@ TEXTS = {
             Contender("recipe", "wikitext2_small"),
             Contender("bf16", "wikitext2_small", "--mixed_precision bf16"),
             Contender("Muon, bf16", "wikitext2_small", "--mixed_precision bf16 --optimizer muon"),
+            Contender(
+                "Muon, bf16, stable, then down",
+                "wikitext2_small",
+                "--mixed_precision bf16 --optimizer muon --scheduler stable_decay",
+            ),
         ),
         WORDS,
     ),

@@ -79,9 +79,9 @@ def test_contenders_train_for_equal_seconds_and_are_read_in_four_ways(examples, 
         [value for name, value in zip(options, options[1:], strict=False) if name == "--max_steps"][-1]
         for options in trained
     ]
-    assert steps == ["8", "4", "4", "8", "8"], "characters are compared at equal steps"
+    assert steps == ["8", "4", "4", "4", "8", "8"], "characters are compared at equal steps"
     rows = half_hours.harness.read(tmp_path / "rows.csv")
-    assert [row["kind"] for row in rows] == [*half_hours.KINDS] * 3 + ["static"] * 2
+    assert [row["kind"] for row in rows] == [*half_hours.KINDS] * 4 + ["static"] * 2
     assert {row["train_seconds"] for row in rows} == {"16.0"} and {row["commit"] for row in rows} == {"abc"}
     assert json.loads(rows[3]["settings"]) == {"dynamic": {"learning_rate": 0.01}, "cache": {"size": 20}}
     assert rows[0]["command"].startswith("train_lm.py examples/recipes/wikitext2_small.yaml --data ")
@@ -91,11 +91,11 @@ def test_contenders_train_for_equal_seconds_and_are_read_in_four_ways(examples, 
     assert page in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("stop_at", range(11))
+@pytest.mark.parametrize("stop_at", range(13))
 def test_what_is_done_is_not_done_again(examples, tmp_path, stop_at):
     whole = examples()
     half_hours.main([*COMMAND, "--output", str(tmp_path / "whole")])
-    assert len(whole.started) == 10
+    assert len(whole.started) == 12
     first = examples(stop_at)
     try:
         half_hours.main([*COMMAND, "--output", str(tmp_path / "stopped")])
@@ -103,7 +103,7 @@ def test_what_is_done_is_not_done_again(examples, tmp_path, stop_at):
         pass
     second = examples()
     half_hours.main([*COMMAND, "--output", str(tmp_path / "stopped")])
-    assert len(first.started) + len(second.started) == 10
+    assert len(first.started) + len(second.started) == 12
     read = [half_hours.harness.read(tmp_path / name / "rows.csv") for name in ("whole", "stopped")]
     assert [[half_hours.key(row) for row in rows] for rows in read][0] == [half_hours.key(row) for row in read[1]]
 
@@ -131,8 +131,8 @@ def test_in_miniature(tmp_path, capfd):
     command = ["--smoke", "--seeds", "0", "--only", "wikitext-2", "--output", str(tmp_path)]
     half_hours.main(command)
     rows = half_hours.harness.read(tmp_path / "rows.csv")
-    assert [row["kind"] for row in rows] == [*half_hours.KINDS] * 3
+    assert [row["kind"] for row in rows] == [*half_hours.KINDS] * 4
     capfd.readouterr()
     half_hours.main(command)
-    assert "3 of 3 runs are done" in capfd.readouterr().out
+    assert "4 of 4 runs are done" in capfd.readouterr().out
     assert half_hours.harness.read(tmp_path / "rows.csv") == rows

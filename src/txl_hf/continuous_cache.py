@@ -170,12 +170,13 @@ class CacheLogitsProcessor(LogitsProcessor):
     @torch.compiler.disable
     def _hear(self, hidden_states: Tensor, attention_mask: Tensor | None):
         """Remember (B, L, D) states; of the mask (B, n), the last L columns are theirs."""
-        states = hidden_states.detach().float()
+        here, keep, length = self._here, self._cache.size + 1, hidden_states.shape[1]
+        # A copy, as a captured graph writes what it returns to the same place at every call.
+        states = hidden_states[:, -keep:].detach().to(torch.float32, copy=True)
         real = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
         if attention_mask is not None:
             real = attention_mask[:, -states.shape[1] :].to(states.device).bool()
-        here, keep = self._here, self._cache.size + 1
-        here.count += states.shape[1]
+        here.count += length
         if here.heard is not None:
             states, real = (torch.cat(parts, dim=1) for parts in zip(here.heard, (states, real), strict=True))
         here.heard = states[:, -keep:], real[:, -keep:]
