@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -20,6 +21,7 @@ TESTS = Path(__file__).parent
 context = multiprocessing.get_context("forkserver")
 # By what they have imported.
 servers = defaultdict(forkserver.ForkServer)
+starting = threading.Lock()
 # Where these processes have their caches; it is asked for once, when the libraries are imported.
 home = tempfile.TemporaryDirectory(prefix="hf-home-")
 
@@ -33,7 +35,8 @@ def start(target: Callable, processes: int = 1, libraries: str = "libraries", **
     started = [
         context.Process(target=_run, args=(target, arguments, rank, processes, port)) for rank in range(processes)
     ]
-    with pytest.MonkeyPatch.context() as patch:
+    # What is patched is the whole process's.
+    with starting, pytest.MonkeyPatch.context() as patch:
         # The server finds modules by the environment alone.
         patch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
         patch.setenv("HF_HOME", home.name)

@@ -66,8 +66,7 @@ def by_hand(
 
 
 @pytest.mark.parametrize("settings", [{}, {"cutoffs": [], "div_val": 1}, {"mem_len": 0}, {"attn_type": 1}], ids=str)
-@pytest.mark.parametrize("with_statistics", [False, True])
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize(("with_statistics", "batch_size"), [(False, 3), (True, 1)])
 def test_the_formulas(make_model, make_ids, settings, with_statistics, batch_size):
     model, ids = make_model(**settings).double(), make_ids(1, 66)[0]
     training = make_ids(1, 45, seed=1)[0] if with_statistics else None

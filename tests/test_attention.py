@@ -353,10 +353,11 @@ def test_sdpa_without_gradient(shape, window, masked, ran):
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
-@pytest.mark.parametrize("shape", list(SHAPES.values())[::2], ids=list(SHAPES)[::2])
+@pytest.mark.parametrize(
+    ("shape", "masked"), [("B2-H2-L5-M7-D8", True), ("B2-H1-L7-M0-D5", False)], ids=["masked", "no memory"]
+)
 def test_flex_attention_without_gradient(shape, masked, ran):
-    tensors, key_mask = draw(shape, masked=masked)
+    tensors, key_mask = draw(SHAPES[shape], masked=masked)
     tensors = {name: tensor.detach() for name, tensor in tensors.items()}
     with torch.no_grad():
         expected, _ = relative_attention(**tensors, key_mask=key_mask, window=4)

@@ -357,18 +357,24 @@ def read_all(value):
                 pass
 
 
+few_and_many = pytest.mark.parametrize("examples", [500, pytest.param(4000, marks=pytest.mark.slow)])
+
+
 @pytest.mark.filterwarnings("ignore:invalid escape sequence")
-@settings(FUZZ, max_examples=2000)
-@given(data=st.data())
-def test_2000_mutated_files_run_nothing(data, tmp_path_factory):
-    content = bytearray(data.draw(st.sampled_from(SEEDS)))
-    for _ in range(data.draw(st.integers(1, 6))):
-        position = data.draw(st.integers(0, len(content)))
-        change = data.draw(st.binary(max_size=4))
-        content[position : position + data.draw(st.integers(0, 4))] = change
-    path = tmp_path_factory.getbasetemp() / "mutated"
-    path.write_bytes(content)
-    read_all(load_watched(path))
+@few_and_many
+def test_mutated_files_run_nothing(examples, tmp_path):
+    @settings(FUZZ, max_examples=examples)
+    @given(data=st.data())
+    def check(data):
+        content = bytearray(data.draw(st.sampled_from(SEEDS)))
+        for _ in range(data.draw(st.integers(1, 6))):
+            position = data.draw(st.integers(0, len(content)))
+            change = data.draw(st.binary(max_size=4))
+            content[position : position + data.draw(st.integers(0, 4))] = change
+        (tmp_path / "mutated").write_bytes(content)
+        read_all(load_watched(tmp_path / "mutated"))
+
+    check()
 
 
 OPCODES = [opcode.code.encode("latin-1") for opcode in pickletools.opcodes]
@@ -380,17 +386,23 @@ PIECES = [
 ]  # fmt: skip
 
 
-@settings(FUZZ, max_examples=4000)
-@given(program=st.lists(st.sampled_from(PIECES), max_size=40))
-def test_4000_generated_programs_run_nothing(program, tmp_path_factory):
-    path = tmp_path_factory.getbasetemp() / "generated"
-    path.write_bytes(b"\x80\x02" + b"".join(program) + b".")
-    load_watched(path)
+@few_and_many
+def test_generated_programs_run_nothing(examples, tmp_path):
+    @settings(FUZZ, max_examples=examples)
+    @given(program=st.lists(st.sampled_from(PIECES), max_size=40))
+    def check(program):
+        (tmp_path / "generated").write_bytes(b"\x80\x02" + b"".join(program) + b".")
+        load_watched(tmp_path / "generated")
+
+    check()
 
 
-@settings(FUZZ, max_examples=1000)
-@given(content=st.binary(max_size=200), magic=st.sampled_from([b"", b"\x80\x02", b"\x80\x04\x95", b"PK\x03\x04"]))
-def test_1000_random_files_run_nothing(content, magic, tmp_path_factory):
-    path = tmp_path_factory.getbasetemp() / "random"
-    path.write_bytes(magic + content)
-    load_watched(path)
+@few_and_many
+def test_random_files_run_nothing(examples, tmp_path):
+    @settings(FUZZ, max_examples=examples)
+    @given(content=st.binary(max_size=200), magic=st.sampled_from([b"", b"\x80\x02", b"\x80\x04\x95", b"PK\x03\x04"]))
+    def check(content, magic):
+        (tmp_path / "random").write_bytes(magic + content)
+        load_watched(tmp_path / "random")
+
+    check()

@@ -222,7 +222,7 @@ def test_static_cache(model, make_ids):
 
 @pytest.mark.parametrize("changes", [{}, {"initial_memory": "zeros"}], ids=["empty", "zeros"])
 def test_static_cache_compiled_without_graph_breaks(make_model, make_ids, changes):
-    model = make_model(**changes)
+    model = make_model(n_layer=1, **changes)
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=60)
     ids = make_ids(2, 3)
     expected = model.generate(ids, max_new_tokens=12, do_sample=False)

@@ -1,10 +1,9 @@
 """Configurations for `accelerate launch`: what they say, what accelerate makes of them, and that they start it."""
 
-import os
 import re
 import socket
-import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from transformers import AutoModelForCausalLM
 
 import txl_hf  # noqa: F401 -- registers Transformer-XL with the Auto classes
+from scripts import run_script
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "examples" / "launch"
@@ -128,23 +128,14 @@ def test_zero2_is_stage_2():
 # --- on this machine -------------------------------------------------------------------------------------------------
 
 
-def start(name: str, script: Path, *options: str, arguments: list[str] | None = None) -> subprocess.Popen:
-    """`accelerate launch` with a configuration and further options, and a script with its arguments, on the CPU."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / f"{name}.yaml")]
-    return subprocess.Popen(
-        [*command, *options, str(script), *(arguments or [])],
-        env=os.environ | {"ACCELERATE_USE_CPU": "true"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(*started: subprocess.Popen) -> str:
-    """All that was printed, when every one has ended well."""
-    printed = [process.communicate(timeout=120)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * len(started), printed
-    return "".join(printed)
+def launch(name: str, script: Path, *options: str, arguments: list[str] | None = None) -> str:
+    """What `accelerate launch` with a configuration and further options, on the CPU, and a script with its arguments
+    print."""
+    command = ["--config_file", str(LAUNCH / f"{name}.yaml"), *options, str(script), *(arguments or [])]
+    start = "from accelerate.commands import launch; launch.main()"
+    process = run_script("-c", start, *command, ACCELERATE_USE_CPU="true")
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 def free_port() -> str:
@@ -162,25 +153,19 @@ assert accelerator.device.type == "cpu" and torch.distributed.get_backend() == "
 total = accelerator.reduce(torch.tensor([accelerator.process_index + 1]))
 assert total.item() == 3, total
 print(f"process {accelerator.process_index} of {accelerator.num_processes}\\n", end="", flush=True)
-accelerator.end_training()
 """
-
-
-def test_cpu_starts_two_processes(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(SUM_OF_RANKS)
-    printed = finish(start("cpu", script, "--main_process_port", "0"))
-    assert "process 0 of 2" in printed and "process 1 of 2" in printed
+END = "accelerator.end_training()\n"
 
 
 def test_two_nodes_find_each_other(tmp_path):
     """Two launchers of one process each, as two machines."""
     script = tmp_path / "script.py"
-    script.write_text(SUM_OF_RANKS)
+    script.write_text(SUM_OF_RANKS + END)
     where = ["--num_processes", "2", "--mixed_precision", "no", "--main_process_ip", "127.0.0.1"]
     where += ["--main_process_port", free_port()]
-    printed = finish(*(start("two_nodes", script, *where, "--machine_rank", rank) for rank in ("0", "1")))
-    assert "process 0 of 2" in printed and "process 1 of 2" in printed
+    with ThreadPoolExecutor() as machines:
+        printed = machines.map(lambda rank: launch("two_nodes", script, *where, "--machine_rank", rank), ("0", "1"))
+    assert sorted("".join(printed).splitlines()) == ["process 0 of 2", "process 1 of 2"]
 
 
 SHARDED = """
@@ -219,19 +204,24 @@ def test_fsdp2_trains_and_saves_a_whole_model(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SHARDED)
     options = ["--num_processes", "2", "--mixed_precision", "no", "--main_process_port", "0"]
-    finish(start("fsdp2", script, *options, arguments=[str(tmp_path / "saved")]))
+    launch("fsdp2", script, *options, arguments=[str(tmp_path / "saved")])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert model.config.n_layer == 2 and all(weight.isfinite().all() for weight in model.parameters())
 
 
-def test_an_example_in_two_processes(tmp_path):
-    """The plain loop of accelerate, with memory."""
-    script = ROOT / "examples" / "by_feature" / "music_events.py"
-    weights = tmp_path / "music.pt"
+def test_cpu_starts_two_processes(tmp_path):
+    """And an example in them: the plain loop of accelerate, with memory."""
+    weights, script = tmp_path / "music.pt", tmp_path / "script.py"
+    example = ROOT / "examples" / "by_feature" / "music_events.py"
+    run_example = (
+        f"import runpy, sys; sys.path[0] = {str(example.parent)!r}; runpy.run_path({str(example)!r}, None, '__main__')"
+    )
+    script.write_text(SUM_OF_RANKS + run_example)
     arguments = ["--smoke", "--steps", "5", "--output", str(weights)]
-    printed = finish(start("cpu", script, "--main_process_port", "0", arguments=arguments))
+    printed = launch("cpu", script, "--main_process_port", "0", arguments=arguments)
+    assert "process 0 of 2" in printed and "process 1 of 2" in printed
     assert printed.count("Held-out bits per event") == 1, "one of the two reports"
-    assert weights.is_file() and list(tmp_path.iterdir()) == [weights]
+    assert {path.name for path in tmp_path.iterdir()} == {"music.pt", "script.py"}
 
 
 def test_the_commands_of_the_page_name_what_there_is():

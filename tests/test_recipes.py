@@ -14,7 +14,7 @@ pytest.importorskip("datasets")
 from accelerate.state import AcceleratorState, GradientState
 
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
-from txl_hf.training import command, setup
+from txl_hf.training import command, loop, setup
 from txl_hf.training.arguments import parse_arguments
 
 RECIPES = sorted((Path(__file__).parents[1] / "examples" / "recipes").glob("*.yaml"))
@@ -38,6 +38,12 @@ SMALL = {"wikitext2_small", "characters_small", "words_small", "music_small"}
 
 def test_all_recipes_are_there():
     assert {path.stem for path in RECIPES} == {*PUBLISHED, *SMALL}
+
+
+@pytest.fixture(autouse=True)
+def plots(monkeypatch):
+    """test_train_lm.py looks at one; drawing would be a third of a run of seconds."""
+    monkeypatch.setattr(loop, "plot", lambda log, path, metric: path.touch())
 
 
 def smoke(recipe: Path, *options: str):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import txl_hf
+from scripts import run_script
 
 SLOW = {"torch", "datasets", "accelerate", "pandas", "matplotlib", "transformers.modeling_utils"}
 COMMANDS = {
@@ -44,25 +45,6 @@ ORDERS = [
     "import txl_hf.generation_transfo_xl",
     "from txl_hf import TransfoXLTokenizer",
 ]
-# Each in a process of its own, which has what takes longest already.
-FORKS = """
-import os, sys, traceback
-import torch, torch.distributed.tensor, torch._dynamo
-
-known, *orders = sys.argv[1:]
-for order in orders:
-    child = os.fork()
-    if child == 0:
-        try:
-            exec(order + known, {"__name__": "__main__"})
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    if os.waitpid(child, 0)[1]:
-        sys.exit(order)
-"""
-
 
 # The converters of this checkout, whichever is installed.
 PATH = f"import txl_hf; txl_hf.__path__.insert(0, {str(Path(__file__).parents[1])!r})\n"
@@ -115,14 +97,14 @@ def cpu_seconds(code: str, *arguments: str) -> float:
 
 def test_help_takes_less_than_the_libraries():
     """Of processor time, which others on the machine change little."""
-    assert cpu_seconds(COMMANDS["txl-train"], "--help") < cpu_seconds("import torch, transformers")
+    assert cpu_seconds(COMMANDS["txl-train"], "--help") < cpu_seconds("import torch")
 
 
-@pytest.mark.parametrize("orders", [ORDERS[:2], pytest.param(ORDERS[2:], marks=pytest.mark.slow)], ids=["few", "all"])
-def test_the_auto_classes_know_the_model_whatever_comes_first(orders):
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
-    command = [sys.executable, "-c", FORKS, KNOWN, *orders]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    "order", [*ORDERS[:2], *(pytest.param(order, marks=pytest.mark.slow) for order in ORDERS[2:])]
+)
+def test_the_auto_classes_know_the_model_whatever_comes_first(order):
+    process = run_script("-c", order + KNOWN, only_torch=True)
     assert process.returncode == 0, process.stderr[-2000:]
 
 

@@ -48,7 +48,7 @@ PARSER.add_argument("--row", type=Path, help="CSV file that the speeds are appen
 
 def smoke(folder: Path) -> list[str | Path]:
     source = common.standard_library("statistics")
-    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)][:9]
     for node in functions:
         (folder / f"{node.name}.txt").write_text(ast.get_source_segment(source, node) or "", encoding="utf-8")
     paths = [folder / f"{node.name}.txt" for node in functions]

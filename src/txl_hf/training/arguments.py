@@ -359,7 +359,7 @@ def shrink(arguments: Arguments, scratch: Path):
     model.cutoffs = [vocab_size * i // bins for i in range(1, bins)]
 
     data.batch_size = 4 * data.batch_chunk
-    evaluation.eval_batch_size, evaluation.eval_every = 2, 3
+    evaluation.eval_batch_size, evaluation.eval_every = 8, 3
     optimization.max_steps, optimization.max_epochs = 6, None
     optimization.warmup_steps = min(optimization.warmup_steps, 2)
     optimization.average_start = min(optimization.average_start, 2)
