@@ -1,9 +1,17 @@
 """The small model of the tests: one set of sizes, and weights so large that an error anywhere shows."""
 
+import pytest
 import torch
 
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
 
+# Triton's kernels have processes of their own; FlexAttention takes long to compile.
+BACKENDS = [
+    pytest.param(name, marks=pytest.mark.slow if name == "flex_attention" else ())
+    for name in RELATIVE_ATTENTION_FUNCTIONS
+    if name != "txl_triton"
+]
 SMALL = {
     "vocab_size": 61,
     "cutoffs": [9, 30],

@@ -51,6 +51,24 @@ def relative_attention(
     return output, probabilities
 
 
+def attention_of(tensors, key_mask=None, window=None):
+    """The same from what a backend is given: tensors by name, rel_key (H, K, Dh) and rel_bias (H, K) with the furthest
+    distance first, either of which may be missing."""
+    rel_key, rel_bias = tensors.get("rel_key"), tensors.get("rel_bias")
+    last = tensors["key"].shape[2] - 1
+    return relative_attention(
+        tensors["query"],
+        tensors["key"],
+        tensors["value"],
+        None if rel_key is None else lambda h, distance: rel_key[h, last - distance],
+        tensors.get("content_bias"),
+        tensors.get("position_bias"),
+        None if rel_bias is None else lambda h, distance: rel_bias[h, last - distance],
+        key_mask,
+        window,
+    )
+
+
 class ReferenceModel:
     """A whole Transformer-XL in fp64 from a model's parameters: `ReferenceModel(model)(input_ids, mems)`.
 

@@ -65,18 +65,7 @@ def draw(shape, dtype=torch.float32, seed=0, masked=False):
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_eager_is_the_loop_over_i_and_j(shape, masked, window):
     tensors, key_mask = draw(shape, torch.float64, masked=masked)
-    K = shape[2] + shape[3]
-    expected, expected_probabilities = oracle.relative_attention(
-        tensors["query"],
-        tensors["key"],
-        tensors["value"],
-        lambda h, distance: tensors["rel_key"][h, K - 1 - distance],
-        tensors["content_bias"],
-        tensors["position_bias"],
-        lambda h, distance: tensors["rel_bias"][h, K - 1 - distance],
-        key_mask,
-        window,
-    )
+    expected, expected_probabilities = oracle.attention_of(tensors, key_mask, window)
     output, probabilities = relative_attention(**tensors, key_mask=key_mask, window=window)
     torch.testing.assert_close(output, expected, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close(probabilities, expected_probabilities, atol=1e-12, rtol=1e-12)
@@ -265,18 +254,7 @@ def test_tiles_are_the_loop_over_i_and_j(shape, masked, window):
     """In fp64 to the last digits, outputs and every gradient; a few queries see nothing but themselves."""
     tensors, key_mask = draw(shape, torch.float64, masked=masked)
     del tensors["rel_bias"]
-    K = shape[2] + shape[3]
-    expected, _ = oracle.relative_attention(
-        tensors["query"],
-        tensors["key"],
-        tensors["value"],
-        lambda h, distance: tensors["rel_key"][h, K - 1 - distance],
-        tensors["content_bias"],
-        tensors["position_bias"],
-        None,
-        key_mask,
-        window,
-    )
+    expected, _ = oracle.attention_of(tensors, key_mask, window)
     actual = tile_by_tile(tensors, key_mask, window)
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
     cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -13,16 +13,9 @@ from safetensors.torch import load, save
 from torch.nn import functional as F
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
+from models import BACKENDS
 from txl_hf import TransfoXLModel
-from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
 from txl_hf.memory_transfo_xl import MemoryCache, StaticMemoryCache, mask_overflow, memory_of, real_states
-
-# Triton's kernels have processes of their own; FlexAttention takes long to compile.
-BACKENDS = [
-    pytest.param(name, marks=pytest.mark.slow if name == "flex_attention" else ())
-    for name in RELATIVE_ATTENTION_FUNCTIONS
-    if name != "txl_triton"
-]
 
 
 def close(actual, expected, tolerance=1e-5):

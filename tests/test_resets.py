@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DataCollatorWithFlattening, DynamicCache
 
-from models import SMALL
+from models import BACKENDS, SMALL
 from txl_hf import MemoryLengths, TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
 from txl_hf.memory_transfo_xl import memory_of
@@ -22,11 +22,6 @@ ENCODINGS = {
     "shaw-clamp": {"attn_type": 1, "clamp_len": 4},
     "no-memory": {"mem_len": 0},
 }
-BACKENDS = [
-    pytest.param(name, marks=pytest.mark.slow if name == "flex_attention" else ())
-    for name in RELATIVE_ATTENTION_FUNCTIONS
-    if name != "txl_triton"
-]
 
 
 def close(actual, expected, tolerance=1e-5):

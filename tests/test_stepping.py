@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import launcher
 import stepping_process
-from models import small_config
-from test_resets import BACKENDS, cut
+from models import BACKENDS, small_config
+from test_resets import cut
 from txl_hf import TransfoXLModel
 from txl_hf.memory_transfo_xl import memory_of
 

@@ -283,18 +283,7 @@ def test_output_is_the_loop_over_i_and_j(window, monkeypatch):
     monkeypatch.setattr(kernels, "LARGEST_TILE", 16)
     shape = (1, 2, 19, 6, 5)
     tensors, key_mask, _ = draw(shape, masked=True)
-    K = shape[2] + shape[3]
-    expected, _ = oracle.relative_attention(
-        tensors["query"],
-        tensors["key"],
-        tensors["value"],
-        lambda h, distance: tensors["rel_key"][h, K - 1 - distance],
-        tensors["content_bias"],
-        tensors["position_bias"],
-        lambda h, distance: tensors["rel_bias"][h, K - 1 - distance],
-        key_mask.cpu(),
-        window,
-    )
+    expected, _ = oracle.attention_of(tensors, key_mask.cpu(), window)
     options = {"key_mask": key_mask, "window": window, "scaling": shape[-1] ** -0.5}
     output, probabilities = kernels.triton_relative_attention(prepare(tensors, torch.float32, **options))
     assert probabilities is None
