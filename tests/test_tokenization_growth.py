@@ -5,6 +5,7 @@ A call cannot be interrupted, so that a quadratic rule is a way to stop a server
 
 import time
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -129,9 +130,14 @@ PLAIN = {
 LINEAR = {"commas": COMMAS, "inner full stops": INNER_STOPS}
 
 
+@cache
+def replacing(pattern: str, content: str) -> normalizers.Normalizer:
+    return normalizers.Replace(Regex(pattern), content)
+
+
 def apply(steps: list[tuple[str, str]], text: str) -> str:
-    for pattern, content in steps:
-        text = normalizers.Replace(Regex(pattern), content).normalize_str(text)
+    for step in steps:
+        text = replacing(*step).normalize_str(text)
     return text
 
 
