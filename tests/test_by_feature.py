@@ -480,6 +480,10 @@ def test_an_agent_goes_on_as_if_it_had_not_been_stopped(script, tmp_path, capsys
     with pytest.raises(KeyboardInterrupt):
         stopped.train()
     assert stopped.update == 2
+    with pytest.raises(ValueError, match="holds no finished run"):
+        module.tabulate(tmp_path / "stopped")
+    said = capsys.readouterr().out
+    assert re.search(r"^recall-transfo-xl-1 goes on with --resume: 2 updates, return -?[01]\.\d+$", said, re.MULTILINE)
     module.Run(agent_options(module, tmp_path / "stopped", "--resume")).train()
     names = ("curve", "held_out")
     whole, resumed = (
@@ -503,7 +507,9 @@ def test_tasks_that_are_not_installed_are_named(script, tmp_path, monkeypatch):
     assert "--env repeat_previous is POPGym's: pip install popgym" in said and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("task", "features", "actions"), [("repeat_previous", 4, 4), ("position_cartpole", 2, 2)])
+@pytest.mark.parametrize(
+    ("task", "features", "actions"), [("repeat_previous", 4, 4), ("position_cartpole", 2, 2), ("autoencode", 6, 4)]
+)
 def test_tasks_of_popgym(script, task, features, actions):
     pytest.importorskip("popgym")
     environments = script("memory_agent").Environments(task, 3)
@@ -511,7 +517,7 @@ def test_tasks_of_popgym(script, task, features, actions):
     first = environments.reset([(7, i) for i in range(3)])
     assert first.shape == (3, features) and torch.equal(first, environments.reset([(7, i) for i in range(3)]))
     begun = []
-    for step in range(60):
+    for step in range(110):
         observations, rewards, begins, ended = environments.step(torch.full((3,), step % actions))
         assert observations.shape == (3, features) and rewards.abs().max() <= 1
         assert [each is not None for each in ended] == begins.tolist()

@@ -11,10 +11,12 @@ and an update reads the window at once from that memory, where the rollout read 
 policy, so that the first ratio of an update is 1. `--memory gru` and `--memory none` are the same agent with a GRU, or
 nothing, of as many parameters.
 
-`repeat_previous` and `position_cartpole` are POPGym's easy RepeatPrevious, and CartPole without its velocities
-(`pip install popgym`); `recall` needs nothing. Every `--block` updates all episodes begin anew, from seeds of their
-own, and a checkpoint is written: a run that goes on with `--resume` is the run that was not stopped. TensorBoard has
-the curves. At the end the agent plays held-out episodes, without chance in its choices.
+`repeat_previous`, `position_cartpole` and `autoencode` are POPGym's easy RepeatPrevious, CartPole without its
+velocities, and Autoencode, where 52 cards are to be named backwards (`pip install popgym`; for the last,
+`--memory-length 104 --window 104`, as long as an episode, and many more steps); `recall` needs nothing. Every
+`--block` updates all episodes begin anew, from seeds of their own, and a checkpoint is written: a run that goes on
+with `--resume` is the run that was not stopped. TensorBoard has the curves, and `--table` says how far a run is that
+has not ended. At the end the agent plays held-out episodes, without chance in its choices.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import csv
 import json
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +45,7 @@ MEMORIES = ("transfo-xl", "gru", "none")
 # No training has this seed.
 HELD_OUT = 2**31
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-PARSER.add_argument("--env", choices=["repeat_previous", "position_cartpole", "recall"], help="the task")
+PARSER.add_argument("--env", choices=["repeat_previous", "position_cartpole", "autoencode", "recall"])
 PARSER.add_argument("--memory", choices=MEMORIES, default=MEMORIES[0], help="(%(default)s)")
 PARSER.add_argument("--seed", type=int, default=1, help="(%(default)s)")
 PARSER.add_argument("--steps", type=int, default=100_000, help="of all environments together (%(default)s)")
@@ -95,11 +98,14 @@ class Environments:
     def __init__(self, name: str, count: int):
         self._environments = [make_environment(name) for _ in range(count)]
         first = self._environments[0]
-        space: Any = getattr(first, "observation_space", None)
-        # A thing that is shown becomes a vector with a 1 in its place.
-        self._things = first.things if space is None else int(getattr(space, "n", 0))
-        self.features = self._things or int(np.prod(space.shape))
-        self.actions = first.actions if space is None else int(first.action_space.n)
+        # Of several things, the one that is shown becomes a vector with a 1 in its place.
+        if isinstance(first, Recall):
+            self._vector, self.features, self.actions = np.eye(first.things).__getitem__, first.things, first.actions
+        else:
+            from gymnasium.spaces import flatdim, flatten
+
+            self._vector, self.features = partial(flatten, first.observation_space), flatdim(first.observation_space)
+            self.actions = int(first.action_space.n)
 
     def reset(self, seeds: list[tuple[int, ...]]) -> Tensor:
         """(B, F), the first observation of an episode from each seed; later episodes follow from it too."""
@@ -126,9 +132,7 @@ class Environments:
         return self._environments[i].reset(seed=int(self._seeds[i].integers(2**31)))[0]
 
     def _encode(self, observations: list) -> Tensor:
-        if self._things:
-            return nn.functional.one_hot(torch.tensor(observations), self._things).float()
-        return torch.from_numpy(np.stack(observations)).float().flatten(1)
+        return torch.from_numpy(np.stack([self._vector(observation) for observation in observations])).float()
 
 
 def make_environment(name: str):
@@ -139,6 +143,10 @@ def make_environment(name: str):
             from popgym.envs.repeat_previous import RepeatPreviousEasy
 
             return RepeatPreviousEasy()
+        if name == "autoencode":
+            from popgym.envs.autoencode import AutoencodeEasy
+
+            return AutoencodeEasy()
         from popgym.envs.position_only_cartpole import PositionOnlyCartPoleEasy
 
         return PositionOnlyCartPoleEasy()
@@ -430,6 +438,11 @@ def tabulate(folder: Path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    for path in sorted(folder.glob("*/checkpoint.pt")):
+        if not (path.parent / "result.json").exists():
+            found = torch.load(path, weights_only=True)
+            reached = f", return {found['curve'][-1][1]:.3f}" if found["curve"] else ""
+            print(f"{path.parent.name} goes on with --resume: {found['update']} updates{reached}")
     results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/result.json"))]
     if not results:
         raise ValueError(f"--table {folder} holds no finished run")
