@@ -46,6 +46,7 @@ test-clients:
 	$(MAKE) venv VENV=.venv-clients
 	.venv-clients/bin/python -m pip install --constraint $(CONSTRAINTS) --requirement tests/clients/requirements.txt
 	OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest tests/clients
+	OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest tests/test_trainer.py -k deepspeed
 
 # Rewrite the sources in the project's style.
 style: venv

@@ -7,6 +7,7 @@ This folder is ready to be a Space of the Hub: README.md says so in its first li
 set the variable MODEL to the name of a model there.
 """
 
+import html
 import os
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ matplotlib.use("Agg")
 
 # Characters of a text that are read: a page should answer within seconds.
 LONGEST = 4_000
+# Bits of a token that is coloured as darkly as can be.
+MOST_BITS = 8
 # Tokens of the end of a text for which heads are shown, and how far back.
 QUERIES, KEYS = 24, 96
 
@@ -42,32 +45,48 @@ class Page:
             raise gr.Error("Write a little more: there is nothing to go on from.")
         return ids
 
-    def write(self, text: str, tokens: int, temperature: float) -> Iterator[str]:
-        """The text, longer and longer."""
+    def go_on(self, text: str, tokens: int, temperature: float) -> Iterator[str]:
+        """What may follow the text, longer and longer."""
         ids = torch.tensor([self.read(text)])
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True)
         choice = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": int(tokens), "streamer": streamer}
         writer = Thread(target=self.model.generate, args=(ids,), kwargs=settings | choice)
         writer.start()
+        written = ""
         for piece in streamer:
-            text += piece
-            yield text
+            written += piece
+            yield written
         writer.join()
 
-    def worth(self, text: str) -> tuple[list[tuple[str, float]], list[tuple[str, float]], str]:
-        """Each token with its loss in bits: with memory, without; and what both come to."""
+    def write(self, text: str, tokens: int, temperature: float) -> Iterator[str]:
+        """The text with what may follow it, longer and longer."""
+        for written in self.go_on(text, tokens, temperature):
+            yield text + written
+
+    def worth(self, text: str) -> tuple[str, str, str]:
+        """What both readings come to, and each token coloured by its loss: with memory, without."""
         ids = self.read(text)
         segment = min(self.config.tgt_len, max(1, len(ids) // 4))
         found = [txl_hf.token_losses(self.model, ids, segment, length) for length in (self.config.mem_len, 0)]
-        bits = [losses / torch.log(torch.tensor(2.0)) for losses in found]
-        pieces = [self.tokenizer.decode([token]) for token in ids[1:]]
-        coloured = [list(zip(pieces, map(float, losses / 10), strict=True)) for losses in bits]
+        with_memory, without = (losses / torch.log(torch.tensor(2.0)) for losses in found)
         said = (
-            f"{bits[0].mean():.3f} bits a token with a memory of {self.config.mem_len}, {bits[1].mean():.3f} without, "
-            f"in segments of {segment}. The darker, the less expected: black is 10 bits and more."
+            f"**{with_memory.mean():.3f}** bits a token with a memory of {self.config.mem_len}, "
+            f"**{without.mean():.3f}** without, in segments of {segment}. The redder, the less expected; point at a "
+            "token to see its bits."
         )
-        return coloured[0], coloured[1], said
+        return said, self.coloured("with memory", ids, with_memory), self.coloured("without", ids, without)
+
+    def coloured(self, title: str, ids: list[int], bits: torch.Tensor) -> str:
+        """The text behind its first token as HTML, its lines and columns as they are."""
+        first = html.escape(self.tokenizer.decode(ids[:1]))
+        tokens = (
+            f'<span title="{value:.2f} bits" style="background: rgba(220, 40, 40, {min(1, value / MOST_BITS):.2f})">'
+            f"{html.escape(self.tokenizer.decode([token]))}</span>"
+            for token, value in zip(ids[1:], bits.tolist(), strict=True)
+        )
+        style = "white-space: pre-wrap; overflow-wrap: anywhere; font-family: monospace; line-height: 1.5"
+        return f'<h4>{title}</h4><div style="{style}">{first}{"".join(tokens)}</div>'
 
     def look(self, text: str, layer: int) -> Figure:
         """Where the heads of a layer look, from each of the last tokens."""
@@ -78,9 +97,8 @@ class Page:
             attentions = self.model(now, mems=mems, output_attentions=True, use_cache=False).attentions
         heads = attentions[int(layer)][0][..., -KEYS:]
         figure = Figure(figsize=(8, 1.2 + 1.3 * len(heads)), layout="constrained")
-        for head, (axes, weights) in enumerate(
-            zip(figure.subplots(len(heads), squeeze=False)[:, 0], heads, strict=True)
-        ):
+        plots = figure.subplots(len(heads), squeeze=False, sharex=True)[:, 0]
+        for head, (axes, weights) in enumerate(zip(plots, heads, strict=True)):
             axes.imshow(weights.sqrt(), aspect="auto", cmap="magma", vmin=0, extent=(-weights.shape[1], 0, QUERIES, 0))
             axes.set_ylabel(f"head {head}")
             axes.set_yticks([])
@@ -92,19 +110,28 @@ class Page:
 def build(page: Page) -> gr.Blocks:
     with gr.Blocks(title="Transformer-XL") as app:
         gr.Markdown("# Transformer-XL\nA text, what the memory is worth in it, and where each head looks.")
-        text = gr.Textbox(label="text", lines=8, value="def main(argv=None):\n    ")
+        text = gr.Textbox(label="text", lines=6, value="def main(argv=None):\n    ")
+        # Short names: a telephone shows as many as fit.
         with gr.Tab("Continue"):
-            tokens = gr.Slider(1, 400, 100, step=1, label="tokens")
-            temperature = gr.Slider(0, 1.5, 0.7, label="temperature (0: the most probable token)")
+            following = gr.Textbox(label="how it may go on, as you type", lines=3, interactive=False)
+            with gr.Row():
+                tokens = gr.Slider(1, 400, 60, step=1, label="tokens")
+                temperature = gr.Slider(0, 1.5, 0.7, label="temperature")
             gr.Button("Continue", variant="primary").click(page.write, [text, tokens, temperature], text)
-        with gr.Tab("What the memory is worth"):
-            said = gr.Markdown()
-            shown = [gr.HighlightedText(label=label, show_legend=False) for label in ("with memory", "without")]
-            gr.Button("Read", variant="primary").click(page.worth, text, [*shown, said])
-        with gr.Tab("Where heads look"):
+            text.input(
+                page.go_on,
+                [text, tokens, temperature],
+                following,
+                show_progress="hidden",
+                trigger_mode="always_last",
+            )
+        with gr.Tab("Memory"):
+            read = gr.Button("What is the memory worth?", variant="primary")
+            read.click(page.worth, text, [gr.Markdown(), gr.HTML(), gr.HTML()])
+        with gr.Tab("Heads"):
             layer = gr.Slider(0, page.config.n_layer - 1, 0, step=1, label="layer")
-            picture = gr.Plot()
-            gr.Button("Look", variant="primary").click(page.look, [text, layer], picture)
+            look = gr.Button("Where do its heads look?", variant="primary")
+            look.click(page.look, [text, layer], gr.Plot(show_label=False))
     return app
 
 

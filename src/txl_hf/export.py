@@ -2,7 +2,8 @@
 
     txl-export --model runs/wikitext-2 --output wikitext-2-onnx
 
-The folder holds, beside config.json and the tokenizer, two graphs; each has the weights:
+The folder holds, beside config.json and the tokenizer, two graphs and `weights.data`, the weights of both, which stays
+beside them:
 
 * `segment.onnx`: `input_ids` (batch, length) and `mems.0` … (batch, memory, d_model), one for each layer, give
   `logits` (batch, length, vocabulary), which are log-probabilities, and `new_mems.0` …, which the next call takes as

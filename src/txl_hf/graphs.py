@@ -1,10 +1,12 @@
 """What `txl-export` does: a model as ONNX graphs, and whether onnxruntime finds what torch finds."""
 
+import hashlib
 import logging
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
-import onnx  # noqa: F401 -- torch's exporter imports it: what is missing is said before any work.
+import onnx  # torch's exporter imports it too: what is missing is said before any work.
 import onnxruntime
 import onnxscript  # noqa: F401 -- so it does this.
 import torch
@@ -16,12 +18,18 @@ from .files import whole_folder
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .scoring import load_config
 
-__all__ = ["check_graph", "export", "write_graph"]
+__all__ = ["check_graph", "export", "share_weights", "write_graph"]
+
+# Weights of so many bytes and more are in a file that the graphs share, where each begins at a multiple of a page.
+LEAST_SHARED, PAGE = 1024, 4096
 
 # How far log-probabilities, and states in proportion to the largest, may be from torch's.
 TOLERANCE = 1e-4
 # Batch and length that the graph of a segment is compared at, with memories of several lengths.
 SIZES = ((1, 1), (3, 7), (2, 20))
+
+
+WEIGHTS = "weights.data"
 
 
 class _Graph(nn.Module):
@@ -55,8 +63,11 @@ def export(name: str, output: Path) -> dict[str, float]:
     found = {}
     output.parent.mkdir(parents=True, exist_ok=True)
     with whole_folder(output) as aside:
-        for graph, sizes in (("segment.onnx", SIZES), ("step.onnx", tuple((batch, 1) for batch, _ in SIZES))):
+        graphs = {"segment.onnx": SIZES, "step.onnx": tuple((batch, 1) for batch, _ in SIZES)}
+        for graph in graphs:
             write_graph(model, aside / graph, one_token=graph == "step.onnx")
+        share_weights([aside / graph for graph in graphs], aside / WEIGHTS)
+        for graph, sizes in graphs.items():
             found[graph] = check_graph(model, aside / graph, sizes)
         config.save_pretrained(aside)
         if (tokenizer := find_tokenizer(name)) is not None:
@@ -92,6 +103,36 @@ def write_graph(model: TransfoXLForCausalLM, path: Path, one_token: bool) -> Non
     # Its type is that of the older exporter, too, which returns nothing.
     assert program is not None
     program.save(path)
+
+
+def share_weights(graphs: Iterable[Path], weights: Path) -> None:
+    """Move what graphs in one folder hold of weights to a file beside them, each weight once.
+
+    Args:
+        graphs: ONNX files, which are written anew. weights: the file to write.
+    """
+    places: dict[bytes, tuple[int, int]] = {}
+    with weights.open("wb") as file:
+        for path in graphs:
+            graph = onnx.load(path)
+            # Of a graph that was too large to hold them.
+            path.with_name(f"{path.name}.data").unlink(missing_ok=True)
+            for tensor in graph.graph.initializer:
+                content = onnx.numpy_helper.to_array(tensor).tobytes()
+                if len(content) < LEAST_SHARED:
+                    continue
+                digest = hashlib.blake2b(content).digest()
+                if digest not in places:
+                    file.write(bytes(-file.tell() % PAGE))
+                    places[digest] = file.tell(), len(content)
+                    file.write(content)
+                offset, length = places[digest]
+                tensor.raw_data = b""  # where the next line looks
+                onnx.external_data_helper.set_external_data(tensor, weights.name, offset=offset, length=length)
+                # The values themselves, in whichever of its fields they were.
+                for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
+                    tensor.ClearField(field)
+            path.write_bytes(graph.SerializeToString())
 
 
 def check_graph(model: TransfoXLForCausalLM, path: Path, sizes: tuple[tuple[int, int], ...]) -> float:

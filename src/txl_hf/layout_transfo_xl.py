@@ -48,7 +48,9 @@ MOST_NAMES = 16
 
 
 class _Split(WeightConverter):
-    """One tensor on disk, several in memory. Quantizers get them one by one: most would keep the first alone."""
+    """One tensor on disk, several in memory. Quantizers get them one by one, each in a list as from a file: most would
+    keep the first alone.
+    """
 
     def convert(self, layer_name: str, model=None, config=None, hf_quantizer=None, loading_info=None):
         tensors = super().convert(layer_name, model, config, None, loading_info)
@@ -58,7 +60,7 @@ class _Split(WeightConverter):
         quantized: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             quantized |= self.quantization_operation.convert(
-                {name: tensor}, full_layer_name=name, model=model, config=config, missing_keys=missing,
+                {name: [tensor]}, full_layer_name=name, model=model, config=config, missing_keys=missing,
                 source_patterns=self.source_patterns, target_patterns=self.target_patterns,
             )  # fmt: skip
         return quantized

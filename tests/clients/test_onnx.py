@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
@@ -72,6 +73,23 @@ def test_the_example_writes_what_generate_writes(folders, capsys, monkeypatch):
         runpy.run_path(str(GENERATE), run_name="__main__")
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_both_graphs_have_their_weights_in_one_file(folders):
+    """Each once: what a graph has of its own is small."""
+    places = []
+    for name in ("segment", "step"):
+        tensors = onnx.load(folders[1] / f"{name}.onnx", load_external_data=False).graph.initializer
+        entries = [{entry.key: entry.value for entry in tensor.external_data} for tensor in tensors]
+        assert {entry["location"] for entry in entries if entry} == {"weights.data"}
+        assert all(len(tensor.raw_data) < 1024 for tensor in tensors)
+        places.append({(int(entry["offset"]), int(entry["length"])) for entry in entries if entry})
+    model = TransfoXLForCausalLM.from_pretrained(folders[0])
+    large = [parameter for parameter in model.parameters() if parameter.nbytes >= 1024]
+    assert len(places[0] & places[1]) >= 0.9 * len(large) > 0
+    together = sum(length for _, length in places[0] | places[1])
+    assert together == pytest.approx(sum(parameter.nbytes for parameter in large), rel=0.2)
+    assert (folders[1] / "weights.data").stat().st_size < together + 4096 * len(places[0] | places[1])
 
 
 def test_a_graph_of_another_model_is_found_out(folders):

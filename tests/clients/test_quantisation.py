@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 from models import small_model
 from txl_hf import evaluate_language_model
@@ -72,6 +72,15 @@ def test_quanto(folder, text):
     # Of the layers alone: the softmax reads its tables and clusters itself.
     quantize(model.transformer, weights=qint8)
     freeze(model.transformer)
+    assert len(replaced(model, QLinear)) >= LAYERS * len(PER_LAYER)
+    check(model, folder, text, rel=0.02)
+
+
+def test_quanto_while_loading(folder, text):
+    from optimum.quanto import QLinear
+
+    config = QuantoConfig(weights="int8")
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
     assert len(replaced(model, QLinear)) >= LAYERS * len(PER_LAYER)
     check(model, folder, text, rel=0.02)
 

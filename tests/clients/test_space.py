@@ -1,7 +1,9 @@
 """The page of examples/space: gradio serves it, and its client gets what the model says."""
 
+import html
 import importlib.util
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -46,16 +48,25 @@ def test_a_text_goes_on(page, client):
     assert found == TEXT + shown.tokenizer.decode(written[0, ids.shape[1] :])
 
 
+def test_a_text_goes_on_as_one_types(page, client):
+    written = client.predict(TEXT, 12, 0, api_name="/go_on")
+    assert len(written) == 12 and client.predict(TEXT, 12, 0, api_name="/write") == TEXT + written
+
+
 def test_what_the_memory_is_worth(page, client):
+    """Each token coloured by its bits, the text as it is, whatever it holds."""
     _, shown = page
-    with_memory, without, said = client.predict(TEXT, api_name="/worth")
-    ids = shown.tokenizer(TEXT)["input_ids"]
-    for coloured, length in ((with_memory, 40), (without, 0)):
+    text = TEXT + "\n  a line. "
+    said, *coloured = client.predict(text, api_name="/worth")
+    ids = shown.tokenizer(text)["input_ids"]
+    for page, length in zip(coloured, (40, 0), strict=True):
         expected = token_losses(shown.model, ids, 20, length) / math.log(2)
-        values = [entry["class_or_confidence"] for entry in coloured]
-        assert len(values) == len(ids) - 1
-        assert torch.allclose(torch.tensor(values) * 10, expected, atol=1e-3)
+        found = re.findall(r'<span title="([\d.]+) bits" style="background: rgba\(220, 40, 40, ([\d.]+)\)">', page)
+        assert torch.allclose(torch.tensor([float(bits) for bits, _ in found]), expected, atol=0.006)
+        assert [float(alpha) for _, alpha in found] == pytest.approx(expected.div(8).clamp(max=1).tolist(), abs=0.006)
+        assert html.unescape(re.sub("<[^>]*>", "", page.partition("</h4>")[2])) == text
         assert f"{expected.mean():.3f}" in said
+    assert "&lt;unk&gt;" in client.predict("a text with < in it", api_name="/worth")[1]
 
 
 def test_where_heads_look(page, client):
