@@ -17,6 +17,7 @@ from txl_hf import TransfoXLTokenizer, commands
 
 BROWSER = Path(__file__).parents[2] / "examples" / "browser"
 PROMPT = "a prompt that is longer than a segment"
+ASKED = {"prompt": PROMPT, "tokens": 15, "temperature": 0}
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -48,7 +49,7 @@ def test_the_page_writes_what_torch_writes(tmp_path):
 
     server = ThreadingHTTPServer(("localhost", 0), functools.partial(Quiet, directory=str(tmp_path / "page")))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://localhost:{server.server_address[1]}/?{urlencode({'prompt': PROMPT, 'tokens': 15})}"
+    address = f"http://localhost:{server.server_address[1]}/?{urlencode(ASKED)}"
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=60000", "--dump-dom"]
     command = ["chromium", *options, f"--user-data-dir={tmp_path}/profile", address]
     page = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout
