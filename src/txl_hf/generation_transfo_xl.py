@@ -69,7 +69,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
             if mask is not None and not generation_config.is_assistant and bool(mask.all()):
                 # Newer transformers drop it too. Asked once: where it stayed, every layer would hide by it at every
                 # token, since nobody asks a GPU each time.
-                model_kwargs["attention_mask"] = None
+                del model_kwargs["attention_mask"]
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 
