@@ -13,6 +13,9 @@ the one kernel that it is on a GPU. How many targets each bin has is a number th
 Zipf's law, which the words of a text nearly follow, and counted as a wait unless it was asked for before the layers.
 Nothing is compiled; the optimiser and the check of ids are left out.
 
+`--graph` counts the kernels of a decoded token with a static cache when all of it is one graph, as Inductor writes
+them for a CPU, without compiling them. For a GPU it may join them otherwise: nobody has seen that yet.
+
 `tests/test_launches.py` runs the small sizes and fails where a count grows.
 """
 
@@ -22,11 +25,15 @@ import csv
 import dataclasses
 import itertools
 import math
+import re
 import sys
 from pathlib import Path
 from unittest import mock
 
 import torch
+from torch._inductor import config as inductor
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -232,6 +239,25 @@ def decode(model, ids, past):
     model(ids, past_key_values=past.past_key_values, use_cache=True, logits_to_keep=1)
 
 
+def count_in_one_graph(layers: int) -> int:
+    """The kernels and products that Inductor calls for a decoded token of a small model of so many layers."""
+    config = TransfoXLConfig(**SMALL | {"n_layer": layers}, mem_len=64, tgt_len=1)
+    # What "auto" is on a GPU for one query.
+    config._attn_implementation = "eager"
+    model, cache = TransfoXLForCausalLM(config).eval(), StaticMemoryCache(config)
+    options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    torch._dynamo.reset()
+    nothing = mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *args, **kwargs: lambda *arguments: None)
+    with torch.no_grad(), nothing, inductor.patch(fx_graph_cache=False, cpp_wrapper=False):
+        model(torch.zeros(1, 64, dtype=torch.long), **options)
+        mask = torch.ones(1, 65, dtype=torch.bool)
+        token = torch.zeros(1, 1, dtype=torch.long)
+        _, [code] = run_and_get_code(
+            torch.compile(model.forward, fullgraph=True), token, attention_mask=mask, **options
+        )
+    return len(re.findall(r"^ +(?:\w+ = )?(?:extern_kernels\.|cpp_fused|torch\.ops)\w*", code, re.MULTILINE))
+
+
 def rows(workloads: dict[str, Workload]) -> list[dict[str, str]]:
     found = []
     for name, workload in workloads.items():
@@ -246,7 +272,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="a csv file to write instead of printing alone")
     parser.add_argument("--note", help="what the sources are, for the rows of large workloads in the history")
+    parser.add_argument("--graph", action="store_true", help="count what a decoded token is as one graph, and no more")
     arguments = parser.parse_args()
+    if arguments.graph:
+        two, three = count_in_one_graph(2), count_in_one_graph(3)
+        whole = two + (BASE["n_layer"] - 2) * (three - two)
+        print(f"base-decode-static as one graph: {three - two} kernels a layer, {whole} in all")
+        return 0
     found = rows(WORKLOADS | SMALL_WORKLOADS)
     if arguments.output:
         with arguments.output.open("w", newline="") as file:

@@ -7,7 +7,16 @@ from torch import nn
 from txl_hf.dropout_transfo_xl import relu_and_drop
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")],
+        ),
+    ],
+)
 def test_dropout_behind_a_relu_keeps_its_result_alone(device):
     """It draws what PyTorch draws, has PyTorch's first and second derivatives, and lets NaN through."""
     generator = torch.Generator().manual_seed(1)

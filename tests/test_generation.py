@@ -220,7 +220,11 @@ def test_static_cache(model, make_ids):
         assert torch.equal(static, model.generate(ids, **options))
 
 
-@pytest.mark.parametrize("changes", [{}, {"initial_memory": "zeros"}], ids=["empty", "zeros"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"initial_memory": "zeros"}, {"attn_implementation": "eager"}],
+    ids=["empty", "zeros", "eager"],
+)
 def test_static_cache_compiled_without_graph_breaks(make_model, make_ids, changes):
     model = make_model(n_layer=1, **changes)
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=60)

@@ -41,6 +41,14 @@ def test_no_count_of_a_real_step_grows(name, backend):
         assert float(f"{found[count]:.6g}") <= float(before[count]), count
 
 
+@pytest.mark.slow
+def test_a_decoded_token_is_one_graph_of_few_kernels():
+    """At the size of the base model; the bar is 200."""
+    two, three = launches.count_in_one_graph(2), launches.count_in_one_graph(3)
+    assert 5 < three - two <= 11
+    assert two + (launches.BASE["n_layer"] - 2) * (three - two) <= 193
+
+
 def test_the_bins_of_a_text_add_up():
     config = launches.TransfoXLConfig(**launches.BASE)
     sizes = launches.sizes_of_bins(config, 49152)

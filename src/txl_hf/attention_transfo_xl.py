@@ -63,13 +63,25 @@ def relative_shift(scores: Tensor) -> Tensor:
 def eager_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """The reference: every score is materialised, so the probabilities can be returned."""
     query = _add_bias(inputs.query, inputs.content_bias) * inputs.scaling
-    scores = query @ inputs.key.transpose(-1, -2)
+    scores = _product(query, inputs.key.transpose(-1, -2))
     by_distance = _position_scores(inputs)
     scores = _hide(scores if by_distance is None else scores + by_distance, inputs)
     wide = torch.promote_types(scores.dtype, torch.float32)
     probabilities = F.softmax(scores, dim=-1, dtype=wide).to(inputs.value.dtype)
     probabilities = F.dropout(probabilities, inputs.dropout, training=inputs.dropout > 0)
-    return probabilities @ inputs.value, probabilities
+    return _product(probabilities, inputs.value), probabilities
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, (…, L, n) of (…, L, k) and (…, k, n).
+
+    One row reads all of b for little arithmetic. In a graph it is written as what a compiler can make one kernel of
+    with all that follows, where a product would be a kernel of its own.
+    """
+    if a.shape[-2] > 1 or not torch.compiler.is_compiling():
+        return a @ b
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return (a.transpose(-1, -2).to(wide) * b.to(wide)).sum(dim=-2, keepdim=True).to(a.dtype)
 
 
 class AttentionTerms(NamedTuple):
@@ -247,7 +259,7 @@ def _position_scores(inputs: AttentionInputs) -> Tensor | None:
         rel_bias = None if rel_bias is None else F.pad(rel_bias, (1, 0))
     # One product for each head, whatever the batch: the distances are everybody's.
     queries = (_add_bias(query, inputs.position_bias) * inputs.scaling).transpose(0, 1).flatten(1, 2)
-    scores = torch.bmm(queries, rel_key.transpose(1, 2)).unflatten(1, (B, L))
+    scores = _product(queries, rel_key.transpose(1, 2)).unflatten(1, (B, L))
     if rel_bias is not None:
         scores = scores + rel_bias[:, None, None].to(scores.dtype) * inputs.scaling
     return (relative_shift(scores) if L > 1 else _in_order(scores, inputs)).transpose(0, 1)
