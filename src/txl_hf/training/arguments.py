@@ -10,7 +10,7 @@ import json
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import yaml  # type: ignore[import-untyped]
 from transformers import HfArgumentParser
@@ -20,11 +20,9 @@ from ..regularization_arguments import RegularizationArguments
 SPLITS = ("train", "validation", "test")
 # Settings of any model that may change in fine-tuning.
 CHANGEABLE = ("dropout", "dropatt", "tgt_len", "mem_len", "ext_len", "clamp_len", "same_length")
-MAY_BE_ZERO = (
-    *("mem_len", "ext_len", "eval_mem_len", "eval_ext_len", "attn_type"),
-    *("warmup_steps", "decay_steps", "average_start", "seed"),
-)
-MAY_BE_NEGATIVE = ("clamp_len", "eval_clamp_len")
+# Whole numbers are at least 1, but for these.
+OrZero = Annotated[int, 0]
+OrNegative = Annotated[int, None]
 
 
 def option(text: str, default: Any = None) -> Any:
@@ -63,13 +61,13 @@ class ModelArguments:
     proj_init_std: float | None = option("Deviation of initial projections of the embeddings.")
     initial_memory: Literal["zeros", "empty"] | None = option("What precedes the first segment.")
     same_length_counts_self: bool | None = option("With same_length: whether a query is one of its mem_len keys.")
-    attn_type: int | None = option("0: relative (Transformer-XL), 1: Shaw, 2: Vaswani, 3: Al-Rfou.")
+    attn_type: OrZero | None = option("0: relative (Transformer-XL), 1: Shaw, 2: Vaswani, 3: Al-Rfou.")
     dropout: float | None = option("Dropout.")
     dropatt: float | None = option("Dropout of attention probabilities.")
     tgt_len: int | None = option("Segment length.")
-    mem_len: int | None = option("Memory length.")
-    ext_len: int | None = option("Extended context: so many tokens before each segment are read again.")
-    clamp_len: int | None = option("Distances beyond it share one position; -1: no clamping.")
+    mem_len: OrZero | None = option("Memory length.")
+    ext_len: OrZero | None = option("Extended context: so many tokens before each segment are read again.")
+    clamp_len: OrNegative | None = option("Distances beyond it share one position; -1: no clamping.")
     same_length: bool | None = option("Every query sees the same number of keys.")
 
 
@@ -100,9 +98,9 @@ class EvaluationArguments:
     eval_every: int = option("Steps between two validations; there is one at the end, too.", 4000)
     eval_batch_size: int = option("Streams of an evaluation.", 10)
     eval_tgt_len: int | None = option("Tokens scored in one pass.")
-    eval_mem_len: int | None = option("Memory length.")
-    eval_ext_len: int | None = option("Extended context.")
-    eval_clamp_len: int | None = option("Distances beyond it share one position.")
+    eval_mem_len: OrZero | None = option("Memory length.")
+    eval_ext_len: OrZero | None = option("Extended context.")
+    eval_clamp_len: OrNegative | None = option("Distances beyond it share one position.")
     eval_same_length: bool | None = option("Every query sees the same number of keys.")
     eval_memory_lengths: list[int] = option("Also evaluate the finished model with these memory lengths.", [])
     metric: Literal["perplexity", "bits_per_token"] = option("What is shown; both are logged.", "perplexity")
@@ -128,13 +126,13 @@ class OptimizationArguments:
     scheduler: Literal["cosine", "inverse_sqrt", "constant", "stable_decay"] = option(
         "What follows the warm-up; stable_decay: constant, and at the end a straight line.", "cosine"
     )
-    decay_steps: int | None = option("With stable_decay, steps of the line; by default a fifth of all.")
-    warmup_steps: int = option("Steps over which the learning rate rises from 0.", 0)
+    decay_steps: OrZero | None = option("With stable_decay, steps of the line; by default a fifth of all.")
+    warmup_steps: OrZero = option("Steps over which the learning rate rises from 0.", 0)
     min_learning_rate: float = option("Where the cosine, or the line of stable_decay, ends (eta_min).", 0.0)
     scale_lr_by_length: bool = option("Scale the learning rate by the segment's length over tgt_len.", False)
     max_grad_norm: float = option("Clip gradients to this norm; 0: do not.", 0.25)
     average: Literal["none", "ema", "equal"] = option("Evaluate and save an average of the weights.", "none")
-    average_start: int = option("Step after which the average begins.", 0)
+    average_start: OrZero = option("Step after which the average begins.", 0)
     ema_decay: float = option("Decay of the average, where it is exponential.", 0.9999)
 
 
@@ -146,7 +144,7 @@ class RunArguments:
     resume: bool = option("Go on from the last complete checkpoint in output, if there is one.", False)
     overwrite: bool = option("Delete what an earlier run left in output.", False)
     smoke: bool = option("A few steps of a shrunken model on a small text, else as in the recipe.", False)
-    seed: int = option("Seed of weights, dropout and orders.", 1111)
+    seed: OrZero = option("Seed of weights, dropout and orders.", 1111)
     log_every: int = option("Steps between two lines of the log.", 200)
     save_every: int = option("Steps between two checkpoints.", 4000)
     save_total_limit: int = option("Checkpoints to keep.", 2)
@@ -307,13 +305,13 @@ def recipe_options(recipe: Path) -> list[str]:
 def check_arguments(arguments: Arguments):
     """Raise a ValueError for settings that do not fit together."""
     for group in arguments:
-        for entry in fields(group):
-            value = getattr(group, entry.name)
-            if not isinstance(value, int) or isinstance(value, bool) or entry.name in MAY_BE_NEGATIVE:
-                continue
-            least = 0 if entry.name in MAY_BE_ZERO else 1
-            if value < least:
-                raise ValueError(f"--{entry.name} is {value}, but must be at least {least}")
+        for name, kind in get_type_hints(type(group), include_extras=True).items():
+            # The number with its bound, or one of None and such a number.
+            bounds = [bound for part in (kind, *get_args(kind)) for bound in getattr(part, "__metadata__", ())]
+            least = bounds[0] if bounds else 1
+            value = getattr(group, name)
+            if isinstance(value, int) and not isinstance(value, bool) and least is not None and value < least:
+                raise ValueError(f"--{name} is {value}, but must be at least {least}")
     optimization, run = arguments.optimization, arguments.run
     if (optimization.max_steps is None) == (optimization.max_epochs is None):
         raise ValueError("set one of --max_steps and --max_epochs")
