@@ -285,7 +285,7 @@ def test_a_loss_is_of_exactly_so_much_context(name, work):
     places = np.array([20, 24, 40, 56])
     found = context_length.window_losses(model, ids.numpy(), contexts, places, batch_size=3)
     for k, context in enumerate(contexts):
-        seen = min(context, {"none-vaswani-half": 8, "gpt2": 16}.get(name, 99))
+        seen = min(context, {"none-vaswani-half": 8, "gpt2": 8}.get(name, 99))
         for j, place in enumerate(places):
             window, target = ids[place - seen : place][None], ids[place - seen + 1 : place + 1][None]
             with torch.no_grad():

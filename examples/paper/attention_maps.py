@@ -41,6 +41,7 @@ from txl_hf.scoring import read_prepared
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 PARTS = ("whole", "a", "b", "d")
 TITLES = {"whole": "whole score", "a": "(a) content", "b": "(b) position by content", "d": "(d) position"}
@@ -264,6 +265,7 @@ def plot_text(recorder: Recorder, whole: Tensor, path: Path):
         high = by_distance.quantile(0.8, dim=1)
         red = torch.where(places > high[:, None], 1.0, torch.nan)
         axis.imshow(red.numpy(), aspect="auto", cmap="autumn", interpolation="nearest", alpha=0.6)
+        axis.yaxis.set_major_locator(MaxNLocator(integer=True))
         axis.set_ylabel("consecutive targets")
         axis.set_title(f"layer {layer + 1}, head {layer * whole.shape[1] + head + 1}", fontsize="medium")
         axis.set_xlabel("place in the text, the memory first")

@@ -100,7 +100,8 @@ def make_model(row: Row, sizes: Sizes, vocab_size: int) -> Any:
         return GPT2LMHeadModel(
             GPT2Config(
                 vocab_size=vocab_size,
-                n_positions=max(sizes.segment, round(max(sizes.lengths) * sizes.segment)),
+                # No position that no training has seen.
+                n_positions=sizes.segment,
                 n_embd=sizes.width,
                 n_layer=sizes.layers,
                 n_head=sizes.heads,

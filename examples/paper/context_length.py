@@ -168,7 +168,10 @@ def furthest(model: Any, longest: int) -> int:
     config = model.config
     if uses_segment_end(model):
         return config.max_klen or config.tgt_len + config.ext_len
-    return min(longest, getattr(config, "n_positions", longest))
+    # Relative positions have no end; those of others that are learned do.
+    return (
+        longest if isinstance(model, TransfoXLForCausalLM) else min(longest, getattr(config, "n_positions", longest))
+    )
 
 
 # ---- Appendix C -------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from txl_hf.command_line import CommandParser
 __all__ = [
     "MINIATURE",
     "RESULTS",
+    "SHUFFLED",
     "SMOKE",
     "SPLITS",
     "WORK",
@@ -37,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "examples" / "results" / "paper"
 WORK = ROOT / "build" / "paper"
 SPLITS = ("train", "validation", "test")
+SHUFFLED = "sentences shuffled"
 SENTENCE_ENDS = (".", "?", "!", "<eos>")
 
 
@@ -179,7 +181,7 @@ def shuffle_sentences(corpus: Corpus, seed: int = 0) -> Corpus:
         sentences = np.split(ids, np.flatnonzero(np.isin(ids, ends))[:-1] + 1)
         order = np.random.default_rng(seed).permutation(len(sentences))
         texts[split] = np.concatenate([sentences[i] for i in order])
-    return Corpus(texts, corpus.tokenizer, f"{corpus.name}, sentences shuffled")
+    return Corpus(texts, corpus.tokenizer, f"{corpus.name}, {SHUFFLED}")
 
 
 def describe(sizes: Sizes) -> dict:
