@@ -67,7 +67,8 @@ CONTEXT = """\
 
 By Appendix C, each position read from scratch with so many words before it. At the hardest positions the measure takes
 the better of two losses, so that a model whose losses only fluctuate with the context gains too: beside each length
-belongs what the right picture says of all positions.
+belongs what the right picture says of all positions. The paper's order is its own encoding, Shaw's, no recurrence,
+absolute positions; two models whose intervals overlap are not told apart here.
 """
 ATTENTION = """\
 ## Attention
