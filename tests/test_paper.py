@@ -185,6 +185,8 @@ def test_ablation_trains_scores_and_tabulates(work, monkeypatch, capsys):
     monkeypatch.setattr(ablation, "train", None)
     ablation.main(command)
     assert "8 of 8 runs are done" in capsys.readouterr().out and len(read(work / "rows.csv")) == 8
+    lines = (work / "log.txt").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 10 and lines[1].startswith("recurrence-ours-full, seed 0: ")
 
 
 class InProcess:

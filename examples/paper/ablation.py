@@ -9,7 +9,8 @@ All rows see the same text in the same order and take equally many optimiser ste
 half as many targets, and one with longer segments more; each row of `rows.csv` says both. Rows named `-longer` and
 `-shorter` have the steps that make targets equal instead. A run that was stopped goes on where it was: the same
 command again. Models are kept in `--work`, results in `--output`: `rows.csv`, `curves.csv` (perplexity by attention
-length), and `curves.png`. The tables, with the paper's figures beside ours and what holds of its orders, are printed.
+length), `curves.png`, and `log.txt`. The tables, with the paper's figures beside ours and what holds of its orders,
+are printed.
 
 Attention length n is, with recurrence, a memory of n that each query sees exactly (`same_length`); without, a window
 of n tokens of which the last quarter is scored (with `--exact` the last one). All lengths score the same tokens; the
@@ -149,12 +150,20 @@ def run(jobs: list[Job], output: Path, workers: int):
     done = {(row["row"], row["seed"], row["text"], row["steps"]) for row in harness.read(output / "rows.csv")}
     corpus = jobs[0].corpus()
     left = [job for job in jobs if key(job, corpus) not in done]
-    print(f"{len(jobs) - len(left)} of {len(jobs)} runs are done", flush=True)
+    say(f"{len(jobs) - len(left)} of {len(jobs)} runs are done", output)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         for row, curve in pool.map(train_and_score, left):
             harness.append(output / "curves.csv", curve)
             harness.append(output / "rows.csv", [row])
-            print(f"{row['row']}, seed {row['seed']}: {row['init']}, best {row['best']} @ {row['length']}", flush=True)
+            say(f"{row['row']}, seed {row['seed']}: {row['init']}, best {row['best']} @ {row['length']}", output)
+
+
+def say(line: str, output: Path):
+    """Print a line, and keep it in `log.txt`."""
+    print(line, flush=True)
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / "log.txt").open("a", encoding="utf-8") as log:
+        log.write(f"{line}\n")
 
 
 def key(job: Job, corpus: Corpus) -> tuple[str, str, str, str]:

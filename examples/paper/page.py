@@ -68,7 +68,7 @@ CONTEXT = """\
 By Appendix C, each position read from scratch with so many words before it. At the hardest positions the measure takes
 the better of two losses, so that a model whose losses only fluctuate with the context gains too: beside each length
 belongs what the right picture says of all positions. The paper's order is its own encoding, Shaw's, no recurrence,
-absolute positions; two models whose intervals overlap are not told apart here.
+absolute positions; two models whose intervals overlap are not told apart here. Its QRNN has no row.
 """
 ATTENTION = """\
 ## Attention
@@ -91,6 +91,13 @@ are ours, because the paper gives the number of parameters alone.
 ```bash
 {commands}
 ```
+
+The last rows of Table 6, one model at several attention lengths, and their columns:
+
+```bash
+txl-evaluate --model runs/recurrence-ours-full --data data/wikitext-103 --memory_length 150 300 450 640 \\
+    --clamp_len 400 --same_length true --plot curve.png
+```
 """
 PUBLISHED = """\
 ## Published checkpoints
@@ -107,19 +114,19 @@ python examples/paper/published.py transfo-xl-wt103 --output checkpoints
 COMMANDS = {
     "Table 6": ("wt103_ablation", "wikitext-103", "recurrence-ours-full", ""),
     "Shaw's encoding": ("wt103_ablation", "wikitext-103", "recurrence-shaw-full", "--attn_type 1"),
-    "half losses": ("wt103_ablation", "wikitext-103", "recurrence-ours-half", "--tgt_len 64 --ext_len 64"),
+    "half losses": ("wt103_ablation", "wikitext-103", "recurrence-ours-half", "--loss half --tgt_len 64"),
     "no recurrence": ("wt103_ablation", "wikitext-103", "none-ours-full", "--mem_len 0"),
     "absolute positions": (
         "wt103_ablation",
         "wikitext-103",
         "none-vaswani-half",
-        "--attn_type 2 --mem_len 0 --tgt_len 64 --ext_len 64",
+        "--attn_type 2 --mem_len 0 --loss half --tgt_len 64",
     ),
     "Al-Rfou": (
         "wt103_ablation",
         "wikitext-103",
         "none-al-rfou-half",
-        "--attn_type 3 --n_head 10 --d_head 41 --mem_len 0 --tgt_len 64 --ext_len 64",
+        "--attn_type 3 --n_head 10 --d_head 41 --mem_len 0 --loss half --tgt_len 64",
     ),
     "Table 10": ("wt103_ablation", "wikitext-103", "none-ours-full-176", "--mem_len 0 --tgt_len 176"),
     "Table 7": ("lm1b_ablation", "lm1b", "lm1b-recurrence", ""),
@@ -213,7 +220,8 @@ def origin(rows: list[dict[str, str]]) -> str:
     said = "; ".join(f"{name} {value}" for name, value in found.items() if value)
     return (
         f"## Where\n\n{said}. One thread a run, {seconds / 60:.0f} minutes of processor time for training. "
-        "[rows.csv](rows.csv) and [curves.csv](curves.csv) have every run.\n"
+        "[rows.csv](rows.csv) and [curves.csv](curves.csv) have every run, [log.txt](log.txt) what "
+        "was printed.\n"
     )
 
 
