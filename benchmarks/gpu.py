@@ -138,7 +138,13 @@ def run(command: list[str], environment: dict[str, str], limit: float, grace: fl
 
     With `grace` it is asked first, as Ctrl-C asks, and has so many seconds to end.
     """
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    # What is started from a script in the background would not hear of Ctrl-C.
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -202,7 +203,12 @@ def test_a_command_that_is_asked_to_end_may_do_so(tmp_path):
         "import time, pathlib\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    pathlib.Path('{}').touch()"
     )
     command = [sys.executable, "-c", script.format(tmp_path / "asked")]
-    assert gpu.run(command, dict(os.environ), 3, grace=20) is None
+    # As where a script has started all of it in the background.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert gpu.run(command, dict(os.environ), 3, grace=20) is None
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (tmp_path / "asked").exists()
 
 
