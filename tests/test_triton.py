@@ -91,8 +91,8 @@ def draw(shape, missing=(), masked=False, seed=0):
     return tensors, key_mask, cotangent
 
 
-def exact_relative_attention(inputs, kept=None):
-    """By another way than eager's: a gather in place of the shift, and dropout by a mask that is given."""
+def exact_scores(inputs):
+    """By another way than eager's: a gather in place of the shift."""
     query, key, rel_key = inputs.query, inputs.key, inputs.rel_key
     L, K = query.shape[-2], key.shape[-2]
     scores = (query if inputs.content_bias is None else query + inputs.content_bias[:, None]) @ key.transpose(-1, -2)
@@ -103,10 +103,42 @@ def exact_relative_attention(inputs, kept=None):
         row = torch.arange(L - 1, -1, -1)[:, None] + torch.arange(K)
         scores = scores + position.gather(-1, row.clamp(max=K - 1).to(position.device).expand_as(position))
     visible = visible_keys(L, K, inputs.window, inputs.key_mask, query.device, inputs.first_key)
-    probabilities = F.softmax((scores * inputs.scaling).masked_fill(~visible, -torch.inf), -1)
+    return (scores * inputs.scaling).masked_fill(~visible, -torch.inf)
+
+
+def exact_relative_attention(inputs, kept=None):
+    """Dropout by a mask that is given."""
+    probabilities = F.softmax(exact_scores(inputs), -1)
     if kept is not None:
         probabilities = probabilities * kept / (1 - inputs.dropout)
     return probabilities @ inputs.value, probabilities
+
+
+class WithoutProbabilities(torch.autograd.Function):
+    """Attention whose gradient takes from the output what eager takes from the probabilities: their mean gradient.
+
+    A kernel that keeps no probabilities has no other way. Where a query sees few keys, differences of nearly equal
+    numbers are all of the gradient, and this rounds about twice as much of them away.
+    """
+
+    @staticmethod
+    def forward(ctx, scores, value):
+        normalizer = scores.logsumexp(-1, keepdim=True)
+        output = (scores - normalizer).exp() @ value
+        ctx.save_for_backward(scores, value, output, normalizer)
+        return output
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        scores, value, output, normalizer = ctx.saved_tensors
+        probabilities = (scores - normalizer).exp()
+        mean = (cotangent * output).sum(-1, keepdim=True)
+        gradient = probabilities * (cotangent @ value.transpose(-1, -2) - mean)
+        return gradient, probabilities.transpose(-1, -2) @ cotangent
+
+
+def attention_without_probabilities(inputs):
+    return WithoutProbabilities.apply(exact_scores(inputs), inputs.value), None
 
 
 def prepare(tensors, dtype, scaling=0.3, **options):
@@ -146,21 +178,25 @@ def begin_documents(shape, chance, seed=0):
 
 
 def assert_within_budget(shape, window, masked, missing, dtype, first_key=None):
-    """Against fp64, at most twice what eager is off in the same dtype."""
+    """Against fp64, at most twice what eager is off in the same dtype; in fp32, where the kernels round as PyTorch
+    does, or what it is off without keeping probabilities.
+    """
     tensors, key_mask, cotangent = draw(shape, missing, masked)
     # All start from what the dtype can represent.
     tensors = {name: None if tensor is None else tensor.to(dtype).double() for name, tensor in tensors.items()}
     cotangent = cotangent.to(dtype).double()
     options = {"key_mask": key_mask, "window": window, "scaling": shape[-1] ** -0.5, "first_key": first_key}
     exact = differentiate(exact_relative_attention, tensors, cotangent, torch.float64, **options)
-    eager = errors(differentiate(eager_relative_attention, tensors, cotangent, dtype, **options), exact)
+    peers = [eager_relative_attention, *[attention_without_probabilities] * (dtype == torch.float32)]
+    inexact = [errors(differentiate(attention, tensors, cotangent, dtype, **options), exact) for attention in peers]
     result = differentiate(kernels.triton_relative_attention, tensors, cotangent, dtype, **options)
     assert all(tensor.dtype == dtype for tensor in result.values())
     floor = {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
     # A gradient that is zero, as with one visible key, has no relative error.
     exact = {name: tensor for name, tensor in exact.items() if tensor.norm() > 1e-9}
     for name, error in errors(result, exact).items():
-        assert error <= max(2 * eager[name], floor), f"{name}: {error:.2e}, eager {eager[name]:.2e}"
+        expected = max(found[name] for found in inexact)
+        assert error <= max(2 * expected, floor), f"{name}: {error:.2e}, in PyTorch {expected:.2e}"
     assert all(tensor.isfinite().all() for tensor in result.values())
 
 
