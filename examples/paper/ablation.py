@@ -363,28 +363,17 @@ def with_range(numbers: list[float]) -> str:
 
 def table(rows: list[dict[str, str]], papers: Mapping[str, str] = TABLE_6) -> str:
     """The paper's columns; and the paper's own init / best @ attention length, or perplexity in Table 7."""
-    lines = [
-        "| row | recurrence | encoding | loss | seeds | targets | init | best | attention length | paper |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    encodings = ("ours", "Shaw", "Vaswani", "Al-Rfou")
+    lines = ["| row | seeds | targets | init | best | at | paper |", "|---|---|---|---|---|---|---|"]
     for name in dict.fromkeys(row["row"] for row in rows):
-        row, chosen = ROWS[name], [r for r in rows if r["row"] == name]
-        encoding = encodings[row.encoding] + (" (terms a, b)" if row.shaw == "paper" else "")
-        lengths = ", ".join(dict.fromkeys(r["length"] for r in chosen))
+        chosen = [row for row in rows if row["row"] == name]
         cells = [
             name,
-            "✓" if row.recurrence else "✗",
-            encoding,
-            row.loss,
             str(len(chosen)),
             f"{int(chosen[0]['targets']):,}",
-        ]
-        cells += [
             with_range(values(chosen, name, "init")),
             with_range(values(chosen, name, "best")),
-            lengths,
-            papers[name],
+            ", ".join(dict.fromkeys(row["length"] for row in chosen)),
+            papers[name].replace(" ", "\u202f"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

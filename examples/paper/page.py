@@ -48,11 +48,12 @@ CONTENTS = [
 ABLATION = """\
 ## Ablation
 
-Equal steps on the same text in the same order: a row with half losses learns from half as many targets, and one with
-longer segments from more. Rows named `-longer` and `-shorter` have other steps and equal targets. `init` is the
-perplexity at the attention length of training, `best` the lowest over the lengths, both on validation text; after ± is
-half of what lies between the lowest and the highest seed. In the last column stand the paper's init / best @ attention
-length, of models that nothing here is as large as. {done} of {planned} runs are done.
+A row's name says whether there is recurrence, whose encoding, and the loss. Equal steps on the same text in the same
+order: a row with half losses learns from half as many targets, and one with longer segments from more. Rows named
+`-longer` and `-shorter` have other steps and equal targets. `init` is the perplexity at the attention length of
+training, `best` the lowest over the lengths and `at` the shortest where it is reached, each by validation text; after
+± is half of what lies between the lowest and the highest seed. The last column has the paper's init / best @ attention
+length, of far larger models. {done} of {planned} runs are done.
 
 Some pairs stand twice in the list of orders, the second time with equal targets: what holds only there is a matter of
 how much a row has read. What holds in neither, this miniature denies; its segments have 16 words and its models have
