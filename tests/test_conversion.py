@@ -806,9 +806,9 @@ def test_commands_of_the_page_on_conversion(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_peak_memory_is_at_most_twice_the_checkpoint(tmp_path):
-    def convert(name, vocab_size):
+    def convert(name, **sizes):
         """The most memory that a conversion takes, and the size of its checkpoint."""
-        config = TransfoXLConfig(vocab_size=vocab_size, cutoffs=[], div_val=1, n_layer=4, mem_len=16)
+        config = TransfoXLConfig(cutoffs=[], div_val=1, n_layer=4, mem_len=16, **sizes)
         state = {name: torch.randn(shape) for name, shape in layout.legacy_tensors(config).items()}
         state["crit.out_layers.0.weight"] = state["transformer.word_emb.emb_layers.0.weight"]
         config.save_pretrained(tmp_path / name)
@@ -830,5 +830,6 @@ def test_peak_memory_is_at_most_twice_the_checkpoint(tmp_path):
         return int(result.stdout.splitlines()[-1]), (tmp_path / name / "pytorch_model.bin").stat().st_size
 
     # What the libraries and a pass through all of the converter take is not the checkpoint's.
-    (idle, small), (used, large) = convert("small", 1000), convert("large", 150_000)
+    idle, small = convert("small", vocab_size=100, d_model=16, d_embed=16, n_head=2, d_head=8, d_inner=16)
+    used, large = convert("large", vocab_size=150_000)
     assert used - idle < 2 * (large - small), (used, idle, large, small)
