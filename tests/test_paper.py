@@ -20,8 +20,10 @@ import context_length
 import miniature
 import page
 import prepare_corpus
+from goldens import golden
 from txl_hf import TokenStream, TransfoXLForCausalLM
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
+from txl_hf.conversion.command_line import main as convert
 
 TINY = miniature.SMOKE
 
@@ -407,6 +409,18 @@ def test_attention_maps_of_the_miniature(work, tmp_path, capsys):
     assert [row["part"] for row in rows if row["head"] == "0"] == ["whole", "a", "b", "d"]
     assert {row["span"] for row in rows} == {"30"} and len(rows) == 4 * (2 * 2 + 1)
     assert "| whole score |" in capsys.readouterr().out
+
+
+def test_pictures_and_article_of_a_converted_checkpoint(corpus_folder, tmp_path):
+    """One of the authors' own, which knows more words than the text has."""
+    checkpoint, model = golden("kimiyoung_pytorch/char_base.model.pt"), tmp_path / "model"
+    convert(["--from", "kimiyoung-pytorch", "--checkpoint", str(checkpoint), "--output", str(model)])
+    options = ["--model", str(model), "--data", str(corpus_folder), "--output", str(tmp_path)]
+    attention_maps.main([*options, "--memory_length", "20", "--max_tokens", "150"])
+    rows = read(tmp_path / "attention.csv")
+    assert {row["span"] for row in rows} == {"20"} and {row["part"] for row in rows} == {"whole", "a", "b", "d"}
+    article.main([*options, "--context", "9", "--new_tokens", "7", "--articles", "1"])
+    assert "### Article 1" in (tmp_path / "articles.md").read_text(encoding="utf-8")
 
 
 def test_a_model_without_the_four_terms_is_refused(corpus_folder, tmp_path):
