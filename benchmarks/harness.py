@@ -83,6 +83,14 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def with_range(values: list[float], digits: int) -> str:
+    """The mean, and what lies between the lowest and the highest seed."""
+    if not values:
+        return "–"
+    spread = f" ± {(max(values) - min(values)) / 2:.{digits}f}" if len(values) > 1 else ""
+    return f"{sum(values) / len(values):.{digits}f}{spread}"
+
+
 def append(path: Path, rows: list[dict]) -> None:
     """Rows that were measured earlier stay; what they lack of today's columns stays empty."""
     rows = read(path) + rows

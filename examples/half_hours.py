@@ -36,6 +36,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import torch
 
 import harness
+from harness import with_range
 from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.files import write_text
 from txl_hf.training.arguments import parse_arguments as training_arguments
@@ -349,14 +350,6 @@ def commands(rows: list[dict[str, str]]) -> list[str]:
     """Those of the first seed of each contender."""
     first = rows[0]["seed"]
     return [row[name] for row in rows if row["seed"] == first for name in ("command", "tuning") if row.get(name)]
-
-
-def with_range(values: list[float], digits: int) -> str:
-    """The mean, and what lies between the lowest and the highest seed."""
-    if not values:
-        return "–"
-    spread = f" ± {(max(values) - min(values)) / 2:.{digits}f}" if len(values) > 1 else ""
-    return f"{sum(values) / len(values):.{digits}f}{spread}"
 
 
 if __name__ == "__main__":

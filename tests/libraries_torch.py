@@ -3,7 +3,8 @@
 import atexit
 import gc
 
-import torch._dynamo  # noqa: F401
+import torch._dynamo  # noqa: F401 -- the first optimiser does so.
 
 gc.freeze()
+# At the end, triton counts what is left.
 atexit.register(gc.unfreeze)

@@ -352,15 +352,6 @@ def mean(numbers: list[float]) -> float:
     return sum(numbers) / len(numbers)
 
 
-def with_range(numbers: list[float]) -> str:
-    """The mean, and what lies between the lowest and the highest seed."""
-    if not numbers:
-        return "–"
-    # Spaces at which no line breaks.
-    spread = f"\u202f±\u202f{(max(numbers) - min(numbers)) / 2:.2f}" if len(numbers) > 1 else ""
-    return f"{mean(numbers):.2f}{spread}"
-
-
 def table(rows: list[dict[str, str]], papers: Mapping[str, str] = TABLE_6) -> str:
     """The paper's columns; and the paper's own init / best @ attention length, or perplexity in Table 7."""
     lines = ["| row | seeds | targets | init | best | at | paper |", "|---|---|---|---|---|---|---|"]
@@ -370,11 +361,13 @@ def table(rows: list[dict[str, str]], papers: Mapping[str, str] = TABLE_6) -> st
             name,
             str(len(chosen)),
             f"{int(chosen[0]['targets']):,}",
-            with_range(values(chosen, name, "init")),
-            with_range(values(chosen, name, "best")),
+            harness.with_range(values(chosen, name, "init"), 2),
+            harness.with_range(values(chosen, name, "best"), 2),
             ", ".join(dict.fromkeys(row["length"] for row in chosen)),
-            papers[name].replace(" ", "\u202f"),
+            papers[name],
         ]
+        # Within a figure no line breaks.
+        cells = [cell if ", " in cell else cell.replace(" ", "\u202f") for cell in cells]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

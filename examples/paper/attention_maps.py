@@ -26,6 +26,7 @@ import matplotlib
 import numpy as np
 import torch
 import transformers
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -41,7 +42,6 @@ from txl_hf.scoring import read_prepared
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
-from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 PARTS = ("whole", "a", "b", "d")
 TITLES = {"whole": "whole score", "a": "(a) content", "b": "(b) position by content", "d": "(d) position"}
