@@ -18,8 +18,6 @@ from transformers import HfArgumentParser
 from ..regularization_arguments import RegularizationArguments
 
 SPLITS = ("train", "validation", "test")
-# Settings of any model that may change in fine-tuning.
-CHANGEABLE = ("dropout", "dropatt", "tgt_len", "mem_len", "ext_len", "clamp_len", "same_length")
 # Whole numbers are at least 1, but for these.
 OrZero = Annotated[int, 0]
 OrNegative = Annotated[int, None]
@@ -33,12 +31,11 @@ def option(text: str, default: Any = None) -> Any:
 
 
 @dataclass
-class ModelArguments:
-    """`TransfoXLConfig` says what its fields mean. What is not given is as it has it, or as the checkpoint has it."""
+class ArchitectureArguments:
+    """What weights are made for, so that fine-tuning cannot change it."""
 
     _argument_group_name = "model"
 
-    model_name_or_path: str | None = option("Checkpoint to fine-tune; without one a new model is trained.")
     n_layer: int | None = option("Layers.")
     d_model: int | None = option("Width of the hidden states.")
     d_embed: int | None = option("Width of the embeddings of bin 0.")
@@ -62,6 +59,13 @@ class ModelArguments:
     initial_memory: Literal["zeros", "empty"] | None = option("What precedes the first segment.")
     same_length_counts_self: bool | None = option("With same_length: whether a query is one of its mem_len keys.")
     attn_type: OrZero | None = option("0: relative (Transformer-XL), 1: Shaw, 2: Vaswani, 3: Al-Rfou.")
+
+
+@dataclass
+class ModelArguments(ArchitectureArguments):
+    """`TransfoXLConfig` says what its fields mean. What is not given is as it has it, or as the checkpoint has it."""
+
+    model_name_or_path: str | None = option("Checkpoint to fine-tune; without one a new model is trained.")
     dropout: float | None = option("Dropout.")
     dropatt: float | None = option("Dropout of attention probabilities.")
     tgt_len: int | None = option("Segment length.")

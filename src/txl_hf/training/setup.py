@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..prepare import read_document_end
 from ..streams import TokenStream, read_tokens
 from .arguments import (
-    CHANGEABLE,
     SPLITS,
+    ArchitectureArguments,
     Arguments,
     EvaluationArguments,
     ModelArguments,
@@ -186,8 +187,9 @@ def make_config(arguments: ModelArguments, vocab_size: int, data: str | None) ->
             f"the vocabulary of --data {data} has {vocab_size} tokens, but --model_name_or_path {source} has "
             f"{config.vocab_size}: prepare the text with the tokenizer of the model"
         )
+    fixed = {entry.name for entry in fields(ArchitectureArguments)}
     for name, value in given.items():
-        if name in CHANGEABLE:
+        if name not in fixed:
             setattr(config, name, value)
         elif value not in ([], getattr(config, name)):
             raise ValueError(f"--{name} is {value}, but {getattr(config, name)} in {source}: leave it out")
