@@ -41,12 +41,13 @@ test-gpu: venv
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest TRANSFORMERS=transformers==5.17.0
 
-# Programs that use the package, in the versions of tests/clients/requirements.txt, in an environment of their own.
+# Programs that use the package, in the versions of tests/clients/requirements.txt, in an environment of their own. The one
+# in a browser needs chromium and npm, DeepSpeed a C++ compiler; ninja comes with it, and is looked for among the programs.
 test-clients:
 	$(MAKE) venv VENV=.venv-clients
 	.venv-clients/bin/python -m pip install --constraint $(CONSTRAINTS) --requirement tests/clients/requirements.txt
 	OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest tests/clients
-	OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest tests/test_trainer.py -k deepspeed
+	PATH="$(CURDIR)/.venv-clients/bin:$$PATH" OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest tests/test_trainer.py -k deepspeed
 
 # Rewrite the sources in the project's style.
 style: venv
