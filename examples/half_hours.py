@@ -4,13 +4,14 @@
     python examples/half_hours.py --texts texts --only wikitext-2 --seeds 0
     python examples/half_hours.py --smoke --output build/half_hours
 
---texts holds the folders `wikitext-2` and `ptb`, with the files that `txl-prepare` reads, and `warandpeace` with
-`warandpeace.txt`. The first contender of a text trains for the steps of its recipe, on the words the others for the
-seconds that this took: how many steps these are is found by timing some beforehand. Seconds are those of training
-alone, without validation and checkpoints. The machine should have nothing else to do.
+--texts holds the folders `wikitext-2`, `ptb` and `wikipedia-long`, with the files that `txl-prepare` reads, and
+`warandpeace` with `warandpeace.txt`. The first contender of a text trains for the steps of its recipe, the others for
+the seconds that this took (in `warandpeace` for as many steps): how many steps these are is found by timing some
+beforehand. Seconds are those of training alone, without validation and checkpoints. The machine should have nothing
+else to do.
 
-A model of words then scores the test text alone, with dynamic evaluation, with a continuous cache and with both, in
-one stream; `tune_lm.py` chooses their settings on the validation text. One of characters scores it alone.
+A model then scores the test text alone, with dynamic evaluation, with a continuous cache and with both, in one stream;
+`tune_lm.py` chooses their settings on the validation text. One of `warandpeace` scores it alone.
 
 A run that was stopped goes on where it was, and what is done is not done again: the same command. Models are kept in
 `--work`, results in `--output`: `rows.csv`, with the commit and the command of each run, and the page `README.md`.
@@ -63,20 +64,36 @@ class Text:
     """A corpus, how it is prepared from `--texts`, and who trains on it, the first for the steps of its recipe.
 
     Args:
+        characters: the tokens are characters, measured in bits; otherwise they are words, measured by perplexity.
         tuning: options of `tune_lm.py`; none: models are scored alone.
         equal_seconds: the others train for as many seconds as the first, or for the steps of their recipes.
     """
 
     preparation: str
     contenders: tuple[Contender, ...]
+    characters: bool = False
     tuning: str = ""
     equal_seconds: bool = True
+
+    @property
+    def measure(self) -> str:
+        return "Bits a character" if self.characters else "Perplexity"
+
+    def measured(self, nats: float) -> float:
+        return nats / math.log(2) if self.characters else math.exp(nats)
 
 
 WORDS = (
     "--memory_length 300 --segment_length 100 --rate 0.003 0.01 0.03 --cache_size 2000 4000 "
     "--cache_weight 0.1 0.2 0.3 --cache_temperature 0.01 0.03 0.1 --max_tokens 50000"
 )
+# As many characters as those words have.
+CHARACTERS = (
+    "--memory_length 512 --segment_length 128 --rate 0.001 0.003 0.01 --cache_size 2000 4000 "
+    "--cache_weight 0.03 0.1 --cache_temperature 0.03 0.1 --max_tokens 250000"
+)
+# Half an hour of a recipe for minutes. Its softmax has a second bin for the 3,500 characters that are rare.
+LONG = "--max_steps 20000 --mem_len 256 --eval_mem_len 256 --eval_memory_lengths 0 256 --cutoffs 128"
 TEXTS = {
     "wikitext-2": Text(
         "--corpus wikitext-2 --input {texts}/wikitext-2",
@@ -90,7 +107,7 @@ TEXTS = {
                 "--mixed_precision bf16 --optimizer muon --scheduler stable_decay",
             ),
         ),
-        WORDS,
+        tuning=WORDS,
     ),
     "ptb": Text(
         "--corpus ptb --input {texts}/ptb",
@@ -98,7 +115,20 @@ TEXTS = {
             Contender("recipe", "wikitext2_small", "--dropout 0.3"),
             Contender("Muon, bf16", "wikitext2_small", "--dropout 0.3 --mixed_precision bf16 --optimizer muon"),
         ),
-        WORDS,
+        tuning=WORDS,
+    ),
+    "wikipedia-long": Text(
+        "--corpus text --input {texts}/wikipedia-long --mode characters",
+        (
+            Contender("recipe", "characters_small", LONG),
+            Contender("bf16", "characters_small", f"{LONG} --mixed_precision bf16"),
+            Contender("Muon", "characters_small", f"{LONG} --optimizer muon"),
+            Contender(
+                "Muon, stable, then down", "characters_small", f"{LONG} --optimizer muon --scheduler stable_decay"
+            ),
+        ),
+        characters=True,
+        tuning=CHARACTERS,
     ),
     "warandpeace": Text(
         "--corpus text --input {texts}/warandpeace/warandpeace.txt --mode characters",
@@ -112,6 +142,7 @@ TEXTS = {
             ),
             Contender("recipe", "characters_small"),
         ),
+        characters=True,
         equal_seconds=False,
     ),
 }
@@ -208,7 +239,7 @@ def prepare(run: Run, texts: Path | None):
     options = TEXTS[run.text].preparation.format(texts=texts)
     if run.smoke:
         # Prose enough for some steps.
-        kind = "whitespace" if TEXTS[run.text].tuning else "characters"
+        kind = "characters" if TEXTS[run.text].characters else "whitespace"
         options = shlex.join(["--corpus", "text", "--input", str(ROOT / "README.md"), "--mode", kind])
     start("prepare_corpus.py", [*shlex.split(options), "--output", str(run.data)])
 
@@ -319,8 +350,7 @@ def page(rows: list[dict[str, str]]) -> str:
     parts = ["# Half an hour on two cores", "Written by `examples/half_hours.py`, which says how, from `rows.csv`."]
     for text in dict.fromkeys(row["text"] for row in rows):
         chosen = [row for row in rows if row["text"] == text]
-        kind = "Perplexity" if TEXTS[text].tuning else "Nats a character"
-        parts += [f"## {text}", f"{kind} of the test text; {about(chosen[0])}.", table(chosen)]
+        parts += [f"## {text}", f"{TEXTS[text].measure} of the test text; {about(chosen[0])}.", table(chosen)]
         parts.append("\n".join(["```bash", *dict.fromkeys(commands(chosen)), "```"]))
     return "\n\n".join(parts) + "\n"
 
@@ -328,7 +358,7 @@ def page(rows: list[dict[str, str]]) -> str:
 def table(rows: list[dict[str, str]]) -> str:
     """Of one text: a line for each contender, a column for each way of reading."""
     kinds = [kind for kind in KINDS if any(row["kind"] == kind for row in rows)]
-    words = bool(TEXTS[rows[0]["text"]].tuning)
+    text = TEXTS[rows[0]["text"]]
     lines = [f"| contender | seeds | steps | seconds | {' | '.join(kinds)} |", "|---" * (4 + len(kinds)) + "|"]
     for name in dict.fromkeys(row["contender"] for row in rows):
         own = [row for row in rows if row["contender"] == name]
@@ -336,8 +366,8 @@ def table(rows: list[dict[str, str]]) -> str:
         cells = [name, str(len(static))]
         cells += [with_range([float(row[column]) for row in static], 0) for column in ("steps", "train_seconds")]
         for kind in kinds:
-            nats = [float(row["test"]) for row in own if row["kind"] == kind]
-            cells.append(with_range([math.exp(value) if words else value for value in nats], 2 if words else 3))
+            values = [text.measured(float(row["test"])) for row in own if row["kind"] == kind]
+            cells.append(with_range(values, 3 if text.characters else 2))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
