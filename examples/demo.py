@@ -34,8 +34,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import matplotlib
-import matplotlib.pyplot as plt
 import torch
 import transformers
 from torch.utils.data import DataLoader
@@ -48,7 +46,12 @@ from txl_hf import (
     TransfoXLTokenizer,
     evaluate_language_model,
 )
+from txl_hf.command_line import one_line_errors
 from txl_hf.evaluation import LanguageModelEvaluation
+
+with one_line_errors():
+    import matplotlib
+    import matplotlib.pyplot as plt
 
 SEGMENT_LENGTH = 64
 BATCH_SIZE = 16

@@ -14,17 +14,20 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-import gymnasium
 import numpy as np
 import torch
-from sb3_contrib import RecurrentPPO
-from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
-from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.evaluation import evaluate_policy
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from txl_hf import TransfoXLConfig, TransfoXLModel
+from txl_hf.command_line import one_line_errors
+
+with one_line_errors():
+    import gymnasium
+    from sb3_contrib import RecurrentPPO
+    from sb3_contrib.common.recurrent.policies import RecurrentActorCriticPolicy
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.evaluation import evaluate_policy
 
 States = tuple[Tensor, Tensor]
 

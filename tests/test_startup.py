@@ -2,6 +2,7 @@
 
 import ast
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -149,6 +150,33 @@ def test_an_interrupted_start_is_one_line(command, tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert errors.strip() in ("stopped", "convert.py: interrupted")
+
+
+@pytest.mark.parametrize(
+    ("script", "lacks", "install"),
+    [
+        ("by_feature/classification.py", "datasets", '"txl-hf[train]"'),
+        ("by_feature/lora.py", "peft", "peft"),
+        ("by_feature/music_events.py", "accelerate", '"txl-hf[train]"'),
+        ("music/generate.py", "miditok", '"txl-hf[music]"'),
+        ("recurrent_ppo.py", "sb3_contrib", "sb3-contrib"),
+        ("space/app.py", "gradio", "gradio"),
+        ("txl_hf.lm_eval", "lm_eval", '"txl-hf[lm-eval]"'),
+    ],
+)
+def test_a_script_says_in_one_line_what_it_lacks(script, lacks, install, monkeypatch):
+    examples = Path(__file__).parents[1] / "examples"
+    monkeypatch.setitem(sys.modules, lacks, None)
+    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    if script.endswith(".py"):
+        monkeypatch.syspath_prepend(examples / Path(script).parent)
+    with pytest.raises(SystemExit) as end:
+        if script.endswith(".py"):
+            runpy.run_path(str(examples / script), run_name="__main__")
+        else:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+    assert end.value.code.startswith(f"error: {lacks}")
+    assert end.value.code.endswith(f" is not installed: pip install {install}")
 
 
 @pytest.mark.parametrize("command", ["txl-train", "txl-evaluate", "txl-prepare"])

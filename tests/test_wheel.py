@@ -20,6 +20,7 @@ pytest.importorskip("accelerate")
 
 import txl_hf
 from goldens import golden
+from txl_hf import command_line
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -124,6 +125,53 @@ def test_every_command_says_how_it_is_used(installed, tmp_path):
         assert "usage: " in run(tmp_path, installed / "bin" / command, "--help")
 
 
+def test_pip_takes_the_installed_package_for_what_an_extra_lacks(installed):
+    """So commands may say `pip install "txl-hf[train]"` wherever it came from: no index is asked for it."""
+    ask = [sys.executable, "-m", "pip", "--python", installed / "bin" / "python", "install", "--no-index", "--dry-run"]
+    process = subprocess.run([*ask, "txl-hf[train]"], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert "Would install" not in process.stdout
+
+
+def test_what_is_missing_is_named_with_the_extra_that_has_it():
+    """Every module of an extra, and by pip's name where it is in none."""
+    for extra in PROJECT["optional-dependencies"].keys() - {"convert", "dev", "docs"}:
+        lines = PROJECT["optional-dependencies"][extra]
+        for module in modules(lines) - modules(PROJECT["dependencies"]) - {"txl-hf"}:
+            expected = {f"txl-hf[{extra}]", "txl-hf[train]" if module == "accelerate" else ""}
+            assert command_line.REQUIREMENTS[module] in expected
+    named = {requirement.partition("[")[2].rstrip("]") for requirement in command_line.REQUIREMENTS.values()} - {""}
+    assert named <= PROJECT["optional-dependencies"].keys()
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("yaml", ': pip install "txl-hf[train]"'),
+        ("lm_eval.api", ': pip install "txl-hf[lm-eval]"'),
+        ("peft", ": pip install peft"),
+        ("nothing_of_the_kind", ""),
+    ],
+)
+def test_what_to_install(module, said, monkeypatch):
+    def refuse():
+        with pytest.raises(SystemExit) as end, command_line.one_line_errors():
+            raise ModuleNotFoundError("no", name=module)
+        return end.value.code
+
+    assert refuse() == f"error: {module} is not installed{said}"
+    # A clone whose `src` is on the path alone.
+    monkeypatch.setattr(command_line, "distribution", lambda name: importlib.metadata.distribution("no-" + name))
+    if "[" in said:
+        said = said.replace("txl-hf", ".") + " in the folder of the clone"
+    assert refuse() == f"error: {module} is not installed{said}"
+
+
+def modules(requirements: list[str]) -> set[str]:
+    names = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
+    return {MODULES.get(name, name) for name in names}
+
+
 def imports_at_once(path: Path) -> set[Path]:
     """The files of the package that are imported with this one, itself among them."""
     found, waiting = set(), [path]
@@ -152,10 +200,6 @@ def test_whatever_is_imported_is_declared():
                 names = [node.module]
             at_once = path in first and node in tree.body
             wanted["at once" if at_once else "later"] |= {name.split(".")[0] for name in names}
-
-    def modules(requirements: list[str]) -> set[str]:
-        names = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
-        return {MODULES.get(name, name) for name in names}
 
     at_hand = sys.stdlib_module_names | {"txl_hf"} | modules(PROJECT["dependencies"])
     optional = PROJECT["optional-dependencies"]

@@ -14,8 +14,6 @@ import csv
 from pathlib import Path
 
 import numpy as np
-import pandas
-from datasets import ClassLabel, Dataset, DatasetDict
 from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
@@ -27,6 +25,10 @@ from transformers import (
 
 import common
 from txl_hf.command_line import one_line_errors
+
+with one_line_errors():
+    import pandas
+    from datasets import ClassLabel, Dataset, DatasetDict
 
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--model", required=True, help="a checkpoint: a folder, or a name on the Hub")

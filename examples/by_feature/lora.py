@@ -12,13 +12,15 @@ import argparse
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 import common
 from txl_hf import TokenStream, TransfoXLTrainer
 from txl_hf.command_line import one_line_errors
 from txl_hf.encoding import encode_text
+
+with one_line_errors():
+    from peft import LoraConfig, PeftModel, get_peft_model
 
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--model", required=True, help="a checkpoint: a folder, or a name on the Hub")

@@ -17,8 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -28,6 +26,10 @@ import common
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.command_line import one_line_errors
 from txl_hf.streams import check_loader
+
+with one_line_errors():
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
 
 ATTRIBUTES = ("pitch", "duration", "velocity")
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -11,12 +11,14 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import miditok
-import symusic
 from tqdm import tqdm
 
 from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.files import whole_folder
+
+with one_line_errors():
+    import miditok
+    import symusic
 
 # Oboe, English horn, clarinet and bassoon of General MIDI, for soprano to bass.
 VOICES = {"soprano": 68, "alto": 69, "tenor": 71, "bass": 70}

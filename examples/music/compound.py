@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from miditok import MusicTokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -32,6 +31,9 @@ from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.files import whole_folder
 from txl_hf.memory_transfo_xl import memory_of
 from txl_hf.midi import EVENTS, boundary_tokens, is_midi_tokenizer, load_midi_tokenizer
+
+with one_line_errors():
+    from miditok import MusicTokenizer
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -18,11 +18,7 @@ import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
-import matplotlib
-import symusic
 import torch
-from matplotlib.ticker import MaxNLocator
-from miditok import MusicTokenizer, TokSequence
 from transformers import LogitsProcessorList, set_seed
 
 from txl_hf import TransfoXLForCausalLM
@@ -30,6 +26,12 @@ from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.files import whole_folder
 from txl_hf.midi import boundary_tokens, load_midi_tokenizer, read_score
 from txl_hf.midi_grammar import MusicGrammar
+
+with one_line_errors():
+    import matplotlib
+    import symusic
+    from matplotlib.ticker import MaxNLocator
+    from miditok import MusicTokenizer, TokSequence
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import symusic
 
 from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.files import write_text
 from txl_hf.midi import MIDI_SUFFIXES, read_score
+
+with one_line_errors():
+    import symusic
 
 # Above the tonic of the major key.
 CLASSES = ("1", "♯1", "2", "♭3", "3", "4", "♯4", "5", "♭6", "6", "♭7", "7")

@@ -13,13 +13,16 @@ import sys
 from collections.abc import Iterator
 from threading import Thread
 
-import gradio as gr
-import matplotlib
 import torch
-from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
 import txl_hf  # registers Transformer-XL with the Auto classes
+from txl_hf.command_line import one_line_errors
+
+with one_line_errors():
+    import gradio as gr
+    import matplotlib
+    from matplotlib.figure import Figure
 
 matplotlib.use("Agg")
 
@@ -136,4 +139,5 @@ def build(page: Page) -> gr.Blocks:
 
 
 if __name__ == "__main__":
-    build(Page(sys.argv[1] if len(sys.argv) > 1 else os.environ.get("MODEL", "demo-output"))).launch()
+    with one_line_errors():
+        build(Page(sys.argv[1] if len(sys.argv) > 1 else os.environ.get("MODEL", "demo-output"))).launch()

@@ -7,15 +7,25 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 __all__ = ["CommandParser", "add_scoring_options", "check_files", "one_line_errors"]
 
-# Which extra has what another than `train` has.
-EXTRAS = {
-    **dict.fromkeys(("miditok", "symusic", "music21", "pretty_midi"), "music"),
-    **dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "export"),
-    **dict.fromkeys(("fastapi", "uvicorn", "openai", "pydantic", "typer"), "serve"),
+# What brings a module: an extra of this package, or a package of its own.
+_TRAIN = "accelerate datasets evaluate matplotlib pandas pyarrow pytorch_optimizer tensorboard yaml"
+REQUIREMENTS = {
+    **dict.fromkeys(_TRAIN.split(), "txl-hf[train]"),
+    **dict.fromkeys(("miditok", "symusic", "music21", "pretty_midi"), "txl-hf[music]"),
+    **dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "txl-hf[export]"),
+    **dict.fromkeys(("fastapi", "uvicorn", "openai", "pydantic", "typer"), "txl-hf[serve]"),
+    "lm_eval": "txl-hf[lm-eval]",
+    "trl": "txl-hf[trl]",
+    "triton": "txl-hf[triton]",
+    "gradio": "gradio",
+    "peft": "peft",
+    "popgym": "popgym",
+    **dict.fromkeys(("gymnasium", "sb3_contrib", "stable_baselines3"), "sb3-contrib"),
 }
 
 
@@ -40,12 +50,25 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        extra = EXTRAS.get(str(error.name).partition(".")[0], "train")
-        sys.exit(f'error: {error.name} is not installed: pip install "txl-hf[{extra}]"')
+        sys.exit(f"error: {error.name} is not installed{_how_to_install(str(error.name))}")
     except (ValueError, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         sys.exit("stopped")
+
+
+def _how_to_install(module: str) -> str:
+    requirement = REQUIREMENTS.get(module.partition(".")[0])
+    if requirement is None:
+        return ""
+    if "[" not in requirement:
+        return f": pip install {requirement}"
+    try:
+        # To a package that is there, wherever it came from, pip adds what its extra lacks: it need not be published.
+        distribution("txl-hf")
+    except PackageNotFoundError:
+        return f': pip install "{requirement.replace("txl-hf", ".")}" in the folder of the clone'
+    return f': pip install "{requirement}"'
 
 
 def add_scoring_options(parser: argparse.ArgumentParser, data: str, plot: str) -> None:

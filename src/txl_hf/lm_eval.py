@@ -9,19 +9,24 @@ nothing from one to the next.
 """
 
 from collections import defaultdict
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, StoppingCriteria
 
+from .command_line import one_line_errors
 from .encoding import load_tokenizer
 from .evaluation import evaluate_language_model
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .streams import check_sizes
+
+# Without lm_eval, the command ends with one line; an import fails as any.
+with one_line_errors() if __name__ == "__main__" else nullcontext():
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
 
 __all__ = ["TransfoXLLM", "main"]
 
