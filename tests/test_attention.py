@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import operator
 import re
 import shutil
 import statistics
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 from transformers import AttentionInterface
 from transformers.utils import logging
 
@@ -103,6 +105,38 @@ def test_a_function_that_a_user_has_registered_works(make_model, make_ids, monke
 def test_other_functions_are_refused_by_name(make_model, name):
     with pytest.raises(ValueError, match=f"attn_implementation=[\"']{re.escape(name)}[\"']"):
         make_model().set_attn_implementation(name)
+
+
+@pytest.mark.parametrize(("heads", "rows"), [(1, 1), (3, 1), (1, 4), (3, 4)])
+def test_a_row_times_a_matrix_is_no_product_in_a_graph(heads, rows):
+    """A compiler joins it to what surrounds it; all else is left to the machine's products."""
+    found = []
+
+    def look(graph, inputs):
+        found.extend(node for node in graph.graph.nodes if node.target in (torch.matmul, operator.matmul))
+        return graph
+
+    a, b = torch.randn(2, heads, rows, 5), torch.randn(2, heads, 5, 7)
+    product = torch.compile(attention._product, backend=look, fullgraph=True, dynamic=False)
+    torch.testing.assert_close(product(a, b), a @ b)
+    assert len(found) == (0 if rows == 1 else 1)
+
+
+def test_flex_attention_wants_wide_heads_on_a_gpu():
+    def query(L, D):
+        return torch.zeros(1, 2, L, D, device="cuda")
+
+    with FakeTensorMode(), torch.no_grad():
+        assert "8 wide" in why_not("flex_attention", AttentionInputs(*[query(20, 8)] * 3, scaling=1.0))
+        assert why_not("flex_attention", AttentionInputs(*[query(8, 16)] * 3, scaling=1.0)) is None
+
+
+@pytest.mark.parametrize("given", [set(), {"rel_key"}, {"rel_bias"}, {"rel_key", "rel_bias"}], ids=str)
+def test_triton_has_no_scores_of_distances_alone(given):
+    tensors, _ = draw(SHAPES["B2-H2-L5-M7-D8"])
+    inputs = AttentionInputs(*(tensors[name] for name in ("query", "key", "value")), scaling=1.0)
+    reason = why_not("txl_triton", inputs._replace(**{name: tensors[name] for name in given}))
+    assert ("a score per distance" in (reason or "")) == (given == {"rel_bias"})
 
 
 # "auto" is one of the others; which one is tested below.

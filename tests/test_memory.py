@@ -159,6 +159,33 @@ def test_cache_starts_from_mems(make_model, make_ids, variant):
         mems, cache = expected.mems, actual.past_key_values
 
 
+@torch.no_grad()
+def test_a_static_cache_is_filled_up_to_the_memory_and_no_further(make_model, make_ids):
+    """With masked states before the mems that it starts from: a compiled step has one number of keys."""
+    model = make_model("eager")
+    first, more, last = make_ids(2, 8).split([4, 3, 1], dim=1)
+    mems, cache = model(first).mems, StaticMemoryCache(model.config)
+    expected = model(more, mems=mems)
+    actual = model(more, mems=mems, past_key_values=cache, output_attentions=True)
+    assert {attention.shape[-1] for attention in actual.attentions} == {model.config.mem_len + 3}
+    close(actual.logits, expected.logits)
+    close(model(last, past_key_values=cache).logits, model(last, mems=expected.mems).logits)
+
+
+@torch.no_grad()
+def test_a_cache_may_have_more_layers_than_have_run(make_model, make_ids):
+    """As where a draft is written by the first layers alone: the others hold nothing that a mask could clear."""
+    model = make_model(n_layer=2)
+    deeper = DynamicCache(config=make_model(n_layer=3).config)
+    first, more = make_ids(2, 5).split([4, 1], dim=1)
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+    cache = model(first, use_cache=True).past_key_values
+    model(first, past_key_values=deeper)
+    expected = model(more, past_key_values=cache, attention_mask=mask).logits
+    assert len(deeper.layers) == 3 and not deeper.layers[2].is_initialized
+    assert torch.equal(model(more, past_key_values=deeper, attention_mask=mask).logits, expected)
+
+
 @given(
     cuts=st.lists(st.integers(1, 6), min_size=1, max_size=8),
     shape=st.sampled_from(["plain", "pre_lnorm", "clamp", "shaw", "tied-biases"]),

@@ -210,6 +210,10 @@ def test_tokens_that_are_read_again_tell_again_where_they_begin(make_model, make
     assert first.mems[0].shape[1] == 5 and first.mems_mask is None
     second = model(ids[:, 5:], shift_labels=targets[:, 5:], resets=resets[:, 5:], **memory_of(first), lengths=lengths)
     close(second.losses[0], expected[5:])
+    # All of a short segment is read again: nothing has been remembered or forgotten.
+    third = model(ids[:, 11:], resets=resets_of([1, 2], 3), **memory_of(second), lengths=lengths)
+    torch.testing.assert_close(third.mems, second.mems, atol=0, rtol=0, equal_nan=True)
+    assert torch.equal(third.mems_mask, second.mems_mask)
 
 
 @pytest.mark.parametrize("names", [["position_ids"], ["seq_idx"], ["cu_seq_lens_q", "cu_seq_lens_k"], None])

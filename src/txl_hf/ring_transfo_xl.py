@@ -105,9 +105,9 @@ class RingLayer(StaticLayer):
             self.keys.index_copy_(2, slot, key_states)
             self.values.index_copy_(2, slot, value_states)
             return self.keys, self.values
-        memories = (self.keys[:, :, 1:], self.values[:, :, 1:])
         found = []
-        for memory, states in zip(memories, (key_states, value_states), strict=True):
+        for kept, states in ((self.keys, key_states), (self.values, value_states)):
+            memory = kept[:, :, 1:]
             found.append(states if is_first else torch.cat([memory, states], dim=2))
             memory.copy_(found[-1][:, :, -memory.shape[2] :])
         return found[0], found[1]
