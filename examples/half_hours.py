@@ -38,7 +38,8 @@ import torch
 
 import harness
 from harness import with_range
-from txl_hf.command_line import CommandParser, one_line_errors
+from study import StudyParser
+from txl_hf.command_line import one_line_errors
 from txl_hf.files import write_text
 from txl_hf.training.arguments import parse_arguments as training_arguments
 from txl_hf.training.results import LOG, RESULTS, read_log
@@ -210,19 +211,13 @@ def main(argv: list[str] | None = None):
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = StudyParser(__doc__, OUTPUT, WORK)
     parser.add_argument("--texts", type=Path, help="folder of the texts")
     parser.add_argument("--only", nargs="+", choices=TEXTS, default=list(TEXTS), help="texts (all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(%(default)s)")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the results (%(default)s)")
-    parser.add_argument("--work", type=Path, help=f"folder of models and data ({WORK}; with --smoke in --output)")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes on a small text, to try the script itself")
-    options = parser.parse_args(argv)
-    if options.smoke and options.output == OUTPUT:
-        parser.error("--smoke measures nothing worth keeping: name another folder with --output")
+    options = parser.parse_study(argv)
     if options.texts is None and not options.smoke:
         parser.error("--texts is missing: name the folder of the texts, or try the script with --smoke")
-    options.work = options.work or (options.output / "work" if options.smoke else WORK)
     return options
 
 

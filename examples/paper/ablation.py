@@ -42,7 +42,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import harness
 from contenders import ROWS, Row, count_parameters, losses_of, make_model, segments, sizes_of
-from miniature import RESULTS, SHUFFLED, Corpus, Sizes, StudyParser, describe, prepare, shuffle_sentences
+from miniature import RESULTS, SHUFFLED, Corpus, MiniatureParser, Sizes, describe, prepare, shuffle_sentences
 from txl_hf import TokenStream, TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.command_line import one_line_errors
 from txl_hf.evaluation import perplexity
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None):
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = StudyParser(__doc__, RESULTS)
+    parser = MiniatureParser(__doc__, RESULTS)
     parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="ROW", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(%(default)s)")
     parser.add_argument("--steps", type=int, help="optimiser steps of a run (those of the sizes)")

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import ablation
-from miniature import WORK, StudyParser
+from miniature import WORK, MiniatureParser
 from txl_hf import TransfoXLForCausalLM
 from txl_hf.command_line import one_line_errors
 from txl_hf.scoring import read_prepared
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None):
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = StudyParser(__doc__, WORK)
+    parser = MiniatureParser(__doc__, WORK)
     parser.add_argument("--model", help="folder or Hub name (the miniature's model with recurrence)")
     parser.add_argument("--data", type=Path, help="folder of prepare_corpus.py, with --model")
     parser.add_argument("--memory_length", type=int, help="(the model's mem_len)")

@@ -4,11 +4,11 @@ The articles are looked for in the folder that the environment variable TXL_WIKI
 `../shared/data/wikipedia-long` beside the clone: `train.txt.xz`, `valid.txt.xz` and `test.txt.xz`, a paragraph a line.
 """
 
-import argparse
 import itertools
 import json
 import lzma
 import os
+import sys
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from study import StudyParser
 from txl_hf import TransfoXLTokenizer
-from txl_hf.command_line import CommandParser
 
 __all__ = [
     "MINIATURE",
@@ -28,8 +30,8 @@ __all__ = [
     "SPLITS",
     "WORK",
     "Corpus",
+    "MiniatureParser",
     "Sizes",
-    "StudyParser",
     "prepare",
     "shuffle_sentences",
 ]
@@ -78,30 +80,12 @@ MINIATURE = Sizes()
 SMOKE = Sizes((60_000, 3_000), 200, 100, 2, 16, 2, 8, 4, 3, lengths=(0.5, 1, 2), evaluation_streams=8)
 
 
-class StudyParser(CommandParser):
-    """Where a study's results and models go, and `--smoke`, which never goes where results are kept.
-
-    Args:
-        output: folder of the results unless told otherwise.
-        smoke: the values that options have with `--smoke`, whatever else is given.
-    """
+class MiniatureParser(StudyParser):
+    """Options of a study of the miniature, and `sizes` among them."""
 
     def __init__(self, description: str | None, output: Path, **smoke: Any):
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-        self.kept, self.smoke = output, smoke
-        self.add_argument("--output", type=Path, default=output, help="folder of the results (%(default)s)")
-        self.add_argument("--work", type=Path, help=f"folder of models and texts ({WORK}; with --smoke in --output)")
-        self.add_argument("--smoke", action="store_true", help="tiny sizes, to try the script itself")
-
-    def parse_study(self, argv: list[str] | None) -> argparse.Namespace:
-        """The options, and `sizes` among them."""
-        options = self.parse_args(argv)
-        if options.smoke and options.output == self.kept:
-            self.error("--smoke measures nothing worth keeping: name another folder with --output")
-        options.sizes = SMOKE if options.smoke else MINIATURE
-        options.work = options.work or (options.output / "work" if options.smoke else WORK)
-        vars(options).update(self.smoke if options.smoke else {})
-        return options
+        super().__init__(description, output, WORK, sizes=SMOKE, **smoke)
+        self.set_defaults(sizes=MINIATURE)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,33 @@
+"""What scripts that train several models and keep their results have in common on the command line."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from txl_hf.command_line import CommandParser
+
+__all__ = ["StudyParser"]
+
+
+class StudyParser(CommandParser):
+    """Where a study's results and models go, and `--smoke`, which never goes where results are kept.
+
+    Args:
+        output: folder of the results unless told otherwise. work: folder of models and texts unless told otherwise.
+        smoke: the values that options have with `--smoke`, whatever else is given.
+    """
+
+    def __init__(self, description: str | None, output: Path, work: Path, **smoke: Any):
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.kept, self.work, self.smoke = output, work, smoke
+        self.add_argument("--output", type=Path, default=output, help="folder of the results (%(default)s)")
+        self.add_argument("--work", type=Path, help=f"folder of models and texts ({work}; with --smoke in --output)")
+        self.add_argument("--smoke", action="store_true", help="tiny sizes, to try the script itself")
+
+    def parse_study(self, argv: list[str] | None) -> argparse.Namespace:
+        options = self.parse_args(argv)
+        if options.smoke and options.output == self.kept:
+            self.error("--smoke measures nothing worth keeping: name another folder with --output")
+        options.work = options.work or (options.output / "work" if options.smoke else self.work)
+        vars(options).update(self.smoke if options.smoke else {})
+        return options
