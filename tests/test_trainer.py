@@ -542,6 +542,7 @@ def test_the_card_of_the_trainer_says_task_code_and_results(tmp_path):
     assert 'AutoModelForCausalLM.from_pretrained("name", trust_remote_code=True)' in card.text
     results = {result.metric_type: result.metric_value for result in card.data.eval_results}
     assert results["perplexity"] == pytest.approx(logged(trainer, "eval_perplexity")[-1], abs=1e-3)
+    assert "Its weights" not in card.text and card.data.base_model is None, "it began as nothing that was saved"
     # Those of results.json come first.
     (tmp_path / "results.json").write_text(json.dumps({"test": {"perplexity": 7.0, "memory_length": 3}}))
     trainer.create_model_card(model_name="name")
@@ -604,6 +605,25 @@ def test_a_card_follows_its_weights(tmp_path):
         loaded.save_pretrained(tmp_path / folder)
         assert results_of_card(tmp_path / folder) == {}
         assert ModelCard.load(tmp_path / folder / "README.md").data.license is None
+
+
+def test_a_card_names_what_the_weights_began_as(tmp_path):
+    """By its name on the Hub or its folder's, whose card may know the one on the Hub; what a user says comes first."""
+    for name, options in (("user/base", {}), ("user/base", {"finetuned_from": "user/other"})):
+        model = make_model()
+        model.name_or_path = name
+        make_trainer(tmp_path / "first", model=model, max_steps=1).create_model_card(**options)
+        data = ModelCard.load(tmp_path / "first" / "README.md").data
+        assert data.base_model == options.get("finetuned_from", "user/base")
+        model.save_pretrained(tmp_path / "first")
+    model = type(model).from_pretrained(tmp_path / "first")
+    trainer = make_trainer(tmp_path / "second", model=model, max_steps=1)
+    trainer.train()
+    trainer.save_model()
+    saved = (tmp_path / "second" / "README.md").read_text()
+    trainer.create_model_card()
+    for text in (saved, (tmp_path / "second" / "README.md").read_text()):
+        assert "Its weights began as those of first." in text and "base_model: user/base" in text
 
 
 def test_a_card_is_that_of_the_model_until_somebody_writes_in_it(tmp_path):

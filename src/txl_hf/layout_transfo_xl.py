@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -298,15 +299,15 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             self.__class__ = present_class
         card = Path(save_directory, "README.md")
         if is_main_process and (not card.exists() or _is_generated(card)):
-            known = self._known_of_same_weights(card.parent)
-            self.write_model_card(card, kwargs.get("repo_id") or Path(save_directory).name, **known)
+            name = kwargs.get("repo_id") or Path(save_directory).name
+            self.write_model_card(card, name, **self._known_of_weights(card.parent, name))
 
     def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args, **kwargs):
         # `transformers` has put a card there: that of the repository, which is kept where somebody has written in it,
         # or one that does not say how to load the model. It has the tags of the call.
         card, token = Path(working_dir, "README.md"), kwargs.get("token")
         if not HfApi(token=token).file_exists(repo_id, "README.md") or _is_generated(card):
-            known = self._known_of_same_weights(card.parent)
+            known = self._known_of_weights(card.parent, repo_id)
             given = ModelCard.load(card).data.tags or []
             self.write_model_card(card, repo_id, **known | {"tags": [*known.get("tags", []), *given]})
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
@@ -327,23 +328,57 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         card = model_card(repo_id, self.config, type(self)._auto_class or "AutoModel", tags=tags, **data)
         path.write_text(card + SIGNATURE.format(digest=_digest(card)), encoding="utf-8")
 
-    def _known_of_same_weights(self, folder: Path) -> dict[str, Any]:
-        """What the card in the folder that this model came from knows, its results among it, if the weights that now
-        lie in another one are still the same, byte by byte; nothing otherwise.
+    def began_as(self, folder: Path, repo_id: str) -> dict[str, Any]:
+        """For [`write_model_card`] of a model that is not as it was loaded: what its weights began as.
+
+        Args:
+            folder: where the card will lie.
+            repo_id: the name under which the model will be loaded.
+
+        Returns:
+            `base_model`, where that is on the Hub; `origin`, a sentence, where it is in another folder, whose card may
+            know a `base_model`. Nothing for a model that was loaded from nowhere, or from where it is written.
+        """
+        source = Path(self.name_or_path)
+        if not self.name_or_path or self.name_or_path == repo_id or folder.resolve() == source.resolve():
+            return {}
+        if not source.is_dir():
+            return {"base_model": self.name_or_path} if _is_repo_id(self.name_or_path) else {}
+        # Its own card may say whose weights it has: these are others now.
+        origin = f"Its weights began as those of {plain_markdown(source.resolve().name)}."
+        base_model = _card_data(source / "README.md").get("base_model")
+        return {"origin": origin} | ({"base_model": base_model} if base_model else {})
+
+    def _known_of_weights(self, folder: Path, repo_id: str) -> dict[str, Any]:
+        """What the card in the folder that this model came from knows, its results among it, where the weights that
+        now lie in another one are the same, byte by byte; what they began as otherwise.
         """
         source = Path(self.name_or_path or folder)
         weights = sorted(path.name for path in folder.glob("model*.safetensors"))
         same = (source / "README.md").is_file() and not folder.samefile(source) and weights
         if not same or not all((source / name).is_file() for name in weights):
-            return {}
+            return self.began_as(folder, repo_id)
         if not all(filecmp.cmp(source / name, folder / name, shallow=False) for name in weights):
-            return {}
-        try:
-            data = ModelCard.load(source / "README.md").data
-        except (OSError, ValueError):
-            # No card of the Hub's, whoever wrote it.
-            return {}
-        return {name: getattr(data, name) for name in CARRIED if getattr(data, name, None)}
+            return self.began_as(folder, repo_id)
+        data = _card_data(source / "README.md")
+        origin = f"Its weights are those of {plain_markdown(source.resolve().name)}."
+        return {"origin": origin} | {name: data[name] for name in CARRIED if data.get(name)}
+
+
+def _card_data(card: Path) -> dict[str, Any]:
+    """The metadata of a card; nothing where there is none of the Hub's, whoever wrote it."""
+    try:
+        return vars(ModelCard.load(card).data)
+    except (OSError, ValueError):
+        return {}
+
+
+def _is_repo_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _check_room(model: PreTrainedModel, missing: Iterable[str], files: Iterable[str], name: str):

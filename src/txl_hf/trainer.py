@@ -365,10 +365,13 @@ class TransfoXLTrainer(Trainer):
         name = model_name or Path(self.args.output_dir).resolve().name
         datasets = _as_list(dataset_tags) or _as_list(dataset)
         results = self._results(datasets[0] if datasets else "held-out text")
-        data: dict[str, Any] = {
+        path = Path(self.args.output_dir, "README.md")
+        repository = self.hub_model_id if self.args.push_to_hub else None
+        began_as = model.began_as(path.parent, repository or name)
+        data: dict[str, Any] = began_as | {
             "language": language,
             "license": license,
-            "base_model": finetuned_from or self._base_model(),
+            "base_model": finetuned_from or began_as.get("base_model"),
             "datasets": _as_list(dataset_tags) or None,
             "model_name": name if results else None,
             "eval_results": results or None,
@@ -377,14 +380,7 @@ class TransfoXLTrainer(Trainer):
             data["tokenizer"] = True
         if tasks:
             data["pipeline_tag"] = _as_list(tasks)[0]
-        path = Path(self.args.output_dir, "README.md")
-        repository = self.hub_model_id if self.args.push_to_hub else None
         model.write_model_card(path, repository or name, _as_list(tags), **data)
-
-    def _base_model(self) -> str | None:
-        """The name on the Hub of what was fine-tuned; a folder of this machine is none."""
-        name = self.accelerator.unwrap_model(self.model, keep_torch_compile=False).name_or_path
-        return name if name and not os.path.isdir(name) else None
 
     def _results(self, dataset: str) -> list[EvalResult]:
         folder, state = Path(self.args.output_dir), self.state
