@@ -1,7 +1,8 @@
 """The Triton kernels against eager and the fp64 loop over (i, j): outputs and every gradient, on a CPU in Triton's
 interpreter and on a GPU where there is one; and compiled for sm_90 where there is none.
 
-Tiles are made small, so that short sequences span several, and memory that the kernels ask for uninitialised is NaN.
+Tiles are made small, so that short sequences span several. Memory that the kernels ask for uninitialised is NaN, and
+bits are ones, which drop nothing.
 """
 
 import csv
@@ -62,14 +63,15 @@ LONG_CASES = {
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """What the kernels do not write is NaN."""
+    """What the kernels do not write is NaN; bits are ones."""
 
     class Torch:
         def __getattr__(self, name):
             return getattr(torch, name)
 
         def empty(self, *args, **kwargs):
-            return torch.full_like(torch.empty(*args, **kwargs), torch.nan)
+            tensor = torch.empty(*args, **kwargs)
+            return torch.full_like(tensor, torch.nan if tensor.is_floating_point() else -1)
 
         def empty_like(self, tensor):
             return torch.full_like(tensor, torch.nan)
@@ -326,53 +328,70 @@ def test_output_is_the_loop_over_i_and_j(window, monkeypatch):
     torch.testing.assert_close(output.cpu().double(), expected, atol=2e-6, rtol=2e-6)
 
 
-def kept_by_dropout(shape, dropout, seed, window=None):
-    """The dropout mask (B, H, L, K) of a seed: with values that are unit vectors the output is the probabilities."""
-    B, H, L, m, D = shape
-    K = m + L
-    tensors, _, _ = draw(shape)
-    tensors["value"] = torch.eye(K, D).expand(B, H, K, D)
-    torch.manual_seed(seed)
-    options = {"window": window, "scaling": D**-0.5, "dropout": dropout}
-    probabilities, _ = kernels.triton_relative_attention(prepare(tensors, torch.float32, **options))
-    return probabilities[..., :K] != 0
+@pytest.fixture
+def drawn_bits(monkeypatch):
+    """Whatever is drawn for dropout while the test runs."""
+    drawn, operator = [], kernels.dropout_bits_op
+    monkeypatch.setattr(kernels, "dropout_bits_op", lambda *args: drawn.append(operator(*args)) or drawn[-1])
+    return drawn
 
 
-@pytest.mark.parametrize("tile", [16, 32])
-def test_dropout_differentiates_through_the_mask_of_its_seed(tile, monkeypatch):
+def unpacked(bits, K):
+    """Bits (B, H, L, words) of 32 to a word as booleans (B, H, L, K)."""
+    return (bits[..., None] >> torch.arange(32, device=bits.device) & 1).flatten(-2)[..., :K].bool()
+
+
+@pytest.mark.parametrize(
+    "shape, tile, window, masked, chance",
+    [((2, 2, 23, 18, 16), 16, 30, False, 0.0), ((2, 1, 37, 98, 24), 64, None, True, 0.1)],
+    ids=["window", "mask-and-documents"],
+)
+def test_dropout_differentiates_through_the_bits_that_it_drew(
+    shape, tile, window, masked, chance, drawn_bits, monkeypatch
+):
     monkeypatch.setattr(kernels, "LARGEST_TILE", tile)
-    shape, dropout, window = (2, 2, 24, 20, 64), 0.3, 30
-    tensors, _, cotangent = draw(shape)
-    kept = kept_by_dropout(shape, dropout, seed=1, window=window)
-    options = {"window": window, "scaling": 0.125, "dropout": dropout}
+    tensors, key_mask, cotangent = draw(shape, masked=masked)
+    first_key = begin_documents(shape, chance) if chance else None
+    options = {"window": window, "scaling": 0.125, "dropout": 0.3, "key_mask": key_mask, "first_key": first_key}
+    result = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, **options)
+    kept = unpacked(drawn_bits[0], shape[2] + shape[3])
     exact_attention = functools.partial(exact_relative_attention, kept=kept)
     exact = differentiate(exact_attention, tensors, cotangent, torch.float64, **options)
-    torch.manual_seed(1)
-    result = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, **options)
     assert max(errors(result, exact).values()) < 2e-6
 
-    torch.manual_seed(1)
-    again = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, **options)
-    assert torch.equal(result["output"], again["output"])
-    other = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, **options)
-    assert not torch.equal(result["output"], other["output"])
+
+def test_dropout_repeats_what_it_dropped_with_the_seed_of_pytorch():
+    tensors, _, _ = draw((1, 2, 7, 6, 16))
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outputs.append(kernels.triton_relative_attention(prepare(tensors, torch.float32, dropout=0.3))[0])
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
 
 
-def test_dropout_mask_depends_on_the_position_alone_and_drops_its_share(monkeypatch):
-    shape = (2, 2, 40, 24, 64)
+def test_bits_of_dropout_depend_on_the_position_alone_and_drop_their_share(monkeypatch):
+    B, H, L, K = shape = (2, 2, 20, 205)
+    first_key = begin_documents((B, H, L, K - L, 0), 0.02)
+    visible = visible_keys(L, K, 180, None, DEVICE, first_key).expand(shape)
     masks = []
-    for tile in (16, 64):
-        monkeypatch.setattr(kernels, "LARGEST_TILE", tile)
-        masks.append(kept_by_dropout(shape, 0.25, seed=3))
-    assert torch.equal(*masks)
-    visible = visible_keys(40, 64, None, None, DEVICE).expand(2, 2, -1, -1)
-    kept = masks[0][visible].float()
-    assert abs(kept.mean() - 0.75) < 4 * (0.75 * 0.25 / len(kept)) ** 0.5
-    # Rows, columns, heads and batch rows each have a mask of their own.
-    for dimension in range(4):
-        first, second = masks[0].select(dimension, -1), masks[0].select(dimension, -2)
-        both = visible.select(dimension, -1) & visible.select(dimension, -2)
-        assert 0.4 < (first == second)[both].float().mean() < 0.85
+    for tile in ((16, 128), (32, 256)):
+        monkeypatch.setattr(kernels, "_DROPOUT_TILE", dict(zip(("BLOCK_M", "BLOCK_N"), tile, strict=True)))
+        bits = kernels.dropout_bits_op(torch.tensor([3], device=DEVICE), first_key.int(), shape, 180, 0.25)
+        masks.append(unpacked(bits, K))
+    assert torch.equal(masks[0][visible], masks[1][visible])
+    kept = masks[0]
+
+    def close(found, share):
+        return abs(found.float().mean() - share) < 5 * (share * (1 - share) / found.numel()) ** 0.5
+
+    assert close(kept[visible], 0.75)
+    # Rows, columns, heads and batch rows each have a mask of their own, and so has each bit of a word.
+    for dimension, distance in [(0, 1), (1, 1), (2, 1), *((3, 2**n) for n in range(7))]:
+        n = shape[dimension] - distance
+        same = kept.narrow(dimension, 0, n) == kept.narrow(dimension, distance, n)
+        both = visible.narrow(dimension, 0, n) & visible.narrow(dimension, distance, n)
+        assert close(same[both], 0.75**2 + 0.25**2), (dimension, distance)
 
 
 def test_everything_dropped_is_zero():
@@ -474,6 +493,8 @@ def test_operator_keeps_its_promises_to_pytorch():
     inputs = [tensor.to(DEVICE, torch.float32).requires_grad_() for tensor in tensors.values()]
     first_key = begin_documents((2, 2, 6, 3, 8), 0.3).int()
     torch.library.opcheck(kernels.relative_attention_op, (*inputs, key_mask, first_key, None, 5, 0.3, 0.0))
+    seed = torch.tensor([1], device=DEVICE)
+    torch.library.opcheck(kernels.dropout_bits_op, (seed, first_key, (2, 2, 6, 9), 5, 0.3))
 
 
 def test_says_why_it_cannot_be_used(monkeypatch):
@@ -569,8 +590,11 @@ def test_two_copies_live_in_one_process():
 def test_compiles_for_sm_90_without_a_gpu(options, tmp_path):
     """Everything from autograd down to Triton's argument binding, and what the machine code uses."""
     rows = compiled_for_sm_90(tmp_path, "bfloat16", "float16", *options)
-    assert len(rows) == 6
-    for row in rows:
+    drawing = [row for row in rows if row["kernel"] == "dropout"]
+    attending = [row for row in rows if row["kernel"] != "dropout"]
+    assert len(attending) == 6 and len(drawing) == (2 if "--dropout" in options else 0)
+    assert all(row["spills"] == 0 and row["registers"] <= 64 for row in drawing), drawing
+    for row in attending:
         print(row)
         assert row["tensor_core"] >= 16
         # Half of a multiprocessor's 227 KiB: two programs, as many as the registers of the leanest kernel allow.

@@ -1,4 +1,4 @@
-r"""Relative attention as Triton kernels that never hold an L × K tensor (flash attention with the paper's four terms).
+r"""Relative attention as Triton kernels that never hold L × K numbers (flash attention with the paper's four terms).
 
 A program owns BLOCK_M queries of one head and walks over blocks of BLOCK_N keys with a running softmax. The terms
 (a) + (c) = (q + u)·k of a tile are one product. The terms (b) + (d) = (q + v)·W_R R depend on the distance, which is
@@ -27,6 +27,11 @@ sums.
 What decides is the register file. Gathers within a warp (shuffles) need an index and two moves between layouts for
 every entry; through shared memory, as `_pieces` has it, the addresses are constants. Backward computes `low` anew
 rather than carry it from tile to tile.
+
+**Dropout.** What survives is drawn once, before the forward pass, by a kernel of its own: a bit for each score, which
+all three kernels read. This is all that is kept for every pair of query and key, L · K / 8 bytes a head. Were it drawn
+in the tiles from a seed, each kernel would do so again, in the registers that its products need: half as many
+instructions again for the same tile, and spills (counted in benchmarks/README.md).
 
 **Masks.** Only tiles at an edge (the query's own key, the window, where its document begins) compare positions at all;
 scores are scaled in the same instruction that subtracts the row's maximum. The exponential is the hardware's, of base
@@ -84,10 +89,10 @@ def why_not_triton(query: Tensor) -> str | None:
 
 
 def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
-    """Relative attention without an L × K tensor.
+    """Relative attention without L × K numbers.
 
-    Dropout draws one seed from PyTorch's generator of the device, so that `torch.manual_seed` repeats it; the kernels
-    derive the same mask from it, forward and backward, whatever their tiles.
+    Dropout draws one seed from PyTorch's generator of the device, so that `torch.manual_seed` repeats it, and with it
+    a bit for each score: L · K / 8 bytes for each batch row and head, kept for the backward pass.
 
     Raises:
         ValueError: these tensors cannot be taken, for the reason that `why_not_triton` gives; `scaling` is not
@@ -102,7 +107,12 @@ def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
         raise ValueError(f"txl_triton cannot be used: {reason}")
     # The interpreter multiplies the bits of bfloat16 numbers as if they were integers.
     inner_dtype = torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
-    seed = torch.randint(2**62, (1,), device=query.device) if inputs.dropout > 0 else None
+    first_key = None if inputs.first_key is None else inputs.first_key.to(torch.int32)
+    kept = None
+    if inputs.dropout > 0:
+        seed = torch.randint(2**62, (1,), device=query.device)
+        shape = (*query.shape[:3], inputs.key.shape[2])
+        kept = dropout_bits_op(seed, first_key, shape, inputs.window, inputs.dropout)
     width = query.shape[-1]
 
     def widened(tensor: Tensor | None) -> Tensor | None:
@@ -118,8 +128,8 @@ def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
         None if rel_key is None else widened(inputs.position_bias),
         None if rel_key is None else inputs.rel_bias,
         inputs.key_mask,
-        None if inputs.first_key is None else inputs.first_key.to(torch.int32),
-        seed,
+        first_key,
+        kept,
         inputs.window,
         inputs.scaling,
         inputs.dropout,
@@ -272,19 +282,53 @@ if triton is not None:
         return _pieces(gradient, gradient, tl.arange(0, M) + (N - M + 1))
 
     @triton.jit
-    def _kept(seed, dropout, pair, i0, j0, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-        """(BLOCK_M, BLOCK_N): which probabilities survive dropout.
+    def _kept(kept, i0, j0, L, words, M: tl.constexpr, N: tl.constexpr):
+        """(M, N): which probabilities survive dropout, from the bits of a head, `words` to a row."""
+        WIDTH: tl.constexpr = 32 if N > 32 else N
+        rows = tl.minimum(i0 + tl.arange(0, M), L - 1)
+        tile = tl.load(kept + rows[:, None] * words + (j0 // 32 + tl.arange(0, N // WIDTH))[None, :])
+        # A thread holds pairs of columns that are eight apart: it shifts by its pair, and eights are constants.
+        bits = tile[:, :, None, None] >> (j0 % 32 + tl.arange(0, 8))[None, None, None, :]
+        bits &= (1 << (tl.arange(0, WIDTH // 8) * 8))[None, None, :, None]
+        return tl.reshape(bits, (M, N)) != 0
 
-        A function of seed, batch row and head (`pair`), i and j alone: every kernel finds the same. One call of Philox
-        serves four neighbouring keys.
+    @triton.jit(do_not_specialize=["H", "L", "K", "window", "threshold"])
+    def _dropout_kernel(
+        kept,
+        seed,
+        first_key,
+        H,
+        L,
+        K,
+        words,
+        window,
+        threshold,
+        BLOCK_M: tl.constexpr,
+        BLOCK_N: tl.constexpr,
+    ):
+        """Draw the bits of a block of queries of one batch row and head, of the keys that it sees.
+
+        A random number, as a signed one, is kept from `threshold` on. A call of Philox gives four; its counter is made
+        of j, i and the pair of batch row and head, and no tile enters it.
         """
-        zeros = tl.zeros((BLOCK_M, BLOCK_N // 4), tl.int32)
-        quads = zeros + (j0 // 4 + tl.arange(0, BLOCK_N // 4))[None, :]
-        rows = zeros + (i0 + tl.arange(0, BLOCK_M))[:, None]
-        a, b, c, d = tl.philox(tl.load(seed), quads, rows, zeros + pair, zeros)
-        even = tl.interleave(tl.uint_to_uniform_float(a), tl.uint_to_uniform_float(c))
-        odd = tl.interleave(tl.uint_to_uniform_float(b), tl.uint_to_uniform_float(d))
-        return tl.interleave(even, odd) >= dropout
+        blocks = tl.cdiv(L, BLOCK_M)
+        i0 = tl.program_id(0) % blocks * BLOCK_M
+        pair = tl.program_id(0) // blocks
+        kept += pair.to(tl.int64) * L * words
+        seed = tl.load(seed)
+        zeros = tl.zeros((BLOCK_M, BLOCK_N // 32), tl.int32)
+        i = i0 + tl.arange(0, BLOCK_M)[:, None]
+        start, end = _key_range(i0, first_key, (pair // H).to(tl.int64), L, K, window, BLOCK_M, BLOCK_N)
+        for j0 in range(start, end, BLOCK_N):
+            column = j0 // 32 + tl.arange(0, BLOCK_N // 32)[None, :]
+            word = zeros
+            for quad in tl.static_range(8):
+                # Seven rounds are the fewest that pass the tests of randomness in Salmon et al. 2011, section 4.3.
+                drawn = tl.philox(seed, zeros + column * 8 + quad, zeros + i, zeros + pair, zeros, n_rounds=7)
+                for k in tl.static_range(4):
+                    number = drawn[k].to(tl.int32, bitcast=True)
+                    word |= tl.where(number >= threshold, 1 << (4 * quad + k), 0)
+            tl.store(kept + i * words + column, word, mask=(i < L) & (column < words))
 
     # ----------------------------------------------------------------------------------------------- forward
 
@@ -299,7 +343,7 @@ if triton is not None:
         rel_bias,
         key_mask,
         first_key,
-        seed,
+        kept,
         output,
         log_sum,
         query_strides,
@@ -310,9 +354,9 @@ if triton is not None:
         H,
         L,
         K,
+        words,
         window,
         scaling_log2,
-        dropout,
         keep_scale,
         D: tl.constexpr,
         WIDTH: tl.constexpr,
@@ -331,6 +375,8 @@ if triton is not None:
         key += batch * key_strides[0] + head * key_strides[1]
         value += batch * value_strides[0] + head * value_strides[1]
         output += batch * output_strides[0] + head * output_strides[1]
+        if kept is not None:
+            kept += pair.to(tl.int64) * L * words
 
         i = i0 + tl.arange(0, BLOCK_M)
         q = _load_rows(query, i, L, query_strides[2], D, WIDTH)
@@ -367,12 +413,12 @@ if triton is not None:
             rescale = tl.exp2(maximum * scaling_log2 - shift)
             maximum = new_maximum
             total = total * rescale + tl.sum(weights, 1)
-            if seed is not None:
-                weights = tl.where(_kept(seed, dropout, pair, i0, j0, BLOCK_M, BLOCK_N), weights, 0.0)
+            if kept is not None:
+                weights = tl.where(_kept(kept, i0, j0, L, words, BLOCK_M, BLOCK_N), weights, 0.0)
             v = _load_rows(value, j, K, value_strides[2], D, WIDTH)
             attended = tl.dot(weights.to(v.dtype), v, attended * rescale[:, None], input_precision=PRECISION)
 
-        if seed is not None:
+        if kept is not None:
             attended *= keep_scale
         _store_rows(output, attended / total[:, None], i, L, output_strides[2], D, WIDTH)
         tl.store(log_sum + pair.to(tl.int64) * L + i, maximum * scaling_log2 + tl.log2(total), mask=i < L)
@@ -415,7 +461,7 @@ if triton is not None:
         rel_bias,
         key_mask,
         first_key,
-        seed,
+        kept,
         output,
         log_sum,
         d_output,
@@ -436,10 +482,10 @@ if triton is not None:
         H,
         L,
         K,
+        words,
         window,
         scaling,
         scaling_log2,
-        dropout,
         keep_scale,
         PARTIAL: tl.constexpr,
         D: tl.constexpr,
@@ -518,9 +564,9 @@ if triton is not None:
 
                 v = _load_rows(value_head, j, K, value_strides[2], D, WIDTH)
                 d_probabilities = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
-                if seed is not None:
-                    kept = _kept(seed, dropout, pair.to(tl.int32), i0, j0, BLOCK_M, BLOCK_N)
-                    d_probabilities = tl.where(kept, d_probabilities * keep_scale, 0.0)
+                if kept is not None:
+                    survives = _kept(kept + pair * L * words, i0, j0, L, words, BLOCK_M, BLOCK_N)
+                    d_probabilities = tl.where(survives, d_probabilities, 0.0) * keep_scale
                 d_scores = probabilities * (d_probabilities - row_delta[:, None])
                 d_scores = d_scores.to(k.dtype)
                 d_q_content = tl.dot(d_scores, k, d_q_content, input_precision=PRECISION)
@@ -570,7 +616,7 @@ if triton is not None:
         rel_bias,
         key_mask,
         first_key,
-        seed,
+        kept,
         log_sum,
         d_output,
         delta,
@@ -586,10 +632,10 @@ if triton is not None:
         H,
         L,
         K,
+        words,
         window,
         scaling,
         scaling_log2,
-        dropout,
         keep_scale,
         D: tl.constexpr,
         WIDTH: tl.constexpr,
@@ -614,6 +660,8 @@ if triton is not None:
         d_value += batch * d_value_strides[0] + head * d_value_strides[1]
         log_sum += pair.to(tl.int64) * L
         delta += pair.to(tl.int64) * L
+        if kept is not None:
+            kept += pair.to(tl.int64) * L * words
         if rel_key is not None:
             rel_key += head * rel_key_strides[0]
             if rel_bias is not None:
@@ -649,14 +697,16 @@ if triton is not None:
             d_out = _load_rows(d_output, i, L, d_output_strides[2], D, WIDTH)
             d_probabilities = tl.dot(d_out, tl.trans(v), input_precision=PRECISION)
             weights = probabilities
-            if seed is not None:
-                kept = _kept(seed, dropout, pair, i0, j0, BLOCK_M, BLOCK_N)
-                weights = tl.where(kept, probabilities * keep_scale, 0.0)
-                d_probabilities = tl.where(kept, d_probabilities * keep_scale, 0.0)
+            if kept is not None:
+                survives = _kept(kept, i0, j0, L, words, BLOCK_M, BLOCK_N)
+                weights = tl.where(survives, probabilities, 0.0)
+                d_probabilities = tl.where(survives, d_probabilities, 0.0) * keep_scale
             d_v = tl.dot(tl.trans(weights.to(d_out.dtype)), d_out, d_v, input_precision=PRECISION)
             row_delta = tl.load(delta + i, mask=i < L, other=0.0)
             d_scores = probabilities * (d_probabilities - row_delta[:, None])
             d_k = tl.dot(tl.trans(d_scores.to(q.dtype)), q_content, d_k, input_precision=PRECISION)
+        if kept is not None:
+            d_v *= keep_scale
         _store_rows(d_key, d_k * scaling, j, K, d_key_strides[2], D, WIDTH)
         _store_rows(d_value, d_v, j, K, d_value_strides[2], D, WIDTH)
 
@@ -675,6 +725,9 @@ if triton is not None:
         "backward_query": {64: (16, 16, 4, 1), 128: (16, 16, 4, 1)},
         "backward_key": {64: (16, 32, 4, 1), 128: (16, 16, 4, 1)},
     }
+
+    # Queries and keys of the bits that a program draws at a time.
+    _DROPOUT_TILE = {"BLOCK_M": 32, "BLOCK_N": 256}
 
     def _tile(kernel: str, D: int, L: int, dtype: torch.dtype) -> dict[str, int]:
         width = max(16, triton.next_power_of_2(D))
@@ -705,7 +758,7 @@ if triton is not None:
         rel_bias,
         key_mask,
         first_key,
-        seed,
+        kept,
         window,
         scaling,
         dropout,
@@ -726,7 +779,7 @@ if triton is not None:
             "value": value,
             "rel_key": rel_key,
             **{name: None if tensor is None else tensor.contiguous() for name, tensor in small.items()},
-            "seed": seed,
+            "kept": kept,
             "query_strides": _strides(query),
             "key_strides": _strides(key),
             "value_strides": _strides(value),
@@ -734,9 +787,9 @@ if triton is not None:
             "H": query.shape[1],
             "L": query.shape[2],
             "K": key.shape[2],
+            "words": _words(key.shape[2]),
             "window": window,
             "scaling_log2": scaling * LOG2_E,
-            "dropout": dropout,
             "keep_scale": 1 / (1 - dropout) if dropout < 1 else 0.0,
             "D": query.shape[3],
             "PRECISION": _precision(query.dtype),
@@ -770,9 +823,50 @@ if triton is not None:
     _NAMESPACE = __name__.replace(".", "_")
     _SCHEMA = (
         "Tensor query, Tensor key, Tensor value, Tensor? rel_key, Tensor? content_bias, Tensor? position_bias, "
-        "Tensor? rel_bias, Tensor? key_mask, Tensor? first_key, Tensor? seed, SymInt? window, float scaling, "
+        "Tensor? rel_bias, Tensor? key_mask, Tensor? first_key, Tensor? kept, SymInt? window, float scaling, "
         "float dropout"
     )
+
+    @torch.library.custom_op(
+        f"{_NAMESPACE}::dropout_bits",
+        mutates_args=(),
+        schema="(Tensor seed, Tensor? first_key, SymInt[] shape, SymInt? window, float dropout) -> Tensor",
+    )
+    def dropout_bits_op(seed, first_key, shape, window, dropout):
+        """Which probabilities of `shape` (B, H, L, K) survive dropout: a bit each, and 1 for those that do.
+
+        Bits are drawn for what queries see. Others have any value.
+        """
+        B, H, L, K = shape
+        kept = _empty_bits(seed, shape)
+        # As a signed number of 32 bits. Where all is dropped, `keep_scale` is 0.
+        threshold = min(round(dropout * 2**32), 2**32 - 1) - 2**31
+        with torch.cuda.device_of(seed):
+            _dropout_kernel[(triton.cdiv(L, _DROPOUT_TILE["BLOCK_M"]) * B * H,)](
+                kept,
+                seed,
+                None if first_key is None else first_key.contiguous(),
+                H=H,
+                L=L,
+                K=K,
+                words=_words(K),
+                window=window,
+                threshold=threshold,
+                **_DROPOUT_TILE,
+            )
+        return kept
+
+    @dropout_bits_op.register_fake
+    def _(seed, first_key, shape, *_):
+        return _empty_bits(seed, shape)
+
+    def _empty_bits(seed: Tensor, shape: tuple[int, ...]) -> Tensor:
+        *rows, K = shape
+        return torch.empty((*rows, _words(K)), dtype=torch.int32, device=seed.device)
+
+    def _words(K: int) -> int:
+        """Numbers of 32 bits for a row of K keys: to the end of every kernel's last tile, and 16 bytes at a time."""
+        return triton.cdiv(K, 128) * 4
 
     @torch.library.custom_op(
         f"{_NAMESPACE}::relative_attention", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)"
@@ -787,7 +881,7 @@ if triton is not None:
         rel_bias,
         key_mask,
         first_key,
-        seed,
+        kept,
         window,
         scaling,
         dropout,
@@ -806,7 +900,7 @@ if triton is not None:
             rel_bias,
             key_mask,
             first_key,
-            seed,
+            kept,
             window,
             scaling,
             dropout,
@@ -840,7 +934,7 @@ if triton is not None:
         rel_bias,
         key_mask,
         first_key,
-        seed,
+        kept,
         window,
         scaling,
         dropout,
@@ -860,7 +954,7 @@ if triton is not None:
             rel_bias,
             key_mask,
             first_key,
-            seed,
+            kept,
             window,
             scaling,
             dropout,
