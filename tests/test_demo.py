@@ -47,6 +47,7 @@ def test_the_whole_demo(text, tmp_path):
     assert process.returncode == 0, process.stderr
     assert "Traceback" not in process.stderr
     assert list(memory_table(process.stdout)) == LENGTHS
+    assert "Trained for 3 steps, 3,072 characters." in process.stdout
     assert "with txl_hf and without it: equal" in process.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["demo-output"]
 
@@ -57,6 +58,8 @@ def test_the_whole_demo(text, tmp_path):
     assert (folder / "memory_length.png").read_bytes().startswith(b"\x89PNG")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.decode(tokenizer("def f():\n    return 1\n")["input_ids"]) == "def f():\n    return 1\n"
+    messages = [{"role": "user", "content": "def f():"}, {"role": "assistant", "content": "    return 1"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "def f():\n    return 1\n"
     assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == len(tokenizer)
 
 

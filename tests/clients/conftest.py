@@ -22,6 +22,7 @@ CLIENTS = {
     "test_serve.py": (["fastapi", "openai", "uvicorn"], []),
     "test_space.py": (["gradio"], []),
     "test_trl.py": (["trl"], []),
+    "test_webdataset.py": (["webdataset"], []),
 }
 
 

@@ -84,6 +84,29 @@ def test_a_conversation_goes_on_with_its_memory(client, model):
         text += f"assistant: {found}\n"
 
 
+def test_transformers_chat_talks_to_it(client, model, tmp_path):
+    """As it is typed, but for the keys; after each reply it asks whether to go on, since the tokens are used up."""
+    command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()"]
+    chat = [*command, "chat", model, str(client.base_url).rstrip("/")]
+    settings = ["max_new_tokens=10", "do_sample=False"]
+    process = subprocess.run(
+        [*chat, *settings],
+        input="good morning\nn\nwho are you\nn\n!exit\n",
+        env={**os.environ, "HF_HUB_OFFLINE": "0", "COLUMNS": "300"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.returncode == 0, process.stderr
+    first = reply(model, "user: good morning\n", 10)
+    second = reply(model, f"user: good morning\nassistant: {first}\nuser: who are you\n", 10)
+    # It draws what is written as Markdown, line by line.
+    shown = "".join(process.stdout.split())
+    for written in (first, second):
+        assert "".join(written.split()) in shown, process.stdout
+
+
 def test_what_cannot_be_served_is_said_at_once(model, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         commands.serve([str(model), "--continuous-batching"])
