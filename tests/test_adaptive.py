@@ -231,6 +231,24 @@ def test_losses_and_every_gradient_are_those_of_the_log_probabilities(make_confi
         torch.testing.assert_close(softmax(hidden, targets), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "widths"), [(2048, [2048, 52]), (4096, [1024, 1024, 52]), (6000, [1024, 1024, 52])]
+)
+@torch.no_grad()
+def test_a_block_of_logits_is_16_mb_or_1024_words(make_config, monkeypatch, tokens, widths):
+    """What a cache of a CPU holds; of a narrower block the product would be slow."""
+    product, found = adaptive_transfo_xl.product, []
+
+    def look(hidden, table, bias):
+        found.append(product(hidden, table, bias))
+        return found[-1]
+
+    monkeypatch.setattr(adaptive_transfo_xl, "product", look)
+    softmax = AdaptiveLogSoftmax(make_config(vocab_size=2100, cutoffs=[], div_val=1))
+    softmax(torch.randn(tokens, 16), torch.randint(2100, (tokens,)))
+    assert [block.shape for block in found] == [(tokens, width) for width in widths]
+
+
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "computed-again"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["parameters", "autocast"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
