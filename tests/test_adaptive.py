@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, adaptive_transfo_xl
 from txl_hf.adaptive_transfo_xl import AdaptiveEmbedding, AdaptiveLogSoftmax
@@ -247,6 +248,36 @@ def test_a_block_of_logits_is_16_mb_or_1024_words(make_config, monkeypatch, toke
     softmax = AdaptiveLogSoftmax(make_config(vocab_size=2100, cutoffs=[], div_val=1))
     softmax(torch.randn(tokens, 16), torch.randint(2100, (tokens,)))
     assert [block.shape for block in found] == [(tokens, width) for width in widths]
+
+
+@pytest.mark.parametrize(("most", "times"), [(adaptive_transfo_xl.MAX_KEPT_LOGITS, 1), (5 * 61 - 1, 2)])
+def test_few_logits_are_computed_once(make_config, monkeypatch, most, times):
+    """What is kept of the forward need not be computed again for the backward."""
+    product, found = adaptive_transfo_xl.product, []
+
+    def look(hidden, table, bias=None):
+        found.append(bias is not None)
+        return product(hidden, table, bias)
+
+    monkeypatch.setattr(adaptive_transfo_xl, "product", look)
+    monkeypatch.setattr(adaptive_transfo_xl, "MAX_KEPT_LOGITS", most)
+    softmax = AdaptiveLogSoftmax(make_config(vocab_size=61, cutoffs=[], div_val=1))
+    softmax.nll(torch.randn(5, 16), torch.arange(5)).sum().backward()
+    assert sum(found) == times
+
+
+@pytest.mark.parametrize(
+    ("tokens", "clusters", "kept"), [(10_000, 2, True), (60_000, 2, False), (10_000, None, False)]
+)
+def test_on_a_gpu_what_fits_of_the_head_is_kept(monkeypatch, tokens, clusters, kept):
+    """At 20,000 words; not of the tail, whose logits are as many and a smaller product away."""
+    monkeypatch.setattr(adaptive_transfo_xl, "fuses", lambda hidden: False)
+    with FakeTensorMode():
+        hidden = torch.empty(tokens, 8, device="cuda")
+        extra = None if clusters is None else torch.empty(tokens, clusters, device="cuda")
+        targets = torch.empty(tokens, dtype=torch.long, device="cuda")
+        task = adaptive_transfo_xl._Task(None, slice(0, 20_000), hidden, targets, 0, extra)
+        assert adaptive_transfo_xl._may_be_kept(task) == kept
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "computed-again"])
