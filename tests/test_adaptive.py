@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, adaptive_transfo_xl
-from txl_hf.adaptive_transfo_xl import AdaptiveEmbedding, AdaptiveLogSoftmax
+from txl_hf.adaptive_transfo_xl import AdaptiveEmbedding, AdaptiveLogSoftmax, check_labels
 
 BINS = {
     "no-cutoffs": {"cutoffs": [], "div_val": 1},
@@ -325,6 +325,20 @@ def test_the_operator_of_the_losses_keeps_its_promises_to_pytorch(make_config, m
     hidden = [hidden[0].detach().clone().requires_grad_() for _ in hidden]
     # No logits are kept, as in a graph.
     torch.library.opcheck(operator, (*leaves[:2], hidden, targets, head_targets, leaves[2], *others, False))
+
+
+class OnGpu(torch.Tensor):
+    """Numbers of which the host is told that they are on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("bad", [-1, 61])
+def test_a_gpu_compares_labels_by_itself(bad):
+    """The device stops, as for any embedding, and the host has not had to wait."""
+    check_labels(torch.tensor([0, 60, -100]).as_subclass(OnGpu), 61)
+    with pytest.raises(RuntimeError, match=r"labels outside the vocabulary \[0, 61\)"):
+        check_labels(torch.tensor([0, 60, bad]).as_subclass(OnGpu), 61)
 
 
 @pytest.mark.parametrize("changes", [{}, {"div_val": 1}, {"cutoffs": []}], ids=str)

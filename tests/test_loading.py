@@ -8,7 +8,7 @@ import struct
 import subprocess
 import traceback
 import zipfile
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ from txl_hf import (
     TransfoXLForSequenceClassification,
     TransfoXLForTokenClassification,
     TransfoXLModel,
+    layout_transfo_xl,
 )
 from txl_hf.layout_transfo_xl import CheckpointError
 from txl_hf.unpickle_transfo_xl import UnsafePickleError
@@ -424,6 +425,34 @@ def test_a_configuration_that_claims_what_the_file_does_not_hold_costs_nothing(t
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("bytes_missing, fits", [(400, True), (404, False)])
+def test_a_part_of_a_checkpoint_may_be_new_up_to_twice_what_is_there(tmp_path, monkeypatch, bytes_missing, fits):
+    monkeypatch.setattr(layout_transfo_xl, "NEW_BYTES", 0)
+    (tmp_path / "model.safetensors").write_bytes(bytes(200))
+    model = torch.nn.Module()
+    model.get_parameter_or_buffer = lambda name: torch.empty(bytes_missing // 4)
+    with nullcontext() if fits else pytest.raises(CheckpointError, match="the checkpoint mine lacks score"):
+        layout_transfo_xl._check_room(model, ["score"], [str(tmp_path / "model.safetensors")], "mine")
+    model.get_parameter_or_buffer = lambda name: torch.empty(1_500_000_000, dtype=torch.uint8, device="meta")
+    with pytest.raises(CheckpointError, match="lacks score, 2 GB in all"):
+        layout_transfo_xl._check_room(model, ["score"], [], "mine")
+
+
+@pytest.mark.parametrize("count, more", [(1, ""), (16, ""), (17, " and 1 more"), (20, " and 4 more")])
+def test_an_error_lists_sixteen_names(count, more):
+    names = [f"name{i:02}" for i in range(count)]
+    assert layout_transfo_xl._listed(reversed(names)) == ", ".join(names[:16]) + more
+
+
+@pytest.mark.parametrize("rows", [4, 5, 49])
+def test_joined_tensors_that_do_not_fit_are_named(rows):
+    """Parts are as many as they should be, whatever can be divided."""
+    model = build()
+    state = {"transformer.layers.0.dec_attn.qkv_net.weight": torch.zeros(rows, 16)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for transformer\.layers\.0\.self_attn\.v_proj\.weight"):
+        model.load_state_dict(state, strict=False)
+
+
 @pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loader.__name__)
 @pytest.mark.parametrize("left", [-500, 20, 0], ids=["tail-lost", "header-lost", "empty"])
 def test_truncated_file_is_named(tmp_path, loader, left):
@@ -492,6 +521,13 @@ def test_pickle_of_something_else_is_named(tmp_path):
     build().config.save_pretrained(tmp_path)
     torch.save([torch.ones(2)], tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pytorch_model.bin: no checkpoint, which is a dictionary of tensors"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_folder_in_place_of_the_weights_is_named(tmp_path):
+    build().config.save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").mkdir()
+    with pytest.raises(CheckpointError, match="pytorch_model.bin: .*no checkpoint: .*[Ii]s a directory"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 

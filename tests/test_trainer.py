@@ -637,6 +637,22 @@ def test_a_card_is_that_of_the_model_until_somebody_writes_in_it(tmp_path):
     assert "My model" in card.read_text() and "over a vocabulary of 101," in card.read_text()
 
 
+def test_what_no_one_can_read_as_a_card_is_left_alone(tmp_path, monkeypatch):
+    model = make_model()
+    (tmp_path / "folder" / "README.md").mkdir(parents=True)
+    model.save_pretrained(tmp_path / "folder")
+    assert (tmp_path / "folder" / "README.md").is_dir()
+    model.save_pretrained(tmp_path / "model")
+    loaded = type(model).from_pretrained(tmp_path / "model")
+
+    def fail(path):
+        raise PermissionError(path)
+
+    monkeypatch.setattr(ModelCard, "load", fail)
+    loaded.save_pretrained(tmp_path / "copy")
+    assert (tmp_path / "copy" / "README.md").read_text().startswith("---")
+
+
 def test_a_run_that_is_done_stays_so(tmp_path, saved_run):
     shutil.copytree(saved_run[0], tmp_path, dirs_exist_ok=True)
     trainer = make_trainer(tmp_path, **SGD, **SAVING)

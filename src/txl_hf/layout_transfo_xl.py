@@ -429,7 +429,7 @@ def _from_disk_layout(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
             converted[name] = tensor
             continue
         parts = converter.target_patterns
-        for part, chunk in zip(parts, tensor.chunk(len(parts), dim=0), strict=True):
+        for part, chunk in zip(parts, tensor.tensor_split(len(parts)), strict=True):
             converted[name.replace(converter.source_patterns[0], part)] = chunk
     return converted
 
