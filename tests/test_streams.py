@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from txl_hf import TokenStream, evaluate_language_model
 from txl_hf.columns import open_tokens
-from txl_hf.streams import check_loader
+from txl_hf.streams import check_loader, varying_ends
 
 
 @st.composite
@@ -75,6 +75,9 @@ def test_segments_of_varying_length():
     other = TokenStream(range(20001), 40, 4, varlen_seed=2)
     assert [len(again[4 * i]["input_ids"]) for i in range(again.steps)] == lengths
     assert [len(other[4 * i]["input_ids"]) for i in range(other.steps)] != lengths
+    # Where the two means lie ten deviations apart, one segment in twenty is half as long.
+    many = np.diff(varying_ends(10**6, 100, seed=0))[:-1]
+    assert 0.04 < (many < 75).mean() < 0.06 and many[many < 75].mean() == pytest.approx(50, abs=1)
 
 
 @pytest.mark.parametrize("keep_remainder", [False, True])
@@ -551,3 +554,10 @@ def test_documents_of_a_stream_are_read_as_they_are_alone(make_model):
 def test_ends_of_documents_that_are_none(document_end):
     with pytest.raises(ValueError, match="document_end must be a token id, or the places"):
         TokenStream(list(range(20)), 4, 2, document_end=document_end)
+
+
+@pytest.mark.parametrize(("ends", "place"), [([0, 5, 9], 0), ([3, 5, 21], 21), ([21], 21)])
+def test_ends_of_documents_outside_the_text_are_named(ends, place):
+    with pytest.raises(ValueError, match=f"document_end holds {place}, .* at 1 to 20 in this text"):
+        TokenStream(list(range(20)), 4, 2, document_end=ends)
+    TokenStream(list(range(20)), 4, 2, document_end=[1, 5, 20])
