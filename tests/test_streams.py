@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from txl_hf import TokenStream, evaluate_language_model
 from txl_hf.columns import open_tokens
@@ -78,6 +78,9 @@ def test_segments_of_varying_length():
     # Where the two means lie ten deviations apart, one segment in twenty is half as long.
     many = np.diff(varying_ends(10**6, 100, seed=0))[:-1]
     assert 0.04 < (many < 75).mean() < 0.06 and many[many < 75].mean() == pytest.approx(50, abs=1)
+    assert many.max() == 115
+    # A run that is resumed under another version reads on where it was.
+    assert varying_ends(700, 100, seed=0).tolist() == [96, 193, 291, 393, 498, 597, 700]
 
 
 @pytest.mark.parametrize("keep_remainder", [False, True])
@@ -554,6 +557,22 @@ def test_documents_of_a_stream_are_read_as_they_are_alone(make_model):
 def test_ends_of_documents_that_are_none(document_end):
     with pytest.raises(ValueError, match="document_end must be a token id, or the places"):
         TokenStream(list(range(20)), 4, 2, document_end=document_end)
+
+
+@pytest.mark.parametrize(("accumulation_steps", "most"), [(1, 256), (200, 400)])
+def test_a_loader_is_asked_for_its_first_batches_alone(accumulation_steps, most):
+    """Of a long text there are too many to look at all."""
+    stream, asked = TokenStream(range(120_001), 1, 400), []
+
+    class Batches(BatchSampler):
+        def __iter__(self):
+            for batch in super().__iter__():
+                asked.append(batch)
+                yield batch
+
+    loader = DataLoader(stream, batch_sampler=Batches(range(len(stream)), 400 // accumulation_steps, False))
+    check_loader(loader, accumulation_steps=accumulation_steps)
+    assert len(asked) == most
 
 
 @pytest.mark.parametrize(("ends", "place"), [([0, 5, 9], 0), ([3, 5, 21], 21), ([21], 21)])
