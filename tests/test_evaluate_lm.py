@@ -325,6 +325,20 @@ def test_what_is_missing_or_empty_is_named(text, corpus, model, tmp_path):
     assert (tmp_path / "result.json").read_text() == "mine"
 
 
+def test_a_name_that_is_no_folder_is_said_before_the_hub_is_asked(corpus, monkeypatch, capsys):
+    """Which takes half a minute where there is no network."""
+
+    def ask(name):
+        said.append(capsys.readouterr().err)
+        raise OSError("no network")
+
+    said: list[str] = []
+    monkeypatch.setattr(scoring.AutoConfig, "from_pretrained", ask)
+    for name, expected in (("runs/modle", "runs/modle is no folder here: looking for it on the Hub\n"), ("/a/b", "")):
+        message = fails("--model", name, "--data", corpus)
+        assert said.pop() == expected and "there is no such folder here" in message and "no network" in message
+
+
 def test_settings_that_cannot_be_are_named(corpus, model):
     assert "warm_up=-1" in fails("--model", model, "--data", corpus, "--warm_up", "-1")
     assert "nothing to score" in fails("--model", model, "--data", corpus, "--max_tokens", "1")

@@ -41,7 +41,7 @@ from .unpickle_transfo_xl import (
 )
 from .unpickle_transfo_xl import load as load_pickle
 
-__all__ = ["CheckpointError", "TransfoXLLayoutMixin", "model_card", "plain_markdown"]
+__all__ = ["CheckpointError", "TransfoXLLayoutMixin", "is_repo_id", "model_card", "plain_markdown"]
 
 # What a head that a checkpoint lacks may take beside twice the checkpoint.
 NEW_BYTES = 1 << 30
@@ -343,7 +343,7 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         if not self.name_or_path or self.name_or_path == repo_id or folder.resolve() == source.resolve():
             return {}
         if not source.is_dir():
-            return {"base_model": self.name_or_path} if _is_repo_id(self.name_or_path) else {}
+            return {"base_model": self.name_or_path} if is_repo_id(self.name_or_path) else {}
         # Its own card may say whose weights it has: these are others now.
         origin = f"Its weights began as those of {plain_markdown(source.resolve().name)}."
         base_model = _card_data(source / "README.md").get("base_model")
@@ -373,7 +373,8 @@ def _card_data(card: Path) -> dict[str, Any]:
         return {}
 
 
-def _is_repo_id(name: str) -> bool:
+def is_repo_id(name: str) -> bool:
+    """Whether something on the Hub may have this name."""
     try:
         validate_repo_id(name)
     except HFValidationError:

@@ -26,6 +26,7 @@ from .corpora import CorpusError, count_batch, count_stream
 from .encoding import document_end_token, encode_bytes, encode_lines, find_tokenizer
 from .evaluation import LanguageModelEvaluation, evaluate_language_model, figures
 from .files import whole_file, write_text
+from .layout_transfo_xl import is_repo_id
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .prepare import INFORMATION, read_document_end
 
@@ -310,6 +311,9 @@ def plot(report: dict[str, Any], path: Path):
 
 
 def load_config(name: str) -> TransfoXLConfig:
+    """That of `--model`. Where that is no folder, it says so first: without a network, asking the Hub ends late."""
+    if not Path(name).exists() and is_repo_id(name):
+        print(f"{name} is no folder here: looking for it on the Hub", file=sys.stderr)
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
