@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -539,17 +540,32 @@ def test_two_processes_give_the_losses_of_one(tmp_path, corpus, changes):
     np.testing.assert_allclose(read_log(tmp_path / "changed"), read_log(tmp_path / "one"), rtol=1e-5)
 
 
-def test_sharded_over_two_processes(tmp_path, corpus):
-    """FSDP2: the losses of one process, a whole model at the end, and it resumes. One of them validates nothing."""
+@pytest.mark.parametrize(
+    "sharded",
+    [
+        "fsdp2",
+        pytest.param(
+            "deepspeed",
+            marks=[
+                pytest.mark.slow,  # It compiles an operation.
+                pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+            ],
+        ),
+    ],
+)
+def test_sharded_over_two_processes(tmp_path, corpus, sharded):
+    """The losses of one process, a whole model at the end, and it resumes. One of them validates nothing."""
     recipe = write_recipe(tmp_path / "recipe.yaml", eval_batch_size=1)
     argv = [recipe, "--data", corpus, "--max_steps", "10", "--output"]
     train(*argv, tmp_path / "one")
-    assert run([*argv, tmp_path / "two"], 2, sharded=True) == [0, 0]
+    assert run([*argv, tmp_path / "two"], 2, sharded=sharded) == [0, 0]
+    parts = {"fsdp2": "random_states_1.pkl", "deepspeed": "*zero_pp_rank_1_*optim_states.pt"}
+    assert list((tmp_path / "two" / "checkpoint-10").rglob(parts[sharded])), "of the second process"
     shutil.rmtree(tmp_path / "two" / "checkpoint-10")
     for value in ("loss", "validation_loss"):
         found, expected = (read_log(tmp_path / name, value) for name in ("two", "one"))
         np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=value)
-    assert run([*argv, tmp_path / "two", "--resume"], 2, sharded=True) == [0, 0]
+    assert run([*argv, tmp_path / "two", "--resume"], 2, sharded=sharded) == [0, 0]
     np.testing.assert_allclose(read_log(tmp_path / "two"), read_log(tmp_path / "one"), rtol=1e-5)
     results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two")]
     assert results[1]["test"]["nll"] == pytest.approx(results[0]["test"]["nll"], rel=1e-4)

@@ -2,27 +2,43 @@
 
 import os
 
+import torch
 from accelerate.state import DistributedType, PartialState
 
 import launcher
 from txl_hf.training import command
 
 
-def start(argv: list, processes: int = 1, kill_at: int | None = None, sharded: bool = False) -> list:
-    """Start `train_lm.py *argv` in so many processes, under FSDP2 if `sharded`. They die before file operation number
-    `kill_at`."""
+def start(argv: list, processes: int = 1, kill_at: int | None = None, sharded: str | None = None) -> list:
+    """Start `train_lm.py *argv` in so many processes, `sharded` by "fsdp2" or "deepspeed" (ZeRO-2). They die before
+    file operation number `kill_at`."""
     argv = [str(argument) for argument in argv]
     return launcher.start(_train, processes, argv=argv, kill_at=kill_at, sharded=sharded)
 
 
-def run(argv: list, processes: int = 1, kill_at: int | None = None, sharded: bool = False) -> list[int]:
+def run(argv: list, processes: int = 1, kill_at: int | None = None, sharded: str | None = None) -> list[int]:
     """The same to the end; the exit codes."""
     return launcher.join(start(argv, processes, kill_at, sharded))
 
 
-def _train(argv: list[str], kill_at: int | None, sharded: bool):
+def _train(argv: list[str], kill_at: int | None, sharded: str | None):
+    if sharded == "deepspeed":
+        # Elsewhere than the user's: a compilation that was killed leaves a lock there, which torch waits for for ever.
+        extensions = argv[argv.index("--output") + 1] + "-extensions"
+        os.environ |= {
+            "ACCELERATE_USE_DEEPSPEED": "true",
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2",
+            "DS_ACCELERATOR": "cpu",
+            "TORCH_EXTENSIONS_DIR": extensions,
+        }
+        # accelerate uses DeepSpeed on every device but the CPU, though that can.
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
+        torch.accelerator.is_available = lambda: True
+        command.main(argv)
+        return
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    if sharded:
+    if sharded == "fsdp2":
         os.environ |= {
             "ACCELERATE_USE_FSDP": "true",
             "FSDP_VERSION": "2",

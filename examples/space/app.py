@@ -1,10 +1,11 @@
 """A page to see a memory at work: a text continued, what the memory is worth at each token, where each head looks.
 
-    pip install gradio "txl-hf[train]"
+    pip install gradio ".[train]"
     python examples/space/app.py demo-output
 
 This folder is ready to be a Space of the Hub: README.md says so in its first lines, requirements.txt what it needs;
-set the variable MODEL to the name of a model there.
+set the variable MODEL to the name of a model there. While txl-hf is on no index, put the wheel there too that
+`pip wheel --no-deps .` makes in a clone, and write its file name for `txl-hf` in requirements.txt.
 """
 
 import html
