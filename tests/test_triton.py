@@ -593,7 +593,7 @@ def test_compiles_for_sm_90_without_a_gpu(options, tmp_path):
     drawing = [row for row in rows if row["kernel"] == "dropout"]
     attending = [row for row in rows if row["kernel"] != "dropout"]
     assert len(attending) == 6 and len(drawing) == (2 if "--dropout" in options else 0)
-    assert all(row["spills"] == 0 and row["registers"] <= 64 for row in drawing), drawing
+    assert all(row["spills"] == 0 and row["registers"] <= 128 for row in drawing), drawing
     for row in attending:
         print(row)
         assert row["tensor_core"] >= 16
