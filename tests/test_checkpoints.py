@@ -385,6 +385,17 @@ def test_what_is_to_be_kept_is_kept(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_what_cannot_be_removed_stops_no_run(tmp_path):
+    """As a link in a checkpoint's place, of which the owner knows why."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "checkpoint-1").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    for step in (2, 3):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    remove_old_checkpoints(tmp_path, 1, keep=[])
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-3"]
+    assert (tmp_path / "elsewhere").is_dir()
+
+
 def test_another_text_of_the_same_length_is_refused(run, tmp_path):
     with pytest.raises(ValueError, match="fingerprint.*resume with the same text"):
         if isinstance(run, TrainerRun):

@@ -279,7 +279,7 @@ def test_rows_stay_together_over_processes_and_accumulation(num_processes, accum
     ("loader", "layout", "message"),
     [
         ({"batch_size": 8, "shuffle": True}, {}, "shuffles.*shuffle=False"),
-        ({"batch_size": 4}, {}, "Set the loader's batch size to 8 .*batch_size=4"),
+        ({"batch_size": 4}, {}, "items 0 to 3 instead of 0 to 7, .*Set the loader's batch size to 8 .*batch_size=4"),
         ({"batch_size": 8}, {"accumulation_steps": 2}, "Set the loader's batch size to 4"),
         ({"batch_size": 8}, {"num_processes": 2}, "Set the loader's batch size to 4 .*split_batches=True to 8"),
         ({"batch_size": 8}, {"num_processes": 3}, "make it a multiple of 3"),
@@ -293,6 +293,16 @@ def test_loaders_that_break_continuity_name_the_fix(loader, layout, message):
         options = {"num_processes": 2, "process_index": process_index} if prepare is prepared else {}
         with pytest.raises(ValueError, match=message):
             check_loader(prepare(stream, **loader, **options), process_index=process_index, **layout)
+
+
+@pytest.mark.parametrize("indices", [[4, 5, 6, 7], [4, 5], [6, 7], [5]], ids=str)
+def test_rows_of_a_step_are_read_as_one_table(monkeypatch, indices):
+    """All rows or those of a process, and not item by item."""
+    stream = TokenStream(range(41), 5, 4)
+    expected = [stream[index] for index in indices]
+    monkeypatch.setattr(TokenStream, "__getitem__", None)
+    for item, same in zip(stream.__getitems__(indices), expected, strict=True):
+        assert all(map(torch.equal, item.values(), same.values())) and item.keys() == same.keys()
 
 
 def test_half_losses_are_those_of_segments_after_as_much_context():
