@@ -394,6 +394,12 @@ def test_what_cannot_be_removed_stops_no_run(tmp_path):
     remove_old_checkpoints(tmp_path, 1, keep=[])
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-3"]
     assert (tmp_path / "elsewhere").is_dir()
+    (tmp_path / f"{checkpoints.UNFINISHED_PREFIX}-link").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / f"{checkpoints.UNFINISHED_PREFIX}-folder").mkdir()
+    (tmp_path / "written").mkdir()
+    checkpoints.finish_checkpoint(tmp_path / "written", tmp_path / "checkpoint-4", run="mine")
+    assert (tmp_path / "checkpoint-4" / MANIFEST_NAME).exists()
+    assert not (tmp_path / f"{checkpoints.UNFINISHED_PREFIX}-folder").exists()
 
 
 def test_another_text_of_the_same_length_is_refused(run, tmp_path):
