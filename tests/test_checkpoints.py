@@ -385,6 +385,16 @@ def test_what_is_to_be_kept_is_kept(tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_what_is_of_no_run_is_removed_first(tmp_path):
+    run = checkpoints.begin_run(tmp_path)
+    (tmp_path / "written").mkdir()
+    checkpoints.finish_checkpoint(tmp_path / "written", tmp_path / "checkpoint-1", run)
+    for step in (2, 3):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    remove_old_checkpoints(tmp_path, 1, keep=[])
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
 def test_what_cannot_be_removed_stops_no_run(tmp_path):
     """As a link in a checkpoint's place, of which the owner knows why."""
     (tmp_path / "elsewhere").mkdir()

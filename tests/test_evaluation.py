@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import small_model
-from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model, evaluation, reading, token_losses
+from txl_hf import (
+    MemoryLengths,
+    TransfoXLConfig,
+    TransfoXLForCausalLM,
+    evaluate_language_model,
+    evaluation,
+    reading,
+    token_losses,
+)
 
 VOCAB_SIZE = 20
 
@@ -136,6 +144,29 @@ def test_warm_up_is_read_and_not_scored(length, segment_length, ext_len, data):
     found = token_losses(MODEL, text(length), segment_length, batch_size=batch_size, warm_up=warm_up, ext_len=ext_len)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-5)
+
+
+def test_a_pass_that_only_the_longer_streams_have_is_theirs_alone():
+    """Of six tokens and twice five, in segments of four."""
+    streams = text(16).split([6, 5, 5])
+    expected = torch.cat([losses_of_one_forward(MODEL, stream) for stream in streams])
+    torch.testing.assert_close(token_losses(MODEL, text(16), 4, batch_size=3), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ext_len", [0, 3])
+@torch.no_grad()
+def test_a_model_read_as_a_whole_scores_alike(ext_len):
+    """As where it is sharded, with tokens that are read again."""
+    lengths = MemoryLengths(ext_len=ext_len)
+    found = []
+    for whole in (False, True):
+        reader = reading.Reader(MODEL.eval(), lengths, None)
+        reader.whole = whole
+        found.append(list(reader.losses(reading.Text(text(23), 5, 2, 0, None, VOCAB_SIZE))))
+    assert len(found[0]) == 3
+    for (_, states, losses), (_, same_states, same_losses) in zip(*found, strict=True):
+        torch.testing.assert_close(same_states, states, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(same_losses, losses, rtol=1e-5, atol=1e-5)
 
 
 class Processes:
