@@ -41,8 +41,8 @@ test-gpu: venv
 test-oldest:
 	$(MAKE) test VENV=.venv-oldest TRANSFORMERS=transformers==5.17.0
 
-# Programs that use the package, in the versions of tests/clients/requirements.txt, in an environment of their own. The one
-# in a browser needs chromium and npm, DeepSpeed a C++ compiler; ninja comes with it, and is looked for among the programs.
+# Programs that use the package, in the versions of tests/clients/requirements.txt, in an environment of their own. Those
+# in a browser need chromium and npm, DeepSpeed a C++ compiler; ninja comes with it, and is looked for among the programs.
 test-clients:
 	$(MAKE) venv VENV=.venv-clients
 	.venv-clients/bin/python -m pip install --constraint $(CONSTRAINTS) --requirement tests/clients/requirements.txt

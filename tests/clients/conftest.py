@@ -21,6 +21,7 @@ CLIENTS = {
     "test_recurrent_ppo.py": (["sb3_contrib"], []),
     "test_serve.py": (["fastapi", "openai", "uvicorn"], []),
     "test_space.py": (["gradio"], []),
+    "test_space_browser.py": (["gradio"], ["chromium"]),
     "test_trl.py": (["trl"], []),
     "test_webdataset.py": (["webdataset"], []),
 }
