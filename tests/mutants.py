@@ -7,9 +7,10 @@
 
 cosmic-ray makes the changes. A seed chooses PER_AREA of them in each area, first the place, then the change, so that a
 place with many possible changes counts no more than others. First every test runs once under coverage; a mutant then
-runs the tests that reached its line, those of the area first and the quickest first, until one fails. It has three
-times as long as these took, of the processor's time, since a change may also loop for ever. Results are appended to
-build/mutants/results.jsonl. A survivor whose change nobody could see is entered in equal_mutants.json with the reason.
+runs the tests that reached its line, those of the area first and the quickest first, and then the others of its area,
+until one fails. It has three times as long as these took, of the processor's time, since a change may also loop for
+ever. Results are appended to build/mutants/results.jsonl. A survivor whose change nobody could see is entered in
+equal_mutants.json with the reason.
 """
 
 import argparse
@@ -231,9 +232,7 @@ def digest_of(folder: Path, file: str) -> str:
 
 
 def tests_for(mutant: Mutant, lines: dict[int, set[str]], seconds: dict[str, float]) -> list[str]:
-    """The tests that reach the mutant's line; where none is known to, those that reach its function or file, and those
-    that are about its area.
-    """
+    """Those that reach the mutant's line, or where none is known to, its function or file; then those of its area."""
     found = lines.get(mutant.line, set())
     if not found:
         around = [
@@ -247,9 +246,9 @@ def tests_for(mutant: Mutant, lines: dict[int, set[str]], seconds: dict[str, flo
             # A body that no test reaches says that no test reaches the mutant: what else is near does not count.
             if found or (spans and span is spans[0] and mutant.line in lines and mutant.line != span.start):
                 break
-        # They may reach it in a process of their own, which coverage does not see.
-        found |= {test for test in seconds if is_about(mutant.area, test)}
-    return sorted(found, key=lambda test: (not is_about(mutant.area, test), seconds[test], test))
+    # They may reach it where coverage does not see them: in a process of their own, or while torch compiles.
+    about = {test for test in seconds if is_about(mutant.area, test)}
+    return sorted(found | about, key=lambda test: (test not in found, test not in about, seconds[test], test))
 
 
 def is_about(area: str, test: str) -> bool:

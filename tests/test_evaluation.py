@@ -146,8 +146,9 @@ def test_warm_up_is_read_and_not_scored(length, segment_length, ext_len, data):
     torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-5)
 
 
-def test_a_pass_that_only_the_longer_streams_have_is_theirs_alone():
-    """Of six tokens and twice five, in segments of four."""
+def test_a_pass_that_only_the_longer_streams_have_is_theirs_alone(monkeypatch):
+    """Of six tokens and twice five, in segments of four, each of which moves alone."""
+    monkeypatch.setattr(evaluation, "TOKENS_MOVED", 1)
     streams = text(16).split([6, 5, 5])
     expected = torch.cat([losses_of_one_forward(MODEL, stream) for stream in streams])
     torch.testing.assert_close(token_losses(MODEL, text(16), 4, batch_size=3), expected, rtol=1e-5, atol=1e-5)
