@@ -4,9 +4,12 @@ import json
 import os
 import pickle
 import shutil
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from enum import Enum, IntEnum
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -209,6 +212,46 @@ def test_a_list_of_shards_is_read(shards):
     checkpoints._check_readable(shards, ".metadata")
 
 
+class ByName(pickle.Pickler):
+    """Writes the members of enumerations as early versions of Python 3.11 do."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_list_of_shards_of_an_early_python_3_11_is_read(shards, protocol):
+    """Debian 12 comes with one."""
+    with shards.open("rb") as file:
+        listed = pickle.load(file)
+    with shards.open("wb") as file:
+        ByName(file, protocol).dump(listed)
+    assert b"getattr" in shards.read_bytes()
+    checkpoints._check_readable(shards, ".metadata")
+
+
+@pytest.mark.parametrize("name, whole", [("gradients", True), ("mro", False), ("__init__", False)])
+def test_a_state_of_deepspeed_of_an_early_python_3_11_is_read(tmp_path, monkeypatch, name, whole):
+    """And nothing but members of enumerations is found that way."""
+    kind = IntEnum("ZeroStageEnum", "gradients weights", module="deepspeed.runtime.zero.config")
+    module = ModuleType("deepspeed.runtime.zero.config")
+    module.ZeroStageEnum = kind
+    for part in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.zero"):
+        monkeypatch.setitem(sys.modules, part, ModuleType(part))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    class Stage:
+        def __reduce__(self):
+            return getattr, (kind, name)
+
+    torch.save({"zero_stage": Stage(), "step": torch.tensor(3)}, tmp_path / "states.pt")
+    with nullcontext() if whole else pytest.raises(ValueError, match="holds more than data .*states.pt"):
+        checkpoints._check_readable(tmp_path / "states.pt", "states.pt")
+    if whole:
+        with checkpoints.data_only():
+            assert torch.load(tmp_path / "states.pt")["zero_stage"] is kind.gradients
+
+
 def alter_class() -> bytes:
     """A pickle that sets an attribute of a class that lists of shards name."""
     return b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n(dVhurt\nI1\nsb."
@@ -219,6 +262,13 @@ HARMFUL = {
     "a class altered": alter_class(),
     "a name of torch": b"ctorch\nload\n(Vfile\ntR.",
     "a name inside a name": b"\x80\x04\x8c\x05torch\x8c\x0cSize.__add__\x93.",
+    "an attribute of a class": (
+        b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\nMetadataIndex\nV__init__\ntR."
+    ),
+    "an attribute of an enumeration": (
+        b"c__builtin__\ngetattr\n(ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nVmro\ntR."
+    ),
+    "an attribute of a text": b"cbuiltins\ngetattr\n(Vtext\nVformat\ntR.",
     "nothing": b"",
 }
 

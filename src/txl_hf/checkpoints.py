@@ -18,6 +18,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from .files import UNFINISHED_PREFIX, move_into_place, write_text
-from .unpickle_transfo_xl import STAND_IN, Machine, StandIn, UnsafePickleError, load, shown
+from .unpickle_transfo_xl import STAND_IN, Machine, Name, StandIn, UnsafePickleError, load, shown
 
 __all__ = [
     "UNFINISHED_PREFIX",
@@ -62,6 +64,9 @@ DEEPSPEED_RECORDS = {
     "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
     "deepspeed.utils.tensor_fragment": ("fragment_address",),
 }
+MEMORY_FORMATS = f"{_MEM_FORMAT_ENCODING.__module__}.{_MEM_FORMAT_ENCODING.__name__}"
+# What early versions of Python 3.11 name to find a member of an enumeration.
+GETATTR = "builtins.getattr"
 
 # --- which checkpoint ------------------------------------------------------------------------------------------------
 
@@ -256,12 +261,20 @@ def _check_readable(path: Path, name: str):
         raise ValueError(f"it is damaged, or holds more than data ({name} cannot be read)") from error
 
 
+def _memory_format(machine: Machine, kind: Any, name: Any) -> StandIn:
+    """`getattr` as a list of shards may call it."""
+    if not isinstance(kind, Name) or str(kind) != MEMORY_FORMATS or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise UnsafePickleError("getattr of anything but a memory format is no record of shards")
+    return StandIn(kind, (name,))
+
+
 class _ShardsMachine(Machine):
     """Reads the list of shards that torch.distributed.checkpoint pickles, and refuses any but its own records.
 
     torch then opens the list by itself, with the standard machine: so only names pass with which nothing can be done.
     """
 
+    builders = Machine.builders | {GETATTR: _memory_format}
     RECORDS = {
         "torch.distributed.checkpoint.filesystem._StorageInfo",
         "torch.serialization._get_layout",
@@ -281,12 +294,16 @@ class _ShardsMachine(Machine):
                 "StorageMeta",
                 "TensorProperties",
                 "TensorStorageMetadata",
-                "_MEM_FORMAT_ENCODING",
             )
         ),
+        MEMORY_FORMATS,
     }
 
     def name(self, module: str, name: str) -> None:
+        if module in ("builtins", "__builtin__") and name == "getattr":
+            self.pay(STAND_IN)
+            self.stack.append(Name("builtins", name))
+            return
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not dtype and f"{module}.{name}" not in self.RECORDS:
             raise UnsafePickleError(f"{shown(module)}.{shown(name)} is no record of shards")
@@ -307,7 +324,18 @@ def _plain_classes() -> list:
     for module, names in DEEPSPEED_RECORDS.items():
         # Loaded where it is used.
         classes += [getattr(sys.modules[module], name) for name in names if module in sys.modules]
-    return classes
+    return [*classes, (_member, GETATTR)]
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """In place of `getattr`: the member of an enumeration, and of nothing else.
+
+    Raises:
+        UnsafePickleError: `kind` is no enumeration, or has no such member.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise UnsafePickleError(f"{shown(name)} is no member of an enumeration")
+    return kind[name]
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
