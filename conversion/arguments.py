@@ -25,7 +25,7 @@ TOKENIZER_MODES = ("moses", "whitespace", "characters", "bytes", "lm1b")
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="convert.py",
+        prog="txl-convert",
         description="Convert an original Transformer-XL checkpoint to a folder that "
         "`AutoModelForCausalLM.from_pretrained` loads.",
         epilog="Nothing in a pickle is executed.",

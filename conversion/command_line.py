@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def fail(reason: str) -> int:
-    say(f"convert.py: {reason}"[:600])
+    say(f"txl-convert: {reason}"[:600])
     return 1
 
 

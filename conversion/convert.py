@@ -30,11 +30,11 @@ def main(argv: list[str] | None = None) -> int:
         # Help, and options and names that cannot be, need nothing of what follows.
         options = importlib.import_module("txl_hf.conversion.arguments")
         if (problem := options.path_problem(options.parse_arguments(argv))) is not None:
-            print(f"convert.py: {problem}", file=sys.stderr)
+            print(f"txl-convert: {problem}", file=sys.stderr)
             return 1
         command_line = importlib.import_module("txl_hf.conversion.command_line")
     except KeyboardInterrupt:
-        print("convert.py: interrupted", file=sys.stderr)
+        print("txl-convert: interrupted", file=sys.stderr)
         return 1
     return command_line.main(argv)
 

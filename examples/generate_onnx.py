@@ -10,12 +10,17 @@ with `--temperature`, one is drawn.
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-import onnxruntime
-from tokenizers import Tokenizer
+try:
+    import numpy as np
+    import onnxruntime
+    from tokenizers import Tokenizer
+except ModuleNotFoundError as error:
+    # Written here, since this script is to run where the package is not installed.
+    sys.exit(f"error: {error.name} is not installed: pip install onnxruntime tokenizers")
 
 
 class Reader:
@@ -65,6 +70,9 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most probable token (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     options = parser.parse_args(argv)
+    for name in ("tokenizer.json", "segment.onnx", "step.onnx"):
+        if not (options.model / name).exists():
+            sys.exit(f"error: --model {options.model} has no {name}: write a folder with txl-export")
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     reader = Reader(options.model)
     token_ids = tokenizer.encode(options.prompt).ids

@@ -147,7 +147,7 @@ def converted(family: str, checkpoint: Path, folder: Path) -> None:
     with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.redirect_stdout(io.StringIO()):
         arguments = ["--from", family, "--checkpoint", str(checkpoint), "--output", str(output)]
         status = command_line.main(arguments)
-    lines = [line for line in errors.getvalue().splitlines() if line.startswith("convert.py")]
+    lines = [line for line in errors.getvalue().splitlines() if line.startswith("txl-convert")]
     if status not in (0, 1) or (status == 1) != (len(lines) == 1) or "Traceback" in errors.getvalue():
         raise Failure(f"status {status}, {errors.getvalue()[-500:]}")
     left = [path.name for path in folder.iterdir() if path not in (output, checkpoint, checkpoint.parent)]

@@ -471,7 +471,7 @@ def refusal(capfd, tmp_path, family, checkpoint, *options):
     arguments = ["--from", family, "--checkpoint", checkpoint, "--output", tmp_path / "new" / "out", *options]
     assert command_line.main([str(argument) for argument in arguments]) == 1
     lines = capfd.readouterr().err.splitlines()
-    lines = [line for line in lines if line.startswith("convert.py: ")]
+    lines = [line for line in lines if line.startswith("txl-convert: ")]
     assert len(lines) == 1
     assert not (tmp_path / "new" / "out").exists()
     assert [path for path in sorted(tmp_path.iterdir()) if path not in before and path.name != "new"] == []
@@ -591,7 +591,7 @@ def test_a_stopped_conversion_leaves_no_output(how, tmp_path, capfd):
     result = run_script("-c", STOPPED, script, *options, int(how))
     left = list(tmp_path.iterdir())
     if how != signal.SIGKILL:
-        assert (result.returncode, result.stderr.splitlines()[-1], left) == (1, "convert.py: interrupted", [])
+        assert (result.returncode, result.stderr.splitlines()[-1], left) == (1, "txl-convert: interrupted", [])
         return
     assert result.returncode == -how and not (tmp_path / "out").exists()
     assert command_line.main(options) == 0 and (tmp_path / "out" / "model.safetensors").exists()

@@ -171,7 +171,7 @@ def test_damage_on_the_first_way_is_found_by_the_converter(server, tmp_path, cap
     with pytest.raises(SystemExit):
         main(server, tmp_path)
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("convert.py: ") and "checksum" in error.lower()
+    assert error.startswith("txl-convert: ") and "checksum" in error.lower()
     assert not (tmp_path / "checkpoints" / "wt103" / "model").exists()
 
 

@@ -149,7 +149,7 @@ def test_an_interrupted_start_is_one_line(command, tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert errors.strip() in ("stopped", "convert.py: interrupted")
+    assert errors.strip() in ("stopped", "txl-convert: interrupted")
 
 
 @pytest.mark.parametrize(
@@ -159,6 +159,7 @@ def test_an_interrupted_start_is_one_line(command, tmp_path):
         ("by_feature/lora.py", "peft", "peft"),
         ("by_feature/music_events.py", "accelerate", '"txl-hf[train]"'),
         ("music/generate.py", "miditok", '"txl-hf[music]"'),
+        ("generate_onnx.py", "onnxruntime", "onnxruntime tokenizers"),
         ("recurrent_ppo.py", "sb3_contrib", "sb3-contrib"),
         ("space/app.py", "gradio", "gradio"),
         ("txl_hf.lm_eval", "lm_eval", '"txl-hf[lm-eval]"'),
@@ -177,6 +178,10 @@ def test_a_script_says_in_one_line_what_it_lacks(script, lacks, install, monkeyp
             runpy.run_module(script, run_name="__main__", alter_sys=True)
     assert end.value.code.startswith(f"error: {lacks}")
     assert end.value.code.endswith(f" is not installed: pip install {install}")
+
+
+def test_help_of_the_converters_names_the_command_that_is_installed():
+    assert run(COMMANDS["txl-convert"], "--help").stdout.startswith("usage: txl-convert ")
 
 
 @pytest.mark.parametrize("command", ["txl-train", "txl-evaluate", "txl-prepare"])

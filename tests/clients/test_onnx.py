@@ -110,3 +110,13 @@ def test_what_cannot_be_exported_is_said_and_nothing_written(folders, make_model
             commands.export(["--model", str(model), "--output", str(output)])
         assert message in end.value.code and "\n" not in end.value.code
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("missing", ["tokenizer.json", "segment.onnx", "step.onnx"])
+def test_a_folder_that_is_no_export_is_one_line(missing, tmp_path, monkeypatch):
+    for name in {"tokenizer.json", "segment.onnx", "step.onnx"} - {missing}:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(sys, "argv", [str(GENERATE), "--model", str(tmp_path), "--prompt", "word1"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(GENERATE), run_name="__main__")
+    assert end.value.code == f"error: --model {tmp_path} has no {missing}: write a folder with txl-export"
