@@ -1,8 +1,10 @@
 """Corpora in miniature, laid out as they are distributed, and the real ones where they are at hand."""
 
+import io
 import json
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -299,6 +301,7 @@ def test_an_output_that_could_not_be_read_again_is_refused(tmp_path):
 
 WITHOUT = """
 import sys
+import tarfile
 for name in sys.argv.pop(1).split(","):
     sys.modules[name] = None
 from txl_hf.prepare import main
@@ -454,6 +457,48 @@ def test_broken_archive(tmp_path):
     (tmp_path / "simple-examples.tgz").write_bytes(b"\x1f\x8b no archive")
     with pytest.raises(SystemExit, match="simple-examples.tgz cannot be unpacked"):
         prepare(tmp_path, "ptb", "--input", tmp_path / "simple-examples.tgz")
+
+
+def tar_of(path: Path, test: tarfile.TarInfo):
+    with tarfile.open(path, "w:gz") as archive:
+        members = {"train": member("data/ptb.train.txt"), "validation": member("data/ptb.valid.txt"), "test": test}
+        for split, info in members.items():
+            content = LINES[split].encode() if info.isfile() else b""
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+
+
+def member(name: str, kind: bytes = tarfile.REGTYPE, leads_to: str = "") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, leads_to
+    return info
+
+
+def test_a_link_within_an_archive_is_what_it_leads_to(tmp_path):
+    link = member("data/ptb.test.txt", tarfile.SYMTYPE, "ptb.valid.txt")
+    tar_of(tmp_path / "input.tgz", test=link)
+    prepare(tmp_path, "ptb", "--input", tmp_path / "input.tgz")
+    counts = json.loads((tmp_path / "output" / "corpus.json").read_text())["splits"]
+    assert counts["test"] == counts["validation"]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        member("../ptb.test.txt"),
+        member("/tmp/ptb.test.txt"),
+        member("data/ptb.test.txt", tarfile.SYMTYPE, "/etc/hostname"),
+        member("data/ptb.test.txt", tarfile.SYMTYPE, "../../outside.txt"),
+        member("data/ptb.test.txt", tarfile.FIFOTYPE),
+    ],
+    ids=["above", "elsewhere", "link elsewhere", "link above", "pipe"],
+)
+def test_nothing_of_an_archive_leaves_its_folder(tmp_path, bad):
+    (tmp_path / "outside.txt").write_text("secret\n")
+    tar_of(tmp_path / "input.tgz", test=bad)
+    with pytest.raises(SystemExit, match=r"input.tgz cannot be unpacked: '.*ptb.test.txt' is no file of its own"):
+        prepare(tmp_path, "ptb", "--input", tmp_path / "input.tgz")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["input.tgz", "outside.txt"]
 
 
 def test_output_that_exists_is_kept(tmp_path):

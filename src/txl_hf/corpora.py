@@ -11,7 +11,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -220,15 +220,38 @@ def wanted(convention: Convention) -> str:
 
 
 def unpack(archive: Path, folder: Path) -> Path:
+    """The files of an archive, in a folder that nothing of it leaves.
+
+    Raises:
+        CorpusError: it is damaged, or holds what is no file of its own.
+    """
     try:
         if archive.suffix == ".zip":
             # It is always read so that nothing leaves the folder.
             shutil.unpack_archive(archive, folder)
         else:
-            shutil.unpack_archive(archive, folder, filter="data")
+            # File by file, because early versions of Python 3.11 (Debian 12 has one) cannot filter what they unpack.
+            with tarfile.open(archive) as members:
+                for member in members:
+                    if not member.isdir():
+                        unpack_member(members, member, folder)
     except (shutil.ReadError, zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error) as error:
         raise CorpusError(f"{archive} cannot be unpacked: {error}") from None
     return folder
+
+
+def unpack_member(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path):
+    """Write one file of an archive; of a link, what the file in the archive holds that it leads to."""
+    name = PurePosixPath(member.name)
+    try:
+        content = None if name.is_absolute() or ".." in name.parts else archive.extractfile(member)
+    except KeyError:
+        content = None
+    if content is None:
+        raise tarfile.TarError(f"{member.name!r} is no file of its own")
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    with content, (folder / name).open("wb") as file:
+        shutil.copyfileobj(content, file)
 
 
 def read_files(source: Source, path: Path, convention: Convention, scratch: Path) -> dict[str, Any]:
