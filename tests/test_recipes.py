@@ -54,6 +54,14 @@ def smoke(recipe: Path, *options: str):
         GradientState._reset_state()
 
 
+def test_a_trial_says_that_its_folder_is_gone(capsys):
+    [recipe] = [path for path in RECIPES if path.stem == "characters_small"]
+    smoke(recipe)
+    *_, said, last = capsys.readouterr().out.splitlines()
+    assert last == "this was a trial: its folder is removed now; name one with --output to keep it"
+    assert not Path(re.search(r"M parameters, is in ([^;]+);", said)[1]).exists()
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_smoke(tmp_path, recipe, capsys):
     """A few steps with all of its options, to a model with results at every length that it names."""

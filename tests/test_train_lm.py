@@ -649,6 +649,29 @@ def test_a_full_disk_is_said_in_one_line(tmp_path, recipe, corpus, monkeypatch):
     assert len(read_log(tmp_path / "output")) == 12
 
 
+def test_other_settings_on_resuming_are_said_and_written_down(tmp_path, capsys, recipe, corpus):
+    """And those of a run that is done stay what they were."""
+    output = tmp_path / "output"
+    argv = [recipe, "--data", corpus, "--output", output]
+
+    def resume(*options) -> str:
+        capsys.readouterr()
+        train(*argv, "--resume", *options)
+        return capsys.readouterr().err
+
+    def written() -> dict:
+        return yaml.safe_load((output / "recipe.yaml").read_text())
+
+    train(*argv, "--max_steps", "6")
+    said = resume("--learning_rate", "0.002")
+    assert "from step 6 on learning_rate is 0.002, until then 0.01\n" in said
+    assert "from step 6 on max_steps is 12, until then 6\n" in said and said.count("until then") == 2
+    assert written()["learning_rate"] == 0.002 and len(read_log(output)) == 12
+    assert "the run is done: learning_rate stays 0.002, and 0.01 changes nothing\n" in resume()
+    assert written()["learning_rate"] == 0.002
+    assert "until then" not in resume("--learning_rate", "0.002")
+
+
 def test_a_second_run_in_the_same_folder_is_refused_until_the_first_is_gone(tmp_path, capsys, recipe, corpus):
     argv, output = [recipe, "--data", corpus, "--output", tmp_path / "output"], tmp_path / "output"
     output.mkdir()

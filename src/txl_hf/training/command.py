@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None):
 
         quiet()
         with tempfile.TemporaryDirectory(prefix="txl-train-") as scratch:
+            is_removed = arguments.run.smoke and arguments.run.output is None
             if arguments.run.smoke:
                 shrink(arguments, Path(scratch))
             training = Training(arguments)
@@ -42,3 +43,5 @@ def main(argv: list[str] | None = None):
                 sys.exit(f"error: {error}")
             except KeyboardInterrupt:
                 sys.exit("stopped: the same command with --resume goes on from the last checkpoint")
+            if is_removed:
+                print("this was a trial: its folder is removed now; name one with --output to keep it")

@@ -368,7 +368,7 @@ class Training:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             self.lock = lock_output(self.output, self.arguments.run)
-            open_output(self.output, self.arguments)
+            open_output(self.output, self.arguments, self.step, self.max_steps - self.step)
             cut_log(self.output / LOG, self.step, validated=(self.output / RESULTS).exists())
             self.run_id = begin_run(self.output, checkpoint)
         self.accelerator.wait_for_everyone()

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,16 +51,41 @@ def lock_output(output: Path, run: RunArguments) -> IO:
     return lock
 
 
-def open_output(output: Path, arguments: Arguments):
-    """Empty the folder of the run, or write the settings that it goes on with."""
+def open_output(output: Path, arguments: Arguments, step: int, left: int):
+    """Empty the folder of the run, or write the settings that it goes on with; what is new among them is said.
+
+    Args:
+        step: the step of the checkpoint that the run goes on from; 0: it begins.
+        left: how many steps are to come. None: what has trained the model stays as it was written.
+    """
     if arguments.run.overwrite:
         for path in output.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name != LOCK_NAME:
                 path.unlink()
-    settings = {name: value for name, value in arguments.as_dict().items() if name not in ("resume", "overwrite")}
+    given = {name: value for name, value in arguments.as_dict().items() if name not in ("resume", "overwrite")}
+    before = read_recipe(output / RECIPE) if step else given
+    settings = given
+    if not left:
+        scored = () if (output / RESULTS).exists() else vars(arguments.evaluation)
+        settings = before | {name: given[name] for name in scored if name in given}
+    for name in sorted((given.keys() | before.keys()) - {"output"}):
+        old, new = before.get(name), given.get(name)
+        if settings.get(name) != new:
+            print(f"the run is done: {name} stays {old}, and {new} changes nothing", file=sys.stderr)
+        elif old != new:
+            print(f"from step {step} on {name} is {new}, until then {old}", file=sys.stderr)
     write_text(output / RECIPE, yaml.safe_dump(settings, sort_keys=False))
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """What a run has written down, unless somebody has broken it."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        found = None
+    return found if isinstance(found, dict) else {}
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------
