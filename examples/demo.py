@@ -145,12 +145,14 @@ def read_text(path: Path) -> str:
     try:
         with path.open(encoding="utf-8-sig") as file:
             text = file.read(MAXIMUM_TEXT)
+    except OSError as error:
+        sys.exit(f"error: --text {path} cannot be read: {error.strerror}")
     except UnicodeDecodeError:
-        sys.exit(f"error: {path} is not a UTF-8 text")
+        sys.exit(f"error: --text {path} is not a UTF-8 text")
     if "\0" in text:
-        sys.exit(f"error: {path} is not a text: it contains zero bytes")
+        sys.exit(f"error: --text {path} is not a text: it contains zero bytes")
     if len(text) < MINIMUM_TEXT:
-        sys.exit(f"error: {path} is too short: {len(text):,} characters, and the demo needs {MINIMUM_TEXT:,}")
+        sys.exit(f"error: --text {path} is too short: {len(text):,} characters, and the demo needs {MINIMUM_TEXT:,}")
     return text
 
 

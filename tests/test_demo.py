@@ -125,7 +125,7 @@ def call(demo, monkeypatch, *arguments: str | Path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "No such file or directory"),
+        (None, "cannot be read: No such file or directory"),
         (b"", "is too short: 0 characters"),
         (b"short", "is too short: 5 characters"),
         (b"\xff\xfe\x00\x01" * 9999, "is not a UTF-8 text"),
@@ -140,7 +140,7 @@ def test_a_bad_text_is_refused_in_one_line(content, message, demo, monkeypatch, 
     with pytest.raises(SystemExit) as stopped:
         call(demo, monkeypatch, "--text", path, "--output", tmp_path / "demo-output")
     assert stopped.value.code.startswith("error: ") and "\n" not in stopped.value.code
-    assert message in stopped.value.code and "text.txt" in stopped.value.code
+    assert message in stopped.value.code and f"--text {path} " in stopped.value.code
     assert not (tmp_path / "demo-output").exists()
 
 

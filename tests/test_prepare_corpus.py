@@ -320,6 +320,14 @@ def test_what_is_not_installed_is_said_and_help_needs_nothing(tmp_path):
     assert 'is not installed: pip install "txl-hf[train]"' in refused.stderr
 
 
+def test_a_log_has_no_progress_bars(tmp_path):
+    folder = write(tmp_path / "input", "{}.txt")
+    command = [sys.executable, prepare_corpus.__file__, "--corpus", "text", "--num_proc", "1"]
+    command += ["--input", folder, "--output", tmp_path / "output"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (run.returncode, run.stderr) == (0, "") and "holds text with a vocabulary of" in run.stdout
+
+
 def test_hyphens_stand_for_underscores(tmp_path):
     folder = write(tmp_path / "input", "{}.txt")
     arguments = ["--corpus", "text", "--input", str(folder), "--lower-case", "--min-freq=6", "--num-proc", "1"]

@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -872,10 +873,27 @@ def test_folders_that_are_refused(tmp_path, capsys, recipe, corpus):
     train(recipe, *options, output, "--overwrite", "--save_every", "1")
     settings = (output / "recipe.yaml").read_text()
     message = refused(capsys, recipe, *options, output, "--resume", "--d_inner", "20")
-    assert "has another model or optimiser: resume with the recipe and options of the run" in message
+    reason = f"(d_inner was {RECIPE['d_inner']} and is 20)"
+    assert message.endswith(f"has another model or optimiser: resume with the recipe and options of the run {reason}")
     message = refused(capsys, recipe, *options, output, "--resume", "--batch_size", "2")
     assert "is from a stream at" in message and "resume with the same text, batch size and lengths" in message
     assert (output / "recipe.yaml").read_text() == settings
+
+
+@pytest.mark.parametrize(
+    ("mode", "metric", "said"),
+    [
+        ("characters", "perplexity", "is a text of characters, .*: --metric bits_per_token"),
+        ("bytes", "perplexity", "is a text of bytes, .*: --metric bits_per_token"),
+        ("whitespace", "bits_per_token", "is a text of words, .*: try --metric perplexity"),
+        ("whitespace", "perplexity", None),
+        ("characters", "bits_per_token", None),
+        (None, "bits_per_token", None),
+    ],
+)
+def test_a_recipe_of_words_for_characters_is_remarked_on(mode, metric, said):
+    note = setup.foreign_metric(SimpleNamespace(mode=mode), SimpleNamespace(metric=metric))
+    assert note is None if said is None else re.search(said, note)
 
 
 # --- a user ----------------------------------------------------------------------------------------------------------

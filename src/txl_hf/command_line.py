@@ -5,6 +5,7 @@ It imports nothing slow.
 
 import argparse
 import contextlib
+import difflib
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, distribution
@@ -30,18 +31,38 @@ REQUIREMENTS = {
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose options are declared with underscores and may be typed with hyphens."""
+    """An `ArgumentParser` whose options may be typed with hyphens or with underscores, however they are declared. In
+    the place of one that does not exist it names the closest."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace=None):  # type: ignore[override]
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
+        return options
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace=None):  # type: ignore[override]
         given = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_with_underscores(arg) for arg in given], namespace)
+        return super().parse_known_args([self._as_declared(arg) for arg in given], namespace)
+
+    def _as_declared(self, argument: str) -> str:
+        """An option, or the beginning of one, in the spelling in which it is declared."""
+        if not argument.startswith("--"):
+            return argument
+        name, equals, value = argument.partition("=")
+        alike = (option for option in self._option_string_actions if _plain(option).startswith(_plain(name)))
+        return next(alike, name)[: len(name)] + equals + value
+
+    def _meant(self, unknown: list[str]) -> str:
+        shown = [option for action in self._actions for option in action.option_strings]
+        for argument in unknown:
+            name = _plain(argument.partition("=")[0])
+            if argument.startswith("--") and (closest := difflib.get_close_matches(name, map(_plain, shown), n=1)):
+                return f" (did you mean {next(option for option in shown if _plain(option) == closest[0])}?)"
+        return ""
 
 
-def _with_underscores(argument: str) -> str:
-    if not argument.startswith("--"):
-        return argument
-    name, equals, value = argument.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value
+def _plain(option: str) -> str:
+    return option.replace("_", "-")
 
 
 @contextlib.contextmanager

@@ -59,6 +59,7 @@ import dataclasses
 import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -113,6 +114,9 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     options = parse_arguments(argv)
     output: Path = options.output
+    if not sys.stderr.isatty():
+        # In a log each state of a bar would be a line. It is read where datasets is imported, which is later.
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     with one_line_errors():
         if output.exists():
             raise CorpusError(f"{output} exists: choose another folder with --output, or remove it")
@@ -493,7 +497,7 @@ def word_tokenizer(
 def batches(texts: list["Dataset"]) -> Iterator[list[str]]:
     from tqdm.auto import tqdm
 
-    with tqdm(total=sum(map(len, texts)), unit="line", desc="vocabulary") as bar:
+    with tqdm(total=sum(map(len, texts)), unit="line", desc="vocabulary", disable=None) as bar:
         for batch in chain.from_iterable(lines.iter(LINES) for lines in texts):
             yield batch["text"]
             bar.update(len(batch["text"]))

@@ -15,9 +15,13 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 import yaml  # type: ignore[import-untyped]
 from transformers import HfArgumentParser
 
+from ..command_line import CommandParser
+from ..files import LOCK_NAME
 from ..regularization_arguments import RegularizationArguments
 
 SPLITS = ("train", "validation", "test")
+# What a run leaves in its folder of its settings.
+RECIPE = "recipe.yaml"
 # Whole numbers are at least 1, but for these.
 OrZero = Annotated[int, 0]
 OrNegative = Annotated[int, None]
@@ -192,12 +196,13 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
         return f"{text} (default: {str(shown).replace('%', '%%')})"
 
 
-class Parser(HfArgumentParser):
-    """Options in groups, with the underscores of their names or with hyphens."""
+class Parser(HfArgumentParser, CommandParser):
+    """Options in groups."""
 
     def __init__(self, groups: list[type], **settings):
         usage = "%(prog)s RECIPE [options]"
-        super().__init__(groups, formatter_class=Formatter, allow_abbrev=False, usage=usage, **settings)
+        settings |= {"formatter_class": Formatter, "allow_abbrev": False, "usage": usage}
+        super().__init__(groups, **settings)  # type: ignore[arg-type]  # Those of HfArgumentParser, which mypy skips.
         for action in self._actions:
             if action.option_strings != ["-h", "--help"]:
                 # The other spelling is understood, and not shown.
@@ -276,6 +281,9 @@ def defaults_of_model(checkpoint: str | None) -> dict[str, Any]:
 
 def forget_memory(settings: argparse.Namespace, argv: list[str]):
     """An encoding without recurrence, chosen on the command line, has no use for the recipe's memory in evaluation."""
+    if not settings.attn_type:
+        # The paper's has; nothing slow is imported to know that.
+        return
     typed = {argument.partition("=")[0].replace("-", "_") for argument in argv if argument.startswith("--")}
     from ..positions_transfo_xl import POSITIONS
 
@@ -332,6 +340,36 @@ def check_arguments(arguments: Arguments):
         model.ext_len = model.tgt_len
     if run.resume and run.overwrite:
         raise ValueError("choose one of --resume and --overwrite")
+
+
+def check_folders(arguments: Arguments):
+    """Refuse before anything slow is imported a text that is not there, and a folder in which something would be lost.
+
+    Raises:
+        OSError: with what would be right.
+    """
+    data, run = arguments.data.data, arguments.run
+    if data is not None and not run.smoke:
+        check_data(Path(data))
+    if run.output is not None:
+        check_output(Path(run.output), run)
+
+
+def check_data(folder: Path):
+    """Raise a FileNotFoundError if there is no folder."""
+    if not folder.is_dir():
+        problem = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise FileNotFoundError(f"--data {folder} {problem}: write one with txl-prepare")
+
+
+def check_output(output: Path, run: RunArguments):
+    """Raise a FileExistsError if something would be lost."""
+    if not output.exists() or (output.is_dir() and all(path.name == LOCK_NAME for path in output.iterdir())):
+        return
+    if not (output / RECIPE).is_file():
+        raise FileExistsError(f"--output {output} exists and is not from train_lm.py: choose another folder")
+    if not (run.resume or run.overwrite):
+        raise FileExistsError(f"--output {output} is in use: go on with --resume, or start again with --overwrite")
 
 
 def shrink(arguments: Arguments, scratch: Path):

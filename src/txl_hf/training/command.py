@@ -24,9 +24,10 @@ from ..command_line import one_line_errors
 def main(argv: list[str] | None = None):
     with one_line_errors():
         # Here, so that what is not installed is named in one line, and nothing slow is loaded to refuse an option.
-        from .arguments import parse_arguments, shrink
+        from .arguments import check_folders, parse_arguments, shrink
 
         arguments = parse_arguments(argv, description=__doc__)
+        check_folders(arguments)
         if arguments.run.smoke and arguments.run.output is None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             sys.exit("error: --smoke with several processes needs an --output that they share")
         from .loop import Training, quiet

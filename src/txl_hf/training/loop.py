@@ -42,7 +42,7 @@ from .results import (
     LOG,
     PLOT,
     RESULTS,
-    check_output,
+    changed_settings,
     cut_log,
     evaluate,
     finish,
@@ -55,6 +55,7 @@ from .setup import (
     check_evaluation,
     check_texts,
     find_document_end,
+    foreign_metric,
     load_data,
     make_accelerator,
     make_average,
@@ -120,7 +121,6 @@ class Training:
 
         self.accelerator = make_accelerator(arguments)
         self.output = Path(run.output or "")
-        check_output(self.output, run)
         # Before any process writes what another one would find there.
         self.accelerator.wait_for_everyone()
         loader = make_loader(self.stream, self.accelerator, data.batch_chunk)
@@ -151,6 +151,8 @@ class Training:
         main = self.accelerator.is_main_process
         if main:
             print(self.describe(), file=sys.stderr)
+            if not self.arguments.run.smoke and (note := foreign_metric(self.tokenizer, self.arguments.evaluation)):
+                print(note, file=sys.stderr)
         self.bar = tqdm(total=self.max_steps, initial=self.step, unit="step", desc="train", disable=not main)
         self.since = time.perf_counter()
         # The first step is shown at once.
@@ -412,7 +414,7 @@ class Training:
                     self.averaged.load_state_dict(torch.load(folder / AVERAGE_NAME, map_location="cpu"))
         except Exception as error:
             # Each of the libraries that read it has errors of its own for a model or an optimiser of another shape.
-            reason = " ".join(str(error).split())[:200]
+            reason = changed_settings(self.output, self.arguments) or " ".join(str(error).split())[:200]
             raise ValueError(
                 f"{folder} has another model or optimiser: resume with the recipe and options of the run ({reason})"
             ) from error

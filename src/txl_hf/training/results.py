@@ -22,24 +22,21 @@ from ..cards import RESULTS, results_of_folder
 from ..evaluation import LanguageModelEvaluation, evaluate_language_model, figures
 from ..files import LOCK_NAME, lock_folder, whole_file, write_text
 from ..modeling_transfo_xl import TransfoXLForCausalLM
-from .arguments import Arguments, EvaluationArguments, RunArguments
+from .arguments import (
+    RECIPE,
+    ArchitectureArguments,
+    Arguments,
+    EvaluationArguments,
+    RunArguments,
+    check_output,
+)
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
 
-RECIPE, LOG, PLOT, BEST = "recipe.yaml", "log.jsonl", "training.png", "best"
+LOG, PLOT, BEST = "log.jsonl", "training.png", "best"
 
 # --- folder ----------------------------------------------------------------------------------------------------------
-
-
-def check_output(output: Path, run: RunArguments):
-    """Raise a FileExistsError if something would be lost."""
-    if not output.exists() or (output.is_dir() and all(path.name == LOCK_NAME for path in output.iterdir())):
-        return
-    if not (output / RECIPE).is_file():
-        raise FileExistsError(f"--output {output} exists and is not from train_lm.py: choose another folder")
-    if not (run.resume or run.overwrite):
-        raise FileExistsError(f"--output {output} is in use: go on with --resume, or start again with --overwrite")
 
 
 def lock_output(output: Path, run: RunArguments) -> IO:
@@ -77,6 +74,15 @@ def open_output(output: Path, arguments: Arguments, step: int, left: int):
         elif old != new:
             print(f"from step {step} on {name} is {new}, until then {old}", file=sys.stderr)
     write_text(output / RECIPE, yaml.safe_dump(settings, sort_keys=False))
+
+
+def changed_settings(output: Path, arguments: Arguments) -> str:
+    """What makes another model or optimiser than that of the run in a folder, as its recipe has it; "" if nothing."""
+    before, given = read_recipe(output / RECIPE), arguments.as_dict()
+    made = [entry.name for entry in dataclasses.fields(ArchitectureArguments)]
+    made += ["model_name_or_path", "optimizer", "average"]
+    values = ((name, before.get(name, "not set"), given.get(name, "not set")) for name in made)
+    return ", ".join(f"{name} was {old} and is {new}" for name, old, new in values if before and old != new)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

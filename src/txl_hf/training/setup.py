@@ -26,6 +26,7 @@ from ..midi import EVENTS
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..prepare import read_document_end
 from ..streams import TokenStream, read_tokens
+from ..tokenization_transfo_xl_backend import WORD_MODES
 from .arguments import (
     SPLITS,
     ArchitectureArguments,
@@ -34,6 +35,7 @@ from .arguments import (
     ModelArguments,
     OptimizationArguments,
     RunArguments,
+    check_data,
 )
 
 # --- text and streams ------------------------------------------------------------------------------------------------
@@ -41,9 +43,7 @@ from .arguments import (
 
 def load_data(folder: Path) -> tuple[Any, datasets.DatasetDict]:
     """What prepare_corpus.py wrote, with a tokenizer of transformers or of MidiTok; token ids stay on the disk."""
-    if not folder.is_dir():
-        problem = "is a file, not a folder" if folder.exists() else "does not exist"
-        raise FileNotFoundError(f"--data {folder} {problem}: write one with examples/prepare_corpus.py")
+    check_data(folder)
     try:
         corpus = datasets.load_from_disk(str(folder))
     except IndexError as error:
@@ -86,6 +86,19 @@ def check_evaluation(config: TransfoXLConfig, evaluation: EvaluationArguments):
             raise ValueError(f"--eval_mem_len or --eval_memory_lengths: {error}") from error
         read = filled.ext_len + (evaluation.eval_tgt_len or config.tgt_len)
         config.positions.check_segment(read, config, given="--eval_tgt_len, with --eval_ext_len,")
+
+
+def foreign_metric(tokenizer: Any, evaluation: EvaluationArguments) -> str | None:
+    """A line for who took a recipe of words for characters, or the other way round; None where nothing is strange."""
+    shown, mode = evaluation.metric, getattr(tokenizer, "mode", None)
+    if mode in ("characters", "bytes") and shown == "perplexity":
+        return (
+            f"--data is a text of {mode}, but the figures shown are perplexities, as of words: --metric "
+            f"bits_per_token shows bits of {mode}"
+        )
+    if mode in WORD_MODES and shown == "bits_per_token":
+        return "--data is a text of words, but the figures shown are bits, as of characters: try --metric perplexity"
+    return None
 
 
 class RolledStream(TokenStream):

@@ -1,0 +1,54 @@
+"""How options are typed, and what is said of those that do not exist, in the parser that the commands share."""
+
+import pytest
+
+from txl_hf.command_line import CommandParser
+from txl_hf.training.arguments import parse_arguments
+
+
+@pytest.fixture
+def parser():
+    parser = CommandParser(prog="command")
+    parser.add_argument("--memory_length", type=int)
+    parser.add_argument("--max-new-tokens", type=int)
+    parser.add_argument("--prompt")
+    return parser
+
+
+@pytest.mark.parametrize("typed", ["--memory_length", "--memory-length", "--memory-l", "--memory"])
+def test_options_are_typed_with_hyphens_or_underscores(parser, typed):
+    assert parser.parse_args([typed, "3"]).memory_length == 3
+    assert parser.parse_args([f"{typed}=4"]).memory_length == 4
+
+
+@pytest.mark.parametrize("typed", ["--max-new-tokens", "--max_new_tokens", "--max_new-tokens", "--max_new"])
+def test_also_those_that_are_declared_with_hyphens(parser, typed):
+    assert parser.parse_args([typed, "3", "--prompt=--not_an-option"]).max_new_tokens == 3
+    assert parser.parse_args(["--prompt=--not_an-option"]).prompt == "--not_an-option"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["--memory_lenght", "3"], " --memory_lenght 3 (did you mean --memory_length?)"),
+        (["--memory-lenght=3"], " --memory-lenght=3 (did you mean --memory_length?)"),
+        (["--new-tokens", "3"], " --new-tokens 3 (did you mean --max-new-tokens?)"),
+        (["--quite-another"], " --quite-another"),
+        (["3"], " 3"),
+    ],
+)
+def test_the_closest_to_an_option_that_does_not_exist_is_named(parser, typed, meant, capsys):
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(typed)
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith(f"error: unrecognized arguments:{meant}\n")
+
+
+@pytest.mark.parametrize("typed", ["--mem_lenn", "--mem-lenn"])
+def test_the_parser_of_recipes_names_it_too(typed, tmp_path, capsys):
+    (tmp_path / "recipe.yaml").write_text("max_steps: 1\n")
+    with pytest.raises(SystemExit):
+        parse_arguments([str(tmp_path / "recipe.yaml"), "--smoke", typed, "3"])
+    assert capsys.readouterr().err == f"error: unrecognized arguments: {typed} 3 (did you mean --mem_len?)\n"
+    read = parse_arguments([str(tmp_path / "recipe.yaml"), "--smoke", typed[:-1], "3"])
+    assert read.model.mem_len == 3
