@@ -4,6 +4,8 @@ import argparse
 import glob
 from pathlib import Path
 
+from txl_hf.command_line import CommandParser
+
 # --from: the module that reads the family.
 FAMILIES = {
     "transformers": "transformers_legacy",
@@ -24,7 +26,7 @@ TOKENIZER_MODES = ("moses", "whitespace", "characters", "bytes", "lm1b")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="txl-convert",
         description="Convert an original Transformer-XL checkpoint to a folder that "
         "`AutoModelForCausalLM.from_pretrained` loads.",

@@ -46,7 +46,7 @@ from txl_hf import (
     TransfoXLTokenizer,
     evaluate_language_model,
 )
-from txl_hf.command_line import one_line_errors
+from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.evaluation import LanguageModelEvaluation
 
 with one_line_errors():
@@ -86,7 +86,7 @@ def main():
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = CommandParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, help="a UTF-8 text file; default: Python's standard library")
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder to write (%(default)s)")
     parser.add_argument("--minutes", type=float, default=3.0, help="training time (%(default)s)")

@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of txl-export")
     parser.add_argument("--prompt", required=True)
-    parser.add_argument("--max-new-tokens", type=int, default=100, help="(%(default)s)")
+    parser.add_argument("--max-new-tokens", "--max_new_tokens", type=int, default=100, help="(%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most probable token (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     options = parser.parse_args(argv)

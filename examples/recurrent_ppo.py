@@ -10,7 +10,6 @@ what was seen step by step (`same_length=True`). The task is CartPole without it
 remembered.
 """
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from txl_hf import TransfoXLConfig, TransfoXLModel
-from txl_hf.command_line import one_line_errors
+from txl_hf.command_line import CommandParser, one_line_errors
 
 with one_line_errors():
     import gymnasium
@@ -104,7 +103,7 @@ def positions_of_cartpole() -> gymnasium.Env:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = CommandParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100_000, help="of all environments (%(default)s)")
     parser.add_argument("--output", type=Path, required=True, help="where the agent is written")
     options = parser.parse_args()

@@ -48,6 +48,11 @@ def make_trainer(path, model=None, stream=None, model_changes=None, trainer=None
     )
 
 
+@pytest.mark.filterwarnings("error:.*pin_memory.*")
+def test_without_a_gpu_no_memory_is_pinned(tmp_path):
+    make_trainer(tmp_path, max_steps=1, use_cpu=False).train()
+
+
 def losses_by_hand(stream, steps: int, dtype=torch.float32, **model_changes) -> list[float]:
     """SGD with memory written out: what one process with all streams in one batch gives."""
     model, losses = make_model(**model_changes).to(dtype).train(), []

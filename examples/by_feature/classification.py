@@ -24,13 +24,13 @@ from transformers import (
 )
 
 import common
-from txl_hf.command_line import one_line_errors
+from txl_hf.command_line import CommandParser, one_line_errors
 
 with one_line_errors():
     import pandas
     from datasets import ClassLabel, Dataset, DatasetDict
 
-PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+PARSER = CommandParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--model", required=True, help="a checkpoint: a folder, or a name on the Hub")
 PARSER.add_argument("--data", type=Path, required=True, help="text and label: .csv or .jsonl; a fifth is held out")
 PARSER.add_argument("--output", type=Path, required=True, help="a new folder for the classifier")

@@ -28,11 +28,11 @@ from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
 
 import common
 from txl_hf import TokenStream, TransfoXLTrainer, token_losses
-from txl_hf.command_line import one_line_errors
+from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.encoding import encode_text
 from txl_hf.memory_transfo_xl import memory_of
 
-PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+PARSER = CommandParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--model", required=True, help="a checkpoint: a folder, or a name on the Hub")
 PARSER.add_argument(
     "--documents", type=Path, nargs="+", required=True, help="UTF-8 texts; a fourth of them is held out"

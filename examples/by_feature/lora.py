@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 import common
 from txl_hf import TokenStream, TransfoXLTrainer
-from txl_hf.command_line import one_line_errors
+from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.encoding import encode_text
 
 with one_line_errors():
     from peft import LoraConfig, PeftModel, get_peft_model
 
-PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+PARSER = CommandParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--model", required=True, help="a checkpoint: a folder, or a name on the Hub")
 PARSER.add_argument("--text", type=Path, required=True, help="a UTF-8 text; its last tenth is held out")
 PARSER.add_argument("--output", type=Path, required=True, help="a new folder for the adapter")

@@ -37,14 +37,14 @@ from tqdm import tqdm
 
 import common
 from txl_hf import TransfoXLConfig, TransfoXLModel
-from txl_hf.command_line import one_line_errors
+from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.files import whole_file, write_text
 from txl_hf.memory_transfo_xl import memory_of
 
 MEMORIES = ("transfo-xl", "gru", "none")
 # No training has this seed.
 HELD_OUT = 2**31
-PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+PARSER = CommandParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--env", choices=["repeat_previous", "position_cartpole", "autoencode", "recall"])
 PARSER.add_argument("--memory", choices=MEMORIES, default=MEMORIES[0], help="(%(default)s)")
 PARSER.add_argument("--seed", type=int, default=1, help="(%(default)s)")

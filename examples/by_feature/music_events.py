@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import common
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM
-from txl_hf.command_line import one_line_errors
+from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.streams import check_loader
 
 with one_line_errors():
@@ -32,7 +32,7 @@ with one_line_errors():
     from accelerate.utils import set_seed
 
 ATTRIBUTES = ("pitch", "duration", "velocity")
-PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+PARSER = CommandParser(description=__doc__.splitlines()[0])
 PARSER.add_argument(
     "--events", type=Path, required=True, help="a CSV file without heading; its last tenth is held out"
 )

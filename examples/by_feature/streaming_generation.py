@@ -11,7 +11,6 @@ grows, and the memory holds `mem_len` states of it at most. `generate` is given 
 how much of it the memory has seen tells which are new.
 """
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,9 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM, TextStreamer, set_seed
 
 import common
-from txl_hf.command_line import one_line_errors
+from txl_hf.command_line import CommandParser, one_line_errors
 
-PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+PARSER = CommandParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--model", required=True, help="a checkpoint: a folder, or a name on the Hub")
 PARSER.add_argument("--prompt", nargs="+", help="the turns; by default they are asked for")
 PARSER.add_argument("--max-new-tokens", type=int, default=200, help="generated in a turn (%(default)s)")

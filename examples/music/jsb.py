@@ -31,7 +31,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 
 import txl_hf
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTrainer, token_losses
-from txl_hf.command_line import one_line_errors
+from txl_hf.command_line import CommandParser, one_line_errors
 
 SPLITS = {"train": "train", "validation": "valid", "test": "test"}
 LOWEST, PITCHES = 21, 88
@@ -47,9 +47,7 @@ Chorale = list[list[int]]
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = CommandParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="jsb-chorales-quarter.json")
     parser.add_argument("--output", type=Path, required=True, help="folder of the run")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")

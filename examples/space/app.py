@@ -133,7 +133,8 @@ def build(page: Page) -> gr.Blocks:
             read = gr.Button("What is the memory worth?", variant="primary")
             read.click(page.worth, text, [gr.Markdown(), gr.HTML(), gr.HTML()])
         with gr.Tab("Heads"):
-            layer = gr.Slider(0, page.config.n_layer - 1, 0, step=1, label="layer")
+            last = page.config.n_layer - 1
+            layer = gr.Slider(0, last, 0, step=1, label="layer") if last else gr.State(0)
             look = gr.Button("Where do its heads look?", variant="primary")
             look.click(page.look, [text, layer], gr.Plot(show_label=False))
     return app

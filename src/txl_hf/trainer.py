@@ -104,6 +104,9 @@ class TransfoXLTrainer(Trainer):
         self._regularizer: Regularizer | None = None
         # A tokenizer is there to be saved with the model: segments are whole, and Trainer would have it pad them.
         super().__init__(model, args, data_collator or default_data_collator, *more, **kwargs)
+        if not torch.accelerator.is_available():
+            # As `use_cpu` has it: torch warns of memory that is pinned for no device.
+            self.args.dataloader_pin_memory = False
         if regularization is not None and self._regularizer is None:
             self._regularizer = regularize(self.model, regularization)
         _check_arguments(self.args)
