@@ -5,6 +5,7 @@ The shell commands are run by test_walkthrough.py, those of conversion by test_c
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,12 @@ def test_contributing_names_every_source_file():
     sources = (ROOT / "src" / "txl_hf").glob("[!_]*")
     names = {path.name + "/" * path.is_dir() for path in sources if path.suffix == ".py" or path.is_dir()}
     assert {name for name in names if f"`{name}`" not in text} == set()
+
+
+def test_pages_name_extras_that_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = set(re.findall(r"install \"\.\[([\w-]+)\]\"", "".join(page.read_text() for page in PAGES)))
+    assert {"train", "serve", "lm-eval"} <= named <= extras.keys()
 
 
 def test_pages_name_make_targets_that_exist():

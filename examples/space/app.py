@@ -8,9 +8,9 @@ set the variable MODEL to the name of a model there. While txl-hf is on no index
 `pip wheel --no-deps .` makes in a clone, and write its file name for `txl-hf` in requirements.txt.
 """
 
+import argparse
 import html
 import os
-import sys
 from collections.abc import Iterator
 from threading import Thread
 
@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
 import txl_hf  # registers Transformer-XL with the Auto classes
-from txl_hf.command_line import one_line_errors
+from txl_hf.command_line import CommandParser, one_line_errors
 
 with one_line_errors():
     import gradio as gr
@@ -141,5 +141,9 @@ def build(page: Page) -> gr.Blocks:
 
 
 if __name__ == "__main__":
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = os.environ.get("MODEL", "demo-output")
+    parser.add_argument("model", nargs="?", default=default, help="folder or Hub name (%(default)s)")
+    options = parser.parse_args()
     with one_line_errors():
-        build(Page(sys.argv[1] if len(sys.argv) > 1 else os.environ.get("MODEL", "demo-output"))).launch()
+        build(Page(options.model)).launch()

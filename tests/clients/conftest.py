@@ -13,9 +13,11 @@ CLIENTS = {
     "test_lm_eval.py": (["lm_eval"], []),
     "test_midi_readers.py": (["miditok", "music21", "pretty_midi", "symusic"], []),
     "test_onnx.py": (["onnx", "onnxruntime", "onnxscript"], []),
+    # What the others need that the page has blocks of.
     "test_page.py": (
-        ["trl", "peft", "bitsandbytes", "torchao", "optimum", "lm_eval", "onnx", "onnxruntime", "onnxscript"],
-        [],
+        "bitsandbytes fastapi gradio lm_eval onnx onnxruntime onnxscript openai optimum peft sb3_contrib torchao trl "
+        "uvicorn webdataset".split(),
+        ["curl", "npm"],
     ),
     "test_quantisation.py": (["bitsandbytes", "torchao", "optimum"], []),
     "test_recurrent_ppo.py": (["sb3_contrib"], []),
