@@ -48,6 +48,11 @@ def rewrite_links(text: str, folder: PurePosixPath) -> str:
     return LINK.sub(link, text)
 
 
+def on_page_markdown(markdown: str, **_) -> str:
+    """Links to those pages as the site has them; as they are written, they lead there in the repository."""
+    return re.sub(r"\]\(\.\./([^)#]+)", lambda match: f"]({PAGES.get(match[1], '../' + match[1])}", markdown)
+
+
 def on_page_content(html: str, **_) -> str:
     """Types of arguments without the backticks that they have in docstrings of the kind transformers writes."""
     return re.sub(r"<code>(`[^<]*)</code>", lambda match: f"<code>{match[1].replace('`', '')}</code>", html)

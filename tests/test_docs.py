@@ -102,9 +102,7 @@ def test_the_first_block_of_the_readme_loads_the_published_model():
 def test_pages_name_tests_and_files_that_exist(page):
     text = page.read_text(encoding="utf-8")
     tests, links = re.findall(r"`(test_\w+\.py)`", text), re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
-    # Pages of the site alone: those that docs/pages.py takes from elsewhere.
-    elsewhere = {"examples.md", "benchmarks.md", "contributing.md", "changelog.md", "music-results.md"}
-    paths = [*(ROOT / "tests" / name for name in tests), *(page.parent / link for link in set(links) - elsewhere)]
+    paths = [*(ROOT / "tests" / name for name in tests), *(page.parent / link for link in set(links))]
     assert [path for path in paths if not path.exists()] == []
 
 

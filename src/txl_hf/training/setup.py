@@ -94,7 +94,7 @@ def foreign_metric(tokenizer: Any, evaluation: EvaluationArguments) -> str | Non
     if mode in ("characters", "bytes") and shown == "perplexity":
         return (
             f"--data is a text of {mode}, but the figures shown are perplexities, as of words: --metric "
-            f"bits_per_token shows bits of {mode}"
+            f"bits_per_token shows bits per {mode[:-1]}"
         )
     if mode in WORD_MODES and shown == "bits_per_token":
         return "--data is a text of words, but the figures shown are bits, as of characters: try --metric perplexity"
