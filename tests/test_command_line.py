@@ -2,7 +2,7 @@
 
 import pytest
 
-from txl_hf.command_line import CommandParser
+from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.training.arguments import parse_arguments
 
 
@@ -42,6 +42,21 @@ def test_the_closest_to_an_option_that_does_not_exist_is_named(parser, typed, me
         parser.parse_args(typed)
     assert end.value.code == 2
     assert capsys.readouterr().err.endswith(f"error: unrecognized arguments:{meant}\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "a.txt"), "a.txt: No such file or directory"),
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (FileNotFoundError("--data a does not exist"), "--data a does not exist"),
+        (ValueError("two\nlines"), "two lines"),
+    ],
+)
+def test_an_error_is_one_line_without_numbers_of_the_system(error, said):
+    with pytest.raises(SystemExit) as end, one_line_errors():
+        raise error
+    assert end.value.code == f"error: {said}"
 
 
 @pytest.mark.parametrize("typed", ["--mem_lenn", "--mem-lenn"])

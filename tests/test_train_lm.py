@@ -613,7 +613,7 @@ def refused(capsys, *argv: str | Path) -> str:
     ("ended_by", "message"),
     [
         (KeyboardInterrupt(), "stopped: the same command with --resume goes on from the last checkpoint"),
-        (OSError(28, "No space left on device"), "error: [Errno 28] No space left on device"),
+        (OSError(28, "No space left on device"), "error: No space left on device"),
     ],
 )
 def test_what_ends_a_run_is_said_in_one_line(tmp_path, recipe, corpus, monkeypatch, ended_by, message):

@@ -73,9 +73,16 @@ def one_line_errors() -> Iterator[None]:
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error.name} is not installed{_how_to_install(str(error.name))}")
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
+        sys.exit(f"error: {_in_words(error)}")
     except KeyboardInterrupt:
         sys.exit("stopped")
+
+
+def _in_words(error: Exception) -> str:
+    """One line; what the system refuses has its path first, and no number."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
 
 
 def _how_to_install(module: str) -> str:
