@@ -10,6 +10,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from .dropout_transfo_xl import draw_and_drop, scale_of
 from .linear_transfo_xl import product
 
 __all__ = ["attend_tile_by_tile"]
@@ -55,7 +56,7 @@ def _attend(content_query, position_query, key, value, rel_key, hidden, dropout,
         probabilities = dropped = scores.softmax(dim=-1)
         kept = None
         if dropout > 0:
-            dropped, kept = torch.native_dropout(probabilities, dropout, True)
+            dropped, kept = draw_and_drop(probabilities, dropout)
         attended[b, h] = product(dropped, value[b, h].contiguous().t())
         if saved is not None:
             saved += [probabilities, kept]
@@ -90,7 +91,7 @@ class _TileByTile(torch.autograd.Function):
             grad_attended, dropped = grad[b, h].contiguous(), probabilities
             grad_probabilities = product(grad_attended, value[b, h].contiguous())
             if kept is not None:
-                scale = kept / (1 - ctx.dropout)
+                scale = kept * scale_of(ctx.dropout)
                 grad_probabilities *= scale
                 dropped = probabilities * scale
             # The mean of the probabilities' gradients under the probabilities, as the softmax subtracts it.

@@ -1,4 +1,8 @@
-"""Dropout behind a ReLU, which keeps of both what the next layer keeps anyway: the result."""
+"""Dropout on CPU, where drawing takes longer than dropping: four draws out of one random number.
+
+PyTorch draws each element's fate by itself, one after the other, which was a fifth of a training step. A bit more than
+a quarter of that is left. And behind a ReLU nothing is kept but what the next layer keeps anyway: the result.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -6,27 +10,79 @@ from torch.nn import functional as F
 
 from .linear_transfo_xl import is_wrapped, takes_part_plainly
 
-__all__ = ["relu_and_drop"]
+__all__ = ["draw_and_drop", "drop", "relu_and_drop", "scale_of"]
+
+# A draw has 16 bits, so that a probability is met to 2**-16.
+DRAWS = 2**16
+
+
+def drop(states: Tensor, dropout: nn.Module) -> Tensor:
+    """`dropout(states)`, for states (…) of any shape. It draws from PyTorch's generator, but not as PyTorch does."""
+    if _is_trained_here(states, dropout) and states.is_cpu:
+        return _Drop.apply(states, dropout.p)
+    return dropout(states)
 
 
 def relu_and_drop(states: Tensor, dropout: nn.Module) -> Tensor:
-    """`dropout(states.relu())`, for states (…) of any shape.
+    """`drop(states.relu(), dropout)`, for states (…) of any shape.
 
     Where it is trained, PyTorch would keep the result of the ReLU and what was dropped, and read both backward. But
     the result is 0 exactly where either of them has made it so, and there the gradient is 0.
     """
-    drops = type(dropout) is nn.Dropout and dropout.training and 0 < dropout.p < 1
-    if drops and not is_wrapped(dropout) and takes_part_plainly(states):
+    if _is_trained_here(states, dropout):
         return _ReluAndDrop.apply(states, dropout.p)
     return dropout(states.relu())
+
+
+def _is_trained_here(states: Tensor, dropout: nn.Module) -> bool:
+    drops = type(dropout) is nn.Dropout and dropout.training and 0 < dropout.p < 1
+    return drops and not is_wrapped(dropout) and takes_part_plainly(states)
+
+
+def draw_and_drop(states: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """Dropout with probability p in (0, 1] on CPU, without a gradient.
+
+    Returns:
+        What is left, (…), and where it is: (…) bool. The one is states times the other times `scale_of(p)`.
+    """
+    count = states.numel()
+    numbers = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
+    kept = numbers.view(torch.int16)[:count].view(states.shape) > _dropped_draws(p) - DRAWS // 2 - 1
+    return (states * scale_of(p)).mul_(kept), kept
+
+
+def scale_of(p: float) -> float:
+    """By what `draw_and_drop` multiplies what it keeps, so that the mean stays."""
+    return DRAWS / (DRAWS - _dropped_draws(p)) if p < 1 else 0.0
+
+
+def _dropped_draws(p: float) -> int:
+    """How many of the DRAWS that are possible drop an element: some, and not all but where p = 1."""
+    return min(max(round(p * DRAWS), 1), DRAWS - 1) if p < 1 else DRAWS
+
+
+class _Drop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, states, p):
+        result, kept = draw_and_drop(states, p)
+        ctx.save_for_backward(kept)
+        ctx.scale = scale_of(p)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad):
+        (kept,) = ctx.saved_tensors
+        return (grad * ctx.scale).mul_(kept), None
 
 
 class _ReluAndDrop(torch.autograd.Function):
     @staticmethod
     def forward(ctx, states, p):
-        result = F.dropout(states.relu(), p, training=True)
+        if states.is_cpu:
+            result, ctx.scale = draw_and_drop(states.relu(), p)[0], scale_of(p)
+        else:
+            result, ctx.scale = F.dropout(states.relu(), p, training=True), 1 / (1 - p)
         ctx.save_for_backward(result)
-        ctx.scale = 1 / (1 - p)
         return result
 
     @staticmethod

@@ -41,7 +41,7 @@ from .attention_transfo_xl import (
     relative_attention,
 )
 from .configuration_transfo_xl import TransfoXLConfig
-from .dropout_transfo_xl import relu_and_drop
+from .dropout_transfo_xl import drop, relu_and_drop
 from .generation_transfo_xl import TransfoXLGenerationMixin
 from .inputs_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, check_tensors, document_starts
 from .layout_transfo_xl import TransfoXLLayoutMixin
@@ -166,7 +166,7 @@ class TransfoXLMLP(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         hidden_states = relu_and_drop(project(self.up_proj, hidden_states), self.dropout)
         hidden_states = project(self.down_proj, hidden_states)
-        return self.dropout(hidden_states.relu() if self.output_relu else hidden_states)
+        return drop(hidden_states.relu() if self.output_relu else hidden_states, self.dropout)
 
 
 class TransfoXLAttention(nn.Module):
@@ -246,7 +246,7 @@ class TransfoXLAttention(nn.Module):
             implementation=implementation or self.config._attn_implementation,
             module=self,
         )
-        return self.dropout(project(self.o_proj, attended.transpose(1, 2).flatten(2))), probabilities
+        return drop(project(self.o_proj, attended.transpose(1, 2).flatten(2)), self.dropout), probabilities
 
     def _rel_key(self, distances: Distances, key_length: int, dtype: torch.dtype) -> Tensor | None:
         """W_R R of the paper for the K distances, (H, K, Dh), or None without relative positions."""
@@ -593,7 +593,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             inputs_embeds = self.embed_vectors(inputs_embeds)
 
         positions = self.config.positions
-        hidden_states = self.input_dropout(positions.enter_model(self, inputs_embeds, filled.clamp_len))
+        hidden_states = drop(positions.enter_model(self, inputs_embeds, filled.clamp_len), self.input_dropout)
         # What depends on distances alone can be projected once for many calls, where no gradient or dropout is drawn.
         keeps = past_key_values is not None and not torch.is_grad_enabled() and not self.training
         state = decoding_state_of(past_key_values) if keeps else None
@@ -634,7 +634,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         elif filled.mem_len > 0:
             new_mems, new_mask = remember(memory, remembered, entered, filled)
         return TransfoXLModelOutput(
-            last_hidden_state=self.output_dropout(hidden_states),
+            last_hidden_state=drop(hidden_states, self.output_dropout),
             mems=new_mems,
             past_key_values=past_key_values,
             mems_mask=new_mask,
