@@ -41,6 +41,8 @@ PRUNING_MARGIN = 1e-3
 # one after the other; of fewer words than MIN_BLOCK_WIDTH the product would be slow.
 MAX_KEPT_LOGITS = 2**25
 BLOCK_LOGITS, MIN_BLOCK_WIDTH = 2**22, 1024
+# Rows of so many logits (1 MB) go through all elementwise steps before the next ones: those wait for memory otherwise.
+CACHED_LOGITS = 2**18
 # A GPU has no cache to stay in, and what a block costs is launching its kernels: there it is so many bytes.
 GPU_BYTES = 2**31
 
@@ -468,7 +470,7 @@ def _compute_losses(
                 if fuses(task.hidden_states):
                     add_statistics(logits, column_bias, task.targets, of_task, first)
                 else:
-                    _add_statistics(logits, task.targets, of_task, first, spare=logits is not kept)
+                    _add_statistics(logits, task.targets, of_task, first)
             loss = of_task[0] - of_task[1]
             losses = losses.add_(loss) if task.rows is None else losses.index_add_(0, task.rows, loss)
             all_kept.append(kept)
@@ -512,14 +514,14 @@ def _compute_gradients(
                     grad_logits = logits if spare else padded_empty(logits, *logits.shape)
                     sums = write_gradient(logits, column_bias, *given, grad_logits, first, wanted[1])
                 else:
-                    sums = grad_logits = _logits_gradient(logits, *given, first, spare)
+                    grad_logits = logits if spare else torch.empty_like(logits)
+                    sums = _write_gradient(logits, *given, grad_logits, first, wanted[1])
                 if task.clusters is not None and columns.start >= task.block.stop - task.block.start:
                     grad_clusters = task.place(grad_logits.to(task.clusters.dtype), len(targets))
                     continue
                 rows = slice(task.block.start + columns.start, task.block.start + columns.stop)
                 if wanted[1]:
                     grad_bias[rows] = sums.sum(0)
-                grad_logits = grad_logits.to(hidden.dtype)
                 share = product(grad_logits, weight[rows].to(hidden.dtype).T)
                 grad_hidden = share if grad_hidden is None else grad_hidden.to(normalizer.dtype).add_(share)
                 if wanted[0] and grad_weight.dtype == hidden.dtype:
@@ -550,8 +552,8 @@ def _blocks(
 ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """The columns, counted from start, the (n, width) logits of each block, and the bias that is to be added to them.
 
-    The kernels add it; otherwise the logits have it, and are fp32. The clusters are the last block. Whoever is given
-    a block that is not `kept` may write into it.
+    The kernels add it; otherwise the logits have it. The clusters are the last block, and fp32. Whoever is given a
+    block that is not `kept` may write into it.
     """
     hidden, (start, end) = task.hidden_states, (task.block.start, task.block.stop)
     rows, size, fused = len(hidden), end - start, fuses(hidden)
@@ -566,31 +568,48 @@ def _blocks(
             if fused:
                 yield columns, padded_product(hidden, table), bias[block]
             else:
-                yield columns, _wide(product(hidden, table, bias[block].to(hidden.dtype))), None
+                yield columns, product(hidden, table, bias[block].to(hidden.dtype)), None
     if task.clusters is not None:
         clusters = task.clusters
         yield slice(size, size + clusters.shape[1]), clusters.to(_wide_dtype(clusters), copy=True), None
 
 
-def _add_statistics(logits: Tensor, targets: Tensor, statistics: Tensor, first: int, spare: bool) -> None:
-    """As the kernel of this name does it; the logits are lost if they are to `spare`."""
-    normalizer, picked = statistics
-    column, inside = _column(targets, first, logits)
-    picked.copy_(torch.where(inside, logits.gather(1, column)[:, 0], picked))
-    # Where all words of a block are forbidden, ∞ - ∞ must not be computed.
-    peak = logits.amax(1).clamp_(min=torch.finfo(logits.dtype).min)
-    logits = logits.sub_(peak[:, None]) if spare else logits - peak[:, None]
-    normalizer.copy_(torch.logaddexp(normalizer, peak + logits.exp_().sum(1).log_()))
+def _add_statistics(logits: Tensor, targets: Tensor, statistics: Tensor, first: int) -> None:
+    """As the kernel of this name does it."""
+    for rows in _cached_rows(logits):
+        normalizer, picked = statistics[:, rows]
+        part = _wide(logits[rows])
+        column, inside = _column(targets[rows], first, part)
+        picked.copy_(torch.where(inside, part.gather(1, column)[:, 0], picked))
+        # Where all words of a block are forbidden, ∞ - ∞ must not be computed.
+        peak = part.amax(1).clamp_(min=torch.finfo(part.dtype).min)
+        normalizer.copy_(torch.logaddexp(normalizer, peak + (part - peak[:, None]).exp_().sum(1).log_()))
 
 
-def _logits_gradient(
-    logits: Tensor, targets: Tensor, normalizer: Tensor, gradient: Tensor, first: int, spare: bool
+def _write_gradient(
+    logits: Tensor, targets: Tensor, normalizer: Tensor, gradient: Tensor, result: Tensor, first: int, sums: bool
 ) -> Tensor:
-    """(softmax - one-hot) · gradient of each row's loss, (n, width), in place of the logits if they are to `spare`."""
-    column, inside = _column(targets, first, logits)
-    probs = (logits.sub_(normalizer[:, None]) if spare else logits - normalizer[:, None]).exp_()
-    probs.scatter_(1, column, probs.gather(1, column) - inside[:, None].to(probs.dtype))
-    return probs.mul_(gradient[:, None])
+    """As `write_gradient` does it: (softmax - one-hot) · gradient of each row's loss, (n, width), into the result.
+
+    Returns:
+        Its sum over the rows, (1, width), if wanted.
+    """
+    total = logits.new_zeros(1, logits.shape[1] if sums else 0, dtype=_wide_dtype(logits))
+    for rows in _cached_rows(logits):
+        probs = (_wide(logits[rows]) - normalizer[rows, None]).exp_()
+        column, inside = _column(targets[rows], first, probs)
+        probs.scatter_(1, column, probs.gather(1, column) - inside[:, None].to(probs.dtype))
+        result[rows] = probs.mul_(gradient[rows, None])
+        if sums:
+            total += probs.sum(0)
+    return total
+
+
+def _cached_rows(logits: Tensor) -> Iterator[slice]:
+    """All rows of (n, width), by as many as a cache of a CPU holds; other devices take them at once."""
+    n, width = logits.shape
+    step = max(1, CACHED_LOGITS // width) if logits.is_cpu else max(1, n)
+    return (slice(first, first + step) for first in range(0, n, step))
 
 
 def _column(targets: Tensor, first: int, block: Tensor) -> tuple[Tensor, Tensor]:
