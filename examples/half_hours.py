@@ -5,10 +5,11 @@
     python examples/half_hours.py --smoke --output build/half_hours
 
 --texts holds the folders `wikitext-2`, `ptb` and `wikipedia-long`, with the files that `txl-prepare` reads, and
-`warandpeace` with `warandpeace.txt`. The first contender of a text trains for the steps of its recipe, the others for
-the seconds that this took (in `warandpeace` for as many steps): how many steps these are is found by timing some
-beforehand. Seconds are those of training alone, without validation and checkpoints. The machine should have nothing
-else to do.
+`warandpeace` with `warandpeace.txt`. Before a text is begun, steps of its contenders are timed, each in a process of
+its own, in turn; the machine should then have nothing else to do. The first contender trains for the steps of its
+recipe, the others for as many as take the same seconds (in `warandpeace` for the steps of theirs). Seconds are of
+training alone, without validation and checkpoints. Once the steps are known it does not matter how fast they are done:
+several runs can go on at once (`--jobs`).
 
 A model then scores the test text alone, with dynamic evaluation, with a continuous cache and with both, in one stream;
 `tune_lm.py` chooses their settings on the validation text. One of `warandpeace` scores it alone.
@@ -23,12 +24,13 @@ import math
 import multiprocessing
 import os
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +44,13 @@ from study import StudyParser
 from txl_hf.command_line import one_line_errors
 from txl_hf.files import write_text
 from txl_hf.training.arguments import parse_arguments as training_arguments
-from txl_hf.training.results import LOG, RESULTS, read_log
+from txl_hf.training.results import RESULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT, WORK = ROOT / "examples" / "results" / "half_hours", ROOT / "build" / "half_hours"
 KINDS = ("static", "dynamic", "cache", "both")
-# Steps by which a contender is timed; the first ones are slower.
-TIMED, UNTIMED = 40, 5
+# How often it is a contender's turn to be timed, and by how many steps; the first ones are slower.
+TURNS, TIMED, UNTIMED = 3, 40, 5
 
 
 @dataclass(frozen=True)
@@ -204,9 +206,14 @@ def main(argv: list[str] | None = None):
         print(f"{len(runs) - len(left)} of {len(runs)} runs are done", flush=True)
         for run in left:
             prepare(run, options.texts)
-            train(run)
-            harness.append(options.output / "rows.csv", rows_of(run))
-            write_text(options.output / "README.md", page(harness.read(options.output / "rows.csv")))
+            step_seconds(run)
+        threads = max(1, torch.get_num_threads() // options.jobs)
+        with ThreadPoolExecutor(options.jobs) as jobs:
+            trained = {jobs.submit(train, run, threads): run for run in left}
+            for job in as_completed(trained):
+                job.result()
+                harness.append(options.output / "rows.csv", rows_of(trained[job]))
+                write_text(options.output / "README.md", page(harness.read(options.output / "rows.csv")))
         print((options.output / "README.md").read_text(encoding="utf-8"))
 
 
@@ -215,7 +222,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--texts", type=Path, help="folder of the texts")
     parser.add_argument("--only", nargs="+", choices=TEXTS, default=list(TEXTS), help="texts (all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(%(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, which share the threads (%(default)s)")
     options = parser.parse_study(argv)
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs} must be at least 1")
     if options.texts is None and not options.smoke:
         parser.error("--texts is missing: name the folder of the texts, or try the script with --smoke")
     return options
@@ -239,60 +249,70 @@ def prepare(run: Run, texts: Path | None):
     start("prepare_corpus.py", [*shlex.split(options), "--output", str(run.data)])
 
 
-def train(run: Run):
+def train(run: Run, threads: int):
     """Train and tune, unless that is done."""
     if not (run.folder / RESULTS).exists():
-        start("train_lm.py", [*run.training(run.folder, *steps_of(run)), "--resume"])
+        start("train_lm.py", [*run.training(run.folder, *steps_of(run)), "--resume"], threads)
     if run.tuning() and not (run.folder / "tuned.json").exists():
-        start("tune_lm.py", run.tuning())
+        start("tune_lm.py", run.tuning(), threads)
 
 
-def start(script: str, options: list[str]):
-    """Run an example in a process of its own.
+def start(script: str, options: list[str], threads: int | None = None):
+    """Run an example in a process of its own, with as many threads as told.
 
     Raises:
         ValueError: it failed, and has said why.
     """
     print(f"$ {script} {shlex.join(options)}", flush=True)
-    if subprocess.run([sys.executable, ROOT / "examples" / script, *options]).returncode:
+    environment = os.environ if threads is None else {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    if subprocess.run([sys.executable, ROOT / "examples" / script, *options], env=environment).returncode:
         raise ValueError(f"{script} failed: the lines above say why")
 
 
 def steps_of(run: Run) -> list[str]:
-    """The option for a contender that trains for as many seconds as the first; decided once, whatever happens then."""
+    """The option for a contender that trains for as many seconds as the first."""
     text = TEXTS[run.text]
-    first = Run(run.text, text.contenders[0], run.seed, run.work, run.smoke)
-    if run == first or not text.equal_seconds:
+    if run.contender == text.contenders[0] or not text.equal_seconds:
         return []
-    decided = run.folder.with_suffix(".json")
-    if not decided.exists():
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            each = process.submit(seconds_of_step, run).result()
-        steps = max(1, round(seconds_of(first.folder) / each))
-        write_text(decided, json.dumps({"max_steps": steps, "seconds_of_step": each}) + "\n")
-    return ["--max_steps", str(json.loads(decided.read_text())["max_steps"])]
+    seconds, first = step_seconds(run), text.contenders[0]
+    steps = planned_steps(replace(run, contender=first))
+    return ["--max_steps", str(max(1, round(steps * seconds[first.name] / seconds[run.contender.name])))]
+
+
+def planned_steps(run: Run, *more: str) -> int:
+    """For how many steps a contender trains by its recipe, its options and more of them."""
+    steps = training_arguments(run.training(run.folder, *more)).optimization.max_steps
+    assert steps is not None, "a recipe that says for how many epochs"
+    return steps
+
+
+def step_seconds(run: Run) -> dict[str, float]:
+    """Of each contender of a run's text; measured once, for all seeds."""
+    measured = run.work / f"{run.text}.json"
+    if not measured.exists():
+        contenders = [replace(run, contender=contender) for contender in TEXTS[run.text].contenders]
+        turns: dict[str, list[float]] = {each.contender.name: [] for each in contenders}
+        for each in contenders * TURNS:
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                turns[each.contender.name].append(process.submit(seconds_of_step, each).result())
+        write_text(measured, json.dumps({name: statistics.median(times) for name, times in turns.items()}) + "\n")
+    return json.loads(measured.read_text())
 
 
 def seconds_of_step(run: Run) -> float:
-    """Of steps of training alone, in a process that does nothing else."""
+    """The median of steps of training alone, in a process that does nothing else."""
     from txl_hf.training.loop import Training
 
+    seconds = []
     with tempfile.TemporaryDirectory() as scratch:
         training = Training(training_arguments(run.training(Path(scratch) / "timed", "--max_steps", str(TIMED))))
         training.model.train()
         for batch in training.batches():
-            if training.step == UNTIMED:
-                since = time.perf_counter()
+            since = time.perf_counter()
             training.train_step(batch)
             training.step += 1
-    return (time.perf_counter() - since) / (TIMED - UNTIMED)
-
-
-def seconds_of(folder: Path) -> float:
-    """How long a run trained, by its log: stopped and resumed, the steps that were done twice count once."""
-    lines = [line for line in read_log(folder / LOG) if "tokens_per_second" in line]
-    before = [0.0, *(line["tokens"] for line in lines)]
-    return sum((line["tokens"] - done) / line["tokens_per_second"] for line, done in zip(lines, before, strict=False))
+            seconds.append(time.perf_counter() - since)
+    return statistics.median(seconds[UNTIMED:])
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
@@ -303,6 +323,7 @@ def rows_of(run: Run) -> list[dict[str, Any]]:
     results = json.loads((run.folder / RESULTS).read_text())
     command = shlex.join(["train_lm.py", *run.training(run.folder, *steps_of(run))])
     arguments = training_arguments(run.training(run.folder, *steps_of(run)))
+    steps, each = planned_steps(run, *steps_of(run)), step_seconds(run)[run.contender.name]
     common = {
         **harness.origin("cpu", arguments.run.mixed_precision or "fp32", torch.get_num_threads()),
         **harness.versions(),
@@ -310,9 +331,10 @@ def rows_of(run: Run) -> list[dict[str, Any]]:
         "text": run.text,
         "contender": run.contender.name,
         "seed": run.seed,
-        "steps": arguments.optimization.max_steps,
+        "steps": steps,
+        "seconds_of_step": round(each, 4),
+        "train_seconds": round(steps * each),
         "parameters": results["model"]["parameters"],
-        "train_seconds": round(seconds_of(run.folder), 1),
         "command": command.replace(f"{ROOT}{os.sep}", ""),
     }
     if not run.tuning():
@@ -364,6 +386,12 @@ def table(rows: list[dict[str, str]]) -> str:
             values = [text.measured(float(row["test"])) for row in own if row["kind"] == kind]
             cells.append(with_range(values, 3 if text.characters else 2))
         lines.append(f"| {' | '.join(cells)} |")
+    reading = [
+        [float(row["test_seconds"]) for row in rows if row["kind"] == kind and row["test_seconds"]] for kind in kinds
+    ]
+    if any(reading):
+        seconds = [f"{statistics.median(values):.0f} s" for values in reading]
+        lines.append(f"| *to read the test text* | | | | {' | '.join(seconds)} |")
     return "\n".join(lines)
 
 

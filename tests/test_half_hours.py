@@ -7,6 +7,7 @@ import pytest
 import half_hours
 
 COMMAND = ["--smoke", "--seeds", "0", "--only", "wikitext-2", "warandpeace"]
+FIRST = {text.contenders[0].name for text in half_hours.TEXTS.values()}
 SETTINGS = [
     ("static", None, None, 5.0),
     ("dynamic", {"learning_rate": 0.01}, None, 4.9),
@@ -22,7 +23,7 @@ class Examples:
         self.started: list[tuple[str, list[str]]] = []
         self.stop_at = stop_at
 
-    def start(self, script: str, options: list[str]):
+    def start(self, script: str, options: list[str], threads: int | None = None):
         if len(self.started) == self.stop_at:
             raise KeyboardInterrupt
         self.started.append((script, options))
@@ -31,9 +32,6 @@ class Examples:
             output.mkdir(parents=True)
         elif script == "train_lm.py":
             output.mkdir(parents=True)
-            lines = [{"step": step, "tokens": 100 * step, "tokens_per_second": 50.0} for step in (4, 8)]
-            lines.insert(1, {"step": 4, "tokens": 400, "validation_loss": 5.0})
-            (output / half_hours.LOG).write_text("".join(json.dumps(line) + "\n" for line in lines))
             splits = {split: {"nll": 2.0} for split in ("validation", "test")}
             results = {**splits, "model": {"parameters": 7}, "commit": "abc"}
             (output / half_hours.RESULTS).write_text(json.dumps(results))
@@ -65,8 +63,7 @@ def examples(monkeypatch):
         return examples
 
     monkeypatch.setattr(half_hours, "ProcessPoolExecutor", InProcess)
-    # As long as two steps of the first contender of the text.
-    monkeypatch.setattr(half_hours, "seconds_of_step", lambda run: 4.0)
+    monkeypatch.setattr(half_hours, "seconds_of_step", lambda run: 2.0 if run.contender.name in FIRST else 4.0)
     return use
 
 
@@ -74,7 +71,7 @@ def test_contenders_train_for_equal_seconds_and_are_read_in_four_ways(examples, 
     started = examples().started
     half_hours.main([*COMMAND, "--output", str(tmp_path)])
     trained = [options for script, options in started if script == "train_lm.py"]
-    # 800 tokens at 50 a second are 16 seconds, which are four steps of four seconds.
+    # Eight steps of two seconds are four of four.
     steps = [
         [value for name, value in zip(options, options[1:], strict=False) if name == "--max_steps"][-1]
         for options in trained
@@ -82,7 +79,7 @@ def test_contenders_train_for_equal_seconds_and_are_read_in_four_ways(examples, 
     assert steps == ["8", "4", "4", "4", "8", "8"], "characters are compared at equal steps"
     rows = half_hours.harness.read(tmp_path / "rows.csv")
     assert [row["kind"] for row in rows] == [*half_hours.KINDS] * 4 + ["static"] * 2
-    assert {row["train_seconds"] for row in rows} == {"16.0"} and {row["commit"] for row in rows} == {"abc"}
+    assert {row["train_seconds"] for row in rows} == {"16"} and {row["commit"] for row in rows} == {"abc"}
     assert json.loads(rows[3]["settings"]) == {"dynamic": {"learning_rate": 0.01}, "cache": {"size": 20}}
     assert rows[0]["command"].startswith("train_lm.py examples/recipes/wikitext2_small.yaml --data ")
     page = (tmp_path / "README.md").read_text()
