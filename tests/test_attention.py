@@ -32,6 +32,7 @@ from txl_hf.attention_transfo_xl import (
     visible_keys,
     why_not,
 )
+from txl_hf.dropout_transfo_xl import scale_of
 
 SHAPES = {
     "B2-H2-L5-M7-D8": (2, 2, 5, 7, 8),
@@ -327,7 +328,7 @@ def test_tiles_drop_probabilities_like_eager_and_replay():
     probabilities = tile_by_tile(tensors)
     torch.manual_seed(3)
     dropped = tile_by_tile(tensors, dropout=0.4)
-    kept = (dropped != 0) / 0.6
+    kept = (dropped != 0) * scale_of(0.4)
     assert 0 < kept.count_nonzero() < probabilities.count_nonzero()
     torch.testing.assert_close(dropped, probabilities * kept)
     leaves = [tensors[name] for name in ("query", "key", "rel_key", "content_bias", "position_bias")]
