@@ -42,7 +42,7 @@ PRINTED = {
     "Serve": ['"content":', " tokens in ", "streamed: "],
     "Trainer": ["train_loss"],
     "Model cards": ["name: Perplexity"],
-    "TRL": ["train_loss"],
+    "TRL": ["mean_token_accuracy", "rewards/chosen", "rewards/brackets"],
     "PEFT": ["trainable params"],
     "Quantise": [],
     "lm_eval": ["word_perplexity"],
