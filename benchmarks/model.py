@@ -16,6 +16,8 @@ its probabilities; one that does not is not timed, and the program fails when th
     ours-eager, …         another attn_implementation; eager evaluates with hidden states and is what all must equal
     ours-…-compile        training with each layer through torch.compile, with the backend named before if there is one
     ours-static           decoding with generate's static cache, which is compiled on a GPU
+    ours-bf16             in bf16, or trained under autocast, beside others in fp32; the gate lets it be off by more
+    ours-int8             the layers' weights in int8, by torchao, for decoding; likewise
     legacy                transformers 4.35.2, in the interpreter that --peer-python names; fp32 (TF32 on a GPU)
     legacy-autocast       the same under autocast, where that works
     gpt2                  what a user would pick instead: GPT-2 of the same size with SDPA; no memory in training
@@ -92,6 +94,8 @@ MODELS = {
 DROPATT = {"nvidia-large": 0.2}
 DROPOUT = {"enwik8": 0.1, "enwik8-large": 0.15, "wt103-large": 0.2, "nvidia-base": 0.1, "nvidia-large": 0.2}
 REFERENCE = "ours-eager"
+# Contenders that compute in another type than the rest of their run.
+TYPES = {"ours-bf16": "bf16", "ours-int8": "int8"}
 CPU = {
     "train": ["ours", "ours-eager", "legacy", "gpt2", "floor"],
     "evaluate": ["ours", "ours-step", "ours-mems", "ours-eager", "legacy", "floor"],
@@ -297,13 +301,14 @@ def gate(task: str, checks: dict[str, dict], dtype: str) -> tuple[dict[str, floa
     if REFERENCE not in checks:
         sys.exit("error: without ours-eager there is nothing to compare with")
     reference, differences, wrong = checks[REFERENCE], {}, {}
-    tolerance = TOLERANCE[dtype][task] if dtype in TOLERANCE else COARSE
     for name, found in checks.items():
         if name in ("gpt2", "floor"):
             continue
+        kind = TYPES.get(name, dtype)
+        tolerance = TOLERANCE[kind][task] if kind in TOLERANCE else COARSE
         pairs = list(zip(found["nll"], reference["nll"], strict=True))
         if task == "decode" and found["text"] != reference["text"]:
-            if dtype == "fp32":
+            if kind == "fp32":
                 wrong[name] = f"{name} writes another text: {found['text']} for {reference['text']}"
                 continue
             # Rounding may decide between two tokens; up to there the probabilities must agree.
@@ -435,8 +440,9 @@ def begin(contender: str, workload: Workload, folder: str, arguments: argparse.N
     ids = torch.load(f"{folder}/ids.pt").to(arguments.device)
     task = {"train": Train, "evaluate": Evaluate, "decode": Decode}[workload.task](contender, model, ids, workload)
     # Legacy transformers fails under autocast where there are cutoffs.
-    mixed = arguments.dtype != "fp32" and workload.task == "train" and contender != "legacy"
-    task.autocast = torch.autocast(arguments.device, harness.torch_dtype(arguments.dtype), enabled=mixed)
+    dtype = TYPES.get(contender, arguments.dtype)
+    mixed = dtype != "fp32" and workload.task == "train" and contender != "legacy"
+    task.autocast = torch.autocast(arguments.device, harness.torch_dtype(dtype if mixed else "bf16"), enabled=mixed)
     return task
 
 
@@ -455,12 +461,19 @@ def load(contender: str, workload: Workload, folder: str, arguments: argparse.Na
         from txl_hf.training.compilation import compile_layers
 
         variant = contender.partition("-")[2].removesuffix("compile").removesuffix("-")
-        implementation = None if variant in ("", "step", "mems", "static") else variant
+        implementation = None if variant in ("", "step", "mems", "static", *TYPES.values()) else variant
         model = TransfoXLForCausalLM.from_pretrained(folder, attn_implementation=implementation)
         if contender.endswith("compile"):
             compile_layers(model)
+        if contender == "ours-int8":
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+            # The softmax reads its tables itself.
+            quantize_(model.transformer, Int8WeightOnlyConfig())
+            return model
     # Training keeps fp32 weights and runs under autocast.
-    return model.to(arguments.device, harness.torch_dtype("fp32" if workload.task == "train" else arguments.dtype))
+    dtype = "fp32" if workload.task == "train" else TYPES.get(contender, arguments.dtype)
+    return model.to(arguments.device, harness.torch_dtype(dtype))
 
 
 def gpt2(config: dict, positions: int):

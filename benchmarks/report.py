@@ -24,6 +24,7 @@ MACHINE = ("processor", "threads", "dtype")
 # File: what names a workload, what names a contender, and the ratio that should come out again.
 KEYS = {
     "model.csv": ("workload", "contender", "times_legacy_p50"),
+    "precision.csv": ("workload", "contender", None),
     "sliding_window.csv": ("model attention_length segment", "contender", "times_p50"),
     "softmax.csv": ("size", "contender", "times_legacy_p50"),
     "attention_kernel.csv": ("shape mode", "contender", "of_sdpa"),
@@ -272,6 +273,19 @@ def speed_table(runs: dict[str, dict[str, Row]]) -> str:
     return markdown([*headers, "MFU", "peak MiB, ours / legacy", "NLL off eager"], lines)
 
 
+def precision_table(runs: dict[str, dict[str, Row]]) -> str:
+    """What narrower types are worth beside `ours` in the same run, and what they cost."""
+    lines = []
+    for run in runs.values():
+        ours = run["ours"]
+        for row in run.values():
+            if row is not ours:
+                ratio = float(row["tokens_per_second_p50"]) / float(ours["tokens_per_second_p50"])
+                figures = [rate(ours), rate(row), f"**{ratio:.3g}×**", row["nll_difference"]]
+                lines.append([what(ours), row["contender"].removeprefix("ours-"), *figures])
+    return markdown(["workload", "type", "fp32, tokens/s", "tokens/s", "times fp32", "NLL off eager in fp32"], lines)
+
+
 def decode_table(runs: dict[str, dict[str, Row]]) -> str:
     lines = []
     for run in runs.values():
@@ -373,6 +387,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed-short": short_table,
     "speed": lambda: by_machine("model.csv", speed_table),
     "decode": lambda: by_machine("model.csv", decode_table),
+    "precision": lambda: by_machine("precision.csv", precision_table),
     "sliding-window": lambda: by_machine("sliding_window.csv", sliding_window_table),
     "growth": lambda: by_machine("growth.csv", growth_table),
     "attention": lambda: by_machine("attention_kernel.csv", attention_table),

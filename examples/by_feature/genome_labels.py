@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 import common
 from txl_hf import TransfoXLForTokenClassification
-from txl_hf.command_line import one_line_errors
+from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.memory_transfo_xl import memory_of
 
 LABELS = ["none", "+", "-"]
@@ -40,7 +40,7 @@ ORDER = 4
 WORDS = 4**ORDER + 1
 IGNORED = -100
 
-PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+PARSER = CommandParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--fasta", type=Path, required=True, help="the genome")
 PARSER.add_argument("--genes", type=Path, required=True, help="its genes: GFF3, of which the CDS rows are read")
 PARSER.add_argument("--output", type=Path, required=True, help="a new folder for the model and results.json")
