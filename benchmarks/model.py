@@ -187,7 +187,7 @@ STEPS = {"cpu": {"train": 1, "evaluate": 1, "decode": 1}, "cuda": {"train": 4, "
 # The mean NLL of a segment may differ by so much; Adam and LAMB make much of small differences between gradients.
 TOLERANCE = {"fp32": {"train": 1e-3, "evaluate": 1e-4, "decode": 1e-4}}
 COARSE = 3e-2
-# What 8 bits do to weights is no error of a contender: the gate asks that it is the same model, and the row says the rest.
+# What 8 bits do to weights is no error: the gate asks whether it is the same model, and the row says the rest.
 QUANTISED = 1e-1
 
 
