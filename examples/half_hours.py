@@ -43,6 +43,7 @@ from harness import with_range
 from study import StudyParser
 from txl_hf.command_line import one_line_errors
 from txl_hf.files import write_text
+from txl_hf.training.arguments import Arguments
 from txl_hf.training.arguments import parse_arguments as training_arguments
 from txl_hf.training.results import RESULTS
 
@@ -275,13 +276,13 @@ def steps_of(run: Run) -> list[str]:
     if run.contender == text.contenders[0] or not text.equal_seconds:
         return []
     seconds, first = step_seconds(run), text.contenders[0]
-    steps = planned_steps(replace(run, contender=first))
+    steps = planned_steps(training_arguments(replace(run, contender=first).training(run.folder)))
     return ["--max_steps", str(max(1, round(steps * seconds[first.name] / seconds[run.contender.name])))]
 
 
-def planned_steps(run: Run, *more: str) -> int:
-    """For how many steps a contender trains by its recipe, its options and more of them."""
-    steps = training_arguments(run.training(run.folder, *more)).optimization.max_steps
+def planned_steps(arguments: Arguments) -> int:
+    """For how many steps a contender trains."""
+    steps = arguments.optimization.max_steps
     assert steps is not None, "a recipe that says for how many epochs"
     return steps
 
@@ -321,9 +322,9 @@ def seconds_of_step(run: Run) -> float:
 def rows_of(run: Run) -> list[dict[str, Any]]:
     """What a run gave, a row for each way of reading."""
     results = json.loads((run.folder / RESULTS).read_text())
-    command = shlex.join(["train_lm.py", *run.training(run.folder, *steps_of(run))])
-    arguments = training_arguments(run.training(run.folder, *steps_of(run)))
-    steps, each = planned_steps(run, *steps_of(run)), step_seconds(run)[run.contender.name]
+    options = run.training(run.folder, *steps_of(run))
+    command, arguments = shlex.join(["train_lm.py", *options]), training_arguments(options)
+    steps, each = planned_steps(arguments), step_seconds(run)[run.contender.name]
     common = {
         **harness.origin("cpu", arguments.run.mixed_precision or "fp32", torch.get_num_threads()),
         **harness.versions(),
@@ -386,10 +387,8 @@ def table(rows: list[dict[str, str]]) -> str:
             values = [text.measured(float(row["test"])) for row in own if row["kind"] == kind]
             cells.append(with_range(values, 3 if text.characters else 2))
         lines.append(f"| {' | '.join(cells)} |")
-    reading = [
-        [float(row["test_seconds"]) for row in rows if row["kind"] == kind and row["test_seconds"]] for kind in kinds
-    ]
-    if any(reading):
+    if text.tuning:
+        reading = [[float(row["test_seconds"]) for row in rows if row["kind"] == kind] for kind in kinds]
         seconds = [f"{statistics.median(values):.0f} s" for values in reading]
         lines.append(f"| *to read the test text* | | | | {' | '.join(seconds)} |")
     return "\n".join(lines)

@@ -88,7 +88,8 @@ def test_every_contender(task, tmp_path):
     workload = model.SMOKE[f"smoke-{task}"]
     model.save(workload, str(tmp_path))
     arguments = argparse.Namespace(device="cpu", dtype="fp32")
-    contenders = [name for name in dict.fromkeys(model.CPU[task] + model.CUDA[task]) if "legacy" not in name]
+    names = dict.fromkeys([*model.CPU[task], *model.CUDA[task], "ours-bf16"])
+    contenders = [name for name in names if "legacy" not in name]
     # Tried by hand: they compile.
     contenders = [name for name in contenders if not name.endswith(("compile", "flex_attention"))]
     # What evaluates with a cache scores 1,024 tokens at once, unless each segment's loss is wanted.
@@ -103,6 +104,7 @@ def test_every_contender(task, tmp_path):
         assert len(details.get("gaps", [])) == (tokens - 1 if task == "decode" else 0)
     differences, wrong = model.gate(task, checks, "fp32")
     assert not wrong and set(differences) == set(contenders) - {"gpt2", "floor"}
+    assert differences["ours-bf16"] > 1e-4, "it rounds"
     if task != "decode":
         other = checks["floor"] | {"text": []}
         _, wrong = model.gate(task, checks | {"ours": other}, "fp32")
@@ -311,6 +313,11 @@ def test_the_gate_takes_neither_another_text_nor_nan():
     other = {"nll": [1.0, 2.001], "text": [5, 4]}
     assert gate("decode", other, "bf16") == (0, "")
     assert "other losses" in gate("decode", other | {"nll": [1.1, 2.0]}, "bf16")[1]
+    # Contenders of another type than the run's are held to theirs.
+    checks = {"ours-eager": right, "ours-bf16": other, "ours-int8": other | {"nll": [1.09, 2.0]}, "ours": other}
+    assert model.gate("decode", checks, "fp32")[1].keys() == {"ours"}
+    checks = {"ours-eager": right, "ours-bf16": other | {"nll": [1.04, 2.0]}, "ours-int8": other | {"nll": [1.2, 2.0]}}
+    assert model.gate("decode", checks, "fp32")[1].keys() == {"ours-bf16", "ours-int8"}
 
 
 def test_sliding_window(tmp_path):

@@ -105,6 +105,13 @@ def test_what_is_done_is_not_done_again(examples, tmp_path, stop_at):
     assert [[half_hours.key(row) for row in rows] for rows in read][0] == [half_hours.key(row) for row in read[1]]
 
 
+def test_a_text_whose_models_are_scored_alone_has_a_page_too(examples, tmp_path):
+    examples()
+    half_hours.main(["--smoke", "--seeds", "0", "--only", "warandpeace", "--output", str(tmp_path)])
+    page = (tmp_path / "README.md").read_text()
+    assert "| recipe | 1 | 8 | 16 | 2.885 |" in page and "to read the test text" not in page
+
+
 def test_seeds_are_averaged_with_their_range():
     assert half_hours.with_range([90.0, 92.0, 91.0], 1) == "91.0 ± 1.0"
     assert half_hours.with_range([90.0], 2) == "90.00"

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -301,7 +302,6 @@ def test_an_output_that_could_not_be_read_again_is_refused(tmp_path):
 
 WITHOUT = """
 import sys
-import tarfile
 for name in sys.argv.pop(1).split(","):
     sys.modules[name] = None
 from txl_hf.prepare import main
@@ -326,6 +326,12 @@ def test_a_log_has_no_progress_bars(tmp_path):
     command += ["--input", folder, "--output", tmp_path / "output"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert (run.returncode, run.stderr) == (0, "") and "holds text with a vocabulary of" in run.stdout
+
+
+def test_the_environment_is_left_as_it_was(tmp_path):
+    before = dict(os.environ)
+    prepare(tmp_path, "text", "--input", write(tmp_path / "input", "{}.txt"))
+    assert dict(os.environ) == before
 
 
 def test_hyphens_stand_for_underscores(tmp_path):
@@ -494,7 +500,7 @@ def test_a_link_within_an_archive_is_what_it_leads_to(tmp_path):
     "bad",
     [
         member("../ptb.test.txt"),
-        member("/tmp/ptb.test.txt"),
+        member("/elsewhere/ptb.test.txt"),
         member("data/ptb.test.txt", tarfile.SYMTYPE, "/etc/hostname"),
         member("data/ptb.test.txt", tarfile.SYMTYPE, "../../outside.txt"),
         member("data/ptb.test.txt", tarfile.FIFOTYPE),

@@ -721,12 +721,14 @@ def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
             {"attn_type": 3, "mem_len": 0, "eval_tgt_len": 8, "eval_ext_len": 2},
             "reads 10 tokens at once, but the model learned max_klen=8 absolute positions",
         ),
-        ({"eval_batch_size": 2000}, " tokens, too few for --eval_batch_size 2000"),
+        # As many as the text has: a file of Python, and each version has its own.
+        ({"eval_batch_size": 2000}, "the validation text has {} tokens, too few for --eval_batch_size 2000"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_settings_that_are_refused(tmp_path, capsys, corpus, changes, message):
     recipe = write_recipe(tmp_path / "recipe.yaml", **changes)
+    message = message.format(len(load_from_disk(corpus)["validation"]))
     assert message in refused(capsys, recipe, "--data", corpus, "--output", tmp_path / "output")
     assert not (tmp_path / "output").exists()
 

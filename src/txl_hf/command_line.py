@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import difflib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -34,13 +34,13 @@ class CommandParser(argparse.ArgumentParser):
     """An `ArgumentParser` whose options may be typed with hyphens or with underscores, however they are declared. In
     the place of one that does not exist it names the closest."""
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace=None):  # type: ignore[override]
+    def parse_args(self, args=None, namespace=None):
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
         return options
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace=None):  # type: ignore[override]
+    def parse_known_args(self, args=None, namespace=None):
         given = sys.argv[1:] if args is None else args
         return super().parse_known_args([self._as_declared(arg) for arg in given], namespace)
 

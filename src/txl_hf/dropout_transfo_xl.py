@@ -1,7 +1,7 @@
 """Dropout on CPU, where drawing takes longer than dropping: four draws out of one random number.
 
-PyTorch draws each element's fate by itself, one after the other, which was a fifth of a training step. A bit more than
-a quarter of that is left. And behind a ReLU nothing is kept but what the next layer keeps anyway: the result.
+PyTorch draws each element's fate by itself, one after the other, which can be a fifth of a training step; a third of
+that is left. And behind a ReLU nothing is kept but what the next layer keeps anyway: the result.
 """
 
 import torch

@@ -55,6 +55,7 @@ It appears when all of it is complete, or not at all.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -114,10 +115,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     options = parse_arguments(argv)
     output: Path = options.output
-    if not sys.stderr.isatty():
-        # In a log each state of a bar would be a line. It is read where datasets is imported, which is later.
-        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    with one_line_errors():
+    with one_line_errors(), no_bars_in_logs():
         if output.exists():
             raise CorpusError(f"{output} exists: choose another folder with --output, or remove it")
         if "::" in str(output.absolute()):
@@ -131,6 +129,21 @@ def main(argv: list[str] | None = None) -> None:
     size = information["vocab_size"]
     sizes = f"{size:,}" if isinstance(size, int) else " × ".join(map(str, size))
     print(f"{output} holds {information['corpus']} with a vocabulary of {sizes}.")
+
+
+@contextlib.contextmanager
+def no_bars_in_logs() -> Iterator[None]:
+    """In a log each state of a bar would be a line; datasets reads a variable where it is imported, which is later."""
+    bars = "HF_DATASETS_DISABLE_PROGRESS_BARS"
+    if sys.stderr.isatty() or bars in os.environ:
+        yield
+        return
+    os.environ[bars] = "1"
+    try:
+        yield
+    finally:
+        # Who calls `main` in a program of his own has not asked for quiet children.
+        del os.environ[bars]
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
