@@ -1,7 +1,10 @@
 """How options are typed, and what is said of those that do not exist, in the parser that the commands share."""
 
+import socket
+
 import pytest
 
+from txl_hf import commands
 from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.training.arguments import parse_arguments
 
@@ -67,3 +70,18 @@ def test_the_parser_of_recipes_names_it_too(typed, tmp_path, capsys):
     assert capsys.readouterr().err == f"error: unrecognized arguments: {typed} 3 (did you mean --mem_len?)\n"
     read = parse_arguments([str(tmp_path / "recipe.yaml"), "--smoke", typed[:-1], "3"])
     assert read.model.mem_len == 3
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("127.0.0.1", "error: --port {port} of 127.0.0.1 is in use: choose another, or 0 for any that is free"),
+        # An address kept for documentation, which no machine has.
+        ("192.0.2.1", "error: --host 192.0.2.1 --port {port}: Cannot assign requested address"),
+    ],
+)
+def test_an_address_where_nothing_can_listen_is_said_before_a_model_is_looked_for(host, said):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as end:
+        port = taken.getsockname()[1]
+        commands.serve(["no-such-model", "--host", host, "--port", str(port)])
+    assert end.value.code.startswith(said.format(port=port))

@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import time
 from collections import OrderedDict
 from typing import Any
 
@@ -81,6 +82,7 @@ def _is_one_text(input_ids: Tensor, config: GenerationConfig) -> bool:
 
 def serve(options: argparse.Namespace) -> None:
     """Start transformers' server and stay in it. Raises ValueError for what is no Transformer-XL."""
+    import uvicorn
     from transformers.cli.serve import Serve
     from transformers.cli.serving import model_manager
 
@@ -92,10 +94,24 @@ def serve(options: argparse.Namespace) -> None:
             model.generate = Conversations(model, options.texts).generate
             return model
 
-    # The server looks classes up in what its module takes for transformers (there may be two), and its manager there.
+        @staticmethod
+        def get_gen_models(cache_dir: str | None = None) -> list[dict]:
+            """What `/v1/models` lists: the one model that requests may name, in place of the Hub's cache."""
+            return [{"id": options.model, "object": "model", "created": started, "owned_by": "txl-serve"}]
+
+    class Server(uvicorn.Server):
+        async def startup(self, *args, **kwargs):
+            await super().startup(*args, **kwargs)
+            # Requests are answered from here on. Uvicorn has ended the process where it cannot listen.
+            port = self.servers[0].sockets[0].getsockname()[1]
+            print(f"serving {options.model} at http://{options.host}:{port}/v1", flush=True)
+
+    started = int(time.time())
+    # The server looks classes up in what its module takes for transformers (there may be two), its manager there, and
+    # uvicorn's server in uvicorn.
     model_manager.transformers.TransfoXLForCausalLM = TransfoXLForCausalLM
     model_manager.ModelManager = Manager
-    print(f"serving {options.model} at http://{options.host}:{options.port}/v1", flush=True)
+    uvicorn.Server = Server
     Serve(
         force_model=options.model,
         host=options.host,

@@ -2,12 +2,11 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 
+import openai
 import pytest
 import torch
 from openai import OpenAI
@@ -31,21 +30,15 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(model):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     code = "import sys; from txl_hf.commands import serve; serve(sys.argv[1:])"
-    command = [sys.executable, "-c", code, str(model), "--port", str(port)]
-    process = subprocess.Popen(command, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    command = [sys.executable, "-c", code, str(model), "--port", "0"]
+    process = subprocess.Popen(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=subprocess.PIPE, text=True)
     try:
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(f"http://localhost:{port}/health", timeout=1)
-                break
-            except OSError:
-                assert process.poll() is None
-                time.sleep(0.2)
-        yield OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none")
+        # This line is said when it answers, with the port that it has found.
+        said = next(line for line in process.stdout if line.startswith(f"serving {model} at http://localhost:"))
+        url = said.split()[-1]
+        assert urllib.request.urlopen(url.removesuffix("/v1") + "/health", timeout=20).status == 200
+        yield OpenAI(base_url=url, api_key="none")
     finally:
         process.terminate()
         process.wait(30)
@@ -59,6 +52,14 @@ def reply(model, text: str, count: int) -> str:
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     written = loaded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
     return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_the_model_that_is_listed_is_the_one_that_requests_may_name(client, model):
+    [listed] = client.models.list().data
+    assert (listed.id, listed.object) == (str(model), "model") and isinstance(listed.created, int)
+    assert client.completions.create(model=listed.id, prompt="hello", max_tokens=1).usage.completion_tokens == 1
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="another", prompt="hello", max_tokens=1)
 
 
 def test_a_completion(client, model):
