@@ -46,6 +46,7 @@ from txl_hf.files import write_text
 from txl_hf.training.arguments import Arguments
 from txl_hf.training.arguments import parse_arguments as training_arguments
 from txl_hf.training.results import RESULTS
+from txl_hf.training.setup import PRECISIONS, precision_of
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT, WORK = ROOT / "examples" / "results" / "half_hours", ROOT / "build" / "half_hours"
@@ -102,7 +103,7 @@ TEXTS = {
     "wikitext-2": Text(
         "--corpus wikitext-2 --input {texts}/wikitext-2",
         (
-            Contender("recipe", "wikitext2_small"),
+            Contender("recipe", "wikitext2_small", "--mixed_precision no"),
             Contender("bf16", "wikitext2_small", "--mixed_precision bf16"),
             Contender("Muon, bf16", "wikitext2_small", "--mixed_precision bf16 --optimizer muon"),
             Contender(
@@ -116,7 +117,7 @@ TEXTS = {
     "ptb": Text(
         "--corpus ptb --input {texts}/ptb",
         (
-            Contender("recipe", "wikitext2_small", "--dropout 0.3"),
+            Contender("recipe", "wikitext2_small", "--dropout 0.3 --mixed_precision no"),
             Contender("Muon, bf16", "wikitext2_small", "--dropout 0.3 --mixed_precision bf16 --optimizer muon"),
         ),
         tuning=WORDS,
@@ -124,7 +125,7 @@ TEXTS = {
     "wikipedia-long": Text(
         "--corpus text --input {texts}/wikipedia-long --mode characters",
         (
-            Contender("recipe", "characters_small", LONG),
+            Contender("recipe", "characters_small", f"{LONG} --mixed_precision no"),
             Contender("bf16", "characters_small", f"{LONG} --mixed_precision bf16"),
             Contender("Muon", "characters_small", f"{LONG} --optimizer muon"),
             Contender(
@@ -326,7 +327,7 @@ def rows_of(run: Run) -> list[dict[str, Any]]:
     command, arguments = shlex.join(["train_lm.py", *options]), training_arguments(options)
     steps, each = planned_steps(arguments), step_seconds(run)[run.contender.name]
     common = {
-        **harness.origin("cpu", arguments.run.mixed_precision or "fp32", torch.get_num_threads()),
+        **harness.origin("cpu", PRECISIONS[precision_of(arguments.run)], torch.get_num_threads()),
         **harness.versions(),
         "commit": results["commit"],
         "text": run.text,

@@ -2,6 +2,8 @@ import os
 
 # Two workers share two cores; without this each would start a thread for every core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Losses are compared in fp32 on every machine; what has bf16 would train in it.
+os.environ.setdefault("ACCELERATE_MIXED_PRECISION", "no")
 # Nothing is ever fetched but by tests marked `network`: another that tries fails at once instead of waiting.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

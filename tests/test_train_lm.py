@@ -583,6 +583,20 @@ def test_options_that_change_no_loss(tmp_path, recipe, corpus, by_hand, options)
     np.testing.assert_allclose(read_log(tmp_path / "output"), by_hand[0], rtol=rtol)
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="training is on a GPU")
+@pytest.mark.parametrize(("has_bf16", "precision", "rtol"), [(True, "bf16", 0.02), (False, "fp32", 1e-4)])
+def test_a_cpu_trains_in_bf16_if_it_has_it(
+    tmp_path, monkeypatch, capsys, recipe, corpus, by_hand, has_bf16, precision, rtol
+):
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
+    train(recipe, "--data", corpus, "--output", tmp_path / "output")
+    assert f"on 1 × cpu in {precision}: " in capsys.readouterr().err
+    losses = read_log(tmp_path / "output")
+    np.testing.assert_allclose(losses, by_hand[0], rtol=rtol)
+    assert np.allclose(losses, by_hand[0], rtol=1e-4, atol=0) is not has_bf16
+
+
 def test_a_compiled_run_has_the_losses_of_another(tmp_path, corpus):
     """A layer, steps without memory and with all of it, and a validation in segments as long as theirs."""
     lengths = {"tgt_len": 8, "mem_len": 8, "eval_tgt_len": 8}
@@ -801,7 +815,10 @@ def test_what_a_run_says(tmp_path, capsys, recipe, corpus, monkeypatch):
     monkeypatch.setattr(loop, "SECONDS_SHOWN", 0)
     train(recipe, "--data", corpus, "--output", tmp_path / "output", "--log-every", "100", "--eval_every", "100")
     printed = capsys.readouterr()
-    assert "training 0.0 M parameters on 1 × cpu: 12 steps of 32 tokens, 1.3 epochs of a text of 289" in printed.err
+    assert (
+        "training 0.0 M parameters on 1 × cpu in fp32: 12 steps of 32 tokens, 1.3 epochs of a text of 289"
+        in printed.err
+    )
     assert "1/12" in printed.err and "perplexity" in printed.err.split("12/12")[0]
     assert re.search(r"expected time: \d+ s more, at [\d,]+ tokens a second, without the validations", printed.err)
     last = printed.out.splitlines()[-1]

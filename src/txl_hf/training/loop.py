@@ -52,6 +52,7 @@ from .results import (
     read_log,
 )
 from .setup import (
+    PRECISIONS,
     check_evaluation,
     check_texts,
     find_document_end,
@@ -194,9 +195,10 @@ class Training:
         stream, parameters = self.stream, self.plain_model().num_parameters()
         per_step = stream.batch_size * stream.segment_length
         begun = f" from step {self.step:,}" if self.step else ""
+        precision = PRECISIONS[self.accelerator.mixed_precision]
         return (
             f"training {parameters / 1e6:.1f} M parameters on {self.accelerator.num_processes} × "
-            f"{self.accelerator.device.type}{begun}: {self.max_steps:,} steps of {per_step:,} tokens, "
+            f"{self.accelerator.device.type} in {precision}{begun}: {self.max_steps:,} steps of {per_step:,} tokens, "
             f"{self.max_steps / stream.steps:.1f} epochs of a text of {len(stream.token_ids):,} tokens"
         )
 

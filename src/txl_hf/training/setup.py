@@ -232,16 +232,13 @@ def fastest_attention(config: TransfoXLConfig) -> str | None:
 
 def make_accelerator(arguments: Arguments) -> Accelerator:
     run = arguments.run
-    precision = run.mixed_precision
     if torch.cuda.is_available():
         # What is computed in fp32 beside it; ten bits of the factors are enough for a softmax over a vocabulary.
         torch.set_float32_matmul_precision("high")
-        if precision is None and "ACCELERATE_MIXED_PRECISION" not in os.environ and torch.cuda.is_bf16_supported():
-            precision = "bf16"
     accelerator = Accelerator(
         # accelerate's launcher does not tell its processes that they are to train together without an accelerator.
         cpu=not torch.accelerator.is_available(),
-        mixed_precision=precision,
+        mixed_precision=precision_of(run),
         dynamo_backend=run.dynamo_backend,
         # The last step of an epoch is like all others.
         gradient_accumulation_plugin=GradientAccumulationPlugin(
@@ -256,6 +253,22 @@ def make_accelerator(arguments: Arguments) -> Accelerator:
         clip = arguments.optimization.max_grad_norm
         accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"] = clip
     return accelerator
+
+
+# Accelerate's names of precisions, and everyone's.
+PRECISIONS = {"no": "fp32", "fp16": "fp16", "bf16": "bf16", "fp8": "fp8"}
+
+
+def precision_of(run: RunArguments) -> str:
+    """As asked for, here or of `accelerate launch`; else bf16 on a GPU that has it, and on a CPU with instructions for
+    it: on others it is emulated, and slower."""
+    if precision := run.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION"):
+        return precision
+    if torch.cuda.is_available():
+        has_bf16 = torch.cuda.is_bf16_supported()
+    else:
+        has_bf16 = not torch.accelerator.is_available() and torch.cpu._is_avx512_bf16_supported()
+    return "bf16" if has_bf16 else "no"
 
 
 # --- optimiser -------------------------------------------------------------------------------------------------------
@@ -279,9 +292,8 @@ def make_optimizer(model: TransfoXLForCausalLM, arguments: OptimizationArguments
     if arguments.optimizer == "lamb":
         return make_lamb(groups, eps=arguments.epsilon or 1e-6, **settings)
     kind = torch.optim.AdamW if arguments.optimizer == "adamw" else torch.optim.Adam
-    # One kernel for all weights of a GPU, in place of several for each.
-    fused = torch.cuda.is_available() or None
-    return kind(groups, eps=arguments.epsilon or 1e-8, fused=fused, **settings)
+    # One pass over the weights in place of one for each operation.
+    return kind(groups, eps=arguments.epsilon or 1e-8, fused=True, **settings)
 
 
 def make_lamb(groups: list[dict], **settings) -> torch.optim.Optimizer:
