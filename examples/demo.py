@@ -201,7 +201,7 @@ def build_model(tokenizer: TransfoXLTokenizer, layers: int, width: int) -> Trans
             # Most of the text is read less than once: there is nothing to regularise.
             dropout=0.0,
             pre_lnorm=True,
-            eos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         ),
     )

@@ -60,7 +60,9 @@ def test_the_whole_demo(text, tmp_path):
     assert tokenizer.decode(tokenizer("def f():\n    return 1\n")["input_ids"]) == "def f():\n    return 1\n"
     messages = [{"role": "user", "content": "def f():"}, {"role": "assistant", "content": "    return 1"}]
     assert tokenizer.apply_chat_template(messages, tokenize=False) == "def f():\n    return 1\n"
-    assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == len(tokenizer)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id is not None
 
 
 @pytest.mark.parametrize("moment", ["imports", "train"])

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from txl_hf import TransfoXLTokenizer
-from txl_hf.encoding import encode_bytes, encode_lines, encode_text, ends_lines
+from txl_hf import TransfoXLConfig, TransfoXLTokenizer
+from txl_hf.encoding import encode_bytes, encode_lines, encode_text, ends_lines, fill_special_tokens
 
 
 def test_a_tokenizer_of_pieces_gets_every_character_and_no_other_symbol():
@@ -38,3 +38,18 @@ def test_a_stream_of_bytes_has_no_line_feeds_and_no_special_tokens():
     assert encode_bytes(numbers, b"a\n a").tolist() == [2, 1, 2]
     with pytest.raises(ValueError, match="byte 98 is not in the vocabulary of 3"):
         encode_bytes(numbers, b"ab")
+
+
+@pytest.mark.parametrize("mode", ["whitespace", "characters"])
+@pytest.mark.parametrize("document_end", [None, 3])
+@pytest.mark.parametrize("make", [TransfoXLConfig, GenerationConfig])
+def test_a_model_stops_where_texts_end_and_not_where_lines_do(mode, document_end, make):
+    specials = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    tokenizer = TransfoXLTokenizer.train_from_iterator(["a b c d"], mode=mode, **specials)
+    config, said = make(eos_token_id=None), make(bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    for filled in (config, said):
+        fill_special_tokens(filled, tokenizer, document_end)
+    end = document_end if document_end is not None or mode == "whitespace" else tokenizer.eos_token_id
+    expected = (tokenizer.bos_token_id, end, tokenizer.pad_token_id)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == expected
+    assert (said.bos_token_id, said.eos_token_id, said.pad_token_id) == (0, 0, 0)

@@ -175,6 +175,8 @@ def test_documents_are_read_without_what_came_before_them(tmp_path, recipe, corp
     (tmp_path / "documents" / "corpus.json").write_text(json.dumps({"document_end": end}))
     output = tmp_path / "output"
     train(recipe, "--data", tmp_path / "documents", "--output", output, "--batch_chunk", batch_chunk)
+    model = AutoModelForCausalLM.from_pretrained(output)
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == end, "there a text is over"
     expected, _ = losses_by_hand(corpus, end)
     assert read_log(output) == pytest.approx(expected, abs=1e-5)
     assert abs(expected[1] - by_hand[0][1]) > 1e-4, "memory counts"

@@ -12,7 +12,7 @@ from .midi import is_midi_tokenizer, load_midi_tokenizer
 from .tokenization_transfo_xl_backend import WORD_MODES
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
     from .tokenization_transfo_xl import TransfoXLTokenizer
 
@@ -23,6 +23,7 @@ __all__ = [
     "encode_lines",
     "encode_text",
     "ends_lines",
+    "fill_special_tokens",
     "find_tokenizer",
     "load_tokenizer",
 ]
@@ -66,9 +67,31 @@ def find_tokenizer(name: str | Path) -> Any:
         return None
 
 
-def ends_lines(tokenizer: "PreTrainedTokenizerBase") -> bool:
+def ends_lines(tokenizer: Any) -> bool:
     """Whether a line ends in `eos_token` instead of its line feed: so it does in vocabularies of words."""
     return getattr(tokenizer, "mode", None) in WORD_MODES and tokenizer.eos_token is not None
+
+
+def fill_special_tokens(
+    config: "PreTrainedConfig | GenerationConfig", tokenizer: Any, document_end: int | None = None
+) -> None:
+    """Set those of `bos_token_id`, `eos_token_id` and `pad_token_id` that a configuration leaves open.
+
+    `eos_token_id` is where `generate` takes a text to be over: the token that ends documents, otherwise the
+    tokenizer's `eos_token`. Where that ends each line (`ends_lines`), it stays open: a heading or an empty line would
+    be all that is written.
+
+    Args:
+        config: of a model or of its generation; what it says already stays.
+        tokenizer: one of transformers or of MidiTok.
+        document_end: the token that ends each document of the training text, if one does.
+    """
+    found = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if document_end is not None or ends_lines(tokenizer):
+        found["eos_token_id"] = document_end
+    for name, token in found.items():
+        if token is not None and getattr(config, name) is None:
+            setattr(config, name, token)
 
 
 def encode_lines(

@@ -29,6 +29,7 @@ from ..checkpoints import (
     save_mems,
 )
 from ..columns import open_tokens
+from ..encoding import fill_special_tokens
 from ..evaluation import figures
 from ..files import disk_errors, whole_folder
 from ..memory_transfo_xl import mask_overflow, memory_of, real_states
@@ -117,6 +118,7 @@ class Training:
         check_texts(corpus, config, arguments)
         self.texts = {split: open_tokens(corpus[split]["token_ids"]) for split in SPLITS}
         self.document_end = find_document_end(arguments, self.tokenizer, config)
+        fill_special_tokens(config, self.tokenizer, self.document_end)
         self.stream = make_stream(self.texts["train"], config, arguments, self.document_end)
         self.max_steps = optimization.max_steps or max(1, round((optimization.max_epochs or 0) * self.stream.steps))
 
@@ -128,6 +130,8 @@ class Training:
 
         set_seed(run.seed)
         model = make_model(config, model_arguments, run)
+        # A checkpoint brings its own.
+        fill_special_tokens(model.generation_config, self.tokenizer, self.document_end)
         self.averaged = make_average(model, optimization, self.accelerator)
         self.regularizer = regularize(model, regularization) if any(vars(regularization).values()) else None
         optimizer = make_optimizer(model, optimization)
