@@ -591,6 +591,19 @@ def test_the_best_model_has_the_figures_of_its_step(tmp_path):
     assert results_of_card(tmp_path) == {"validation": pytest.approx(max(expected), rel=1e-4)}
 
 
+@pytest.mark.parametrize("given", ["the training stream", "another stream of the same text"])
+def test_a_card_does_not_call_the_training_text_held_out(tmp_path, given):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    same, streams = trainer.train_dataset, trainer.train_dataset.batch_size
+    trainer.train()
+    if given != "the training stream":
+        same = TokenStream(make_text(301), same.segment_length, streams)
+    metrics = trainer.evaluate(same)
+    trainer.create_model_card()
+    assert results_of_card(tmp_path) == {"train": pytest.approx(metrics["eval_perplexity"], rel=1e-4)}
+    assert "held-out text" not in (tmp_path / "README.md").read_text()
+
+
 def test_a_card_follows_its_weights(tmp_path):
     """Results and licence go along where a model is saved as it was loaded, and not where it was changed."""
     model = make_model()

@@ -39,6 +39,9 @@ from .streams import check_loader
 
 __all__ = ["TransfoXLTrainer"]
 
+# What a card calls the split and the data set of an evaluation that nobody has named.
+HELD_OUT, TRAINING = ("validation", "held-out text"), ("train", "training text")
+
 
 @dataclass
 class _Memory:
@@ -116,6 +119,8 @@ class TransfoXLTrainer(Trainer):
         if self.args.label_names is None:
             self.label_names = ["shift_labels"]
         self._memory, self._sums = _Memory(), _Sums()
+        # Which evaluations read the text of the training: by the prefix of their figures, and the step.
+        self._of_training: dict[tuple[str, int], bool] = {}
         self._resumed_from: Path | None = None
         self._run: str | None = None
         self._trained_since = 0.0
@@ -308,6 +313,7 @@ class TransfoXLTrainer(Trainer):
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ) -> EvalLoopOutput:
         training, self._memory, self._sums = self._memory, _Memory(), _Sums()
+        self._of_training[metric_key_prefix, self.state.global_step] = self._is_of_training(dataloader.dataset)
         start = time.perf_counter()
         try:
             with self._uncounted():
@@ -326,6 +332,10 @@ class TransfoXLTrainer(Trainer):
             metrics["tokens_per_second"] = targets / (time.perf_counter() - start)
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
+
+    def _is_of_training(self, dataset) -> bool:
+        text = getattr(self.train_dataset, "fingerprint", None)
+        return dataset is self.train_dataset or (text is not None and getattr(dataset, "fingerprint", None) == text)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         if self.args.label_names is None:
@@ -354,9 +364,10 @@ class TransfoXLTrainer(Trainer):
     ) -> None:
         """The card that `save_pretrained` writes, with what Trainer's own has beside it, in place of any other.
 
-        Its results are those in `results.json` of the output directory, or of an evaluation of the model as it is now.
-        Figures of other weights, before the last steps or of an earlier run, are left out. Adapters have Trainer's
-        card.
+        Its results are those in `results.json` of the output directory, or of an evaluation of the model as it is now:
+        of the split `train` where that read the training text, of `validation` otherwise, or by the names in
+        `eval_dataset`. Figures of other weights, before the last steps or of an earlier run, are left out. Adapters
+        have Trainer's card.
         """
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if not isinstance(model, TransfoXLLayoutMixin):
@@ -367,7 +378,7 @@ class TransfoXLTrainer(Trainer):
             return
         name = model_name or Path(self.args.output_dir).resolve().name
         datasets = _as_list(dataset_tags) or _as_list(dataset)
-        results = self._results(datasets[0] if datasets else "held-out text")
+        results = self._results(datasets[0] if datasets else None)
         path = Path(self.args.output_dir, "README.md")
         repository = self.hub_model_id if self.args.push_to_hub else None
         began_as = model.began_as(path.parent, repository or name)
@@ -385,21 +396,25 @@ class TransfoXLTrainer(Trainer):
             data["pipeline_tag"] = _as_list(tasks)[0]
         model.write_model_card(path, repository or name, _as_list(tags), **data)
 
-    def _results(self, dataset: str) -> list[EvalResult]:
+    def _results(self, dataset: str | None) -> list[EvalResult]:
         folder, state = Path(self.args.output_dir), self.state
         # What was written before this training began is of other weights.
-        if self._trained_since < _modified(folder / RESULTS) and (found := results_of_folder(folder, dataset)):
+        if self._trained_since < _modified(folder / RESULTS) and (
+            found := results_of_folder(folder, dataset or HELD_OUT[1])
+        ):
             return found
-        kept = self.args.load_best_model_at_end and state.best_global_step
-        splits: dict[str, dict[str, Any]] = {}
+        step = self.args.load_best_model_at_end and state.best_global_step or state.global_step
+        splits: dict[str, list[EvalResult]] = {}
         for logs in state.log_history:
-            if logs.get("step") != (kept or state.global_step):
+            if logs.get("step") != step:
                 continue
             for name in filter(re.compile("eval_(.*_)?perplexity").fullmatch, logs):
-                prefix = name.removesuffix("perplexity")
-                figures = {figure: logs[prefix + figure] for figure in METRICS if prefix + figure in logs}
-                splits[prefix.removeprefix("eval_").rstrip("_") or "validation"] = figures
-        return to_results(splits, dataset)
+                prefix = name.removesuffix("_perplexity")
+                figures = {figure: logs[f"{prefix}_{figure}"] for figure in METRICS if f"{prefix}_{figure}" in logs}
+                read = TRAINING if self._of_training.get((prefix, step)) else HELD_OUT
+                split = prefix.removeprefix("eval").removeprefix("_") or read[0]
+                splits[split] = to_results({split: figures}, dataset or read[1])
+        return [result for found in splits.values() for result in found]
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
