@@ -99,26 +99,31 @@ CHARACTERS = (
 )
 # Half an hour of a recipe for minutes. Its softmax has a second bin for the 3,500 characters that are rare.
 LONG = "--max_steps 20000 --mem_len 256 --eval_mem_len 256 --eval_memory_lengths 0 256 --cutoffs 128"
+MORE_CHARACTERS = "--optimizer muon --batch_size 32 --weight_decay 0.1"
+# The recipe of WikiText-2 before: 109.8 after its 5,000 steps.
+FIRST_WORDS = (
+    "--mixed_precision no --optimizer adamw --batch_size 16 --learning_rate 2e-3 --weight_decay 0.01 "
+    "--warmup_steps 200 --max_steps 5000"
+)
 TEXTS = {
     "wikitext-2": Text(
         "--corpus wikitext-2 --input {texts}/wikitext-2",
         (
-            Contender("recipe", "wikitext2_small", "--mixed_precision no"),
-            Contender("bf16", "wikitext2_small", "--mixed_precision bf16"),
-            Contender("Muon, bf16", "wikitext2_small", "--mixed_precision bf16 --optimizer muon"),
-            Contender(
-                "Muon, bf16, stable, then down",
-                "wikitext2_small",
-                "--mixed_precision bf16 --optimizer muon --scheduler stable_decay",
-            ),
+            Contender("first recipe", "wikitext2_small", f"{FIRST_WORDS} --dropout 0.1"),
+            Contender("recipe", "wikitext2_small"),
+            Contender("in fp32", "wikitext2_small", "--mixed_precision no"),
+            Contender("without Muon", "wikitext2_small", "--optimizer adamw"),
+            Contender("with 16 streams", "wikitext2_small", "--batch_size 16 --learning_rate 2e-3"),
+            Contender("with a weight decay of 0.01", "wikitext2_small", "--weight_decay 0.01"),
+            Contender("stable, then down", "wikitext2_small", "--scheduler stable_decay"),
         ),
         tuning=WORDS,
     ),
     "ptb": Text(
         "--corpus ptb --input {texts}/ptb",
         (
-            Contender("recipe", "wikitext2_small", "--dropout 0.3 --mixed_precision no"),
-            Contender("Muon, bf16", "wikitext2_small", "--dropout 0.3 --mixed_precision bf16 --optimizer muon"),
+            Contender("first recipe", "wikitext2_small", f"{FIRST_WORDS} --dropout 0.3"),
+            Contender("recipe", "wikitext2_small", "--dropout 0.3"),
         ),
         tuning=WORDS,
     ),
@@ -126,10 +131,13 @@ TEXTS = {
         "--corpus text --input {texts}/wikipedia-long --mode characters",
         (
             Contender("recipe", "characters_small", f"{LONG} --mixed_precision no"),
-            Contender("bf16", "characters_small", f"{LONG} --mixed_precision bf16"),
+            Contender("bf16", "characters_small", LONG),
             Contender("Muon", "characters_small", f"{LONG} --optimizer muon"),
+            Contender("Muon, 32 streams", "characters_small", f"{LONG} {MORE_CHARACTERS}"),
             Contender(
-                "Muon, stable, then down", "characters_small", f"{LONG} --optimizer muon --scheduler stable_decay"
+                "Muon, 32 streams, stable, then down",
+                "characters_small",
+                f"{LONG} {MORE_CHARACTERS} --scheduler stable_decay",
             ),
         ),
         characters=True,
@@ -202,6 +210,7 @@ def main(argv: list[str] | None = None):
             for seed in options.seeds
             for text in options.only
             for contender in TEXTS[text].contenders
+            if contender.name in (options.contenders or [contender.name])
         ]
         done = {key(row) for row in harness.read(options.output / "rows.csv")}
         left = [run for run in runs if (run.text, run.contender.name, str(run.seed)) not in done]
@@ -223,9 +232,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = StudyParser(__doc__, OUTPUT, WORK)
     parser.add_argument("--texts", type=Path, help="folder of the texts")
     parser.add_argument("--only", nargs="+", choices=TEXTS, default=list(TEXTS), help="texts (all)")
+    parser.add_argument("--contenders", nargs="+", metavar="NAME", help="those of these names (all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, which share the threads (%(default)s)")
     options = parser.parse_study(argv)
+    names = sorted({contender.name for text in options.only for contender in TEXTS[text].contenders})
+    if unknown := set(options.contenders or []) - set(names):
+        parser.error(f"--contenders {sorted(unknown)}: of {', '.join(options.only)} there are {', '.join(names)}")
     if options.jobs < 1:
         parser.error(f"--jobs {options.jobs} must be at least 1")
     if options.texts is None and not options.smoke:
@@ -298,7 +311,10 @@ def step_seconds(run: Run) -> dict[str, float]:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 turns[each.contender.name].append(process.submit(seconds_of_step, each).result())
         write_text(measured, json.dumps({name: statistics.median(times) for name, times in turns.items()}) + "\n")
-    return json.loads(measured.read_text())
+    seconds = json.loads(measured.read_text())
+    if missing := [each.name for each in TEXTS[run.text].contenders if each.name not in seconds]:
+        raise ValueError(f"{measured} has no time of {', '.join(missing)}: delete it, and all are timed anew, in turn")
+    return seconds
 
 
 def seconds_of_step(run: Run) -> float:

@@ -6,8 +6,8 @@ import pytest
 
 import half_hours
 
-COMMAND = ["--smoke", "--seeds", "0", "--only", "wikitext-2", "warandpeace"]
-FIRST = {text.contenders[0].name for text in half_hours.TEXTS.values()}
+COMMAND = ["--smoke", "--seeds", "0", "--only", "ptb", "warandpeace"]
+FIRST = {name: text.contenders[0] for name, text in half_hours.TEXTS.items()}
 SETTINGS = [
     ("static", None, None, 5.0),
     ("dynamic", {"learning_rate": 0.01}, None, 4.9),
@@ -63,7 +63,7 @@ def examples(monkeypatch):
         return examples
 
     monkeypatch.setattr(half_hours, "ProcessPoolExecutor", InProcess)
-    monkeypatch.setattr(half_hours, "seconds_of_step", lambda run: 2.0 if run.contender.name in FIRST else 4.0)
+    monkeypatch.setattr(half_hours, "seconds_of_step", lambda run: 2.0 if run.contender == FIRST[run.text] else 4.0)
     return use
 
 
@@ -76,23 +76,45 @@ def test_contenders_train_for_equal_seconds_and_are_read_in_four_ways(examples, 
         [value for name, value in zip(options, options[1:], strict=False) if name == "--max_steps"][-1]
         for options in trained
     ]
-    assert steps == ["8", "4", "4", "4", "8", "8"], "characters are compared at equal steps"
+    assert steps == ["8", "4", "8", "8"], "characters are compared at equal steps"
     rows = half_hours.harness.read(tmp_path / "rows.csv")
-    assert [row["kind"] for row in rows] == [*half_hours.KINDS] * 4 + ["static"] * 2
-    assert {row["train_seconds"] for row in rows} == {"16"} and {row["commit"] for row in rows} == {"abc"}
+    assert [row["kind"] for row in rows] == [*half_hours.KINDS] * 2 + ["static"] * 2
+    seconds = {(row["text"], row["contender"]): row["train_seconds"] for row in rows}
+    assert [*seconds.values()] == ["16", "16", "16", "32"] and {row["commit"] for row in rows} == {"abc"}
     assert json.loads(rows[3]["settings"]) == {"dynamic": {"learning_rate": 0.01}, "cache": {"size": 20}}
     assert rows[0]["command"].startswith("train_lm.py examples/recipes/wikitext2_small.yaml --data ")
     page = (tmp_path / "README.md").read_text()
-    assert "| recipe | 1 | 8 | 16 | 148.41 | 134.29 | 121.51 | 109.95 |" in page
+    assert "| recipe | 1 | 4 | 16 | 148.41 | 134.29 | 121.51 | 109.95 |" in page
     assert "| as enwik8_base | 1 | 8 | 16 | 2.885 |" in page
     assert page in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("stop_at", range(13))
+def test_some_contenders_are_run_and_all_are_timed(examples, tmp_path):
+    started = examples().started
+    command = ["--smoke", "--seeds", "0", "--only", "wikitext-2", "--contenders", "recipe", "without Muon"]
+    half_hours.main([*command, "--output", str(tmp_path)])
+    rows = half_hours.harness.read(tmp_path / "rows.csv")
+    assert {row["contender"] for row in rows} == {"recipe", "without Muon"}
+    assert [script for script, _ in started].count("train_lm.py") == 2
+    [timed] = tmp_path.rglob("wikitext-2.json")
+    seconds = json.loads(timed.read_text())
+    assert [*seconds] == [contender.name for contender in half_hours.TEXTS["wikitext-2"].contenders]
+
+
+def test_times_without_a_contender_are_refused(examples, tmp_path):
+    examples()
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "wikitext-2.json").write_text('{"first recipe": 2.0}')
+    with pytest.raises(SystemExit, match=r"wikitext-2\.json has no time of recipe, .*: delete it"):
+        half_hours.main(["--smoke", "--seeds", "0", "--only", "wikitext-2", "--output", str(tmp_path)])
+
+
+@pytest.mark.parametrize("stop_at", range(9))
 def test_what_is_done_is_not_done_again(examples, tmp_path, stop_at):
     whole = examples()
     half_hours.main([*COMMAND, "--output", str(tmp_path / "whole")])
-    assert len(whole.started) == 12
+    assert len(whole.started) == 8
     first = examples(stop_at)
     try:
         half_hours.main([*COMMAND, "--output", str(tmp_path / "stopped")])
@@ -100,7 +122,7 @@ def test_what_is_done_is_not_done_again(examples, tmp_path, stop_at):
         pass
     second = examples()
     half_hours.main([*COMMAND, "--output", str(tmp_path / "stopped")])
-    assert len(first.started) + len(second.started) == 12
+    assert len(first.started) + len(second.started) == 8
     read = [half_hours.harness.read(tmp_path / name / "rows.csv") for name in ("whole", "stopped")]
     assert [[half_hours.key(row) for row in rows] for rows in read][0] == [half_hours.key(row) for row in read[1]]
 
@@ -109,7 +131,7 @@ def test_a_text_whose_models_are_scored_alone_has_a_page_too(examples, tmp_path)
     examples()
     half_hours.main(["--smoke", "--seeds", "0", "--only", "warandpeace", "--output", str(tmp_path)])
     page = (tmp_path / "README.md").read_text()
-    assert "| recipe | 1 | 8 | 16 | 2.885 |" in page and "to read the test text" not in page
+    assert "| recipe | 1 | 8 | 32 | 2.885 |" in page and "to read the test text" not in page
 
 
 def test_seeds_are_averaged_with_their_range():
@@ -122,6 +144,7 @@ def test_seeds_are_averaged_with_their_range():
     [
         (["--smoke"], "--smoke measures nothing worth keeping"),
         ([], "--texts is missing: name the folder of the texts"),
+        (["--contenders", "Moon"], "--contenders ['Moon']: of wikitext-2, ptb,"),
     ],
 )
 def test_errors_are_one_line(options, message, capsys):
