@@ -214,6 +214,8 @@ def test_text_options(tmp_path):
     folder = write(tmp_path / "input", "{}.txt")
     _, tokenizer, _ = load(prepare(tmp_path, "text", "--input", folder, "--lower_case", "--min_freq", "6"))
     assert tokenizer.symbols == ["<eos>", "<unk>", "<pad>", "the", "=", "was", "door", "."]
+    _, tokenizer, _ = load(prepare(tmp_path / "small", "text", "--input", folder, "--lower_case", "--max_size", "3"))
+    assert tokenizer.symbols == ["<eos>", "<unk>", "<pad>", "the", "=", "was"]
 
 
 def test_a_file_is_the_split_that_its_name_tells(tmp_path, capsys):

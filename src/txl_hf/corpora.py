@@ -66,6 +66,7 @@ class Convention:
         mode, lower_case: as for TransfoXLTokenizer.
         counted: the splits whose symbols make the vocabulary.
         min_freq: leave out symbols that occur less often.
+        max_size: keep at most so many, the most frequent ones.
         vocabulary: name of a file with the vocabulary beside the text.
         hub: data set and configuration on the Hub.
         own: a text of one's own, whose vocabulary nobody published.
@@ -78,6 +79,7 @@ class Convention:
     lower_case: bool = False
     counted: tuple[str, ...] = SPLITS
     min_freq: int = 0
+    max_size: int | None = None
     vocabulary: str | None = None
     hub: tuple[str, str] | None = None
     own: bool = False

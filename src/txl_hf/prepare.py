@@ -107,6 +107,8 @@ __all__ = ["INFORMATION", "main", "read_document_end"]
 
 INFORMATION = "corpus.json"
 MIDI = "midi"
+# What the command line says of a text's symbols.
+SYMBOLS = ("mode", "lower_case", "min_freq", "max_size")
 # Characters of a stream's piece that are tokenised together.
 PIECE = 4096
 
@@ -162,13 +164,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     text.add_argument("--mode", choices=["whitespace", "moses", "characters", "bytes"], help="(whitespace)")
     text.add_argument("--lower_case", action="store_true", default=None)
     text.add_argument("--min_freq", type=int, help="rarer symbols become <unk> (0)")
+    text.add_argument("--max_size", type=int, help="so many of the most frequent symbols are kept (all)")
     music = parser.add_argument_group("tokens of --corpus midi")
     music.add_argument("--tokens", choices=["remi", "compound"], help="(remi)")
     music.add_argument("--bpe", type=int, metavar="SIZE", help="size of a vocabulary with joined tokens (none are)")
     music.add_argument("--transpose", type=int, metavar="SEMITONES", help="up and down, training split only (0)")
     options = parser.parse_args(argv)
     check_music(parser, options)
-    chosen = [name for name in ("mode", "lower_case", "min_freq") if getattr(options, name) is not None]
+    chosen = [name for name in SYMBOLS if getattr(options, name) is not None]
     if chosen and (options.corpus != "text" or options.tokenizer):
         parser.error(f"--{chosen[0]} is for --corpus text without --tokenizer, which otherwise decide")
     if options.num_proc < 1:
@@ -332,7 +335,7 @@ def train_pairs(tokenizer: Any, size: int, pieces: list[Piece]):
 def chosen_convention(options: argparse.Namespace) -> Convention:
     """The corpus' convention with what the command line says about a text of one's own."""
     convention = CORPORA[options.corpus]
-    chosen = {name: getattr(options, name) for name in ("mode", "lower_case", "min_freq")}
+    chosen = {name: getattr(options, name) for name in SYMBOLS}
     convention = dataclasses.replace(
         convention, **{name: value for name, value in chosen.items() if value is not None}
     )
@@ -503,6 +506,7 @@ def word_tokenizer(
         mode=convention.mode,
         lower_case=convention.lower_case,
         min_freq=convention.min_freq,
+        max_size=convention.max_size,
         **options,
     )
 
