@@ -343,6 +343,25 @@ def test_remote_code_needs_no_package(tmp_path):
     assert json.loads(process.stdout.splitlines()[-1]) == ["TransfoXLTokenizer", "moses", tokenizer.tokenize(SENTENCE)]
 
 
+@pytest.mark.parametrize("changed", [{"mode": "whitespace"}, {"lower_case": True}], ids=str)
+def test_a_saved_tokenizer_keeps_its_steps(tmp_path, changed):
+    """The attribute once changed, and nothing else."""
+    TransfoXLTokenizer.train_from_iterator(["Tom's well-known dogs"]).save_pretrained(tmp_path)
+    assert TransfoXLTokenizer.from_pretrained(tmp_path, mode="moses", lower_case=False).mode == "moses"
+    for loader in (TransfoXLTokenizer, AutoTokenizer):
+        with pytest.raises(ValueError, match=r"=.*, but the steps in .* are .*from_symbols\(tokenizer.symbols"):
+            loader.from_pretrained(tmp_path, **changed)
+    saved = TransfoXLTokenizer.from_pretrained(tmp_path)
+    other = TransfoXLTokenizer.from_symbols(saved.symbols, **changed)
+    assert other.tokenize("Tom 's well @-@ known") != saved.tokenize("Tom 's well @-@ known")
+
+
+def test_a_legacy_vocabulary_takes_any_steps(tmp_path):
+    (tmp_path / "vocab.txt").write_text("a\n@-@\nb\n")
+    tokenizer = TransfoXLTokenizer.from_pretrained(tmp_path, mode="whitespace")
+    assert tokenizer.tokenize("a @-@ b") == ["a", "@-@", "b"]
+
+
 def test_auto_tokenizer_loads_a_legacy_folder():
     assert isinstance(AutoTokenizer.from_pretrained(GOLDENS / "cased"), TransfoXLTokenizer)
 
