@@ -106,6 +106,15 @@ def test_pages_name_tests_and_files_that_exist(page):
     assert [path for path in paths if not path.exists()] == []
 
 
+def test_no_two_trainings_of_a_page_share_a_folder():
+    """Whoever tries one section after the other would mix them."""
+    named = {}
+    for page in PAGES:
+        named[page.stem] = re.findall(r'(?:Arguments|Config)\(\s*"([^"]+)"', page.read_text(encoding="utf-8"))
+        assert len(named[page.stem]) == len(set(named[page.stem])), page
+    assert {"smoothed", "trained", "tuned", "preferred", "rewarded"} == set(named["clients"])
+
+
 def test_every_public_name_has_a_place_in_the_reference():
     text = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     assert set(re.findall(r"^::: txl_hf\.(\w+)$", text, re.MULTILINE)) == set(txl_hf.__all__)

@@ -65,6 +65,17 @@ def test_torchao(folder, text):
     check(model, folder, text, rel=0.02)
 
 
+def test_torchao_of_a_model_that_is_there(folder, text):
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    quantize_(model.transformer, Int8DynamicActivationInt8WeightConfig())
+    layers = [module for module in model.transformer.modules() if type(module) is nn.Linear]
+    kinds = {type(module.weight.data).__name__ for module in layers}
+    assert len(layers) >= LAYERS * len(PER_LAYER) and kinds == {"Int8Tensor"}
+    check(model, folder, text, rel=0.03)
+
+
 def test_quanto(folder, text):
     from optimum.quanto import QLinear, freeze, qint8, quantize
 
