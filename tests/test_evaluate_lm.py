@@ -313,7 +313,9 @@ def fails(*arguments: str | Path) -> str:
 
 def test_what_is_missing_or_empty_is_named(text, corpus, model, tmp_path):
     assert "nowhere does not exist" in fails("--model", model, "--data", tmp_path / "nowhere")
-    assert "nowhere does not load" in fails("--model", tmp_path / "nowhere", "--data", corpus)
+    assert f"--model {tmp_path / 'nowhere'} does not exist" in fails("--model", tmp_path / "nowhere", "--data", corpus)
+    lost = ["--tokenizer", f"{tmp_path}/nowhere"]
+    assert f"--tokenizer {tmp_path / 'nowhere'} does not exist" in fails("--model", model, "--data", corpus, *lost)
     (tmp_path / "empty.txt").write_text(" \n")
     assert "empty.txt is empty" in fails("--model", model, "--data", tmp_path / "empty.txt")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
@@ -334,9 +336,9 @@ def test_a_name_that_is_no_folder_is_said_before_the_hub_is_asked(corpus, monkey
 
     said: list[str] = []
     monkeypatch.setattr(scoring.AutoConfig, "from_pretrained", ask)
-    for name, expected in (("runs/modle", "runs/modle is no folder here: looking for it on the Hub\n"), ("/a/b", "")):
-        message = fails("--model", name, "--data", corpus)
-        assert said.pop() == expected and "there is no such folder here" in message and "no network" in message
+    message = fails("--model", "runs/modle", "--data", corpus)
+    assert said == ["runs/modle is no folder here: looking for it on the Hub\n"]
+    assert "there is no such folder here" in message and "no network" in message
 
 
 def test_settings_that_cannot_be_are_named(corpus, model):

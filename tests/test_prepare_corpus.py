@@ -527,7 +527,9 @@ def test_output_that_exists_is_kept(tmp_path):
 
 def test_tokenizer_and_data_set_that_are_not_there(tmp_path):
     folder = write(tmp_path / "input", "ptb.{}.txt")
-    with pytest.raises(SystemExit, match="--tokenizer: the tokenizer of .*nowhere cannot be read"):
+    with pytest.raises(SystemExit, match="--tokenizer: the tokenizer of .*cannot be read"):
+        prepare(tmp_path, "ptb", "--input", folder, "--tokenizer", folder)
+    with pytest.raises(SystemExit, match="--tokenizer .*nowhere does not exist"):
         prepare(tmp_path, "ptb", "--input", folder, "--tokenizer", tmp_path / "nowhere")
     with pytest.raises(SystemExit, match="the data set nowhere/nothing does not load"):
         prepare(tmp_path, "ptb", "--dataset", "nowhere/nothing")

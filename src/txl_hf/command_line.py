@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-__all__ = ["CommandParser", "add_scoring_options", "check_files", "one_line_errors"]
+__all__ = ["CommandParser", "add_scoring_options", "check_files", "model_name", "one_line_errors"]
 
 # What brings a module: an extra of this package, or a package of its own.
 _TRAIN = "accelerate datasets evaluate matplotlib pandas pyarrow pytorch_optimizer tensorboard yaml"
@@ -32,7 +32,7 @@ REQUIREMENTS = {
 
 class CommandParser(argparse.ArgumentParser):
     """An `ArgumentParser` whose options may be typed with hyphens or with underscores, however they are declared. In
-    the place of one that does not exist it names the closest."""
+    the place of one that does not exist it names the closest. An OSError of an option's type is said in one line."""
 
     def parse_args(self, args=None, namespace=None):
         options, unknown = self.parse_known_args(args, namespace)
@@ -43,6 +43,12 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         given = sys.argv[1:] if args is None else args
         return super().parse_known_args([self._as_declared(arg) for arg in given], namespace)
+
+    def _get_value(self, action, arg_string):
+        try:
+            return super()._get_value(action, arg_string)
+        except OSError as error:
+            sys.exit(f"error: {(action.option_strings or [action.dest])[0]} {error}")
 
     def _as_declared(self, argument: str) -> str:
         """An option, or the beginning of one, in the spelling in which it is declared."""
@@ -99,9 +105,26 @@ def _how_to_install(module: str) -> str:
     return f': pip install "{requirement}"'
 
 
+def model_name(name: str) -> str:
+    """The type of an option that takes a folder or a name on the Hub.
+
+    Raises:
+        FileNotFoundError: it is a path that leads nowhere. Without a network, the Hub would be asked for it in vain
+            for half a minute; so what begins as no name there does, has other separators, or would be in a folder
+            that is here, is not asked for.
+    """
+    path = Path(name)
+    begins_as_path = name.startswith((".", "~")) or path.is_absolute()
+    separated_as_path = len(path.parts) > 2 or "\\" in name or name.endswith("/")
+    in_a_folder = len(path.parts) == 2 and path.parent.is_dir()
+    if (begins_as_path or separated_as_path or in_a_folder) and not path.exists():
+        raise FileNotFoundError(f"{name} does not exist: give a folder, or a name on the Hub")
+    return name
+
+
 def add_scoring_options(parser: argparse.ArgumentParser, data: str, plot: str) -> None:
     """The options of every command that scores a text with a model; `data` and `plot` say what these two are."""
-    parser.add_argument("--model", required=True, help="folder or Hub name")
+    parser.add_argument("--model", type=model_name, required=True, help="folder or Hub name")
     parser.add_argument("--data", type=Path, required=True, help=data)
     parser.add_argument("--segment_length", type=int, help="tokens in one pass (the model's tgt_len)")
     parser.add_argument("--clamp_len", type=int, help="(the model's)")

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, StoppingCriteria
 
-from .command_line import one_line_errors
+from .command_line import model_name, one_line_errors
 from .encoding import load_tokenizer
 from .evaluation import evaluate_language_model
 from .modeling_transfo_xl import TransfoXLForCausalLM
@@ -49,6 +49,7 @@ class TransfoXLLM(TemplateLM):
             different contexts one after the other, each with its own memory.
 
     Raises:
+        FileNotFoundError: `pretrained` or `tokenizer` is a path that leads nowhere.
         ValueError: the checkpoint is no Transformer-XL, it has no tokenizer, or a length is out of range.
     """
 
@@ -75,6 +76,8 @@ class TransfoXLLM(TemplateLM):
         lengths = {"mem_len": memory_length, "clamp_len": clamp_len, "same_length": same_length}
         # Loaded with its lengths, so that generate has them too.
         given = {name: value for name, value in lengths.items() if value is not None}
+        for name in filter(None, (pretrained, tokenizer)):
+            model_name(str(name))
         model = AutoModelForCausalLM.from_pretrained(pretrained, dtype=dtype or "auto", **given)
         if not isinstance(model, TransfoXLForCausalLM):
             raise ValueError(f"pretrained={pretrained} is a {model.config.model_type}, not a Transformer-XL")

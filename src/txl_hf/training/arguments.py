@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 import yaml  # type: ignore[import-untyped]
 from transformers import HfArgumentParser
 
-from ..command_line import CommandParser
+from ..command_line import CommandParser, model_name
 from ..files import LOCK_NAME
 from ..regularization_arguments import RegularizationArguments
 
@@ -348,9 +348,11 @@ def check_folders(arguments: Arguments):
     Raises:
         OSError: with what would be right.
     """
-    data, run = arguments.data.data, arguments.run
+    data, model, run = arguments.data.data, arguments.model.model_name_or_path, arguments.run
     if data is not None and not run.smoke:
         check_data(Path(data))
+    if model is not None and not run.smoke:
+        check_model(model)
     if run.output is not None:
         check_output(Path(run.output), run)
 
@@ -360,6 +362,14 @@ def check_data(folder: Path):
     if not folder.is_dir():
         problem = "is a file, not a folder" if folder.exists() else "does not exist"
         raise FileNotFoundError(f"--data {folder} {problem}: write one with txl-prepare")
+
+
+def check_model(name: str):
+    """Raise a FileNotFoundError for a path that leads nowhere."""
+    try:
+        model_name(name)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"--model_name_or_path {error}") from None
 
 
 def check_output(output: Path, run: RunArguments):
