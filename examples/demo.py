@@ -8,50 +8,19 @@ The output folder is ready for the Hub: the model with its code and tokenizer, a
 memory length, and a continuation of held-out text. It appears when all of it is complete, or not at all.
 """
 
-# ruff: noqa: E402 -- Ctrl-C is answered from here on, because the imports below take seconds.
-import os
-import signal
-import sys
-
-
-def stop(*_):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    print("\nInterrupted; no output was written.", file=sys.stderr)
-    sys.exit(130)
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
-    # On a busy machine, threads that spin while they wait are many times slower than one alone. Read by torch.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
+# ruff: noqa: E402 -- What takes seconds to import comes after the command line has been looked at.
 import argparse
 import math
+import os
+import signal
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import time
 from pathlib import Path
 
-import torch
-import transformers
-from torch.utils.data import DataLoader
-from tqdm import tqdm
-
-from txl_hf import (
-    TokenStream,
-    TransfoXLConfig,
-    TransfoXLForCausalLM,
-    TransfoXLTokenizer,
-    evaluate_language_model,
-)
 from txl_hf.command_line import CommandParser, one_line_errors
-from txl_hf.evaluation import LanguageModelEvaluation
-
-with one_line_errors():
-    import matplotlib
-    import matplotlib.pyplot as plt
 
 SEGMENT_LENGTH = 64
 BATCH_SIZE = 16
@@ -66,25 +35,6 @@ MAXIMUM_TEXT = 10_000_000
 PLOT = "memory_length.png"
 
 
-def main():
-    arguments = parse_arguments()
-    started = time.monotonic()
-    torch.manual_seed(0)
-    # A model this small gains nothing from more threads.
-    torch.set_num_threads(min(4, torch.get_num_threads()))
-    transformers.logging.disable_progress_bar()
-    try:
-        text = standard_library() if arguments.text is None else read_text(arguments.text)
-        check_output(arguments.output)
-        with tempfile.TemporaryDirectory(dir=arguments.output.parent, prefix=f".{arguments.output.name}-") as scratch:
-            folder = run(text, arguments, Path(scratch))
-            replace(arguments.output, folder, Path(scratch))
-    except OSError as error:
-        sys.exit(f"error: {error}")
-    seconds = time.monotonic() - started
-    print(f"\nDone in {seconds:.0f} s. {arguments.output}/ holds the model, {PLOT} and continuation.txt.")
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = CommandParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, help="a UTF-8 text file; default: Python's standard library")
@@ -97,6 +47,95 @@ def parse_arguments() -> argparse.Namespace:
     if min(arguments.minutes, arguments.layers, arguments.width, arguments.steps or 1) <= 0 or arguments.width % 8:
         parser.error("sizes and times must be positive, and the width a multiple of 8")
     return arguments
+
+
+def read_command_line() -> tuple[argparse.Namespace, str]:
+    """What is asked for, and the text. What is wrong with them ends the demo."""
+    arguments = parse_arguments()
+    text = standard_library() if arguments.text is None else read_text(arguments.text)
+    with one_line_errors():
+        check_output(arguments.output)
+    return arguments, text
+
+
+def standard_library() -> str:
+    """The modules of Python's standard library, one after the other in the order of their names."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")))
+    if len(text) < MINIMUM_TEXT:
+        sys.exit(f"error: this Python has no source of its standard library in {folder}: give a text with TEXT=path")
+    return text
+
+
+def read_text(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(MAXIMUM_TEXT)
+    except OSError as error:
+        sys.exit(f"error: --text {path} cannot be read: {error.strerror}")
+    except UnicodeDecodeError:
+        sys.exit(f"error: --text {path} is not a UTF-8 text")
+    if "\0" in text:
+        sys.exit(f"error: --text {path} is not a text: it contains zero bytes")
+    if len(text) < MINIMUM_TEXT:
+        sys.exit(f"error: --text {path} is too short: {len(text):,} characters, and the demo needs {MINIMUM_TEXT:,}")
+    return text
+
+
+def check_output(output: Path):
+    """Whatever is replaced was written by this demo."""
+    if output.exists() and not (output / PLOT).is_file():
+        sys.exit(f"error: {output} exists and is no output of this demo: choose another folder with --output")
+    output.parent.mkdir(parents=True, exist_ok=True)
+
+
+def stop(*_):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print("\nInterrupted; no output was written.", file=sys.stderr)
+    sys.exit(130)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    # On a busy machine, threads that spin while they wait are many times slower than one alone. Read by torch.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    read_command_line()
+
+import torch
+import transformers
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from txl_hf import (
+    TokenStream,
+    TransfoXLConfig,
+    TransfoXLForCausalLM,
+    TransfoXLTokenizer,
+    evaluate_language_model,
+)
+from txl_hf.evaluation import LanguageModelEvaluation
+
+with one_line_errors():
+    import matplotlib
+    import matplotlib.pyplot as plt
+
+
+def main():
+    arguments, text = read_command_line()
+    started = time.monotonic()
+    torch.manual_seed(0)
+    # A model this small gains nothing from more threads.
+    torch.set_num_threads(min(4, torch.get_num_threads()))
+    transformers.logging.disable_progress_bar()
+    try:
+        with tempfile.TemporaryDirectory(dir=arguments.output.parent, prefix=f".{arguments.output.name}-") as scratch:
+            folder = run(text, arguments, Path(scratch))
+            replace(arguments.output, folder, Path(scratch))
+    except OSError as error:
+        sys.exit(f"error: {error}")
+    seconds = time.monotonic() - started
+    print(f"\nDone in {seconds:.0f} s. {arguments.output}/ holds the model, {PLOT} and continuation.txt.")
 
 
 def run(text: str, arguments: argparse.Namespace, scratch: Path) -> Path:
@@ -130,37 +169,6 @@ def run(text: str, arguments: argparse.Namespace, scratch: Path) -> Path:
     (folder / "continuation.txt").write_text(prompt + continuation, encoding="utf-8")
     print(f"\nHeld-out text ...\n{indent(prompt[-200:])}\n... and how the model continues it:\n{indent(continuation)}")
     return folder
-
-
-def standard_library() -> str:
-    """The modules of Python's standard library, one after the other in the order of their names."""
-    folder = Path(sysconfig.get_path("stdlib"))
-    text = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")))
-    if len(text) < MINIMUM_TEXT:
-        sys.exit(f"error: this Python has no source of its standard library in {folder}: give a text with TEXT=path")
-    return text
-
-
-def read_text(path: Path) -> str:
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            text = file.read(MAXIMUM_TEXT)
-    except OSError as error:
-        sys.exit(f"error: --text {path} cannot be read: {error.strerror}")
-    except UnicodeDecodeError:
-        sys.exit(f"error: --text {path} is not a UTF-8 text")
-    if "\0" in text:
-        sys.exit(f"error: --text {path} is not a text: it contains zero bytes")
-    if len(text) < MINIMUM_TEXT:
-        sys.exit(f"error: --text {path} is too short: {len(text):,} characters, and the demo needs {MINIMUM_TEXT:,}")
-    return text
-
-
-def check_output(output: Path):
-    """Whatever is replaced was written by this demo."""
-    if output.exists() and not (output / PLOT).is_file():
-        sys.exit(f"error: {output} exists and is no output of this demo: choose another folder with --output")
-    output.parent.mkdir(parents=True, exist_ok=True)
 
 
 def replace(output: Path, folder: Path, scratch: Path):

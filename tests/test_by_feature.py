@@ -295,7 +295,7 @@ def test_a_bad_source_is_refused_before_any_work(script, monkeypatch, checkpoint
         path.write_text(SHORT[name][0] if content == "short" else "")
     model = [] if name == "music_events" else ["--model", checkpoint]
     said = refused(script, monkeypatch, name, *model, SOURCES[name], path, "--output", tmp_path / "output")
-    expected = {"missing": "No such file or directory", "empty": "", "short": SHORT[name][1]}[content]
+    expected = {"missing": "does not exist", "empty": "", "short": SHORT[name][1]}[content]
     assert expected in said
     assert "source.csv" in said or content == "short"
     assert {path.name for path in tmp_path.iterdir()} <= {"source.csv"}, "nothing is written"
@@ -304,6 +304,7 @@ def test_a_bad_source_is_refused_before_any_work(script, monkeypatch, checkpoint
 @pytest.mark.parametrize("name", SOURCES)
 def test_an_output_that_exists_is_left_alone(script, monkeypatch, checkpoint, tmp_path, name):
     (tmp_path / "thesis").mkdir()
+    (tmp_path / "source.csv").touch()
     model = [] if name == "music_events" else ["--model", checkpoint]
     arguments = [*model, SOURCES[name], tmp_path / "source.csv", "--output", tmp_path / "thesis"]
     assert "thesis exists: choose another" in refused(script, monkeypatch, name, *arguments)

@@ -38,7 +38,8 @@ assert tokenization_auto.TOKENIZER_MAPPING[TransfoXLConfig] is TransfoXLTokenize
 assert TransfoXLConfig._auto_class == "AutoConfig" and TransfoXLTokenizer._auto_class == "AutoTokenizer"
 assert TransfoXLModel._auto_class == "AutoModel" and TransfoXLForCausalLM._auto_class == "AutoModelForCausalLM"
 """
-RECIPE = Path(__file__).parents[1] / "examples" / "recipes" / "characters_small.yaml"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+RECIPE = EXAMPLES / "recipes" / "characters_small.yaml"
 ORDERS = [
     "from transformers import AutoModelForCausalLM, AutoTokenizer; import txl_hf",
     # Its imports bring the Auto classes.
@@ -93,6 +94,31 @@ def test_a_file_that_is_not_there_is_refused_before_anything_slow_is_imported(co
     assert process.returncode == 1 and imported(process) & SLOW == set()
     [said] = [line for line in process.stderr.splitlines() if not line.startswith("import time:")]
     assert re.match(r"(error|txl-convert): .*(nothing|--output \.)", said), said
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "said"),
+    [
+        ("demo.py", ["--text", "nothing.txt"], "--text nothing.txt cannot be read: No such file or directory"),
+        ("demo.py", ["--output", "."], ". exists and is no output of this demo: choose another folder with --output"),
+        ("by_feature/lora.py", ["--model", "./m", "--text", "t", "--output", "o"], "--model ./m does not exist: "),
+        ("by_feature/lora.py", ["--model", "m", "--text", "t", "--output", "o"], "--text t does not exist"),
+        ("by_feature/lora.py", ["--model", "m", "--text", ".", "--output", "o"], "--text . is a folder, not a file"),
+        ("by_feature/classification.py", ["--output", "."], "--output . exists: choose another, or remove it"),
+        ("by_feature/music_events.py", ["--events", "t"], "--events t does not exist"),
+        ("by_feature/document_resets.py", ["--documents", __file__, "t"], "--documents t does not exist"),
+        ("by_feature/genome_labels.py", ["--fasta", "t"], "--fasta t does not exist"),
+        ("by_feature/streaming_generation.py", ["--model", "~/m"], "--model ~/m does not exist: "),
+        ("by_feature/memory_agent.py", ["--env", "recall"], "--output is missing"),
+    ],
+)
+def test_a_script_looks_at_its_command_line_before_it_imports_anything_slow(script, arguments, said, tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    command = [sys.executable, "-X", "importtime", EXAMPLES / script, *arguments]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert process.returncode == 1 and imported(process) & SLOW == set()
+    [line] = [line for line in process.stderr.splitlines() if not line.startswith("import time:")]
+    assert line.startswith(f"error: {said}")
 
 
 def test_the_package_is_imported_before_anything_slow():
@@ -176,14 +202,14 @@ def test_an_interrupted_start_is_one_line(command, tmp_path):
     ],
 )
 def test_a_script_says_in_one_line_what_it_lacks(script, lacks, install, monkeypatch):
-    examples = Path(__file__).parents[1] / "examples"
     monkeypatch.setitem(sys.modules, lacks, None)
-    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    # Those of by_feature help without it.
+    monkeypatch.setattr(sys, "argv", [script, "--smoke" if script.startswith("by_feature") else "--help"])
     if script.endswith(".py"):
-        monkeypatch.syspath_prepend(examples / Path(script).parent)
+        monkeypatch.syspath_prepend(EXAMPLES / Path(script).parent)
     with pytest.raises(SystemExit) as end:
         if script.endswith(".py"):
-            runpy.run_path(str(examples / script), run_name="__main__")
+            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
         else:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
     assert end.value.code.startswith(f"error: {lacks}")

@@ -13,6 +13,23 @@ import ast
 import csv
 from pathlib import Path
 
+import common
+from txl_hf.command_line import existing_file, model_name, new_path, one_line_errors
+
+PARSER = common.Parser(__doc__)
+PARSER.add_argument("--model", type=model_name, required=True, help="a checkpoint: a folder, or a name on the Hub")
+PARSER.add_argument(
+    "--data", type=existing_file, required=True, help="text and label: .csv or .jsonl; a fifth is held out"
+)
+PARSER.add_argument("--output", type=new_path, required=True, help="a new folder for the classifier")
+PARSER.add_argument("--max-length", type=int, default=512, help="tokens read of a text (%(default)s)")
+PARSER.add_argument("--epochs", type=float, default=3, help="(%(default)s)")
+PARSER.add_argument("--batch-size", type=int, default=16, help="texts in a step (%(default)s)")
+PARSER.add_argument("--learning-rate", type=float, default=1e-4, help="(%(default)s)")
+
+if __name__ == "__main__":
+    PARSER.refuse_first()
+
 import numpy as np
 from transformers import (
     AutoModelForSequenceClassification,
@@ -23,21 +40,9 @@ from transformers import (
     pipeline,
 )
 
-import common
-from txl_hf.command_line import CommandParser, one_line_errors
-
 with one_line_errors():
     import pandas
     from datasets import ClassLabel, Dataset, DatasetDict
-
-PARSER = CommandParser(description=__doc__.splitlines()[0])
-PARSER.add_argument("--model", required=True, help="a checkpoint: a folder, or a name on the Hub")
-PARSER.add_argument("--data", type=Path, required=True, help="text and label: .csv or .jsonl; a fifth is held out")
-PARSER.add_argument("--output", type=Path, required=True, help="a new folder for the classifier")
-PARSER.add_argument("--max-length", type=int, default=512, help="tokens read of a text (%(default)s)")
-PARSER.add_argument("--epochs", type=float, default=3, help="(%(default)s)")
-PARSER.add_argument("--batch-size", type=int, default=16, help="texts in a step (%(default)s)")
-PARSER.add_argument("--learning-rate", type=float, default=1e-4, help="(%(default)s)")
 
 
 def smoke(folder: Path) -> list[str | Path]:
@@ -65,7 +70,6 @@ def smoke(folder: Path) -> list[str | Path]:
 def main():
     arguments = common.parse_arguments(PARSER, smoke)
     with one_line_errors():
-        common.check_output(arguments.output)
         data = read(arguments.data)
         names = data["train"].features["label"].names
         labels = {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}

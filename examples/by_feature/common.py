@@ -1,4 +1,7 @@
-"""What the scripts beside this one share: errors in one line, whole output folders, and what `--smoke` runs on."""
+"""What the scripts beside this one share: errors in one line, whole output folders, and what `--smoke` runs on.
+
+It imports nothing slow before it is needed, so that a script can look at its command line first.
+"""
 
 import argparse
 import atexit
@@ -10,24 +13,44 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-import transformers
-from torch.utils.data import DataLoader
-from transformers import AutoTokenizer
+from txl_hf.command_line import CommandParser, one_line_errors
 
-from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer
+if TYPE_CHECKING:
+    from txl_hf import TransfoXLConfig
+
+
+class Parser(CommandParser):
+    """The options of a script, `--smoke` among them."""
+
+    def __init__(self, description: str):
+        super().__init__(description=description.splitlines()[0])
+        self.add_argument("--smoke", action="store_true", help="a trial run of seconds on a small model and text")
+
+    def refuse_first(self, check: Callable[[argparse.Namespace], object] | None = None):
+        """End a script whose command line is wrong before it imports what takes seconds. `--smoke` fills it in later.
+
+        Args:
+            check: raises a ValueError for options that do not go together.
+        """
+        if "--smoke" not in sys.argv:
+            options = self.parse_args()
+            if check is not None:
+                with one_line_errors():
+                    check(options)
 
 
 def parse_arguments(
-    parser: argparse.ArgumentParser, smoke: Callable[[Path], list[str | Path]], arguments: list[str] | None = None
+    parser: Parser, smoke: Callable[[Path], list[str | Path]], arguments: list[str] | None = None
 ) -> argparse.Namespace:
     """The arguments of the command line. `--smoke` stands for those that `smoke` returns for a temporary folder, with
     the files that they name; further ones take precedence."""
-    parser.add_argument("--smoke", action="store_true", help="a trial run of seconds on a small model and text")
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--smoke" not in arguments:
         return parser.parse_args(arguments)
+    import transformers
+
     transformers.set_seed(0)
     transformers.logging.disable_progress_bar()
     folder = tempfile.TemporaryDirectory()
@@ -48,13 +71,10 @@ def whole_folder(path: Path) -> Iterator[Path]:
         folder.rename(path)
 
 
-def check_output(path: Path):
-    if path.exists():
-        raise ValueError(f"{path} exists: choose another folder with --output")
-
-
 def load(model_class, path: str, **changes):
     """The model and the tokenizer of a folder or of a repository on the Hub."""
+    from transformers import AutoTokenizer
+
     try:
         return model_class.from_pretrained(path, **changes), AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -76,8 +96,10 @@ def standard_library(name: str) -> str:
     return Path(sysconfig.get_path("stdlib"), f"{name}.py").read_text(encoding="utf-8")
 
 
-def small_config(vocab_size: int, width: int = 48, **changes) -> TransfoXLConfig:
+def small_config(vocab_size: int, width: int = 48, **changes) -> "TransfoXLConfig":
     """A model that learns on a CPU: normalised first, without cutoffs, and with nothing before a text."""
+    from txl_hf import TransfoXLConfig
+
     settings = {
         "cutoffs": [],
         "div_val": 1,
@@ -101,6 +123,11 @@ def small_config(vocab_size: int, width: int = 48, **changes) -> TransfoXLConfig
 
 def tiny_checkpoint(folder: Path, steps: int = 150) -> Path:
     """A character-level model that has read a little Python: enough to see the scripts at work."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    from txl_hf import TokenStream, TransfoXLForCausalLM, TransfoXLTokenizer
+
     lines = standard_library("argparse").splitlines(keepends=True)
     tokenizer = TransfoXLTokenizer.train_from_iterator(lines, mode="characters", unk_token="<unk>")
     model = TransfoXLForCausalLM(small_config(len(tokenizer)))

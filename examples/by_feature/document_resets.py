@@ -20,30 +20,34 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
-
 import common
-from txl_hf import TokenStream, TransfoXLTrainer, token_losses
-from txl_hf.command_line import CommandParser, one_line_errors
-from txl_hf.encoding import encode_text
-from txl_hf.memory_transfo_xl import memory_of
+from txl_hf.command_line import existing_file, model_name, new_path, one_line_errors
 
-PARSER = CommandParser(description=__doc__.splitlines()[0])
-PARSER.add_argument("--model", required=True, help="a checkpoint: a folder, or a name on the Hub")
+PARSER = common.Parser(__doc__)
+PARSER.add_argument("--model", type=model_name, required=True, help="a checkpoint: a folder, or a name on the Hub")
 PARSER.add_argument(
-    "--documents", type=Path, nargs="+", required=True, help="UTF-8 texts; a fourth of them is held out"
+    "--documents", type=existing_file, nargs="+", required=True, help="UTF-8 texts; a fourth of them is held out"
 )
-PARSER.add_argument("--output", type=Path, required=True, help="a new folder for the model")
+PARSER.add_argument("--output", type=new_path, required=True, help="a new folder for the model")
 PARSER.add_argument("--segment-length", type=int, help="by default the checkpoint's")
 PARSER.add_argument("--batch-size", type=int, default=8, help="streams read in parallel (%(default)s)")
 PARSER.add_argument("--epochs", type=int, default=3, help="(%(default)s)")
 PARSER.add_argument("--learning-rate", type=float, default=1e-4, help="(%(default)s)")
 PARSER.add_argument("--rounds", type=int, default=3, help="of timing; the best one counts (%(default)s)")
 PARSER.add_argument("--row", type=Path, help="CSV file that the speeds are appended to")
+
+if __name__ == "__main__":
+    PARSER.refuse_first()
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
+
+from txl_hf import TokenStream, TransfoXLTrainer, token_losses
+from txl_hf.encoding import encode_text
+from txl_hf.memory_transfo_xl import memory_of
 
 
 def smoke(folder: Path) -> list[str | Path]:
@@ -183,7 +187,6 @@ def main():
     arguments = common.parse_arguments(PARSER, smoke)
     set_seed(0)
     with one_line_errors():
-        common.check_output(arguments.output)
         texts = [common.read_text(path) for path in arguments.documents]
         # A document starts from nothing; the zeros of legacy checkpoints would have to stand before each.
         model, tokenizer = common.load(AutoModelForCausalLM, arguments.model, initial_memory="empty")

@@ -24,26 +24,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
-from tqdm import tqdm
-
 import common
-from txl_hf import TransfoXLForTokenClassification
-from txl_hf.command_line import CommandParser, one_line_errors
-from txl_hf.memory_transfo_xl import memory_of
+from txl_hf.command_line import existing_file, new_path, one_line_errors
 
-LABELS = ["none", "+", "-"]
-ORDER = 4
-# Of each position modulo 3: all words of four letters, and one for those that hold another letter or none.
-WORDS = 4**ORDER + 1
-IGNORED = -100
-
-PARSER = CommandParser(description=__doc__.splitlines()[0])
-PARSER.add_argument("--fasta", type=Path, required=True, help="the genome")
-PARSER.add_argument("--genes", type=Path, required=True, help="its genes: GFF3, of which the CDS rows are read")
-PARSER.add_argument("--output", type=Path, required=True, help="a new folder for the model and results.json")
+PARSER = common.Parser(__doc__)
+PARSER.add_argument("--fasta", type=existing_file, required=True, help="the genome")
+PARSER.add_argument(
+    "--genes", type=existing_file, required=True, help="its genes: GFF3, of which the CDS rows are read"
+)
+PARSER.add_argument("--output", type=new_path, required=True, help="a new folder for the model and results.json")
 PARSER.add_argument("--held-out", type=float, default=0.2, help="the last part, to label (%(default)s)")
 PARSER.add_argument("--window", type=int, default=128, help="bases in a window (%(default)s)")
 PARSER.add_argument("--memory", type=int, default=256, help="bases that each layer remembers (%(default)s)")
@@ -53,6 +42,23 @@ PARSER.add_argument("--batch-size", type=int, default=32, help="places that are 
 PARSER.add_argument("--width", type=int, default=64, help="d_model (%(default)s)")
 PARSER.add_argument("--learning-rate", type=float, default=2e-3, help="at most (%(default)s)")
 PARSER.add_argument("--seed", type=int, default=1, help="of the first weights (%(default)s)")
+
+if __name__ == "__main__":
+    PARSER.refuse_first()
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from txl_hf import TransfoXLForTokenClassification
+from txl_hf.memory_transfo_xl import memory_of
+
+LABELS = ["none", "+", "-"]
+ORDER = 4
+# Of each position modulo 3: all words of four letters, and one for those that hold another letter or none.
+WORDS = 4**ORDER + 1
+IGNORED = -100
 
 
 def smoke(folder: Path) -> list[str | Path]:
@@ -223,7 +229,6 @@ def f1_of(counts: Tensor) -> dict[str, float]:
 def main():
     options = common.parse_arguments(PARSER, smoke)
     with one_line_errors():
-        common.check_output(options.output)
         if not 0 < options.held_out < 1:
             raise ValueError(f"--held-out {options.held_out} must lie between 0 and 1")
         genome = read_genome(options.fasta, options.genes, options.lookahead)

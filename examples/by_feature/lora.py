@@ -11,26 +11,30 @@ adapter alone; PEFT puts it on the checkpoint again.
 import argparse
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, TrainingArguments
-
 import common
-from txl_hf import TokenStream, TransfoXLTrainer
-from txl_hf.command_line import CommandParser, one_line_errors
-from txl_hf.encoding import encode_text
+from txl_hf.command_line import existing_file, model_name, new_path, one_line_errors
 
-with one_line_errors():
-    from peft import LoraConfig, PeftModel, get_peft_model
-
-PARSER = CommandParser(description=__doc__.splitlines()[0])
-PARSER.add_argument("--model", required=True, help="a checkpoint: a folder, or a name on the Hub")
-PARSER.add_argument("--text", type=Path, required=True, help="a UTF-8 text; its last tenth is held out")
-PARSER.add_argument("--output", type=Path, required=True, help="a new folder for the adapter")
+PARSER = common.Parser(__doc__)
+PARSER.add_argument("--model", type=model_name, required=True, help="a checkpoint: a folder, or a name on the Hub")
+PARSER.add_argument("--text", type=existing_file, required=True, help="a UTF-8 text; its last tenth is held out")
+PARSER.add_argument("--output", type=new_path, required=True, help="a new folder for the adapter")
 PARSER.add_argument("--rank", type=int, default=8, help="of the adapters' matrices (%(default)s)")
 PARSER.add_argument("--steps", type=int, default=500, help="(%(default)s)")
 PARSER.add_argument("--batch-size", type=int, default=8, help="parallel streams of text (%(default)s)")
 PARSER.add_argument("--segment-length", type=int, help="by default the checkpoint's")
 PARSER.add_argument("--learning-rate", type=float, default=1e-3, help="(%(default)s)")
+
+if __name__ == "__main__":
+    PARSER.refuse_first()
+
+import torch
+from transformers import AutoModelForCausalLM, TrainingArguments
+
+from txl_hf import TokenStream, TransfoXLTrainer
+from txl_hf.encoding import encode_text
+
+with one_line_errors():
+    from peft import LoraConfig, PeftModel, get_peft_model
 
 
 def smoke(folder: Path) -> list[str | Path]:
@@ -43,7 +47,6 @@ def smoke(folder: Path) -> list[str | Path]:
 def main():
     arguments = common.parse_arguments(PARSER, smoke)
     with one_line_errors():
-        common.check_output(arguments.output)
         text = common.read_text(arguments.text)
         model, tokenizer = common.load(AutoModelForCausalLM, arguments.model)
         training, held_out = make_streams(encode_text(tokenizer, text), model.config, arguments)

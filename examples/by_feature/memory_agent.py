@@ -28,23 +28,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.distributions import Categorical
-from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
-
 import common
-from txl_hf import TransfoXLConfig, TransfoXLModel
-from txl_hf.command_line import CommandParser, one_line_errors
-from txl_hf.files import whole_file, write_text
-from txl_hf.memory_transfo_xl import memory_of
+from txl_hf.command_line import one_line_errors
 
 MEMORIES = ("transfo-xl", "gru", "none")
 # No training has this seed.
 HELD_OUT = 2**31
-PARSER = CommandParser(description=__doc__.splitlines()[0])
+PARSER = common.Parser(__doc__)
 PARSER.add_argument("--env", choices=["repeat_previous", "position_cartpole", "autoencode", "recall"])
 PARSER.add_argument("--memory", choices=MEMORIES, default=MEMORIES[0], help="(%(default)s)")
 PARSER.add_argument("--seed", type=int, default=1, help="(%(default)s)")
@@ -66,6 +56,45 @@ PARSER.add_argument("--entropy", type=float, default=0.01, help="factor of the e
 PARSER.add_argument("--block", type=int, default=10, help="updates between checkpoints (%(default)s)")
 PARSER.add_argument("--episodes", type=int, default=128, help="held out, at the end (%(default)s)")
 PARSER.add_argument("--table", type=Path, metavar="OUTPUT", help="instead: agents.csv and agents.png of runs there")
+
+
+def check(options: argparse.Namespace):
+    """Raise a ValueError for options that do not go together."""
+    if options.table is not None:
+        return
+    for name in ("env", "output"):
+        if getattr(options, name) is None:
+            raise ValueError(f"--{name} is missing")
+    if options.width % 8:
+        raise ValueError(f"--width {options.width} must be a multiple of 8: the agent has four heads")
+    if not 0 <= options.seed < HELD_OUT:
+        raise ValueError(f"--seed {options.seed} must lie between 0 and {HELD_OUT - 1}")
+    if options.num_envs < options.minibatches:
+        raise ValueError(f"--minibatches {options.minibatches} are more than --num-envs {options.num_envs}")
+    find_folder(options)
+
+
+def find_folder(options: argparse.Namespace) -> Path:
+    """That of the run. Raises a ValueError where another run's is."""
+    folder: Path = options.output / f"{options.env}-{options.memory}-{options.seed}"
+    if folder.exists() and not options.resume:
+        raise ValueError(f"{folder} exists: go on with --resume, or choose another --output")
+    return folder
+
+
+if __name__ == "__main__":
+    PARSER.refuse_first(check)
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+from txl_hf import TransfoXLConfig, TransfoXLModel
+from txl_hf.files import whole_file, write_text
+from txl_hf.memory_transfo_xl import memory_of
 
 
 def smoke(folder: Path) -> list[str | Path]:
@@ -290,7 +319,7 @@ class Run:
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
-        self.folder = options.output / f"{options.env}-{options.memory}-{options.seed}"
+        self.folder = find_folder(options)
         self.environments = Environments(options.env, options.num_envs)
         torch.manual_seed(options.seed)
         self.agent = make_agent(options, self.environments.features, self.environments.actions)
@@ -299,8 +328,6 @@ class Run:
         self.updates = max(1, options.steps // self.steps_per_update)
         self.update, self.curve, self.seconds = 0, [], 0.0
         checkpoint = self.folder / "checkpoint.pt"
-        if self.folder.exists() and not options.resume:
-            raise ValueError(f"{self.folder} exists: go on with --resume, or choose another --output")
         if options.resume and checkpoint.exists():
             found = torch.load(checkpoint, weights_only=True)
             self.agent.load_state_dict(found["agent"])
@@ -477,15 +504,7 @@ def main():
     with one_line_errors():
         if options.table is not None:
             return tabulate(options.table)
-        for name in ("env", "output"):
-            if getattr(options, name) is None:
-                raise ValueError(f"--{name} is missing")
-        if options.width % 8:
-            raise ValueError(f"--width {options.width} must be a multiple of 8: the agent has four heads")
-        if not 0 <= options.seed < HELD_OUT:
-            raise ValueError(f"--seed {options.seed} must lie between 0 and {HELD_OUT - 1}")
-        if options.num_envs < options.minibatches:
-            raise ValueError(f"--minibatches {options.minibatches} are more than --num-envs {options.num_envs}")
+        check(options)
         Run(options).train()
 
 

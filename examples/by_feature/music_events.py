@@ -15,28 +15,14 @@ import math
 import os
 from pathlib import Path
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader
-from tqdm import tqdm
-
 import common
-from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM
-from txl_hf.command_line import CommandParser, one_line_errors
-from txl_hf.streams import check_loader
+from txl_hf.command_line import existing_file, new_path, one_line_errors
 
-with one_line_errors():
-    from accelerate import Accelerator
-    from accelerate.utils import set_seed
-
-ATTRIBUTES = ("pitch", "duration", "velocity")
-PARSER = CommandParser(description=__doc__.splitlines()[0])
+PARSER = common.Parser(__doc__)
 PARSER.add_argument(
-    "--events", type=Path, required=True, help="a CSV file without heading; its last tenth is held out"
+    "--events", type=existing_file, required=True, help="a CSV file without heading; its last tenth is held out"
 )
-PARSER.add_argument("--output", type=Path, required=True, help="a new file for the weights")
+PARSER.add_argument("--output", type=new_path, required=True, help="a new file for the weights")
 PARSER.add_argument("--layers", type=int, default=4, help="(%(default)s)")
 PARSER.add_argument("--width", type=int, default=128, help="d_model, a multiple of 8 (%(default)s)")
 PARSER.add_argument("--segment-length", type=int, default=64, help="events (%(default)s)")
@@ -44,6 +30,25 @@ PARSER.add_argument("--memory-length", type=int, default=256, help="events (%(de
 PARSER.add_argument("--batch-size", type=int, default=16, help="parallel streams of events (%(default)s)")
 PARSER.add_argument("--steps", type=int, default=2000, help="(%(default)s)")
 PARSER.add_argument("--learning-rate", type=float, default=1e-3, help="(%(default)s)")
+
+if __name__ == "__main__":
+    PARSER.refuse_first()
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM
+from txl_hf.streams import check_loader
+
+with one_line_errors():
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+
+ATTRIBUTES = ("pitch", "duration", "velocity")
 
 
 def smoke(folder: Path) -> list[str | Path]:
@@ -151,7 +156,6 @@ def main():
     # Told by hand, because `accelerate launch` does not say that there is no GPU to processes that share the work.
     accelerator = Accelerator(cpu=not torch.accelerator.is_available())
     with one_line_errors():
-        common.check_output(arguments.output)
         events = read_events(arguments.events)
         held_out = len(events) // 10
         rows = arguments.batch_size * accelerator.num_processes

@@ -14,18 +14,21 @@ how much of it the memory has seen tells which are new.
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, TextStreamer, set_seed
-
 import common
-from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.command_line import model_name, one_line_errors
 
-PARSER = CommandParser(description=__doc__.splitlines()[0])
-PARSER.add_argument("--model", required=True, help="a checkpoint: a folder, or a name on the Hub")
+PARSER = common.Parser(__doc__)
+PARSER.add_argument("--model", type=model_name, required=True, help="a checkpoint: a folder, or a name on the Hub")
 PARSER.add_argument("--prompt", nargs="+", help="the turns; by default they are asked for")
 PARSER.add_argument("--max-new-tokens", type=int, default=200, help="generated in a turn (%(default)s)")
 PARSER.add_argument("--temperature", type=float, default=0.9, help="0: always the likeliest token (%(default)s)")
 PARSER.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+
+if __name__ == "__main__":
+    PARSER.refuse_first()
+
+import torch
+from transformers import AutoModelForCausalLM, TextStreamer, set_seed
 
 
 def smoke(folder: Path) -> list[str | Path]:

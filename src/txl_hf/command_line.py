@@ -11,7 +11,15 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-__all__ = ["CommandParser", "add_scoring_options", "check_files", "model_name", "one_line_errors"]
+__all__ = [
+    "CommandParser",
+    "add_scoring_options",
+    "check_files",
+    "existing_file",
+    "model_name",
+    "new_path",
+    "one_line_errors",
+]
 
 # What brings a module: an extra of this package, or a package of its own.
 _TRAIN = "accelerate datasets evaluate matplotlib pandas pyarrow pytorch_optimizer tensorboard yaml"
@@ -120,6 +128,24 @@ def model_name(name: str) -> str:
     if (begins_as_path or separated_as_path or in_a_folder) and not path.exists():
         raise FileNotFoundError(f"{name} does not exist: give a folder, or a name on the Hub")
     return name
+
+
+def existing_file(name: str) -> Path:
+    """The type of an option that takes a file to read. Raises an OSError unless there is one."""
+    path = Path(name)
+    if path.is_dir():
+        raise IsADirectoryError(f"{name} is a folder, not a file")
+    if not path.exists():
+        raise FileNotFoundError(f"{name} does not exist")
+    return path
+
+
+def new_path(name: str) -> Path:
+    """The type of an option that takes a file or folder to write. Raises a FileExistsError for one that is there."""
+    path = Path(name)
+    if path.exists():
+        raise FileExistsError(f"{name} exists: choose another, or remove it")
+    return path
 
 
 def add_scoring_options(parser: argparse.ArgumentParser, data: str, plot: str) -> None:
