@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from txl_hf import commands
-from txl_hf.command_line import CommandParser, model_name, one_line_errors
+from txl_hf.command_line import CommandParser, hub_or_folder, one_line_errors
 from txl_hf.training.arguments import parse_arguments
 
 
@@ -53,7 +53,7 @@ def test_the_closest_to_an_option_that_does_not_exist_is_named(parser, typed, me
 def test_a_path_that_leads_nowhere_is_no_name_on_the_hub(name, tmp_path, monkeypatch, parser):
     (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
-    parser.add_argument("--model", type=model_name)
+    parser.add_argument("--model", type=hub_or_folder)
     with pytest.raises(SystemExit) as end:
         parser.parse_args(["--model", name])
     assert end.value.code == f"error: --model {name} does not exist: give a folder, or a name on the Hub"
@@ -63,7 +63,7 @@ def test_a_path_that_leads_nowhere_is_no_name_on_the_hub(name, tmp_path, monkeyp
 def test_what_is_there_and_what_may_be_on_the_hub_passes(name, tmp_path, monkeypatch):
     (tmp_path / "runs" / "model.v2").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert model_name(name) == name
+    assert hub_or_folder(name) == name
 
 
 @pytest.mark.parametrize(

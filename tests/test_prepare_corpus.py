@@ -531,6 +531,8 @@ def test_tokenizer_and_data_set_that_are_not_there(tmp_path):
         prepare(tmp_path, "ptb", "--input", folder, "--tokenizer", folder)
     with pytest.raises(SystemExit, match="--tokenizer .*nowhere does not exist"):
         prepare(tmp_path, "ptb", "--input", folder, "--tokenizer", tmp_path / "nowhere")
+    with pytest.raises(SystemExit, match="--dataset .*nowhere does not exist"):
+        prepare(tmp_path, "ptb", "--dataset", tmp_path / "nowhere")
     with pytest.raises(SystemExit, match="the data set nowhere/nothing does not load"):
         prepare(tmp_path, "ptb", "--dataset", "nowhere/nothing")
     with pytest.raises(SystemExit, match="--corpus ptb needs a text: give ptb.train.txt"):

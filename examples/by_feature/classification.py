@@ -14,10 +14,10 @@ import csv
 from pathlib import Path
 
 import common
-from txl_hf.command_line import existing_file, model_name, new_path, one_line_errors
+from txl_hf.command_line import existing_file, hub_or_folder, new_path, one_line_errors
 
 PARSER = common.Parser(__doc__)
-PARSER.add_argument("--model", type=model_name, required=True, help="a checkpoint: a folder, or a name on the Hub")
+PARSER.add_argument("--model", type=hub_or_folder, required=True, help="a checkpoint: a folder, or a name on the Hub")
 PARSER.add_argument(
     "--data", type=existing_file, required=True, help="text and label: .csv or .jsonl; a fifth is held out"
 )

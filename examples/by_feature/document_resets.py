@@ -21,10 +21,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import common
-from txl_hf.command_line import existing_file, model_name, new_path, one_line_errors
+from txl_hf.command_line import existing_file, hub_or_folder, new_path, one_line_errors
 
 PARSER = common.Parser(__doc__)
-PARSER.add_argument("--model", type=model_name, required=True, help="a checkpoint: a folder, or a name on the Hub")
+PARSER.add_argument("--model", type=hub_or_folder, required=True, help="a checkpoint: a folder, or a name on the Hub")
 PARSER.add_argument(
     "--documents", type=existing_file, nargs="+", required=True, help="UTF-8 texts; a fourth of them is held out"
 )

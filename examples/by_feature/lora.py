@@ -12,10 +12,10 @@ import argparse
 from pathlib import Path
 
 import common
-from txl_hf.command_line import existing_file, model_name, new_path, one_line_errors
+from txl_hf.command_line import existing_file, hub_or_folder, new_path, one_line_errors
 
 PARSER = common.Parser(__doc__)
-PARSER.add_argument("--model", type=model_name, required=True, help="a checkpoint: a folder, or a name on the Hub")
+PARSER.add_argument("--model", type=hub_or_folder, required=True, help="a checkpoint: a folder, or a name on the Hub")
 PARSER.add_argument("--text", type=existing_file, required=True, help="a UTF-8 text; its last tenth is held out")
 PARSER.add_argument("--output", type=new_path, required=True, help="a new folder for the adapter")
 PARSER.add_argument("--rank", type=int, default=8, help="of the adapters' matrices (%(default)s)")

@@ -22,7 +22,7 @@ import torch
 from transformers import LogitsProcessorList, set_seed
 
 from txl_hf import TransfoXLForCausalLM
-from txl_hf.command_line import CommandParser, model_name, one_line_errors
+from txl_hf.command_line import CommandParser, hub_or_folder, one_line_errors
 from txl_hf.files import whole_folder
 from txl_hf.midi import boundary_tokens, load_midi_tokenizer, read_score
 from txl_hf.midi_grammar import MusicGrammar
@@ -43,7 +43,7 @@ SOUNDFONTS = Path("/usr/share/sounds/sf2")
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", type=model_name, required=True, help="folder of the model, with MidiTok's tokenizer"
+        "--model", type=hub_or_folder, required=True, help="folder of the model, with MidiTok's tokenizer"
     )
     parser.add_argument("--output", type=Path, required=True, help="a new folder")
     parser.add_argument("--count", type=int, default=1, help="pieces, written side by side (%(default)s)")

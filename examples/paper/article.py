@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import ablation
 from miniature import WORK, MiniatureParser
 from txl_hf import TransfoXLForCausalLM
-from txl_hf.command_line import model_name, one_line_errors
+from txl_hf.command_line import hub_or_folder, one_line_errors
 from txl_hf.scoring import read_prepared
 
 
@@ -45,7 +45,9 @@ def main(argv: list[str] | None = None):
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = MiniatureParser(__doc__, WORK)
-    parser.add_argument("--model", type=model_name, help="folder or Hub name (the miniature's model with recurrence)")
+    parser.add_argument(
+        "--model", type=hub_or_folder, help="folder or Hub name (the miniature's model with recurrence)"
+    )
     parser.add_argument("--data", type=Path, help="folder of prepare_corpus.py, with --model")
     parser.add_argument("--memory_length", type=int, help="(the model's mem_len)")
     parser.add_argument("--context", type=int, default=512, help="tokens read first (%(default)s; miniature: 80)")

@@ -37,7 +37,7 @@ import harness
 from miniature import RESULTS, MiniatureParser
 from txl_hf import TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, AttentionInputs, attention_terms
-from txl_hf.command_line import model_name, one_line_errors
+from txl_hf.command_line import hub_or_folder, one_line_errors
 from txl_hf.scoring import read_prepared
 
 matplotlib.use("Agg")
@@ -98,7 +98,9 @@ def main(argv: list[str] | None = None):
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = MiniatureParser(__doc__, RESULTS, memory_length=30, max_tokens=200)
-    parser.add_argument("--model", type=model_name, help="folder or Hub name (the miniature's model with recurrence)")
+    parser.add_argument(
+        "--model", type=hub_or_folder, help="folder or Hub name (the miniature's model with recurrence)"
+    )
     parser.add_argument("--data", type=Path, help="folder of prepare_corpus.py, with --model")
     parser.add_argument("--memory_length", type=int, help="the span shown (the model's mem_len; miniature: 80)")
     parser.add_argument("--clamp_len", type=int, help="(the model's)")

@@ -42,7 +42,7 @@ import harness
 from contenders import losses_of, uses_segment_end
 from miniature import RESULTS, MiniatureParser
 from txl_hf import TransfoXLForCausalLM
-from txl_hf.command_line import model_name, one_line_errors
+from txl_hf.command_line import hub_or_folder, one_line_errors
 from txl_hf.scoring import read_prepared
 
 matplotlib.use("Agg")
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None):
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = MiniatureParser(__doc__, RESULTS, contexts=16, step=4, positions=40, resamples=5)
-    parser.add_argument("--models", type=model_name, nargs="+", help="folders or Hub names (rows of the miniature)")
+    parser.add_argument("--models", type=hub_or_folder, nargs="+", help="folders or Hub names (rows of the miniature)")
     parser.add_argument("--data", type=Path, help="folder of prepare_corpus.py, with --models")
     parser.add_argument("--seed", type=int, default=0, help="of the miniature's models (%(default)s)")
     parser.add_argument("--contexts", type=int, default=160, help="the longest context, in tokens (%(default)s)")

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer
 
 import txl_hf  # registers Transformer-XL with the Auto classes
-from txl_hf.command_line import CommandParser, model_name, one_line_errors
+from txl_hf.command_line import CommandParser, hub_or_folder, one_line_errors
 
 with one_line_errors():
     import gradio as gr
@@ -143,7 +143,9 @@ def build(page: Page) -> gr.Blocks:
 if __name__ == "__main__":
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = os.environ.get("MODEL", "demo-output")
-    parser.add_argument("model", type=model_name, nargs="?", default=default, help="folder or Hub name (%(default)s)")
+    parser.add_argument(
+        "model", type=hub_or_folder, nargs="?", default=default, help="folder or Hub name (%(default)s)"
+    )
     options = parser.parse_args()
     with one_line_errors():
         build(Page(options.model)).launch()

@@ -16,7 +16,7 @@ __all__ = [
     "add_scoring_options",
     "check_files",
     "existing_file",
-    "model_name",
+    "hub_or_folder",
     "new_path",
     "one_line_errors",
 ]
@@ -113,8 +113,8 @@ def _how_to_install(module: str) -> str:
     return f': pip install "{requirement}"'
 
 
-def model_name(name: str) -> str:
-    """The type of an option that takes a folder or a name on the Hub.
+def hub_or_folder(name: str) -> str:
+    """The type of an option that takes a name on the Hub or a folder: of a model, a tokenizer, a data set.
 
     Raises:
         FileNotFoundError: it is a path that leads nowhere. Without a network, the Hub would be asked for it in vain
@@ -150,7 +150,7 @@ def new_path(name: str) -> Path:
 
 def add_scoring_options(parser: argparse.ArgumentParser, data: str, plot: str) -> None:
     """The options of every command that scores a text with a model; `data` and `plot` say what these two are."""
-    parser.add_argument("--model", type=model_name, required=True, help="folder or Hub name")
+    parser.add_argument("--model", type=hub_or_folder, required=True, help="folder or Hub name")
     parser.add_argument("--data", type=Path, required=True, help=data)
     parser.add_argument("--segment_length", type=int, help="tokens in one pass (the model's tgt_len)")
     parser.add_argument("--clamp_len", type=int, help="(the model's)")

@@ -32,7 +32,7 @@ at the attention length of training (`null` where that is not among the lengths)
 import argparse
 import sys
 
-from .command_line import CommandParser, add_scoring_options, check_files, model_name, one_line_errors
+from .command_line import CommandParser, add_scoring_options, check_files, hub_or_folder, one_line_errors
 
 __all__ = ["main"]
 
@@ -51,7 +51,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_scoring_options(parser, "folder of txl-prepare, or a text file", "perplexity by attention length")
     parser.add_argument("--split", choices=["train", "validation", "test"], default="test", help="(%(default)s)")
-    parser.add_argument("--tokenizer", type=model_name, help="folder or Hub name, for a text file (the model's)")
+    parser.add_argument("--tokenizer", type=hub_or_folder, help="folder or Hub name, for a text file (the model's)")
     parser.add_argument(
         "--memory_length", type=int, nargs="+", help="one or more (the model's mem_len, without --sliding_window)"
     )

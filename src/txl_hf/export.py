@@ -18,7 +18,7 @@ several sizes and compared with torch before the folder appears; a difference is
 import argparse
 from pathlib import Path
 
-from .command_line import CommandParser, model_name, one_line_errors
+from .command_line import CommandParser, hub_or_folder, one_line_errors
 
 __all__ = ["main"]
 
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None):
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=model_name, required=True, help="folder or Hub name")
+    parser.add_argument("--model", type=hub_or_folder, required=True, help="folder or Hub name")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     return parser.parse_args(argv)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, StoppingCriteria
 
-from .command_line import model_name, one_line_errors
+from .command_line import hub_or_folder, one_line_errors
 from .encoding import load_tokenizer
 from .evaluation import evaluate_language_model
 from .modeling_transfo_xl import TransfoXLForCausalLM
@@ -77,7 +77,7 @@ class TransfoXLLM(TemplateLM):
         # Loaded with its lengths, so that generate has them too.
         given = {name: value for name, value in lengths.items() if value is not None}
         for name in filter(None, (pretrained, tokenizer)):
-            model_name(str(name))
+            hub_or_folder(str(name))
         model = AutoModelForCausalLM.from_pretrained(pretrained, dtype=dtype or "auto", **given)
         if not isinstance(model, TransfoXLForCausalLM):
             raise ValueError(f"pretrained={pretrained} is a {model.config.model_type}, not a Transformer-XL")

@@ -70,7 +70,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .command_line import CommandParser, model_name, one_line_errors
+from .command_line import CommandParser, hub_or_folder, one_line_errors
 from .corpora import (
     CORPORA,
     LINES,
@@ -153,11 +153,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--corpus", choices=[*CORPORA, MIDI], required=True, help="the conventions to follow")
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--input", type=Path, help="folder, archive or file")
-    source.add_argument("--dataset", help="a data set on the Hub, or a folder of one; a row is a line")
+    source.add_argument(
+        "--dataset", type=hub_or_folder, help="a data set on the Hub, or a folder of one; a row is a line"
+    )
     parser.add_argument("--config", help="configuration of the data set")
     parser.add_argument("--column", default="text", help="column of the data set with the text (%(default)s)")
     parser.add_argument(
-        "--tokenizer", type=model_name, help="folder or Hub name of a tokenizer to use instead of the text's symbols"
+        "--tokenizer",
+        type=hub_or_folder,
+        help="folder or Hub name of a tokenizer to use instead of the text's symbols",
     )
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--document_end", metavar="TOKEN", help="token that ends each document (the text is one)")

@@ -17,7 +17,7 @@ import errno
 import socket
 from importlib import import_module
 
-from .command_line import CommandParser, model_name, one_line_errors
+from .command_line import CommandParser, hub_or_folder, one_line_errors
 
 __all__ = ["main"]
 
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None):
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=model_name, help="folder or Hub name")
+    parser.add_argument("model", type=hub_or_folder, help="folder or Hub name")
     parser.add_argument("--host", default="localhost", help="address to listen at (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0 for any that is free (%(default)s)")
     parser.add_argument("--device", help="(cuda where there is one, otherwise cpu)")

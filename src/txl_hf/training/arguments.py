@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 import yaml  # type: ignore[import-untyped]
 from transformers import HfArgumentParser
 
-from ..command_line import CommandParser, model_name
+from ..command_line import CommandParser, hub_or_folder
 from ..files import LOCK_NAME
 from ..regularization_arguments import RegularizationArguments
 
@@ -367,7 +367,7 @@ def check_data(folder: Path):
 def check_model(name: str):
     """Raise a FileNotFoundError for a path that leads nowhere."""
     try:
-        model_name(name)
+        hub_or_folder(name)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"--model_name_or_path {error}") from None
 
