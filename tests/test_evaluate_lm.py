@@ -336,8 +336,8 @@ def test_a_name_that_is_no_folder_is_said_before_the_hub_is_asked(corpus, monkey
 
     said: list[str] = []
     monkeypatch.setattr(scoring.AutoConfig, "from_pretrained", ask)
-    message = fails("--model", "runs/modle", "--data", corpus)
-    assert said == ["runs/modle is no folder here: looking for it on the Hub\n"]
+    message = fails("--model", "nobody/modle", "--data", corpus)
+    assert said == ["nobody/modle is no folder here: looking for it on the Hub\n"]
     assert "there is no such folder here" in message and "no network" in message
 
 
