@@ -51,7 +51,8 @@ def test_the_closest_to_an_option_that_does_not_exist_is_named(parser, typed, me
     "name", ["./model", "../model", ".model", "/model", "~/model", "runs/model", "a/b/c", "model/", "runs\\model"]
 )
 def test_a_path_that_leads_nowhere_is_no_name_on_the_hub(name, tmp_path, monkeypatch, parser):
-    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "other").mkdir(parents=True)
+    (tmp_path / "runs" / "other" / "config.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     parser.add_argument("--model", type=hub_or_folder)
     with pytest.raises(SystemExit) as end:
@@ -59,7 +60,7 @@ def test_a_path_that_leads_nowhere_is_no_name_on_the_hub(name, tmp_path, monkeyp
     assert end.value.code == f"error: --model {name} does not exist: give a folder, or a name on the Hub"
 
 
-@pytest.mark.parametrize("name", ["gpt2", "owner/model", "runs", "runs/", "./runs", "runs/model.v2"])
+@pytest.mark.parametrize("name", ["gpt2", "owner/model", "runs", "runs/", "./runs", "runs/model.v2", "runs/model"])
 def test_what_is_there_and_what_may_be_on_the_hub_passes(name, tmp_path, monkeypatch):
     (tmp_path / "runs" / "model.v2").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

@@ -118,14 +118,14 @@ def hub_or_folder(name: str) -> str:
 
     Raises:
         FileNotFoundError: it is a path that leads nowhere. Without a network, the Hub would be asked for it in vain
-            for half a minute; so what begins as no name there does, has other separators, or would be in a folder
-            that is here, is not asked for.
+            for half a minute; so what begins as no name there does, has other separators, or would be beside a
+            folder like it (`runs/a`, where there is `runs/b/config.json`), is not asked for.
     """
     path = Path(name)
     begins_as_path = name.startswith((".", "~")) or path.is_absolute()
     separated_as_path = len(path.parts) > 2 or "\\" in name or name.endswith("/")
-    in_a_folder = len(path.parts) == 2 and path.parent.is_dir()
-    if (begins_as_path or separated_as_path or in_a_folder) and not path.exists():
+    beside_another = len(path.parts) == 2 and any(path.parent.glob("*/*.json"))
+    if (begins_as_path or separated_as_path or beside_another) and not path.exists():
         raise FileNotFoundError(f"{name} does not exist: give a folder, or a name on the Hub")
     return name
 
