@@ -343,7 +343,7 @@ def test_an_error_as_a_user_sees_it(checkpoint, tmp_path):
     arguments = ["--model", checkpoint, "--documents", "missing.txt", "--output", "output"]
     process = run_script(FOLDER / "document_resets.py", *arguments, cwd=tmp_path)
     assert process.returncode == 1 and process.stdout == ""
-    assert process.stderr == "error: missing.txt: No such file or directory\n"
+    assert process.stderr == "error: --documents missing.txt does not exist\n"
     assert list(tmp_path.iterdir()) == []
 
 
