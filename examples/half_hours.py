@@ -53,6 +53,8 @@ OUTPUT, WORK = ROOT / "examples" / "results" / "half_hours", ROOT / "build" / "h
 KINDS = ("static", "dynamic", "cache", "both")
 # How often it is a contender's turn to be timed, and by how many steps; the first ones are slower.
 TURNS, TIMED, UNTIMED = 3, 40, 5
+# Without a warm-up, which may be longer.
+TIMING = ["--max_steps", str(TIMED), "--warmup_steps", "0"]
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ class Text:
 
 
 WORDS = (
-    "--memory_length 300 --segment_length 100 --rate 0.003 0.01 0.03 --cache_size 2000 4000 "
-    "--cache_weight 0.1 0.2 0.3 --cache_temperature 0.01 0.03 0.1 --max_tokens 50000"
+    "--memory_length 300 --segment_length 100 --rate 0.005 0.01 0.02 0.03 --cache_size 2000 4000 "
+    "--cache_weight 0.1 0.15 0.2 0.3 --cache_temperature 0.003 0.01 0.03 --max_tokens 50000"
 )
 # As many characters as those words have.
 CHARACTERS = (
@@ -323,7 +325,7 @@ def seconds_of_step(run: Run) -> float:
 
     seconds = []
     with tempfile.TemporaryDirectory() as scratch:
-        training = Training(training_arguments(run.training(Path(scratch) / "timed", "--max_steps", str(TIMED))))
+        training = Training(training_arguments(run.training(Path(scratch) / "timed", *TIMING)))
         training.model.train()
         for batch in training.batches():
             since = time.perf_counter()

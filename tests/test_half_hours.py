@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 
 import half_hours
+from txl_hf.training.setup import make_scheduler
 
 COMMAND = ["--smoke", "--seeds", "0", "--only", "ptb", "warandpeace"]
 FIRST = {name: text.contenders[0] for name, text in half_hours.TEXTS.items()}
@@ -87,6 +89,19 @@ def test_contenders_train_for_equal_seconds_and_are_read_in_four_ways(examples, 
     assert "| recipe | 1 | 4 | 16 | 148.41 | 134.29 | 121.51 | 109.95 |" in page
     assert "| as enwik8_base | 1 | 8 | 16 | 2.885 |" in page
     assert page in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "contender"),
+    [(name, each) for name, text in half_hours.TEXTS.items() for each in text.contenders],
+    ids=str,
+)
+def test_each_contender_can_be_timed(tmp_path, text, contender):
+    """A warm-up longer than the steps that are timed was refused where the rate goes down at the end."""
+    run = half_hours.Run(text, contender, seed=0, work=tmp_path, smoke=False)
+    arguments = half_hours.training_arguments(run.training(tmp_path / "timed", *half_hours.TIMING)).optimization
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    make_scheduler(torch.optim.SGD(parameters, lr=arguments.learning_rate), arguments, half_hours.TIMED)
 
 
 def test_some_contenders_are_run_and_all_are_timed(examples, tmp_path):
