@@ -100,7 +100,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, stop)
     # On a busy machine, threads that spin while they wait are many times slower than one alone. Read by torch.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    read_command_line()
+    ASKED = read_command_line()
 
 import torch
 import transformers
@@ -121,8 +121,7 @@ with one_line_errors():
     import matplotlib.pyplot as plt
 
 
-def main():
-    arguments, text = read_command_line()
+def main(arguments: argparse.Namespace, text: str):
     started = time.monotonic()
     torch.manual_seed(0)
     # A model this small gains nothing from more threads.
@@ -310,4 +309,4 @@ def reload(
 
 
 if __name__ == "__main__":
-    main()
+    main(*ASKED)

@@ -212,7 +212,7 @@ def main(argv: list[str] | None = None):
             for seed in options.seeds
             for text in options.only
             for contender in TEXTS[text].contenders
-            if contender.name in (options.contenders or [contender.name])
+            if contender.name in options.contenders
         ]
         done = {key(row) for row in harness.read(options.output / "rows.csv")}
         left = [run for run in runs if (run.text, run.contender.name, str(run.seed)) not in done]
@@ -239,7 +239,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, which share the threads (%(default)s)")
     options = parser.parse_study(argv)
     names = sorted({contender.name for text in options.only for contender in TEXTS[text].contenders})
-    if unknown := set(options.contenders or []) - set(names):
+    options.contenders = options.contenders or names
+    if unknown := set(options.contenders) - set(names):
         parser.error(f"--contenders {sorted(unknown)}: of {', '.join(options.only)} there are {', '.join(names)}")
     if options.jobs < 1:
         parser.error(f"--jobs {options.jobs} must be at least 1")

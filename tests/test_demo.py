@@ -121,7 +121,7 @@ def test_a_second_run_replaces_the_output_of_the_first(demo, tmp_path):
 def call(demo, monkeypatch, *arguments: str | Path):
     """main() with these arguments, in this process."""
     monkeypatch.setattr(sys, "argv", ["demo.py", *map(str, arguments)])
-    demo.main()
+    demo.main(*demo.read_command_line())
 
 
 @pytest.mark.parametrize(

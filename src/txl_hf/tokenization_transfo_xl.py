@@ -182,26 +182,27 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         another `mode` or `lower_case` than the tokenizer was saved with."""
         for path in Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "").glob("*token*.json"):
             _check_json(path)
-        steps = {name: kwargs[name] for name in ("mode", "lower_case") if name in kwargs}
+        if steps := {name: kwargs[name] for name in ("mode", "lower_case") if name in kwargs}:
+            # Here, because it imports the Auto classes, which register this one.
+            from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+            # A legacy vocabulary has no steps of its own, and takes any.
+            saved = get_tokenizer_config(pretrained_model_name_or_path, **kwargs)
+            for name, value in steps.items():
+                if saved.get(name, value) != value:
+                    raise ValueError(
+                        f"{name}={value!r}, but the steps in {pretrained_model_name_or_path} are those of "
+                        f"{name}={saved[name]!r}: for others on the same vocabulary load it as it is, and make "
+                        f"TransfoXLTokenizer.from_symbols(tokenizer.symbols, {name}={value!r})"
+                    )
         try:
-            tokenizer = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-            others = {name: value for name, value in kwargs.items() if name not in steps}
-            saved = super().from_pretrained(pretrained_model_name_or_path, *args, **others) if steps else tokenizer
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         except (AttributeError, KeyError, TypeError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(
                 f"the tokenizer's files in {pretrained_model_name_or_path} (tokenizer.json, tokenizer_config.json) "
                 f"do not load: {reason}"
             ) from error
-        for name, value in steps.items():
-            # A legacy vocabulary has no steps of its own, and takes any.
-            if getattr(saved, name) != value and saved._tokenizer.to_str() == tokenizer._tokenizer.to_str():
-                raise ValueError(
-                    f"{name}={value!r}, but the steps in {pretrained_model_name_or_path} are those of "
-                    f"{name}={getattr(saved, name)!r}: for others on the same vocabulary load it as it is, and make "
-                    f"TransfoXLTokenizer.from_symbols(tokenizer.symbols, {name}={value!r})"
-                )
-        return tokenizer
 
     @classmethod
     def from_symbols(
