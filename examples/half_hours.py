@@ -5,11 +5,11 @@
     python examples/half_hours.py --smoke --output build/half_hours
 
 --texts holds the folders `wikitext-2`, `ptb` and `wikipedia-long`, with the files that `txl-prepare` reads, and
-`warandpeace` with `warandpeace.txt`. Before a text is begun, steps of its contenders are timed, each in a process of
-its own, in turn; the machine should then have nothing else to do. The first contender trains for the steps of its
-recipe, the others for as many as take the same seconds (in `warandpeace` for the steps of theirs). Seconds are of
-training alone, without validation and checkpoints. Once the steps are known it does not matter how fast they are done:
-several runs can go on at once (`--jobs`).
+`warandpeace` with `warandpeace.txt`. Before a text is begun, steps of its first contender and of those that are to run
+are timed, each in a process of its own, in turn; the machine should then have nothing else to do. The first contender
+trains for the steps of its recipe, the others for as many as take the same seconds (in `warandpeace` for the steps of
+theirs). Seconds are of training alone, without validation and checkpoints. Once the steps are known it does not matter
+how fast they are done: several runs can go on at once (`--jobs`).
 
 A model then scores the test text alone, with dynamic evaluation, with a continuous cache and with both, in one stream;
 `tune_lm.py` chooses their settings on the validation text. One of `warandpeace` scores it alone.
@@ -219,7 +219,7 @@ def main(argv: list[str] | None = None):
         print(f"{len(runs) - len(left)} of {len(runs)} runs are done", flush=True)
         for run in left:
             prepare(run, options.texts)
-            step_seconds(run)
+            time_steps(run, options.contenders)
         threads = max(1, torch.get_num_threads() // options.jobs)
         with ThreadPoolExecutor(options.jobs) as jobs:
             trained = {jobs.submit(train, run, threads): run for run in left}
@@ -304,20 +304,33 @@ def planned_steps(arguments: Arguments) -> int:
     return steps
 
 
-def step_seconds(run: Run) -> dict[str, float]:
-    """Of each contender of a run's text; measured once, for all seeds."""
-    measured = run.work / f"{run.text}.json"
+def time_steps(run: Run, names: list[str]):
+    """Time steps of the first contender of a run's text and of those of these names; once, for all seeds.
+
+    Raises:
+        ValueError: some were timed before, and not all of these.
+    """
+    first, *others = TEXTS[run.text].contenders
+    contenders = [first, *(each for each in others if each.name in names)]
+    measured = timed(run)
     if not measured.exists():
-        contenders = [replace(run, contender=contender) for contender in TEXTS[run.text].contenders]
-        turns: dict[str, list[float]] = {each.contender.name: [] for each in contenders}
+        turns: dict[str, list[float]] = {each.name: [] for each in contenders}
         for each in contenders * TURNS:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                turns[each.contender.name].append(process.submit(seconds_of_step, each).result())
+                turns[each.name].append(process.submit(seconds_of_step, replace(run, contender=each)).result())
         write_text(measured, json.dumps({name: statistics.median(times) for name, times in turns.items()}) + "\n")
-    seconds = json.loads(measured.read_text())
-    if missing := [each.name for each in TEXTS[run.text].contenders if each.name not in seconds]:
-        raise ValueError(f"{measured} has no time of {', '.join(missing)}: delete it, and all are timed anew, in turn")
-    return seconds
+    seconds = step_seconds(run)
+    if missing := [each.name for each in contenders if each.name not in seconds]:
+        raise ValueError(f"{measured} has no time of {', '.join(missing)}: delete it, and they are timed in turn")
+
+
+def timed(run: Run) -> Path:
+    return run.work / f"{run.text}.json"
+
+
+def step_seconds(run: Run) -> dict[str, float]:
+    """Of the contenders of a run's text, as they were timed."""
+    return json.loads(timed(run).read_text())
 
 
 def seconds_of_step(run: Run) -> float:
