@@ -94,13 +94,13 @@ WORDS = (
     "--memory_length 300 --segment_length 100 --rate 0.005 0.01 0.02 0.03 --cache_size 2000 4000 "
     "--cache_weight 0.1 0.15 0.2 0.3 --cache_temperature 0.003 0.01 0.03 --max_tokens 50000"
 )
-# As many characters as those words have.
+# As many characters as WikiText-2 has words: following the whole test text would take an hour.
 CHARACTERS = (
     "--memory_length 512 --segment_length 128 --rate 0.001 0.003 0.01 --cache_size 2000 4000 "
-    "--cache_weight 0.03 0.1 --cache_temperature 0.03 0.1 --max_tokens 250000"
+    "--cache_weight 0.03 0.1 --cache_temperature 0.03 0.1 --max_tokens 250000 --max_test_tokens 250000"
 )
 # Half an hour of a recipe for minutes. Its softmax has a second bin for the 3,500 characters that are rare.
-LONG = "--max_steps 10000 --mem_len 256 --eval_mem_len 256 --eval_memory_lengths 0 256 --cutoffs 128"
+LONG = "--max_steps 10000 --mem_len 256 --eval_every 2500 --eval_mem_len 256 --eval_memory_lengths 0 256 --cutoffs 128"
 MORE_CHARACTERS = "--optimizer muon --batch_size 32 --weight_decay 0.1"
 # The recipe of WikiText-2 before: 109.8 after its 5,000 steps.
 FIRST_WORDS = (
@@ -383,6 +383,7 @@ def rows_of(run: Run) -> list[dict[str, Any]]:
                 **common,
                 "kind": test["kind"],
                 **figures(chosen[0]["nll"], test["nll"]),
+                "test_tokens": test["text_tokens"],
                 "test_seconds": round(test["seconds"], 1),
                 "settings": json.dumps({name: value for name, value in settings.items() if value}),
                 "tuning": shlex.join(["tune_lm.py", *run.tuning()]).replace(f"{ROOT}{os.sep}", ""),
@@ -401,7 +402,9 @@ def page(rows: list[dict[str, str]]) -> str:
     parts = ["# Half an hour on two cores", "Written by `examples/half_hours.py`, which says how, from `rows.csv`."]
     for text in dict.fromkeys(row["text"] for row in rows):
         chosen = [row for row in rows if row["text"] == text]
-        parts += [f"## {text}", f"{TEXTS[text].measure} of the test text; {about(chosen[0])}.", table(chosen)]
+        read = chosen[0].get("test_tokens")
+        scored = f"the test text, {int(read):,} tokens" if read else "the test text"
+        parts += [f"## {text}", f"{TEXTS[text].measure} of {scored}; {about(chosen[0])}.", table(chosen)]
         parts.append("\n".join(["```bash", *dict.fromkeys(commands(chosen)), "```"]))
     return "\n\n".join(parts) + "\n"
 

@@ -38,7 +38,10 @@ class Examples:
             results = {**splits, "model": {"parameters": 7}, "commit": "abc"}
             (output / half_hours.RESULTS).write_text(json.dumps(results))
         else:
-            rows = [{"kind": k, "dynamic": d, "cache": c, "nll": nll, "seconds": 3.0} for k, d, c, nll in SETTINGS]
+            rows = [
+                {"kind": k, "dynamic": d, "cache": c, "nll": nll, "seconds": 3.0, "text_tokens": 1500}
+                for k, d, c, nll in SETTINGS
+            ]
             output.write_text(json.dumps({"validation": rows, "test": rows}))
 
 
@@ -88,6 +91,7 @@ def test_contenders_train_for_equal_seconds_and_are_read_in_four_ways(examples, 
     page = (tmp_path / "README.md").read_text()
     assert "| recipe | 1 | 4 | 16 | 148.41 | 134.29 | 121.51 | 109.95 |" in page
     assert "| as enwik8_base | 1 | 8 | 16 | 2.885 |" in page
+    assert "Perplexity of the test text, 1,500 tokens; " in page and "Bits a character of the test text; " in page
     assert page in capsys.readouterr().out
 
 
