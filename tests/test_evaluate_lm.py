@@ -4,10 +4,12 @@ import dataclasses
 import io
 import json
 import math
+import os
 import pickle
 import shutil
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,7 @@ from models import small_model
 from scripts import run_script
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model, scoring
 from txl_hf import evaluate as evaluate_lm
+from txl_hf.cards import weights_digest
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "evaluate_lm.py"
 
@@ -223,6 +226,25 @@ def test_a_trained_model_has_the_figure_of_its_training(corpus, model, tmp_path,
     (copy / "results.json").write_text("[]")
     [row] = run(capsys, "--model", copy, "--data", corpus)["results"]
     assert (row["segment_length"], row["memory_length"], row["batch_size"]) == (8, 12, 1)
+
+
+def test_whose_figures_they_are_is_told_by_the_weights_and_not_by_times(corpus, model, tmp_path, capsys):
+    """A copy may have its files in another order, and as a Hub's folder it has."""
+    copy = shutil.copytree(model, tmp_path / "model")
+    lengths = dict.fromkeys(("segment_length", "memory_length", "batch_size", "clamp_len", "ext_len"), 3)
+    results = {"test": lengths | {"same_length": False}, "weights": weights_digest(copy)}
+    (copy / "results.json").write_text(json.dumps(results))
+    os.utime(copy / "results.json", (time.time() - 60,) * 2)
+    [row] = run(capsys, "--model", copy, "--data", corpus)["results"]
+    assert {name: row[name] for name in lengths} == lengths
+    loaded = AutoModelForCausalLM.from_pretrained(copy)
+    next(loaded.parameters()).data.add_(1)
+    loaded.save_pretrained(copy)
+    os.utime(copy / "results.json", (time.time() + 60,) * 2)
+    evaluate_lm.main(["--model", str(copy), "--data", str(corpus)])
+    printed = capsys.readouterr()
+    assert "results.json is not used: it is of other weights, or not txl-train's" in printed.err
+    assert json.loads(printed.out)["results"][0]["segment_length"] == 8
 
 
 def test_a_length_that_was_not_evaluated_has_no_init(corpus, model, capsys):

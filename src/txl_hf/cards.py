@@ -1,5 +1,6 @@
 """What a model scored, as the model-index of its card: figures that the Hub reads."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult
 
-__all__ = ["RESULTS", "read_results", "results_of_folder", "to_results"]
+__all__ = ["RESULTS", "read_results", "results_of_folder", "to_results", "weights_digest"]
 
 # What `txl-train` leaves beside the model.
 RESULTS = "results.json"
@@ -39,18 +40,33 @@ def to_results(figures: Mapping[str, Mapping[str, Any]], dataset: str) -> list[E
     ]
 
 
+def weights_digest(folder: Path) -> str:
+    """SHA-256 of the weights of the model in a folder, all files of theirs."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("model*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
 def read_results(folder: Path) -> dict[str, Any]:
-    """`results.json` of the model in a folder; nothing where there is none, or one that is older than the weights: it
-    is of others.
+    """`results.json` of the model in a folder; nothing where there is none, or one of other weights.
+
+    `"weights"`, the `weights_digest`, says of which it is. In a file without, as another program writes it, the times
+    do: one that is older than the weights is of others.
     """
     path = folder / RESULTS
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(results, dict):
+            return {}
+        if "weights" in results:
+            return results if results["weights"] == weights_digest(folder) else {}
         written = path.stat().st_mtime_ns
         stale = any(weights.stat().st_mtime_ns > written for weights in folder.glob("model*.safetensors"))
     except (OSError, ValueError):
         return {}
-    return {} if stale or not isinstance(results, dict) else results
+    return {} if stale else results
 
 
 def results_of_folder(folder: Path, dataset: str) -> list[EvalResult]:

@@ -112,6 +112,7 @@ def describe(model: TransfoXLForCausalLM, text: Text, options: argparse.Namespac
 
 def take_lengths_of_training(options: argparse.Namespace) -> None:
     """Where `txl-train` scored the model, score it likewise but for what is asked for: one model has one figure."""
+    path = Path(options.model, RESULTS)
     try:
         found = read_results(Path(options.model))["test"]
         lengths = {name: int(found[name]) for name in LENGTHS}
@@ -119,6 +120,8 @@ def take_lengths_of_training(options: argparse.Namespace) -> None:
     except (ValueError, KeyError, TypeError, AttributeError):
         # Of another origin, or no folder.
         lengths, document_end = {}, None
+        if path.is_file():
+            print(f"{path} is not used: it is of other weights, or not txl-train's", file=sys.stderr)
     if lengths and options.document_end is None and (document_end is None or isinstance(document_end, int)):
         # The token's id: the vocabulary is the model's.
         options.document_end = "none" if document_end is None else document_end

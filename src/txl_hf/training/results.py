@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import txl_hf
 
-from ..cards import RESULTS, results_of_folder
+from ..cards import RESULTS, results_of_folder, weights_digest
 from ..evaluation import LanguageModelEvaluation, evaluate_language_model, figures
 from ..files import LOCK_NAME, lock_folder, whole_file, write_text
 from ..modeling_transfo_xl import TransfoXLForCausalLM
@@ -131,7 +131,8 @@ def finish(output: Path, texts: dict, arguments: Arguments, document_end: int | 
         (output / BEST).rmdir()
     if not (output / RESULTS).exists():
         model = AutoModelForCausalLM.from_pretrained(output).to("cuda" if torch.cuda.is_available() else "cpu")
-        write_text(output / RESULTS, json.dumps(score(model, texts, arguments, document_end), indent=1) + "\n")
+        scores = score(model, texts, arguments, document_end) | {"weights": weights_digest(output)}
+        write_text(output / RESULTS, json.dumps(scores, indent=1) + "\n")
         results = results_of_folder(output, Path(arguments.data.data or "").name)
         model.write_model_card(output / "README.md", output.name, model_name=output.name, eval_results=results)
     results, metric = json.loads((output / RESULTS).read_text()), arguments.evaluation.metric
