@@ -46,7 +46,7 @@ test-oldest:
 test-clients:
 	$(MAKE) venv VENV=.venv-clients
 	.venv-clients/bin/python -m pip install --constraint $(CONSTRAINTS) --requirement tests/clients/requirements.txt
-	OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest tests/clients
+	OMP_NUM_THREADS=1 TXL_CLIENTS=all .venv-clients/bin/python -m pytest tests/clients
 	PATH="$(CURDIR)/.venv-clients/bin:$$PATH" OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest -k deepspeed \
 		tests/test_trainer.py tests/test_train_lm.py
 

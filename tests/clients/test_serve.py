@@ -17,6 +17,24 @@ from txl_hf import TransfoXLTokenizer, commands
 LETTERS = "abcdefghijklmnopqrstuvwxyz .:\n"
 TEMPLATE = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
 
+# txl-serve, which leaves beside its model how many tokens each forward pass read.
+COUNTED = """
+import functools, sys
+from txl_hf import TransfoXLModel
+from txl_hf.commands import serve
+
+forward = TransfoXLModel.forward
+
+@functools.wraps(forward)
+def counted(self, input_ids=None, *args, **kwargs):
+    with open(sys.argv[1] + ".read", "a") as file:
+        print(input_ids.shape[1], file=file)
+    return forward(self, input_ids, *args, **kwargs)
+
+TransfoXLModel.forward = counted
+serve(sys.argv[1:])
+"""
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -30,8 +48,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(model):
-    code = "import sys; from txl_hf.commands import serve; serve(sys.argv[1:])"
-    command = [sys.executable, "-c", code, str(model), "--port", "0"]
+    command = [sys.executable, "-c", COUNTED, str(model), "--port", "0"]
     process = subprocess.Popen(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=subprocess.PIPE, text=True)
     try:
         # This line is said when it answers, with the port that it has found.
@@ -72,13 +89,18 @@ def test_a_completion(client, model):
 
 
 def test_a_conversation_goes_on_with_its_memory(client, model):
-    messages, text = [], ""
+    messages, text, known = [], "", 0
+    read = model.with_name("model.read")
     for said in ("good morning", "who are you", "and then"):
         messages.append({"role": "user", "content": said})
         text += f"user: {said}\n"
         asked = {"model": str(model), "messages": messages, "max_tokens": 10, "temperature": 0}
+        read.write_text("")
         found = client.chat.completions.create(**asked).choices[0].message.content
         assert found == reply(model, text, 10)
+        # What this template puts before a reply was not written by the model: the memory of the prompt before goes on.
+        assert sum(map(int, read.read_text().split())) == len(text) - known + 9, "all of the reply but its last token"
+        known = len(text) - 1
         streamed = client.chat.completions.create(**asked, stream=True)
         assert "".join(part.choices[0].delta.content or "" for part in streamed) == found
         messages.append({"role": "assistant", "content": found})
