@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
+from transformers import Trainer, TrainingArguments
 
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, adaptive_transfo_xl
 from txl_hf.adaptive_transfo_xl import AdaptiveEmbedding, AdaptiveLogSoftmax, check_labels
@@ -472,3 +473,17 @@ def test_prompts_are_tuned_by_peft(make_model, make_ids, changes, kind):
     assert any(gradient.norm() > 0 for gradient in gradients)
     generated = tuned.generate(input_ids=ids, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=60)
     assert generated.shape == (2, 8)
+
+
+@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "P_TUNING"])
+def test_prompts_train_with_trainer(make_model, make_ids, tmp_path, kind):
+    """And nothing else does."""
+    peft = pytest.importorskip("peft")
+    config = {"PROMPT_TUNING": peft.PromptTuningConfig, "P_TUNING": peft.PromptEncoderConfig}[kind]
+    tuned = peft.get_peft_model(make_model(), config(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    before = {name: parameter.clone() for name, parameter in tuned.named_parameters()}
+    texts = [{"input_ids": row, "labels": row} for row in make_ids(4, 5)]
+    options = TrainingArguments(str(tmp_path), max_steps=2, learning_rate=0.1, report_to=[], use_cpu=True)
+    assert Trainer(tuned, options, train_dataset=texts).train().global_step == 2
+    changed = {name for name, parameter in tuned.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == {name for name, parameter in tuned.named_parameters() if parameter.requires_grad} != set()

@@ -16,6 +16,7 @@ several sizes and compared with torch before the folder appears; a difference is
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from .command_line import CommandParser, hub_or_folder, one_line_errors
@@ -33,6 +34,8 @@ def main(argv: list[str] | None = None):
 
         for name, difference in export(options.model, options.output).items():
             print(f"{options.output / name}: at most {difference:.1e} from torch")
+        if not (options.output / "tokenizer_config.json").exists():
+            print(f"no tokenizer was found with {options.model}: put its files into {options.output}", file=sys.stderr)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -112,6 +112,13 @@ def test_what_cannot_be_exported_is_said_and_nothing_written(folders, make_model
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_without_tokenizer_is_written_without_one_and_that_is_said(make_model, tmp_path, capsys):
+    make_model(n_layer=1, mem_len=4).save_pretrained(tmp_path / "model")
+    commands.export(["--model", str(tmp_path / "model"), "--output", str(tmp_path / "out")])
+    assert "no tokenizer was found with " in capsys.readouterr().err
+    assert not (tmp_path / "out" / "tokenizer_config.json").exists()
+
+
 @pytest.mark.parametrize("missing", ["tokenizer.json", "segment.onnx", "step.onnx"])
 def test_a_folder_that_is_no_export_is_one_line(missing, tmp_path, monkeypatch):
     for name in {"tokenizer.json", "segment.onnx", "step.onnx"} - {missing}:
