@@ -814,6 +814,7 @@ def test_the_defaults_of_help_are_those_of_the_model(tmp_path):
 
 def test_what_a_run_says(tmp_path, capsys, recipe, corpus, monkeypatch):
     """What it will do, its loss before the first line of the log, and at the end where all is."""
+    assert loop.SECONDS_SHOWN <= 10
     monkeypatch.setattr(loop, "SECONDS_SHOWN", 0)
     train(recipe, "--data", corpus, "--output", tmp_path / "output", "--log-every", "100", "--eval_every", "100")
     printed = capsys.readouterr()
@@ -934,6 +935,9 @@ def test_the_commands_that_a_user_types(tmp_path):
     first = python("train_lm.py", recipe, "--data", "data", "--output", "output")
     assert first.returncode == 0 and "test: perplexity " in first.stdout, first.stderr
     assert "Traceback" not in first.stderr and "Warning" not in first.stderr, first.stderr
+    scored = python("evaluate_lm.py", "--model", "output", "--data", "data", "--json")
+    [found], trained = json.loads(scored.stdout)["results"], json.loads((tmp_path / "output/results.json").read_text())
+    assert found["nll"] == pytest.approx(trained["test"]["nll"], rel=1e-6), "one figure for one model"
     wrong = python("train_lm.py", recipe, "--data", "data", "--output", "output")
     assert wrong.returncode != 0
     assert wrong.stderr == "error: --output output is in use: go on with --resume, or start again with --overwrite\n"
