@@ -28,6 +28,8 @@ from txl_hf import TokenStream, TransfoXLTokenizer, TransfoXLTrainer, evaluate_l
 from txl_hf.cards import to_results
 from txl_hf.checkpoints import last_checkpoint
 from txl_hf.memory_transfo_xl import memory_of
+from txl_hf.training.arguments import OptimizationArguments
+from txl_hf.training.setup import make_optimizer
 
 CPU_0 = "Trainer loads an optimizer to cpu:0 here, which torch refuses"
 SGD = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "learning_rate": 0.1}
@@ -132,6 +134,27 @@ def test_low_rank_adapters(tmp_path):
     resumed = make_trainer(tmp_path, model=adapted(), **SAVING)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     assert logged(resumed)[5:] == logged(whole)[5:] and len(logged(whole)) == 12
+
+
+def test_muon_and_a_rate_that_is_stable_and_then_goes_down(tmp_path):
+    """Through what Trainer takes, and resumed."""
+    pytest.importorskip("pytorch_optimizer")
+    muon = OptimizationArguments(optimizer="muon", learning_rate=3e-3, weight_decay=0.1)
+    schedule = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 4}}
+
+    def make() -> TransfoXLTrainer:
+        model = make_model(dropout=0.1)
+        optimizers = make_optimizer(model, muon), None
+        return make_trainer(tmp_path, model, trainer={"optimizers": optimizers}, warmup_steps=2, **schedule, **SAVING)
+
+    whole = make()
+    whole.train()
+    assert type(whole.optimizer.optimizer).__name__ == "Muon"
+    rates = logged(whole, "learning_rate")
+    assert rates[0] == 0 and rates[2:9] == [3e-3] * 7 and rates[9] > rates[10] > rates[11] > 0
+    resumed = make()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert logged(resumed) == logged(whole) and len(logged(whole)) == 12
 
 
 def test_iterable_datasets(tmp_path):
