@@ -91,12 +91,12 @@ class Text:
 
 
 WORDS = (
-    "--memory_length 300 --segment_length 100 --rate 0.005 0.01 0.02 0.03 --cache_size 2000 4000 "
+    "--batch_size 1 --memory_length 300 --segment_length 100 --rate 0.005 0.01 0.02 0.03 --cache_size 2000 4000 "
     "--cache_weight 0.1 0.15 0.2 0.3 --cache_temperature 0.003 0.01 0.03 --max_tokens 50000"
 )
 # As many characters as WikiText-2 has words: following the whole test text would take an hour.
 CHARACTERS = (
-    "--memory_length 512 --segment_length 128 --rate 0.001 0.003 0.01 --cache_size 2000 4000 "
+    "--batch_size 1 --memory_length 512 --segment_length 128 --rate 0.001 0.003 0.01 --cache_size 2000 4000 "
     "--cache_weight 0.03 0.1 --cache_temperature 0.03 0.1 --max_tokens 250000 --max_test_tokens 250000"
 )
 # Half an hour of a recipe for minutes. Its softmax has a second bin for the 3,500 characters that are rare.
@@ -166,7 +166,7 @@ SMALL = (
     "--mem_len 16 --batch_size 4 --max_steps 8 --warmup_steps 1 --eval_every 8 --eval_batch_size 2 --eval_tgt_len 16 "
     "--eval_mem_len 16 --eval_memory_lengths --log_every 4 --save_every 8"
 )
-SMALL_TUNING = "--rate 0.01 --cache_size 20 --cache_weight 0.1 --cache_temperature 0.1 --max_tokens 300"
+SMALL_TUNING = "--batch_size 1 --rate 0.01 --cache_size 20 --cache_weight 0.1 --cache_temperature 0.1 --max_tokens 300"
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None):
             trained = {jobs.submit(train, run, threads): run for run in left}
             for job in as_completed(trained):
                 job.result()
-                harness.append(options.output / "rows.csv", rows_of(trained[job]))
+                harness.append(options.output / "rows.csv", rows_of(trained[job], threads))
                 write_text(options.output / "README.md", page(harness.read(options.output / "rows.csv")))
         print((options.output / "README.md").read_text(encoding="utf-8"))
 
@@ -352,14 +352,14 @@ def seconds_of_step(run: Run) -> float:
 # --- results ---------------------------------------------------------------------------------------------------------
 
 
-def rows_of(run: Run) -> list[dict[str, Any]]:
-    """What a run gave, a row for each way of reading."""
+def rows_of(run: Run, threads: int) -> list[dict[str, Any]]:
+    """What a run gave with so many threads, a row for each way of reading."""
     results = json.loads((run.folder / RESULTS).read_text())
     options = run.training(run.folder, *steps_of(run))
     command, arguments = shlex.join(["train_lm.py", *options]), training_arguments(options)
     steps, each = planned_steps(arguments), step_seconds(run)[run.contender.name]
     common = {
-        **harness.origin("cpu", PRECISIONS[precision_of(arguments.run)], torch.get_num_threads()),
+        **harness.origin("cpu", PRECISIONS[precision_of(arguments.run)], threads),
         **harness.versions(),
         "commit": results["commit"],
         "text": run.text,
@@ -381,6 +381,7 @@ def rows_of(run: Run) -> list[dict[str, Any]]:
         rows.append(
             {
                 **common,
+                "threads": tuned["threads"],
                 "kind": test["kind"],
                 **figures(chosen[0]["nll"], test["nll"]),
                 "test_tokens": test["text_tokens"],

@@ -9,8 +9,12 @@ readings every cache: all sizes, weights and temperatures with one another. With
 by what the gradients are on N tokens of the training text; without, they are those of plain gradient descent, whose
 rates are larger. A rate at the end of the ones tried may not be the best there is, which is said.
 
-Then the model alone, the best rate, the best cache and the best pair of both score the test text, each once. The
-perplexities are shown and plotted; `--output` has all points, with the settings and seconds of each, as JSON.
+Lengths, streams and documents are as in `evaluate_lm.py`: what is not given is as the model was scored in training, or
+as the data was prepared.
+
+Then the model alone, the best rate, the best cache and the best pair of both score the test text, each once and in a
+reading of its own. The perplexities are shown and plotted; `--output` has all points, with the settings and seconds of
+each, as JSON.
 """
 
 import argparse
@@ -30,9 +34,17 @@ from txl_hf.adaptation import Diverged
 from txl_hf.command_line import CommandParser, add_scoring_options, check_files, one_line_errors
 from txl_hf.evaluation import LanguageModelEvaluation, evaluate_caches
 from txl_hf.files import whole_file, write_text
-from txl_hf.scoring import check_vocabulary, default_device, describe, load_config, read_prepared
-
-KINDS = ("static", "dynamic", "cache", "both")
+from txl_hf.prepare import read_document_end
+from txl_hf.scoring import (
+    check_protocol,
+    check_vocabulary,
+    default_device,
+    describe,
+    load_config,
+    protocols,
+    read_prepared,
+    take_lengths_of_training,
+)
 
 
 def main(argv: list[str] | None = None):
@@ -45,7 +57,7 @@ def main(argv: list[str] | None = None):
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_scoring_options(parser, "folder of prepare_corpus.py", "perplexity on the validation text by rate")
-    parser.add_argument("--memory_length", type=int, help="(the model's mem_len)")
+    parser.add_argument("--memory_length", type=int, nargs=1, metavar="LENGTH", help="(the model's mem_len)")
     parser.add_argument("--rate", type=float, nargs="*", default=[], help="rates of dynamic evaluation to try")
     parser.add_argument("--decay", type=float, nargs="+", default=[0.0], help="decays to try (%(default)s)")
     parser.add_argument("--epsilon", type=float, default=1e-5, help="(%(default)s)")
@@ -64,21 +76,27 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     for name in ("max_tokens", "max_test_tokens", "statistics"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1")
-    options.split, options.device = "validation", options.device or default_device()
+    options.split, options.device, options.sliding_window = "validation", options.device or default_device(), []
     return options
 
 
 def run(options: argparse.Namespace):
+    take_lengths_of_training(options)
     config = load_config(options.model)
+    [lengths] = protocols(options, config)
+    check_protocol(config, clamp_len=options.clamp_len, **lengths)
     texts = {split: read_prepared(options.data, split) for split in ("train", "validation", "test")}
     check_vocabulary(texts["validation"], config, options)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
     model.to(options.device)
+    document_end = options.document_end
+    if not isinstance(document_end, int):
+        document_end = read_document_end(options.data, texts["validation"].tokenizer, document_end)
     protocol = {
-        "segment_length": options.segment_length or config.tgt_len,
-        "memory_length": options.memory_length,
-        "batch_size": options.batch_size or 1,
+        **{name: value for name, value in lengths.items() if name != "protocol"},
+        "batch_size": options.batch_size,
         "clamp_len": options.clamp_len,
+        "document_end": document_end,
     }
     statistics = None if options.statistics is None else texts["train"].token_ids[: options.statistics]
     ways = [None] + [
@@ -106,16 +124,13 @@ def run(options: argparse.Namespace):
     chosen = choose(points)
     for kind, point in chosen.items():
         warn_of_an_end(kind, point, options)
-    # Readings that share their steps are one.
-    for dynamic in {id(point.dynamic): point.dynamic for point in chosen.values()}.values():
-        pairs = {kind: point.cache for kind, point in chosen.items() if point.dynamic is dynamic}
-        found = read(
-            model, texts["test"].token_ids[: options.max_test_tokens], dynamic, list(pairs.values()), protocol
+    for kind, point in chosen.items():
+        # Each is read by itself: its seconds are then its own.
+        [found] = read(
+            model, texts["test"].token_ids[: options.max_test_tokens], point.dynamic, [point.cache], protocol
         )
-        for kind, point in zip(pairs, found, strict=True):
-            report["test"].append({"kind": kind} | point.row())
-    report["test"].sort(key=lambda row: KINDS.index(row["kind"]))
-    for row in report["test"]:
+        row = {"kind": kind} | found.row()
+        report["test"].append(row)
         print(f"test {row['kind']}: perplexity {row['perplexity']:.3f}, {row['bits_per_token']:.4f} bits a token")
     if options.output is not None:
         write_text(options.output, json.dumps(report, indent=2, allow_nan=False) + "\n")

@@ -13,7 +13,9 @@ pytest.importorskip("accelerate")
 pytest.importorskip("datasets")
 
 from accelerate.state import AcceleratorState, GradientState
+from transformers import AutoTokenizer
 
+import tune_lm
 from models import small_model
 from test_train_lm import RECIPE
 from test_trainer import compare, sharded
@@ -252,3 +254,30 @@ def test_one_model_has_one_figure(prepared, tmp_path, capsys, document_end):
         figures = {name: results[split].pop(name) for name in ("nll", "perplexity", "bits_per_token")}
         assert {name: found[name] for name in figures} == pytest.approx(figures, rel=1e-6)
         assert {name: found[name] for name in results[split]} == results[split]
+    # The last split is the test text.
+    assert tune(prepared, output, tmp_path)["test"][0]["nll"] == pytest.approx(figures["nll"], rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [[], ["--document_end", "none"], ["--memory_length", "4", "--ext_len", "2"]])
+def test_what_is_tuned_is_read_as_it_is_evaluated(prepared, tmp_path, capsys, options):
+    """A folder without results.json, of data whose documents are known."""
+    size = len(AutoTokenizer.from_pretrained(prepared))
+    model = small_model(
+        vocab_size=size, cutoffs=[], div_val=1, mem_len=12, tgt_len=8, init_std=0.5, initial_memory="empty"
+    )
+    model.save_pretrained(tmp_path / "model")
+    capsys.readouterr()
+    evaluate.main(["--model", str(tmp_path / "model"), "--data", str(prepared), "--json", *options])
+    [found] = json.loads(capsys.readouterr().out)["results"]
+    settings = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_length", "batch_size", "document_end")
+    static = tune(prepared, tmp_path / "model", tmp_path, *options)["test"][0]
+    assert {name: static[name] for name in settings} == {name: found[name] for name in settings}
+    assert static["nll"] == pytest.approx(found["nll"], rel=1e-6)
+
+
+def tune(data: Path, model: Path, folder: Path, *options: str) -> dict:
+    cache = ["--cache_size", "10", "--cache_weight", "0.1", "--cache_temperature", "0.1"]
+    tune_lm.main(
+        ["--model", str(model), "--data", str(data), "--output", str(folder / "tuned.json"), *cache, *options]
+    )
+    return json.loads((folder / "tuned.json").read_text())

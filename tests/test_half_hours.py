@@ -42,7 +42,7 @@ class Examples:
                 {"kind": k, "dynamic": d, "cache": c, "nll": nll, "seconds": 3.0, "text_tokens": 1500}
                 for k, d, c, nll in SETTINGS
             ]
-            output.write_text(json.dumps({"validation": rows, "test": rows}))
+            output.write_text(json.dumps({"threads": threads, "validation": rows, "test": rows}))
 
 
 class InProcess:
@@ -93,6 +93,13 @@ def test_contenders_train_for_equal_seconds_and_are_read_in_four_ways(examples, 
     assert "| as enwik8_base | 1 | 8 | 16 | 2.885 |" in page
     assert "Perplexity of the test text, 1,500 tokens; " in page and "Bits a character of the test text; " in page
     assert page in capsys.readouterr().out
+
+
+def test_a_row_says_how_many_threads_its_run_had(examples, tmp_path, monkeypatch):
+    examples()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    half_hours.main([*COMMAND, "--jobs", "2", "--output", str(tmp_path)])
+    assert {row["threads"] for row in half_hours.harness.read(tmp_path / "rows.csv")} == {"2"}
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,12 @@ def add_scoring_options(parser: argparse.ArgumentParser, data: str, plot: str) -
     parser.add_argument("--model", type=hub_or_folder, required=True, help="folder or Hub name")
     parser.add_argument("--data", type=Path, required=True, help=data)
     parser.add_argument("--segment_length", type=int, help="tokens in one pass (the model's tgt_len)")
+    parser.add_argument("--ext_len", type=int, help="tokens read again with each segment (the model's)")
     parser.add_argument("--clamp_len", type=int, help="(the model's)")
+    parser.add_argument("--same_length", choices=["true", "false"], help="(the model's)")
+    parser.add_argument(
+        "--document_end", metavar="TOKEN", help="token that ends each document, or none (as the data was prepared)"
+    )
     parser.add_argument("--batch_size", type=int, help="streams that the text is cut into (1)")
     parser.add_argument("--device", help="(cuda where there is one, otherwise cpu)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="(%(default)s)")

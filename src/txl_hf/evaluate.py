@@ -56,8 +56,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--memory_length", type=int, nargs="+", help="one or more (the model's mem_len, without --sliding_window)"
     )
     parser.add_argument("--sliding_window", type=int, nargs="+", default=[], help="window lengths to score")
-    parser.add_argument("--ext_len", type=int, help="tokens read again with each segment (the model's)")
-    parser.add_argument("--same_length", choices=["true", "false"], help="(the model's)")
     parser.add_argument(
         "--warm_up", type=int, default=0, help="tokens of each stream read but not scored (%(default)s)"
     )
@@ -68,9 +66,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--parameters", help="of --dynamic: names of the parameters that follow, a regular expression")
     parser.add_argument(
         "--cache", nargs=3, metavar=("SIZE", "WEIGHT", "TEMPERATURE"), help="mix in a continuous cache; see tune_lm.py"
-    )
-    parser.add_argument(
-        "--document_end", metavar="TOKEN", help="token that ends each document, or none (as the data was prepared)"
     )
     parser.add_argument("--max_tokens", type=int, help="score the beginning of the text only")
     parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")

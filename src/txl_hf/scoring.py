@@ -30,7 +30,17 @@ from .layout_transfo_xl import is_repo_id
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .prepare import INFORMATION, read_document_end
 
-__all__ = ["Text", "check_vocabulary", "describe", "load_config", "read_prepared", "run"]
+__all__ = [
+    "Text",
+    "check_protocol",
+    "check_vocabulary",
+    "describe",
+    "load_config",
+    "protocols",
+    "read_prepared",
+    "run",
+    "take_lengths_of_training",
+]
 
 MEMORY, WINDOW = "memory", "sliding window"
 # What results.json says of the reading that gave its figures.
