@@ -126,10 +126,10 @@ def run(options: argparse.Namespace):
         warn_of_an_end(kind, point, options)
     for kind, point in chosen.items():
         # Each is read by itself: its seconds are then its own.
-        [found] = read(
+        [scored] = read(
             model, texts["test"].token_ids[: options.max_test_tokens], point.dynamic, [point.cache], protocol
         )
-        row = {"kind": kind} | found.row()
+        row = {"kind": kind} | scored.row()
         report["test"].append(row)
         print(f"test {row['kind']}: perplexity {row['perplexity']:.3f}, {row['bits_per_token']:.4f} bits a token")
     if options.output is not None:
