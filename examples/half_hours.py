@@ -14,8 +14,9 @@ how fast they are done: several runs can go on at once (`--jobs`).
 A model then scores the test text alone, with dynamic evaluation, with a continuous cache and with both, in one stream;
 `tune_lm.py` chooses their settings on the validation text. One of `warandpeace` scores it alone.
 
-A run that was stopped goes on where it was, and what is done is not done again: the same command. Models are kept in
-`--work`, results in `--output`: `rows.csv`, with the commit and the command of each run, and the page `README.md`.
+A run that was stopped goes on where it was, and what is done is not done again: the same command. What was begun with
+other options than those of today is refused. Models are kept in `--work`, results in `--output`: `rows.csv`, with the
+commit and the command of each run, and the page `README.md`.
 """
 
 import argparse
@@ -39,13 +40,14 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import torch
 
 import harness
+import tune_lm
 from harness import with_range
 from study import StudyParser
 from txl_hf.command_line import one_line_errors
 from txl_hf.files import write_text
-from txl_hf.training.arguments import Arguments
+from txl_hf.training.arguments import RECIPE, Arguments
 from txl_hf.training.arguments import parse_arguments as training_arguments
-from txl_hf.training.results import RESULTS
+from txl_hf.training.results import RESULTS, read_recipe
 from txl_hf.training.setup import PRECISIONS, precision_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,6 +55,9 @@ OUTPUT, WORK = ROOT / "examples" / "results" / "half_hours", ROOT / "build" / "h
 KINDS = ("static", "dynamic", "cache", "both")
 # How often it is a contender's turn to be timed, and by how many steps; the first ones are slower.
 TURNS, TIMED, UNTIMED = 3, 40, 5
+TUNED = "tuned.json"
+# Options of a run that its figures do not depend on, or that its folder is named after.
+PLACES = {"data", "output", "seed", "resume", "overwrite"}
 # Without a warm-up, which may be longer.
 TIMING = ["--max_steps", str(TIMED), "--warmup_steps", "0"]
 
@@ -200,7 +205,7 @@ class Run:
         if not TEXTS[self.text].tuning:
             return []
         options = SMALL_TUNING if self.smoke else TEXTS[self.text].tuning
-        places = ["--model", self.folder, "--data", self.data, "--output", self.folder / "tuned.json"]
+        places = ["--model", self.folder, "--data", self.data, "--output", self.folder / TUNED]
         return [*map(str, places), *shlex.split(options)]
 
 
@@ -220,6 +225,7 @@ def main(argv: list[str] | None = None):
         for run in left:
             prepare(run, options.texts)
             time_steps(run, options.contenders)
+            check_begun(run)
         threads = max(1, torch.get_num_threads() // options.jobs)
         with ThreadPoolExecutor(options.jobs) as jobs:
             trained = {jobs.submit(train, run, threads): run for run in left}
@@ -271,8 +277,35 @@ def train(run: Run, threads: int):
     """Train and tune, unless that is done."""
     if not (run.folder / RESULTS).exists():
         start("train_lm.py", [*run.training(run.folder, *steps_of(run)), "--resume"], threads)
-    if run.tuning() and not (run.folder / "tuned.json").exists():
+    if run.tuning() and not read_tuned(run).get("complete"):
+        (run.folder / TUNED).unlink(missing_ok=True)
         start("tune_lm.py", run.tuning(), threads)
+
+
+def check_begun(run: Run):
+    """Refuse what has been begun in a run's folder with other options than today's, which made other figures.
+
+    Raises:
+        ValueError: with the options that differ.
+    """
+    if (run.folder / RECIPE).exists():
+        recipe = read_recipe(run.folder / RECIPE)
+        check_options(run.folder, recipe, training_arguments(run.training(run.folder, *steps_of(run))).as_dict())
+    if tuned := read_tuned(run):
+        check_options(run.folder / TUNED, tuned["options"], tune_lm.settings_of(tune_lm.parse_arguments(run.tuning())))
+
+
+def check_options(path: Path, before: dict[str, Any], today: dict[str, Any]):
+    names = sorted((before.keys() | today.keys()) - PLACES)
+    pairs = ((name, before.get(name), today.get(name)) for name in names)
+    if changed := ", ".join(f"{name} was {old} and is {new}" for name, old, new in pairs if old != new):
+        raise ValueError(f"{path} is of other options: {changed}; delete it, or name another --work")
+
+
+def read_tuned(run: Run) -> dict[str, Any]:
+    """What `tune_lm.py` has left, which may be a part; nothing before it has begun."""
+    path = run.folder / TUNED
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def start(script: str, options: list[str], threads: int | None = None):
@@ -308,7 +341,7 @@ def time_steps(run: Run, names: list[str]):
     """Time steps of the first contender of a run's text and of those of these names; once, for all seeds.
 
     Raises:
-        ValueError: some were timed before, and not all of these.
+        ValueError: some were timed before, and not all of these, or with other options.
     """
     first, *others = TEXTS[run.text].contenders
     contenders = [first, *(each for each in others if each.name in names)]
@@ -318,10 +351,22 @@ def time_steps(run: Run, names: list[str]):
         for each in contenders * TURNS:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 turns[each.name].append(process.submit(seconds_of_step, replace(run, contender=each)).result())
-        write_text(measured, json.dumps({name: statistics.median(times) for name, times in turns.items()}) + "\n")
-    seconds = step_seconds(run)
-    if missing := [each.name for each in contenders if each.name not in seconds]:
+        found = {
+            each.name: {"seconds": statistics.median(turns[each.name]), "options": timing_options(run, each)}
+            for each in contenders
+        }
+        write_text(measured, json.dumps(found, indent=1) + "\n")
+    found = json.loads(measured.read_text())
+    if missing := [each.name for each in contenders if each.name not in found]:
         raise ValueError(f"{measured} has no time of {', '.join(missing)}: delete it, and they are timed in turn")
+    for each in contenders:
+        check_options(measured, found[each.name]["options"], timing_options(run, each))
+
+
+def timing_options(run: Run, contender: Contender) -> dict[str, Any]:
+    """What a contender is timed with, but for the places that depend on the run."""
+    arguments = training_arguments(replace(run, contender=contender).training(run.work / "timed", *TIMING))
+    return {name: value for name, value in arguments.as_dict().items() if name not in PLACES}
 
 
 def timed(run: Run) -> Path:
@@ -330,7 +375,7 @@ def timed(run: Run) -> Path:
 
 def step_seconds(run: Run) -> dict[str, float]:
     """Of the contenders of a run's text, as they were timed."""
-    return json.loads(timed(run).read_text())
+    return {name: found["seconds"] for name, found in json.loads(timed(run).read_text()).items()}
 
 
 def seconds_of_step(run: Run) -> float:
@@ -353,7 +398,12 @@ def seconds_of_step(run: Run) -> float:
 
 
 def rows_of(run: Run, threads: int) -> list[dict[str, Any]]:
-    """What a run gave with so many threads, a row for each way of reading."""
+    """What a run gave with so many threads, a row for each way of reading.
+
+    Raises:
+        ValueError: the recipe has changed since the run began.
+    """
+    check_begun(run)
     results = json.loads((run.folder / RESULTS).read_text())
     options = run.training(run.folder, *steps_of(run))
     command, arguments = shlex.join(["train_lm.py", *options]), training_arguments(options)
@@ -373,7 +423,7 @@ def rows_of(run: Run, threads: int) -> list[dict[str, Any]]:
     }
     if not run.tuning():
         return [{**common, "kind": "static", **figures(results["validation"]["nll"], results["test"]["nll"])}]
-    tuned = json.loads((run.folder / "tuned.json").read_text())
+    tuned = read_tuned(run)
     rows = []
     for test in tuned["test"]:
         settings = {"dynamic": test["dynamic"], "cache": test["cache"]}

@@ -4,17 +4,18 @@
     python examples/tune_lm.py --model wt2 --data data/wikitext-2 --rate 1e-5 3e-5 1e-4 --decay 0 0.01 \\
         --statistics 20000 --output tuned.json --plot tuned.png
 
-`--data` is a folder of `prepare_corpus.py`. Every rate and decay is tried on the validation text, and in each of these
-readings every cache: all sizes, weights and temperatures with one another. With `--statistics N` the steps are divided
-by what the gradients are on N tokens of the training text; without, they are those of plain gradient descent, whose
-rates are larger. A rate at the end of the ones tried may not be the best there is, which is said.
+`--data` is a folder of `prepare_corpus.py`. Every rate, decay and epsilon is tried on the validation text, and in each
+of these readings every cache: all sizes, weights and temperatures with one another. With `--statistics N` the steps
+are divided by what the gradients are on N tokens of the training text; without, they are those of plain gradient
+descent, whose rates are larger. A value at the end of the ones tried may not be the best there is, which is said.
 
 Lengths, streams and documents are as in `evaluate_lm.py`: what is not given is as the model was scored in training, or
 as the data was prepared.
 
 Then the model alone, the best rate, the best cache and the best pair of both score the test text, each once and in a
 reading of its own. The perplexities are shown and plotted; `--output` has all points, with the settings and seconds of
-each, as JSON.
+each, as JSON: what is known after each reading, and `complete` after the last. Where the weights diverge there is no
+point; `diverged` says where that was.
 """
 
 import argparse
@@ -46,6 +47,22 @@ from txl_hf.scoring import (
     take_lengths_of_training,
 )
 
+DEFAULTS = {
+    "decay": [0.0],
+    "epsilon": [1e-5],
+    "cache_weight": [0.05, 0.1, 0.2],
+    "cache_temperature": [0.01, 0.03, 0.1, 0.3, 1.0],
+}
+# What an option is of.
+NEEDS = {
+    "decay": "rate",
+    "statistics": "rate",
+    "epsilon": "statistics",
+    "parameters": "rate",
+    "cache_weight": "cache_size",
+    "cache_temperature": "cache_size",
+}
+
 
 def main(argv: list[str] | None = None):
     with one_line_errors():
@@ -59,15 +76,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add_scoring_options(parser, "folder of prepare_corpus.py", "perplexity on the validation text by rate")
     parser.add_argument("--memory_length", type=int, nargs=1, metavar="LENGTH", help="(the model's mem_len)")
     parser.add_argument("--rate", type=float, nargs="*", default=[], help="rates of dynamic evaluation to try")
-    parser.add_argument("--decay", type=float, nargs="+", default=[0.0], help="decays to try (%(default)s)")
-    parser.add_argument("--epsilon", type=float, default=1e-5, help="(%(default)s)")
+    parser.add_argument("--decay", type=float, nargs="+", help=f"decays to try ({shown('decay')})")
     parser.add_argument("--statistics", type=int, help="tokens of the training text to take statistics from (none)")
+    parser.add_argument("--epsilon", type=float, nargs="+", help=f"of --statistics, to try ({shown('epsilon')})")
     parser.add_argument("--parameters", help="names of the parameters that follow, a regular expression (all)")
     parser.add_argument("--cache_size", type=int, nargs="*", default=[], help="sizes of caches to try")
-    parser.add_argument("--cache_weight", type=float, nargs="+", default=[0.05, 0.1, 0.2], help="(%(default)s)")
-    parser.add_argument(
-        "--cache_temperature", type=float, nargs="+", default=[0.01, 0.03, 0.1, 0.3, 1.0], help="(%(default)s)"
-    )
+    parser.add_argument("--cache_weight", type=float, nargs="+", help=f"({shown('cache_weight')})")
+    parser.add_argument("--cache_temperature", type=float, nargs="+", help=f"({shown('cache_temperature')})")
     parser.add_argument("--max_tokens", type=int, help="tune on the beginning of the validation text only")
     parser.add_argument("--max_test_tokens", type=int, help="test on the beginning of the test text only")
     options = parser.parse_args(argv)
@@ -76,11 +91,29 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     for name in ("max_tokens", "max_test_tokens", "statistics"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name} must be at least 1")
+    for name, needed in NEEDS.items():
+        if getattr(options, name) is not None and not getattr(options, needed):
+            parser.error(f"--{name} does nothing without --{needed}: give both or neither")
+    for name, values in DEFAULTS.items():
+        setattr(options, name, getattr(options, name) or values)
     options.split, options.device, options.sliding_window = "validation", options.device or default_device(), []
     return options
 
 
+def settings_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The options that figures depend on, for JSON: all but places."""
+    places = ("model", "data", "output", "plot", "device")
+    return {name: value for name, value in vars(options).items() if name not in places}
+
+
+def shown(name: str) -> str:
+    return " ".join(f"{value:g}" for value in DEFAULTS[name])
+
+
 def run(options: argparse.Namespace):
+    for path in filter(None, (options.output, options.plot)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    asked = settings_of(options)
     take_lengths_of_training(options)
     config = load_config(options.model)
     [lengths] = protocols(options, config)
@@ -100,8 +133,8 @@ def run(options: argparse.Namespace):
     }
     statistics = None if options.statistics is None else texts["train"].token_ids[: options.statistics]
     ways = [None] + [
-        DynamicEvaluation(rate, decay, options.epsilon, statistics, options.parameters)
-        for rate, decay in itertools.product(options.rate, options.decay)
+        DynamicEvaluation(rate, decay, epsilon, statistics, options.parameters)
+        for rate, decay, epsilon in itertools.product(options.rate, options.decay, options.epsilon)
     ]
     caches = [None] + [
         ContinuousCache(size, weight, temperature)
@@ -109,31 +142,41 @@ def run(options: argparse.Namespace):
             options.cache_size, options.cache_weight, options.cache_temperature
         )
     ]
-    report = describe(model, texts["validation"], options) | {"validation": [], "test": []}
+    report = describe(model, texts["validation"], options)
+    report |= {"complete": False, "options": asked, "validation": [], "test": [], "diverged": []}
     validation = texts["validation"].token_ids[: options.max_tokens]
+    test = texts["test"].token_ids[: options.max_test_tokens]
     points = []
     for dynamic in ways:
         try:
             found = read(model, validation, dynamic, caches, protocol)
         except Diverged as error:
-            print(f"validation: {error}")
-            continue
-        points += found
-        report["validation"] += [point.row() for point in found]
-        print_points("validation", [best_of(found, lambda point: point.cache is None), best_of(found)])
+            note_divergence(report, "validation", dynamic, error)
+        else:
+            points += found
+            report["validation"] += [point.row() for point in found]
+            print_points("validation", [best_of(found, lambda point: point.cache is None), best_of(found)])
+        keep(report, options.output)
     chosen = choose(points)
-    for kind, point in chosen.items():
-        warn_of_an_end(kind, point, options)
-    for kind, point in chosen.items():
-        # Each is read by itself: its seconds are then its own.
-        [scored] = read(
-            model, texts["test"].token_ids[: options.max_test_tokens], point.dynamic, [point.cache], protocol
+    if options.rate and "dynamic" not in chosen:
+        print(
+            "note: the weights have diverged at every --rate, so that nothing dynamic is evaluated: try smaller ones"
         )
-        row = {"kind": kind} | scored.row()
-        report["test"].append(row)
-        print(f"test {row['kind']}: perplexity {row['perplexity']:.3f}, {row['bits_per_token']:.4f} bits a token")
-    if options.output is not None:
-        write_text(options.output, json.dumps(report, indent=2, allow_nan=False) + "\n")
+    for kind, point in chosen.items():
+        warn_of_an_end(kind, point, options, math.ceil(len(validation) / options.batch_size))
+    for kind, point in chosen.items():
+        try:
+            # Each is read by itself: its seconds are then its own.
+            [scored] = read(model, test, point.dynamic, [point.cache], protocol)
+        except Diverged as error:
+            note_divergence(report, f"test {kind}", point.dynamic, error)
+        else:
+            row = {"kind": kind} | scored.row()
+            report["test"].append(row)
+            print(f"test {kind}: perplexity {scored.result.perplexity:.3f}, {row['bits_per_token']:.4f} bits a token")
+        keep(report, options.output)
+    report["complete"] = True
+    keep(report, options.output)
     if options.plot is not None:
         plot(points, options.plot)
 
@@ -169,6 +212,17 @@ def read(
     return [Point(dynamic, cache, result, seconds) for cache, result in zip(caches, results, strict=True)]
 
 
+def note_divergence(report: dict[str, Any], where: str, dynamic: DynamicEvaluation | None, error: Diverged):
+    print(f"{where}: {error}", flush=True)
+    report["diverged"].append({"where": where, "dynamic": dynamic and dynamic.describe()})
+
+
+def keep(report: dict[str, Any], path: Path | None):
+    """What is known so far, as a whole file."""
+    if path is not None:
+        write_text(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
+
+
 def best_of(points: list[Point], among=lambda point: True) -> Point:
     return min(filter(among, points), key=lambda point: point.result.nll)
 
@@ -192,20 +246,32 @@ def print_points(split: str, points: list[Point]):
         steps = "static" if point.dynamic is None else f"rate {point.dynamic.learning_rate:g}"
         if point.dynamic is not None and point.dynamic.decay > 0:
             steps += f", decay {point.dynamic.decay:g}"
+        if point.dynamic is not None and point.dynamic.statistics is not None:
+            steps += f", epsilon {point.dynamic.epsilon:g}"
         if point.cache is not None:
             cache = point.cache
             steps += f", cache of {cache.size}, weight {cache.weight:g}, temperature {cache.temperature:g}"
         print(f"{split} {steps}: perplexity {point.result.perplexity:.3f} ({point.seconds:.0f} s)", flush=True)
 
 
-def warn_of_an_end(kind: str, point: Point, options: argparse.Namespace):
-    """A value at the end of those tried may not be the best there is."""
-    tried = {"rate": (point.dynamic and point.dynamic.learning_rate, options.rate)}
-    if point.cache is not None:
-        tried["cache_weight"] = (point.cache.weight, options.cache_weight)
-        tried["cache_temperature"] = (point.cache.temperature, options.cache_temperature)
-    for name, (value, values) in tried.items():
-        if value is not None and len(values) > 1 and value in (min(values), max(values)):
+def warn_of_an_end(kind: str, point: Point, options: argparse.Namespace, tokens: int):
+    """A value at the end of those tried may not be the best there is, unless there is none beyond it.
+
+    Args:
+        tokens: of a stream of the validation text; a longer cache holds no more.
+    """
+    best: dict[str, float] = {}
+    if (dynamic := point.dynamic) is not None:
+        best |= {"rate": dynamic.learning_rate, "decay": dynamic.decay, "epsilon": dynamic.epsilon}
+    if (cache := point.cache) is not None:
+        best |= {"cache_size": cache.size, "cache_weight": cache.weight, "cache_temperature": cache.temperature}
+    # A decay of 1 without statistics goes all the way back.
+    most = {"cache_size": tokens} | ({} if options.statistics else {"decay": 1.0})
+    for name, value in best.items():
+        tried = getattr(options, name)
+        low = value == min(tried) and value > (1 if name == "cache_size" else 0)
+        high = value == max(tried) and value < most.get(name, math.inf)
+        if len(set(tried)) > 1 and (low or high):
             print(f"note: the best --{name} for {kind} is {value:g}, at the end of those tried: try beyond it")
 
 

@@ -4,8 +4,10 @@ import json
 
 import pytest
 import torch
+import yaml
 
 import half_hours
+import tune_lm
 from txl_hf.training.setup import make_scheduler
 
 COMMAND = ["--smoke", "--seeds", "0", "--only", "ptb", "warandpeace"]
@@ -37,12 +39,16 @@ class Examples:
             splits = {split: {"nll": 2.0} for split in ("validation", "test")}
             results = {**splits, "model": {"parameters": 7}, "commit": "abc"}
             (output / half_hours.RESULTS).write_text(json.dumps(results))
+            recipe = yaml.safe_dump(half_hours.training_arguments(options).as_dict())
+            (output / half_hours.RECIPE).write_text(recipe)
         else:
             rows = [
                 {"kind": k, "dynamic": d, "cache": c, "nll": nll, "seconds": 3.0, "text_tokens": 1500}
                 for k, d, c, nll in SETTINGS
             ]
-            output.write_text(json.dumps({"threads": threads, "validation": rows, "test": rows}))
+            asked = tune_lm.settings_of(tune_lm.parse_arguments(options))
+            report = {"threads": threads, "complete": True, "options": asked, "validation": rows, "test": rows}
+            output.write_text(json.dumps(report))
 
 
 class InProcess:
@@ -125,15 +131,54 @@ def test_some_contenders_are_run_and_timed_beside_the_first(examples, tmp_path):
     [timed] = tmp_path.rglob("wikitext-2.json")
     seconds = json.loads(timed.read_text())
     assert [*seconds] == ["first recipe", "recipe", "without Muon"]
+    assert [seconds[name]["options"]["optimizer"] for name in seconds] == ["adamw", "muon", "adamw"]
 
 
 def test_times_without_a_contender_are_refused(examples, tmp_path):
     examples()
     work = tmp_path / "work"
     work.mkdir()
-    (work / "wikitext-2.json").write_text('{"first recipe": 2.0}')
+    (work / "wikitext-2.json").write_text('{"first recipe": {}}')
     with pytest.raises(SystemExit, match=r"wikitext-2\.json has no time of recipe, .*: delete it"):
         half_hours.main(["--smoke", "--seeds", "0", "--only", "wikitext-2", "--output", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ("ptb.json", r"ptb\.json is of other options: dropout was 0\.4 and is 0\.45; delete it"),
+        ("ptb-recipe-0/recipe.yaml", r"ptb-recipe-0 is of other options: dropout was 0\.4 and is 0\.45; delete it"),
+        ("ptb-recipe-0/tuned.json", r"tuned\.json is of other options: rate was \[0\.01\] and is \[0\.02\]; delete"),
+    ],
+)
+def test_what_was_begun_with_other_options_is_refused(examples, tmp_path, monkeypatch, kept, message):
+    """Each file of a run by itself, the others being gone."""
+    examples()
+    command = ["--smoke", "--seeds", "0", "--only", "ptb", "--output", str(tmp_path)]
+    half_hours.main(command)
+    for path in [*tmp_path.rglob("*")]:
+        if path.is_file() and not path.match(kept):
+            path.unlink()
+    text = half_hours.TEXTS["ptb"]
+    changed = half_hours.replace(text.contenders[1], options="--dropout 0.45")
+    monkeypatch.setitem(half_hours.TEXTS, "ptb", half_hours.replace(text, contenders=(text.contenders[0], changed)))
+    monkeypatch.setattr(half_hours, "SMALL_TUNING", half_hours.SMALL_TUNING.replace("0.01", "0.02"))
+    started = examples().started
+    with pytest.raises(SystemExit, match=message):
+        half_hours.main(command)
+    assert not started, "refused before anything is done again"
+
+
+def test_a_part_of_a_tuning_is_done_again(examples, tmp_path):
+    examples()
+    command = ["--smoke", "--seeds", "0", "--only", "ptb", "--contenders", "recipe", "--output", str(tmp_path)]
+    half_hours.main(command)
+    [tuned] = tmp_path.rglob("tuned.json")
+    tuned.write_text(json.dumps(json.loads(tuned.read_text()) | {"complete": False, "test": []}))
+    (tmp_path / "rows.csv").unlink()
+    started = examples().started
+    half_hours.main(command)
+    assert [script for script, _ in started] == ["tune_lm.py"]
 
 
 @pytest.mark.parametrize("stop_at", range(9))

@@ -1,6 +1,7 @@
 """The command that tunes on the validation text: its points are evaluate_language_model's, the test is last."""
 
 import json
+from argparse import Namespace
 
 import pytest
 from datasets import load_from_disk
@@ -10,6 +11,7 @@ import tune_lm
 from test_evaluate_lm import corpus, model, text  # noqa: F401 -- fixtures
 from txl_hf import ContinuousCache, DynamicEvaluation, evaluate_language_model
 from txl_hf import evaluate as evaluate_lm
+from txl_hf.adaptation import Diverged
 
 RATES, DECAYS = ["0.01", "0.1", "1e6"], ["0", "0.1"]
 CACHES = ["--cache_size", "10", "80", "--cache_weight", "0.2", "--cache_temperature", "0", "0.2"]
@@ -26,18 +28,19 @@ def test_chooses_on_validation_and_tests_once(corpus, model, tmp_path, capsys, m
 
     monkeypatch.setattr(tune_lm, "evaluate_caches", watched)
     options = ["--model", model, "--data", corpus, "--rate", *RATES, "--decay", *DECAYS, "--statistics", "100"]
-    options += ["--epsilon", "0.1", *CACHES, "--max_tokens", "150", "--output", tmp_path / "tuned.json"]
+    options += ["--epsilon", "0.1", "1", *CACHES, "--max_tokens", "150", "--output", tmp_path / "tuned.json"]
     tune_lm.main([*map(str, options), "--plot", str(tmp_path / "tuned.png")])
     printed = capsys.readouterr().out
     report = json.loads((tmp_path / "tuned.json").read_text())
     assert (tmp_path / "tuned.png").stat().st_size > 10_000
 
     # One reading for each way to step, before the first look at the test text; of that, one for each kind.
-    assert read == ["validation"] * 7 + ["test"] * 4
+    assert read == ["validation"] * 13 + ["test"] * 4
     assert len({row["seconds"] for row in report["test"]}) == 4, "seconds of one are another's"
     points = report["validation"]
-    assert len(points) == (1 + 2 * 2) * (1 + 4)
-    assert printed.count("with learning_rate=1e+06 the weights have diverged") == 2
+    assert len(points) == (1 + 2 * 2 * 2) * (1 + 4)
+    assert printed.count("with learning_rate=1e+06 the weights have diverged") == 4
+    assert [found["dynamic"]["learning_rate"] for found in report["diverged"]] == [1e6] * 4 and report["complete"]
     best = {
         "static": [point for point in points if not point["dynamic"] and not point["cache"]],
         "dynamic": [point for point in points if not point["cache"]],
@@ -68,9 +71,94 @@ def test_a_value_at_the_end_of_those_tried_is_named(corpus, model, capsys):  # n
     assert "test static" in printed and "test dynamic" in printed and "test both" not in printed
 
 
+TRIED = {
+    "rate": [0.0, 0.1, 1.0],
+    "decay": [0.0, 0.5, 1.0],
+    "epsilon": [0.1, 0.2, 0.3],
+    "cache_size": [1, 50, 100],
+    "cache_weight": [0.0, 0.1, 0.5],
+    "cache_temperature": [0.0, 0.1, 1.0],
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "statistics", "named"),
+    [
+        (0, 100, ["epsilon"]),
+        (1, 100, []),
+        (2, 100, ["rate", "decay", "epsilon", "cache_weight", "cache_temperature"]),
+        (2, None, ["rate", "epsilon", "cache_weight", "cache_temperature"]),
+    ],
+)
+def test_an_end_is_named_where_something_is_beyond_it(capsys, place, statistics, named):
+    """Nothing is before 0, above a decay of 1 without statistics, or in a cache that is longer than the text."""
+    rate, decay, epsilon, *cache = (values[place] for values in TRIED.values())
+    point = tune_lm.Point(DynamicEvaluation(rate, decay, epsilon), ContinuousCache(*cache), None, 0.0)
+    tune_lm.warn_of_an_end("both", point, Namespace(**TRIED, statistics=statistics), 100)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("--")[1].split()[0] for line in lines] == named
+    tune_lm.warn_of_an_end("both", point, Namespace(**TRIED, statistics=statistics), 101)
+    assert ("the best --cache_size for both is 100" in capsys.readouterr().out) == (place == 2)
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_what_is_known_is_kept_when_it_stops(corpus, model, tmp_path, monkeypatch):  # noqa: F811
+    """In a folder that was not there."""
+    output, evaluate, read = tmp_path / "new" / "tuned.json", tune_lm.evaluate_caches, []
+
+    def stopping(*args, **settings):
+        read.append(settings)
+        if len(read) == 4:
+            raise Stopped
+        return evaluate(*args, **settings)
+
+    monkeypatch.setattr(tune_lm, "evaluate_caches", stopping)
+    options = ["--model", model, "--data", corpus, "--rate", "0.01", "--max_tokens", "60", "--max_test_tokens", "30"]
+    with pytest.raises(Stopped):
+        tune_lm.main([*map(str, options), "--output", str(output)])
+    report = json.loads(output.read_text())
+    assert len(report["validation"]) == 2 and [row["kind"] for row in report["test"]] == ["static"]
+    assert report["complete"] is False
+
+
+def test_weights_that_diverge_on_the_test_text_leave_the_other_figures(corpus, model, tmp_path, capsys, monkeypatch):  # noqa: F811
+    evaluate = tune_lm.evaluate_caches
+
+    def diverging(found, token_ids, *, dynamic, **settings):
+        if dynamic is not None and len(token_ids) == 30:
+            raise Diverged("the weights have diverged")
+        return evaluate(found, token_ids, dynamic=dynamic, **settings)
+
+    monkeypatch.setattr(tune_lm, "evaluate_caches", diverging)
+    options = ["--model", model, "--data", corpus, "--rate", "0.1", "--max_tokens", "150", "--max_test_tokens", "30"]
+    options += [*CACHES[:2], "--cache_weight", "0.2", "--output", tmp_path / "tuned.json"]
+    tune_lm.main([*map(str, options)])
+    report = json.loads((tmp_path / "tuned.json").read_text())
+    assert [row["kind"] for row in report["test"]] == ["static", "cache"] and report["complete"]
+    assert [found["where"] for found in report["diverged"]] == ["test dynamic", "test both"]
+    assert "test dynamic: the weights have diverged" in capsys.readouterr().out
+
+
+def test_nothing_dynamic_is_evaluated_where_all_diverge(corpus, model, capsys):  # noqa: F811
+    options = ["--model", model, "--data", corpus, "--rate", "1e6", "1e7", "--max_test_tokens", "30"]
+    tune_lm.main([*map(str, options)])
+    printed = capsys.readouterr().out
+    assert "diverged at every --rate, so that nothing dynamic is evaluated" in printed
+    assert "test static" in printed and "test dynamic" not in printed
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--cache_size", "5", "--decay", "0.1"], "--decay does nothing without --rate: give both or neither"),
+        (["--cache_size", "5", "--statistics", "9"], "--statistics does nothing without --rate"),
+        (["--cache_size", "5", "--parameters", "layers"], "--parameters does nothing without --rate"),
+        (["--rate", "0.1", "--epsilon", "0.1"], "--epsilon does nothing without --statistics"),
+        (["--rate", "0.1", "--cache_weight", "0.1"], "--cache_weight does nothing without --cache_size"),
+        (["--rate", "0.1", "--output", "/dev/null/tuned.json"], "/dev/null"),
         ([], "nothing to tune: give --rate, --cache_size or both"),
         (["--rate", "-1"], "error: learning_rate=-1.0 must be a finite number at least 0"),
         (["--cache_size", "0"], "error: size=0 must be an integer of at least 1"),
