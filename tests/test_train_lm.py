@@ -34,7 +34,7 @@ from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, evaluate_
 from txl_hf.checkpoints import last_checkpoint
 from txl_hf.memory_transfo_xl import memory_of
 from txl_hf.training import command, loop, setup
-from txl_hf.training.arguments import ModelArguments, defaults_of_model, parse_arguments, write_smoke_data
+from txl_hf.training.arguments import ModelArguments, defaults_of_model, parse_arguments, shrink, write_smoke_data
 from txl_hf.training.results import read_log as parse_log
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -393,7 +393,7 @@ def test_adam_has_its_decay_in_the_gradient_and_adamw_beside_it(tmp_path, make_m
 
 @pytest.mark.parametrize("name", ["seed", "decay_steps", "warmup_steps", "mem_len"])
 def test_what_may_be_zero(tmp_path, name):
-    recipe = write_recipe(tmp_path / "recipe.yaml", **{name: 0})
+    recipe = write_recipe(tmp_path / "recipe.yaml", scheduler="stable_decay", **{name: 0})
     groups = parse_arguments([str(recipe), "--data", "d", "--output", "o"])
     assert 0 in [getattr(group, name) for group in groups if hasattr(group, name)]
 
@@ -446,6 +446,15 @@ def test_schedules(tmp_path):
         rates(scheduler="stable_decay", decay_steps=17)
 
 
+def test_a_trial_shrinks_all_of_a_schedule(tmp_path):
+    steps = {"warmup_steps": 100, "decay_steps": 1000, "max_steps": 5000}
+    recipe = write_recipe(tmp_path / "recipe.yaml", scheduler="stable_decay", **steps)
+    arguments = parse_arguments([str(recipe), "--smoke"])
+    shrink(arguments, tmp_path)
+    factor = setup.stable_decay(arguments.optimization, arguments.optimization.max_steps)
+    assert [factor(step) for step in range(7)] == [0.0, 0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
+
+
 # --- resuming --------------------------------------------------------------------------------------------------------
 
 MEMORY = {"roll": True, "average": "ema", "ema_decay": 0.7, "optimizer": "lamb", "batch_chunk": 2}
@@ -455,6 +464,8 @@ EXTENDED = {
     "mem_len": 0,
     "scale_lr_by_length": True,
     "average": "equal",
+    "optimizer": "muon",
+    "scheduler": "stable_decay",
     "word_dropout": 0.1,
     "input_dropout": 0.2,
     "output_dropout": 0.2,
@@ -732,6 +743,14 @@ def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
         ({"batch_chunk": 3}, "--batch_size 4 must be a multiple of 1 process(es) × --batch_chunk 3"),
         ({"roll": True, "varlen": True}, "--roll goes together with neither --varlen nor --ext_len"),
         ({"tgt_len": 80}, "the text has 289 tokens, but batch_size=4 streams of at least one segment"),
+        ({"learning_rate": 1e-3, "min_learning_rate": 2e-3}, "at least 0 and at most --learning_rate 0.001"),
+        ({"learning_rate": 1e-3, "min_learning_rate": -1e-3}, "--min_learning_rate is -0.001, but must be at least 0"),
+        (
+            {"scheduler": "inverse_sqrt", "min_learning_rate": 1e-6},
+            "--min_learning_rate 1e-06 is of --scheduler cosine and stable_decay: set it to 0",
+        ),
+        ({"scheduler": "cosine", "decay_steps": 2}, "--decay_steps 2 is of --scheduler stable_decay: leave it out"),
+        ({"muon_lr_factor": 2.0}, "--muon_lr_factor 2 is of --optimizer muon: set it to 1"),
         ({"loss": "half", "ext_len": 4}, "--loss half reads tgt_len=8 tokens again: leave out --ext_len 4"),
         (
             {"attn_type": 3, "mem_len": 0, "eval_tgt_len": 8, "eval_ext_len": 2},

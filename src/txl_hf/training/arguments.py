@@ -327,6 +327,7 @@ def check_arguments(arguments: Arguments):
     optimization, run = arguments.optimization, arguments.run
     if (optimization.max_steps is None) == (optimization.max_epochs is None):
         raise ValueError("set one of --max_steps and --max_epochs")
+    check_rates(optimization)
     if not run.smoke:
         for name, value in (("data", arguments.data.data), ("output", run.output)):
             if value is None:
@@ -340,6 +341,22 @@ def check_arguments(arguments: Arguments):
         model.ext_len = model.tgt_len
     if run.resume and run.overwrite:
         raise ValueError("choose one of --resume and --overwrite")
+
+
+def check_rates(optimization: OptimizationArguments):
+    """Raise a ValueError for rates out of order, and for what the scheduler or the optimiser does not read."""
+    rate, least = optimization.learning_rate, optimization.min_learning_rate
+    if not 0 <= least <= rate:
+        raise ValueError(
+            f"--min_learning_rate is {least:g}, but must be at least 0 and at most --learning_rate {rate:g}"
+        )
+    ends = ("cosine", "stable_decay")
+    if least and optimization.scheduler not in ends:
+        raise ValueError(f"--min_learning_rate {least:g} is of --scheduler {' and '.join(ends)}: set it to 0")
+    if optimization.decay_steps is not None and optimization.scheduler != "stable_decay":
+        raise ValueError(f"--decay_steps {optimization.decay_steps} is of --scheduler stable_decay: leave it out")
+    if optimization.muon_lr_factor != 1 and optimization.optimizer != "muon":
+        raise ValueError(f"--muon_lr_factor {optimization.muon_lr_factor:g} is of --optimizer muon: set it to 1")
 
 
 def check_folders(arguments: Arguments):
@@ -412,6 +429,8 @@ def shrink(arguments: Arguments, scratch: Path):
     evaluation.eval_batch_size, evaluation.eval_every = 8, 3
     optimization.max_steps, optimization.max_epochs = 6, None
     optimization.warmup_steps = min(optimization.warmup_steps, 2)
+    if optimization.decay_steps is not None:
+        optimization.decay_steps = min(optimization.decay_steps, 2)
     optimization.average_start = min(optimization.average_start, 2)
     run.log_every, run.save_every = 1, 3
 
