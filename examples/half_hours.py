@@ -292,7 +292,9 @@ def check_begun(run: Run):
         recipe = read_recipe(run.folder / RECIPE)
         check_options(run.folder, recipe, training_arguments(run.training(run.folder, *steps_of(run))).as_dict())
     if tuned := read_tuned(run):
-        check_options(run.folder / TUNED, tuned["options"], tune_lm.settings_of(tune_lm.parse_arguments(run.tuning())))
+        check_options(
+            run.folder / TUNED, tuned.get("options", {}), tune_lm.settings_of(tune_lm.parse_arguments(run.tuning()))
+        )
 
 
 def check_options(path: Path, before: dict[str, Any], today: dict[str, Any]):
@@ -357,8 +359,10 @@ def time_steps(run: Run, names: list[str]):
         }
         write_text(measured, json.dumps(found, indent=1) + "\n")
     found = json.loads(measured.read_text())
-    if missing := [each.name for each in contenders if each.name not in found]:
-        raise ValueError(f"{measured} has no time of {', '.join(missing)}: delete it, and they are timed in turn")
+    if missing := [each.name for each in contenders if not isinstance(found.get(each.name), dict)]:
+        raise ValueError(
+            f"{measured} has no time with options of {', '.join(missing)}: delete it, and they are timed in turn"
+        )
     for each in contenders:
         check_options(measured, found[each.name]["options"], timing_options(run, each))
 

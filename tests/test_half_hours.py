@@ -138,8 +138,10 @@ def test_times_without_a_contender_are_refused(examples, tmp_path):
     examples()
     work = tmp_path / "work"
     work.mkdir()
-    (work / "wikitext-2.json").write_text('{"first recipe": {}}')
-    with pytest.raises(SystemExit, match=r"wikitext-2\.json has no time of recipe, .*: delete it"):
+    (work / "wikitext-2.json").write_text('{"first recipe": 2.0}')
+    with pytest.raises(
+        SystemExit, match=r"wikitext-2\.json has no time with options of first recipe, recipe, .*: delete it"
+    ):
         half_hours.main(["--smoke", "--seeds", "0", "--only", "wikitext-2", "--output", str(tmp_path)])
 
 
