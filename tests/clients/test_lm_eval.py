@@ -198,6 +198,14 @@ def test_whether_a_continuation_is_greedy(saved):
     assert found[2][0] == pytest.approx(-token_losses(lm.model, [0, *lm.tok_encode("word3")], 1).sum().item())
 
 
+def test_help_comes_before_anything_slow_is_imported():
+    command = [sys.executable, "-X", "importtime", "-m", "txl_hf.lm_eval", "--help"]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0 and "usage: lm-eval" in process.stdout
+    imported = {line.rpartition("|")[2].strip() for line in process.stderr.splitlines()}
+    assert "lm_eval" in imported and imported & {"torch", "datasets", "transformers.modeling_utils"} == set()
+
+
 def test_a_tokenizer_without_a_token_to_begin_with(make_model, tmp_path):
     tokenizer = TransfoXLTokenizer.from_symbols(list("abc "), mode="characters")
     make_model(vocab_size=4, cutoffs=[], div_val=1).save_pretrained(tmp_path)

@@ -1,0 +1,241 @@
+"""The class behind the model `txl` of lm_eval: its requests, each read with memory."""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, StoppingCriteria
+
+from .command_line import hub_or_folder
+from .encoding import load_tokenizer
+from .evaluation import evaluate_language_model
+from .modeling_transfo_xl import TransfoXLForCausalLM
+from .streams import check_sizes
+
+__all__ = ["TransfoXLLM"]
+
+
+class TransfoXLLM(TemplateLM):
+    """A Transformer-XL for lm_eval; its `model_args` are these arguments.
+
+    Args:
+        pretrained: folder or Hub name.
+        segment_length: tokens read in one pass. None: the model's `tgt_len`.
+        memory_length, clamp_len, same_length: as in `evaluate_language_model`. None: the model's.
+        tokenizer: folder or Hub name. None: that of the model.
+        prefix_token_id: the token before a text, so that its first one can be scored. None: the tokenizer's bos or
+            else eos token. Without any, the first token of a text is not scored.
+        max_gen_toks: how many tokens to generate where a task does not say.
+        device, dtype: where and in what the model computes: "cuda", "bfloat16". None: a GPU if there is one (as for
+            "cuda"), and the type of the checkpoint.
+        batch_size, max_batch_size: taken for lm_eval's sake. The continuations of one context are read together, and
+            different contexts one after the other, each with its own memory.
+
+    Raises:
+        FileNotFoundError: `pretrained` or `tokenizer` is a path that leads nowhere.
+        ValueError: the checkpoint is no Transformer-XL, it has no tokenizer, or a length is out of range.
+    """
+
+    def __init__(
+        self,
+        pretrained: str,
+        segment_length: int | None = None,
+        memory_length: int | None = None,
+        clamp_len: int | None = None,
+        same_length: bool | None = None,
+        tokenizer: str | None = None,
+        prefix_token_id: int | None = None,
+        max_gen_toks: int = 256,
+        device: str | None = None,
+        dtype: str | None = None,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+    ):
+        super().__init__()
+        wanted = torch.device(device or "cuda")
+        # lm_eval's command asks for "cuda" where its user asked for nothing.
+        absent = wanted.type == "cuda" and not torch.cuda.is_available()
+        self._device = torch.device("cpu") if absent else wanted
+        lengths = {"mem_len": memory_length, "clamp_len": clamp_len, "same_length": same_length}
+        # Loaded with its lengths, so that generate has them too.
+        given = {name: value for name, value in lengths.items() if value is not None}
+        for name in filter(None, (pretrained, tokenizer)):
+            hub_or_folder(str(name))
+        model = AutoModelForCausalLM.from_pretrained(pretrained, dtype=dtype or "auto", **given)
+        if not isinstance(model, TransfoXLForCausalLM):
+            raise ValueError(f"pretrained={pretrained} is a {model.config.model_type}, not a Transformer-XL")
+        self.model = model.to(self._device).eval()
+        self.tokenizer = load_tokenizer(tokenizer or pretrained)
+        self.segment_length = model.config.tgt_len if segment_length is None else segment_length
+        self.max_gen_toks = max_gen_toks
+        check_sizes(segment_length=self.segment_length, max_gen_toks=max_gen_toks)
+        self._prefix_token_id = prefix_token_id
+        self._pretrained = pretrained
+        self.batch_size = batch_size
+
+    @property
+    def config(self):
+        """The model's configuration."""
+        return self.model.config
+
+    @property
+    def tokenizer_name(self) -> str:
+        return str(self.tokenizer.name_or_path or self._pretrained).replace("/", "__")
+
+    @property
+    def eot_token_id(self) -> int | None:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int | None:
+        tokenizer = self.tokenizer
+        found = (self._prefix_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
+        return next((token for token in found if token is not None), None)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
+        return self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens), **kwargs)
+
+    def tok_decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm_eval writes beside its results."""
+        return {
+            "model_num_parameters": self.model.num_parameters(),
+            "model_dtype": str(self.model.dtype),
+            "segment_length": self.segment_length,
+            "memory_length": self.config.mem_len,
+            "clamp_len": self.config.clamp_len,
+            "same_length": self.config.same_length,
+        }
+
+    # --- what lm_eval asks for ---------------------------------------------------------------------------------------
+
+    def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each text: minus the sum of `token_losses` of it after the prefix token."""
+        found = []
+        for request in tqdm(requests, disable=disable_tqdm, desc="read"):
+            prefix = [] if self.prefix_token_id is None else [self.prefix_token_id]
+            token_ids = prefix + self.tok_encode(request.args[0])
+            found.append(self._log_likelihood(token_ids) if len(token_ids) > 1 else 0.0)
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
+        return found
+
+    def _log_likelihood(self, token_ids: list[int]) -> float:
+        result = evaluate_language_model(self.model, token_ids, self.segment_length)
+        return -result.nll * result.tokens
+
+    def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        if self.prefix_token_id is None and any(request.args[0] == "" for request in requests):
+            raise ValueError(
+                "a continuation has no context, and the tokenizer no bos or eos token to begin a text with: give one "
+                "in model_args, prefix_token_id=…"
+            )
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
+    @torch.no_grad()
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs
+    ) -> list[tuple[float, bool]]:
+        """The log-likelihood of each continuation, and whether every token of it is the most probable one."""
+        # A context, however long, is read once for all its continuations.
+        by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for number, (_, token_ids, _) in enumerate(requests):
+            by_context[tuple(token_ids)].append(number)
+        found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
+        for context, numbers in tqdm(by_context.items(), disable=disable_tqdm, desc="read"):
+            answers = self._score(list(context), [requests[number][2] for number in numbers])
+            for number, answer in zip(numbers, answers, strict=True):
+                found[number] = answer
+                if requests[number][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[number][0], answer)
+        return found
+
+    def _score(self, context: list[int], continuations: list[list[int]]) -> list[tuple[float, bool]]:
+        mems = self._read(context[:-1])
+        # The last token of the context predicts the first of a continuation; shorter ones end in padding.
+        longest = max(map(len, continuations))
+        targets = torch.full((len(continuations), longest), -100)
+        for row, continuation in zip(targets, continuations, strict=True):
+            row[: len(continuation)] = torch.tensor(continuation)
+        targets = targets.to(self._device)
+        last = torch.full((len(continuations), 1), context[-1], device=self._device)
+        inputs = torch.cat([last, targets[:, :-1].clamp(min=0)], dim=1)
+        if mems is not None:
+            mems = tuple(states.expand(len(continuations), -1, -1) for states in mems)
+        losses, greedy = [], []
+        for start in range(0, longest, self.segment_length):
+            part = slice(start, start + self.segment_length)
+            outputs = self.model(inputs[:, part], mems=mems)
+            mems = outputs.mems
+            labels = targets[:, part]
+            picked = outputs.logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+            losses.append(picked.masked_fill(labels == -100, 0).double())
+            greedy.append((outputs.logits.argmax(-1) == labels) | (labels == -100))
+        totals, all_greedy = torch.cat(losses, dim=1).sum(1), torch.cat(greedy, dim=1).all(1)
+        return list(zip(totals.tolist(), all_greedy.tolist(), strict=True))
+
+    @torch.no_grad()
+    def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
+        """Continue each context until one of the strings of `until` comes, an eos token, or `max_gen_toks` tokens."""
+        found = []
+        for request in tqdm(requests, disable=disable_tqdm, desc="generate"):
+            context, settings = request.args
+            found.append(self._generate(context, dict(settings)))
+            self.cache_hook.add_partial("generate_until", request.args, found[-1])
+        return found
+
+    def _generate(self, context: str, settings: dict[str, Any]) -> str:
+        until = settings.pop("until", None) or []
+        until = [until] if isinstance(until, str) else list(until)
+        length = settings.pop("max_gen_toks", self.max_gen_toks)
+        if settings.get("temperature") in (0, 0.0):
+            settings.pop("temperature")
+            settings["do_sample"] = False
+        settings.setdefault("do_sample", False)
+        token_ids = self.tok_encode(context) or [token for token in [self.prefix_token_id] if token is not None]
+        if not token_ids:
+            raise ValueError("a context is empty, and the tokenizer has no bos or eos token to begin a text with")
+        # All but the last segment, by segments; generate reads what is left from that memory.
+        read = (len(token_ids) - 1) // self.segment_length * self.segment_length
+        prompt = torch.tensor([token_ids[read:]], device=self._device)
+        memory = {} if read == 0 or self.config.mem_len == 0 else {"mems": self._read(token_ids[:read])}
+        if self.config.mem_len == 0:
+            prompt = torch.tensor([token_ids], device=self._device)
+        stop = _UntilStrings(self.tokenizer, until, prompt.shape[1])
+        sequences = self.model.generate(prompt, max_new_tokens=length, stopping_criteria=[stop], **memory, **settings)
+        return stop.cut(self.tok_decode(sequences[0, prompt.shape[1] :].tolist()))
+
+    def _read(self, token_ids: list[int]) -> tuple[Tensor, ...] | None:
+        """The memory after some tokens; None where there is none yet."""
+        mems = None
+        for start in range(0, len(token_ids), self.segment_length):
+            segment = torch.tensor([token_ids[start : start + self.segment_length]], device=self._device)
+            mems = self.model.transformer(segment, mems=mems).mems
+        return mems
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+
+class _UntilStrings(StoppingCriteria):
+    """Stops where one of some strings is in what has been generated behind a prompt of `start` tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: list[str], start: int):
+        self._tokenizer, self._strings, self._start = tokenizer, [string for string in strings if string], start
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs) -> Tensor:
+        texts = [self._tokenizer.decode(row[self._start :], skip_special_tokens=True) for row in input_ids]
+        return torch.tensor([self.cut(text) != text for text in texts], device=input_ids.device)
+
+    def cut(self, text: str) -> str:
+        """What comes before the first of the strings."""
+        return text[: min((text.index(string) for string in self._strings if string in text), default=len(text))]
