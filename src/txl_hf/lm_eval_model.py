@@ -1,16 +1,18 @@
 """The class behind the model `txl` of lm_eval: its requests, each read with memory."""
 
 from collections import defaultdict
+from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
 from lm_eval.api.model import TemplateLM
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import AutoModelForCausalLM, StoppingCriteria
 
 from .command_line import hub_or_folder
-from .encoding import load_tokenizer
+from .encoding import encode_text, ends_lines, load_tokenizer
 from .evaluation import evaluate_language_model
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .streams import check_sizes
@@ -96,10 +98,27 @@ class TransfoXLLM(TemplateLM):
         return next((token for token in found if token is not None), None)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
+        """The ids of a text that may go on: those of `encode_text`, less the end of a line without line feed."""
+        if ends_lines(self.tokenizer) and not add_special_tokens:
+            ids = encode_text(self.tokenizer, string).tolist()
+            return ids if string.endswith("\n") else ids[:-1]
         return self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens), **kwargs)
 
     def tok_decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        """The text of some ids; a token that ends lines is a line feed again."""
+        if not ends_lines(self.tokenizer):
+            return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        text = ""
+        for ends, part in groupby(tokens, lambda token: token == self.tokenizer.eos_token_id):
+            ids = list(part)
+            # The token that ends a line in mode lm1b also begins the next.
+            lines = (len(ids) + 1) // 2 if self._begins_lines else len(ids)
+            text += "\n" * lines if ends else self.tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    @property
+    def _begins_lines(self) -> bool:
+        return getattr(self.tokenizer, "mode", None) == "lm1b"
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm_eval writes beside its results."""
@@ -115,11 +134,17 @@ class TransfoXLLM(TemplateLM):
     # --- what lm_eval asks for ---------------------------------------------------------------------------------------
 
     def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each text: minus the sum of `token_losses` of it after the prefix token."""
+        """The log-likelihood of each text: minus the sum of `token_losses` of it after the prefix token.
+
+        Its tokens are those of `encode_text`, as for `txl-evaluate`: with a token at each line's end, in vocabularies
+        of words. Where such a token begins the lines too, it is the prefix token.
+        """
         found = []
         for request in tqdm(requests, disable=disable_tqdm, desc="read"):
+            token_ids = encode_text(self.tokenizer, request.args[0]).tolist()
             prefix = [] if self.prefix_token_id is None else [self.prefix_token_id]
-            token_ids = prefix + self.tok_encode(request.args[0])
+            if not (self._begins_lines and token_ids[:1] == prefix):
+                token_ids = prefix + token_ids
             found.append(self._log_likelihood(token_ids) if len(token_ids) > 1 else 0.0)
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
         return found
@@ -205,9 +230,14 @@ class TransfoXLLM(TemplateLM):
         memory = {} if read == 0 or self.config.mem_len == 0 else {"mems": self._read(token_ids[:read])}
         if self.config.mem_len == 0:
             prompt = torch.tensor([token_ids], device=self._device)
-        stop = _UntilStrings(self.tokenizer, until, prompt.shape[1])
+        stop = _UntilStrings(self.tok_decode, until, prompt.shape[1])
         sequences = self.model.generate(prompt, max_new_tokens=length, stopping_criteria=[stop], **memory, **settings)
-        return stop.cut(self.tok_decode(sequences[0, prompt.shape[1] :].tolist()))
+        written = sequences[0, prompt.shape[1] :].tolist()
+        ends = settings.get("eos_token_id", self.model.generation_config.eos_token_id)
+        # What ends the text is no part of it, and where it ends lines too, no line feed.
+        if written and written[-1] in (ends if isinstance(ends, list) else [ends]):
+            written.pop()
+        return stop.cut(self.tok_decode(written))
 
     def _read(self, token_ids: list[int]) -> tuple[Tensor, ...] | None:
         """The memory after some tokens; None where there is none yet."""
@@ -229,11 +259,11 @@ class TransfoXLLM(TemplateLM):
 class _UntilStrings(StoppingCriteria):
     """Stops where one of some strings is in what has been generated behind a prompt of `start` tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: list[str], start: int):
-        self._tokenizer, self._strings, self._start = tokenizer, [string for string in strings if string], start
+    def __init__(self, decode: Callable[[list[int]], str], strings: list[str], start: int):
+        self._decode, self._strings, self._start = decode, [string for string in strings if string], start
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs) -> Tensor:
-        texts = [self._tokenizer.decode(row[self._start :], skip_special_tokens=True) for row in input_ids]
+        texts = [self._decode(row[self._start :].tolist()) for row in input_ids]
         return torch.tensor([self.cut(text) != text for text in texts], device=input_ids.device)
 
     def cut(self, text: str) -> str:

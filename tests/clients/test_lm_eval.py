@@ -15,9 +15,11 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from transformers import LogitsProcessor
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from txl_hf import TransfoXLTokenizer, evaluate_language_model, token_losses
+from txl_hf.encoding import encode_text
 from txl_hf.lm_eval import TransfoXLLM
 
 WORDS = [f"word{i}" for i in range(40)]
@@ -117,7 +119,7 @@ def arguments(saved, memory_length: int) -> str:
 def expected_word_perplexity(lm: TransfoXLLM, documents, memory_length: int) -> float:
     total = 0.0
     for document in documents:
-        ids = [lm.eot_token_id, *lm.tok_encode(document["text"])]
+        ids = [lm.eot_token_id, *encode_text(lm.tokenizer, document["text"])]
         result = evaluate_language_model(lm.model, ids, SEGMENT, memory_length)
         total += result.nll * result.tokens
     return math.exp(total / sum(len(document["text"].split()) for document in documents))
@@ -180,11 +182,10 @@ def test_its_own_wrapper_cuts_windows_as_long_as_what_the_model_was_trained_to_s
     lm = HFLM(pretrained=str(saved), batch_size=1, device="cpu")
     assert lm.max_length == lm.config.n_positions == lm.config.tgt_len + lm.config.mem_len
     assert lm.tokenizer.model_max_length == VERY_LARGE_INTEGER
-    [found] = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (words(lm.max_length - 1, 5),), 0)])
-    expected = TransfoXLLM(str(saved), segment_length=lm.max_length)
-    [with_memory] = expected.loglikelihood_rolling(
-        [Instance("loglikelihood_rolling", {}, (words(lm.max_length - 1, 5),), 0)]
-    )
+    text = words(lm.max_length - 1, 5)
+    [found] = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)])
+    # Its rolling text ends without the end of its line.
+    [(with_memory, _)] = TransfoXLLM(str(saved), segment_length=lm.max_length).loglikelihood([Request("", text)])
     assert found == pytest.approx(with_memory, rel=1e-5), "one window is one segment"
 
 
@@ -196,6 +197,79 @@ def test_whether_a_continuation_is_greedy(saved):
     found = lm.loglikelihood([Request(context, " " + best), Request(context, " word3 word4"), Request("", "word3")])
     assert [greedy for _, greedy in found][:2] == [True, best == "word3"]
     assert found[2][0] == pytest.approx(-token_losses(lm.model, [0, *lm.tok_encode("word3")], 1).sum().item())
+
+
+@pytest.fixture(params=["converted", "prepared", "lm1b"])
+def of_lines(request, make_model, tmp_path):
+    """A model of words, whose tokenizer reads line feeds in a call or not, and the tokens before and after a line."""
+    mode, symbols = ("lm1b", ["<S>", "<UNK>"]) if request.param == "lm1b" else ("whitespace", ["<eos>", "<unk>"])
+    line_ends = True if request.param == "prepared" else None
+    tokenizer = TransfoXLTokenizer.from_symbols([*symbols, *WORDS], mode=mode, line_ends=line_ends)
+    make_model(vocab_size=len(tokenizer), eos_token_id=None, tgt_len=SEGMENT).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    return TransfoXLLM(str(tmp_path), memory_length=SHORT), [0] if mode == "lm1b" else [], [0]
+
+
+def ids_of(lines: list[str], begin: list[int], end: list[int]) -> list[int]:
+    return [token for line in lines for token in [*begin, *(WORDS.index(word) + 2 for word in line.split()), *end]]
+
+
+def test_a_rolling_text_is_that_of_an_evaluation(of_lines):
+    lm, begin, end = of_lines
+    lines = ["", words(7, 0), words(12, 1), "", words(3, 2)]
+    ids = ids_of(lines, begin, end)
+    assert encode_text(lm.tokenizer, "\n".join(lines)).tolist() == ids
+    # What begins a line is there already.
+    result = evaluate_language_model(lm.model, ids if begin else [0, *ids], SEGMENT, SHORT)
+    found = lm.loglikelihood_rolling([Request("\n".join(lines)), Request("\n".join([*lines, ""])), Request("")])
+    assert found == pytest.approx([-result.nll * result.tokens] * 2 + [0.0], rel=1e-5)
+
+
+def test_a_context_has_its_line_ends(of_lines):
+    lm, begin, end = of_lines
+    ids = ids_of(["word1 word2", "", "word3 word4"], begin, end)[:-1]
+    losses = token_losses(lm.model, ids, 1)
+    requests = [Request("word1 word2\n\nword3", " word4"), Request("word1 word2\n", "\nword3 word4")]
+    # White space at the end of a context belongs to what follows.
+    expected = [-losses[-1].item(), -losses[len(begin) + 1 :].sum().item()]
+    assert [value for value, _ in lm.loglikelihood(requests)] == pytest.approx(expected, rel=1e-5)
+
+
+class Writes(LogitsProcessor):
+    """What the model is made to write."""
+
+    def __init__(self, token_ids: list[int]):
+        self.left = list(token_ids)
+
+    def __call__(self, input_ids, scores):
+        return torch.full_like(scores, -math.inf).index_fill(1, torch.tensor([self.left.pop(0)]), 0)
+
+
+@pytest.mark.parametrize(
+    ("until", "written"),
+    [
+        (["\n"], "word5 word6"),
+        ("\n", "word5 word6"),
+        (["\n\n"], "word5 word6\nword7"),
+        (["word9", "word7"], "word5 word6\n"),
+        ([], "word5 word6\nword7\n\nword8"),
+    ],
+)
+def test_a_line_ends_where_the_model_ends_it(of_lines, until, written):
+    lm, begin, end = of_lines
+    ids = ids_of(["word1 word5 word6", "word7", "", "word8"], begin, end)[len(begin) + 1 : -1]
+    settings = {"until": until, "max_gen_toks": len(ids), "logits_processor": [Writes(ids)]}
+    assert lm.generate_until([Request("word1", settings)]) == [written]
+
+
+def test_a_line_end_that_ends_the_text_is_no_part_of_it(of_lines):
+    lm, begin, end = of_lines
+    ids = ids_of(["word5 word6"], [], end)
+    settings = {"until": ["word7"], "eos_token_id": 0, "logits_processor": [Writes(ids)]}
+    assert lm.generate_until([Request("word1", settings)]) == ["word5 word6"]
+    lm.model.generation_config.eos_token_id = [0, 1]
+    del settings["eos_token_id"]
+    assert lm.generate_until([Request("word1", settings)]) == ["word5 word6"]
 
 
 def test_help_comes_before_anything_slow_is_imported():
