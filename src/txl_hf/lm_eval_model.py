@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, StoppingCriteria
@@ -205,22 +206,25 @@ class TransfoXLLM(TemplateLM):
 
     @torch.no_grad()
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-        """Continue each context until one of the strings of `until` comes, an eos token, or `max_gen_toks` tokens."""
+        """Continue each context until one of the strings of `until` comes, an eos token, or `max_gen_toks` tokens.
+
+        The settings of a request are read as lm_eval reads them, and what it does not know is for `generate`. The eos
+        token is the model's `generation_config.eos_token_id`; another that ends lines is a line feed.
+
+        Raises:
+            ValueError: a context has no tokens, and there is no prefix token.
+        """
         found = []
         for request in tqdm(requests, disable=disable_tqdm, desc="generate"):
-            context, settings = request.args
-            found.append(self._generate(context, dict(settings)))
+            found.append(self._generate(*request.args))
             self.cache_hook.add_partial("generate_until", request.args, found[-1])
         return found
 
-    def _generate(self, context: str, settings: dict[str, Any]) -> str:
-        until = settings.pop("until", None) or []
-        until = [until] if isinstance(until, str) else list(until)
-        length = settings.pop("max_gen_toks", self.max_gen_toks)
-        if settings.get("temperature") in (0, 0.0):
-            settings.pop("temperature")
-            settings["do_sample"] = False
-        settings.setdefault("do_sample", False)
+    def _generate(self, context: str, given: dict[str, Any]) -> str:
+        settings: dict[str, Any] = {**normalize_gen_kwargs(given, self.max_gen_toks)}
+        until, length = settings.pop("until"), settings.pop("max_gen_toks")
+        if not settings["do_sample"]:
+            settings.pop("temperature", None)
         token_ids = self.tok_encode(context) or [token for token in [self.prefix_token_id] if token is not None]
         if not token_ids:
             raise ValueError("a context is empty, and the tokenizer has no bos or eos token to begin a text with")

@@ -272,6 +272,24 @@ def test_a_line_end_that_ends_the_text_is_no_part_of_it(of_lines):
     assert lm.generate_until([Request("word1", settings)]) == ["word5 word6"]
 
 
+def test_settings_of_generation_mean_what_they_mean_to_lm_eval(saved):
+    lm = TransfoXLLM(str(saved), max_gen_toks=20)
+    lm.model.generation_config.eos_token_id = None
+
+    def generate(**settings) -> str:
+        torch.manual_seed(0)
+        return lm.generate_until([Request("word1 word2", settings)])[0]
+
+    greedy, sampled = generate(), generate(do_sample=True, temperature=5.0)
+    assert greedy != sampled and generate(temperature=5.0) == sampled
+    assert generate(temperature=0.0) == generate(do_sample=False, temperature=5.0) == greedy
+    assert generate(do_sample=False, temperature=0) == greedy
+    short = generate(max_gen_toks=3)
+    assert greedy.startswith(short) and short != greedy
+    for name in ("max_new_tokens", "max_tokens", "max_completion_tokens"):
+        assert generate(**{name: 3}) == generate(**{name: 17, "max_gen_toks": 3}) == short
+
+
 def test_help_comes_before_anything_slow_is_imported():
     command = [sys.executable, "-X", "importtime", "-m", "txl_hf.lm_eval", "--help"]
     process = subprocess.run(command, capture_output=True, text=True)
