@@ -31,8 +31,11 @@ __all__ = [
 LINE_FEED = 10
 
 
-def load_tokenizer(name: str | Path) -> Any:
+def load_tokenizer(name: str | Path, **options) -> Any:
     """The tokenizer of a folder or on the Hub, one of transformers or of MidiTok.
+
+    Args:
+        options: of transformers' `from_pretrained`: `revision`, `trust_remote_code`.
 
     Raises:
         ValueError: there is none, or it cannot be read.
@@ -42,7 +45,7 @@ def load_tokenizer(name: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"the tokenizer of {name} cannot be read: {' '.join(str(error).split())}") from error
 

@@ -34,6 +34,8 @@ class TransfoXLLM(TemplateLM):
         max_gen_toks: how many tokens to generate where a task does not say.
         device, dtype: where and in what the model computes: "cuda", "bfloat16". None: a GPU if there is one (as for
             "cuda"), and the type of the checkpoint.
+        revision: of `pretrained` on the Hub: branch, tag or commit. Of the tokenizer too, unless it is given.
+        trust_remote_code: as for `from_pretrained`. This package's classes are taken before those in the checkpoint.
         batch_size, max_batch_size: taken for lm_eval's sake. The continuations of one context are read together, and
             different contexts one after the other, each with its own memory.
 
@@ -54,6 +56,8 @@ class TransfoXLLM(TemplateLM):
         max_gen_toks: int = 256,
         device: str | None = None,
         dtype: str | None = None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
     ):
@@ -67,11 +71,17 @@ class TransfoXLLM(TemplateLM):
         given = {name: value for name, value in lengths.items() if value is not None}
         for name in filter(None, (pretrained, tokenizer)):
             hub_or_folder(str(name))
-        model = AutoModelForCausalLM.from_pretrained(pretrained, dtype=dtype or "auto", **given)
+        # lm_eval reads a revision of digits as a number.
+        of_model = {"revision": str(revision)} if revision is not None else {}
+        code = {"trust_remote_code": trust_remote_code}
+        model = AutoModelForCausalLM.from_pretrained(pretrained, dtype=dtype or "auto", **of_model, **code, **given)
         if not isinstance(model, TransfoXLForCausalLM):
             raise ValueError(f"pretrained={pretrained} is a {model.config.model_type}, not a Transformer-XL")
         self.model = model.to(self._device).eval()
-        self.tokenizer = load_tokenizer(tokenizer or pretrained)
+        if tokenizer is None:
+            self.tokenizer = load_tokenizer(pretrained, **of_model, **code)
+        else:
+            self.tokenizer = load_tokenizer(tokenizer, **code)
         self.segment_length = model.config.tgt_len if segment_length is None else segment_length
         self.max_gen_toks = max_gen_toks
         check_sizes(segment_length=self.segment_length, max_gen_toks=max_gen_toks)
@@ -155,18 +165,34 @@ class TransfoXLLM(TemplateLM):
         return -result.nll * result.tokens
 
     def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        if self.prefix_token_id is None and any(request.args[0] == "" for request in requests):
+        """The log-likelihood of each continuation, and whether every token of it is the most probable one.
+
+        Raises:
+            ValueError: a context has no tokens, and there is no prefix token.
+        """
+        pairs = [(request.args, *self._encode_pair(*request.args)) for request in requests]
+        return self._loglikelihood_tokens(pairs, disable_tqdm=disable_tqdm)
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The ids of both; of a context without tokens, the prefix token."""
+        if context:
+            context_ids, token_ids = super()._encode_pair(context, continuation)
+        else:
+            context_ids, token_ids = [], self.tok_encode(continuation)
+        if context_ids or not token_ids:
+            return context_ids, token_ids
+        if self.prefix_token_id is None:
             raise ValueError(
                 "a continuation has no context, and the tokenizer no bos or eos token to begin a text with: give one "
                 "in model_args, prefix_token_id=…"
             )
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        # As lm_eval has it, a continuation that begins with that token brings its own.
+        return [self.prefix_token_id], token_ids[1:] if token_ids[0] == self.prefix_token_id else token_ids
 
     @torch.no_grad()
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs
     ) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation, and whether every token of it is the most probable one."""
         # A context, however long, is read once for all its continuations.
         by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, (_, token_ids, _) in enumerate(requests):
@@ -181,9 +207,11 @@ class TransfoXLLM(TemplateLM):
         return found
 
     def _score(self, context: list[int], continuations: list[list[int]]) -> list[tuple[float, bool]]:
-        mems = self._read(context[:-1])
         # The last token of the context predicts the first of a continuation; shorter ones end in padding.
         longest = max(map(len, continuations))
+        if longest == 0:
+            return [(0.0, True)] * len(continuations)
+        mems = self._read(context[:-1])
         targets = torch.full((len(continuations), longest), -100)
         for row, continuation in zip(targets, continuations, strict=True):
             row[: len(continuation)] = torch.tensor(continuation)

@@ -8,6 +8,7 @@ import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
+import huggingface_hub
 import lm_eval
 import pytest
 import torch
@@ -288,6 +289,47 @@ def test_settings_of_generation_mean_what_they_mean_to_lm_eval(saved):
     assert greedy.startswith(short) and short != greedy
     for name in ("max_new_tokens", "max_tokens", "max_completion_tokens"):
         assert generate(**{name: 3}) == generate(**{name: 17, "max_gen_toks": 3}) == short
+
+
+def test_a_continuation_without_tokens_costs_nothing(saved):
+    lm = TransfoXLLM(str(saved))
+    requests = [Request("word1", " "), Request("", " "), Request("word2", " word3"), Request("word2", " ")]
+    *found, nothing = lm.loglikelihood(requests)
+    assert found[:2] == [(0.0, True), (0.0, True)] and nothing == (0.0, True) and found[2][0] < 0
+
+
+def test_a_context_without_words(of_lines):
+    lm, begin, end = of_lines
+    [(spaces, _), (nothing, _), (line_feed, _)] = lm.loglikelihood(
+        [Request(context, "word3 word4") for context in ("  ", "", "\n")]
+    )
+    assert spaces == nothing == pytest.approx(-token_losses(lm.model, [0, 5, 6], 1).sum().item(), rel=1e-5)
+    # The line end is taken for the token that begins the text.
+    expected = token_losses(lm.model, [*begin, *end, *begin, 5, 6], 1).sum().item()
+    assert line_feed == pytest.approx(-expected, rel=1e-5)
+    for context in ("\n", "  ", ""):
+        assert lm.generate_until([Request(context, {"max_gen_toks": 3})])[0]
+
+
+def test_code_and_revision_are_those_of_from_pretrained(saved, make_model, tmp_path, monkeypatch):
+    """A repository of two commits, as the Hub's client keeps it."""
+    symbols = TransfoXLTokenizer.from_pretrained(saved).symbols
+    (tmp_path / "models--user--name" / "refs").mkdir(parents=True)
+    commits = {"main": "a" * 40, "old": "b" * 40}
+    for old, (branch, commit) in enumerate(commits.items()):
+        snapshot = tmp_path / "models--user--name" / "snapshots" / commit
+        make_model(vocab_size=len(symbols), tgt_len=SEGMENT + old).save_pretrained(snapshot)
+        TransfoXLTokenizer.from_symbols(symbols, mode="whitespace", line_ends=bool(old)).save_pretrained(snapshot)
+        (tmp_path / "models--user--name" / "refs" / branch).write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+
+    def loaded(settings: str) -> tuple[int, bool]:
+        lm = get_model("txl").create_from_arg_string(f"pretrained=user/name,trust_remote_code=True{settings}")
+        return lm.segment_length, lm.tokenizer.line_ends
+
+    assert loaded("") == loaded(",revision=main") == (SEGMENT, False)
+    assert loaded(",revision=old") == loaded(f",revision={commits['old']}") == (SEGMENT + 1, True)
+    assert loaded(f",revision=old,tokenizer={saved}") == (SEGMENT + 1, False), "the tokenizer is of another repository"
 
 
 def test_help_comes_before_anything_slow_is_imported():
