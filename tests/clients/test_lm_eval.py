@@ -24,7 +24,7 @@ from txl_hf.encoding import encode_text
 from txl_hf.lm_eval import TransfoXLLM
 
 WORDS = [f"word{i}" for i in range(40)]
-# With the whole text in its memory, a model reads in any segments the same.
+# The whole text is in the longest memory.
 SEGMENT, SHORT, WHOLE = 5, 12, 200
 TASKS = {
     "rolling": """
@@ -78,14 +78,18 @@ def saved(make_model, folder):
 
 
 @pytest.fixture
-def documents(saved, folder):
-    """Texts far longer than segment and memory together, with what the model writes after them and three choices."""
-    lm = TransfoXLLM(str(saved))
+def documents(saved, folder, request):
+    """Texts longer than segment and short memory together, with what the model writes after them and three choices.
+
+    Behind their last token a segment begins, so that a text with its continuation is cut into the same segments.
+    """
+    lm, memory_length = TransfoXLLM(str(saved)), getattr(request, "param", WHOLE)
     rows = []
-    for seed, length in enumerate([60, 3, 31]):
+    for seed, length in enumerate([61, 6, 31]):
         row = {"text": words(length, seed), "choices": [" " + words(n, 10 * seed + n) for n in (1, 4, 9)]}
-        losses = [by_hand(lm, row["text"], choice) for choice in row["choices"]]
-        rows.append(row | {"answer": min(range(3), key=losses.__getitem__), "written": written(lm, row["text"])})
+        losses = [by_hand(lm, row["text"], choice, memory_length) for choice in row["choices"]]
+        best = min(range(3), key=losses.__getitem__)
+        rows.append(row | {"answer": best, "losses": losses, "written": written(saved, row["text"], memory_length)})
     (folder / "documents.json").write_text("\n".join(map(json.dumps, rows)))
     for name, task in TASKS.items():
         data = f"dataset_path: json\ndataset_kwargs: {{data_files: {folder}/documents.json}}\ntest_split: train\n"
@@ -93,24 +97,27 @@ def documents(saved, folder):
     return rows
 
 
-def by_hand(lm: TransfoXLLM, context: str, continuation: str) -> float:
+def by_hand(lm: TransfoXLLM, context: str, continuation: str, memory_length: int, segment_length: int = SEGMENT):
     """The cost of a continuation in a text that is read as one."""
     ids = lm.tok_encode(context + continuation)
-    return token_losses(lm.model, ids, 1)[len(lm.tok_encode(context)) - 1 :].sum().item()
+    losses = token_losses(lm.model, ids, segment_length, memory_length)
+    return losses[len(lm.tok_encode(context)) - 1 :].sum().item()
 
 
-def written(lm: TransfoXLLM, text: str) -> str:
-    """Greedily, word by word, from the whole text each time."""
-    ids, start = lm.tok_encode(text), len(lm.tok_encode(text))
-    while len(ids) < start + 12:
-        mems = None
-        for token in ids:
-            outputs = lm.model(torch.tensor([[token]]), mems=mems)
-            mems = outputs.mems
-        ids.append(int(outputs.logits[0, -1].argmax()))
-        if ids[-1] == lm.eot_token_id:
+def written(saved, text: str, memory_length: int) -> str:
+    """Greedily, word by word behind a text that was read in segments."""
+    lm = TransfoXLLM(str(saved), SEGMENT, memory_length)
+    ids, found, mems = torch.tensor([lm.tok_encode(text)]), [], None
+    for segment in ids[:, :-1].split(SEGMENT, dim=1):
+        mems = lm.model(segment, mems=mems).mems
+    last = ids[:, -1:]
+    while len(found) < 12:
+        outputs = lm.model(last, mems=mems)
+        mems, last = outputs.mems, outputs.logits[:, -1:].argmax(-1)
+        if last.item() == lm.eot_token_id:
             break
-    return lm.tok_decode(ids[start:]).split("word7")[0]
+        found.append(last.item())
+    return lm.tok_decode(found).split("word7")[0]
 
 
 def arguments(saved, memory_length: int) -> str:
@@ -126,20 +133,37 @@ def expected_word_perplexity(lm: TransfoXLLM, documents, memory_length: int) -> 
     return math.exp(total / sum(len(document["text"].split()) for document in documents))
 
 
-def test_simple_evaluate(saved, documents, folder):
+@pytest.mark.parametrize(
+    ("documents", "memory_length"), [(WHOLE, WHOLE), (SHORT, SHORT)], indirect=["documents"], ids=["whole", "short"]
+)
+def test_simple_evaluate(saved, documents, memory_length, folder):
     tasks = TaskManager(include_path=str(folder), include_defaults=False)
     found = lm_eval.simple_evaluate(
-        model="txl", model_args=arguments(saved, WHOLE), tasks=list(TASKS), task_manager=tasks, log_samples=True
+        model="txl",
+        model_args=arguments(saved, memory_length),
+        tasks=list(TASKS),
+        task_manager=tasks,
+        log_samples=True,
     )
     results, lm = found["results"], TransfoXLLM(str(saved))
-    expected = expected_word_perplexity(lm, documents, WHOLE)
+    expected = expected_word_perplexity(lm, documents, memory_length)
     assert results["rolling"]["word_perplexity,none"] == pytest.approx(expected, rel=1e-5)
     assert results["choice"]["acc,none"] == 1.0
     for sample, document in zip(found["samples"]["choice"], documents, strict=True):
-        for answer, choice in zip(sample["resps"], document["choices"], strict=True):
-            assert float(answer[0][0]) == pytest.approx(-by_hand(lm, document["text"], choice), rel=1e-4)
+        for answer, loss in zip(sample["resps"], document["losses"], strict=True):
+            assert float(answer[0][0]) == pytest.approx(-loss, rel=1e-4)
     assert [sample["resps"][0][0] for sample in found["samples"]["until"]] == [row["written"] for row in documents]
     assert results["until"]["exact_match,none"] == 1.0
+
+
+def test_a_text_of_any_length_token_by_token(saved):
+    """Which is cut into the same segments wherever its continuation begins."""
+    lm = TransfoXLLM(str(saved), segment_length=1, memory_length=SHORT)
+    pairs = [(words(length, length), " " + words(n, n)) for length in (3, 60) for n in (1, 17)]
+    expected = [-by_hand(lm, *pair, SHORT, segment_length=1) for pair in pairs]
+    found = [value for value, _ in lm.loglikelihood([Request(*pair) for pair in pairs])]
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert found[-1] != pytest.approx(-by_hand(lm, *pairs[-1], WHOLE, segment_length=1), rel=1e-3)
 
 
 def test_the_command(saved, documents, folder, tmp_path):
