@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import adaptation_process
 import launcher
@@ -150,6 +151,34 @@ def test_weights_gradients_and_mode_come_back(make_model, make_ids, error, dtype
     assert [module.training for module in model.modules()] == modes
 
 
+class FailingCopies(TorchFunctionMode):
+    """Raises at some of the copies into parameters, of which there are none but in restoring fp32 weights."""
+
+    def __init__(self, error: type[BaseException], *at: int):
+        super().__init__()
+        self.error, self.at, self.copies = error, at, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.copy_ and isinstance(args[0], torch.nn.Parameter):
+            self.copies += 1
+            if self.copies in self.at:
+                raise self.error
+        return func(*args, **(kwargs or {}))
+
+
+def test_ctrl_c_while_weights_come_back(make_model, make_ids):
+    """It ends the evaluation, as often as it is pressed, but leaves no weights of another text."""
+    model, ids = make_model(), make_ids(1, 30)[0]
+    found, dynamic = parameters_of(model), DynamicEvaluation(RATE)
+    with pytest.raises(KeyboardInterrupt), FailingCopies(KeyboardInterrupt, 4, 5, 9):
+        token_losses(model, ids, 5, dynamic=dynamic)
+    assert_restored(model, found)
+    # An error of one weight's own comes again at each try.
+    with pytest.raises(ZeroDivisionError), FailingCopies(ZeroDivisionError, 4), dynamic.adapted_to(model, ids, 5):
+        changed = moved(model, found)
+    assert len(moved(model, found) & changed) == 1
+
+
 def test_no_other_thread_reads_with_weights_that_change(make_model, make_ids):
     """Neither would know: its figures would be those of somebody else's text, or the weights not come back."""
     model, ids, dynamic = make_model(), make_ids(1, 30)[0], DynamicEvaluation(RATE)
@@ -257,6 +286,13 @@ def test_two_processes_agree_with_one(tmp_path):
     for rank in (0, 1):
         torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(torch.load(tmp_path / "0.pt"), torch.load(tmp_path / "1.pt"))
+
+
+def test_where_one_process_diverges_none_waits_for_it(tmp_path):
+    started = launcher.start(adaptation_process.save_divergence, 2, folder=tmp_path)
+    assert launcher.join(started) == [0, 0]
+    for rank in (0, 1):
+        assert "no finite loss in the segment at token 0" in (tmp_path / f"{rank}.txt").read_text()
 
 
 @pytest.mark.parametrize(

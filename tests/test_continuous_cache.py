@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
+import adaptation_process
+import launcher
 from txl_hf import ContinuousCache, DynamicEvaluation, TransfoXLForCausalLM, evaluate_language_model, token_losses
 from txl_hf.evaluation import evaluate_caches
 from txl_hf.memory_transfo_xl import MemoryCache
@@ -98,6 +100,17 @@ def test_with_dynamic_evaluation(make_model, make_ids):
     assert (both <= alone - math.log(0.7) + 1e-5).all() and (both < alone).any()
     without = token_losses(model, ids, 6, dynamic=dynamic, cache=ContinuousCache(20, 0.0, 0.1))
     torch.testing.assert_close(without, alone)
+
+
+def test_two_processes_agree_with_one(tmp_path):
+    """Each looks at its own streams alone, whose pasts are those of one process that reads all."""
+    settings = {"cache": ContinuousCache(12, 0.4, 0.3)}
+    started = launcher.start(adaptation_process.save_losses, 2, folder=tmp_path, **settings)
+    assert launcher.join(started) == [0, 0]
+    expected = adaptation_process.losses(**settings)
+    for rank in (0, 1):
+        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), expected)
+    assert (expected - adaptation_process.losses(cache=None)).abs().max() > 0.1
 
 
 # --- generate --------------------------------------------------------------------------------------------------------

@@ -130,10 +130,12 @@ class Adaptation:
         """As `Reader.losses`. When a segment is given out, the parameters have stepped on it.
 
         Raises:
-            Diverged: a loss is not finite.
+            Diverged: a loss is not finite, in whichever process: all of them raise it.
         """
         for segment, hidden_states, losses in self._read(text):
-            if not losses.isfinite().all():
+            lost = (~losses.isfinite()).sum()
+            # Before the gradients, for which the others would wait for ever.
+            if (lost if self._accelerator is None else self._accelerator.reduce(lost, "sum")) > 0:
                 raise Diverged(
                     f"no finite loss in the segment at token {segment.begin} of the text: with "
                     f"learning_rate={self._dynamic.learning_rate:g} the weights have diverged, so give a smaller one"
@@ -153,8 +155,23 @@ class Adaptation:
 
     @torch.no_grad()
     def restore(self):
-        for parameter, start in zip(self._parameters, self._start, strict=True):
-            parameter.copy_(start)
+        """Bring all weights back. What is raised meanwhile, as by Ctrl-C, is raised again when they are."""
+        raised: BaseException | None = None
+        left = list(zip(self._parameters, self._start, strict=True))
+        while left:
+            try:
+                while left:
+                    parameter, start = left[-1]
+                    parameter.copy_(start)
+                    left.pop()
+            except Exception as error:
+                # This copy would fail again, but not the others.
+                raised = error
+                left.pop()
+            except BaseException as error:
+                raised = error
+        if raised is not None:
+            raise raised
 
     def _read(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
         # Projected keys and values would be those of other weights.
