@@ -168,6 +168,30 @@ def test_beams_keep_their_states(make_model, make_ids):
         assert score.item() == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("past", ["memory", "padding"])
+def test_rows_of_the_same_tokens_keep_their_own_past(make_model, make_ids, past, num_beams):
+    """The same prompt after other memories, and a prompt that begins with the token which pads the other."""
+    model, cache = make_model(mem_len=100), ContinuousCache(50, 0.6, 0.2)
+    prompt = make_ids(1, 8, vocab_size=8).repeat(2, 1)
+    prompt[:, :4] = 60
+    mask = torch.ones_like(prompt)
+    if past == "memory":
+        settings = {"mems": model(make_ids(2, 9, seed=1)).mems}
+        each = [{"mems": tuple(states[row : row + 1] for states in settings["mems"])} for row in range(2)]
+    else:
+        mask[0, :4] = 0
+        settings, each = {}, [{}, {}]
+    search = {"num_beams": num_beams, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    together = generate(model, prompt, cache, attention_mask=mask, **settings, **search)
+    for row, own in enumerate(each):
+        alone = generate(model, prompt[row : row + 1], cache, attention_mask=mask[row : row + 1], **own, **search)
+        assert torch.equal(together.sequences[row], alone.sequences[0])
+        for scores, expected in zip(together.scores, alone.scores, strict=True):
+            scores = scores[row * num_beams : (row + 1) * num_beams]
+            torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_one_processor_for_several_texts(make_model, make_ids):
     """A text that does not continue the one before is a new one."""
     model, cache = make_model(mem_len=100), ContinuousCache(100, 0.6, 0.2)

@@ -156,7 +156,7 @@ class Adaptation:
     @torch.no_grad()
     def restore(self):
         """Bring all weights back. What is raised meanwhile, as by Ctrl-C, is raised again when they are."""
-        raised: BaseException | None = None
+        raised = None
         left = list(zip(self._parameters, self._start, strict=True))
         while left:
             try:

@@ -133,8 +133,9 @@ class CacheLogitsProcessor(LogitsProcessor):
     """Mixes the scores of `generate` with a cache; `ContinuousCache.processor` makes it.
 
     A position that `attention_mask` masks is not looked at, and a token that a processor before has ruled out stays
-    so. Rows may be reordered, as beam search does: each is known by its tokens. A text that does not continue the one
-    before is a new one. Threads may share it: each hears what its own `generate` computes, and nothing else.
+    so. Rows may be reordered, as beam search does: each is known by its tokens, and where several have the same, by
+    its place. A text that does not continue the one before is a new one. Threads may share it: each hears what its own
+    `generate` computes, and nothing else.
     """
 
     def __init__(self, cache: ContinuousCache, model: TransfoXLForCausalLM):
@@ -148,8 +149,11 @@ class CacheLogitsProcessor(LogitsProcessor):
         """Let go of the model and of all states."""
         self._module, self._here, self._last = None, _Hearing(), None
 
-    def listen(self, model: nn.Module) -> Callable[[Tensor, Tensor | None], None]:
+    def listen(self, model: nn.Module, beams: int) -> Callable[[Tensor, Tensor | None], None]:
         """What a loop of `generate` is to tell the states of each of its forwards, and their mask.
+
+        Args:
+            beams: among how many rows side by side the loop may reorder; 1: it keeps all in their places.
 
         Raises:
             RuntimeError: the processor is closed.
@@ -163,7 +167,7 @@ class CacheLogitsProcessor(LogitsProcessor):
                 "continuous cache does not go with assisted generation"
             )
         # What a loop that was stopped between a forward and its token has left.
-        self._here.heard, self._here.count = None, 0
+        self._here.heard, self._here.count, self._here.beams = None, 0, beams
         return self._hear
 
     # A compiled forward would not write to what belongs to a thread.
@@ -218,7 +222,7 @@ class CacheLogitsProcessor(LogitsProcessor):
                 "needs the tokens of the text, so give generate input_ids, not inputs_embeds"
             )
         for before in (here.read, self._last):
-            rows = None if before is None else _rows_of(input_ids[:, :-count], before.text)
+            rows = None if before is None else _rows_of(input_ids[:, :-count], before.text, here.beams)
             if before is not None and rows is not None:
                 states = torch.cat([before.states.index_select(0, rows), states], dim=1)
                 real = torch.cat([before.real.index_select(0, rows), real], dim=1)
@@ -236,17 +240,27 @@ class _Read(NamedTuple):
 
 
 class _Hearing(threading.local):
-    """What one thread has heard since its last token: `count` states, of which the last are kept; and what it read."""
+    """What one thread has heard since its last token: `count` states, of which the last are kept; and what it read.
+    Its loop reorders rows among `beams` side by side."""
 
     def __init__(self) -> None:
         self.heard: tuple[Tensor, Tensor] | None = None
         self.count = 0
+        self.beams = 1
         self.read: _Read | None = None
 
 
-def _rows_of(text: Tensor, before: Tensor) -> Tensor | None:
-    """For each row of a text the row of the one before that was this text; None where there is none."""
+def _rows_of(text: Tensor, before: Tensor, beams: int) -> Tensor | None:
+    """For each row of a text the row of the one before that was this text; None where there is none.
+
+    Rows with the same tokens can have other pasts, by their memory or padding. A row's own is that in its place, or
+    else that of a beam of the same prompt.
+    """
     if before.shape[1] != text.shape[1]:
         return None
     same = (text[:, None] == before).all(-1)
-    return same.int().argmax(1) if bool(same.any(1).all()) else None
+    if not bool(same.any(1).all()):
+        return None
+    rows, others = (torch.arange(len(ids), device=text.device) for ids in (text, before))
+    place, prompt = rows[:, None] == others, rows[:, None] // beams == others // beams
+    return (same * (1 + place.int() + prompt.int())).argmax(1)

@@ -32,8 +32,8 @@ class TransfoXLGenerationMixin(GenerationMixin):
     """`generate` with the memory as its cache, starting from `mems` if they are given; without one where `mem_len=0`.
 
     Its loops tell the softmax how many of the best tokens can matter, so that a CPU need not compute the others, and
-    each logits processor that has a method `listen` the states of their forwards: `listen(model)`, called when the
-    loop begins, returns what is called with each forward's `last_hidden_state` and `attention_mask`.
+    each logits processor that has a method `listen` the states of their forwards: `listen(model, beams)`, called when
+    the loop begins, returns what is called with each forward's `last_hidden_state` and `attention_mask`.
     """
 
     config: TransfoXLConfig
@@ -140,7 +140,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
     def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         chosen = None if generation_config.do_sample else 1
         kwargs |= _logits_top_k(logits_processor, generation_config, chosen, kwargs.get("synced_gpus"))
-        kwargs |= self._state_listeners(logits_processor)
+        kwargs |= self._state_listeners(logits_processor, 1)
         return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
     def _beam_search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
@@ -149,12 +149,12 @@ class TransfoXLGenerationMixin(GenerationMixin):
         candidates = max(2, 1 + (0 if ends is None else len(ends))) * generation_config.num_beams
         chosen = None if generation_config.do_sample else candidates
         kwargs |= _logits_top_k(logits_processor, generation_config, chosen, kwargs.get("synced_gpus"))
-        kwargs |= self._state_listeners(logits_processor)
+        kwargs |= self._state_listeners(logits_processor, generation_config.num_beams)
         return super()._beam_search(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
-    def _state_listeners(self, processors: LogitsProcessorList) -> dict[str, list[Callable]]:
+    def _state_listeners(self, processors: LogitsProcessorList, beams: int) -> dict[str, list[Callable]]:
         """The argument `state_listeners` for a loop of `generate`, or none where no processor listens."""
-        listeners = [processor.listen(self) for processor in processors if hasattr(processor, "listen")]
+        listeners = [processor.listen(self, beams) for processor in processors if hasattr(processor, "listen")]
         return {"state_listeners": listeners} if listeners else {}
 
     @staticmethod
