@@ -3,6 +3,7 @@
 import copy
 import re
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -242,6 +243,16 @@ def test_only_named_parameters_follow(make_model, make_ids):
     torch.testing.assert_close(token_losses(model, ids, 5, dynamic=dynamic), expected[0].float())
 
 
+def test_a_tied_parameter_goes_by_each_of_its_names(make_model, make_ids):
+    model, ids = make_model(), make_ids(1, 40)[0]
+    found = parameters_of(model)
+    tables = {name for name in found if "emb_layers" in name}
+    for pattern in ("lm_head.*weight", "emb_layers"):
+        with DynamicEvaluation(RATE, parameters=pattern).adapted_to(model, ids, 5):
+            assert tables <= moved(model, found)
+        assert_restored(model, found)
+
+
 def test_an_adapter_follows_alone(make_model, make_ids):
     peft = pytest.importorskip("peft")
     model, ids = make_model(), make_ids(1, 60)[0]
@@ -301,6 +312,7 @@ def test_where_one_process_diverges_none_waits_for_it(tmp_path):
         ({"learning_rate": -1.0}, "learning_rate=-1.0 must be a finite number at least 0"),
         ({"learning_rate": float("nan")}, "learning_rate=nan"),
         ({"learning_rate": 1.0, "decay": float("inf")}, "decay=inf"),
+        ({"learning_rate": 1.0, "decay": 24.0}, "decay=24.0 must be at most 1 without statistics"),
         ({"learning_rate": 1.0, "epsilon": 0.0}, "epsilon=0.0 must be a finite number above 0"),
         ({"learning_rate": 1.0, "parameters": "("}, r"parameters='\(' is no regular expression"),
     ],
@@ -318,10 +330,16 @@ def test_what_cannot_be_done_is_named(make_model, make_ids):
         token_losses(model, ids, 5, dynamic=DynamicEvaluation(RATE, statistics=[]))
     with pytest.raises(ValueError, match=r"statistics: token_ids\[1\] is 61, outside the vocabulary"):
         token_losses(model, ids, 5, dynamic=DynamicEvaluation(RATE, statistics=[3, 61, 4]))
+    for kind in (torch.float16, torch.float32):
+        accelerator = SimpleNamespace(num_processes=1, process_index=0, mixed_precision="fp16")
+        with pytest.raises(ValueError, match="small gradients in float16: take bfloat16 or float32"):
+            others = {} if kind == torch.float16 else {"accelerator": accelerator}
+            token_losses(make_model().to(kind), ids, 5, dynamic=DynamicEvaluation(RATE), **others)
     found = parameters_of(model)
-    with pytest.raises(ValueError, match="no finite loss in the segment at token 5 of .* learning_rate=1e\\+30"):
-        token_losses(model, ids, 5, dynamic=DynamicEvaluation(1e30))
-    assert_restored(model, found)
+    for statistics, instead in ((None, "a smaller one"), (ids, "a smaller one or a larger epsilon")):
+        with pytest.raises(ValueError, match=f"at token 5 of .* learning_rate=1e\\+30 .* so give {instead}$"):
+            token_losses(model, ids, 5, dynamic=DynamicEvaluation(1e30, statistics=statistics))
+        assert_restored(model, found)
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
         token_losses(model, ids, 5, dynamic=DynamicEvaluation(RATE))

@@ -369,6 +369,23 @@ def test_settings_that_cannot_be_are_named(corpus, model):
     assert "mem_len=-2" in fails("--model", model, "--data", corpus, "--memory_length", "-2")
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--statistics", "100"], "--statistics is of dynamic evaluation: give its rate too, with --dynamic"),
+        (["--decay", "0"], "--decay is of dynamic evaluation"),
+        (["--epsilon", "1e-5"], "--epsilon is of dynamic evaluation"),
+        (["--parameters", "lora"], "--parameters is of dynamic evaluation"),
+        (["--dynamic", "0.1", "--statistics", "-5"], "--statistics must be at least 1"),
+        (["--dynamic", "0.1", "--statistics", "0"], "--statistics must be at least 1"),
+    ],
+)
+def test_options_of_dynamic_evaluation_that_cannot_be_are_named(corpus, model, capsys, options, message):
+    with pytest.raises(SystemExit):
+        evaluate_lm.main(["--model", str(model), "--data", str(corpus), *options])
+    assert f"error: {message}" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_vocabulary_that_does_not_fit_is_named(text, corpus, model, tmp_path):
     lines = (text / "wiki.train.tokens").read_text().splitlines(keepends=True)
     for max_size, name in ((None, "all"), (50, "few")):

@@ -43,17 +43,19 @@ class DynamicEvaluation:
 
     Args:
         learning_rate: η ≥ 0; with 0 the losses are those of a static evaluation.
-        decay: λ ≥ 0, how strongly the weights are drawn back.
-        epsilon: ε > 0.
+        decay: λ ≥ 0, how strongly the weights are drawn back; at most 1 without statistics, which is all the way.
+        epsilon: ε > 0. Elements that the statistics hardly met move by plain gradient descent at the rate η / ε, which
+            must stay at or below a rate that works without statistics (about 0.05): η = 1e-3 with the default ε is
+            100, and diverges. The settings above have 0.12 to 0.2; those of 2018, for LSTMs, are η = 2e-3, ε = 1e-3.
         statistics: token ids of a training text, some hundred segments of it, read with the same lengths and streams
             as the text. None: plain gradient descent.
         parameters: a regular expression found in the names of the parameters that follow, among those that require a
-            gradient: r"layers\\.(9|1[0-1])\\." for the last quarter of twelve layers, "lora" for an adapter. None: all
-            that require a gradient.
+            gradient: r"layers\\.(9|1[0-1])\\." for the last quarter of twelve layers, "lora" for an adapter. A tied
+            one goes by each of its names. None: all that require a gradient.
 
     Raises:
         ValueError: a number is out of range, or `parameters` is no regular expression. An evaluation in which the
-            weights diverge is one too (`Diverged`).
+            weights diverge is one too (`Diverged`), and one in float16, which loses small gradients.
     """
 
     learning_rate: float
@@ -67,6 +69,10 @@ class DynamicEvaluation:
             value, least = getattr(self, name), "above" if name == "epsilon" else "at least"
             if not math.isfinite(value) or value < 0 or (name == "epsilon" and value == 0):
                 raise ValueError(f"{name}={value} must be a finite number {least} 0")
+        if self.decay > 1 and self.statistics is None:
+            raise ValueError(
+                f"decay={self.decay} must be at most 1 without statistics: 1 draws the weights back all the way"
+            )
         try:
             re.compile(self.parameters or "")
         except re.error as error:
@@ -117,6 +123,9 @@ class Adaptation:
 
     def __init__(self, model: TransfoXLForCausalLM, dynamic: DynamicEvaluation, lengths: MemoryLengths, accelerator):
         self._model, self._dynamic, self._lengths, self._accelerator = model, dynamic, lengths, accelerator
+        halves = any(parameter.dtype == torch.float16 for parameter in model.parameters())
+        if halves or (accelerator is not None and accelerator.mixed_precision == "fp16"):
+            raise ValueError("dynamic evaluation loses small gradients in float16: take bfloat16 or float32")
         self._parameters = _chosen(model, dynamic.parameters)
         self._start = [parameter.detach().clone() for parameter in self._parameters]
         # Steps much smaller than the weight that they are added to are lost in half precision.
@@ -136,9 +145,10 @@ class Adaptation:
             lost = (~losses.isfinite()).sum()
             # Before the gradients, for which the others would wait for ever.
             if (lost if self._accelerator is None else self._accelerator.reduce(lost, "sum")) > 0:
+                instead = "a smaller one" if self._roots is None else "a smaller one or a larger epsilon"
                 raise Diverged(
                     f"no finite loss in the segment at token {segment.begin} of the text: with "
-                    f"learning_rate={self._dynamic.learning_rate:g} the weights have diverged, so give a smaller one"
+                    f"learning_rate={self._dynamic.learning_rate:g} the weights have diverged, so give {instead}"
                 )
             if (gradients := self._gradients(losses, segment)) is not None:
                 self._step(gradients)
@@ -271,10 +281,12 @@ def following(model: TransfoXLForCausalLM) -> Iterator[None]:
 
 def _chosen(model: TransfoXLForCausalLM, pattern: str | None) -> list[nn.Parameter]:
     """The parameters that a pattern chooses, each once however many modules share it."""
-    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    named = model.named_parameters(remove_duplicate=False)
+    trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
     if not trainable:
         raise ValueError("no parameter of the model requires a gradient, so that none can follow the text")
-    chosen = [parameter for name, parameter in trainable.items() if re.search(pattern or "", name)]
+    found = [parameter for name, parameter in trainable.items() if re.search(pattern or "", name)]
+    chosen = list({id(parameter): parameter for parameter in found}.values())
     if not chosen:
         raise ValueError(
             f"parameters={pattern!r} is found in the name of no parameter that requires a gradient; one of them is "

@@ -60,8 +60,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--warm_up", type=int, default=0, help="tokens of each stream read but not scored (%(default)s)"
     )
     parser.add_argument("--dynamic", type=float, metavar="RATE", help="let the weights follow the text at this rate")
-    parser.add_argument("--decay", type=float, default=0.0, help="of --dynamic: draw them back (%(default)s)")
-    parser.add_argument("--epsilon", type=float, default=1e-5, help="of --dynamic with --statistics (%(default)s)")
+    parser.add_argument("--decay", type=float, help="of --dynamic: draw them back (0.0)")
+    parser.add_argument("--epsilon", type=float, help="of --dynamic with --statistics (1e-05)")
     parser.add_argument("--statistics", type=int, help="of --dynamic: tokens of the training text to take them from")
     parser.add_argument("--parameters", help="of --dynamic: names of the parameters that follow, a regular expression")
     parser.add_argument(
@@ -76,9 +76,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="show a progress bar (where standard error is a terminal)",
     )
     options = parser.parse_args(argv)
-    for name, values in (("sliding_window", options.sliding_window), ("max_tokens", [options.max_tokens])):
+    for name in ("sliding_window", "max_tokens", "statistics"):
+        values = options.sliding_window if name == "sliding_window" else [getattr(options, name)]
         if any(value is not None and value < 1 for value in values):
             parser.error(f"--{name} must be at least 1")
+    for name in ("decay", "epsilon", "statistics", "parameters"):
+        if options.dynamic is None and getattr(options, name) is not None:
+            parser.error(f"--{name} is of dynamic evaluation: give its rate too, with --dynamic")
     options.json = options.json or not sys.stdout.isatty()
     return options
 

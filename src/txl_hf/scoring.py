@@ -199,14 +199,13 @@ def read_adaptation(options: argparse.Namespace) -> dict[str, Any]:
         size, weight, temperature = options.cache
         found["cache"] = ContinuousCache(int(size), float(weight), float(temperature))
     if options.dynamic is not None:
-        statistics = None
+        given = {name: getattr(options, name) for name in ("decay", "epsilon", "parameters")}
+        settings = {name: value for name, value in given.items() if value is not None}
         if options.statistics is not None:
             if not options.data.is_dir():
                 raise CorpusError(f"--statistics needs a folder of txl-prepare, which {options.data} is not")
-            statistics = read_prepared(options.data, "train").token_ids[: options.statistics]
-        found["dynamic"] = DynamicEvaluation(
-            options.dynamic, options.decay, options.epsilon, statistics, options.parameters
-        )
+            settings["statistics"] = read_prepared(options.data, "train").token_ids[: options.statistics]
+        found["dynamic"] = DynamicEvaluation(options.dynamic, **settings)
     return found
 
 
