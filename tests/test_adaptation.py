@@ -68,7 +68,7 @@ def by_hand(
 
 
 @pytest.mark.parametrize("settings", [{}, {"cutoffs": [], "div_val": 1}, {"mem_len": 0}, {"attn_type": 1}], ids=str)
-@pytest.mark.parametrize(("with_statistics", "batch_size"), [(False, 3), (True, 1)])
+@pytest.mark.parametrize(("with_statistics", "batch_size"), [(False, 3), (True, 1), (True, 3)])
 def test_the_formulas(make_model, make_ids, settings, with_statistics, batch_size):
     model, ids = make_model(**settings).double(), make_ids(1, 66)[0]
     training = make_ids(1, 45, seed=1)[0] if with_statistics else None
@@ -85,26 +85,48 @@ def test_the_formulas(make_model, make_ids, settings, with_statistics, batch_siz
 
 
 def test_rate_0_is_a_static_evaluation(make_model, make_ids):
+    """Bit for bit one that remembers states too; a static evaluation remembers them projected."""
     model, ids = make_model(), make_ids(1, 90)[0]
+    mems, losses = None, []
+    for start in range(0, 44, 7):
+        part = ids.view(2, -1)[:, start : start + 8]
+        outputs = model(part[:, :-1], shift_labels=part[:, 1:], mems=mems)
+        mems = outputs.mems
+        losses.append(outputs.losses.detach())
+    static = token_losses(model, ids, 7, batch_size=2)
     for dynamic in (DynamicEvaluation(0.0), DynamicEvaluation(0.0, decay=0.5, statistics=ids[:40])):
-        found = evaluate_language_model(model, ids, 7, batch_size=2, dynamic=dynamic)
-        assert found.nll == pytest.approx(evaluate_language_model(model, ids, 7, batch_size=2).nll, abs=1e-6)
-        found, static = (token_losses(model.double(), ids, 7, warm_up=9, dynamic=by) for by in (dynamic, None))
-        torch.testing.assert_close(found, static, rtol=0, atol=1e-6)
-        model.float()
+        found = token_losses(model, ids, 7, batch_size=2, dynamic=dynamic)
+        assert torch.equal(found, torch.cat(losses, dim=1).flatten())
+        torch.testing.assert_close(found, static, rtol=0, atol=1e-5)
+        result = evaluate_language_model(model, ids, 7, batch_size=2, dynamic=dynamic)
+        assert result.nll == pytest.approx(static.double().mean().item(), abs=1e-6)
+        warmed = token_losses(model, ids, 7, batch_size=2, warm_up=9, dynamic=dynamic)
+        assert torch.equal(warmed, found.view(2, -1)[:, 8:].flatten())
 
 
-def test_no_token_changes_its_own_loss_or_an_earlier_one(make_model, make_ids):
-    """Nor one of its segment but through the memory and the text, as ever: those that are later change nothing."""
-    model, ids, dynamic = make_model(), make_ids(1, 41)[0], DynamicEvaluation(RATE)
-    losses = token_losses(model, ids, 8, dynamic=dynamic)
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("with_statistics", [False, True])
+def test_no_token_changes_its_own_loss_or_an_earlier_one(make_model, make_ids, with_statistics, batch_size):
+    """Nor one of its segment but through the memory and the text, as ever: those that are later change nothing. In
+    another stream it changes what comes after its segment."""
+    model, ids = make_model(), make_ids(1, 41 * batch_size)[0]
+    statistics = make_ids(1, 60, seed=1)[0] if with_statistics else None
+    dynamic = DynamicEvaluation(RATE, epsilon=1.0, statistics=statistics)
+
+    def losses(streams):
+        return token_losses(model, streams.flatten(), 8, batch_size=batch_size, dynamic=dynamic).view(batch_size, -1)
+
+    streams = ids.view(batch_size, -1)
+    expected, own = losses(streams), batch_size // 2
     for changed in (9, 16, 25, 40):
-        other = ids.clone()
-        other[changed:] = (other[changed:] + 1) % 60
-        found = token_losses(model, other, 8, dynamic=dynamic)
-        # Loss i is that of token i + 1.
-        assert torch.equal(found[: changed - 1], losses[: changed - 1])
-        assert (found[changed - 1 :] != losses[changed - 1 :]).all()
+        other = streams.clone()
+        other[own, changed:] = (other[own, changed:] + 1) % 60
+        found = losses(other)
+        for stream in range(batch_size):
+            # Loss i is that of token i + 1.
+            first = changed - 1 if stream == own else (changed - 1) // 8 * 8 + 8
+            assert torch.equal(found[stream, :first], expected[stream, :first])
+            assert (found[stream, first:] != expected[stream, first:]).all()
 
 
 def test_what_a_text_repeats_becomes_cheaper(make_model, make_ids):

@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LogitsProcessor, LogitsProcessorList
 
 import adaptation_process
@@ -85,6 +87,30 @@ def test_several_caches_in_one_reading(make_model, make_ids):
         assert result.nll == pytest.approx(token_losses(model, ids, 6, cache=cache).mean().item(), rel=1e-6)
     # With weight 0 it is the model alone, and of one position the temperature does not matter.
     assert len({round(result.nll, 5) for result in results}) == 1 + 1 + 4
+
+
+class Widths(TorchDispatchMode):
+    """All sizes of the tensors that are computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.found |= {size for tensor in tree_leaves(result) if torch.is_tensor(tensor) for size in tensor.shape}
+        return result
+
+
+@pytest.mark.parametrize("dynamic", [None, DynamicEvaluation(0.01)], ids=["static", "dynamic"])
+def test_nothing_is_as_wide_as_the_vocabulary(make_model, make_ids, dynamic):
+    model, ids = make_model(), make_ids(1, 50, vocab_size=12)[0]
+    with Widths() as widths:
+        token_losses(model, ids, 6, cache=ContinuousCache(20, 0.3, 0.1), dynamic=dynamic)
+    assert 16 in widths.found and 61 not in widths.found
+    with Widths() as widths:
+        model(ids[None])
+    assert 61 in widths.found
 
 
 def test_with_dynamic_evaluation(make_model, make_ids):
