@@ -378,6 +378,7 @@ def test_settings_that_cannot_be_are_named(corpus, model):
         (["--parameters", "lora"], "--parameters is of dynamic evaluation"),
         (["--dynamic", "0.1", "--statistics", "-5"], "--statistics must be at least 1"),
         (["--dynamic", "0.1", "--statistics", "0"], "--statistics must be at least 1"),
+        (["--dynamic", "0.1", "--epsilon", "1"], "--epsilon does nothing without --statistics"),
     ],
 )
 def test_options_of_dynamic_evaluation_that_cannot_be_are_named(corpus, model, capsys, options, message):

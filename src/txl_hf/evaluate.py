@@ -83,6 +83,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     for name in ("decay", "epsilon", "statistics", "parameters"):
         if options.dynamic is None and getattr(options, name) is not None:
             parser.error(f"--{name} is of dynamic evaluation: give its rate too, with --dynamic")
+    if options.epsilon is not None and options.statistics is None:
+        parser.error("--epsilon does nothing without --statistics")
     options.json = options.json or not sys.stdout.isatty()
     return options
 
