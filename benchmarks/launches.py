@@ -4,8 +4,9 @@
     python benchmarks/launches.py --note "before heads were padded"     # and kept in results/launches_history.csv
 
 The model's own code runs on meta tensors, which have shapes and no numbers and take the paths of a GPU, in bf16
-throughout: PyTorch has no autocast for them, so its casts are not counted. Every operator that PyTorch would launch
-is seen (views are not launched); `launches` counts operators, of which PyTorch runs nearly all as one kernel.
+throughout: PyTorch has no autocast for them, so the casts of a model in fp32 that trains under it, as with
+`txl-train`, are not counted, nor is what is then computed in fp32. Every operator that PyTorch would launch is seen
+(views are not launched); `launches` counts operators, of which PyTorch runs nearly all as one kernel.
 `gigabytes` is what the operators other than products read and write if nothing is fused; `teraflops` is what the
 products compute.
 A kernel of ours counts as one operator, and PyTorch's own attention falls apart into what it is made of. Dropout is
@@ -23,10 +24,12 @@ import argparse
 import contextlib
 import csv
 import dataclasses
+import functools
 import itertools
 import math
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -80,7 +83,8 @@ SMALL |= {"d_inner": 128, "n_layer": 2}
 class Workload:
     """A step of `task` on `rows` texts with segments and memories so long.
 
-    The tasks are "train", "evaluate", "decode", and "decode_static" with a cache that never moves.
+    The tasks are "train", "evaluate", "decode", "decode_static" with a cache that never moves, and "softmax", the part
+    of a training step that the losses and their gradients are.
     """
 
     task: str
@@ -89,16 +93,24 @@ class Workload:
     segment: int
     memory: int
 
+    @property
+    def backends(self) -> list[str]:
+        """Of attention, which the softmax alone has none of."""
+        return ["none"] if self.task == "softmax" else BACKENDS
+
 
 WORKLOADS = {
     "base-train": Workload("train", BASE, 256, 192, 192),
+    "base-softmax": Workload("softmax", BASE, 256, 192, 0),
     "large-train": Workload("train", LARGE, 128, 384, 384),
+    "large-softmax": Workload("softmax", LARGE, 128, 384, 0),
     "base-evaluate": Workload("evaluate", BASE, 32, 64, 640),
     "base-decode": Workload("decode", BASE, 1, 1, 640),
     "base-decode-static": Workload("decode_static", BASE, 1, 1, 640),
 }
 SMALL_WORKLOADS = {
     "small-train": Workload("train", SMALL, 4, 32, 32),
+    "small-softmax": Workload("softmax", SMALL, 4, 32, 0),
     "small-evaluate": Workload("evaluate", SMALL, 2, 16, 64),
     "small-decode": Workload("decode", SMALL, 1, 1, 64),
     "small-decode-static": Workload("decode_static", SMALL, 1, 1, 64),
@@ -107,7 +119,7 @@ BACKENDS = ["auto", "txl_triton"]
 
 
 class Counter(TorchDispatchMode):
-    """Counts what is launched while it is on; `part` says for which part of the model."""
+    """Counts what is launched while it is on."""
 
     def __init__(self):
         super().__init__()
@@ -205,24 +217,46 @@ def count(workload: Workload, backend: str) -> dict[str, float]:
     """The counts of one step, after one that made the memory."""
     counter = Counter()
     config = TransfoXLConfig(**workload.config, mem_len=workload.memory, tgt_len=workload.segment)
-    config._attn_implementation = backend
     with torch.device("meta"), pretending(counter):
-        model = TransfoXLForCausalLM(config).bfloat16().train(workload.task == "train")
-        ids = torch.zeros(workload.rows, workload.segment, dtype=torch.long)
-        before = torch.zeros(workload.rows, workload.memory, dtype=torch.long)
-        with torch.no_grad():
-            cache = StaticMemoryCache(config) if workload.task == "decode_static" else None
-            past = model(before, past_key_values=cache, use_cache=workload.task.startswith("decode"))
-        step = {"train": train, "evaluate": evaluate}.get(workload.task, decode)
+        if workload.task == "softmax":
+            step = prepare_softmax(config, workload)
+        else:
+            config._attn_implementation = backend
+            step = prepare(config, workload)
         counter.waits = 0
         with counter:
-            step(model, ids, past)
+            step()
     return {
         "launches": counter.launches,
         "gigabytes": counter.bytes / 1e9,
         "teraflops": counter.flops / 1e12,
         "waits": counter.waits,
     }
+
+
+def prepare(config: TransfoXLConfig, workload: Workload) -> Callable[[], None]:
+    """The step of a model that has its memory."""
+    model = TransfoXLForCausalLM(config).bfloat16().train(workload.task == "train")
+    ids = torch.zeros(workload.rows, workload.segment, dtype=torch.long)
+    before = torch.zeros(workload.rows, workload.memory, dtype=torch.long)
+    with torch.no_grad():
+        cache = StaticMemoryCache(config) if workload.task == "decode_static" else None
+        past = model(before, past_key_values=cache, use_cache=workload.task.startswith("decode"))
+    step = {"train": train, "evaluate": evaluate}.get(workload.task, decode)
+    return functools.partial(step, model, ids, past)
+
+
+def prepare_softmax(config: TransfoXLConfig, workload: Workload) -> Callable[[], None]:
+    """Targets sorted as before the layers, their mean loss and the gradients of all that it comes from."""
+    softmax, tokens = AdaptiveLogSoftmax(config).bfloat16(), workload.rows * workload.segment
+    states = torch.empty(tokens, config.d_model, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(tokens, dtype=torch.long)
+
+    def step():
+        by_bin = softmax.sort_targets(targets)
+        softmax(states, targets, by_bin=by_bin).mean().backward()
+
+    return step
 
 
 def train(model, ids, past):
@@ -261,7 +295,7 @@ def count_in_one_graph(layers: int) -> int:
 def rows(workloads: dict[str, Workload]) -> list[dict[str, str]]:
     found = []
     for name, workload in workloads.items():
-        for backend in BACKENDS:
+        for backend in workload.backends:
             counts = count(workload, backend)
             found.append({"workload": name, "backend": backend, **{key: f"{counts[key]:.6g}" for key in counts}})
             print(*found[-1].values(), flush=True)
