@@ -115,13 +115,8 @@ def report(part: Part, output: Path) -> str:
         harness.append(table, [origin | harness.versions() | row])
     judged = ""
     if part.published is not None:
-        judged = f", published {part.published}: {'met' if meets(found, part.published) else 'missed'}"
+        judged = f", published {part.published}: {'met' if harness.meets(found, part.published) else 'missed'}"
     return f"{part.recipe}: test perplexity {found:.2f}{judged}"
-
-
-def meets(found: float, published: float) -> bool:
-    """Whether a perplexity is the published one, or below it, to the digits that were published."""
-    return round(found, len(str(published).partition(".")[2])) <= published
 
 
 if __name__ == "__main__":

@@ -256,6 +256,11 @@ def bin_shares(ids, cutoffs: list[int], vocab_size: int) -> list[float]:
     return [((ids >= start) & (ids < end)).double().mean().item() for start, end in itertools.pairwise(ends)]
 
 
+def meets(found: float, published: float) -> bool:
+    """Whether a perplexity is the published one, or below it, to the digits that were published."""
+    return round(found, len(str(published).partition(".")[2])) <= published
+
+
 # ---- contenders as processes ------------------------------------------------------------------------------------
 
 

@@ -240,20 +240,66 @@ def test_bars_are_met_missed_or_not_measured(tmp_path, monkeypatch, capsys):
     import report
 
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
-    row = {"date": "2026-01-01", "commit": "", "processor": "NVIDIA H200", "contender": "ours"}
-    speeds = {"train-nvidia-base": 449_890, "train-nvidia-large": 140_000}
-    rows = [row | {"workload": name, "tokens_per_second_p50": speed} for name, speed in speeds.items()]
-    # A CPU's count for nothing.
-    rows.append(rows[0] | {"processor": "AMD EPYC", "tokens_per_second_p50": 9_999_999})
-    harness.append(tmp_path / "model.csv", rows)
+    row = {"date": "2026-01-01", "commit": "", "processor": "NVIDIA H200", "contender": "ours", "dtype": "bf16"}
+    recipe = row | {"optimizer": "Lamb", "dropout": 0.1, "dropatt": 0.0, "tokens_per_second_p50": 449_890}
+    base = recipe | {"workload": "train-nvidia-base"}
+    large = {"workload": "train-nvidia-large", "dropout": 0.2, "dropatt": 0.2, "tokens_per_second_p50": 140_000}
+    scoring = row | {"workload": "evaluate-nvidia-base-640-b1", "tokens_per_second_p50": 6_936}
+    harness.append(tmp_path / "model.csv", [base, recipe | large, scoring])
     mode = {"contender": "txl_triton", "mode": "forward"}
     shapes = [row | mode | {"shape": name, "of_sdpa": of} for name, of in (("a", 0.9), ("b", 0.4))]
     harness.append(tmp_path / "attention_kernel.csv", shapes)
-    assert report.main(["--bars"]) == 0
-    verdicts = {line[14:48].strip(): line[:12].strip() for line in capsys.readouterr().out.splitlines()}
-    assert verdicts["NVIDIA base, 8 A100"] == verdicts["large on one GPU"] == "met"
+    perplexities = {"ptb_average": 54.53, "wikitext2": 63.13}
+    trained = [row | {"recipe": name, "test_perplexity": value} for name, value in perplexities.items()]
+    (tmp_path / "elsewhere").mkdir()
+    harness.append(tmp_path / "elsewhere" / "gpu_train.csv", trained)
+    monkeypatch.setattr(report, "fill", lambda text: text)
+    for plot in ("plot_speed", "plot_growth"):
+        monkeypatch.setattr(report, plot, lambda: None)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    for readme in (tmp_path / "README.md", tmp_path / "benchmarks" / "README.md"):
+        readme.parent.mkdir(exist_ok=True)
+        readme.touch()
+    assert report.main(["--add", str(tmp_path / "elsewhere")]) == 0
+    verdicts = judged(capsys)
+    assert {verdicts[name] for name in ("NVIDIA base, 8 A100", "large on one GPU", "NVIDIA base-640-b1")} == {"met"}
     assert verdicts["NVIDIA large, 8 A100"] == verdicts["of plain sdpa, forward"] == "missed"
     assert verdicts["the paper's at 3,800"] == "not measured"
+    assert (verdicts["test perplexity, ptb_average"], verdicts["test perplexity, wikitext2"]) == ("missed", "met")
+
+
+def judged(capsys) -> dict[str, str]:
+    import report
+
+    capsys.readouterr()
+    assert report.main(["--bars"]) == 0
+    return {line[14:48].strip(): line[:12].strip() for line in capsys.readouterr().out.splitlines()}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"contender": "floor"},
+        {"contender": "gpt2"},
+        {"contender": "legacy"},
+        {"contender": "ours-eager"},
+        {"contender": "ours-int8"},
+        {"dtype": "fp32"},
+        {"optimizer": "AdamW"},
+        {"dropout": 0.0},
+        {"processor": "AMD EPYC"},
+    ],
+    ids=str,
+)
+def test_what_another_program_reaches_meets_no_bar(tmp_path, monkeypatch, capsys, changes):
+    import harness
+
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    row = {"date": "2026-01-01", "commit": "", "processor": "NVIDIA H200", "dtype": "bf16", "contender": "ours"}
+    row |= {"dropout": 0.2, "dropatt": 0.2, "optimizer": "Lamb", "workload": "train-nvidia-large"}
+    slow, fast = row | {"tokens_per_second_p50": 50_000}, row | changes | {"tokens_per_second_p50": 9_500_000}
+    harness.append(tmp_path / "model.csv", [slow, fast])
+    assert judged(capsys)["large on one GPU"] == "missed"
 
 
 def test_a_step_that_is_stopped_takes_its_processes_with_it(tmp_path):
