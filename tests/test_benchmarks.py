@@ -1,6 +1,7 @@
 """The benchmarks at tiny sizes: what they write, that a wrong contender stops them, that the tables are current."""
 
 import argparse
+import contextlib
 import csv
 import importlib
 import json
@@ -229,10 +230,44 @@ def test_a_profile_and_the_probe_of_attention_are_written(tmp_path):
     import cudnn_probe
     import profile_step
 
-    for script, name in ((profile_step, "profile.txt"), (cudnn_probe, "probe.txt")):
-        assert script.main(["--smoke", *CPU, "--output", str(tmp_path / name)]) == 0
-    assert "a step takes" in (tmp_path / "profile.txt").read_text()
-    assert len((tmp_path / "probe.txt").read_text().splitlines()) == len(cudnn_probe.PAIRS)
+    notes = tmp_path / "notes.txt"
+    for script in (profile_step, cudnn_probe):
+        assert script.main(["--smoke", *CPU, "--output", str(notes)]) == 0
+    text = notes.read_text()
+    assert "a step takes" in text
+    found = re.findall(r"^(\w+) L \d+ K \d+: (.*)", text, re.MULTILINE)
+    assert len(found) == len(cudnn_probe.CONTENDERS) * len(cudnn_probe.PAIRS)
+    # There is no cuDNN on a CPU: it alone is asked, and what it says is a line.
+    for name, line in found:
+        assert line.startswith("fails: ") if name == "cudnn" else "error " in line
+
+
+def test_what_plain_attention_is_probed_with_is_the_whole_bias(monkeypatch):
+    """With any kernel in the place of cuDNN it computes what ours does."""
+    import torch.nn.attention
+
+    import cudnn_probe
+
+    monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", lambda backend: contextlib.nullcontext())
+    cudnn_probe.offer_cudnn()
+    line = cudnn_probe.describe("cudnn", 3, 67, argparse.Namespace(device="cpu", dtype="fp32"))
+    assert float(line.rpartition("error ")[2]) < 1e-5
+
+
+def test_a_kernel_counts_once_in_a_profile():
+    from torch.autograd import DeviceType
+
+    import profile_step
+
+    def event(device_type, time, is_user_annotation=False):
+        values = {"device_type": device_type, "is_user_annotation": is_user_annotation}
+        return argparse.Namespace(self_device_time_total=time, self_cpu_time_total=7, **values)
+
+    events = [event(DeviceType.CPU, 100), event(DeviceType.CUDA, 60), event(DeviceType.CUDA, 40)]
+    # What the optimiser calls its step.
+    events += [event(DeviceType.CPU, 0, True), event(DeviceType.CUDA, 100, True)]
+    assert profile_step.busy(events, cuda=True) == pytest.approx(100e-6)
+    assert profile_step.busy(events, cuda=False) == pytest.approx(35e-6)
 
 
 def test_bars_are_met_missed_or_not_measured(tmp_path, monkeypatch, capsys):
