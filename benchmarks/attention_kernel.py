@@ -136,7 +136,7 @@ def failing(contenders, shapes, device, dtype) -> dict[str, str]:
                 found = errors(CONTENDERS[name])
             except Exception as error:
                 # One that cannot run takes nobody's row but its own.
-                wrong[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                wrong[name] = describe(error)
                 print(f"gate {shape} {name}: FAILED: {wrong[name]}", flush=True)
                 continue
             # Where eager is exact by chance, what rounding alone can do.
@@ -201,15 +201,22 @@ def floor_flops(shape, mode) -> float:
     return 2 * D * pairs * (2 if mode == "forward" else 7)
 
 
-def compare(shapes, contenders, device, dtype, budget, fewest, keep) -> None:
-    """Measure, and hand the rows of each shape and mode to `keep` when they are there."""
+def compare(shapes, contenders, device, dtype, budget, fewest, keep) -> bool:
+    """Measure, and hand the rows of each shape and mode to `keep` when they are there; whether all are."""
+    complete = True
     columns = "{:18} {:9} {:14} {:>9} {:>9} {:>9} {:>8} {:>8} {:>8}"
     print(columns.format("shape", "mode", "contender", "ms p20", "p50", "p80", "TFLOP/s", "of sdpa", "MiB"))
     for shape_name, shape in shapes.items():
         for mode in ("forward", "both"):
             # On a CPU it has no backward.
             able = [name for name in contenders if (name, device, mode) != ("flex_attention", "cpu", "both")]
-            found = measure(shape, mode, able, device, dtype, budget, fewest)
+            try:
+                found = measure(shape, mode, able, device, dtype, budget, fewest)
+            except Exception as error:
+                # One that there is no room for leaves the others theirs.
+                print(f"{shape_name} {mode}: FAILED: {describe(error)}", flush=True)
+                complete = False
+                continue
             floor = harness.quantiles(found["sdpa"]["times"])[1]
             rows = []
             for name, result in found.items():
@@ -231,6 +238,11 @@ def compare(shapes, contenders, device, dtype, budget, fewest, keep) -> None:
                 figures = (row[column] for column in ("ms_p20", "ms_p50", "ms_p80", "tflops", "of_sdpa", "peak_mib"))
                 print(columns.format(shape_name, mode, name, *figures), flush=True)
             keep(rows)
+    return complete
+
+
+def describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def insist_on_triton(device, dtype) -> None:
@@ -253,14 +265,17 @@ def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_arguments(parser, "attention_kernel.csv", budget=2.0)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES | CPU_SHAPES)
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, help="besides sdpa, the floor")
+    parser.add_argument(
+        "--contenders", nargs="+", choices=CONTENDERS, help="whose rows to write; sdpa is always timed"
+    )
     parser.add_argument("--sweep", action="store_true", help="find the best tiles instead")
     arguments = parser.parse_args(given)
     harness.complete(arguments)
     device, dtype = arguments.device, harness.torch_dtype(arguments.dtype)
     if arguments.sweep:
         return sweep_tiles(arguments)
-    contenders = list(dict.fromkeys([*(arguments.contenders or DEFAULT[device]), "sdpa"]))
+    wanted = arguments.contenders or DEFAULT[device]
+    contenders = list(dict.fromkeys([*wanted, "sdpa"]))
     if "txl_triton" in contenders:
         insist_on_triton(device, dtype)
 
@@ -274,10 +289,12 @@ def main(given: list[str] | None = None) -> int:
     origin["triton"] = kernels.triton.__version__ if "txl_triton" in contenders else ""
 
     def keep(rows):
-        harness.append(arguments.output, [origin | row for row in rows])
+        # A row of the floor from one process beside that of another would be two runs.
+        if kept := [origin | row for row in rows if row["contender"] in wanted]:
+            harness.append(arguments.output, kept)
 
-    compare(shapes, contenders, device, dtype, arguments.seconds, 2 if arguments.smoke else 20, keep)
-    return int(bool(wrong))
+    complete = compare(shapes, contenders, device, dtype, arguments.seconds, 2 if arguments.smoke else 20, keep)
+    return int(bool(wrong) or not complete)
 
 
 if __name__ == "__main__":

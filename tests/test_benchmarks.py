@@ -461,6 +461,32 @@ def test_an_attention_that_raises_takes_nobody_with_it(tmp_path, monkeypatch, ca
     assert {row["contender"] for row in read(output)} == {"eager", "sdpa"}
 
 
+def test_each_attention_apart_is_one_run(tmp_path, monkeypatch, capsys):
+    """Steps of their own that all need the floor make rows that one table holds; a shape that fails is its own."""
+    import attention_kernel
+    import report
+
+    output = tmp_path / "attention_kernel.csv"
+    for contenders in (["eager", "sdpa"], ["auto"]):
+        options = ["--smoke", *CPU, "--output", str(output), "--contenders", *contenders]
+        assert attention_kernel.main(options) == 0
+    for run in report.latest("attention_kernel.csv", read(output)).values():
+        assert list(run) == ["eager", "sdpa", "auto"]
+
+    measure = attention_kernel.measure
+
+    def full(shape, mode, *rest):
+        if mode == "forward":
+            raise RuntimeError("no room")
+        return measure(shape, mode, *rest)
+
+    monkeypatch.setattr(attention_kernel, "measure", full)
+    written = read(output)
+    assert attention_kernel.main(options) == 1
+    assert "smoke forward: FAILED: RuntimeError: no room\n" in capsys.readouterr().out
+    assert [row["mode"] for row in read(output)[len(written) :]] == ["forward+backward"]
+
+
 def test_softmax(tmp_path, forked):
     import softmax
 
