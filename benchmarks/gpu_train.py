@@ -8,6 +8,11 @@ The same command goes on where the last one ran out of time, or was killed; what
 is a run of `examples/train_lm.py` in a process of its own, with the recipe as it stands, in a folder of its own under
 --output. A finished part is a row of `gpu_train.csv` there, with its test perplexity beside the published one; the
 exit status is 3 while there is more to do. `--smoke` runs every part for a few steps, without data, on any device.
+
+On a machine that is lent with torch, transformers, accelerate and pyarrow, `datasets` is missing, with the `dill` and
+`multiprocess` that it needs: wheels of them in the folder `.whl` beside the sources do. The recipes train with Adam
+and need no pytorch_optimizer. A checkpoint has the model and twice its size of Adam's, some 300 MB: where so much does
+not come back from there, it ends with the machine, and only what one machine has time for can be reached.
 """
 
 import argparse
@@ -15,9 +20,8 @@ import json
 import sys
 import time
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
-
-import torch
 
 import gpu
 import harness
@@ -27,6 +31,8 @@ ROOT = Path(__file__).parents[1]
 SAVE_EVERY = 500
 # Seconds that a run may take to end after it was asked to.
 GRACE = 30
+# What train_lm.py imports and datasets does.
+PACKAGES = ("torch", "transformers", "accelerate", "pyarrow", "datasets", "dill", "multiprocess")
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="each part for a few steps, without data")
     arguments = parser.parse_args(argv)
     parts = [part for name in arguments.parts for part in PARTS if part.recipe == name]
+    check_packages(parser)
     if not arguments.smoke:
         check_data(parser, arguments.data, parts)
     end = time.monotonic() + 60 * arguments.minutes
@@ -62,6 +69,13 @@ def main(argv: list[str] | None = None) -> int:
             return status
         print(report(part, arguments.output), flush=True)
     return 0
+
+
+def check_packages(parser: argparse.ArgumentParser):
+    """End with an error that names the packages that are neither installed nor brought along."""
+    places = [*sys.path, *map(str, gpu.WHEELS.glob("*.whl"))]
+    if missing := [name for name in PACKAGES if PathFinder.find_spec(name, places) is None]:
+        parser.error(f"{', '.join(missing)} cannot be imported: install it, or put wheels into {gpu.WHEELS}")
 
 
 def check_data(parser: argparse.ArgumentParser, data: Path | None, parts: list[Part]):
@@ -101,6 +115,8 @@ def command_of(part: Part, arguments: argparse.Namespace) -> list[str]:
 
 def report(part: Part, output: Path) -> str:
     """What a finished part scores, which is also a row of the table, once."""
+    import torch
+
     results = json.loads((output / part.recipe / "results.json").read_text())
     found, table = results["test"]["perplexity"], output / "gpu_train.csv"
     if all(row["recipe"] != part.recipe for row in harness.read(table)):

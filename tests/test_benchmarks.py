@@ -199,6 +199,26 @@ def test_training_on_a_gpu_runs_at_tiny_sizes_without_one(tmp_path):
     assert [row["recipe"] for row in read(tmp_path / "gpu_train.csv")] == ["ptb", "ptb_average", "wikitext2"]
 
 
+def test_training_on_a_gpu_names_the_packages_that_it_lacks(tmp_path):
+    """In a line, before anything is imported that takes long; a wheel that was brought along is there."""
+    with zipfile.ZipFile(tmp_path / "dill-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("dill/__init__.py", "")
+    script = (
+        "import sys\nfrom pathlib import Path\nimport gpu, gpu_train\n"
+        "gpu.WHEELS = Path(sys.argv[1])\n"
+        # What stands beside the scripts, and no package.
+        "sys.path[:] = sys.argv[2:3]\n"
+        "try:\n    gpu_train.main(['--smoke', '--output', sys.argv[1]])\n"
+        "finally:\n    print('torch' in sys.modules)\n"
+    )
+    command = [sys.executable, "-c", script, tmp_path, BENCHMARKS]
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS)}
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert process.returncode == 2 and process.stdout == "False\n"
+    last = process.stderr.splitlines()[-1]
+    assert "datasets, multiprocess cannot be imported" in last and str(tmp_path) in last
+
+
 def test_a_command_that_is_asked_to_end_may_do_so(tmp_path):
     import gpu
 
