@@ -1,18 +1,22 @@
-"""Everything for one GPU in one call of under ten minutes: first whether it is right, then the most important rows.
+"""Everything for one GPU, in calls of under ten minutes: first whether it is right, then the most important rows.
 
     python benchmarks/gpu.py --output FOLDER [--minutes 9] [--skip 3] [--peer-python OTHER_ENVIRONMENT/bin/python]
 
-It needs torch with CUDA, triton, transformers, accelerate and pytest. The NVIDIA recipes train with their LAMB where
-there is pytorch_optimizer: a wheel of it in the folder `.whl` beside the sources does, as do other wheels of pure
-Python. Otherwise they train with AdamW, and the rows say so. Each contender of the most important rows is a step of
-its own, in processes of its own, and rows are written as they are measured: what a crash or a limit takes is one row.
-A call that runs out of time says how to go on. `python benchmarks/report.py --add FOLDER` takes the rows over, and
-`--bars` says which bars they meet.
+It needs torch with CUDA, triton, transformers, accelerate and pytest; with pytest-xdist the tests share the GPU, with
+pytest-timeout one that hangs takes no other with it. The NVIDIA recipes train with their LAMB where there is
+pytorch_optimizer: a wheel of it in the folder `.whl` beside the sources does, as do other wheels of pure Python.
+Otherwise they train with AdamW, and the rows say so. Each contender in training, decoding, evaluation and attention is
+a step of its own, in processes of its own, and rows are written as they are measured: what a crash or a limit takes is
+one row. A call that runs out of time says with which --skip the next one goes on; the first one has time for the tests
+and the base model, should every step take all that it may. `python benchmarks/report.py --add FOLDER` takes the rows
+over, and `--bars` says which bars they meet.
 """
 
 import argparse
 import contextlib
+import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,9 +26,13 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 SOURCES = FOLDER.parent / "src"
+TESTS = FOLDER.parent / "tests"
 WHEELS = FOLDER.parent / ".whl"
+# Processes that share the GPU, and seconds for one test.
+TESTERS, TEST_SECONDS = 8, 60
+# Seconds that a step may take to say where it was when it was stopped.
+GRACE = 5
 SHORT = ["--seconds", "8", "--repeats", "3", "20"]
-FLEX = ["--contenders", "flex_attention"]
 
 
 @dataclass(frozen=True)
@@ -36,44 +44,54 @@ class Step:
     limit: int = 60
 
 
-def train(workload: str, contender: str, limit: int) -> Step:
-    return Step("model", ("--workloads", workload, "--contenders", contender), limit)
+def each(workload: str, limits: dict[str, int]) -> list[Step]:
+    """A step for each contender, given what it may take: a process that faults leaves the card to the others."""
+    return [
+        Step("model", ("--workloads", workload, "--contenders", contender), limit)
+        for contender, limit in limits.items()
+    ]
 
 
-def compare(*workloads: str, contenders: tuple[str, ...] = (), limit: int = 60) -> Step:
-    chosen = ("--contenders", *contenders) if contenders else ()
-    return Step("model", ("--workloads", *workloads, *chosen), limit)
+def attention(contender: str, limit: int, *others: str) -> Step:
+    return Step("attention_kernel", ("--seconds", "0.5", "--contenders", contender, *others), limit)
 
 
+# What compiles needs minutes: layers for the gate and for training, or the whole model for a prompt and for a token.
+READS = {"ours": 60, "ours-txl_triton": 60}
+WRITES = {"ours": 60, "ours-static": 240}
 STEPS = [
-    Step("pytest", ("tests/test_no_sync.py", "tests/test_triton.py", "-k", "not sweep and not sm_90"), 120),
-    Step("cudnn_probe", (), 30),
+    Step("pytest", ("-m", "gpu and not slow"), 120),
+    Step("cudnn_probe", ("--contenders", "sdpa", "auto"), 25),
+    Step("cudnn_probe", ("--contenders", "cudnn"), 25),
     Step("profile_step", ("--workload", "train-nvidia-base", "--contender", "ours-txl_triton"), 45),
-    *(
-        train(f"train-nvidia-{size}", contender, 75)
-        for size in ("base", "large")
-        for contender in ("ours-txl_triton-compile", "ours-txl_triton", "ours")
-    ),
-    Step("attention_kernel", ("--seconds", "0.5", "--contenders", "txl_triton", "sdpa_relative"), 75),
+    *each("train-nvidia-base", {"ours-txl_triton-compile": 200, "ours-txl_triton": 65, "ours": 60}),
+    *each("train-nvidia-large", {"ours-txl_triton-compile": 240, "ours-txl_triton": 90, "ours": 90}),
+    attention("txl_triton", 75, "sdpa"),
+    attention("sdpa_relative", 60),
     Step("sliding_window", ("--model", "enwik8-large", "--segments", "128", "1024", *SHORT), 75),
-    compare("decode-nvidia-base-640-b1", contenders=("ours", "ours-static")),
-    compare("decode-nvidia-base-640-b32", contenders=("ours", "ours-static")),
-    compare("evaluate-nvidia-base-640-b1", contenders=("ours", "ours-txl_triton")),
-    compare("evaluate-nvidia-base-640-b32", contenders=("ours", "ours-txl_triton")),
-    compare("evaluate-nvidia-large-1600-b1", contenders=("ours", "ours-txl_triton")),
-    compare("evaluate-nvidia-large-1600-b32", contenders=("ours", "ours-txl_triton")),
-    compare("decode-wt103-large-1600", contenders=("ours", "ours-static")),
+    *each("decode-nvidia-base-640-b1", WRITES),
+    *each("decode-nvidia-base-640-b32", WRITES),
+    *each("evaluate-nvidia-base-640-b1", READS),
+    *each("evaluate-nvidia-base-640-b32", READS),
+    *each("evaluate-nvidia-large-1600-b1", READS),
+    *each("evaluate-nvidia-large-1600-b32", READS),
+    *each("decode-wt103-large-1600", WRITES),
     Step("attention_tiles", (), 100),
-    Step("attention_kernel", ("--seconds", "0.3", *FLEX), 240),
+    attention("flex_attention", 240),
     Step("softmax", ("--seconds", "4"), 90),
     Step("growth", ("--seconds", "1"), 60),
-    compare("train-enwik8-b22", contenders=("ours-txl_triton-compile", "ours", "gpt2", "floor"), limit=90),
-    compare("train-enwik8-large-b8", "evaluate-enwik8-large-3800", "decode-enwik8-large-3800", limit=120),
-    compare("evaluate-nvidia-base-640-b16", "evaluate-nvidia-large-1600-b16", "decode-nvidia-base-640-b16", limit=120),
+    *each("train-enwik8-b22", {"ours-txl_triton-compile": 200, "ours": 60, "gpt2": 60, "floor": 60}),
+    *each("train-enwik8-large-b8", {"ours-txl_triton-compile": 240, "ours": 60, "gpt2": 60, "floor": 60}),
+    *each("evaluate-enwik8-large-3800", READS | {"floor": 60}),
+    *each("decode-enwik8-large-3800", WRITES | {"gpt2": 60, "floor": 60}),
+    *each("evaluate-nvidia-base-640-b16", READS),
+    *each("evaluate-nvidia-large-1600-b16", READS),
+    *each("decode-nvidia-base-640-b16", WRITES),
+    Step("pytest", ("-m", "gpu and slow"), 300),
 ]
 # Time enough for a processor that has other work.
 SMOKE = [
-    Step("pytest", ("tests/test_no_sync.py",)),
+    Step("pytest", ("-m", "gpu and not slow"), 1200),
     *(Step(script, limit=1200) for script in ("cudnn_probe", "profile_step", "model", "attention_kernel")),
     *(Step(script, limit=1200) for script in ("sliding_window", "softmax", "growth")),
 ]
@@ -99,7 +117,7 @@ def main() -> int:
             return 3
         print(f"\n== step {number}, {left:.0f} s left: {step.script} {' '.join(step.options)}", flush=True)
         limit = min(left, step.limit)
-        status = run(command_of(step, arguments), environment(), limit)
+        status = run(command_of(step, arguments), environment(), limit, GRACE)
         if status is None and limit == left:
             print(f"out of time in step {number}; go on with --skip {number}", flush=True)
             return 3
@@ -113,18 +131,39 @@ def main() -> int:
 
 def command_of(step: Step, arguments: argparse.Namespace) -> list[str]:
     if step.script == "pytest":
-        tests = [str(FOLDER.parent / option) if option.startswith("tests/") else option for option in step.options]
-        # Without a GPU each of these is skipped, which is no failure.
-        return [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-rf", *tests]
+        return [*tester(), *step.options, *map(str, files_of_gpu_tests())]
     script, options = ("attention_kernel", ["--sweep"]) if step.script == "attention_tiles" else (step.script, [])
-    suffix = "txt" if script in ("cudnn_probe", "profile_step") else "csv"
-    command = [sys.executable, str(FOLDER / f"{script}.py")]
-    command += ["--output", str(arguments.output / f"{step.script}.{suffix}"), *options]
+    # One file for what is to be read: few come back from a machine that is lent.
+    output = "notes.txt" if script in ("cudnn_probe", "profile_step") else f"{step.script}.csv"
+    command = [sys.executable, str(FOLDER / f"{script}.py"), "--output", str(arguments.output / output), *options]
     command += ["--smoke"] if arguments.smoke else ["--device", "cuda"]
     if arguments.peer_python and script in ("model", "softmax"):
         command += ["--peer-python", arguments.peer_python]
     short = SHORT if script == "model" and not arguments.smoke else []
     return [*command, *short, *step.options]
+
+
+def tester() -> list[str]:
+    """pytest as it does most in little time: without a GPU each test is skipped, which is no failure.
+
+    Each test is a line when it is done, so that one can see what went wrong before all was stopped.
+    """
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rf", "-p", "no:cacheprovider"]
+    # Those that compile for a GPU that is not there have been run without one.
+    command += ["-k", "not sm_90"]
+    count = min(TESTERS, (os.cpu_count() or 1) // 2)
+    if count > 1 and importlib.util.find_spec("xdist"):
+        command += ["-n", str(count)]
+    if importlib.util.find_spec("pytest_timeout"):
+        # No signal reaches Python while it waits for a kernel; the thread ends the process, and xdist starts another.
+        command += ["--timeout", str(TEST_SECONDS), "--timeout-method", "thread"]
+    return command
+
+
+def files_of_gpu_tests() -> list[Path]:
+    """Those with a test that is marked, or takes the fixture `device`, which marks it."""
+    pattern = re.compile(r"\bmark\.gpu\b|^def test\w*\([^)]*\bdevice\b", re.MULTILINE)
+    return [path for path in sorted(TESTS.glob("test_*.py")) if pattern.search(path.read_text(encoding="utf-8"))]
 
 
 def environment() -> dict[str, str]:
