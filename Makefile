@@ -86,7 +86,7 @@ bench: venv $(LEGACY)/installed
 	$(BIN)/python benchmarks/report.py
 	$(BIN)/python benchmarks/report.py --compare build/benchmarks benchmarks/results
 
-# Every benchmark for a GPU, in under ten minutes.
+# Every benchmark for a GPU, in calls of under ten minutes.
 bench-gpu: venv
 	$(BIN)/python benchmarks/gpu.py
 	$(BIN)/python benchmarks/report.py
