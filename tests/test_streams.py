@@ -503,6 +503,37 @@ def test_loaders_of_iterable_datasets(loader, accumulation_steps, message):
         check_loader(DataLoader(Iterable(), **loader), accumulation_steps=accumulation_steps)
 
 
+@pytest.mark.parametrize("dispatch_batches", [False, True])
+@pytest.mark.parametrize("split_batches", [False, True])
+def test_loaders_of_iterable_datasets_on_two_processes(split_batches, dispatch_batches):
+    data_loader = pytest.importorskip("accelerate.data_loader")
+
+    class Iterable(torch.utils.data.IterableDataset):
+        batch_size = 8
+
+        def __iter__(self):
+            return iter(())
+
+    def check(batch_size, accumulation_steps):
+        loader = data_loader.prepare_data_loader(
+            DataLoader(Iterable(), batch_size=batch_size),
+            device=torch.device("cpu"),
+            num_processes=2,
+            process_index=1,
+            split_batches=split_batches,
+            put_on_device=True,
+            dispatch_batches=dispatch_batches,
+        )
+        check_loader(loader, num_processes=2, process_index=1, accumulation_steps=accumulation_steps)
+
+    for accumulation_steps in (1, 2):
+        right = 8 // accumulation_steps // (1 if split_batches else 2)
+        check(right, accumulation_steps)
+        for wrong in (right * 2, right // 2 if right > 2 else right * 4):
+            with pytest.raises(ValueError, match="batch_size=8: set it to"):
+                check(wrong, accumulation_steps)
+
+
 def test_workers_that_outlive_an_epoch():
     stream = TokenStream(range(401), 5, 8, varlen_seed=0)
     loader = DataLoader(stream, batch_size=8, num_workers=1, persistent_workers=True)

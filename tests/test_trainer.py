@@ -22,8 +22,19 @@ pytest.importorskip("accelerate")
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback
 
+import launcher
 import txl_hf.trainer
-from trainer_process import UnevenStream, make_arguments, make_model, make_text, read_losses, run, start
+from trainer_process import (
+    UnevenStream,
+    be_refused,
+    make_arguments,
+    make_model,
+    make_text,
+    read_losses,
+    run,
+    start,
+    text_stream,
+)
 from txl_hf import TokenStream, TransfoXLTokenizer, TransfoXLTrainer, evaluate_language_model
 from txl_hf.cards import to_results
 from txl_hf.checkpoints import last_checkpoint
@@ -318,9 +329,6 @@ def test_logs_hold_perplexity_bits_and_speed(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"per_device_train_batch_size": 2}, "train_dataset: .*Set the loader's batch size to 4.*batch_size=2"),
-        ({"gradient_accumulation_steps": 2}, "Set the loader's batch size to 2"),
-        ({"gradient_accumulation_steps": 3}, "make it a multiple of 3"),
         ({"train_sampling_strategy": "group_by_length"}, "use 'sequential'"),
         ({"dataloader_drop_last": True}, "dataloader_drop_last=True.*set it to False"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True.*raise gradient_accumulation_steps"),
@@ -379,6 +387,32 @@ def test_evaluation_is_that_of_the_text(tmp_path):
     assert metrics["eval_loss"] == pytest.approx(expected.nll, rel=1e-5)
     assert metrics["eval_perplexity"] == pytest.approx(expected.perplexity, rel=1e-5)
     assert metrics["eval_bits_per_token"] == pytest.approx(expected.bits_per_token, rel=1e-5)
+
+
+@pytest.mark.parametrize("iterable", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"per_device_train_batch_size": 2},
+            "per_device_train_batch_size=2 on 1 process(es) × 1 accumulation step(s): set it to 4",
+        ),
+        (
+            {"gradient_accumulation_steps": 2},
+            "per_device_train_batch_size=4 on 1 process(es) × 2 accumulation step(s): set it to 2",
+        ),
+        (
+            {"gradient_accumulation_steps": 3},
+            "per_device_train_batch_size=4 on 1 process(es) × 3 accumulation step(s): "
+            "make the stream's a multiple of 3",
+        ),
+    ],
+)
+def test_a_wrong_training_batch_size_is_found_when_the_trainer_is_made(tmp_path, changes, message, iterable):
+    stream = (text_stream if iterable else TokenStream)(make_text(301), 5, 4)
+    with pytest.raises(ValueError) as refused:
+        make_trainer(tmp_path, stream=stream, **changes)
+    assert str(refused.value) == f"train_dataset has batch_size=4, but {message}"
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -830,6 +864,47 @@ def test_two_processes_give_the_losses_of_one(tmp_path, one_process, changes):
     (tmp_path / "losses.jsonl").unlink()
     assert run(output=tmp_path, resume=True, **arguments) == [0, 0]
     compare(read_losses(tmp_path), [line for line in expected if line[1] > 7])
+
+
+@pytest.fixture(scope="module")
+def text_on_one_process(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text-on-one-process")
+    assert run(output=path, **TEXT) == [0]
+    return path
+
+
+TEXT = {"stream": text_stream, "max_steps": 18, "eval_strategy": "steps", "eval_steps": 7} | SGD
+SPLIT = {
+    "accelerator_config": {"split_batches": True},
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, ACCUMULATED, SPLIT, {"accelerator_config": {"dispatch_batches": False}}],
+    ids=["dispatched", "accumulated", "split", "not-dispatched"],
+)
+def test_two_processes_read_a_text_stream_as_one(tmp_path, text_on_one_process, changes):
+    """Over the end of an epoch."""
+    assert run(output=tmp_path, **TEXT | TWO | changes) == [0, 0]
+    compare(read_losses(tmp_path), read_losses(text_on_one_process))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"per_device_train_batch_size": 4}, "=4 on 2 process(es) × 1 accumulation step(s): set it to 2"),
+        (SPLIT | {"per_device_train_batch_size": 2}, "=2 on 2 process(es) × 1 accumulation step(s): set it to 4"),
+    ],
+    ids=["dispatched", "split"],
+)
+def test_two_processes_refuse_a_text_stream_of_another_size(tmp_path, changes, message):
+    assert launcher.join(launcher.start(be_refused, output=tmp_path, **TEXT | TWO | changes)) == [0, 0]
+    for rank in range(2):
+        refused = (tmp_path / f"refused-{rank}").read_text()
+        assert refused == f"train_dataset has batch_size=4, but per_device_train_batch_size{message}"
 
 
 ZERO_2 = {

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 import launcher
 from models import SMALL, small_config
-from txl_hf import RegularizationArguments, TokenStream, TransfoXLForCausalLM
+from txl_hf import RegularizationArguments, TextStream, TokenStream, TransfoXLForCausalLM, TransfoXLTokenizer
 from txl_hf.trainer import TransfoXLTrainer
 
 
@@ -34,6 +34,14 @@ class DocumentStream(TokenStream):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, document_end=0, **kwargs)
+
+
+def text_stream(tokens: torch.Tensor, segment_length: int, batch_size: int, **options) -> TextStream:
+    """The tokens as documents of seven, in what has no length."""
+    symbols = [f"word{token}" for token in range(SMALL["vocab_size"])]
+    tokenizer = TransfoXLTokenizer.from_symbols(symbols, mode="whitespace")
+    texts = [" ".join(symbols[token] for token in document) for document in tokens.split(7)]
+    return TextStream(texts, tokenizer, segment_length, batch_size, **options)
 
 
 class LossFile(TrainerCallback):
@@ -113,6 +121,14 @@ def train(
     assert bool(arguments.deepspeed) == trainer.is_deepspeed_enabled
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
+
+
+def be_refused(output: Path, **arguments):
+    """Write what `train(output, **arguments)` is refused with to a file of each process."""
+    try:
+        train(output, **arguments)
+    except ValueError as error:
+        (output / f"refused-{os.environ['RANK']}").write_text(str(error))
 
 
 def start(processes: int = 1, **arguments) -> list:

@@ -284,7 +284,7 @@ def check_loader(
     Batch k of process p must hold the rows of micro-batch a = k mod A of step k // A, as memory carried from step to
     step needs it: rows aG/A + pR, …, aG/A + (p + 1)R - 1 with R = G / (P A). These are the items from (kP + p)R on. No
     item is read for that: the loader's batch sampler is asked for the first batches. An iterable dataset has none, so
-    that its order is trusted.
+    that its order is trusted, and only the size of its batches is looked at.
 
     Args:
         loader: over a dataset with step-major items, as accelerate or Trainer prepared it, before skipping.
@@ -293,6 +293,10 @@ def check_loader(
         batch_size: G. None: the dataset's `batch_size`.
     """
     dataset: Any = loader.dataset
+    if type(dataset).__name__ == "IterableDatasetShard":
+        # accelerate's, whose batch size is the loader's.
+        dataset = dataset.dataset
+    dispatches = any(kind.__name__ == "DataLoaderDispatcher" for kind in type(loader).__mro__)
     streams = dataset.batch_size if batch_size is None else batch_size
     rows, left = divmod(streams, num_processes * accumulation_steps)
     layout = f"{num_processes} process(es) × {accumulation_steps} accumulation step(s)"
@@ -303,13 +307,15 @@ def check_loader(
         )
     _check_workers(loader)
     if isinstance(dataset, IterableDataset):
-        if num_processes == 1 and loader.batch_size not in (None, rows):
+        # What is handed out by one process is split after it was loaded.
+        batch = rows * num_processes if dispatches and getattr(loader, "split_batches", False) else rows
+        if loader.batch_size not in (None, batch):
             raise ValueError(
                 f"the loader's batch size is {loader.batch_size}, but {rows} rows × {layout} must be the stream's "
-                f"batch_size={streams}: set it to {rows}"
+                f"batch_size={streams}: set it to {batch}"
             )
         return
-    if num_processes > 1 and any(kind.__name__ == "DataLoaderDispatcher" for kind in type(loader).__mro__):
+    if num_processes > 1 and dispatches:
         raise ValueError("dispatch_batches=True skips to another place on resuming: set dispatch_batches=False")
     if loader.batch_sampler is None:
         raise ValueError(f"the loader reads single items (batch_size=None), not batches: set its batch_size to {rows}")

@@ -113,9 +113,16 @@ class TransfoXLTrainer(Trainer):
         if regularization is not None and self._regularizer is None:
             self._regularizer = regularize(self.model, regularization)
         _check_arguments(self.args)
+        self._check_batch_size(
+            "train_dataset",
+            self.train_dataset,
+            "per_device_train_batch_size",
+            self.args.train_batch_size,
+            self.args.gradient_accumulation_steps,
+        )
         named = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval_dataset": self.eval_dataset}
         for name, dataset in named.items():
-            self._check_eval_batch_size(name, dataset)
+            self._check_batch_size(name, dataset, "per_device_eval_batch_size", self.args.eval_batch_size)
         if self.args.label_names is None:
             self.label_names = ["shift_labels"]
         self._memory, self._sums = _Memory(), _Sums()
@@ -184,17 +191,21 @@ class TransfoXLTrainer(Trainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         return None if isinstance(dataset, IterableDataset) else SequentialSampler(dataset)
 
-    def _check_eval_batch_size(self, name: str, dataset):
+    def _check_batch_size(self, name: str, dataset, option: str, given: int, accumulation_steps: int | None = None):
         """Where a loader would tell hours later."""
-        streams = getattr(dataset, "batch_size", None)
-        processes = 1 if self.args.accelerator_config.split_batches else self.args.world_size
-        if isinstance(streams, int) and self.args.eval_batch_size * processes != streams:
-            share, left = divmod(streams, processes)
-            cure = f"set it to {share}" if not left else f"make the stream's a multiple of {processes}"
-            raise ValueError(
-                f"{name} has batch_size={streams}, but per_device_eval_batch_size={self.args.eval_batch_size} on "
-                f"{processes} process(es): {cure}"
-            )
+        streams, processes = getattr(dataset, "batch_size", None), self.args.world_size
+        if not isinstance(streams, int):
+            return
+        parts = processes * (accumulation_steps or 1)
+        share, left = divmod(streams, parts)
+        # With split_batches what is called per device is what all of them read.
+        right = share * processes if self.args.accelerator_config.split_batches else share
+        if left or given != right:
+            layout = f"{processes} process(es)"
+            if accumulation_steps is not None:
+                layout += f" × {accumulation_steps} accumulation step(s)"
+            cure = f"make the stream's a multiple of {parts}" if left else f"set it to {right}"
+            raise ValueError(f"{name} has batch_size={streams}, but {option}={given} on {layout}: {cure}")
 
     def _check_loader(self, loader: DataLoader, dataset, name: str, accumulation_steps: int = 1):
         if not isinstance(getattr(dataset, "batch_size", None), int):
