@@ -1,16 +1,20 @@
-"""TRL's trainers on a model with cutoffs: `import txl_hf.trl` before a trainer is made.
+"""TRL's trainers on a model with cutoffs or projections: `import txl_hf.trl` before a trainer is made.
 
 TRL multiplies hidden states by one table, `lm_head.weight`, in a head of its own that it puts into every model. A
-softmax with cutoffs is no such table, and TRL fails there with an AttributeError. With this module imported, models
-with cutoffs get a head that asks their own softmax; all others keep TRL's. It computes the whole distribution of each
-scored token, as TRL does, but all of them at once: take shorter rows or smaller batches where that is too much.
+softmax with cutoffs, or with a projection before its table (`d_embed` other than `d_model`, or `div_val` above 1), is
+more than that, and TRL fails there with an AttributeError. With this module imported, such models get a head that asks
+their own softmax; all others keep TRL's. It computes the whole distribution of each scored token, as TRL does, but all
+of them at once: take shorter rows or smaller batches where that is too much.
 """
 
+import functools
 import sys
 import types
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from trl.trainer import utils
 
@@ -28,11 +32,14 @@ def add_own_lm_head(
     outputs: tuple[str, ...] = ("log_probs",),
 ) -> None:
     """What TRL calls to put its fused head into a model, with the same arguments."""
-    if not isinstance(model, TransfoXLForCausalLM) or not model.config.cutoffs:
+    # A softmax that is one table has the bias that belongs to it.
+    if not isinstance(model, TransfoXLForCausalLM) or hasattr(model.lm_head, "bias"):
         _add_fused_lm_head(model, temperature, cast_lm_head_to_fp32, outputs)
         return
     forward = model.forward
 
+    # `generate` looks in the signature for what it may pass on.
+    @functools.wraps(type(model).forward)
     def fused_forward(
         self, *args, fused_lm_head=False, labels=None, shift_labels=None, num_items_in_batch=None, **kwargs
     ):
@@ -45,8 +52,9 @@ def add_own_lm_head(
         else:
             targets = shift_labels
         mask = targets != -100
-        scored = hidden_states[mask].float() if cast_lm_head_to_fp32 else hidden_states[mask]
-        found = _distributions(self.lm_head(scored).float(), targets[mask], temperature)
+        scored = hidden_states[mask]
+        log_probs = _in_fp32(self.lm_head, scored) if cast_lm_head_to_fp32 else self.lm_head(scored).float()
+        found = _distributions(log_probs, targets[mask], temperature)
         per_token = {name: values.new_zeros(mask.shape).masked_scatter(mask, values) for name, values in found.items()}
         count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         return utils.FusedCausalLMOutput(
@@ -56,6 +64,13 @@ def add_own_lm_head(
         )
 
     model.forward = types.MethodType(fused_forward, model)
+
+
+def _in_fp32(lm_head: nn.Module, hidden_states: Tensor) -> Tensor:
+    """(N, D) → (N, V) log-probabilities, computed in fp32 whatever the parameters and autocast are."""
+    parameters = {name: parameter.float() for name, parameter in lm_head.named_parameters()}
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        return functional_call(lm_head, parameters, (hidden_states.float(),))
 
 
 def _distributions(log_probs: Tensor, targets: Tensor, temperature: float) -> dict[str, Tensor]:

@@ -1,19 +1,27 @@
-"""TRL's trainers on the model: their fused loss is the model's own, with and without cutoffs; packed rows are read
-document by document.
+"""TRL's trainers on the model: their fused loss is the model's own, with and without cutoffs and projections; packed
+rows are read document by document.
 """
+
+import copy
 
 import pytest
 import torch
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-import txl_hf.trl  # noqa: F401 -- the head of models with cutoffs
+import txl_hf.trl  # noqa: F401 -- the head of models with cutoffs or projections
 from models import small_model
-from txl_hf import TransfoXLForCausalLM, TransfoXLTokenizer
+from txl_hf import MemoryLengths, TransfoXLForCausalLM, TransfoXLTokenizer
+from txl_hf.memory_transfo_xl import memory_of
 
 WORDS = [f"word{i}" for i in range(57)]
 SPECIALS = {"eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
-KINDS = {"one softmax": {"cutoffs": [], "div_val": 1}, "cutoffs": {"cutoffs": [9, 30], "div_val": 2}}
+KINDS = {
+    "one softmax": {"cutoffs": [], "div_val": 1},
+    "a projection": {"cutoffs": [], "div_val": 1, "d_embed": 8},
+    "a square projection": {"cutoffs": [], "div_val": 2},
+    "cutoffs": {"cutoffs": [9, 30], "div_val": 2},
+}
 COMMON = {
     "per_device_train_batch_size": 2,
     "max_steps": 2,
@@ -99,17 +107,61 @@ def test_rewards(model, tokenizer, tmp_path):
     assert any(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
 
 
-def test_the_distribution_at_a_temperature(tokenizer):
-    """What TRL computes from one table, and what our head computes from a softmax."""
-    ours, theirs = (small_model(vocab_size=60, **kind) for kind in (KINDS["one softmax"], KINDS["one softmax"]))
+@pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shift_labels"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_distributions_are_those_of_the_logits(model, temperature, shifted):
+    model.eval()
     ids = torch.randint(60, (2, 9), generator=torch.Generator().manual_seed(0))
-    names = ("log_probs", "entropy", "log_sum_sq_probs", "is_top1")
-    txl_hf.trl._add_fused_lm_head(theirs, temperature=0.7, outputs=names)
-    ours.config.cutoffs = [10**9]
-    txl_hf.trl.add_own_lm_head(ours, temperature=0.7, outputs=names)
-    ours.config.cutoffs = []
-    labels = ids.masked_fill(ids < 5, -100)
-    found, expected = (model(ids, labels=labels, fused_lm_head=True) for model in (ours, theirs))
-    assert torch.allclose(found.loss, expected.loss, rtol=1e-5)
-    for name in names:
-        assert torch.allclose(getattr(found, name).float(), getattr(expected, name).float(), atol=1e-4), name
+    labels = ids.masked_fill(ids < 20, -100)
+    log_probs = torch.log_softmax(model(ids).logits / temperature, dim=-1)
+    targets = labels if shifted else labels[:, 1:]
+    found = fused(model, ids, {"shift_labels" if shifted else "labels": labels}, temperature=temperature)
+    compare(found, log_probs if shifted else log_probs[:, :-1], targets)
+    assert found.mean_logits.shape == targets.shape and torch.equal(found.label_mask, targets != -100)
+
+
+@pytest.mark.parametrize("under_autocast", [False, True])
+def test_a_head_in_fp32(model, under_autocast):
+    """Of a model in bf16, or under autocast; its gradients are in the type of its weights."""
+    model.eval()
+    if not under_autocast:
+        model.bfloat16()
+    ids = torch.randint(60, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16, enabled=under_autocast):
+        hidden_states = model.transformer(ids).last_hidden_state.float()
+        found = fused(model, ids, {"labels": ids}, cast_lm_head_to_fp32=True)
+    log_probs = copy.deepcopy(model.lm_head).float()(hidden_states[:, :-1])
+    compare(found, log_probs, ids[:, 1:])
+    found.loss.backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in model.lm_head.parameters())
+
+
+def fused(model, ids, labels, **options):
+    """What the model with TRL's head or ours says of the labels."""
+    names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    txl_hf.trl.add_own_lm_head(model, outputs=names, **options)
+    return model(ids, **labels, fused_lm_head=True)
+
+
+def compare(found, log_probs, targets):
+    """The fields of an output with log-probabilities (B, L, V); 0 where a target is ignored."""
+    mask = targets != -100
+    expected = {
+        "log_probs": log_probs.gather(-1, targets.clamp(min=0)[..., None])[..., 0],
+        "entropy": -(log_probs.exp() * log_probs).sum(-1),
+        "log_sum_sq_probs": log_probs.exp().square().sum(-1).log(),
+        "is_top1": (log_probs.argmax(-1) == targets).float(),
+    }
+    for name, values in expected.items():
+        torch.testing.assert_close(getattr(found, name).float(), values * mask, atol=1e-4, rtol=1e-4, msg=name)
+    torch.testing.assert_close(found.loss, -expected["log_probs"][mask].mean(), atol=1e-4, rtol=1e-4)
+
+
+def test_generation_takes_what_it_took(model):
+    """A memory and lengths, which `generate` looks for in the signature of `forward`."""
+    ids = torch.randint(3, 60, (1, 9), generator=torch.Generator().manual_seed(0))
+    memory = memory_of(model(ids))
+    given = {"lengths": MemoryLengths(mem_len=12), "max_new_tokens": 6, "do_sample": False, **memory}
+    expected = model.generate(ids, **given)
+    txl_hf.trl.add_own_lm_head(model)
+    assert torch.equal(model.generate(ids, **given), expected)
