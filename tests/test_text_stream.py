@@ -156,6 +156,30 @@ def test_what_cannot_be_read_is_said(tokenizer, texts, options, message):
         list(TextStream(texts, tokenizer, S, G, **options))
 
 
+@pytest.mark.parametrize("eos_token", [None, "<eos>"])
+@pytest.mark.parametrize("texts", [["", ""], ["", " "]], ids=["empty", "spaces"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"epochs": None}, *({"epochs": None, "num_processes": 2, "process_index": index} for index in range(2))],
+    ids=["once", "again-and-again", "first-process", "second-process"],
+)
+def test_documents_without_a_token_are_no_text(options, texts, eos_token):
+    """Nor are ends of documents alone; a row that is given none would wait for ever."""
+    tokenizer = TransfoXLTokenizer.from_symbols(
+        ["a", *filter(None, [eos_token])], mode="whitespace", eos_token=eos_token
+    )
+    with pytest.raises(ValueError, match="texts has no text: the tokenizer makes no token of its 2 document"):
+        next(iter(TextStream(texts, tokenizer, S, G, **options)))
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_waits_where_the_text_of_an_epoch_is_not_its_own(tokenizer, process):
+    """In the first epoch the second process has spaces alone, in the next one it has the text."""
+    texts = ["\n".join(TEXTS[:10]), "  "]
+    stream = TextStream(texts, tokenizer, S, 2, epochs=None, num_processes=2, process_index=process)
+    assert len(next(iter(stream))["input_ids"]) == S
+
+
 def test_states_that_do_not_fit_are_refused(tokenizer):
     halves = [
         TextStream(TEXTS, tokenizer, S, G, epochs=None, num_processes=2, process_index=index) for index in range(2)

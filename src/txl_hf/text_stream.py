@@ -22,8 +22,8 @@ class TextStream(IterableDataset):
     Items are as those of `TokenStream`: step-major, {"input_ids", "shift_labels"}, each (S,) int64, and row b of one
     step continues in row b of the next. A document stays whole within a row; it goes to the row that has been given
     the fewest characters so far, the first of several. That depends on nothing but the documents' order and lengths,
-    so that every process knows without asking which documents are its own, and tokenises no others. What is held in
-    memory is, for each row, the rest of a document or a few.
+    so that every process knows without asking which documents are its own, and tokenises no others but the first of an
+    epoch. What is held in memory is, for each row, the rest of a document or a few.
 
     A row's documents follow one another without a gap. Each ends in `eos_token` where the tokenizer has one.
 
@@ -51,7 +51,8 @@ class TextStream(IterableDataset):
         step: how many steps have been handed out whole.
 
     Raises:
-        ValueError: a size is out of range, `texts` can be read once only or has no text, or rows cannot be shared.
+        ValueError: a size is out of range, `texts` can be read once only, or rows cannot be shared; when it is read, a
+            document is no text, or the tokenizer makes no token, but for `eos_token`, of those of an epoch.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class TextStream(IterableDataset):
         self._tokens = {row: np.empty(0, dtype=np.int64) for row in self.rows}
         # The first document that a row does not have yet: after resuming, rows may have read farther than others.
         self._read = dict.fromkeys(self.rows, (self._epoch, 0))
+        self._has_text = False
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration's first reading of the texts counts as epoch `epoch`; `Trainer` calls this."""
@@ -153,8 +155,13 @@ class TextStream(IterableDataset):
                 return
             given_to = min(range(self.batch_size), key=self._characters.__getitem__)
             self._characters[given_to] += len(text)
-            if given_to in self._tokens and number >= self._read[given_to]:
-                self._tokens[given_to] = np.concatenate([self._tokens[given_to], self._encode(text)])
+            own = given_to in self._tokens and number >= self._read[given_to]
+            # All processes look for the first text of an epoch, whoever's it is: all notice where there is none.
+            if own or not self._has_text:
+                ids = self._encode(text)
+                self._has_text = self._has_text or bool((ids != self.tokenizer.eos_token_id).any())
+                if own:
+                    self._tokens[given_to] = np.concatenate([self._tokens[given_to], ids])
 
     def _encode(self, text: str) -> np.ndarray:
         ids = encode_text(self.tokenizer, text)
@@ -177,6 +184,8 @@ class TextStream(IterableDataset):
         while self.epochs is None or self._epoch < self._first_epoch + self.epochs:
             if hasattr(self.texts, "set_epoch"):
                 self.texts.set_epoch(self._epoch)
+            # Of an epoch that is resumed in its middle nobody knows.
+            self._has_text = self._documents > 0
             documents = iter(self.texts() if callable(self.texts) else self.texts)
             for document in islice(documents, self._documents, None):
                 number = self._epoch, self._documents
@@ -184,6 +193,10 @@ class TextStream(IterableDataset):
                 yield number, self._text(document)
             if self._documents == 0:
                 raise ValueError("texts has no document")
+            if not self._has_text:
+                raise ValueError(
+                    f"texts has no text: the tokenizer makes no token of its {self._documents} document(s)"
+                )
             self._epoch, self._documents = self._epoch + 1, 0
 
     def _text(self, document) -> str:
