@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -610,6 +611,50 @@ def test_the_card_of_the_trainer_says_task_code_and_results(tmp_path):
     trainer.create_model_card(model_name="name")
     [result] = ModelCard.load(tmp_path / "README.md").data.eval_results
     assert (result.metric_value, result.dataset_split, result.dataset_args) == (7.0, "test", {"memory_length": 3})
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_card_names_its_data_sets(tmp_path, evaluated):
+    """With results or without; one that is on the Hub also where it searches."""
+    trainer = make_trainer(tmp_path, trainer={"eval_dataset": TokenStream(make_text(41, seed=1), 5, 4)})
+    if evaluated:
+        trainer.evaluate()
+    cards = {}
+    for given in (
+        {"dataset": "my texts"},
+        {"dataset": ["my <texts>", "others"], "dataset_args": "raw"},
+        {"dataset_tags": "some/corpus", "dataset_args": ["raw"]},
+        {"dataset_tags": "some/corpus", "dataset": "Some Corpus", "tasks": ["feature-extraction"]},
+    ):
+        trainer.create_model_card(model_name="name", **given)
+        card = ModelCard.load(tmp_path / "README.md")
+        [sentence] = re.findall("It was trained on (.*)[.]", card.text)
+        results = {
+            (result.dataset_name, result.dataset_type, result.dataset_config)
+            for result in card.data.eval_results or []
+        }
+        cards[sentence] = card.data.get("datasets"), card.data.pipeline_tag, results
+    task = "text-generation"
+    expected = {
+        "my texts": (None, task, {("my texts", "my texts", None)}),
+        "my &#60;texts&#62; (raw), others": (None, task, {("my <texts>", "my <texts>", "raw")}),
+        "some/corpus (raw)": (["some/corpus"], task, {("some/corpus", "some/corpus", "raw")}),
+        "Some Corpus": (["some/corpus"], "feature-extraction", {("Some Corpus", "some/corpus", None)}),
+    }
+    assert cards == {name: (*data, results if evaluated else set()) for name, (*data, results) in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dataset_args": "raw"}, "dataset_args='raw' has 1 for 0 data set"),
+        ({"dataset_args": ["raw", "more"], "dataset": "my texts"}, "has 2 for 1 data set.*give dataset or"),
+        ({"tasks": ["text-generation", "fill-mask"]}, "tasks=.*under one, give that alone"),
+    ],
+)
+def test_what_a_card_has_no_place_for_is_refused(tmp_path, given, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path).create_model_card(**given)
 
 
 def results_of_card(folder) -> dict[str, float]:

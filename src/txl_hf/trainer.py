@@ -6,7 +6,8 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from .checkpoints import (
     save_mems,
 )
 from .evaluation import figures
-from .layout_transfo_xl import TransfoXLLayoutMixin
+from .layout_transfo_xl import TransfoXLLayoutMixin, plain_markdown
 from .memory_transfo_xl import mask_overflow, memory_of, real_states
 from .regularization import Regularizer, regularize
 from .regularization_arguments import RegularizationArguments
@@ -379,25 +380,49 @@ class TransfoXLTrainer(Trainer):
         of the split `train` where that read the training text, of `validation` otherwise, or by the names in
         `eval_dataset`. Figures of other weights, before the last steps or of an earlier run, are left out. Adapters
         have Trainer's card.
+
+        Args:
+            tasks: one, which the Hub files the model under; by default that of its head.
+            dataset_tags: data sets on the Hub, for its search.
+            dataset: what they are called, or those that are not there. The card says that the model was trained on
+                them; results are of the first.
+            dataset_args: for each the name of its configuration, as `load_dataset` takes it.
+
+        Raises:
+            ValueError: there are several tasks, or more `dataset_args` than data sets.
         """
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         if not isinstance(model, TransfoXLLayoutMixin):
             return super().create_model_card(
                 language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args
             )
+        on_hub, called, configurations = _as_list(dataset_tags), _as_list(dataset), _as_list(dataset_args)
+        datasets = called or on_hub
+        if len(configurations) > len(datasets):
+            raise ValueError(
+                f"dataset_args={dataset_args!r} has {len(configurations)} for {len(datasets)} data set(s): give "
+                "dataset or dataset_tags for each"
+            )
+        if len(_as_list(tasks)) > 1:
+            raise ValueError(f"tasks={tasks!r}: the Hub files a model under one, give that alone")
         if not self.is_world_process_zero():
             return
         name = model_name or Path(self.args.output_dir).resolve().name
-        datasets = _as_list(dataset_tags) or _as_list(dataset)
-        results = self._results(datasets[0] if datasets else None)
+        results = self._results(next(iter(on_hub or called), None))
+        if called:
+            results = [replace(result, dataset_name=called[0]) for result in results]
+        if configurations:
+            results = [replace(result, dataset_config=configurations[0]) for result in results]
         path = Path(self.args.output_dir, "README.md")
         repository = self.hub_model_id if self.args.push_to_hub else None
         began_as = model.began_as(path.parent, repository or name)
+        origin = [began_as.get("origin"), _trained_on(datasets, configurations)]
         data: dict[str, Any] = began_as | {
+            "origin": " ".join(filter(None, origin)),
             "language": language,
             "license": license,
             "base_model": finetuned_from or began_as.get("base_model"),
-            "datasets": _as_list(dataset_tags) or None,
+            "datasets": on_hub or None,
             "model_name": name if results else None,
             "eval_results": results or None,
         }
@@ -543,6 +568,15 @@ class TransfoXLTrainer(Trainer):
 def _modified(path: Path) -> float:
     """When a file was written, in seconds; before all others where there is none."""
     return path.stat().st_mtime if path.exists() else 0.0
+
+
+def _trained_on(datasets: list[str], configurations: list[str]) -> str:
+    """A sentence in Markdown on the data sets, each with its configuration where it has one; none without any."""
+    named = [
+        plain_markdown(dataset) + (f" ({plain_markdown(configuration)})" if configuration else "")
+        for dataset, configuration in zip_longest(datasets, configurations)
+    ]
+    return f"It was trained on {', '.join(named)}." if named else ""
 
 
 def _as_list(values: str | list[str] | None) -> list[str]:
