@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from txl_hf.training.arguments import parse_arguments
@@ -33,6 +35,27 @@ def test_one_graph_serves_all_layers_in_training_and_evaluation_runs_without(mak
     with uncompiled(), torch.no_grad():
         compiled.eval()(make_ids(1, 5))
     assert graphs.frame_count <= 3
+
+
+def test_the_compiled_backward_pass_multiplies_no_gradient_of_the_memory(make_model, make_ids):
+    """Two rows of 24 tokens after 24 of memory: keys and values have 96 rows, of which 48 take a gradient further."""
+    torch.compiler.reset()
+    shapes = []
+
+    def record(graph, inputs):
+        products = [node for node in graph.graph.nodes if node.target is torch.ops.aten.mm.default]
+        shapes.append([tuple(node.meta["val"].shape) for node in products])
+        return boxed_nop(graph, inputs)
+
+    model = make_model("eager", n_layer=1, mem_len=24).train()
+    ids = make_ids(2, 48)
+    mems = model(ids[:, :24]).mems
+    compile_layers(model, aot_autograd(fw_compiler=boxed_nop, bw_compiler=record))
+    model(ids[:, 24:], mems=mems, labels=ids[:, 24:]).loss.backward()
+    (products,) = shapes
+    of_inputs = [shape for shape in products if shape[1] == model.config.d_model and shape[0] > model.config.d_inner]
+    # Of queries, keys, values, the output and the first feed-forward layer.
+    assert of_inputs == 5 * [(48, 16)]
 
 
 def test_layers_are_compiled_on_a_gpu_unless_something_else_is(tmp_path, monkeypatch):

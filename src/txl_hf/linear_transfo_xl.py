@@ -136,7 +136,8 @@ def project_after(
 ) -> tuple[Tensor, Tensor]:
     """`project` of [memory, segment] by two layers.
 
-    Where the memory needs no gradient, none is computed for its rows; under autocast both are joined in its type.
+    Where the memory needs no gradient, none is computed for its rows, also where torch.compile traces; under autocast
+    both are joined in its type.
 
     Args:
         memory: (B, m, k) or None. segment: (B, L, k). first, second: linear layers, (…, k) → (…, n).
@@ -151,12 +152,21 @@ def project_after(
     if autocasts:
         dtype = torch.get_autocast_dtype(device)
         memory, segment = memory.to(dtype), segment.to(dtype)
+    if not memory.requires_grad and _is_trained_in_a_graph(segment, first, second):
+        # A product that takes no part is left out of the graph of the gradients; rows of one are not.
+        return tuple(torch.cat([layer(memory), layer(segment)], dim=1) for layer in (first, second))
     if memory.requires_grad or not _is_trained_plainly(segment, first, second):
         joined = torch.cat([memory, segment], dim=1)
         return project(first, joined), project(second, joined)
     weights = [layer.weight.to(segment.dtype) for layer in (first, second)]
     with torch.autocast(device, enabled=False) if autocasts else contextlib.nullcontext():
         return _ProjectionAfterMemory.apply(memory, segment, *weights)[:2]
+
+
+def _is_trained_in_a_graph(states: Tensor, *layers: nn.Module) -> bool:
+    """Whether torch.compile is tracing, a gradient of these states is wanted, and nobody has replaced the layers."""
+    wanted = torch.compiler.is_compiling() and torch.is_grad_enabled() and states.requires_grad
+    return wanted and all(type(layer) is nn.Linear for layer in layers)
 
 
 def _is_trained_plainly(states: Tensor, *layers: nn.Module) -> bool:
