@@ -141,7 +141,8 @@ if triton is not None:
             _statistics_kernel[(rows,)](
                 logits,
                 bias,
-                targets,
+                # The kernels know no stride of it; a slice of other labels has one.
+                targets.contiguous(),
                 statistics,
                 logits.stride(0),
                 statistics.stride(0),
@@ -185,7 +186,7 @@ if triton is not None:
             _gradient_kernel[(triton.cdiv(columns, TILE[1]), triton.cdiv(rows, chunk))](
                 logits,
                 bias,
-                targets,
+                targets.contiguous(),
                 normalizer,
                 gradient,
                 output,

@@ -819,6 +819,16 @@ if triton is not None:
         output = torch.empty((B, L, H, D), dtype=query.dtype, device=query.device).transpose(1, 2)
         return output, torch.empty((B, H, L), dtype=torch.float32, device=query.device)
 
+    def _empty_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+        """Memory for their gradients, laid out as they are unless columns would not be side by side."""
+        empty = [torch.empty_like(tensor) for tensor in tensors]
+        return tuple(
+            gradient
+            if gradient.stride(-1) == 1
+            else torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+            for gradient in empty
+        )
+
     # The package and copies of this file that came with a checkpoint can live in one process, each with its operators.
     _NAMESPACE = __name__.replace(".", "_")
     _SCHEMA = (
@@ -959,7 +969,7 @@ if triton is not None:
             scaling,
             dropout,
         )
-        d_query, d_key, d_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        d_query, d_key, d_value = _empty_gradients(query, key, value)
         shared |= _backward_arguments(log_sum, d_output, scaling)
         with torch.cuda.device_of(query):
             sums = _launch_backward_query(
@@ -975,9 +985,7 @@ if triton is not None:
         needed = rest[-1]
         shared_by_batch = (rel_key, content_bias, position_bias, rel_bias)
         return (
-            torch.empty_like(query),
-            torch.empty_like(key),
-            torch.empty_like(value),
+            *_empty_gradients(query, key, value),
             *(
                 torch.empty(tensor.shape if need else (0,), dtype=tensor.dtype, device=query.device)
                 if tensor is not None
