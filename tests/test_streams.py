@@ -232,6 +232,15 @@ def test_items_outside_the_stream(index):
         TokenStream(range(17), segment_length=4, batch_size=2)[index]
 
 
+@pytest.mark.parametrize("indices", [[-1], [-2, -1], [-1, 0], [3, 4], [4]], ids=str)
+def test_batches_outside_the_stream(indices):
+    """Nor is what lies before the first step of a stream that goes on from it."""
+    stream = TokenStream(range(33), segment_length=4, batch_size=2, first_step=2)
+    outside = next(index for index in indices if not 0 <= index < 4)
+    with pytest.raises(IndexError, match=f"item {outside} of a TokenStream of 4"):
+        stream.__getitems__(indices)
+
+
 # --- loaders ---------------------------------------------------------------------------------------------------------
 
 

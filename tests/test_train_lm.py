@@ -28,6 +28,7 @@ from datasets import Dataset, DatasetDict, load_from_disk
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from host_reads import count_host_reads
 from scripts import run_script
 from train_lm_process import run
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model
@@ -297,6 +298,14 @@ def test_learning_rates_of_embeddings_and_of_short_segments(tmp_path, corpus, mo
     assert len(set(lengths)) > 2
     np.testing.assert_allclose([rate[0] for rate in rates[:4]], expected)
     np.testing.assert_allclose([rate[1] for rate in rates], [2 * rate[0] for rate in rates])
+
+
+def test_a_step_reads_no_number_of_a_tensor(tmp_path, corpus, monkeypatch):
+    """On a GPU the host would wait for it."""
+    counts = count_host_reads(monkeypatch, loop.Training, "train_step")
+    recipe = write_recipe(tmp_path / "recipe.yaml", scale_lr_by_length=True, varlen=True, max_steps=3)
+    train(recipe, "--data", corpus, "--output", tmp_path / "output")
+    assert counts == [0, 0, 0]
 
 
 @pytest.mark.parametrize("kind", ["ema", "equal"])

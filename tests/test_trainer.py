@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallb
 
 import launcher
 import txl_hf.trainer
+from host_reads import count_host_reads
 from trainer_process import (
     UnevenStream,
     be_refused,
@@ -89,6 +90,14 @@ def losses_by_hand(stream, steps: int, dtype=torch.float32, **model_changes) -> 
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_reads_its_sums_at_its_end(tmp_path, monkeypatch):
+    """On a GPU the host would wait for them at every step."""
+    trainer = make_trainer(tmp_path, trainer={"eval_dataset": TokenStream(make_text(61), 5, 4)})
+    counts = count_host_reads(monkeypatch, trainer, "compute_loss")
+    assert trainer.evaluate()["eval_tokens"] == 60
+    assert counts == [0, 0, 0]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 4])

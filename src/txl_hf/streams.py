@@ -149,7 +149,7 @@ class TokenStream(Dataset):
         if not 0 <= index < len(self):
             raise IndexError(f"item {index} of a TokenStream of {len(self)}")
         step, row = divmod(index, self.batch_size)
-        begin, end = self._segment(self.first_step + step)
+        begin, end = self.segment(self.first_step + step)
         reread = min(begin, self.ext_len)
         start = row * self._stream_length + min(row, self._longer)
         stop = min(start + end, start + self._stream_length + (row < self._longer))
@@ -174,9 +174,10 @@ class TokenStream(Dataset):
         whole = [*indices] == list(range(indices[0], indices[0] + len(indices)))
         plain = type(self).__getitem__ is TokenStream.__getitem__ and not self._longer and self.document_end is None
         step, row = divmod(indices[0], self.batch_size)
-        if not (plain and whole and row + len(indices) <= self.batch_size and indices[-1] < len(self)):
+        inside = 0 <= indices[0] and indices[-1] < len(self) and row + len(indices) <= self.batch_size
+        if not (plain and whole and inside):
             return [self[index] for index in indices]
-        begin, end = self._segment(self.first_step + step)
+        begin, end = self.segment(self.first_step + step)
         reread = min(begin, self.ext_len)
         tokens = torch.empty(len(indices), reread + end - begin + 1, dtype=torch.int64)
         for place, part in enumerate(tokens, start=row):
@@ -189,8 +190,8 @@ class TokenStream(Dataset):
             for inputs, labels in zip(input_ids, shift_labels, strict=True)
         ]
 
-    def _segment(self, step: int) -> tuple[int, int]:
-        """Where segment `step` begins and ends in every stream."""
+    def segment(self, step: int) -> tuple[int, int]:
+        """Where segment `step`, in [0, `steps`), begins and ends in every stream, in tokens, in the present epoch."""
         begin = self._ends[step - 1] if step else 0
         return int(begin), min(int(self._ends[step]), self._stream_length + (self._longer > 0))
 

@@ -65,10 +65,15 @@ class _Memory:
 
 @dataclass
 class _Sums:
-    """What an evaluation has read on this process: so many targets, of so many nats together."""
+    """What an evaluation has read on this process, a number on the device for each step: nats, and targets."""
 
-    nll: float = 0.0
-    targets: int = 0
+    nll: list[Tensor] = field(default_factory=list)
+    targets: list[Tensor] = field(default_factory=list)
+
+    def total(self) -> Tensor:
+        """Nats and targets of all steps, (2,) fp64 on the CPU."""
+        parts = [torch.stack(part).cpu().double().sum() for part in (self.nll, self.targets) if part]
+        return torch.stack(parts) if parts else torch.zeros(2, dtype=torch.float64)
 
 
 class TransfoXLTrainer(Trainer):
@@ -285,8 +290,8 @@ class TransfoXLTrainer(Trainer):
             loss = loss + (penalty - penalty.detach())
         if not model.training and outputs.get("losses") is not None:
             targets = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
-            self._sums.nll += outputs["losses"].sum().item()
-            self._sums.targets += int((targets != -100).sum())
+            self._sums.nll.append(outputs["losses"].detach().sum())
+            self._sums.targets.append((targets != -100).sum())
         return (loss, outputs) if return_outputs else loss
 
     def _detach(self, memory: dict[str, Any]) -> dict[str, Any]:
@@ -332,7 +337,7 @@ class TransfoXLTrainer(Trainer):
                 output = super().evaluation_loop(
                     dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
                 )
-            sums = torch.tensor([self._sums.nll, self._sums.targets], dtype=torch.float64)
+            sums = self._sums.total()
         finally:
             self._memory = training
         if self.args.world_size > 1:

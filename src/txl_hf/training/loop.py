@@ -266,7 +266,7 @@ class Training:
         # gradients are averaged over processes.
         scale = chunks * accelerator.num_processes / targets
         if self.arguments.optimization.scale_lr_by_length:
-            self.scale_learning_rate(batch)
+            self.scale_learning_rate()
         parts = zip(*(tensor.chunk(chunks) for tensor in batch.values()), strict=True)
         for i, part in enumerate(parts):
             inputs = dict(zip(batch, part, strict=True))
@@ -292,11 +292,12 @@ class Training:
             self.averaged.update_parameters(self.plain_model())
         return grad_norm
 
-    def scale_learning_rate(self, batch: dict[str, Tensor]):
+    def scale_learning_rate(self):
         """A segment that is shorter than others counts less."""
-        length = int((batch["shift_labels"][0] != -100).sum())
+        # Counting labels would be waiting for the device.
+        begin, end = self.stream.segment(self.step % self.stream.steps)
         for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate * length / self.stream.segment_length
+            group["lr"] = rate * (end - begin) / self.stream.segment_length
 
     # --- validation --------------------------------------------------------------------------------------------------
 
