@@ -154,7 +154,8 @@ def project_after(
         memory, segment = memory.to(dtype), segment.to(dtype)
     if not memory.requires_grad and _is_trained_in_a_graph(segment, first, second):
         # A product that takes no part is left out of the graph of the gradients; rows of one are not.
-        return tuple(torch.cat([layer(memory), layer(segment)], dim=1) for layer in (first, second))
+        keys, values = (torch.cat([layer(memory), layer(segment)], dim=1) for layer in (first, second))
+        return keys, values
     if memory.requires_grad or not _is_trained_plainly(segment, first, second):
         joined = torch.cat([memory, segment], dim=1)
         return project(first, joined), project(second, joined)
