@@ -606,6 +606,49 @@ def test_options_that_change_no_loss(tmp_path, recipe, corpus, by_hand, options)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="training is on a GPU")
+def test_on_a_gpu_a_process_reads_ahead_into_pinned_memory():
+    stream = TokenStream(range(401), 5, 8)
+    ahead, plain = (
+        setup.make_loader(stream, SimpleNamespace(device=torch.device(kind), num_processes=2), batch_chunk=2)
+        for kind in ("cuda", "cpu")
+    )
+    assert (ahead.num_workers, ahead.prefetch_factor, ahead.pin_memory) == (1, 8, True)
+    assert (plain.num_workers, plain.prefetch_factor, plain.pin_memory) == (0, None, False)
+    assert ahead.batch_size == plain.batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "has_bf16", "precision", "multiplied"),
+    [(True, True, "bf16", "high"), (True, False, "no", "high"), (False, False, "no", "highest")],
+)
+def test_what_a_gpu_computes_in(monkeypatch, recipe, has_gpu, has_bf16, precision, multiplied):
+    """Batches are copied to it while it computes, too."""
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: has_bf16)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(setup, "Accelerator", lambda **given: SimpleNamespace(distributed_type=None, **given))
+    before = torch.get_float32_matmul_precision()
+    try:
+        accelerator = setup.make_accelerator(parse_arguments([str(recipe), "--data", "data", "--output", "output"]))
+        assert torch.get_float32_matmul_precision() == multiplied
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert accelerator.mixed_precision == precision and accelerator.dataloader_config.non_blocking
+
+
+def test_attention_is_tritons_where_a_gpu_takes_the_heads(monkeypatch):
+    asked, reasons, empty = [], [None, "heads are 200 wide"], torch.empty
+    monkeypatch.setattr(setup, "why_not_triton", lambda query: asked.append(query) or reasons.pop(0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    config = TransfoXLConfig(**MODEL)
+    assert setup.fastest_attention(config) is None and not asked
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *size, device, **options: empty(*size, device="meta", **options))
+    assert [setup.fastest_attention(config) for _ in range(2)] == ["txl_triton", None]
+    assert [(query.shape[1], query.shape[3], query.dtype) for query in asked] == 2 * [(2, 8, torch.bfloat16)]
+
+
 @pytest.mark.parametrize(("has_bf16", "precision", "rtol"), [(True, "bf16", 0.02), (False, "fp32", 1e-4)])
 def test_a_cpu_trains_in_bf16_if_it_has_it(
     tmp_path, monkeypatch, capsys, recipe, corpus, by_hand, has_bf16, precision, rtol
