@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 from transformers.dynamic_module_utils import get_imports
 
@@ -28,6 +29,7 @@ import txl_hf.attention_transfo_xl_triton as kernels
 from models import small_config
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, eager_relative_attention, visible_keys
 from txl_hf.attention_transfo_xl_inputs import AttentionInputs
+from txl_hf.training.compilation import compile_layers
 
 DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
 # Where the interpreter does not run the kernels a GPU has to: then `-m gpu` selects every test of this file.
@@ -775,6 +777,33 @@ def test_fused_narrow_types_are_as_exact_as_pytorchs(count_fused, monkeypatch, d
     plain = errors(False)
     for name, error in errors(True).items():
         assert error <= 2 * plain[name] + 1e-6, name
+
+
+@pytest.mark.parametrize("dropatt", [0.0, 0.2])
+def test_what_txl_train_puts_together_on_a_gpu(make_model, make_ids, count_fused, dropatt):
+    """Kernels of attention in compiled layers and those of the softmax, under autocast: off from fp32 by at most twice
+    what the same is off with neither compilation nor the softmax's kernels."""
+    torch.compiler.reset()
+    ids, graphs = make_ids(2, 5).to(DEVICE), CompileCounterWithBackend("aot_eager")
+
+    def differentiated(autocasts, together):
+        model = make_model("txl_triton", dropatt=dropatt).to(DEVICE).train()
+        mems = tuple(torch.randn(2, 2, 6, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE))
+        calls = count_fused(together)
+        if together:
+            compile_layers(model, graphs)
+        torch.manual_seed(0)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocasts):
+            outputs = model(ids, mems=mems, shift_labels=ids)
+        outputs.loss.backward()
+        assert bool(calls) == together
+        return {"losses": outputs.losses} | {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    exact = differentiated(False, False)
+    plain, together = (errors(differentiated(True, on), exact) for on in (False, True))
+    assert graphs.frame_count == 1
+    for name, error in together.items():
+        assert error <= 2 * plain[name] + 1e-3, name
 
 
 def test_words_that_a_bias_forbids_cost_the_kernels_nothing(count_fused):
