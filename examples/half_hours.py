@@ -101,8 +101,8 @@ WORDS = (
 )
 # As many characters as WikiText-2 has words: following the whole test text would take an hour.
 CHARACTERS = (
-    "--batch_size 1 --memory_length 512 --segment_length 128 --rate 0.001 0.003 0.01 --cache_size 2000 4000 "
-    "--cache_weight 0.03 0.1 --cache_temperature 0.03 0.1 --max_tokens 250000 --max_test_tokens 250000"
+    "--batch_size 1 --memory_length 512 --segment_length 128 --rate 0.003 0.01 0.03 --cache_size 2000 4000 "
+    "--cache_weight 0.1 0.2 --cache_temperature 0.1 0.3 --max_tokens 250000 --max_test_tokens 250000"
 )
 # Half an hour of a recipe for minutes. Its softmax has a second bin for the 3,500 characters that are rare.
 LONG = "--max_steps 10000 --mem_len 256 --eval_every 2500 --eval_mem_len 256 --eval_memory_lengths 0 256 --cutoffs 128"
