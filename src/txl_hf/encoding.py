@@ -25,6 +25,7 @@ __all__ = [
     "ends_lines",
     "fill_special_tokens",
     "find_tokenizer",
+    "has_tokenizer",
     "load_tokenizer",
 ]
 
@@ -56,11 +57,8 @@ def find_tokenizer(name: str | Path) -> Any:
     Raises:
         ValueError: a folder has one that cannot be read.
     """
-    from .tokenization_transfo_xl import TransfoXLTokenizer
-
     folder = Path(name)
-    files = ("tokenizer_config.json", "tokenizer.json", *TransfoXLTokenizer.vocab_files_names.values())
-    if folder.is_dir() and not any((folder / file).exists() for file in files):
+    if folder.is_dir() and not has_tokenizer(folder):
         return None
     try:
         return load_tokenizer(name)
@@ -68,6 +66,14 @@ def find_tokenizer(name: str | Path) -> Any:
         if folder.is_dir():
             raise
         return None
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a file of a tokenizer, of transformers or of MidiTok."""
+    from .tokenization_transfo_xl import TransfoXLTokenizer
+
+    files = ("tokenizer_config.json", "tokenizer.json", *TransfoXLTokenizer.vocab_files_names.values())
+    return any((folder / file).exists() for file in files)
 
 
 def ends_lines(tokenizer: Any) -> bool:

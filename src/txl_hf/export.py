@@ -30,11 +30,12 @@ def main(argv: list[str] | None = None):
         if options.output.exists():
             raise FileExistsError(f"{options.output} exists: choose another folder, or remove it")
         # Here, so that nothing slow is loaded to refuse an option.
+        from .encoding import has_tokenizer
         from .graphs import export
 
         for name, difference in export(options.model, options.output).items():
             print(f"{options.output / name}: at most {difference:.1e} from torch")
-        if not (options.output / "tokenizer_config.json").exists():
+        if not has_tokenizer(options.output):
             print(f"no tokenizer was found with {options.model}: put its files into {options.output}", file=sys.stderr)
 
 

@@ -112,6 +112,15 @@ def test_what_cannot_be_exported_is_said_and_nothing_written(folders, make_model
     assert not (tmp_path / "out").exists()
 
 
+def test_a_tokenizer_of_miditok_is_written_too(make_model, tmp_path, capsys):
+    """Which has one file alone."""
+    tokenizer = pytest.importorskip("miditok").REMI()
+    make_model(vocab_size=len(tokenizer), cutoffs=[], div_val=1, mem_len=4).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    commands.export(["--model", str(tmp_path / "model"), "--output", str(tmp_path / "out")])
+    assert "no tokenizer" not in capsys.readouterr().err and (tmp_path / "out" / "tokenizer.json").exists()
+
+
 def test_a_model_without_tokenizer_is_written_without_one_and_that_is_said(make_model, tmp_path, capsys):
     make_model(n_layer=1, mem_len=4).save_pretrained(tmp_path / "model")
     commands.export(["--model", str(tmp_path / "model"), "--output", str(tmp_path / "out")])
