@@ -35,12 +35,12 @@ from txl_hf.adaptation import Diverged
 from txl_hf.command_line import CommandParser, add_scoring_options, check_files, one_line_errors
 from txl_hf.evaluation import LanguageModelEvaluation, evaluate_caches
 from txl_hf.files import whole_file, write_text
-from txl_hf.prepare import read_document_end
 from txl_hf.scoring import (
     check_protocol,
     check_vocabulary,
     default_device,
     describe,
+    find_document_end,
     load_config,
     protocols,
     read_prepared,
@@ -122,14 +122,11 @@ def run(options: argparse.Namespace):
     check_vocabulary(texts["validation"], config, options)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
     model.to(options.device)
-    document_end = options.document_end
-    if not isinstance(document_end, int):
-        document_end = read_document_end(options.data, texts["validation"].tokenizer, document_end)
     protocol = {
         **{name: value for name, value in lengths.items() if name != "protocol"},
         "batch_size": options.batch_size,
         "clamp_len": options.clamp_len,
-        "document_end": document_end,
+        "document_end": find_document_end(options, texts["validation"]),
     }
     statistics = None if options.statistics is None else texts["train"].token_ids[: options.statistics]
     ways = [None] + [

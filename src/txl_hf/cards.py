@@ -40,10 +40,14 @@ def to_results(figures: Mapping[str, Mapping[str, Any]], dataset: str) -> list[E
     ]
 
 
+def _weights(folder: Path) -> list[Path]:
+    return sorted(folder.glob("model*.safetensors"))
+
+
 def weights_digest(folder: Path) -> str:
     """SHA-256 of the weights of the model in a folder, all files of theirs."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("model*.safetensors")):
+    for path in _weights(folder):
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
@@ -63,7 +67,7 @@ def read_results(folder: Path) -> dict[str, Any]:
         if "weights" in results:
             return results if results["weights"] == weights_digest(folder) else {}
         written = path.stat().st_mtime_ns
-        stale = any(weights.stat().st_mtime_ns > written for weights in folder.glob("model*.safetensors"))
+        stale = any(weights.stat().st_mtime_ns > written for weights in _weights(folder))
     except (OSError, ValueError):
         return {}
     return {} if stale else results

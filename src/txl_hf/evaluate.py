@@ -76,8 +76,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="show a progress bar (where standard error is a terminal)",
     )
     options = parser.parse_args(argv)
-    for name in ("sliding_window", "max_tokens", "statistics"):
-        values = options.sliding_window if name == "sliding_window" else [getattr(options, name)]
+    at_least_one = {
+        "sliding_window": options.sliding_window,
+        "max_tokens": [options.max_tokens],
+        "statistics": [options.statistics],
+    }
+    for name, values in at_least_one.items():
         if any(value is not None and value < 1 for value in values):
             parser.error(f"--{name} must be at least 1")
     for name in ("decay", "epsilon", "statistics", "parameters"):

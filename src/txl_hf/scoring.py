@@ -35,6 +35,7 @@ __all__ = [
     "check_protocol",
     "check_vocabulary",
     "describe",
+    "find_document_end",
     "load_config",
     "protocols",
     "read_prepared",
@@ -144,6 +145,13 @@ def take_lengths_of_training(options: argparse.Namespace) -> None:
     if taken:
         shown = ", ".join(f"--{name} {value}" for name, value in taken.items() if name != "same_length")
         print(f"as training scored it ({RESULTS}): {shown}", file=sys.stderr)
+
+
+def find_document_end(options: argparse.Namespace, text: Text) -> int | None:
+    """The token that ends each document: as asked for or as training had it, else as the data was prepared."""
+    if isinstance(options.document_end, int):
+        return options.document_end
+    return read_document_end(options.data, text.tokenizer, options.document_end)
 
 
 def default_device() -> str:
@@ -341,9 +349,7 @@ def read_text(options: argparse.Namespace) -> Text:
         if options.tokenizer is not None:
             raise CorpusError(f"--tokenizer is for a text file: {options.data} has been tokenised")
         text = read_prepared(options.data, options.split)
-        if not isinstance(document_end := options.document_end, int):
-            document_end = read_document_end(options.data, text.tokenizer, document_end)
-        return dataclasses.replace(text, document_end=document_end)
+        return dataclasses.replace(text, document_end=find_document_end(options, text))
     tokenizer = find_tokenizer(options.tokenizer or options.model)
     if tokenizer is None:
         raise CorpusError(f"{options.tokenizer or options.model} has no tokenizer: name one with --tokenizer")
