@@ -104,7 +104,8 @@ class _Finder(MetaPathFinder):
                 module = import_module(name)
                 for auto_class, own in classes.items():
                     # So that `save_pretrained` writes the code beside the weights, and which Auto class loads it.
-                    getattr(module, own).register_for_auto_class(auto_class)
+                    # `register_for_auto_class` sets no more, but imports the Auto classes, and with them torch.
+                    getattr(module, own)._auto_class = auto_class
                 return True
         return False
 
