@@ -145,6 +145,9 @@ def test_what_trainer_pushed_loads(author, reader, hub):
     assert (trained - author("push")["AutoModelForCausalLM"]).abs().max() > 0
     assert set(hub.repos["user/trained"].files()) >= MODEL
     torch.testing.assert_close(reader("read_trained"), trained, **LAST_BIT)
+    card = ModelCard(hub.repos["user/trained"].files()["README.md"].decode())
+    assert 'AutoModelForCausalLM.from_pretrained("user/trained", trust_remote_code=True)' in card.text
+    assert (card.data.pipeline_tag, card.data.base_model) == ("text-generation", None)
 
 
 def test_config_loads_from_the_hub(reader):

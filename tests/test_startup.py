@@ -158,6 +158,16 @@ def test_the_auto_classes_know_the_model_whatever_comes_first(order):
     assert process.returncode == 0, process.stderr[-2000:]
 
 
+@pytest.mark.parametrize("order", ["import transformers.trainer, txl_hf", "import txl_hf.trainer"])
+def test_trainer_asks_for_cards_whatever_comes_first(order):
+    """Once, however much is imported then."""
+    asked = "from transformers import Trainer; theirs = Trainer.create_model_card.__wrapped__"
+    asked += "; assert not hasattr(theirs, '__wrapped__')"
+    asked += "; assert 'create_model_card' not in vars(txl_hf.TransfoXLTrainer)"
+    process = run_script("-c", f"{order}; import txl_hf.modeling_transfo_xl; {asked}")
+    assert process.returncode == 0, process.stderr[-2000:]
+
+
 def test_type_checkers_are_told_the_same_names():
     tree = ast.parse(Path(txl_hf.__file__).read_text(encoding="utf-8"))
     [block] = [node for node in tree.body if isinstance(node, ast.If)]

@@ -21,7 +21,16 @@ from packaging.version import Version
 pytest.importorskip("accelerate")
 
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    default_data_collator,
+)
 
 import launcher
 import txl_hf.trainer
@@ -620,6 +629,52 @@ def test_the_card_of_the_trainer_says_task_code_and_results(tmp_path):
     trainer.create_model_card(model_name="name")
     [result] = ModelCard.load(tmp_path / "README.md").data.eval_results
     assert (result.metric_value, result.dataset_split, result.dataset_args) == (7.0, "test", {"memory_length": 3})
+
+
+def test_plain_trainer_writes_the_same_card(tmp_path):
+    """With task, code, tokenizer, memory, origin and results, and what is Trainer's own to tell."""
+    model = make_model()
+    model.name_or_path = "user/base"
+    texts = [{"input_ids": ids, "labels": ids} for ids in make_text(40).view(8, 5)]
+    settings = make_arguments(tmp_path, max_steps=2, learning_rate=0.125)
+    tokenizer = TransfoXLTokenizer.from_symbols(["a"], mode="whitespace")
+    data = {"train_dataset": texts, "eval_dataset": texts, "data_collator": default_data_collator}
+    trainer = Trainer(model, settings, processing_class=tokenizer, **data)
+    trainer.evaluate()
+    trainer.train()
+    trainer.save_model()
+    (tmp_path / "results.json").write_text(json.dumps({"test": {"perplexity": 7.0}}))
+    trainer.create_model_card("en", model_name="name", dataset="my texts")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert (card.data.pipeline_tag, card.data.base_model, card.data.language) == ("text-generation", "user/base", "en")
+    for said in ("ForCausalLM.from_pretrained(", "AutoTokenizer.from_pretrained(", "mems=outputs.mems", "my texts."):
+        assert said in card.text
+    assert results_of_card(tmp_path) == {"test": 7.0}
+    assert "- learning_rate: 0.125\n" in card.text and "More information needed" not in card.text
+    assert "Its evaluation" not in card.text, "it was trained since"
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.create_model_card()
+    assert f"`eval_loss` {loss:.4f}" in (tmp_path / "README.md").read_text()
+    # It is one that was generated.
+    make_model(vocab_size=101).save_pretrained(tmp_path)
+    assert "over a vocabulary of 101," in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("trained", ["another model", "an adapter"])
+def test_trainer_writes_its_own_card_of_other_models(tmp_path, trained):
+    if trained == "an adapter":
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(make_model(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    else:
+        model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9))
+    trainer = Trainer(model, make_arguments(tmp_path))
+    cards = []
+    for create_model_card in (Trainer.create_model_card, Trainer.create_model_card.__wrapped__):
+        (tmp_path / "README.md").unlink(missing_ok=True)
+        trainer.save_model()  # PEFT leaves a card, which Trainer's own goes into
+        create_model_card(trainer, tags="mine", dataset="my texts")
+        cards.append((tmp_path / "README.md").read_bytes())
+    assert cards[0] == cards[1] and b"transformer-xl" not in cards[0]
 
 
 @pytest.mark.parametrize("evaluated", [False, True])

@@ -145,7 +145,7 @@ model = {auto_class}.from_pretrained({name}, trust_remote_code=True)
 {memory}\
 With the package `txl-hf` installed, `import txl_hf` takes the place of `trust_remote_code=True`. Lengths can be set
 when loading: `mem_len=640, clamp_len=400, same_length=True`.
-"""
+{training}"""
 # What makes this model another one than those that a reader knows.
 MEMORY = """\
 A call returns what it remembers, and the next one goes on from there, so that a text has any length:
@@ -163,6 +163,7 @@ def model_card(
     origin: str = "",
     tokenizer: bool = False,
     tags: Iterable[str] = (),
+    training: str = "",
     **data,
 ) -> str:
     """The card of a model: what it is, where it comes from, and how it is loaded.
@@ -174,6 +175,7 @@ def model_card(
         origin (`str`, *optional*): Markdown on where the weights come from, for instance with [`plain_markdown`].
         tokenizer (`bool`, defaults to `False`): whether a tokenizer lies beside it.
         tags (`Iterable[str]`, *optional*): tags beside those of the architecture.
+        training (`str`, *optional*): lines of Markdown on the training, for the end.
         data: more of `huggingface_hub.ModelCardData`: language, license, datasets, base_model, eval_results, …
     """
     known = {"library_name": "transformers", "pipeline_tag": TASKS.get(auto_class)} | data
@@ -191,6 +193,7 @@ def model_card(
         name=name,
         tokenizer=load_tokenizer if tokenizer else "",
         memory=MEMORY if auto_class == "AutoModelForCausalLM" and config.mem_len > 0 else "",
+        training=training,
     )
 
 
@@ -319,9 +322,9 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             path: the file.
             repo_id: the name under which the model will be loaded.
             tags: tags beside those of the architecture.
-            data: `origin` and `tokenizer` of [`model_card`], by default whether a tokenizer lies beside the card or
-                where the model was loaded from; more of `huggingface_hub.ModelCardData`: language, license, datasets,
-                base_model, eval_results, …
+            data: `origin`, `training` and `tokenizer` of [`model_card`], the last by default whether a tokenizer lies
+                beside the card or where the model was loaded from; more of `huggingface_hub.ModelCardData`: language,
+                license, datasets, base_model, eval_results, …
         """
         beside = [path.parent] + [Path(self.name_or_path)] * bool(self.name_or_path)
         data.setdefault("tokenizer", any((folder / "tokenizer_config.json").exists() for folder in beside))

@@ -1,16 +1,20 @@
-"""Registers Transformer-XL with the Auto classes of `transformers`, once these are imported.
+"""Registers Transformer-XL with the Auto classes of `transformers`, and its card with Trainer, once they come.
 
 The Auto classes take real classes alone, and to import these takes seconds: torch, and transformers' modelling code.
 Whoever asks for `txl-train --help`, or needs a tokenizer alone, should not wait for them. So a finder, first among
 Python's own, notices the imports of transformers and of this package. When the outermost of them has ended, so that no
 module is there by half, the classes are registered with those Auto classes that have come, before anybody can ask for
 them. Auto classes that were there before this package are served at once.
+
+`Trainer` has no place to register a card, so its `create_model_card` asks this package first, whose card says how to
+load the model. Whatever else it trains, adapters of PEFT too, has the card that it always had.
 """
 
 import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -19,6 +23,7 @@ from types import ModuleType
 __all__ = ["register_when_imported"]
 
 _PACKAGE = __name__.partition(".")[0]
+_TRAINER = "transformers.trainer"
 # The modules of this package, where their Auto classes are, and which of these is for which class.
 _AUTO_CLASSES = {
     f"{_PACKAGE}.configuration_transfo_xl": (
@@ -107,6 +112,10 @@ class _Finder(MetaPathFinder):
                     # `register_for_auto_class` sets no more, but imports the Auto classes, and with them torch.
                     getattr(module, own)._auto_class = auto_class
                 return True
+        if _TRAINER in sys.modules and _TRAINER not in self.registered:
+            self.registered.add(_TRAINER)
+            _give_cards(import_module(_TRAINER).Trainer)
+            return True
         return False
 
 
@@ -121,3 +130,21 @@ def _register(module: ModuleType, auto: ModuleType, classes: dict[str, str]) -> 
             register(TransfoXLConfig, fast_tokenizer_class=found)
         else:
             register(TransfoXLConfig, found)
+
+
+def _give_cards(trainer_class) -> None:
+    theirs = trainer_class.create_model_card
+
+    @wraps(theirs)
+    def create_model_card(self, *args, **kwargs):
+        # Without this module nobody has a model of ours.
+        layout = sys.modules.get(f"{_PACKAGE}.layout_transfo_xl")
+        if layout is not None:
+            model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+            if isinstance(model, layout.TransfoXLLayoutMixin):
+                from . import trainer_cards
+
+                return trainer_cards.create_model_card(self, model, *args, **kwargs)
+        return theirs(self, *args, **kwargs)
+
+    trainer_class.create_model_card = create_model_card

@@ -6,8 +6,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from .checkpoints import (
     save_mems,
 )
 from .evaluation import figures
-from .layout_transfo_xl import TransfoXLLayoutMixin, plain_markdown
 from .memory_transfo_xl import mask_overflow, memory_of, real_states
 from .regularization import Regularizer, regularize
 from .regularization_arguments import RegularizationArguments
@@ -367,88 +365,21 @@ class TransfoXLTrainer(Trainer):
 
     # --- card --------------------------------------------------------------------------------------------------------
 
-    def create_model_card(
-        self,
-        language: str | None = None,
-        license: str | None = None,
-        tags: str | list[str] | None = None,
-        model_name: str | None = None,
-        finetuned_from: str | None = None,
-        tasks: str | list[str] | None = None,
-        dataset_tags: str | list[str] | None = None,
-        dataset: str | list[str] | None = None,
-        dataset_args: str | list[str] | None = None,
-    ) -> None:
-        """The card that `save_pretrained` writes, with what Trainer's own has beside it, in place of any other.
-
-        Its results are those in `results.json` of the output directory, or of an evaluation of the model as it is now:
-        of the split `train` where that read the training text, of `validation` otherwise, or by the names in
-        `eval_dataset`. Figures of other weights, before the last steps or of an earlier run, are left out. Adapters
-        have Trainer's card.
+    def card_results(self, dataset: str | None) -> list[EvalResult]:
+        """For a card: the figures of the model as it is now.
 
         Args:
-            tasks: one, which the Hub files the model under; by default that of its head.
-            dataset_tags: data sets on the Hub, for its search.
-            dataset: what they are called, or those that are not there. The card says that the model was trained on
-                them; results are of the first.
-            dataset_args: for each the name of its configuration, as `load_dataset` takes it.
-
-        Raises:
-            ValueError: there are several tasks, or more `dataset_args` than data sets.
+            dataset: what it was evaluated on; by default that is said without a name.
         """
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        if not isinstance(model, TransfoXLLayoutMixin):
-            return super().create_model_card(
-                language, license, tags, model_name, finetuned_from, tasks, dataset_tags, dataset, dataset_args
-            )
-        on_hub, called, configurations = _as_list(dataset_tags), _as_list(dataset), _as_list(dataset_args)
-        datasets = called or on_hub
-        if len(configurations) > len(datasets):
-            raise ValueError(
-                f"dataset_args={dataset_args!r} has {len(configurations)} for {len(datasets)} data set(s): give "
-                "dataset or dataset_tags for each"
-            )
-        if len(_as_list(tasks)) > 1:
-            raise ValueError(f"tasks={tasks!r}: the Hub files a model under one, give that alone")
-        if not self.is_world_process_zero():
-            return
-        name = model_name or Path(self.args.output_dir).resolve().name
-        results = self._results(next(iter(on_hub or called), None))
-        if called:
-            results = [replace(result, dataset_name=called[0]) for result in results]
-        if configurations:
-            results = [replace(result, dataset_config=configurations[0]) for result in results]
-        path = Path(self.args.output_dir, "README.md")
-        repository = self.hub_model_id if self.args.push_to_hub else None
-        began_as = model.began_as(path.parent, repository or name)
-        origin = [began_as.get("origin"), _trained_on(datasets, configurations)]
-        data: dict[str, Any] = began_as | {
-            "origin": " ".join(filter(None, origin)),
-            "language": language,
-            "license": license,
-            "base_model": finetuned_from or began_as.get("base_model"),
-            "datasets": on_hub or None,
-            "model_name": name if results else None,
-            "eval_results": results or None,
-        }
-        if self.processing_class is not None:
-            data["tokenizer"] = True
-        if tasks:
-            data["pipeline_tag"] = _as_list(tasks)[0]
-        model.write_model_card(path, repository or name, _as_list(tags), **data)
-
-    def _results(self, dataset: str | None) -> list[EvalResult]:
-        folder, state = Path(self.args.output_dir), self.state
+        folder = Path(self.args.output_dir)
         # What was written before this training began is of other weights.
         if self._trained_since < _modified(folder / RESULTS) and (
             found := results_of_folder(folder, dataset or HELD_OUT[1])
         ):
             return found
-        step = self.args.load_best_model_at_end and state.best_global_step or state.global_step
         splits: dict[str, list[EvalResult]] = {}
-        for logs in state.log_history:
-            if logs.get("step") != step:
-                continue
+        for logs in evaluations_of_now(self):
+            step = logs["step"]
             for name in filter(re.compile("eval_(.*_)?perplexity").fullmatch, logs):
                 prefix = name.removesuffix("_perplexity")
                 figures = {figure: logs[f"{prefix}_{figure}"] for figure in METRICS if f"{prefix}_{figure}" in logs}
@@ -575,17 +506,11 @@ def _modified(path: Path) -> float:
     return path.stat().st_mtime if path.exists() else 0.0
 
 
-def _trained_on(datasets: list[str], configurations: list[str]) -> str:
-    """A sentence in Markdown on the data sets, each with its configuration where it has one; none without any."""
-    named = [
-        plain_markdown(dataset) + (f" ({plain_markdown(configuration)})" if configuration else "")
-        for dataset, configuration in zip_longest(datasets, configurations)
-    ]
-    return f"It was trained on {', '.join(named)}." if named else ""
-
-
-def _as_list(values: str | list[str] | None) -> list[str]:
-    return [values] if isinstance(values, str) else list(values or [])
+def evaluations_of_now(trainer: Trainer) -> list[dict[str, Any]]:
+    """What a Trainer has logged at the step whose weights its model has."""
+    state = trainer.state
+    step = trainer.args.load_best_model_at_end and state.best_global_step or state.global_step
+    return [logs for logs in state.log_history if logs.get("step") == step]
 
 
 def _check_arguments(args: TrainingArguments):
