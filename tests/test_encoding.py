@@ -1,12 +1,20 @@
 """The ids of a text, whatever the tokenizer."""
 
+import huggingface_hub.constants
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from txl_hf import TransfoXLConfig, TransfoXLTokenizer
-from txl_hf.encoding import encode_bytes, encode_lines, encode_text, ends_lines, fill_special_tokens
+from txl_hf.encoding import (
+    encode_bytes,
+    encode_lines,
+    encode_text,
+    ends_lines,
+    fill_special_tokens,
+    find_tokenizer,
+)
 
 
 def test_a_tokenizer_of_pieces_gets_every_character_and_no_other_symbol():
@@ -53,3 +61,22 @@ def test_a_model_stops_where_texts_end_and_not_where_lines_do(mode, document_end
     expected = (tokenizer.bos_token_id, end, tokenizer.pad_token_id)
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == expected
     assert (said.bos_token_id, said.eos_token_id, said.pad_token_id) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("where", ["on the Hub", "in a folder"])
+def test_a_tokenizer_that_cannot_be_read_is_not_none(tmp_path, monkeypatch, where):
+    """Where there is one; a model without is nothing unusual."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    for name in ("broken", "bare"):
+        repository = tmp_path / f"models--user--{name}"
+        TransfoXLConfig().save_pretrained(repository / "snapshots" / "1")
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("1")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "models--user--broken" / "snapshots" / "1" / file).write_text("{")
+    names = {name: f"user/{name}" for name in ("broken", "bare")}
+    if where == "in a folder":
+        names = {name: str(tmp_path / f"models--user--{name}" / "snapshots" / "1") for name in names}
+    assert find_tokenizer(names["bare"]) is None
+    with pytest.raises(ValueError, match=f"the tokenizer of {names['broken']} cannot be read"):
+        find_tokenizer(names["broken"])

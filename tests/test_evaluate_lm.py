@@ -338,6 +338,10 @@ def test_what_is_missing_or_empty_is_named(text, corpus, model, tmp_path):
     assert f"--model {tmp_path / 'nowhere'} does not exist" in fails("--model", tmp_path / "nowhere", "--data", corpus)
     lost = ["--tokenizer", f"{tmp_path}/nowhere"]
     assert f"--tokenizer {tmp_path / 'nowhere'} does not exist" in fails("--model", model, "--data", corpus, *lost)
+    (tmp_path / "bare").mkdir()
+    for bare in (tmp_path / "bare", "nobody/bare"):
+        message = fails("--model", model, "--data", text / "wiki.test.tokens", "--tokenizer", bare)
+        assert f"the tokenizer of {bare} cannot be read: " in message
     (tmp_path / "empty.txt").write_text(" \n")
     assert "empty.txt is empty" in fails("--model", model, "--data", tmp_path / "empty.txt")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")

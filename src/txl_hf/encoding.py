@@ -55,25 +55,35 @@ def find_tokenizer(name: str | Path) -> Any:
     """The same, or None where there is none.
 
     Raises:
-        ValueError: a folder has one that cannot be read.
+        ValueError: there is one that cannot be read.
     """
-    folder = Path(name)
-    if folder.is_dir() and not has_tokenizer(folder):
+    if Path(name).is_dir() and not has_tokenizer(name):
         return None
     try:
         return load_tokenizer(name)
     except ValueError:
-        if folder.is_dir():
+        # What is on the Hub has come by now.
+        if has_tokenizer(name):
             raise
         return None
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder has a file of a tokenizer, of transformers or of MidiTok."""
+def has_tokenizer(name: str | Path) -> bool:
+    """Whether a folder, or what has come of a repository on the Hub, has a file of a tokenizer, of transformers or of
+    MidiTok.
+    """
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.utils import HFValidationError
+
     from .tokenization_transfo_xl import TransfoXLTokenizer
 
     files = ("tokenizer_config.json", "tokenizer.json", *TransfoXLTokenizer.vocab_files_names.values())
-    return any((folder / file).exists() for file in files)
+    if Path(name).is_dir():
+        return any(Path(name, file).exists() for file in files)
+    try:
+        return any(isinstance(try_to_load_from_cache(str(name), file), str) for file in files)
+    except HFValidationError:
+        return False
 
 
 def ends_lines(tokenizer: Any) -> bool:

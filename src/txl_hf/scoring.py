@@ -23,7 +23,7 @@ from .cards import RESULTS, read_results
 from .configuration_transfo_xl import TransfoXLConfig
 from .continuous_cache import ContinuousCache
 from .corpora import CorpusError, count_batch, count_stream
-from .encoding import document_end_token, encode_bytes, encode_lines, find_tokenizer
+from .encoding import document_end_token, encode_bytes, encode_lines, find_tokenizer, load_tokenizer
 from .evaluation import LanguageModelEvaluation, evaluate_language_model, figures
 from .files import whole_file, write_text
 from .layout_transfo_xl import is_repo_id
@@ -350,11 +350,13 @@ def read_text(options: argparse.Namespace) -> Text:
             raise CorpusError(f"--tokenizer is for a text file: {options.data} has been tokenised")
         text = read_prepared(options.data, options.split)
         return dataclasses.replace(text, document_end=find_document_end(options, text))
-    tokenizer = find_tokenizer(options.tokenizer or options.model)
+    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else find_tokenizer(options.model)
     if tokenizer is None:
-        raise CorpusError(f"{options.tokenizer or options.model} has no tokenizer: name one with --tokenizer")
+        raise CorpusError(f"{options.model} has no tokenizer: name one with --tokenizer")
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise CorpusError(f"{options.model} reads music: --data {options.data} must be a folder of txl-prepare")
+        raise CorpusError(
+            f"{options.tokenizer or options.model} reads music: --data {options.data} must be a folder of txl-prepare"
+        )
     text = read_raw(options.data, tokenizer)
     if (document_end := options.document_end) in (None, "none"):
         return text
