@@ -35,6 +35,7 @@ from .memory_transfo_xl import mask_overflow, memory_of, real_states
 from .regularization import Regularizer, regularize
 from .regularization_arguments import RegularizationArguments
 from .streams import check_loader
+from .text_stream import TextStream
 
 __all__ = ["TransfoXLTrainer"]
 
@@ -197,6 +198,7 @@ class TransfoXLTrainer(Trainer):
 
     def _check_batch_size(self, name: str, dataset, option: str, given: int, accumulation_steps: int | None = None):
         """Where a loader would tell hours later."""
+        _check_whole(name, dataset)
         streams, processes = getattr(dataset, "batch_size", None), self.args.world_size
         if not isinstance(streams, int):
             return
@@ -217,6 +219,7 @@ class TransfoXLTrainer(Trainer):
                 f"{name} is a {type(dataset).__name__} without batch_size, so that nothing says which items continue "
                 "which: give a TokenStream of the tokens, or use Trainer to train without memory"
             )
+        _check_whole(name, dataset)
         config, ext_len = self.model.config, getattr(dataset, "ext_len", None)
         if getattr(dataset, "document_end", None) is not None:
             config.check_documents(f"document_end and the text of {name}")
@@ -511,6 +514,15 @@ def evaluations_of_now(trainer: Trainer) -> list[dict[str, Any]]:
     state = trainer.state
     step = trainer.args.load_best_model_at_end and state.best_global_step or state.global_step
     return [logs for logs in state.log_history if logs.get("step") == step]
+
+
+def _check_whole(name: str, dataset):
+    """Refuse a stream that is one process's share: rows are shared out here, and would have the memory of others."""
+    if isinstance(dataset, TextStream) and len(dataset.rows) < dataset.batch_size:
+        raise ValueError(
+            f"{name} is a TextStream of {len(dataset.rows)} of its {dataset.batch_size} rows, the share of one "
+            "process: make it without num_processes and process_index, TransfoXLTrainer hands each process its rows"
+        )
 
 
 def _check_arguments(args: TrainingArguments):
