@@ -3,8 +3,11 @@
 The shell commands are run by test_walkthrough.py, those of conversion by test_conversion.py.
 """
 
+import ast
 import json
 import re
+import shlex
+import sys
 import tomllib
 from pathlib import Path
 
@@ -39,6 +42,26 @@ for page in map(Path, sys.argv[1:]):
     exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
     os.chdir("..")
 """
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+# The sections of the page of other programs, each behind its heading.
+CLIENTS = re.split(r"^## (.*)\n", (ROOT / "docs" / "clients.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+# What brings a module, where that is not called like it.
+BROUGHT_BY = {
+    "openai": "transformers[serving]",
+    "optimum": "optimum-quanto",
+    **dict.fromkeys(("gymnasium", "sb3_contrib", "stable_baselines3"), "sb3-contrib"),
+}
+# What some words in Python need beside what brings them, and what our commands do nothing without.
+NEEDED_BY = {
+    **dict.fromkeys(("Trainer", "TrainingArguments", "TransfoXLTrainer", "device_map"), "accelerate"),
+    "BitsAndBytesConfig": "bitsandbytes",
+    "TorchAoConfig": "torchao",
+}
+COMMANDS = {"txl-export": "onnxscript", "txl-prepare": "datasets", "txl-serve": "uvicorn", "txl_hf.lm_eval": "lm_eval"}
+# What is there without pip, or with what the package needs.
+PROGRAMS = {"cd", "curl", "npm", "python", "transformers"}
 
 
 def blocks(page: Path) -> list[str]:
@@ -136,9 +159,58 @@ def test_contributing_names_every_source_file():
 
 
 def test_pages_name_extras_that_exist():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = set(re.findall(r"install \"\.\[([\w-]+)\]\"", "".join(page.read_text() for page in PAGES)))
-    assert {"train", "serve", "lm-eval"} <= named <= extras.keys()
+    named = re.findall(r"install \"\.\[([\w,-]+)\]\"", "".join(page.read_text() for page in PAGES))
+    named = set(",".join(named).split(","))
+    assert {"train", "serve", "lm-eval"} <= named <= PROJECT["optional-dependencies"].keys()
+
+
+def distribution(requirement: str) -> str:
+    """Its name and extras, without version."""
+    return re.match(r"[\w.-]+(\[[\w,-]+\])?", requirement)[0].lower().replace("_", "-")
+
+
+def installed_by(arguments: str) -> set[str]:
+    """The distributions that `pip install` and these arguments name, with those of the package and of its extras."""
+    found, waiting = set(), shlex.split(arguments)
+    while waiting:
+        name = distribution(waiting.pop().replace(".[", "txl-hf["))
+        if not name.startswith("txl-hf"):
+            found.add(name)
+        for extra in re.findall(r"[\w-]+", name.removeprefix("txl-hf")) if name.startswith("txl-hf[") else ():
+            waiting += PROJECT["optional-dependencies"][extra]
+    return found
+
+
+def modules_of(code: str) -> set[str]:
+    nodes = list(ast.walk(ast.parse(code)))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in names} - {"txl_hf"} - sys.stdlib_module_names
+
+
+def needed_by_command(words: list[str]) -> set[str]:
+    """The modules that a command of the shell imports."""
+    assert words[0] in PROGRAMS | COMMANDS.keys(), words
+    if words[0] == "python":
+        words = words[1:] if words[1] != "-m" else words[2:]
+    if words[0].endswith(".py"):
+        return modules_of((ROOT / words[0]).read_text(encoding="utf-8"))
+    return {COMMANDS[words[0]]} if words[0] in COMMANDS else set()
+
+
+@pytest.mark.parametrize("section", CLIENTS[1::2])
+def test_a_section_names_all_that_its_blocks_need(section):
+    """With what the package itself brings, so that whoever types them in an empty environment gets to their end."""
+    text = CLIENTS[CLIENTS.index(section) + 1]
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", CLIENTS[0] + text, re.DOTALL | re.MULTILINE))
+    needed = modules_of(code) | {NEEDED_BY[word] for word in set(re.findall(r"\w+", code)) & NEEDED_BY.keys()}
+    for block in re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        for command in re.split(r"\n|&&", block.replace("\\\n", " ").strip()):
+            needed |= needed_by_command(shlex.split(command))
+    there = {distribution(requirement) for requirement in PROJECT["dependencies"]}
+    for arguments in re.findall(r"`pip install ([^`]+)`", text):
+        there |= installed_by(arguments)
+    assert {name for name in needed if distribution(BROUGHT_BY.get(name, name)) not in there} == set()
 
 
 def test_pages_name_make_targets_that_exist():
