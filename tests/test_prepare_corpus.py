@@ -178,7 +178,9 @@ def test_text8(tmp_path):
     part = len(text) // 20
     parts = {"train": text[: -2 * part], "validation": text[-2 * part : -part], "test": text[-part:]}
     parts = {split: part.strip() for split, part in parts.items()}
-    assert tokenizer.symbols == by_frequency(list("".join(parts.values()).replace(" ", "_")))
+    assert tokenizer.symbols == by_frequency(list("".join(parts.values()).replace(" ", "_"))), "none of ours beside"
+    with pytest.raises(ValueError, match="'É' is not in the vocabulary.*txl-prepare --corpus text does .--mode char"):
+        tokenizer("É")
     for split, ids in tokens.items():
         assert tokenizer.decode(ids) == parts[split]
         assert tokenizer.encode(parts[split]) == ids

@@ -170,5 +170,8 @@ def encode_bytes(tokenizer: "TransfoXLTokenizer", text: bytes) -> np.ndarray:
     data = data[data != LINE_FEED]
     ids = table[data]
     if (ids < 0).any():
-        raise ValueError(f"byte {data[ids.argmin()]} is not in the vocabulary of {len(tokenizer)} symbols")
+        raise ValueError(
+            f"byte {data[ids.argmin()]} is not in the vocabulary of {len(tokenizer)} symbols, which is closed: leave "
+            f"it out of the text, or train on what txl-prepare --corpus text --mode {tokenizer.mode} writes"
+        )
     return ids

@@ -255,7 +255,10 @@ class TransfoXLLM(TemplateLM):
             settings.pop("temperature", None)
         token_ids = self.tok_encode(context) or [token for token in [self.prefix_token_id] if token is not None]
         if not token_ids:
-            raise ValueError("a context is empty, and the tokenizer has no bos or eos token to begin a text with")
+            raise ValueError(
+                "a context is empty, and the tokenizer has no bos or eos token to begin a text with: give one in "
+                "model_args, prefix_token_id=…"
+            )
         # All but the last segment, by segments; generate reads what is left from that memory.
         read = (len(token_ids) - 1) // self.segment_length * self.segment_length
         prompt = torch.tensor([token_ids[read:]], device=self._device)

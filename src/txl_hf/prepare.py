@@ -18,7 +18,9 @@
 
 Symbols are numbered by frequency, the most frequent first, after `<eos>`. lm1b comes with a vocabulary of its own,
 `1b_word_vocab.txt`, read where it lies beside the text; otherwise it is the words that occur three times in the
-training text. enwik8 and text8, in one file, are cut into 90, 5 and 5 % of their bytes.
+training text. enwik8 and text8, in one file, are cut into 90, 5 and 5 % of their bytes. Their vocabularies have the
+published 204 and 27 symbols, and so no `<eos>`, `<unk>` or `<pad>`: another symbol is an error. Where one of these is
+asked for, take the conventions of `text`, with `--mode bytes` or `characters`.
 
 A text of your own is files that end in `.txt`, `.text`, `.tokens` or `.raw`. A word in their names or their folders'
 names says which part they are: train or training; valid, validation, val or dev; test. Where none has such a word, all

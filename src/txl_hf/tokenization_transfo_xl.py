@@ -464,7 +464,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
                     shown = f"byte {BYTE_SYMBOLS[symbol]}" if self.mode == "bytes" else repr(symbol)
                     raise ValueError(
                         f"{shown} is not in the vocabulary of {len(known)} symbols, which has no unk_token to stand "
-                        "for it; train the vocabulary with unk_token='<unk>', or leave the symbol out of the text"
+                        "for it: leave it out of the text, or train a vocabulary with unk_token='<unk>', as "
+                        "txl-prepare --corpus text does (--mode characters or bytes for an alphabet)"
                     ) from error
 
 
