@@ -19,7 +19,7 @@ from txl_hf.attention_transfo_xl import (
     relative_attention,
     why_not,
 )
-from txl_hf.memory_transfo_xl import StaticMemoryCache
+from txl_hf.memory_transfo_xl import MemoryCache, StaticMemoryCache
 from txl_hf.positions_transfo_xl import sinusoids_of_distances
 
 VARIANTS = {
@@ -706,6 +706,91 @@ def test_half_precision_follows_fp32(make_model, make_ids, backend, dtype):
         torch.testing.assert_close(actual.logits, expected.logits, atol=0.1, rtol=0.05)
         mems, half_mems = expected.mems, actual.mems
         assert half_mems[0].dtype == dtype
+
+
+AUTOCAST = [torch.bfloat16, torch.float16]
+
+
+def trained_under_autocast(model, parts, dtype, keep, mask=None):
+    """Losses and gradients of segments in turn, with mems as `keep(outputs, mems)` makes them of the last ones."""
+    mems, found = None, {}
+    for i, ids in enumerate(parts):
+        with torch.autocast("cpu", dtype):
+            outputs = model(ids, mems=mems, shift_labels=ids, attention_mask=mask, output_hidden_states=True)
+        outputs.loss.backward()
+        mems = keep(outputs, mems)
+        found |= {f"{i}.losses": outputs.losses.detach(), f"{i}.states": outputs.hidden_states[-1].detach()}
+    return found | {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", AUTOCAST, ids=str)
+@pytest.mark.parametrize("attn_type", [0, 1])
+@pytest.mark.parametrize("mem_len", [3, 5, 12], ids=["shorter", "as-long", "longer"])
+def test_under_autocast_the_memory_is_in_its_type_and_nothing_else_changes(
+    make_model, make_ids, mem_len, attn_type, dtype
+):
+    """Bit for bit: each product would round the same states again."""
+
+    def as_returned(outputs, mems):
+        assert {states.dtype for states in outputs.mems} == {dtype}
+        return outputs.mems
+
+    def as_they_entered(outputs, mems):
+        entered = [states.detach() for states in outputs.hidden_states[:-1]]
+        assert {states.dtype for states in entered} == {torch.float32}
+        before = mems or [states[:, :0] for states in entered]
+        return tuple(torch.cat(pair, dim=1)[:, -mem_len:] for pair in zip(before, entered, strict=True))
+
+    parts = segments(make_ids(3, 17), 5)
+    changes = {"mem_len": mem_len, "attn_type": attn_type}
+    found, expected = (
+        trained_under_autocast(make_model(**changes).train(), parts, dtype, keep)
+        for keep in (as_returned, as_they_entered)
+    )
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("changes", [{"pre_lnorm": True}, {"gating": "gru"}], ids=str)
+@torch.no_grad()
+def test_a_memory_that_is_normalised_first_keeps_what_autocast_computes_a_norm_of(make_model, make_ids, changes):
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = make_model(**changes)(make_ids(2, 5), output_hidden_states=True)
+    for states, entered in zip(outputs.mems, outputs.hidden_states, strict=False):
+        assert torch.equal(states, entered) and states.dtype == torch.float32
+
+
+def test_under_autocast_a_memory_in_fp32_gets_the_gradient_of_one_in_fp32(make_model, make_ids):
+    model = make_model().train()
+    states = torch.randn(2, 4, 16).requires_grad_()
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    mask[0, :2] = False
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(make_ids(2, 5), mems=(states, states), mems_mask=mask, labels=make_ids(2, 5)).loss
+    [gradient] = torch.autograd.grad(loss, states)
+    assert gradient.dtype == torch.float32 and gradient[0, 2:].norm() > 0 == gradient[0, :2].norm()
+
+
+@pytest.mark.parametrize("dtype", AUTOCAST, ids=str)
+@torch.no_grad()
+def test_a_memory_goes_on_in_and_out_of_autocast(make_model, make_ids, dtype):
+    """Masked too, into caches, and with zeros before the text."""
+    model, (first, second, third) = make_model(initial_memory="zeros"), segments(make_ids(2, 12), 4)
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    with torch.autocast("cpu", dtype):
+        narrow = model(first, attention_mask=mask)
+    wide = tuple(states.float() for states in narrow.mems)
+    assert narrow.mems[0].dtype == dtype and narrow.mems[0][0, :4].isnan().any() and narrow.mems_mask is not None
+    for make_cache in (lambda config: None, MemoryCache, StaticMemoryCache):
+        found, expected = (
+            model(second, mems=mems, mems_mask=narrow.mems_mask, past_key_values=make_cache(model.config))
+            for mems in (narrow.mems, wide)
+        )
+        assert torch.equal(found.logits, expected.logits)
+        if found.mems is not None:
+            assert found.mems[0].dtype == torch.float32
+            with torch.autocast("cpu", dtype):
+                again = model(third, mems=found.mems, mems_mask=found.mems_mask)
+            assert again.mems[0].dtype == dtype and again.logits.isfinite().all()
 
 
 @torch.no_grad()

@@ -108,7 +108,8 @@ def test_vectors_come_in_any_floating_point_type(make_backbone):
     expected = model(inputs_embeds=vectors)
     assert torch.equal(model(inputs_embeds=vectors.double()).last_hidden_state, expected.last_hidden_state)
     with torch.autocast("cpu", torch.bfloat16):
-        assert model(inputs_embeds=vectors).mems[0].dtype == torch.float32
+        mixed = model(inputs_embeds=vectors)
+    assert mixed.mems[0].dtype == torch.bfloat16 and mixed.last_hidden_state.dtype == torch.float32
     half = model.bfloat16()(inputs_embeds=vectors)
     assert half.mems[0].dtype == half.last_hidden_state.dtype == torch.bfloat16
     assert model.init_mems(3)[0].shape == (3, 0, 16) and model.init_mems(3)[0].dtype == torch.bfloat16

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from .adaptive_transfo_xl_triton import add_statistics, fuses, padded_empty, padded_product, write_gradient
 from .configuration_transfo_xl import TransfoXLConfig
-from .linear_transfo_xl import product
+from .linear_transfo_xl import product, working_dtype
 
 __all__ = [
     "AdaptiveEmbedding",
@@ -156,7 +156,7 @@ class AdaptiveEmbedding(nn.Module):
             inside = place.clamp(0, end - start - 1)
             # Nothing is projected to nothing, and before the projection there is less to write.
             parts.append(project(embed(inside).masked_fill((place != inside)[..., None], 0)))
-        # Under autocast the projections return a narrower type than the memory has.
+        # Under autocast the projections return a narrower type than the hidden states have.
         return reduce(torch.add, parts).to(dtype) * self.scale
 
 
@@ -276,9 +276,7 @@ class AdaptiveLogSoftmax(nn.Module):
         return TargetsByBin(order, ends, copied)
 
     def _blockwise_nll(self, hidden_states: Tensor, targets: Tensor, by_bin: "TargetsByBin") -> Tensor:
-        device, targets = hidden_states.device.type, targets.long()
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            hidden_states = hidden_states.to(torch.get_autocast_dtype(device))
+        hidden_states, targets = hidden_states.to(working_dtype(hidden_states)), targets.long()
         if by_bin.copied is not None:
             by_bin.copied.synchronize()
         projected = [project(hidden_states) for project in self.out_projs]

@@ -49,6 +49,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .attention_transfo_xl_inputs import AttentionInputs
+from .linear_transfo_xl import working_dtype
 
 try:
     import triton
@@ -101,8 +102,7 @@ def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
     if inputs.scaling <= 0:
         raise ValueError(f"txl_triton cannot be used: scaling is {inputs.scaling}, not a positive number")
     query, rel_key = inputs.query, inputs.rel_key
-    device_type = query.device.type
-    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else query.dtype
+    dtype = working_dtype(query)
     if reason := why_not_triton(query.to(dtype)):
         raise ValueError(f"txl_triton cannot be used: {reason}")
     # The interpreter multiplies the bits of bfloat16 numbers as if they were integers.

@@ -7,7 +7,6 @@ Layers are plain `nn.Linear`, so that whoever quantises, adapts or offloads them
 caller who takes the faster product (`project`).
 """
 
-import contextlib
 import functools
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as all_modules
 
-__all__ = ["is_wrapped", "product", "project", "project_after", "takes_part_plainly"]
+__all__ = ["is_wrapped", "product", "project", "project_after", "takes_part_plainly", "working_dtype"]
 
 FEW_ROWS = 128
 
@@ -115,6 +114,13 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return _onednn_product(a, b, bias)
 
 
+def working_dtype(states: Tensor) -> torch.dtype:
+    """What products of these states, (…), are computed in: autocast's type where it is on, or else their own."""
+    device = states.device.type
+    autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocasts else states.dtype
+
+
 def project(layer: nn.Module, states: Tensor) -> Tensor:
     """`layer(states)`, by `product` where that is the same.
 
@@ -147,11 +153,8 @@ def project_after(
     """
     if memory is None or memory.shape[1] == 0:
         return project(first, segment), project(second, segment)
-    device = segment.device.type
-    autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    if autocasts:
-        dtype = torch.get_autocast_dtype(device)
-        memory, segment = memory.to(dtype), segment.to(dtype)
+    dtype = working_dtype(segment)
+    memory, segment = memory.to(dtype), segment.to(dtype)
     if not memory.requires_grad and _is_trained_in_a_graph(segment, first, second):
         # A product that takes no part is left out of the graph of the gradients; rows of one are not.
         keys, values = (torch.cat([layer(memory), layer(segment)], dim=1) for layer in (first, second))
@@ -159,9 +162,9 @@ def project_after(
     if memory.requires_grad or not _is_trained_plainly(segment, first, second):
         joined = torch.cat([memory, segment], dim=1)
         return project(first, joined), project(second, joined)
-    weights = [layer.weight.to(segment.dtype) for layer in (first, second)]
-    with torch.autocast(device, enabled=False) if autocasts else contextlib.nullcontext():
-        return _ProjectionAfterMemory.apply(memory, segment, *weights)[:2]
+    # With all in one type, autocast casts nothing within.
+    weights = [layer.weight.to(dtype) for layer in (first, second)]
+    return _ProjectionAfterMemory.apply(memory, segment, *weights)[:2]
 
 
 def _is_trained_in_a_graph(states: Tensor, *layers: nn.Module) -> bool:

@@ -45,7 +45,7 @@ from .dropout_transfo_xl import drop, relu_and_drop
 from .generation_transfo_xl import TransfoXLGenerationMixin
 from .inputs_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, check_tensors, document_starts
 from .layout_transfo_xl import TransfoXLLayoutMixin
-from .linear_transfo_xl import project, project_after
+from .linear_transfo_xl import project, project_after, working_dtype
 from .memory_transfo_xl import (
     FilledLengths,
     MemoryCache,
@@ -79,8 +79,8 @@ class TransfoXLModelOutput(ModelOutput):
     """
     Args:
         last_hidden_state: (B, L, D), the output of the last layer.
-        mems: tuple of n_layer tensors (B, min(m + L, M), D), the memory after this segment, detached. States that are
-            padding are NaN.
+        mems: tuple of n_layer tensors (B, min(m + L, M), D), the memory after this segment, detached; in the type
+            of autocast where that is on, but with `pre_lnorm`. States that are padding are NaN.
         past_key_values: the memory as projected keys and values, instead of `mems` with `use_cache=True`.
         hidden_states: tuple of n_layer + 1 tensors (B, L, D), with `output_hidden_states=True`.
         attentions: tuple of n_layer tensors (B, H, L, m + L), with `output_attentions=True`.
@@ -486,7 +486,7 @@ class VectorEmbedding(nn.Linear):
     """From vectors of any floating-point type, (B, L, F), to what enters the first layer, (B, L, D)."""
 
     def forward(self, vectors: Tensor) -> Tensor:
-        # Under autocast a product returns a narrower type than the memory has.
+        # Under autocast a product returns a narrower type than the hidden states have.
         return super().forward(vectors.to(self.weight.dtype)).to(self.weight.dtype)
 
 
@@ -613,8 +613,11 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         remembered: list[Any] = []
         entered: list[Tensor] = []
         for i, layer in enumerate(self.layers[: self.config.n_layer]):
-            remembered.append(memory.of_layer(i, hidden_states))
-            entered.append(hidden_states)
+            # Where products alone read the memory, it is rounded for them once, not at every step under autocast. A
+            # layer normalisation that reads it first is computed in fp32, of states as they are.
+            read = hidden_states if self.config.pre_lnorm else hidden_states.to(working_dtype(hidden_states))
+            remembered.append(memory.of_layer(i, read))
+            entered.append(read)
             hidden_states = layer(
                 positions.enter_layer(self, i, hidden_states),
                 remembered[i],
