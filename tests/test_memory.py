@@ -13,6 +13,7 @@ from transformers import DynamicCache, StaticCache
 import oracle
 from models import small_config
 from txl_hf import MemoryLengths, TransfoXLForCausalLM
+from txl_hf import modeling_transfo_xl as modeling
 from txl_hf.attention_transfo_xl import (
     RELATIVE_ATTENTION_FUNCTIONS,
     AttentionInputs,
@@ -748,6 +749,25 @@ def test_under_autocast_the_memory_is_in_its_type_and_nothing_else_changes(
         for keep in (as_returned, as_they_entered)
     )
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("dtype", AUTOCAST, ids=str)
+@pytest.mark.parametrize("changes", [{}, {"mem_len": 3}, {"attn_type": 1}, {"pre_lnorm": True}], ids=str)
+def test_under_autocast_states_are_rounded_once_for_all_products(make_model, make_ids, monkeypatch, changes, dtype):
+    """Not one number differs from what it is where each product rounds for itself, and gradients by one rounding."""
+    parts, results = segments(make_ids(3, 17), 5), []
+    for once in (True, False):
+        if not once:
+            monkeypatch.setattr(modeling, "rounded", lambda states: (states, states))
+            monkeypatch.setattr(modeling, "working_dtype", lambda states: states.dtype)
+        model = make_model(**changes).train()
+        results.append(trained_under_autocast(model, parts, dtype, lambda outputs, mems: outputs.mems))
+    found, expected = results
+    for name, value in expected.items():
+        if name[0].isdigit():
+            assert torch.equal(found[name], value), name
+        else:
+            assert (found[name] - value).norm() <= 2**-6 * value.norm(), name
 
 
 @pytest.mark.parametrize("changes", [{"pre_lnorm": True}, {"gating": "gru"}], ids=str)

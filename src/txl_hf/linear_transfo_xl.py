@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as all_modules
 
-__all__ = ["is_wrapped", "product", "project", "project_after", "takes_part_plainly", "working_dtype"]
+__all__ = ["is_wrapped", "product", "project", "project_after", "rounded", "takes_part_plainly", "working_dtype"]
 
 FEW_ROWS = 128
 
@@ -119,6 +119,35 @@ def working_dtype(states: Tensor) -> torch.dtype:
     device = states.device.type
     autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if autocasts else states.dtype
+
+
+def rounded(states: Tensor) -> tuple[Tensor, Tensor]:
+    """The states, (…), for sums and norms; and in the type that products of them are computed in, for all products.
+
+    Both are the same where that is their own type. Under autocast each product would round them for itself, and bring
+    its gradient back to their type before it is added to the others.
+    """
+    dtype = working_dtype(states)
+    if dtype == states.dtype or not takes_part_plainly(states):
+        return states, states.to(dtype)
+    return _Rounded.apply(states, dtype)
+
+
+class _Rounded(torch.autograd.Function):
+    """See `rounded`: the gradient of what is narrower is widened while it is added, and not before."""
+
+    @staticmethod
+    def forward(ctx, states, dtype):
+        ctx.set_materialize_grads(False)
+        ctx.dtype = states.dtype
+        return states.view_as(states), states.to(dtype)
+
+    @staticmethod
+    def backward(ctx, grad, grad_of_narrow):
+        if grad is None or grad_of_narrow is None:
+            only = grad_of_narrow if grad is None else grad
+            return None if only is None else only.to(ctx.dtype), None
+        return grad + grad_of_narrow, None
 
 
 def project(layer: nn.Module, states: Tensor) -> Tensor:

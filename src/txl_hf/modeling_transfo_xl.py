@@ -45,7 +45,7 @@ from .dropout_transfo_xl import drop, relu_and_drop
 from .generation_transfo_xl import TransfoXLGenerationMixin
 from .inputs_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, check_tensors, document_starts
 from .layout_transfo_xl import TransfoXLLayoutMixin
-from .linear_transfo_xl import project, project_after, working_dtype
+from .linear_transfo_xl import project, project_after, rounded, working_dtype
 from .memory_transfo_xl import (
     FilledLengths,
     MemoryCache,
@@ -325,25 +325,29 @@ class TransfoXLLayer(GradientCheckpointingLayer):
         self.mlp_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
         self.mlp_gate = TransfoXLGate(config) if gated else None
 
-    def forward(self, hidden_states: Tensor, memory: Tensor | None = None, **kwargs) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, memory: Tensor | None = None, read: Tensor | None = None, **kwargs
+    ) -> Tensor:
         """
         Args:
             hidden_states: (B, L, D). memory: (B, m, D) states that entered this layer before, or None.
+            read: (B, L, D), the hidden states as products read them, see `rounded`; None: as they are.
 
         Returns:
             (B, L, D).
         """
-        context = queries = hidden_states
+        context = queries = hidden_states if read is None else read
         if self.pre_lnorm:
             context = hidden_states if memory is None else torch.cat([memory, hidden_states], dim=1)
             context, memory = self.self_attn_layer_norm(context), None
+            context = context.to(working_dtype(context))
             queries = _last(context, 1, hidden_states.shape[1]) if self.normalize_queries else hidden_states
         attended = self.self_attn(queries, context, memory=memory, **kwargs)[0]
         hidden_states = _join(hidden_states, attended, self.self_attn_gate)
         if self.pre_lnorm:
             return _join(hidden_states, self.mlp(self.mlp_layer_norm(hidden_states)), self.mlp_gate)
-        hidden_states = self.self_attn_layer_norm(hidden_states)
-        return self.mlp_layer_norm(hidden_states + self.mlp(hidden_states))
+        hidden_states, read = rounded(self.self_attn_layer_norm(hidden_states))
+        return self.mlp_layer_norm(hidden_states + self.mlp(read))
 
 
 def _join(entered: Tensor, returned: Tensor, gate: TransfoXLGate | None) -> Tensor:
@@ -615,12 +619,14 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         for i, layer in enumerate(self.layers[: self.config.n_layer]):
             # Where products alone read the memory, it is rounded for them once, not at every step under autocast. A
             # layer normalisation that reads it first is computed in fp32, of states as they are.
-            read = hidden_states if self.config.pre_lnorm else hidden_states.to(working_dtype(hidden_states))
+            hidden_states = positions.enter_layer(self, i, hidden_states)
+            hidden_states, read = (hidden_states, hidden_states) if self.config.pre_lnorm else rounded(hidden_states)
             remembered.append(memory.of_layer(i, read))
             entered.append(read)
             hidden_states = layer(
-                positions.enter_layer(self, i, hidden_states),
+                hidden_states,
                 remembered[i],
+                read,
                 key_length=key_length,
                 distances=distances[i],
                 key_mask=key_mask,
