@@ -1,5 +1,6 @@
 """examples/train_lm.py: steps against a loop by hand, optimisers, resuming, processes, refusals, a user's commands."""
 
+import contextlib
 import json
 import math
 import random
@@ -603,6 +604,37 @@ def test_options_that_change_no_loss(tmp_path, recipe, corpus, by_hand, options)
     train(recipe, "--data", corpus, "--output", tmp_path / "output", *options)
     rtol = 0.02 if "bf16" in options else 1e-4
     np.testing.assert_allclose(read_log(tmp_path / "output"), by_hand[0], rtol=rtol)
+
+
+def test_memory_stays_in_the_type_of_autocast_and_goes_on_from_a_checkpoint_in_fp32(
+    tmp_path, monkeypatch, recipe, corpus
+):
+    """Bit for bit the run in which accelerate widens what the model returns, in one piece or resumed from there."""
+    step, types = loop.Training.train_step, []
+
+    def train_step(training, batch):
+        norm = step(training, batch)
+        types.append({states.dtype for memory in training.memories for states in memory["mems"]})
+        if stops and training.step == 6:
+            raise KeyboardInterrupt
+        return norm
+
+    monkeypatch.setattr(loop.Training, "train_step", train_step)
+    options = ["--data", corpus, "--mixed_precision", "bf16", "--resume"]
+    stops = False
+    train(recipe, *options, "--output", tmp_path / "narrow")
+    assert types == 12 * [{torch.bfloat16}]
+    with monkeypatch.context() as widened:
+        widened.setattr(loop, "take_autocast", lambda *_: contextlib.nullcontext)
+        train(recipe, *options, "--output", tmp_path / "wide")
+        stops = True
+        with pytest.raises(SystemExit):
+            train(recipe, *options, "--output", tmp_path / "resumed")
+    assert all(found == {torch.float32} for found in types[12:])
+    stops = False
+    train(recipe, *options, "--output", tmp_path / "resumed")
+    narrow, wide, resumed = (read_log(tmp_path / name) for name in ("narrow", "wide", "resumed"))
+    assert narrow == wide == resumed
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="training is on a GPU")

@@ -67,6 +67,7 @@ from .setup import (
     make_optimizer,
     make_scheduler,
     make_stream,
+    take_autocast,
 )
 
 # How far a run is, with the types in a checkpoint's JSON; the rest is accelerate's.
@@ -106,6 +107,7 @@ class Training:
         best: the lowest validation loss, in nats.
         memories: for each chunk of this process's streams the `mems` and `mems_mask` that they go on from, neither at
             the beginning of the text.
+        autocast: what calls of the model in training are put into.
         nll, targets: sums since the last line of the log, on the device.
     """
 
@@ -138,6 +140,7 @@ class Training:
         # Not prepared: a prepared one takes a step for each process.
         self.scheduler = make_scheduler(optimizer, optimization, self.max_steps)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
+        self.autocast = take_autocast(self.accelerator, self.plain_model())
         if should_compile_layers(arguments, self.accelerator.state.dynamo_plugin.backend.value):
             compile_layers(self.plain_model())
         check_loader(
@@ -271,7 +274,8 @@ class Training:
         for i, part in enumerate(parts):
             inputs = dict(zip(batch, part, strict=True))
             with accelerator.accumulate(self.model):
-                outputs = self.model(**inputs, **self.memories[i])
+                with self.autocast():
+                    outputs = self.model(**inputs, **self.memories[i])
                 self.memories[i] = memory_of(outputs)
                 if accelerator.mixed_precision == "fp16" and self.memories[i]:
                     # A stream would go on from what overflowed until the text ends, whatever the scaler skips.

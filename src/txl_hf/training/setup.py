@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,19 @@ def make_accelerator(arguments: Arguments) -> Accelerator:
         clip = arguments.optimization.max_grad_norm
         accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"] = clip
     return accelerator
+
+
+def take_autocast(accelerator: Accelerator, model: TransfoXLForCausalLM) -> Callable[[], AbstractContextManager]:
+    """What the caller is to put around the calls of a prepared model, in the place of what accelerate has.
+
+    Accelerate also brings all that the model returns to fp32: its memory too, which the next step would round again.
+
+    Args:
+        model: as it is behind its wrappers.
+    """
+    if accelerator.mixed_precision not in ("bf16", "fp16") or vars(model).pop("forward", None) is None:
+        return nullcontext
+    return accelerator.autocast
 
 
 # Accelerate's names of precisions, and everyone's.
