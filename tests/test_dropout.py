@@ -69,6 +69,27 @@ def test_dropout_has_the_derivatives_of_what_it_computes_and_keeps_little(functi
         assert [saved.dtype for saved in kept] == [torch.bool]
 
 
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_behind_a_relu_a_graph_keeps_one_mask(p):
+    """It drops as often as asked, keeps the mean, has the derivative of what it computed, and lets NaN pass."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    states, weights = torch.randn(300, 333), torch.randn(300, 333)
+    states[0, 0] = torch.nan
+    states.requires_grad_()
+    dropout, kept = nn.Dropout(p), []
+    compiled = torch.compile(lambda states: relu_and_drop(states, dropout), backend="aot_eager", fullgraph=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
+        left = compiled(states)
+    assert [saved.dtype for saved in kept] == [torch.bool] and left[0, 0].isnan()
+    scale = (left != 0) / (1 - p)
+    torch.testing.assert_close(left[1:], (states.relu() * scale)[1:])
+    [gradient] = torch.autograd.grad((left * weights)[1:].sum(), states)
+    torch.testing.assert_close(gradient[1:], (weights * scale)[1:])
+    dropped = 1 - (left[1:] != 0).sum() / (states[1:] > 0).sum()
+    assert abs(dropped - p) < 5 * (p * (1 - p) / 50_000) ** 0.5
+
+
 def test_dropout_that_is_not_trained_or_somebodys_own_is_called():
     states = torch.randn(4, 3, requires_grad=True)
     for dropout in (nn.Dropout(0.5).eval(), nn.Dropout(0.0), nn.Dropout(1.0), nn.Identity()):

@@ -302,6 +302,24 @@ def test_projections_after_a_memory_are_those_of_the_concatenation(monkeypatch, 
         torch.testing.assert_close(actual, expected, **tolerance)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("batched", [False, True], ids=["rows-brought-together", "batched"])
+def test_projections_after_a_memory_are_the_same_in_a_graph(monkeypatch, batched, frozen):
+    monkeypatch.setattr(linear, "_multiplies_batches", lambda rows: batched)
+    torch.compiler.reset()
+    layers, memory, segment = layers_and_states()
+    layers[1].requires_grad_(not frozen)
+    inputs = [segment, *(layer.weight for layer in layers if layer.weight.requires_grad)]
+    compiled = torch.compile(linear.project_after, backend="aot_eager", fullgraph=True)
+    results = []
+    for function in (joined, compiled):
+        outputs = function(memory, segment, *layers)
+        loss = (outputs[0].square() * outputs[1]).sum()
+        results.append([*outputs, *torch.autograd.grad(loss, inputs)])
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
+
+
 def test_projections_after_a_memory_can_be_differentiated_twice():
     layers, memory, segment = layers_and_states()
     weights = [layer.weight for layer in layers]

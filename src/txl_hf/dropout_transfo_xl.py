@@ -31,12 +31,19 @@ def relu_and_drop(states: Tensor, dropout: nn.Module) -> Tensor:
     """
     if _is_trained_here(states, dropout):
         return _ReluAndDrop.apply(states, dropout.p)
+    if torch.compiler.is_compiling() and _drops(dropout):
+        # One mask for the backward pass of a graph, not one of each; NaN is not below 0.
+        kept = (torch.rand(states.shape, device=states.device) >= dropout.p) & ~(states <= 0)
+        return torch.where(kept, states / (1 - dropout.p), 0)
     return dropout(states.relu())
 
 
 def _is_trained_here(states: Tensor, dropout: nn.Module) -> bool:
-    drops = type(dropout) is nn.Dropout and dropout.training and 0 < dropout.p < 1
-    return drops and not is_wrapped(dropout) and takes_part_plainly(states)
+    return _drops(dropout) and not is_wrapped(dropout) and takes_part_plainly(states)
+
+
+def _drops(dropout: nn.Module) -> bool:
+    return type(dropout) is nn.Dropout and dropout.training and 0 < dropout.p < 1
 
 
 def draw_and_drop(states: Tensor, p: float) -> tuple[Tensor, Tensor]:

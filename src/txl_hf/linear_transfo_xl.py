@@ -185,9 +185,7 @@ def project_after(
     dtype = working_dtype(segment)
     memory, segment = memory.to(dtype), segment.to(dtype)
     if not memory.requires_grad and _is_trained_in_a_graph(segment, first, second):
-        # A product that takes no part is left out of the graph of the gradients; rows of one are not.
-        keys, values = (torch.cat([layer(memory), layer(segment)], dim=1) for layer in (first, second))
-        return keys, values
+        return _ProjectionInAGraph.apply(memory, segment, first.weight.to(dtype), second.weight.to(dtype))
     if memory.requires_grad or not _is_trained_plainly(segment, first, second):
         joined = torch.cat([memory, segment], dim=1)
         return project(first, joined), project(second, joined)
@@ -199,7 +197,7 @@ def project_after(
 def _is_trained_in_a_graph(states: Tensor, *layers: nn.Module) -> bool:
     """Whether torch.compile is tracing, a gradient of these states is wanted, and nobody has replaced the layers."""
     wanted = torch.compiler.is_compiling() and torch.is_grad_enabled() and states.requires_grad
-    return wanted and all(type(layer) is nn.Linear for layer in layers)
+    return wanted and all(type(layer) is nn.Linear and layer.bias is None for layer in layers)
 
 
 def _is_trained_plainly(states: Tensor, *layers: nn.Module) -> bool:
@@ -249,6 +247,28 @@ class _ProjectionAfterMemory(torch.autograd.Function):
             wanted = needed and grad is not None
             of_weights.append(product(grad.flatten(0, 1).t(), joined.flatten(0, 1).t()) if wanted else None)
         return None, of_segment, *of_weights
+
+
+class _ProjectionInAGraph(torch.autograd.Function):
+    """The same for torch.compile, which differentiates once and drops what nobody wants.
+
+    Were memory and segment projected apart, keys and values would be joined, and their gradients parted, in copies.
+    """
+
+    @staticmethod
+    def forward(ctx, memory, segment, first, second):
+        joined = torch.cat([memory, segment], dim=1)
+        ctx.save_for_backward(joined, first, second)
+        ctx.segment_length = segment.shape[1]
+        return joined @ first.t(), joined @ second.t()
+
+    @staticmethod
+    def backward(ctx, of_keys, of_values):
+        joined, first, second = ctx.saved_tensors
+        of_segment = _add_product(None, of_keys[:, -ctx.segment_length :], first)
+        of_segment = _add_product(of_segment, of_values[:, -ctx.segment_length :], second)
+        rows = joined.flatten(0, 1)
+        return None, of_segment, of_keys.flatten(0, 1).t() @ rows, of_values.flatten(0, 1).t() @ rows
 
 
 def _add_product(total: Tensor | None, rows: Tensor, matrix: Tensor) -> Tensor:
