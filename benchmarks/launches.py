@@ -3,19 +3,25 @@
     python benchmarks/launches.py                 # the table; written to a file with --output results/launches.csv
     python benchmarks/launches.py --note "before heads were padded"     # and kept in results/launches_history.csv
 
-The model's own code runs on meta tensors, which have shapes and no numbers and take the paths of a GPU, in bf16
-throughout: PyTorch has no autocast for them, so the casts of a model in fp32 that trains under it, as with
-`txl-train`, are not counted, nor is what is then computed in fp32. Every operator that PyTorch would launch is seen
+The model's own code runs on meta tensors, which have shapes and no numbers and take the paths of a GPU: in bf16
+throughout, or, as `autocast` in a name says, in fp32 under autocast to bf16, as with `txl-train`. PyTorch has no
+autocast for such tensors, so that `Autocast` stands in for CUDA's. Every operator that PyTorch would launch is seen
 (views are not launched); `launches` counts operators, of which PyTorch runs nearly all as one kernel.
 `gigabytes` is what the operators other than products read and write if nothing is fused; `teraflops` is what the
 products compute.
 A kernel of ours counts as one operator, and PyTorch's own attention falls apart into what it is made of. Dropout is
 the one kernel that it is on a GPU. How many targets each bin has is a number that the host waits for: it is given, by
 Zipf's law, which the words of a text nearly follow, and counted as a wait unless it was asked for before the layers.
-Nothing is compiled; the optimiser and the check of ids are left out.
+Nothing is compiled but with `--compiled` and `--graph`; the optimiser and the check of ids are left out, and so is
+what others put around the model.
 
 `--graph` counts the kernels of a decoded token with a static cache when all of it is one graph, as Inductor writes
 them for a CPU, without compiling them. For a GPU it may join them otherwise: nobody has seen that yet.
+
+`--compiled` counts a training step under autocast whose layers are compiled one by one, as by `txl-train` on a GPU:
+what is outside of them as above, and in them the kernels that Inductor writes for a CPU, products and ours, with what
+these read and write. The number of rows it compiles is a prime that no other size has, so that what grows with them is
+known.
 
 `tests/test_launches.py` runs the small sizes and fails where a count grows.
 """
@@ -37,16 +43,20 @@ import torch
 from torch._inductor import config as inductor
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 import txl_hf.adaptive_transfo_xl as adaptive
 import txl_hf.attention_transfo_xl as attention
 import txl_hf.attention_transfo_xl_triton as kernels
+import txl_hf.linear_transfo_xl as linear
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.adaptive_transfo_xl import AdaptiveLogSoftmax
 from txl_hf.memory_transfo_xl import StaticMemoryCache
+from txl_hf.modeling_transfo_xl import TransfoXLLayer
+from txl_hf.positions_transfo_xl import Distances
 
 OUTPUT = Path(__file__).parent / "results" / "launches.csv"
 HISTORY = OUTPUT.with_name("launches_history.csv")
@@ -84,7 +94,7 @@ class Workload:
     """A step of `task` on `rows` texts with segments and memories so long.
 
     The tasks are "train", "evaluate", "decode", "decode_static" with a cache that never moves, and "softmax", the part
-    of a training step that the losses and their gradients are.
+    of a training step that the losses and their gradients are. The model is in bf16, or in fp32 with `autocast`.
     """
 
     task: str
@@ -92,6 +102,7 @@ class Workload:
     rows: int
     segment: int
     memory: int
+    autocast: bool = False
 
     @property
     def backends(self) -> list[str]:
@@ -101,8 +112,10 @@ class Workload:
 
 WORKLOADS = {
     "base-train": Workload("train", BASE, 256, 192, 192),
+    "base-train-autocast": Workload("train", BASE, 256, 192, 192, autocast=True),
     "base-softmax": Workload("softmax", BASE, 256, 192, 0),
     "large-train": Workload("train", LARGE, 128, 384, 384),
+    "large-train-autocast": Workload("train", LARGE, 128, 384, 384, autocast=True),
     "large-softmax": Workload("softmax", LARGE, 128, 384, 0),
     "base-evaluate": Workload("evaluate", BASE, 32, 64, 640),
     "base-decode": Workload("decode", BASE, 1, 1, 640),
@@ -110,6 +123,7 @@ WORKLOADS = {
 }
 SMALL_WORKLOADS = {
     "small-train": Workload("train", SMALL, 4, 32, 32),
+    "small-train-autocast": Workload("train", SMALL, 4, 32, 32, autocast=True),
     "small-softmax": Workload("softmax", SMALL, 4, 32, 0),
     "small-evaluate": Workload("evaluate", SMALL, 2, 16, 64),
     "small-decode": Workload("decode", SMALL, 1, 1, 64),
@@ -150,6 +164,61 @@ class Counter(TorchDispatchMode):
         returns = function._schema.returns
         is_view = returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
         return not is_view
+
+
+class Autocast(TorchFunctionMode):
+    """CUDA's autocast to bf16, for tensors without numbers: what `torch.autocast` is while this is on.
+
+    The lists are those that PyTorch's own is compiled from, and the cast of a weight is kept as there. It sees what
+    Python calls, and not what one operator calls of another.
+    """
+
+    def __init__(self):
+        super().__init__()
+        header = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
+        self.narrow, self.wide, self.summed, self.promoted = (
+            set(re.findall(r"_\((\w+)", re.search(rf"#define {name}\(_\)(.*\\\n)*", header)[0]))
+            for name in (
+                "AT_FORALL_LOWER_PRECISION_FP",
+                "AT_FORALL_FP32",
+                "AT_FORALL_FP32_SET_OPT_DTYPE",
+                "AT_FORALL_PROMOTE",
+            )
+        )
+        self.enabled, self.casts = False, {}
+
+    @contextlib.contextmanager
+    def switched(self, device_type, dtype=torch.bfloat16, enabled=True, cache_enabled=True):
+        before, self.enabled = self.enabled, enabled
+        try:
+            yield
+        finally:
+            self.enabled = before
+            if not before:
+                self.casts = {}
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "").removeprefix("__r").strip("_")
+        if not self.enabled:
+            return function(*args, **kwargs)
+        floats = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        if name in self.narrow:
+            args, kwargs = tree_map(lambda x: self.cast(x, torch.bfloat16), (args, kwargs))
+        elif name in self.wide or name in self.promoted and any(x.dtype == torch.float32 for x in floats):
+            args, kwargs = tree_map(lambda x: self.cast(x, torch.float32), (args, kwargs))
+        elif name in self.summed and floats and kwargs.get("dtype") is None:
+            kwargs = kwargs | {"dtype": torch.float32}
+        return function(*args, **kwargs)
+
+    def cast(self, x, dtype: torch.dtype):
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dtype == dtype:
+            return x
+        if not (x.is_leaf and x.requires_grad and dtype == torch.bfloat16) or x._is_view():
+            return x.to(dtype)
+        if x not in self.casts:
+            self.casts[x] = x.to(dtype)
+        return self.casts[x]
 
 
 def sizes_of_bins(config: TransfoXLConfig, targets: int) -> list[int]:
@@ -196,6 +265,8 @@ def pretending(counter: Counter):
         by_bin = (by_bin or softmax.sort_targets(targets))._replace(ends=ends)
         return softmax._blockwise_nll(hidden_states, targets, by_bin)
 
+    autocast = Autocast()
+
     def dropout(states, p=0.5, training=True, inplace=False):
         return torch.native_dropout(states, p, training)[0] if training and p else states
 
@@ -206,9 +277,11 @@ def pretending(counter: Counter):
         mock.patch.object(torch.nn.functional, "dropout", dropout),
         mock.patch.object(kernels, "why_not_triton", lambda query: None),
         mock.patch.object(attention, "why_not_triton", lambda query: None),
-        # PyTorch has no autocast for tensors without numbers.
-        mock.patch.object(torch, "autocast", lambda *args, **kwargs: contextlib.nullcontext()),
-        mock.patch.object(torch, "is_autocast_enabled", lambda *args: False),
+        mock.patch.object(torch, "autocast", autocast.switched),
+        mock.patch.object(torch, "is_autocast_enabled", lambda *args: autocast.enabled),
+        mock.patch.object(torch, "get_autocast_dtype", lambda *args: torch.bfloat16),
+        mock.patch.object(torch.amp, "is_autocast_available", lambda *args: True),
+        autocast,
     ):
         yield
 
@@ -236,14 +309,16 @@ def count(workload: Workload, backend: str) -> dict[str, float]:
 
 def prepare(config: TransfoXLConfig, workload: Workload) -> Callable[[], None]:
     """The step of a model that has its memory."""
-    model = TransfoXLForCausalLM(config).bfloat16().train(workload.task == "train")
+    model = TransfoXLForCausalLM(config).to(torch.float32 if workload.autocast else torch.bfloat16)
+    model.train(workload.task == "train")
     ids = torch.zeros(workload.rows, workload.segment, dtype=torch.long)
     before = torch.zeros(workload.rows, workload.memory, dtype=torch.long)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("meta", enabled=workload.autocast):
         cache = StaticMemoryCache(config) if workload.task == "decode_static" else None
         past = model(before, past_key_values=cache, use_cache=workload.task.startswith("decode"))
-    step = {"train": train, "evaluate": evaluate}.get(workload.task, decode)
-    return functools.partial(step, model, ids, past)
+    if workload.task == "train":
+        return functools.partial(train, model, ids, past, workload.autocast)
+    return functools.partial(evaluate if workload.task == "evaluate" else decode, model, ids, past)
 
 
 def prepare_softmax(config: TransfoXLConfig, workload: Workload) -> Callable[[], None]:
@@ -259,8 +334,10 @@ def prepare_softmax(config: TransfoXLConfig, workload: Workload) -> Callable[[],
     return step
 
 
-def train(model, ids, past):
-    model(ids, mems=past.mems, shift_labels=ids).loss.backward()
+def train(model, ids, past, autocast):
+    with torch.autocast("meta", enabled=autocast):
+        loss = model(ids, mems=past.mems, shift_labels=ids).loss
+    loss.backward()
 
 
 @torch.no_grad()
@@ -292,6 +369,93 @@ def count_in_one_graph(layers: int) -> int:
     return len(re.findall(r"^ +(?:\w+ = )?(?:extern_kernels\.|cpp_fused|torch\.ops)\w*", code, re.MULTILINE))
 
 
+# Rows of a layer that is compiled.
+PRIME = 7
+
+
+def layer_of(workload: Workload, rows: int, **options) -> Callable[[], None]:
+    """One layer of the model in training, forward and backward: what `--compiled` compiles."""
+    config = TransfoXLConfig(**workload.config, mem_len=workload.memory, tgt_len=workload.segment)
+    config._attn_implementation = "txl_triton"
+    layer = TransfoXLLayer(config, 0).train()
+    if options:
+        layer.compile(**options)
+    shape, keys = (rows, workload.segment, config.d_model), workload.memory + workload.segment
+    hidden = torch.empty(shape, requires_grad=True)
+    read = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
+    memory = torch.empty(rows, workload.memory, config.d_model, dtype=torch.bfloat16)
+    distances, gradient = Distances(torch.empty(keys, config.d_model)), torch.empty(shape)
+
+    def step():
+        with torch.autocast(hidden.device.type, torch.bfloat16):
+            output = layer(hidden, memory, read, key_length=keys, distances=distances, implementation="txl_triton")
+        torch.autograd.grad(output, [hidden, read, *layer.parameters()], gradient)
+
+    return step
+
+
+def count_compiled_layer(workload: Workload) -> dict[str, float]:
+    """The launches and gigabytes of a layer as Inductor compiles it."""
+    read_and_written = 0
+
+    def add(*tensors):
+        nonlocal read_and_written
+        for tensor in tensors:
+            size = tensor.numel() * tensor.element_size()
+            read_and_written += size * workload.rows // PRIME if tensor.numel() % PRIME == 0 else size
+
+    def fused(compiler, types, source, *args):
+        """In the place of a kernel: what it is called with, and twice what it changes."""
+        names = re.findall(r"\w+_ptr\d+(?=[,)])", re.search(r"void\s+\w+\([^)]*\)", source)[0])
+        return lambda *given: add(
+            *(tensor for name, tensor in zip(names, given, strict=False) for _ in range(1 + name.startswith("in_out")))
+        )
+
+    def ours(operator):
+        """In the place of an operator of ours: as it is traced."""
+
+        def kernel(*inputs):
+            results = operator._abstract_fn(*inputs)
+            add(*(x for x in tree_leaves((inputs, results)) if isinstance(x, torch.Tensor)))
+            return results
+
+        return kernel
+
+    operators = (kernels.relative_attention_op, kernels.relative_attention_backward_op, kernels.dropout_bits_op)
+    patches = (
+        *(mock.patch.dict(operator._backend_fns, {None: ours(operator)}) for operator in operators),
+        mock.patch.object(AsyncCompile, "cpp_pybinding", fused),
+        mock.patch.object(linear, "_multiplies_batches", lambda rows: True),
+        mock.patch.object(kernels, "why_not_triton", lambda query: None),
+        mock.patch.object(attention, "why_not_triton", lambda query: None),
+        inductor.patch(fx_graph_cache=False, cpp_wrapper=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    )
+    step = layer_of(workload, PRIME, fullgraph=True)
+    torch._dynamo.reset()
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        _, codes = run_and_get_code(step)
+    call = r"^ +(?:\w+ = )?(?:extern_kernels|cpp_fused|torch\.ops|aten)[\w.]*\("
+    return {
+        "launches": sum(len(re.findall(call, code, re.MULTILINE)) for code in codes),
+        "gigabytes": read_and_written / 1e9,
+    }
+
+
+def count_with_compiled_layers(workload: Workload) -> dict[str, float]:
+    """`count` of launches and gigabytes, with the layers' replaced by those of compiled ones."""
+    whole, counter, layers = count(workload, "txl_triton"), Counter(), workload.config["n_layer"]
+    with torch.device("meta"), pretending(counter):
+        step = layer_of(workload, workload.rows)
+        with counter:
+            step()
+    eager, compiled = {"launches": counter.launches, "gigabytes": counter.bytes / 1e9}, count_compiled_layer(workload)
+    print(f"a layer: {eager}; compiled: {compiled}")
+    return {name: whole[name] + layers * (compiled[name] - eager[name]) for name in eager}
+
+
 def rows(workloads: dict[str, Workload]) -> list[dict[str, str]]:
     found = []
     for name, workload in workloads.items():
@@ -307,7 +471,13 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="a csv file to write instead of printing alone")
     parser.add_argument("--note", help="what the sources are, for the rows of large workloads in the history")
     parser.add_argument("--graph", action="store_true", help="count what a decoded token is as one graph, and no more")
+    parser.add_argument("--compiled", action="store_true", help="count steps with compiled layers, and no more")
     arguments = parser.parse_args()
+    if arguments.compiled:
+        for name, workload in WORKLOADS.items():
+            if workload.autocast:
+                print(name, count_with_compiled_layers(workload), flush=True)
+        return 0
     if arguments.graph:
         two, three = count_in_one_graph(2), count_in_one_graph(3)
         whole = two + (BASE["n_layer"] - 2) * (three - two)

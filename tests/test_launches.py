@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 # Not by its folder's being on the path: other names there are taken.
 path = Path(__file__).parents[1] / "benchmarks" / "launches.py"
@@ -61,6 +62,20 @@ def test_no_count_of_a_real_step_grows(name, backend):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("base-train-autocast", {"launches": 857, "gigabytes": 91.4}),
+        ("large-train-autocast", {"launches": 971, "gigabytes": 193.9}),
+    ],
+)
+def test_no_count_of_a_step_with_compiled_layers_grows(name, most):
+    """The bars are 900 launches and 110 GB for a base step, 200 GB for a large one."""
+    found = launches.count_with_compiled_layers(REAL[name])
+    assert all(found[count] <= most[count] for count in most), found
+
+
+@pytest.mark.slow
 def test_a_decoded_token_is_one_graph_of_few_kernels():
     """At the size of the base model; the bar is 200."""
     two, three = launches.count_in_one_graph(2), launches.count_in_one_graph(3)
@@ -72,6 +87,23 @@ def test_the_bins_of_a_text_add_up():
     config = launches.TransfoXLConfig(**launches.BASE)
     sizes = launches.sizes_of_bins(config, 49152)
     assert sum(sizes) == 49152 and sizes[0] > sum(sizes[1:]) > 0 == min(0, *sizes)
+
+
+def test_autocast_is_what_cuda_has():
+    """The casts of a weight, once; of what enters a product; of what a norm or a sum is computed of."""
+    weight, states = torch.empty(3, 4, device="meta", requires_grad=True), torch.empty(2, 4, device="meta")
+    with launches.pretending(counter := launches.Counter()), counter:
+        with torch.autocast("meta"):
+            products = [torch.nn.functional.linear(states, weight) for _ in range(2)]
+            norm, total = torch.nn.functional.layer_norm(products[0], (3,)), products[0].sum()
+            with torch.autocast("meta", enabled=False):
+                assert (states @ weight.t()).dtype == torch.float32
+        assert (states @ weight.t()).dtype == torch.float32
+        sum(products).sum().backward()
+    assert [product.dtype for product in products] == 2 * [torch.bfloat16]
+    assert norm.dtype == total.dtype == weight.grad.dtype == torch.float32
+    # The weight, the states twice, and the norm's input; backward the gradient of the weight's cast.
+    assert counter.by_operator["aten._to_copy.default"] == 5
 
 
 def test_a_launch_more_is_counted():
