@@ -100,3 +100,6 @@ def test_dropout_that_is_not_trained_or_somebodys_own_is_called():
     relu_and_drop(states, hooked)
     drop(states, hooked)
     assert len(calls) == 2
+    torch.compiler.reset()
+    torch.compile(relu_and_drop, backend="eager")(states, hooked)
+    assert len(calls) == 3

@@ -4,6 +4,8 @@ PyTorch draws each element's fate by itself, one after the other, which can be a
 that is left. And behind a ReLU nothing is kept but what the next layer keeps anyway: the result.
 """
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -39,11 +41,13 @@ def relu_and_drop(states: Tensor, dropout: nn.Module) -> Tensor:
 
 
 def _is_trained_here(states: Tensor, dropout: nn.Module) -> bool:
-    return _drops(dropout) and not is_wrapped(dropout) and takes_part_plainly(states)
+    return _drops(dropout) and takes_part_plainly(states)
 
 
-def _drops(dropout: nn.Module) -> bool:
-    return type(dropout) is nn.Dropout and dropout.training and 0 < dropout.p < 1
+def _drops(dropout: nn.Module) -> TypeGuard[nn.Dropout]:
+    """Whether it is PyTorch's own, nobody but us has to do with it, and it drops some and not all."""
+    drops = type(dropout) is nn.Dropout and dropout.training and 0 < dropout.p < 1
+    return drops and not is_wrapped(dropout)
 
 
 def draw_and_drop(states: Tensor, p: float) -> tuple[Tensor, Tensor]:

@@ -195,16 +195,21 @@ def project_after(
 
 
 def _is_trained_in_a_graph(states: Tensor, *layers: nn.Module) -> bool:
-    """Whether torch.compile is tracing, a gradient of these states is wanted, and nobody has replaced the layers."""
+    """Whether torch.compile is tracing, a gradient of these states is wanted, and nobody but us has to do with the
+    layers."""
     wanted = torch.compiler.is_compiling() and torch.is_grad_enabled() and states.requires_grad
-    return wanted and all(type(layer) is nn.Linear and layer.bias is None for layer in layers)
+    return wanted and all(map(_is_matrix, layers))
 
 
 def _is_trained_plainly(states: Tensor, *layers: nn.Module) -> bool:
     """Whether a gradient of these states will be wanted, and nobody but us has to do with the layers."""
     weights = [layer.weight for layer in layers if type(layer) is nn.Linear]
-    plain = all(type(layer) is nn.Linear and layer.bias is None and not is_wrapped(layer) for layer in layers)
-    return plain and takes_part_plainly(states, *weights)
+    return all(map(_is_matrix, layers)) and takes_part_plainly(states, *weights)
+
+
+def _is_matrix(layer: nn.Module) -> bool:
+    """Whether it is PyTorch's linear layer, without a bias and as PyTorch has made it."""
+    return type(layer) is nn.Linear and layer.bias is None and not is_wrapped(layer)
 
 
 def takes_part_plainly(states: Tensor, *others: Tensor) -> bool:

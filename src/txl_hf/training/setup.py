@@ -264,7 +264,7 @@ def take_autocast(accelerator: Accelerator, model: TransfoXLForCausalLM) -> Call
     Args:
         model: as it is behind its wrappers.
     """
-    if accelerator.mixed_precision not in ("bf16", "fp16") or vars(model).pop("forward", None) is None:
+    if accelerator.mixed_precision not in ("bf16", "fp16") or model.__dict__.pop("forward", None) is None:
         return nullcontext
     return accelerator.autocast
 
