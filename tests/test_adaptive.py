@@ -167,7 +167,7 @@ def test_autocast_trains_and_evaluates(make_model, make_ids, changes, dtype):
         second = model(ids, mems=first.mems, shift_labels=ids)
     (first.loss + second.loss).backward()
     assert first.losses.dtype == torch.float32
-    assert all(states.dtype == torch.float32 for states in first.mems)
+    assert all(states.dtype == dtype for states in first.mems)
     exact = model(ids, shift_labels=ids)
     torch.testing.assert_close(first.losses, exact.losses, atol=0.1, rtol=0.05)
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
