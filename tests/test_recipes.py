@@ -33,7 +33,7 @@ VOCABULARIES = {
 
 
 # Those of nobody's results.
-SMALL = {"wikitext2_small", "characters_small", "words_small", "music_small"}
+SMALL = {"wikitext2_small", "wikipedia_small", "characters_small", "words_small", "music_small"}
 
 
 def test_all_recipes_are_there():
@@ -95,7 +95,7 @@ def test_the_whole_model_has_the_published_size(name):
 def test_a_recipe_says_what_it_reproduces(recipe):
     comment = "".join(line for line in recipe.read_text().splitlines(True) if line.startswith("#"))
     assert re.search(
-        r"prepare_corpus.py --corpus [a-z0-9-]+( --input (book.txt --mode [a-z]+|midi-files .*))?\n", comment
+        r"prepare_corpus.py --corpus [a-z0-9-]+( --input (book.txt --mode [a-z]+( --max_size [0-9]+)?|midi-files .*))?\n", comment
     )
     assert recipe.stem in SMALL or re.search(r"[Pp]ublished|reproduction", comment)
 
