@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-import txl_hf.trl  # noqa: F401 -- the head of models with cutoffs or projections
+import txl_hf.trl
 from models import small_model
 from txl_hf import MemoryLengths, TransfoXLForCausalLM, TransfoXLTokenizer
 from txl_hf.memory_transfo_xl import memory_of
