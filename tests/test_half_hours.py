@@ -101,6 +101,25 @@ def test_contenders_train_for_equal_seconds_and_are_read_in_four_ways(examples, 
     assert page in capsys.readouterr().out
 
 
+def test_a_share_of_the_seconds_is_a_share_of_steps_and_warm_up_and_nothing_is_tuned(examples, tmp_path):
+    started = examples().started
+    half_hours.main([*COMMAND, "--share", "0.5", "--output", str(tmp_path)])
+    trained = [half_hours.training_arguments(options) for script, options in started if script == "train_lm.py"]
+    assert [each.optimization.max_steps for each in trained] == [4, 2, 4, 4]
+    assert [each.optimization.warmup_steps for each in trained] == [0] * 4, "half of one step"
+    assert not [script for script, _ in started if script == "tune_lm.py"]
+    rows = half_hours.harness.read(tmp_path / "rows.csv")
+    assert [(row["kind"], row["share"]) for row in rows] == [("static", "0.5")] * 4
+    assert (tmp_path / "README.md").read_text().startswith("# 50% of half an hour on two cores\n")
+
+
+def test_a_share_of_the_warm_up(tmp_path):
+    contender = FIRST["wikitext-2"]
+    run = half_hours.Run("wikitext-2", contender, seed=0, work=tmp_path, smoke=False, share=0.2)
+    half_hours.timed(run).write_text(json.dumps({contender.name: {"seconds": 1.0}}))
+    assert half_hours.steps_of(run) == ["--max_steps", "1000", "--warmup_steps", "40"]
+
+
 def test_a_row_says_how_many_threads_its_run_had(examples, tmp_path, monkeypatch):
     examples()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
@@ -148,8 +167,8 @@ def test_times_without_a_contender_are_refused(examples, tmp_path):
 @pytest.mark.parametrize(
     ("kept", "message"),
     [
-        ("ptb.json", r"ptb\.json is of other options: dropout was 0\.4 and is 0\.45; delete it"),
-        ("ptb-recipe-0/recipe.yaml", r"ptb-recipe-0 is of other options: dropout was 0\.4 and is 0\.45; delete it"),
+        ("ptb.json", r"ptb\.json is of other options: dropout was 0\.3 and is 0\.45; delete it"),
+        ("ptb-recipe-0/recipe.yaml", r"ptb-recipe-0 is of other options: dropout was 0\.3 and is 0\.45; delete it"),
         ("ptb-recipe-0/tuned.json", r"tuned\.json is of other options: rate was \[0\.01\] and is \[0\.02\]; delete"),
     ],
 )
@@ -162,7 +181,7 @@ def test_what_was_begun_with_other_options_is_refused(examples, tmp_path, monkey
         if path.is_file() and not path.match(kept):
             path.unlink()
     text = half_hours.TEXTS["ptb"]
-    changed = half_hours.replace(text.contenders[1], options="--dropout 0.45")
+    changed = half_hours.replace(text.contenders[1], options="--dropout 0.45 --weight_decay 0.3")
     monkeypatch.setitem(half_hours.TEXTS, "ptb", half_hours.replace(text, contenders=(text.contenders[0], changed)))
     monkeypatch.setattr(half_hours, "SMALL_TUNING", half_hours.SMALL_TUNING.replace("0.01", "0.02"))
     started = examples().started
@@ -217,6 +236,8 @@ def test_seeds_are_averaged_with_their_range():
     [
         (["--smoke"], "--smoke measures nothing worth keeping"),
         ([], "--texts is missing: name the folder of the texts"),
+        (["--texts", ".", "--share", "0.2"], "--share 0.2 is not the whole time: name other folders with --output"),
+        (["--texts", ".", "--share", "1.5"], "--share 1.5 must be above 0 and at most 1"),
         (["--contenders", "Moon"], "--contenders ['Moon']: of wikitext-2, ptb,"),
     ],
 )
