@@ -12,7 +12,7 @@ from datasets import DatasetDict
 
 from midi_files import write_folder, write_piece
 from txl_hf import evaluate, prepare
-from txl_hf.midi import load_midi_tokenizer, read_score, transpose
+from txl_hf.midi import load_midi_tokenizer, make_midi_tokenizer, read_score, transpose
 from txl_hf.training import command
 
 SPLITS = ("train", "validation", "test")
@@ -143,7 +143,7 @@ def test_only_the_training_split_is_transposed(tmp_path):
     assert (moved["validation"], moved["test"]) == (plain["validation"], plain["test"])
     found = documents(moved["train"], *boundaries)
     expected = [
-        tokenizer.encode(transpose(read_score(folder / name), move)).ids
+        tokenizer.encode(transpose(read_score(folder / name), move, (0, 127))).ids
         for name in information["files"]["train"]
         for move in range(-2, 3)
     ]
@@ -155,16 +155,83 @@ def test_only_the_training_split_is_transposed(tmp_path):
 def test_transposition_moves_notes_and_keys_but_no_drums(tmp_path, semitones, key):
     # Of A major: A, B flat, B, F sharp, E flat and A flat major.
     score = read_score(write_piece(tmp_path / "a.mid", 1, key=3))
-    moved = transpose(score, semitones)
+    moved = transpose(score, semitones, (0, 127))
     for before, after in zip(score.tracks, moved.tracks, strict=True):
         steps = {a.pitch - b.pitch for a, b in zip(after.notes, before.notes, strict=True)}
         assert steps == {0 if before.is_drum else semitones}
     assert (moved.key_signatures[0].key, score.key_signatures[0].key) == (key, 3)
 
 
-def test_what_would_leave_the_pitches_of_midi_is_not_transposed(tmp_path):
-    score = read_score(write_piece(tmp_path / "a.mid", 1, transposed=54))
-    assert transpose(score, 9) is None and transpose(score, -9) is not None
+@pytest.mark.parametrize("pitch_range", [(0, 127), (10, 120), (61, 62)])
+def test_what_would_leave_the_pitches_of_the_tokenizer_is_not_transposed(tmp_path, pitch_range):
+    score = read_score(write_piece(tmp_path / "a.mid", 1))
+    pitches = [note.pitch for track in score.tracks if not track.is_drum for note in track.notes]
+    down, up = pitch_range[0] - min(pitches), pitch_range[1] - max(pitches)
+    for semitones in (down - 1, down, up, up + 1):
+        assert (transpose(score, semitones, pitch_range) is None) == (not down <= semitones <= up)
+    assert transpose(score, 0, pitch_range) == score
+
+
+def test_only_keys_in_which_the_tokenizer_has_all_notes_are_added(tmp_path):
+    """MidiTok leaves out what is outside of its pitches, 21 to 109 by default, and says nothing."""
+    miditok.REMI(miditok.TokenizerConfig(use_programs=True, special_tokens=["PAD", "BOS", "EOS"])).save_pretrained(
+        tmp_path / "own"
+    )
+    for seed in range(4):
+        # The lowest note is the tokenizer's second.
+        score = symusic.Score(480)
+        score.tracks.append(symusic.Track("low", 0))
+        for beat, pitch in enumerate((22, *np.random.default_rng(seed).integers(22, 50, size=20))):
+            score.tracks[0].notes.append(symusic.Note(480 * beat, 480, int(pitch), 80))
+        (tmp_path / "midi").mkdir(exist_ok=True)
+        score.dump_midi(tmp_path / "midi" / f"{seed}.mid")
+    own = ("--tokenizer", tmp_path / "own")
+    tokens, tokenizer, information = prepared(tmp_path / "midi", tmp_path, *own, "--transpose", 5)
+    found = documents(tokens["train"], information["document_start"], information["document_end"])
+    lowest = []
+    for piece in found:
+        pitches = [note.pitch for note in tokenizer.decode(piece).tracks[0].notes]
+        assert len(pitches) == 21
+        lowest.append(min(pitches))
+    assert sorted(lowest) == sorted(2 * list(range(21, 28)))
+
+
+@pytest.mark.parametrize("tokens", ["remi", "compound"])
+def test_the_tokenizer_that_is_made_has_every_pitch_of_drums_and_others(tmp_path, tokens):
+    score = symusic.Score(480)
+    for is_drum in (False, True):
+        score.tracks.append(symusic.Track("all", 0, is_drum))
+        for pitch in range(128):
+            score.tracks[-1].notes.append(symusic.Note(480 * pitch, 480, pitch, 80))
+    tokenizer = make_midi_tokenizer(tokens)
+    back = tokenizer.decode(tokenizer.encode(score))
+    assert {track.is_drum: [note.pitch for note in track.notes] for track in back.tracks} == {
+        False: list(range(128)),
+        True: list(range(128)),
+    }
+
+
+def test_notes_that_the_tokenizer_lacks_are_told_and_not_counted(tmp_path, capsys):
+    tokens = ["PAD", "BOS", "EOS"]
+    config = miditok.TokenizerConfig(use_programs=True, programs=[-1, 0], pitch_range=(60, 72), special_tokens=tokens)
+    miditok.REMI(config).save_pretrained(tmp_path / "own")
+    # All lack the bass; one has a single note of its melody, and one has nothing but the bass.
+    folder = write_folder(tmp_path / "midi", 4)
+    score = symusic.Score(folder / "book 0" / "piece-0.mid")
+    for beat, note in enumerate(score.tracks[0].notes):
+        note.pitch = 72 if beat == 5 else 73
+    score.dump_midi(folder / "high.mid")
+    del score.tracks[2], score.tracks[0]
+    score.dump_midi(folder / "bass.mid")
+    _, _, information = prepared(folder, tmp_path, "--tokenizer", tmp_path / "own")
+    assert information["notes_lost"] == {f"book {i % 3}/piece-{i}.mid": 8 for i in range(4)} | {"high.mid": 31 + 8}
+    assert information["left_out"] == {"bass.mid": "the tokenizer has none of its 8 note(s)"}
+    notes = {name: 32 + 8 for name in information["notes_lost"]} | {"high.mid": 1 + 8}
+    for split in SPLITS:
+        assert information["splits"][split]["notes"] == sum(notes[name] for name in information["files"][split])
+    printed = capsys.readouterr().out
+    assert "5 file(s) with notes that the tokenizer lacks, and leaves out: " in printed
+    assert "high.mid (39 of 48)" in printed and "book 1/piece-1.mid (8 of 48)" in printed
 
 
 def test_joined_tokens_say_the_same_in_fewer(tmp_path):

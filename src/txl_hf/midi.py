@@ -51,7 +51,8 @@ class Piece(NamedTuple):
         path: where it is.
         name: its path in the folder that was given.
         fingerprint: what it has in common with its copies and its transpositions alone.
-        notes: how many it has.
+        notes: how many are in its tokens.
+        lost: how many are not, because the tokenizer has no such pitch or instrument.
         other_metre: whether it has a time signature that the tokenizer lacks, which MidiTok passes over.
     """
 
@@ -59,6 +60,7 @@ class Piece(NamedTuple):
     name: str
     fingerprint: str
     notes: int
+    lost: int
     other_metre: bool
 
 
@@ -66,11 +68,15 @@ class Piece(NamedTuple):
 
 
 def make_midi_tokenizer(tokens: str) -> "MusicTokenizer":
-    """MidiTok's REMI, or its compound words, for music of any instruments, keys, metres and tempos."""
+    """MidiTok's REMI, or its compound words, for music of any pitches, instruments, keys, metres and tempos.
+
+    A note of more than 12 beats becomes one of 12.
+    """
     import miditok
 
     config = miditok.TokenizerConfig(
         pitch_range=(0, 127),
+        drums_pitch_range=(0, 127),
         num_velocities=16,
         special_tokens=["PAD", "BOS", "EOS"],
         use_programs=True,
@@ -162,7 +168,7 @@ def read_pieces(
         if row["problem"]:
             left_out[name] = row["problem"]
         else:
-            pieces.append(Piece(path, name, row["fingerprint"], row["notes"], row["other_metre"]))
+            pieces.append(Piece(path, name, *(row[key] for key in Piece._fields[2:])))
     if not pieces:
         name, reason = next(iter(left_out.items()))
         raise CorpusError(
@@ -179,12 +185,16 @@ def processes(files: int, num_proc: int) -> int | None:
 
 def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
     """A file as a `Piece` tells of it, or the problem with it."""
-    row: dict[str, Any] = {"fingerprint": "", "notes": 0, "other_metre": False, "problem": ""}
+    row: dict[str, Any] = {"fingerprint": "", "notes": 0, "lost": 0, "other_metre": False, "problem": ""}
     try:
         score = read_score(Path(path))
-        row |= {"fingerprint": fingerprint(score), "notes": score.note_num()}
+        kept = tokenizer.preprocess_score(score)
+        row |= {"fingerprint": fingerprint(score), "notes": kept.note_num()}
+        row["lost"] = score.note_num() - row["notes"]
         row["other_metre"] = tokenizer.score_has_time_signatures_not_in_vocab(score)
-        if len(tokenizer.encode(score, encode_ids=False)) == 0:
+        if row["notes"] == 0:
+            row["problem"] = f"the tokenizer has none of its {row['lost']} note(s)"
+        elif len(tokenizer.encode(kept, encode_ids=False, no_preprocess_score=True)) == 0:
             row["problem"] = "the tokenizer makes no token of it"
     except ValueError as error:
         row["problem"] = str(error)
@@ -282,14 +292,19 @@ def cut_pieces(pieces: list[Piece]) -> dict[str, list[Piece]]:
     return {split: sorted(chain.from_iterable(groups[name] for name in parts[split])) for split in SPLITS}
 
 
-def transpose(score: "Score", semitones: int) -> "Score | None":
-    """A copy with its notes, but not drums, and its key signatures moved; None where a pitch would leave 0 to 127."""
+def transpose(score: "Score", semitones: int, pitch_range: tuple[int, int]) -> "Score | None":
+    """A copy with its notes, but not drums, and its key signatures moved.
+
+    None where a pitch would be outside of `pitch_range`, which has both its ends and is that of the tokenizer's
+    configuration: MidiTok leaves out such a note. What is moved by nothing is never None.
+    """
+    low, high = pitch_range
     moved = score.copy()
     for track in moved.tracks:
         if track.is_drum or len(track.notes) == 0:
             continue
         pitches = track.notes.numpy()["pitch"].astype(np.int64) + semitones
-        if pitches.min() < 0 or pitches.max() > 127:
+        if semitones and (pitches.min() < low or pitches.max() > high):
             return None
         track.shift_pitch(semitones, inplace=True)
     for signature in moved.key_signatures:
@@ -337,6 +352,7 @@ def tokenise_pieces(
 def tokenise_batch(
     rows: dict[str, list], tokenizer: "MusicTokenizer", column: str, begin: Any, end: Any
 ) -> dict[str, list]:
-    scores = (transpose(read_score(Path(path)), move) for path, move in zip(*rows.values(), strict=True))
+    pitches = tokenizer.config.pitch_range
+    scores = (transpose(read_score(Path(path)), move, pitches) for path, move in zip(*rows.values(), strict=True))
     ids = (tokenizer.encode(score).ids for score in scores if score is not None)
     return {column: [token for piece in ids for token in (begin, *piece, end)]}

@@ -32,8 +32,9 @@ file went where is printed, and in `corpus.json`.
 compound words, each an event of several attributes. `--bpe SIZE` joins tokens that often follow one another, and
 `--tokenizer FOLDER` has another tokenizer of MidiTok. A piece goes into a split as a text does, or 5 % of the pieces
 go into validation and test each, and with it whatever has the same notes in another key. `--transpose N` adds each
-piece of the training split in the keys up to N semitones above and below. Each piece begins with BOS and ends with
-EOS. Files that cannot be read are named, counted and left out. The tokenizer is MidiTok's own file.
+piece of the training split in the keys up to N semitones above and below in which the tokenizer has all of its notes.
+Each piece begins with BOS and ends with EOS. Files that cannot be read are named, counted and left out; of files with
+notes that the tokenizer lacks it is said how many those are. The tokenizer is MidiTok's own file.
 
 `--input` is a folder with these files, the archive they come in, or the one file that it is. The names that the
 originals' getdata.sh gives the files (`train.txt`, `valid.txt`, `test.txt`) will do too. As in the originals, lm1b is
@@ -292,6 +293,7 @@ def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:
         "source": options.input.name,
         "files": {split: [piece.name for piece in chosen] for split, chosen in splits.items()},
         "left_out": left_out | {piece.name: "held out in another split, or in none" for piece in repeated},
+        "notes_lost": {piece.name: piece.lost for piece in chain.from_iterable(splits.values()) if piece.lost},
         "tokenizer": type(tokenizer).__name__,
         "transpose": options.transpose or 0,
         "document_start": begin,
@@ -329,7 +331,10 @@ def tell_pieces(splits: dict[str, list[Piece]], left_out: dict[str, str], repeat
     if repeated:
         names = some([piece.name for piece in repeated])
         print(f"{len(repeated)} file(s) left out that are held out in another split, or named after none: {names}")
-    if other := [piece.name for piece in chain.from_iterable(splits.values()) if piece.other_metre]:
+    chosen = list(chain.from_iterable(splits.values()))
+    if lost := [f"{piece.name} ({piece.lost} of {piece.lost + piece.notes})" for piece in chosen if piece.lost]:
+        print(f"{len(lost)} file(s) with notes that the tokenizer lacks, and leaves out: {some(lost)}")
+    if other := [piece.name for piece in chosen if piece.other_metre]:
         print(f"{len(other)} file(s) with a time signature that the tokenizer lacks, and passes over: {some(other)}")
 
 
