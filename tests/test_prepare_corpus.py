@@ -380,6 +380,41 @@ def test_dataset(tmp_path):
     assert load(folder)[0] == direct
 
 
+@pytest.mark.parametrize("corpus", ["wikitext-2", "lm1b", "text"])
+def test_a_row_of_several_lines_is_these_lines(tmp_path, corpus):
+    """Its words are as many as in a file with the same text, whatever ends the lines."""
+    pattern = {"lm1b": "news.en-{}", "text": "{}.txt", "wikitext-2": "wiki.{}.tokens"}[corpus]
+    folder = write(tmp_path / "input", pattern)
+    if corpus == "lm1b":
+        (folder / "news.en-test").rename(folder / "news.en.heldout-00000-of-00050")
+        (folder / "news.en-valid").unlink()
+    direct, _, expected = load(prepare(tmp_path, corpus, "--input", folder))
+    (tmp_path / "output").rename(tmp_path / "direct")
+    texts = LINES | {"validation": LINES["test"]} if corpus == "lm1b" else LINES
+    for split, text in texts.items():
+        lines = text.splitlines()
+        rows = ["\n".join(lines[:2]) + "\n", "\r\n".join(lines[2:])] if len(lines) > 2 else [text]
+        Dataset.from_dict({"text": rows}).to_parquet(tmp_path / "dataset" / f"{split}.parquet")
+    tokens, _, information = load(prepare(tmp_path, corpus, "--dataset", tmp_path / "dataset"))
+    assert tokens == direct and information["splits"] == expected["splits"]
+
+
+@pytest.mark.parametrize(
+    ("corpus", "rows", "message"),
+    [
+        ("text", ["a", "b", None], "has no text in row 2, the first being 0: leave out"),
+        ("enwik8", [None, "b"], "has no text in row 0, the first being 0: leave out"),
+        ("text", [1, 2], "has rows of type int64, which are no text: choose another"),
+    ],
+)
+def test_a_row_that_is_no_text_is_named(tmp_path, corpus, rows, message):
+    for split in SPLITS:
+        Dataset.from_dict({"text": rows}).to_parquet(tmp_path / "dataset" / f"{split}.parquet")
+    with pytest.raises(SystemExit, match=f"column text of train of the data set .*dataset {message}") as refused:
+        prepare(tmp_path, corpus, "--dataset", tmp_path / "dataset")
+    assert "\n" not in refused.value.code
+
+
 def test_processes_and_a_stream_of_segments(tmp_path, monkeypatch):
     """The command as typed; several processes give the tokens of one, and TokenStream reads them from the disk."""
     text = {split: "".join(f"line {n % 7} of {split}\n" for n in range(9000)) for split in SPLITS}

@@ -11,10 +11,12 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from datasets import Dataset
 
 __all__ = [
@@ -293,7 +295,11 @@ def _batches(path: Path) -> Iterator[list[str]]:
 def read_rows(
     name: str, config: str | None, column: str, convention: Convention, scratch: Path
 ) -> dict[str, "Dataset | bytes"]:
-    """The splits of a data set as `read_files` gives those of files; a row is a line, with or without its end."""
+    """The splits of a data set as `read_files` gives those of files; a row is lines, the last with or without its end.
+
+    Raises:
+        CorpusError: it does not load, or lacks a split, the column, or a text in a row of it.
+    """
     import datasets
     from datasets import Features, Value, load_dataset
 
@@ -311,11 +317,12 @@ def read_rows(
                 f"{split} of the data set {name} has no column {column}: choose one of "
                 f"{', '.join(texts.column_names)} with --column"
             )
+        check_texts(texts.data.column(column), f"column {column} of {split} of the data set {name}")
     if convention.stream:
         return {split: "".join(texts[column]).encode() for split, texts in rows.items()}
     return {
         split: texts.map(
-            end_lines,
+            split_lines,
             batched=True,
             input_columns=column,
             remove_columns=texts.column_names,
@@ -327,8 +334,22 @@ def read_rows(
     }
 
 
-def end_lines(rows: list[str]) -> dict[str, list[str]]:
-    return {"text": [row if row.endswith("\n") else row + "\n" for row in rows]}
+def check_texts(rows: "pa.ChunkedArray", place: str):
+    """Refuse rows that are no text."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if rows.null_count:
+        row = pc.index(rows.is_null(), True).as_py()
+        raise CorpusError(f"{place} has no text in row {row}, the first being 0: leave out rows without one")
+    if not (pa.types.is_string(rows.type) or pa.types.is_large_string(rows.type)):
+        raise CorpusError(f"{place} has rows of type {rows.type}, which are no text: choose another with --column")
+
+
+def split_lines(rows: list[str]) -> dict[str, list[str]]:
+    """The lines of rows, each with its end, which is what ends one in a file."""
+    texts = (StringIO(row if row.endswith("\n") else row + "\n", newline=None) for row in rows)
+    return {"text": [line for text in texts for line in text]}
 
 
 def cut(text, convention: Convention) -> dict:

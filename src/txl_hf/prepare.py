@@ -157,7 +157,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--input", type=Path, help="folder, archive or file")
     source.add_argument(
-        "--dataset", type=hub_or_folder, help="a data set on the Hub, or a folder of one; a row is a line"
+        "--dataset", type=hub_or_folder, help="a data set on the Hub, or a folder of one; a row is a line or more"
     )
     parser.add_argument("--config", help="configuration of the data set")
     parser.add_argument("--column", default="text", help="column of the data set with the text (%(default)s)")
