@@ -311,6 +311,26 @@ def test_measures_of_a_piece_that_is_known(tmp_path):
     assert "pitch classes 0.0 %, note lengths 0.0 %, notes at once 0.0 %" in text
 
 
+def test_broken_files_of_the_corpus_are_named_and_left_out(tmp_path, capsys, monkeypatch):
+    """The folder is the one that txl-prepare was given, which leaves them out too."""
+    monkeypatch.setattr(measures, "check_readers", lambda paths: None)
+    write_piece(tmp_path / "pieces" / "a.mid", 0)
+    for seed in (1, 2):
+        write_piece(tmp_path / "midi" / "book" / f"{seed}.mid", seed)
+    (tmp_path / "midi" / "book" / "torn.mid").write_bytes(b"MThd")
+    symusic.Score(480).dump_midi(tmp_path / "midi" / "silent.mid")
+    folders = ["--pieces", str(tmp_path / "pieces"), "--corpus", str(tmp_path / "midi")]
+    measures.main(folders)
+    printed = capsys.readouterr().out
+    assert f"2 file(s) of {tmp_path / 'midi'} left out:" in printed
+    assert f"  {Path('book', 'torn.mid')}: " in printed and "  silent.mid: it has no notes" in printed
+    assert "| pieces, bars, notes | 1, 8, 48 | 2, 16, 96 |" in printed
+    for seed in (1, 2):
+        (tmp_path / "midi" / "book" / f"{seed}.mid").unlink()
+    with pytest.raises(SystemExit, match=r"none of 2 MIDI file\(s\) can be read, for instance .*torn.mid: "):
+        measures.main(folders)
+
+
 # --- from files to files ---------------------------------------------------------------------------------------------
 
 

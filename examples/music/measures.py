@@ -4,7 +4,8 @@
 
 Every MIDI file of --pieces must be read by music21 and by pretty_midi, without a warning. The table has the pieces
 beside the corpus: shares of pitch classes above the tonic (of the major key with the same signature), of note lengths,
-bars that are empty or as one before them, notes sounding at once, and the range of each instrument.
+bars that are empty or as one before them, notes sounding at once, and the range of each instrument. Files of the
+corpus that cannot be read are named and left out, as by txl-prepare.
 """
 
 import argparse
@@ -54,6 +55,7 @@ class Measures:
         lengths: notes by length in quarter notes, rounded to sixteenths.
         sounding: sixteenths by how many notes sound.
         pitches: pitches of the notes of each instrument.
+        left_out: files that cannot be read, and why.
     """
 
     pieces: int = 0
@@ -65,6 +67,7 @@ class Measures:
     lengths: Counter = field(default_factory=Counter)
     sounding: Counter = field(default_factory=Counter)
     pitches: dict[str, list[int]] = field(default_factory=dict)
+    left_out: dict[Path, str] = field(default_factory=dict)
 
     def add(self, score: symusic.Score):
         self.pieces += 1
@@ -105,9 +108,21 @@ def instrument(track: symusic.Track) -> str:
 
 
 def measure(paths: list[Path]) -> Measures:
+    """
+    Raises:
+        ValueError: none of the files can be read.
+    """
     measures = Measures()
     for path in paths:
-        measures.add(read_score(path))
+        try:
+            score = read_score(path)
+        except ValueError as error:
+            measures.left_out[path] = str(error)
+        else:
+            measures.add(score)
+    if measures.pieces == 0:
+        path, reason = next(iter(measures.left_out.items()))
+        raise ValueError(f"none of {len(paths)} MIDI file(s) can be read, for instance {path}: {reason}")
     return measures
 
 
@@ -134,10 +149,10 @@ def check_readers(paths: list[Path]):
                 # How many notes it finds is not compared: one that lasts into another bar is two, and tied, there.
                 parts = music21.converter.parse(path, forceSource=True, quantizePost=False)
                 read = [len(part.notes) for part in pretty_midi.PrettyMIDI(str(path)).instruments]
+                expected = read_score(path).note_num()
             except Exception as error:
                 # Each has errors of its own.
                 raise ValueError(f"{path} is not read without complaint: {error!r}") from error
-        expected = read_score(path).note_num()
         if sum(read) != expected or not parts.flatten().notes:
             raise ValueError(f"{path} has {expected} notes, of which pretty_midi read {sum(read)}")
 
@@ -195,11 +210,16 @@ def main(arguments: list[str] | None = None):
     with one_line_errors():
         paths = midi_files(options.pieces)
         check_readers(paths)
-        text = table(measure(paths), measure(midi_files(options.corpus)))
+        pieces, corpus = measure(paths), measure(midi_files(options.corpus))
+        text = table(pieces, corpus)
         if options.output is not None:
             pictures = (f"![{path.stem}]({path.with_suffix('.png').name})" for path in paths)
             write_text(options.output, "\n\n".join(["# Pieces beside their corpus", text, *pictures]) + "\n")
     print(f"music21 and pretty_midi read {len(paths)} file(s) of {options.pieces} without complaint.")
+    if corpus.left_out:
+        print(f"{len(corpus.left_out)} file(s) of {options.corpus} left out:")
+        for path, reason in corpus.left_out.items():
+            print(f"  {path.relative_to(options.corpus)}: {reason}")
     print(text)
 
 
