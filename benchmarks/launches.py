@@ -15,8 +15,11 @@ Zipf's law, which the words of a text nearly follow, and counted as a wait unles
 Nothing is compiled but with `--compiled` and `--graph`; the optimiser and the check of ids are left out, and so is
 what others put around the model.
 
-`--graph` counts the kernels of a decoded token with a static cache when all of it is one graph, as Inductor writes
-them for a CPU, without compiling them. For a GPU it may join them otherwise: nobody has seen that yet.
+An evaluated segment is read and scored as `evaluate_language_model` does: with the memory as keys and values, and the
+host waits for the bins behind the layers.
+
+`--graph` counts the kernels of a decoded token of the base model with a static cache when all of it is one graph, as
+Inductor writes them for a CPU, without compiling them. For a GPU it may join them otherwise: nobody has seen that yet.
 
 `--compiled` counts a training step under autocast whose layers are compiled one by one, as by `txl-train` on a GPU:
 what is outside of them as above, and in them the kernels that Inductor writes for a CPU, products and ours, with what
@@ -54,9 +57,10 @@ import txl_hf.attention_transfo_xl_triton as kernels
 import txl_hf.linear_transfo_xl as linear
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.adaptive_transfo_xl import AdaptiveLogSoftmax
-from txl_hf.memory_transfo_xl import StaticMemoryCache
+from txl_hf.memory_transfo_xl import MemoryLengths, StaticMemoryCache
 from txl_hf.modeling_transfo_xl import TransfoXLLayer
 from txl_hf.positions_transfo_xl import Distances
+from txl_hf.reading import Reader, Segment
 
 OUTPUT = Path(__file__).parent / "results" / "launches.csv"
 HISTORY = OUTPUT.with_name("launches_history.csv")
@@ -313,12 +317,22 @@ def prepare(config: TransfoXLConfig, workload: Workload) -> Callable[[], None]:
     model.train(workload.task == "train")
     ids = torch.zeros(workload.rows, workload.segment, dtype=torch.long)
     before = torch.zeros(workload.rows, workload.memory, dtype=torch.long)
+    if workload.task == "evaluate":
+        reader = Reader(model, MemoryLengths(), None)
+        with torch.no_grad():
+            reader.read(segment_of(before))
+        return functools.partial(evaluate, reader, segment_of(ids))
     with torch.no_grad(), torch.autocast("meta", enabled=workload.autocast):
         cache = StaticMemoryCache(config) if workload.task == "decode_static" else None
         past = model(before, past_key_values=cache, use_cache=workload.task.startswith("decode"))
     if workload.task == "train":
         return functools.partial(train, model, ids, past, workload.autocast)
-    return functools.partial(evaluate if workload.task == "evaluate" else decode, model, ids, past)
+    return functools.partial(decode, model, ids, past)
+
+
+def segment_of(ids: torch.Tensor) -> Segment:
+    """All of whose targets are scored."""
+    return Segment(0, ids, ids, ids, None, ids.numel(), ids.numel())
 
 
 def prepare_softmax(config: TransfoXLConfig, workload: Workload) -> Callable[[], None]:
@@ -341,8 +355,8 @@ def train(model, ids, past, autocast):
 
 
 @torch.no_grad()
-def evaluate(model, ids, past):
-    model(ids, mems=past.mems, shift_labels=ids)
+def evaluate(reader, segment):
+    reader.score(reader.read(segment), segment.targets)
 
 
 @torch.no_grad()
@@ -350,9 +364,14 @@ def decode(model, ids, past):
     model(ids, past_key_values=past.past_key_values, use_cache=True, logits_to_keep=1)
 
 
-def count_in_one_graph(layers: int) -> int:
-    """The kernels and products that Inductor calls for a decoded token of a small model of so many layers."""
-    config = TransfoXLConfig(**SMALL | {"n_layer": layers}, mem_len=64, tgt_len=1)
+def calls(code: str) -> int:
+    """The kernels and operators that code of Inductor's calls."""
+    return len(re.findall(r"^ +(?:\w+ = )?(?:extern_kernels|cpp_fused|torch\.ops|aten)[\w.]*\(", code, re.MULTILINE))
+
+
+def count_in_one_graph(workload: Workload) -> int:
+    """The kernels and products that Inductor calls for a decoded token, in fp32."""
+    config = TransfoXLConfig(**workload.config, mem_len=workload.memory, tgt_len=1)
     # What "auto" is on a GPU for one query.
     config._attn_implementation = "eager"
     model, cache = TransfoXLForCausalLM(config).eval(), StaticMemoryCache(config)
@@ -360,13 +379,13 @@ def count_in_one_graph(layers: int) -> int:
     torch._dynamo.reset()
     nothing = mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *args, **kwargs: lambda *arguments: None)
     with torch.no_grad(), nothing, inductor.patch(fx_graph_cache=False, cpp_wrapper=False):
-        model(torch.zeros(1, 64, dtype=torch.long), **options)
-        mask = torch.ones(1, 65, dtype=torch.bool)
+        model(torch.zeros(1, workload.memory, dtype=torch.long), **options)
+        mask = torch.ones(1, workload.memory + 1, dtype=torch.bool)
         token = torch.zeros(1, 1, dtype=torch.long)
         _, [code] = run_and_get_code(
             torch.compile(model.forward, fullgraph=True), token, attention_mask=mask, **options
         )
-    return len(re.findall(r"^ +(?:\w+ = )?(?:extern_kernels\.|cpp_fused|torch\.ops)\w*", code, re.MULTILINE))
+    return calls(code)
 
 
 # Rows of a layer that is compiled.
@@ -437,11 +456,7 @@ def count_compiled_layer(workload: Workload) -> dict[str, float]:
         for patch in patches:
             stack.enter_context(patch)
         _, codes = run_and_get_code(step)
-    call = r"^ +(?:\w+ = )?(?:extern_kernels|cpp_fused|torch\.ops|aten)[\w.]*\("
-    return {
-        "launches": sum(len(re.findall(call, code, re.MULTILINE)) for code in codes),
-        "gigabytes": read_and_written / 1e9,
-    }
+    return {"launches": sum(map(calls, codes)), "gigabytes": read_and_written / 1e9}
 
 
 def count_with_compiled_layers(workload: Workload) -> dict[str, float]:
@@ -479,9 +494,7 @@ def main() -> int:
                 print(name, count_with_compiled_layers(workload), flush=True)
         return 0
     if arguments.graph:
-        two, three = count_in_one_graph(2), count_in_one_graph(3)
-        whole = two + (BASE["n_layer"] - 2) * (three - two)
-        print(f"base-decode-static as one graph: {three - two} kernels a layer, {whole} in all")
+        print(f"base-decode-static as one graph: {count_in_one_graph(WORKLOADS['base-decode-static'])} kernels")
         return 0
     found = rows(WORKLOADS | SMALL_WORKLOADS)
     if arguments.output:
