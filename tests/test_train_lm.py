@@ -521,6 +521,16 @@ def test_resuming_what_is_done_or_was_never_begun(tmp_path, recipe, corpus, caps
     assert len(read_log(tmp_path / "output")) == 15
 
 
+def test_an_extended_run_keeps_the_best_model_of_its_first_part(tmp_path, recipe, corpus):
+    output = tmp_path / "output"
+    argv = [recipe, "--data", corpus, "--output", output, "--resume", "--eval_every", "100", "--scheduler", "constant"]
+    train(*argv, "--max_steps", "6")
+    train(*argv, "--max_steps", "8", "--learning_rate", "0.5")
+    first, last = read_log(output, "validation_loss")
+    assert json.loads((output / "results.json").read_text())["validation"]["nll"] == pytest.approx(first)
+    assert first < last
+
+
 def test_what_a_power_cut_left_in_the_log_stops_no_run(tmp_path):
     lines = ['{"step": 1, "loss": 2.0}', "\0\0\0", "[3]", '{"loss": 1.0}', "[" * 5000, '{"step": 2, "lo']
     (tmp_path / "log.jsonl").write_bytes(b"\xff\n" + "\n".join(lines).encode())

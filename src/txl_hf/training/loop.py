@@ -313,12 +313,13 @@ class Training:
             nll = evaluate(model, text, evaluation, self.document_end, accelerator=self.accelerator).nll
         if not math.isfinite(nll):
             raise FloatingPointError(f"the validation loss is {nll} after step {self.step}: lower --learning_rate")
-        self.log({"validation_loss": nll, **figures(nll, "validation_")})
-        if self.accelerator.is_main_process:
-            plot(read_log(self.output / LOG), self.output / PLOT, evaluation.metric)
         if nll < self.best:
             self.best = nll
             self.save_model(model)
+        # A line of the log says that all of this is done.
+        self.log({"validation_loss": nll, **figures(nll, "validation_")})
+        if self.accelerator.is_main_process:
+            plot(read_log(self.output / LOG), self.output / PLOT, evaluation.metric)
 
     def evaluated_model(self) -> TransfoXLForCausalLM:
         """The average of the weights, once there is one."""
@@ -430,6 +431,10 @@ class Training:
                 f"{folder} has another model or optimiser: resume with the recipe and options of the run ({reason})"
             ) from error
         self.load_state(folder / STATE_NAME)
+        # The checkpoint was written before the validation after its step.
+        log = [line for line in read_log(self.output / LOG) if line["step"] <= self.step]
+        losses = {line["step"]: line["validation_loss"] for line in log if "validation_loss" in line}
+        self.best = min([self.best, *losses.values()])
         self.go_on_with_schedule()
         share = self.stream.batch_size // self.accelerator.num_processes
         first, rows = self.accelerator.process_index * share, share // len(self.memories)
