@@ -531,6 +531,28 @@ def test_an_extended_run_keeps_the_best_model_of_its_first_part(tmp_path, recipe
     assert first < last
 
 
+@pytest.mark.parametrize("method", ["validate", "save_model"])
+def test_an_extended_run_that_is_killed_in_its_last_validation_makes_up_for_it(
+    tmp_path, recipe, corpus, monkeypatch, method
+):
+    """What the first part left is not taken for the end of the whole."""
+    output = tmp_path / "output"
+    argv = [recipe, "--data", corpus, "--output", output, "--resume", "--eval_every", "100", "--scheduler", "constant"]
+    train(*argv, "--max_steps", "6")
+
+    def stopped(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Training, method, stopped)
+        with pytest.raises(SystemExit, match="stopped"):
+            train(*argv)
+    train(*argv)
+    first, last = read_log(output, "validation_loss")
+    assert json.loads((output / "results.json").read_text())["validation"]["nll"] == pytest.approx(last)
+    assert last < first
+
+
 def test_what_a_power_cut_left_in_the_log_stops_no_run(tmp_path):
     lines = ['{"step": 1, "loss": 2.0}', "\0\0\0", "[3]", '{"loss": 1.0}', "[" * 5000, '{"step": 2, "lo']
     (tmp_path / "log.jsonl").write_bytes(b"\xff\n" + "\n".join(lines).encode())

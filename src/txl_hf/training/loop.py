@@ -42,7 +42,6 @@ from .results import (
     BEST,
     LOG,
     PLOT,
-    RESULTS,
     changed_settings,
     cut_log,
     evaluate,
@@ -105,6 +104,7 @@ class Training:
         step: optimiser steps done; with it, the place in the stream is known.
         tokens: targets that were learned from until the last line of the log.
         best: the lowest validation loss, in nats.
+        validated: whether there was a validation after the step that the run goes on from.
         memories: for each chunk of this process's streams the `mems` and `mems_mask` that they go on from, neither at
             the beginning of the text.
         autocast: what calls of the model in training are put into.
@@ -149,7 +149,7 @@ class Training:
             process_index=self.accelerator.process_index,
         )
 
-        self.step, self.tokens, self.best = 0, 0, math.inf
+        self.step, self.tokens, self.best, self.validated = 0, 0, math.inf, False
         self.memories: list[dict[str, Any]] = [{} for _ in range(data.batch_chunk)]
         self.nll = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         self.targets = torch.zeros((), dtype=torch.int64, device=self.accelerator.device)
@@ -166,7 +166,7 @@ class Training:
         # The first step is shown at once.
         self.shown = -math.inf
         self.measured: tuple[int, float] | None = None
-        if self.step > 0 and self.validating() and not (self.output / RESULTS).exists():
+        if self.step > 0 and self.validating() and not self.validated:
             # It comes after its checkpoint.
             self.validate()
         self.model.train()
@@ -383,7 +383,7 @@ class Training:
         if self.accelerator.is_main_process:
             self.lock = lock_output(self.output, self.arguments.run)
             open_output(self.output, self.arguments, self.step, self.max_steps - self.step)
-            cut_log(self.output / LOG, self.step, validated=(self.output / RESULTS).exists())
+            cut_log(self.output / LOG, self.step)
             self.run_id = begin_run(self.output, checkpoint)
         self.accelerator.wait_for_everyone()
         self.accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": self.step + 1}})
@@ -435,6 +435,7 @@ class Training:
         log = [line for line in read_log(self.output / LOG) if line["step"] <= self.step]
         losses = {line["step"]: line["validation_loss"] for line in log if "validation_loss" in line}
         self.best = min([self.best, *losses.values()])
+        self.validated = self.step in losses
         self.go_on_with_schedule()
         share = self.stream.batch_size // self.accelerator.num_processes
         first, rows = self.accelerator.process_index * share, share // len(self.memories)

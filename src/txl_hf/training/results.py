@@ -51,6 +51,8 @@ def lock_output(output: Path, run: RunArguments) -> IO:
 def open_output(output: Path, arguments: Arguments, step: int, left: int):
     """Empty the folder of the run, or write the settings that it goes on with; what is new among them is said.
 
+    Results of a run that ends later now are removed, because their presence says that all is done.
+
     Args:
         step: the step of the checkpoint that the run goes on from; 0: it begins.
         left: how many steps are to come. None: what has trained the model stays as it was written.
@@ -73,6 +75,8 @@ def open_output(output: Path, arguments: Arguments, step: int, left: int):
             print(f"the run is done: {name} stays {old}, and {new} changes nothing", file=sys.stderr)
         elif old != new:
             print(f"from step {step} on {name} is {new}, until then {old}", file=sys.stderr)
+    if left:
+        (output / RESULTS).unlink(missing_ok=True)
     write_text(output / RECIPE, yaml.safe_dump(settings, sort_keys=False))
 
 
@@ -205,13 +209,9 @@ def _parse(line: str) -> Any:
         return None
 
 
-def cut_log(path: Path, step: int, validated: bool):
-    """Forget what came after a checkpoint, because it will come again; so does its validation, unless all is done."""
-    kept = [
-        line
-        for line in read_log(path)
-        if line["step"] < step or (line["step"] == step and (validated or "validation_loss" not in line))
-    ]
+def cut_log(path: Path, step: int):
+    """Forget the steps after a checkpoint, because they will come again."""
+    kept = [line for line in read_log(path) if line["step"] <= step]
     write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
