@@ -553,6 +553,16 @@ def test_an_extended_run_that_is_killed_in_its_last_validation_makes_up_for_it(
     assert last < first
 
 
+def test_a_run_goes_on_in_other_chunks_with_the_same_steps(tmp_path, recipe, corpus):
+    argv = [recipe, "--data", corpus, "--scheduler", "constant", "--output"]
+    train(*argv, tmp_path / "whole")
+    train(*argv, tmp_path / "cut", "--max_steps", "3")
+    train(*argv, tmp_path / "cut", "--batch_chunk", "2", "--resume")
+    for value in ("loss", "grad_norm"):
+        found, expected = (read_log(tmp_path / name, value) for name in ("cut", "whole"))
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
 def test_what_a_power_cut_left_in_the_log_stops_no_run(tmp_path):
     lines = ['{"step": 1, "loss": 2.0}', "\0\0\0", "[3]", '{"loss": 1.0}', "[" * 5000, '{"step": 2, "lo']
     (tmp_path / "log.jsonl").write_bytes(b"\xff\n" + "\n".join(lines).encode())

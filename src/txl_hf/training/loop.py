@@ -422,6 +422,8 @@ class Training:
         try:
             with data_only():
                 self.accelerator.load_state(str(folder))
+                # Accelerate counts the parts of steps, and a step may be of more or fewer parts now.
+                self.accelerator.step = 0
                 if self.averaged is not None:
                     self.averaged.load_state_dict(torch.load(folder / AVERAGE_NAME, map_location="cpu"))
         except Exception as error:
