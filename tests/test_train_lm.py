@@ -563,6 +563,17 @@ def test_a_run_goes_on_in_other_chunks_with_the_same_steps(tmp_path, recipe, cor
         np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
+def test_streams_that_were_rolled_go_on_where_they_were(tmp_path, capsys, recipe, corpus):
+    """Another seed, or none, would begin them elsewhere."""
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output", "--resume", "--max_steps"]
+    train(*argv, "3", "--roll", "true", "--seed", "1")
+    settings = (tmp_path / "output" / "recipe.yaml").read_text()
+    for options, now in (["--roll", "true", "--seed", "2"], 2), (["--seed", "1"], None):
+        message = refused(capsys, *argv, "6", *options)
+        assert f"at {{'roll_seed': 1}}, but the training would go on at {{'roll_seed': {now}}}: " in message
+    assert (tmp_path / "output" / "recipe.yaml").read_text() == settings
+
+
 def test_what_a_power_cut_left_in_the_log_stops_no_run(tmp_path):
     lines = ['{"step": 1, "loss": 2.0}', "\0\0\0", "[3]", '{"loss": 1.0}', "[" * 5000, '{"step": 2, "lo']
     (tmp_path / "log.jsonl").write_bytes(b"\xff\n" + "\n".join(lines).encode())
@@ -1043,7 +1054,7 @@ def test_folders_that_are_refused(tmp_path, capsys, recipe, corpus):
     reason = f"(d_inner was {RECIPE['d_inner']} and is 20)"
     assert message.endswith(f"has another model or optimiser: resume with the recipe and options of the run {reason}")
     message = refused(capsys, recipe, *options, output, "--resume", "--batch_size", "2")
-    assert "is from a stream at" in message and "resume with the same text, batch size and lengths" in message
+    assert "is from a stream at" in message and "resume with the same text, batch size, lengths and seed" in message
     assert (output / "recipe.yaml").read_text() == settings
 
 

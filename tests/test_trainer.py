@@ -605,7 +605,7 @@ def test_nothing_to_resume(tmp_path, saved_run):
     make_trainer(tmp_path, save_only_model=True, **SAVING).train()
     with pytest.raises(ValueError, match="holds the model only"):
         make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
-    with pytest.raises(ValueError, match="same text, batch size and lengths"):
+    with pytest.raises(ValueError, match="same text, batch size, lengths and seed"):
         make_trainer(tmp_path, stream=TokenStream(make_text(401), 5, 4)).train(
             resume_from_checkpoint=str(saved_run[0] / "checkpoint-10")
         )

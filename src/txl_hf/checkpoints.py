@@ -369,7 +369,7 @@ def load_mems(
         then, now = ({name: place.get(name) for name in sorted(differing)} for place in (saved, position))
         raise ValueError(
             f"{folder} is from a stream at {then}, but the training would go on at {now}: resume with the "
-            "same text, batch size and lengths"
+            "same text, batch size, lengths and seed"
         )
     with safe_open(folder / MEMS_NAME, "pt") as file:
         if layers == 0:

@@ -53,6 +53,7 @@ from .results import (
 )
 from .setup import (
     PRECISIONS,
+    RolledStream,
     check_evaluation,
     check_texts,
     find_document_end,
@@ -463,4 +464,5 @@ class Training:
     def position(self) -> dict[str, Any]:
         """Where the run is in the stream that it reads."""
         names = ("batch_size", "segment_length", "ext_len", "varlen_seed", "steps", "fingerprint", "documents")
-        return {"step": self.step, **{name: getattr(self.stream, name) for name in names}}
+        rolled = {"roll_seed": self.stream.seed} if isinstance(self.stream, RolledStream) else {}
+        return {"step": self.step, **{name: getattr(self.stream, name) for name in names}, **rolled}
