@@ -7,6 +7,7 @@ import argparse
 import ast
 import difflib
 import json
+import math
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -327,6 +328,8 @@ def check_arguments(arguments: Arguments):
     optimization, run = arguments.optimization, arguments.run
     if (optimization.max_steps is None) == (optimization.max_epochs is None):
         raise ValueError("set one of --max_steps and --max_epochs")
+    if optimization.max_epochs is not None and not 0 < optimization.max_epochs < math.inf:
+        raise ValueError(f"--max_epochs is {optimization.max_epochs:g}, but must be above 0, and finite")
     check_rates(optimization)
     if not run.smoke:
         for name, value in (("data", arguments.data.data), ("output", run.output)):

@@ -135,7 +135,7 @@ class Training:
         model = make_model(config, model_arguments, run)
         # A checkpoint brings its own.
         fill_special_tokens(model.generation_config, self.tokenizer, self.document_end)
-        self.averaged = make_average(model, optimization, self.accelerator)
+        self.averaged = make_average(model, optimization, self.max_steps, self.accelerator)
         self.regularizer = regularize(model, regularization) if any(vars(regularization).values()) else None
         optimizer = make_optimizer(model, optimization)
         # Not prepared: a prepared one takes a step for each process.

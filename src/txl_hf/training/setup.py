@@ -378,10 +378,15 @@ def stable_decay(arguments: OptimizationArguments, max_steps: int) -> Callable[[
 
 
 def make_average(
-    model: TransfoXLForCausalLM, arguments: OptimizationArguments, accelerator: Accelerator
+    model: TransfoXLForCausalLM, arguments: OptimizationArguments, max_steps: int, accelerator: Accelerator
 ) -> AveragedModel | None:
     if arguments.average == "none":
         return None
+    if arguments.average_start >= max_steps:
+        raise ValueError(
+            f"--average_start is {arguments.average_start}, but must be less than all {max_steps} steps, so that "
+            "something is averaged"
+        )
     if accelerator.distributed_type == DistributedType.FSDP:
         raise ValueError(f"--average {arguments.average} needs whole weights, which FSDP does not keep: use none")
     average = get_ema_multi_avg_fn(arguments.ema_decay) if arguments.average == "ema" else None
