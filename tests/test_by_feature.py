@@ -500,6 +500,16 @@ def test_an_agent_goes_on_as_if_it_had_not_been_stopped(script, tmp_path, capsys
     assert row["memory"] == "transfo-xl" and (tmp_path / "whole" / "agents.png").stat().st_size > 5000
 
 
+def test_an_agent_that_was_finished_within_a_block_learns_further(script, tmp_path):
+    module = script("memory_agent")
+    module.Run(agent_options(module, tmp_path, "--steps", "120")).train()
+    run = module.Run(agent_options(module, tmp_path, "--steps", "200", "--resume"))
+    assert run.update == 3 and run.options.block == 2
+    run.train()
+    result = json.loads((run.folder / "result.json").read_text())
+    assert run.update == 5 and result["steps"] == 200
+
+
 def test_tasks_that_are_not_installed_are_named(script, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "popgym", None)
     monkeypatch.setitem(sys.modules, "popgym.envs", None)

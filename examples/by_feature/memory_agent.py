@@ -340,9 +340,10 @@ class Run:
         writer = SummaryWriter(self.folder, purge_step=self.update * self.steps_per_update)
         total = self.updates * self.steps_per_update
         bar = tqdm(total=total, initial=self.update * self.steps_per_update, unit="step", desc=self.folder.name)
+        first = self.update  # Within a block, where a finished run has more steps now.
         while self.update < self.updates:
             started = time.perf_counter()
-            if self.update % options.block == 0:
+            if self.update == first or self.update % options.block == 0:
                 self.begin_block()
             for group in self.optimizer.param_groups:
                 group["lr"] = options.learning_rate * (1 - self.update / self.updates)
