@@ -86,6 +86,26 @@ def test_words_and_characters(make_metric):
     assert (result["tokens"], result["words"], result["characters"]) == (10, 4, 25)
 
 
+@pytest.mark.parametrize("name", ["words", "characters"])
+def test_counts_of_some_entries_are_no_counts_of_all(make_metric, name):
+    metric = make_metric()
+    metric.add_batch(nll=[10.0], tokens=[5], **{name: [2]})
+    metric.add_batch(nll=[10.0, 3.0], tokens=[5, 2])
+    metric.add(nll=1.0, tokens=1)
+    with pytest.raises(ValueError, match=rf"{name} is missing for 3 of 4 entries \(1, 2, 3; the first is 0\)"):
+        metric.compute()
+
+
+def test_an_entry_without_tokens_needs_no_counts(make_metric):
+    """As of a process that has no part of the text."""
+    metric = make_metric()
+    metric.add_batch(nll=[0.0], tokens=[0])
+    metric.add_batch(nll=[6.0], tokens=[3], words=[2], characters=[8])
+    result = metric.compute()
+    assert (result["words"], result["characters"]) == (2, 8)
+    assert result["perplexity_per_word"] == pytest.approx(math.exp(3))
+
+
 def test_computed_at_once_and_again(make_metric):
     metric = make_metric()
     first = metric.compute(nll=[1.0], tokens=[2])

@@ -16,7 +16,8 @@ _INPUTS = """
 Args:
     nll: summed negative log-likelihood of each entry in nats, (B,).
     tokens: scored tokens of each entry, (B,).
-    words, characters: words and characters that these tokens stand for, (B,); optional.
+    words, characters: words and characters that these tokens stand for, (B,); each for all entries with tokens, or for
+        none.
 
 Returns of `compute`, in process 0 (None in others), a dict:
     nll: mean negative log-likelihood of a token, in nats.
@@ -24,6 +25,9 @@ Returns of `compute`, in process 0 (None in others), a dict:
     bits_per_token: nll in bits.
     tokens: how many tokens were scored.
     perplexity_per_word, words; bits_per_character, characters: where they were counted.
+
+Raises of `compute`:
+    ValueError: no token was scored, or words or characters were counted for some entries only.
 
 Example:
 
@@ -73,9 +77,10 @@ class LanguageModelMetric(evaluate.Metric):
         inputs = {"nll": nll, "tokens": tokens, "words": words, "characters": characters}
         super().add_batch(**{name: _entries(name, values, length) for name, values in inputs.items()})
 
-    def add(self, *, nll, tokens, words=0, characters=0) -> None:
+    def add(self, *, nll, tokens, words=None, characters=None) -> None:
         """Add one entry; see `inputs_description`."""
-        self.add_batch(nll=[nll], tokens=[tokens], words=[words], characters=[characters])
+        entry = {"nll": nll, "tokens": tokens, "words": words, "characters": characters}
+        self.add_batch(**{name: None if value is None else [value] for name, value in entry.items()})
 
     def _compute(self, *, nll, tokens, words, characters) -> dict[str, Any]:
         total, counted = math.fsum(nll), sum(tokens)
@@ -83,17 +88,30 @@ class LanguageModelMetric(evaluate.Metric):
             raise ValueError("no token was scored: the entries added have tokens=0 altogether")
         mean = total / counted
         result = {"nll": mean, **figures(mean), "tokens": counted}
-        if count := sum(words):
+        if count := _total("words", words, tokens):
             result |= {"perplexity_per_word": perplexity(total / count), "words": count}
-        if count := sum(characters):
+        if count := _total("characters", characters, tokens):
             result |= {"bits_per_character": bits(total / count), "characters": count}
         return result
 
 
+def _total(name: str, counts: list[int | None], tokens: list[int]) -> int:
+    """The sum of what was counted for all entries that have tokens, or for none: 0."""
+    given = [count for count in counts if count is not None]
+    missing = [i for i, count in enumerate(counts) if count is None and tokens[i]]
+    if given and missing:
+        shown = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
+        raise ValueError(
+            f"{name} is missing for {len(missing)} of {len(counts)} entries ({shown}; the first is 0): count {name} "
+            "for all, or for none"
+        )
+    return sum(given)
+
+
 def _entries(name: str, values, length: tuple[int, ...]) -> np.ndarray:
-    """A checked array, of zeros where there are no values."""
-    if values is None and name != "nll":
-        return np.zeros(length, dtype=np.int64)
+    """A checked array, of None where nothing was counted."""
+    if values is None and name in ("words", "characters"):
+        return np.full(length, None)
     entries = np.asarray(_on_cpu(values))
     if entries.ndim != 1 or entries.shape != length:
         raise ValueError(
