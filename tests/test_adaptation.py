@@ -84,20 +84,21 @@ def test_the_formulas(make_model, make_ids, settings, with_statistics, batch_siz
     assert result.dynamic == dynamic.describe()
 
 
-def test_rate_0_is_a_static_evaluation(make_model, make_ids):
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.float64, 1e-6)], ids=str)
+def test_rate_0_is_a_static_evaluation(make_model, make_ids, dtype, atol):
     """Bit for bit one that remembers states too; a static evaluation remembers them projected."""
-    model, ids = make_model(), make_ids(1, 90)[0]
+    model, ids = make_model().to(dtype), make_ids(1, 90)[0]
     mems, losses = None, []
     for start in range(0, 44, 7):
         part = ids.view(2, -1)[:, start : start + 8]
         outputs = model(part[:, :-1], shift_labels=part[:, 1:], mems=mems)
         mems = outputs.mems
-        losses.append(outputs.losses.detach())
+        losses.append(outputs.losses.detach().float())
     static = token_losses(model, ids, 7, batch_size=2)
     for dynamic in (DynamicEvaluation(0.0), DynamicEvaluation(0.0, decay=0.5, statistics=ids[:40])):
         found = token_losses(model, ids, 7, batch_size=2, dynamic=dynamic)
         assert torch.equal(found, torch.cat(losses, dim=1).flatten())
-        torch.testing.assert_close(found, static, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found, static, rtol=0, atol=atol)
         result = evaluate_language_model(model, ids, 7, batch_size=2, dynamic=dynamic)
         assert result.nll == pytest.approx(static.double().mean().item(), abs=1e-6)
         warmed = token_losses(model, ids, 7, batch_size=2, warm_up=9, dynamic=dynamic)

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import math
+import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -214,8 +216,30 @@ def test_a_long_text_moves_piece_by_piece(monkeypatch, accelerator, ext_len):
     monkeypatch.setattr(reading, "TOKENS_AT_ONCE", 24)
     for module in (evaluation, reading):
         monkeypatch.setattr(module, "TOKENS_MOVED", 30)
+    moves = count_moves(monkeypatch)
     found = token_losses(MODEL, text(90), **protocol, accelerator=accelerator)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    # Of the eight segments, two are in a piece of the text and in a call of the softmax, and three in a piece of the
+    # losses; processes share these in three pieces more.
+    assert moves == {"txl_hf.reading": 4 + 4, "txl_hf.evaluation": 3 if accelerator is None else 3 + 3}
+
+
+def count_moves(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often each of the modules that read a text says where a tensor is to be."""
+    counts: Counter[str] = Counter()
+
+    def counted(move):
+        def moved(tensor, *args, **options):
+            caller = sys._getframe(1).f_globals["__name__"]
+            if caller in (evaluation.__name__, reading.__name__):
+                counts[caller] += 1
+            return move(tensor, *args, **options)
+
+        return moved
+
+    for name in ("to", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name)))
+    return counts
 
 
 def test_settings_of_the_evaluation_only():

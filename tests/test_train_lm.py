@@ -397,6 +397,7 @@ def test_adam_has_its_decay_in_the_gradient_and_adamw_beside_it(tmp_path, make_m
     assert type(optimizer) is kind
     for group in optimizer.param_groups:
         assert (group["weight_decay"], group["betas"], group["eps"]) == (0.1, (0.9, 0.98), 1e-5)
+        assert group["fused"]
     parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     assert sorted(parameters) == sorted(map(id, model.parameters()))
 
