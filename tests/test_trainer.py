@@ -31,6 +31,7 @@ from transformers import (
     TrainerCallback,
     default_data_collator,
 )
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import launcher
 import txl_hf.trainer
@@ -575,6 +576,32 @@ def test_a_memory_that_grows_in_training(tmp_path):
     for step in (5, 10):
         checkpoint = str(tmp_path / "growing" / f"checkpoint-{step}")
         assert losses("resumed", 2, constant.model.config.mem_len, resume_from_checkpoint=checkpoint) == whole
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_step_end"])
+def test_a_checkpoint_on_sigterm_is_resumed_bit_for_bit(tmp_path, event):
+    """Wherever in a step it is asked for: weights, memory and random numbers are of one moment."""
+
+    def make() -> TransfoXLTrainer:
+        return make_trainer(tmp_path, make_model(dropout=0.1), max_steps=8, enable_jit_checkpoint=True)
+
+    class Asking(TrainerCallback):
+        def ask(self, args, state, control, **kwargs):
+            manager.is_checkpoint_requested |= state.global_step == 4
+
+    whole, asking = make(), Asking()
+    whole.train()
+    setattr(asking, event, asking.ask)
+    stopped = make()
+    [sigterm] = (each for each in stopped.callback_handler.callbacks if isinstance(each, JITCheckpointCallback))
+    manager = sigterm.jit_manager
+    stopped.callback_handler.callbacks.insert(0, asking)
+    stopped.train()
+    step = 5 if event == "on_pre_optimizer_step" else 4
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{step}"]
+    resumed = make()
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed)[step - 8 :] == logged(whole)[step:] and len(logged(whole)) == 8
 
 
 @pytest.mark.parametrize("damage", ["truncated", "missing", "unlisted"])

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainingArguments, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy
 
 from .cards import METRICS, RESULTS, results_of_folder, to_results
@@ -118,6 +119,10 @@ class TransfoXLTrainer(Trainer):
         if regularization is not None and self._regularizer is None:
             self._regularizer = regularize(self.model, regularization)
         _check_arguments(self.args)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, JITCheckpointCallback):
+                # The memory has read a segment then that the weights are yet to learn from. The step's end saves both.
+                callback.on_pre_optimizer_step = super(JITCheckpointCallback, callback).on_pre_optimizer_step
         self._check_batch_size(
             "train_dataset",
             self.train_dataset,
