@@ -471,6 +471,42 @@ def test_evaluation_leaves_the_memory_of_the_training_alone(tmp_path):
     assert len(logged(trainers[1], "eval_a_loss")) == len(logged(trainers[1], "eval_b_loss")) == 4
 
 
+@pytest.mark.parametrize("kind", ["TextStream", "varying lengths"])
+def test_an_evaluation_of_the_training_stream_leaves_the_training_alone(tmp_path, kind):
+    """It is of the first epoch, from its beginning, while the training is in the middle of its second."""
+
+    def make():
+        return (
+            text_stream(make_text(301), 5, 4)
+            if kind == "TextStream"
+            else TokenStream(make_text(301), 12, 4, varlen_seed=0)
+        )
+
+    losses, evaluations = [], {"eval_strategy": "steps", "eval_steps": 2}
+    for changes in ({}, evaluations):
+        stream = make()
+        trainer = make_trainer(tmp_path, stream=stream, trainer={"eval_dataset": stream}, **changes, **SGD)
+        trainer.train()
+        losses.append(logged(trainer))
+    assert losses[0] == losses[1] and trainer.state.global_step == 20 > len(list(make())) // 4
+    again = trainer.evaluate()["eval_loss"]
+    trainer.create_model_card()
+    assert set(results_of_card(tmp_path)) == {"train"}
+    assert again == trainer.evaluate(make())["eval_loss"] == logged(trainer, "eval_loss")[-3]
+
+
+def test_an_evaluation_that_never_ends_is_refused(tmp_path):
+    endless = text_stream(make_text(301), 5, 4, epochs=None)
+    message = "is a TextStream with epochs=None, which never ends: make it with epochs=1"
+    with pytest.raises(ValueError, match=f"held-out {message}"):
+        make_trainer(tmp_path, trainer={"eval_dataset": {"held-out": endless}})
+    trainer = make_trainer(tmp_path, stream=endless)
+    with pytest.raises(ValueError, match=f"eval_dataset {message}"):
+        trainer.evaluate(endless)
+    with pytest.raises(ValueError, match=f"test_dataset {message}"):
+        trainer.predict(endless)
+
+
 @pytest.mark.parametrize("label", ["labels", "shift_labels"])
 def test_either_label_alone_gives_an_evaluation_loss(tmp_path, label):
     class Labelled(TokenStream):

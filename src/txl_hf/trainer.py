@@ -1,5 +1,6 @@
 """`Trainer` with memory: what each stream remembers is carried from step to step, evaluated apart, and saved."""
 
+import copy
 import os
 import re
 import shutil
@@ -85,7 +86,7 @@ class TransfoXLTrainer(Trainer):
     read in order, whatever `train_sampling_strategy` says. A loader that breaks continuity is refused.
 
     * Memory begins empty (see `initial_memory`) in every epoch and every evaluation; evaluation leaves that of the
-      training as it was.
+      training as it was. It may be of `train_dataset` itself, of which it reads a copy, from the beginning.
     * The loss of a step is the mean over its targets in all micro-batches and processes, however many are -100.
       `eval_loss` is the mean over all targets likewise.
     * Logs gain `perplexity`, `bits_per_token` (bits per character of a character-level model) and
@@ -133,11 +134,14 @@ class TransfoXLTrainer(Trainer):
         named = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval_dataset": self.eval_dataset}
         for name, dataset in named.items():
             self._check_batch_size(name, dataset, "per_device_eval_batch_size", self.args.eval_batch_size)
+            _check_ends(name, dataset)
         if self.args.label_names is None:
             self.label_names = ["shift_labels"]
         self._memory, self._sums = _Memory(), _Sums()
         # Which evaluations read the text of the training: by the prefix of their figures, and the step.
         self._of_training: dict[tuple[str, int], bool] = {}
+        # The training dataset, and its copy that evaluations read.
+        self._copied: tuple[Any, Any] = None, None
         self._resumed_from: Path | None = None
         self._run: str | None = None
         self._trained_since = 0.0
@@ -190,12 +194,22 @@ class TransfoXLTrainer(Trainer):
         elif isinstance(eval_dataset, str):
             eval_dataset = self.eval_dataset[eval_dataset]
         self._check_loader(loader, eval_dataset, "eval_dataset")
+        _check_ends("eval_dataset", eval_dataset)
         return loader
 
     def get_test_dataloader(self, test_dataset) -> DataLoader:
         loader = super().get_test_dataloader(test_dataset)
         self._check_loader(loader, test_dataset, "test_dataset")
+        _check_ends("test_dataset", test_dataset)
         return loader
+
+    def _get_dataloader(self, dataset, *args, is_training=False, **kwargs) -> DataLoader:
+        if dataset is self.train_dataset and not is_training:
+            # An evaluation begins anew, in the first epoch, while the training stays where it is.
+            if self._copied[0] is not dataset:
+                self._copied = dataset, copy.copy(dataset)
+            dataset = self._copied[1]
+        return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
 
     def _get_train_sampler(self, train_dataset=None):
         dataset = self.train_dataset if train_dataset is None else train_dataset
@@ -358,7 +372,8 @@ class TransfoXLTrainer(Trainer):
 
     def _is_of_training(self, dataset) -> bool:
         text = getattr(self.train_dataset, "fingerprint", None)
-        return dataset is self.train_dataset or (text is not None and getattr(dataset, "fingerprint", None) == text)
+        same = text is not None and getattr(dataset, "fingerprint", None) == text
+        return same or dataset is self.train_dataset or dataset is self._copied[1]
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         if self.args.label_names is None:
@@ -528,6 +543,12 @@ def _check_whole(name: str, dataset):
             f"{name} is a TextStream of {len(dataset.rows)} of its {dataset.batch_size} rows, the share of one "
             "process: make it without num_processes and process_index, TransfoXLTrainer hands each process its rows"
         )
+
+
+def _check_ends(name: str, dataset):
+    """Refuse an evaluation of a text that is read again and again."""
+    if isinstance(dataset, TextStream) and dataset.epochs is None:
+        raise ValueError(f"{name} is a TextStream with epochs=None, which never ends: make it with epochs=1")
 
 
 def _check_arguments(args: TrainingArguments):
