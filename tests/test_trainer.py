@@ -49,7 +49,7 @@ from trainer_process import (
 )
 from txl_hf import TokenStream, TransfoXLTokenizer, TransfoXLTrainer, evaluate_language_model
 from txl_hf.cards import to_results
-from txl_hf.checkpoints import last_checkpoint
+from txl_hf.checkpoints import last_checkpoint, read_position
 from txl_hf.memory_transfo_xl import memory_of
 from txl_hf.training.arguments import OptimizationArguments
 from txl_hf.training.setup import make_optimizer
@@ -584,6 +584,77 @@ def test_resuming_with_other_accumulation(tmp_path, saved_run, accumulation, mon
     trainer.train(resume_from_checkpoint=str(saved_run[0] / "checkpoint-10"))
     np.testing.assert_allclose(logged(trainer)[10:], saved_run[1][10:], rtol=1e-5)
     assert "missing keys" not in caplog.text, "tied tensors are written once"
+
+
+class At(TrainerCallback):
+    """Sets something of the control at the end of a step."""
+
+    def __init__(self, **steps: int):
+        self.steps = steps
+
+    def on_step_end(self, args, state, control, **kwargs):
+        for name, step in self.steps.items():
+            if state.global_step == step:
+                setattr(control, name, True)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_text_without_a_length_is_resumed_in_its_later_epochs(tmp_path, accumulation):
+    """At the end of an epoch and in its middle."""
+    size = {"per_device_train_batch_size": 4 // accumulation, "gradient_accumulation_steps": accumulation}
+
+    def train(folder, resume=False, **steps) -> list[float]:
+        trainer = make_trainer(
+            tmp_path / folder,
+            make_model(dropout=0.1),
+            text_stream(make_text(301), 5, 4),
+            max_steps=33,
+            trainer={"callbacks": [At(**steps)]},
+            **size,
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return logged(trainer)
+
+    assert len(list(text_stream(make_text(301), 5, 4))) == 13 * 4
+    whole = train("whole")
+    assert len(whole) == 33
+    for step in (13, 17, 29):
+        train(str(step), should_save=step, should_training_stop=step)
+        assert train(str(step), resume=True) == whole
+
+
+def test_at_the_end_of_an_epoch_nothing_is_remembered(tmp_path):
+    """Of a text with a length and of one without."""
+    for stream in (TokenStream(make_text(261), 5, 4), text_stream(make_text(301), 5, 4)):
+        make_trainer(tmp_path, stream=stream, max_steps=27, save_strategy="epoch").train()
+        for step, epoch in ((13, 1), (26, 2)):
+            position, layers = read_position(tmp_path / f"checkpoint-{step}")
+            assert (position["epoch"], position["step"], layers) == (epoch, 0, 0)
+
+
+def test_epochs_that_a_callback_ends(tmp_path):
+    """A run is resumed in the epoch that it was in, where it was."""
+
+    def train(folder, resume=False, **steps) -> list[float]:
+        trainer = make_trainer(tmp_path / folder, trainer={"callbacks": [At(**steps)]})
+        trainer.train(resume_from_checkpoint=resume)
+        return logged(trainer)
+
+    whole = train("whole", should_epoch_stop=3)
+    train("stopped", should_epoch_stop=3, should_save=5, should_training_stop=5)
+    assert train("stopped", resume=True) == whole and len(whole) == 3 + 15
+
+
+def test_a_text_that_was_begun_anew_is_gone_on_with(tmp_path):
+    """After `ignore_data_skip` a step of the text is another than that of the training."""
+    trainers = []
+    for resume, stop, skip in ((False, 4, False), (True, 7, True), (True, 12, False)):
+        callbacks = [At(should_save=stop, should_training_stop=stop)]
+        trainers.append(make_trainer(tmp_path, max_steps=12, ignore_data_skip=skip, trainer={"callbacks": callbacks}))
+        trainers[-1].train(resume_from_checkpoint=resume)
+    whole = make_trainer(tmp_path, max_steps=12, ignore_data_skip=True)
+    whole.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert logged(trainers[-1]) == logged(whole) and len(logged(whole)) == 12
 
 
 class GrowingMemory(TrainerCallback):

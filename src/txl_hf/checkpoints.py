@@ -43,6 +43,7 @@ __all__ = [
     "last_checkpoint",
     "list_checkpoints",
     "load_mems",
+    "read_position",
     "remove_old_checkpoints",
     "save_mems",
 ]
@@ -178,7 +179,7 @@ def checkpoint_problem(folder: Path) -> str | None:
                 _check_readable(path, path.relative_to(folder).as_posix())
         if MEMS_NAME not in files:
             return "it holds the model only (save_only_model=True)"
-        _read_position(folder / MEMS_NAME)
+        read_position(folder)
     except ValueError as error:
         return str(error)
     except OSError as error:
@@ -363,7 +364,7 @@ def load_mems(
     Raises:
         ValueError: they are those of another position, or of another text or layout.
     """
-    saved, layers = _read_position(folder / MEMS_NAME)
+    saved, layers = read_position(folder)
     differing = {name for name in {*saved, *position} if saved.get(name) != position.get(name)}
     if differing:
         then, now = ({name: place.get(name) for name in sorted(differing)} for place in (saved, position))
@@ -385,15 +386,15 @@ def load_mems(
         ]
 
 
-def _read_position(path: Path) -> tuple[dict[str, Any], int]:
+def read_position(folder: Path) -> tuple[dict[str, Any], int]:
     """Where a training was when it wrote its memory, and how many layers that has.
 
     Raises:
         ValueError: it was not written by `save_mems`.
     """
-    with safe_open(path, "pt") as file:
+    with safe_open(folder / MEMS_NAME, "pt") as file:
         position = json.loads((file.metadata() or {}).get("position", "null"))
         names = set(file.keys()) - {MASK}
         if not isinstance(position, dict) or {str(layer) for layer in range(len(names))} != names:
-            raise ValueError(f"it is damaged ({path.name} says no position, or holds other tensors than layers)")
+            raise ValueError(f"it is damaged ({MEMS_NAME} says no position, or holds other tensors than layers)")
     return position, len(names)

@@ -30,7 +30,8 @@ class TextStream(IterableDataset):
     `state_dict` and `load_state_dict` go on after a whole number of steps, bit for bit, also on another number of
     processes; the documents that were read are read again then, but not tokenised. A `DataLoader` must read in the
     process itself (`num_workers=0`) for the state to be that of what it returned. Reading on from the beginning and
-    skipping batches, as `Trainer` resumes, gives the same.
+    skipping batches, as `Trainer` resumes, gives the same; but plain `Trainer` knows of one epoch alone then, so that
+    it needs `epochs=None`.
 
     Args:
         texts: what can be iterated over more than once, or a function that returns an iterator: of strings, or of

@@ -29,6 +29,7 @@ from .checkpoints import (
     finish_checkpoint,
     last_checkpoint,
     load_mems,
+    read_position,
     remove_old_checkpoints,
     save_mems,
 )
@@ -47,21 +48,26 @@ HELD_OUT, TRAINING = ("validation", "held-out text"), ("train", "training text")
 
 @dataclass
 class _Memory:
-    """The mems of each micro-batch of a step.
+    """The mems of each micro-batch of a step, and where in the text they are from.
 
     Args:
         memories: for each micro-batch `mems` and `mems_mask` of its rows on this process, neither at the beginning of
             the text.
         micro_batch: which of them is next.
+        epoch: the one that is read.
+        step: how many of its steps were read.
     """
 
     memories: list[dict[str, Any]] = field(default_factory=lambda: [{}])
     micro_batch: int = 0
+    epoch: int = 0
+    step: int = 0
 
     def replace(self, memory: dict[str, Any]):
         """Keep the memory of the current micro-batch and go on to the next one."""
         self.memories[self.micro_batch] = memory
         self.micro_batch = (self.micro_batch + 1) % len(self.memories)
+        self.step += self.micro_batch == 0
 
 
 @dataclass
@@ -95,7 +101,8 @@ class TransfoXLTrainer(Trainer):
       penalty to what is minimised: its mean over micro-batches and processes. The losses that are logged are without.
     * Checkpoints hold the memory, in the order of the streams so that another number of processes or of accumulation
       steps can go on, and appear under their name when they are complete. Older ones go only after that.
-      `train(resume_from_checkpoint=True)` takes the last complete one.
+      `train(resume_from_checkpoint=True)` takes the last complete one. A training is resumed in the epoch and at the
+      step that the memory is from, whatever the step of the training.
 
     Raises:
         ValueError: settings under which memory cannot be carried; the message names the fix.
@@ -260,11 +267,21 @@ class TransfoXLTrainer(Trainer):
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
+    def _init_training_state(self, *args, **kwargs) -> tuple[int, int]:
+        """As in `Trainer`, but a training is resumed where its memory is from, however long its epochs were."""
+        epoch, batches = super()._init_training_state(*args, **kwargs)
+        self._memory = self._empty_memory(epoch)
+        if self._resumed_from is not None and not self.args.ignore_data_skip:
+            self._memory = self._load_memory(self._resumed_from)
+            epoch, batches = self._memory.epoch, self._memory.step * self.args.gradient_accumulation_steps
+        return epoch, batches
+
     def _run_epoch(self, **kwargs) -> None:
         """An epoch begins at the beginning of the text, but for one that is resumed."""
-        self._memory = _Memory([{} for _ in range(self.args.gradient_accumulation_steps)])
         if kwargs["epoch"] == kwargs["epochs_trained"]:
             self._begin_training(Path(self._get_output_dir(kwargs["trial"])))
+        else:
+            self._memory = self._empty_memory(kwargs["epoch"])
         # Trainer takes one step more when it resumes a run that is done.
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(**kwargs)
@@ -273,14 +290,18 @@ class TransfoXLTrainer(Trainer):
 
     def _begin_training(self, output_dir: Path):
         self._tokens, self._counted_since = 0, time.perf_counter()
-        if self._resumed_from is not None and not self.args.ignore_data_skip:
-            self._memory.memories = self._load_memory(self._resumed_from)
         if self.args.should_save and self.args.save_strategy != SaveStrategy.NO:
             self._run = begin_run(output_dir, self._resumed_from)
+
+    def _empty_memory(self, epoch: int) -> _Memory:
+        return _Memory([{} for _ in range(self.args.gradient_accumulation_steps)], epoch=epoch)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         self._memory.micro_batch = 0
         batches, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not batches and self._memory.step > 0:
+            # The end of a text without a length.
+            self._memory = self._empty_memory(self._memory.epoch + 1)
         self._tokens = self._tokens + (0 if targets is None else targets)
         return batches, targets
 
@@ -490,20 +511,21 @@ class TransfoXLTrainer(Trainer):
         missing = [name for name in load_result.missing_keys if name not in self.model.all_tied_weights_keys]
         super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
-    def _position(self) -> dict[str, Any]:
-        """Where the training is in its stream: derived from the steps done, because loaders read ahead."""
+    def _position(self, memory: _Memory) -> dict[str, Any]:
+        """Where a memory is from: counted in steps that were learned from, because loaders read ahead."""
         streams = self.train_dataset.batch_size
-        position = {"batch_size": streams, "step": self.state.global_step}
+        position = {"batch_size": streams, "epoch": memory.epoch, "step": memory.step}
         for name in ("segment_length", "ext_len", "varlen_seed", "fingerprint", "documents"):
             if hasattr(self.train_dataset, name):
                 position[name] = getattr(self.train_dataset, name)
         if not isinstance(self.train_dataset, IterableDataset):
             position["steps"] = len(self.train_dataset) // streams
-            position["step"] %= position["steps"]
+            if memory.step == position["steps"]:
+                position |= {"epoch": memory.epoch + 1, "step": 0}
         return position
 
     def _save_memory(self, folder: Path):
-        position, memories = self._position(), self._memory.memories
+        position, memories = self._position(self._memory), self._memory.memories
         layers, mask = [], None
         # At the end of an epoch nothing is remembered any more.
         if position["step"] > 0 and memories[0]:
@@ -516,12 +538,15 @@ class TransfoXLTrainer(Trainer):
         """What each micro-batch of each process has, in the order of the streams."""
         return torch.cat([self.accelerator.gather(part.contiguous()) for part in parts]).cpu()
 
-    def _load_memory(self, folder: Path) -> list[dict[str, Any]]:
-        """The memory of each micro-batch of this process."""
-        micro_batches, position = self.args.gradient_accumulation_steps, self._position()
+    def _load_memory(self, folder: Path) -> _Memory:
+        """That of the rows of this process."""
+        memory, (saved, _) = self._empty_memory(0), read_position(folder)
+        memory.epoch, memory.step = saved.get("epoch", 0), saved.get("step", 0)
+        micro_batches, position = self.args.gradient_accumulation_steps, self._position(memory)
         rows = position["batch_size"] // (micro_batches * self.args.world_size)
         starts = [(a * self.args.world_size + self.args.process_index) * rows for a in range(micro_batches)]
-        return load_mems(folder, position, starts, rows, self.args.device)
+        memory.memories = load_mems(folder, position, starts, rows, self.args.device)
+        return memory
 
 
 def _modified(path: Path) -> float:
