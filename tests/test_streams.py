@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from txl_hf import TokenStream, evaluate_language_model
+from txl_hf import TextStream, TokenStream, TransfoXLTokenizer, evaluate_language_model
 from txl_hf.columns import open_tokens
 from txl_hf.streams import check_loader, varying_ends
 
@@ -544,10 +544,38 @@ def test_loaders_of_iterable_datasets_on_two_processes(split_batches, dispatch_b
 
 
 def test_workers_that_outlive_an_epoch():
-    stream = TokenStream(range(401), 5, 8, varlen_seed=0)
-    loader = DataLoader(stream, batch_size=8, num_workers=1, persistent_workers=True)
-    with pytest.raises(ValueError, match="workers that outlive an epoch.*persistent_workers=False"):
-        check_loader(loader)
+    """They are refused where epochs differ, and nowhere else."""
+    data_loader = pytest.importorskip("accelerate.data_loader")
+
+    class Texts(list):
+        def set_epoch(self, epoch):
+            """Order them anew."""
+
+    class Stream(IterableDataset):
+        batch_size = 8
+
+        def __iter__(self):
+            return iter([])
+
+        def set_epoch(self, epoch):
+            """Read another part."""
+
+    tokenizer = TransfoXLTokenizer.from_symbols(["a"], mode="whitespace")
+    differing = [
+        TokenStream(range(401), 5, 8, varlen_seed=0),
+        TextStream(Texts(["a"]), tokenizer, 5, 8),
+        data_loader.IterableDatasetShard(TextStream(Texts(["a"]), tokenizer, 5, 8), batch_size=8),
+        Stream(),
+    ]
+    alike = [TokenStream(range(401), 5, 8), TextStream(["a"], tokenizer, 5, 8)]
+    for dataset in differing + alike:
+        loader = DataLoader(dataset, batch_size=8, num_workers=1, persistent_workers=True)
+        if dataset in alike:
+            check_loader(loader)
+            continue
+        with pytest.raises(ValueError, match="workers that outlive an epoch.*persistent_workers=False"):
+            check_loader(loader)
+        check_loader(DataLoader(dataset, batch_size=8, num_workers=1))
 
 
 def test_a_loader_that_leaves_items_out():

@@ -306,7 +306,7 @@ def check_loader(
             f"the stream has batch_size={streams}, which {layout} cannot share: make it a multiple of "
             f"{num_processes * accumulation_steps}"
         )
-    _check_workers(loader)
+    _check_workers(loader, dataset)
     if isinstance(dataset, IterableDataset):
         # What is handed out by one process is split after it was loaded.
         batch = rows * num_processes if dispatches and getattr(loader, "split_batches", False) else rows
@@ -348,7 +348,7 @@ def check_loader(
         )
 
 
-def _check_workers(loader: DataLoader) -> None:
+def _check_workers(loader: DataLoader, dataset) -> None:
     """Raise a ValueError for workers that return items in another order, or of another epoch."""
     if loader.num_workers > 0 and not getattr(loader, "in_order", True):
         raise ValueError("the loader's workers may return batches out of order: set in_order=True")
@@ -357,11 +357,19 @@ def _check_workers(loader: DataLoader) -> None:
             f"{loader.num_workers} workers would take turns, each with items of its own: set num_workers to 0 or "
             "1 (dataloader_num_workers in TrainingArguments)"
         )
-    if getattr(loader, "persistent_workers", False) and getattr(loader.dataset, "varlen_seed", None) is not None:
+    if getattr(loader, "persistent_workers", False) and _epochs_differ(dataset):
         raise ValueError(
-            "workers that outlive an epoch keep its segment lengths: set persistent_workers=False "
-            "(dataloader_persistent_workers in TrainingArguments)"
+            "workers that outlive an epoch never hear of the next one, and would read all as the first: set "
+            "persistent_workers=False (dataloader_persistent_workers in TrainingArguments)"
         )
+
+
+def _epochs_differ(dataset) -> bool:
+    """Whether `set_epoch` changes what a dataset reads."""
+    if isinstance(dataset, TokenStream):
+        return dataset.varlen_seed is not None
+    # A TextStream hands the epoch on to its texts.
+    return hasattr(getattr(dataset, "texts", dataset), "set_epoch")
 
 
 def read_tokens(token_ids, start: int, stop: int) -> Tensor:

@@ -119,7 +119,10 @@ class TextStream(IterableDataset):
         self._has_text = False
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration's first reading of the texts counts as epoch `epoch`; `Trainer` calls this."""
+        """The next iteration's first reading of the texts counts as epoch `epoch`; `Trainer` calls this.
+
+        Workers that outlive an epoch do not hear of it, which `check_loader` refuses where `texts` has a `set_epoch`.
+        """
         if not self._loaded:
             self._first_epoch = int(epoch)
 
