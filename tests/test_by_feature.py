@@ -182,6 +182,20 @@ def test_a_story_told_in_turns_is_that_told_by_hand(script, make_model, capsys):
         assert story.text[0].tolist() == expected
 
 
+def test_a_story_is_read_with_its_line_ends(script, make_model):
+    """Also where the model would pad by them."""
+    symbols = ["<eos>", "<unk>", *"abcdefgh"]
+    tokenizer = TransfoXLTokenizer.from_symbols(symbols, mode="whitespace", line_ends=True)
+    model = make_model(vocab_size=10, cutoffs=[], div_val=1, mem_len=20, eos_token_id=None, pad_token_id=0)
+    story = script("streaming_generation").Story(model, tokenizer)
+    story.go_on("a b\nc\n\nd e f", max_new_tokens=6, do_sample=False)
+    expected = tokenizer("a b\nc\n\nd e f")["input_ids"]
+    for _ in range(6):
+        with torch.no_grad():
+            expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
+    assert story.text[0].tolist() == expected
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 20])
 def test_segments_hold_every_document_once_and_in_order(script, batch_size):
     lengths = [5, 2, 17, 8, 4, 9, 13, 2, 7]

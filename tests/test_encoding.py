@@ -3,6 +3,7 @@
 import huggingface_hub.constants
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
@@ -61,6 +62,26 @@ def test_a_model_stops_where_texts_end_and_not_where_lines_do(mode, document_end
     expected = (tokenizer.bos_token_id, end, tokenizer.pad_token_id)
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == expected
     assert (said.bos_token_id, said.eos_token_id, said.pad_token_id) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("mode", ["whitespace", "lm1b"])
+def test_a_line_end_of_a_prompt_is_no_padding_to_a_model(mode, make_model):
+    """In vocabularies of the published corpora, where one token is both; rows of a batch are padded by a mask."""
+    symbols, line_ends = (["<S>", "<UNK>"], None) if mode == "lm1b" else (["<eos>", "<unk>"], True)
+    tokenizer = TransfoXLTokenizer.from_symbols([*symbols, *"abcdefgh"], mode=mode, line_ends=line_ends)
+    model = make_model(vocab_size=10, cutoffs=[], div_val=1, mem_len=20, eos_token_id=None)
+    for filled in (model.config, model.generation_config):
+        fill_special_tokens(filled, tokenizer)
+    batch = tokenizer(["a b\nc\n\nd e f", "g h\n"], padding=True, return_tensors="pt")
+    ids, options = batch["input_ids"], {"max_new_tokens": 4, "do_sample": False}
+    assert tokenizer.pad_token_id == 0 and (ids[0] == 0).any()
+    scores = {"return_dict_in_generate": True, "output_scores": True}
+    seen = model.generate(ids[:1], attention_mask=torch.ones_like(ids[:1]), **options, **scores)
+    assert torch.equal(model.generate(ids[:1], **options, **scores).scores[0], seen.scores[0])
+    alone = [
+        model.generate(row[mask == 1][None], **options)[0, -4:] for row, mask in zip(*batch.values(), strict=True)
+    ]
+    assert torch.equal(model.generate(**batch, **options)[:, -4:], torch.stack(alone))
 
 
 @pytest.mark.parametrize("where", ["on the Hub", "in a folder"])

@@ -21,7 +21,8 @@ import miniature
 import page
 import prepare_corpus
 from goldens import golden
-from txl_hf import TokenStream, TransfoXLForCausalLM
+from models import small_model
+from txl_hf import TokenStream, TransfoXLForCausalLM, TransfoXLTokenizer
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
 from txl_hf.conversion.command_line import main as convert
 
@@ -497,3 +498,17 @@ def test_the_commands_for_a_gpu_are_the_recipes_with_their_options():
             assert (config.attn_type, config.mem_len > 0) == (row.encoding, row.recurrence), name
             assert (config.ext_len == config.tgt_len) == (row.loss == "half"), name
             assert config.tgt_len + config.ext_len == round(128 * row.backprop), name
+
+
+def test_an_article_is_written_behind_all_of_its_context():
+    """Line ends too, whatever the model pads by."""
+    model = small_model(vocab_size=10, cutoffs=[], div_val=1, mem_len=20, eos_token_id=None, pad_token_id=0).eval()
+    tokenizer = TransfoXLTokenizer.from_symbols(["<eos>", "<unk>", *"abcdefgh"], mode="whitespace")
+    options = argparse.Namespace(context=8, new_tokens=6, top_k=1, seed=0)
+    ids = np.array([2, 3, 0, 4, 0, 0, 5, 6, 7, 8, 9, 2, 3, 4])
+    expected = ids[:8].tolist()
+    for _ in range(6):
+        with torch.no_grad():
+            expected.append(int(model(torch.tensor([expected])).logits[0, -1].argmax()))
+    found = article.article(model, ids, tokenizer, 0, 1, options)
+    assert f"**Generated.** {article.quote(tokenizer, expected[8:])}\n" in found

@@ -64,6 +64,8 @@ class Story:
             raise ValueError("the first prompt is empty: there is nothing to go on from")
         output = self.model.generate(
             text,
+            # No token is padding, not even one that the tokenizer would pad by.
+            attention_mask=torch.ones_like(text),
             past_key_values=self.memory,
             streamer=TextStreamer(self.tokenizer, skip_prompt=True),
             return_dict_in_generate=True,

@@ -100,11 +100,12 @@ def article(model, token_ids, tokenizer, start: int, number: int, options: argpa
     torch.manual_seed(options.seed + number)
     written = model.generate(
         context,
+        # No token is padding, not even one that the tokenizer would pad by.
+        attention_mask=torch.ones_like(context),
         do_sample=True,
         top_k=options.top_k,
         max_new_tokens=options.new_tokens,
         eos_token_id=None,
-        pad_token_id=0,
     )[0, options.context :]
     reference = token_ids[middle : middle + options.new_tokens]
     parts = {"Context": context[0], "Generated": written, "Reference": reference}

@@ -98,7 +98,8 @@ def fill_special_tokens(
 
     `eos_token_id` is where `generate` takes a text to be over: the token that ends documents, otherwise the
     tokenizer's `eos_token`. Where that ends each line (`ends_lines`), it stays open: a heading or an empty line would
-    be all that is written.
+    be all that is written. `pad_token_id` stays open where that token stands in texts too, as their beginning or the
+    end of their lines: without an `attention_mask`, `generate` would hide it in a prompt.
 
     Args:
         config: of a model or of its generation; what it says already stays.
@@ -106,8 +107,12 @@ def fill_special_tokens(
         document_end: the token that ends each document of the training text, if one does.
     """
     found = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    in_texts = {found["bos_token_id"], found["eos_token_id"]}
     if document_end is not None or ends_lines(tokenizer):
         found["eos_token_id"] = document_end
+    # Where padding is what ends a text, generate hides none of it.
+    if found["pad_token_id"] in in_texts - {found["eos_token_id"]}:
+        found["pad_token_id"] = None
     for name, token in found.items():
         if token is not None and getattr(config, name) is None:
             setattr(config, name, token)

@@ -266,7 +266,10 @@ class TransfoXLLM(TemplateLM):
         if self.config.mem_len == 0:
             prompt = torch.tensor([token_ids], device=self._device)
         stop = _UntilStrings(self.tok_decode, until, prompt.shape[1])
-        sequences = self.model.generate(prompt, max_new_tokens=length, stopping_criteria=[stop], **memory, **settings)
+        # Not inferred from the ids: where the tokenizer pads by the token that ends lines, these would be hidden.
+        mask = torch.ones_like(prompt)
+        settings |= {"max_new_tokens": length, "stopping_criteria": [stop], **memory}
+        sequences = self.model.generate(prompt, attention_mask=mask, **settings)
         written = sequences[0, prompt.shape[1] :].tolist()
         ends = settings.get("eos_token_id", self.model.generation_config.eos_token_id)
         # What ends the text is no part of it, and where it ends lines too, no line feed.

@@ -297,6 +297,16 @@ def test_a_line_end_that_ends_the_text_is_no_part_of_it(of_lines):
     assert lm.generate_until([Request("word1", settings)]) == ["word5 word6"]
 
 
+def test_the_line_ends_of_a_context_are_read_in_generation(of_lines):
+    """Whatever the model is to pad by."""
+    lm, begin, end = of_lines
+    context, settings = "word1 word2\n\nword3 word4", {"max_gen_toks": 6}
+    ids = torch.tensor([lm.tok_encode(context)])
+    lm.model.generation_config.pad_token_id = 0
+    written = lm.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    assert lm.generate_until([Request(context, settings)]) == [lm.tok_decode(written[0, ids.shape[1] :].tolist())]
+
+
 def test_settings_of_generation_mean_what_they_mean_to_lm_eval(saved):
     lm = TransfoXLLM(str(saved), max_gen_toks=20)
     lm.model.generation_config.eos_token_id = None
