@@ -211,24 +211,28 @@ class TransfoXLLM(TemplateLM):
         longest = max(map(len, continuations))
         if longest == 0:
             return [(0.0, True)] * len(continuations)
-        mems = self._read(context[:-1])
+        # Without a memory each token is read behind as many as a segment holds, and is the last one of its pass, as in
+        # `generate`.
+        step, again = (self.segment_length, 0) if self.config.mem_len > 0 else (1, self.segment_length - 1)
+        mems = self._read(context[:-1]) if self.config.mem_len > 0 else None
         targets = torch.full((len(continuations), longest), -100)
         for row, continuation in zip(targets, continuations, strict=True):
             row[: len(continuation)] = torch.tensor(continuation)
         targets = targets.to(self._device)
-        last = torch.full((len(continuations), 1), context[-1], device=self._device)
-        inputs = torch.cat([last, targets[:, :-1].clamp(min=0)], dim=1)
+        past = torch.tensor(context, device=self._device).expand(len(continuations), -1)
+        inputs = torch.cat([past, targets[:, :-1].clamp(min=0)], dim=1)
         if mems is not None:
             mems = tuple(states.expand(len(continuations), -1, -1) for states in mems)
         losses, greedy = [], []
-        for start in range(0, longest, self.segment_length):
-            part = slice(start, start + self.segment_length)
-            outputs = self.model(inputs[:, part], mems=mems)
-            mems = outputs.mems
-            labels = targets[:, part]
-            picked = outputs.logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        for start in range(0, longest, step):
+            labels = targets[:, start : start + step]
+            begin, count = start + len(context) - 1, labels.shape[1]
+            part = inputs[:, max(0, begin - again) : begin + count]
+            outputs = self.model(part, mems=mems, logits_to_keep=count)
+            mems, logits = outputs.mems, outputs.logits
+            picked = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
             losses.append(picked.masked_fill(labels == -100, 0).double())
-            greedy.append((outputs.logits.argmax(-1) == labels) | (labels == -100))
+            greedy.append((logits.argmax(-1) == labels) | (labels == -100))
         totals, all_greedy = torch.cat(losses, dim=1).sum(1), torch.cat(greedy, dim=1).all(1)
         return list(zip(totals.tolist(), all_greedy.tolist(), strict=True))
 

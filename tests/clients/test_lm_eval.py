@@ -166,6 +166,29 @@ def test_a_text_of_any_length_token_by_token(saved):
     assert found[-1] != pytest.approx(-by_hand(lm, *pairs[-1], WHOLE, segment_length=1), rel=1e-3)
 
 
+@pytest.mark.parametrize("attn_type", [0, 2, 3])
+def test_without_a_memory_each_token_sees_as_many_as_a_segment_holds(make_model, tmp_path, attn_type):
+    """Also where fewer come before it, and whatever continuations there are beside."""
+    tokenizer = TransfoXLTokenizer.from_symbols(["<eos>", "<unk>", *WORDS], mode="whitespace")
+    sizes = {"mem_len": 0, "max_klen": SEGMENT} if attn_type else {}
+    make_model(vocab_size=len(tokenizer), tgt_len=SEGMENT, attn_type=attn_type, **sizes).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    lm = TransfoXLLM(str(tmp_path), memory_length=0)
+    context, choices = words(17, 1), [" " + words(n, n) for n in (1, 4, 9)]
+    pairs = [(text, choice) for text in (context, "word1 word2") for choice in choices]
+    expected = []
+    for pair in pairs:
+        first, ids = len(lm.tok_encode(pair[0])), lm.tok_encode("".join(pair))
+        with torch.no_grad():
+            rows = [
+                lm.model(torch.tensor([ids[max(0, i - SEGMENT) : i]])).logits[0, -1] for i in range(first, len(ids))
+            ]
+        expected.append(sum(row[token].item() for row, token in zip(rows, ids[first:], strict=True)))
+    assert [value for value, _ in lm.loglikelihood([Request(*pair) for pair in pairs])] == pytest.approx(expected)
+    best = lm.tok_decode([int(lm.model(torch.tensor([lm.tok_encode(context)[-SEGMENT:]])).logits[0, -1].argmax())])
+    assert lm.loglikelihood([Request(context, " " + best)])[0][1]
+
+
 def test_the_command(saved, documents, folder, tmp_path):
     command = [
         sys.executable,
