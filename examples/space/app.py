@@ -97,7 +97,9 @@ class Page:
         ids = self.read(text)[-(QUERIES + self.config.mem_len) :]
         past, now = torch.tensor([ids[:-QUERIES]]), torch.tensor([ids[-QUERIES:]])
         with torch.no_grad():
-            mems = self.model(past, use_cache=False).mems if past.shape[1] else None
+            # Of all that it read, also where a model remembers only what is not read again.
+            whole = txl_hf.MemoryLengths(ext_len=0)
+            mems = self.model(past, use_cache=False, lengths=whole).mems if past.shape[1] else None
             attentions = self.model(now, mems=mems, output_attentions=True, use_cache=False).attentions
         heads = attentions[int(layer)][0][..., -KEYS:]
         figure = Figure(figsize=(8, 1.2 + 1.3 * len(heads)), layout="constrained")

@@ -11,7 +11,8 @@ beside them:
 * `step.onnx`: the same for one token a row, `input_ids` (batch, 1), with `logits` (batch, 1, vocabulary).
 
 Batch, length and memory have any size, a memory none to mem_len states. A text begins with an empty memory, or, where
-config.json says `"initial_memory": "zeros"`, with mem_len states of zeros. Both graphs are run by onnxruntime at
+config.json says `"initial_memory": "zeros"`, with mem_len states of zeros. Every token is remembered, whatever ext_len
+the model was trained with; that of config.json is 0. Both graphs are run by onnxruntime at
 several sizes and compared with torch before the folder appears; a difference is an error.
 """
 

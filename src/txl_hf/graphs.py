@@ -57,8 +57,10 @@ def export(name: str, output: Path) -> dict[str, float]:
     config = load_config(name)
     if config.mem_len == 0:
         raise ValueError(f"{name} has mem_len=0: the graphs are those of a model with a memory")
-    # Every operation of it is one of ONNX.
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation="eager")
+    # Who runs the graphs reads no token again: all of them are remembered.
+    config.ext_len = 0
+    # Every operation of eager attention is one of ONNX.
+    model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32, attn_implementation="eager")
     model.eval().requires_grad_(False)
     found = {}
     output.parent.mkdir(parents=True, exist_ok=True)

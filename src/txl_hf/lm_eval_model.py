@@ -213,8 +213,10 @@ class TransfoXLLM(TemplateLM):
             return [(0.0, True)] * len(continuations)
         # Without a memory each token is read behind as many as a segment holds, and is the last one of its pass, as in
         # `generate`.
-        step, again = (self.segment_length, 0) if self.config.mem_len > 0 else (1, self.segment_length - 1)
-        mems = self._read(context[:-1]) if self.config.mem_len > 0 else None
+        remembers = self.config.mem_len > 0
+        step = self.segment_length if remembers else 1
+        again = self.config.ext_len + self.segment_length - step
+        mems = self._read(context[:-1]) if remembers else None
         targets = torch.full((len(continuations), longest), -100)
         for row, continuation in zip(targets, continuations, strict=True):
             row[: len(continuation)] = torch.tensor(continuation)
@@ -264,11 +266,9 @@ class TransfoXLLM(TemplateLM):
                 "model_args, prefix_token_id=…"
             )
         # All but the last segment, by segments; generate reads what is left from that memory.
-        read = (len(token_ids) - 1) // self.segment_length * self.segment_length
-        prompt = torch.tensor([token_ids[read:]], device=self._device)
-        memory = {} if read == 0 or self.config.mem_len == 0 else {"mems": self._read(token_ids[:read])}
-        if self.config.mem_len == 0:
-            prompt = torch.tensor([token_ids], device=self._device)
+        read = 0 if self.config.mem_len == 0 else (len(token_ids) - 1) // self.segment_length * self.segment_length
+        prompt = torch.tensor([token_ids[max(0, read - self.config.ext_len) :]], device=self._device)
+        memory = {} if read == 0 else {"mems": self._read(token_ids[:read])}
         stop = _UntilStrings(self.tok_decode, until, prompt.shape[1])
         # Not inferred from the ids: where the tokenizer pads by the token that ends lines, these would be hidden.
         mask = torch.ones_like(prompt)
@@ -282,10 +282,11 @@ class TransfoXLLM(TemplateLM):
         return stop.cut(self.tok_decode(written))
 
     def _read(self, token_ids: list[int]) -> tuple[Tensor, ...] | None:
-        """The memory after some tokens; None where there is none yet."""
+        """The memory after some tokens, without the last `ext_len`, to be read again; None where there is none yet."""
         mems = None
         for start in range(0, len(token_ids), self.segment_length):
-            segment = torch.tensor([token_ids[start : start + self.segment_length]], device=self._device)
+            part = token_ids[max(0, start - self.config.ext_len) : start + self.segment_length]
+            segment = torch.tensor([part], device=self._device)
             mems = self.model.transformer(segment, mems=mems).mems
         return mems
 

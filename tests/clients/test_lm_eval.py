@@ -189,6 +189,29 @@ def test_without_a_memory_each_token_sees_as_many_as_a_segment_holds(make_model,
     assert lm.loglikelihood([Request(context, " " + best)])[0][1]
 
 
+@pytest.mark.parametrize("ext_len", [3, 2 * SEGMENT])
+@pytest.mark.parametrize("memory_length", [0, SHORT, WHOLE])
+def test_what_a_model_reads_again_is_read_again(make_model, tmp_path, ext_len, memory_length):
+    """In log-likelihoods and in generation: no token falls out between memory and segment."""
+    tokenizer = TransfoXLTokenizer.from_symbols(["<eos>", "<unk>", *WORDS], mode="whitespace")
+    found = []
+    for length in (ext_len, 0):
+        model = make_model(vocab_size=len(tokenizer), mem_len=WHOLE, tgt_len=SEGMENT, ext_len=length)
+        model.save_pretrained(tmp_path / str(length))
+        tokenizer.save_pretrained(tmp_path / str(length))
+        lm = TransfoXLLM(str(tmp_path / str(length)), memory_length=memory_length)
+        # Behind their last token a segment begins.
+        requests = [Request(words(n, n), " " + words(14, 3)) for n in (1, 6, 31)]
+        segment_length, again = (SEGMENT, length) if memory_length else (1, length + SEGMENT - 1)
+        for request, (value, _) in zip(requests, lm.loglikelihood(requests), strict=True):
+            losses = token_losses(lm.model, lm.tok_encode("".join(request.args)), segment_length, ext_len=again)
+            assert value == pytest.approx(-losses[-14:].sum().item(), rel=1e-5)
+        written = lm.generate_until([Request(words(n, n), {"max_gen_toks": 9}) for n in (3, 9, 31)])
+        found.append(([value for value, _ in lm.loglikelihood(requests)], written))
+    if memory_length == WHOLE:
+        assert found[0][0] == pytest.approx(found[1][0], rel=1e-5) and found[0][1] == found[1][1]
+
+
 def test_the_command(saved, documents, folder, tmp_path):
     command = [
         sys.executable,

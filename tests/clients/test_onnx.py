@@ -1,5 +1,6 @@
 """`txl-export`, and onnxruntime on what it writes: torch's figures, and generate's text, with the memory carried."""
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -48,6 +49,18 @@ def test_a_text_costs_the_same_segment_after_segment(folders):
         logits, *carried = session.run(None, {"input_ids": segment.numpy(), **given})
         assert np.allclose(logits, expected.logits.detach().numpy(), atol=1e-4)
         assert carried[0].shape == tuple(mems[0].shape)
+
+
+def test_every_token_of_a_model_that_reads_some_again_is_remembered(make_model, tmp_path):
+    make_model(n_layer=1, mem_len=12, ext_len=8).save_pretrained(tmp_path / "model")
+    commands.export(["--model", str(tmp_path / "model"), "--output", str(tmp_path / "onnx")])
+    session = onnxruntime.InferenceSession(tmp_path / "onnx" / "segment.onnx")
+    text, carried = torch.arange(10)[None], np.zeros((1, 0, 16), np.float32)
+    for part in text.split([4, 5, 1], dim=1):
+        logits, carried = session.run(None, {"input_ids": part.numpy(), "mems.0": carried})
+    assert carried.shape[1] == 10 and json.loads((tmp_path / "onnx" / "config.json").read_text())["ext_len"] == 0
+    whole = make_model(n_layer=1, mem_len=12)(text).logits
+    assert np.allclose(logits[0, -1], whole[0, -1].detach().numpy(), atol=1e-4)
 
 
 def test_the_example_writes_what_generate_writes(folders, capsys, monkeypatch):

@@ -78,6 +78,15 @@ def test_where_heads_look(page, client):
     assert image.get_array().shape == (24, 64)
 
 
+def test_heads_look_at_all_that_was_read_before(page):
+    """Of a model, too, that reads some tokens again instead of remembering them."""
+    module, shown = page
+    kept = module.Page(shown.tokenizer.name_or_path)
+    kept.config.ext_len = 20
+    expected, found = (each.look(TEXT, 0).axes[0].get_images()[0].get_array() for each in (shown, kept))
+    assert found.shape == expected.shape and (abs(found - expected) < 1e-6).all()
+
+
 def test_too_little_text_is_said(client):
     with pytest.raises(Exception, match="nothing to go on from"):
         client.predict("a", api_name="/worth")
