@@ -31,6 +31,8 @@ matplotlib.use("Agg")
 LONGEST = 4_000
 # Bits of a token that is coloured as darkly as can be.
 MOST_BITS = 8
+# Tokens that are decoded to see what the last of them adds.
+LOOK_BACK = 9
 # Tokens of the end of a text for which heads are shown, and how far back.
 QUERIES, KEYS = 24, 96
 
@@ -52,7 +54,8 @@ class Page:
     def go_on(self, text: str, tokens: int, temperature: float) -> Iterator[str]:
         """What may follow the text, longer and longer."""
         ids = torch.tensor([self.read(text)])
-        streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True)
+        # With the text, behind which a decoder of words puts a space; alone they would have none.
+        streamer, read = TextIteratorStreamer(self.tokenizer), len(self.tokenizer.decode(ids[0]))
         choice = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": int(tokens), "streamer": streamer}
         writer = Thread(target=self.model.generate, args=(ids,), kwargs=settings | choice)
@@ -60,7 +63,7 @@ class Page:
         written = ""
         for piece in streamer:
             written += piece
-            yield written
+            yield written[read:]
         writer.join()
 
     def write(self, text: str, tokens: int, temperature: float) -> Iterator[str]:
@@ -79,15 +82,23 @@ class Page:
             f"**{without.mean():.3f}** without, in segments of {segment}. The redder, the less expected; point at a "
             "token to see its bits."
         )
-        return said, self.coloured("with memory", ids, with_memory), self.coloured("without", ids, without)
+        pieces = [self.added(ids[:end]) for end in range(1, len(ids) + 1)]
+        return said, self.coloured("with memory", pieces, with_memory), self.coloured("without", pieces, without)
 
-    def coloured(self, title: str, ids: list[int], bits: torch.Tensor) -> str:
+    def added(self, ids: list[int]) -> str:
+        """What the last token adds to the text: a space before a word too, and nothing while a character is begun."""
+        before, text = (
+            self.tokenizer.decode(part).rstrip("\ufffd") for part in (ids[-LOOK_BACK:-1], ids[-LOOK_BACK:])
+        )
+        return text[len(before) :]
+
+    def coloured(self, title: str, pieces: list[str], bits: torch.Tensor) -> str:
         """The text behind its first token as HTML, its lines and columns as they are."""
-        first = html.escape(self.tokenizer.decode(ids[:1]))
+        first = html.escape(pieces[0])
         tokens = (
             f'<span title="{value:.2f} bits" style="background: rgba(220, 40, 40, {min(1, value / MOST_BITS):.2f})">'
-            f"{html.escape(self.tokenizer.decode([token]))}</span>"
-            for token, value in zip(ids[1:], bits.tolist(), strict=True)
+            f"{html.escape(piece)}</span>"
+            for piece, value in zip(pieces[1:], bits.tolist(), strict=True)
         )
         style = "white-space: pre-wrap; overflow-wrap: anywhere; font-family: monospace; line-height: 1.5"
         return f'<h4>{title}</h4><div style="{style}">{first}{"".join(tokens)}</div>'

@@ -17,18 +17,22 @@ APP = Path(__file__).parents[2] / "examples" / "space" / "app.py"
 TEXT = "a text that is longer than a segment, and than the memory behind it. " * 3
 
 
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("space")
-    letters = "abcdefghijklmnopqrstuvwxyz ,.\n"
-    tokenizer = TransfoXLTokenizer.from_symbols(["<unk>", *letters], mode="characters", unk_token="<unk>")
+def save(tokenizer, folder) -> str:
     sizes = {"cutoffs": [], "div_val": 1, "mem_len": 40, "tgt_len": 20, "eos_token_id": None}
     small_model(vocab_size=len(tokenizer), **sizes).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    letters = "abcdefghijklmnopqrstuvwxyz ,.\n"
+    tokenizer = TransfoXLTokenizer.from_symbols(["<unk>", *letters], mode="characters", unk_token="<unk>")
+    folder = save(tokenizer, tmp_path_factory.mktemp("space"))
     spec = importlib.util.spec_from_file_location("space_app", APP)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module, module.Page(str(folder))
+    return module, module.Page(folder)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,25 @@ def test_what_the_memory_is_worth(page, client):
         assert html.unescape(re.sub("<[^>]*>", "", page.partition("</h4>")[2])) == text
         assert f"{expected.mean():.3f}" in said
     assert "&lt;unk&gt;" in client.predict("a text with < in it", api_name="/worth")[1]
+
+
+@pytest.mark.parametrize("mode", ["whitespace", "moses", "bytes"])
+def test_tokens_are_put_together_as_their_tokenizer_does(page, mode, tmp_path):
+    """With spaces between words and none within a character."""
+    module, _ = page
+    text = " ".join(["the city was in the north , it said : “ é ” ( do go )"] * 4)
+    tokenizer = TransfoXLTokenizer.train_from_iterator([text], mode=mode, unk_token="<unk>")
+    shown = module.Page(save(tokenizer, tmp_path))
+    ids = tokenizer(text)["input_ids"]
+    *_, found = shown.write(text, 12, 0)
+    given = torch.tensor([ids])
+    written = shown.model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=12, do_sample=False)
+    whole = tokenizer.decode(written[0])
+    assert found == text + whole[len(tokenizer.decode(ids)) :]
+    if mode == "whitespace":
+        assert tokenizer(found)["input_ids"] == written[0].tolist()
+    for coloured in shown.worth(text)[1:]:
+        assert html.unescape(re.sub("<[^>]*>", "", coloured.partition("</h4>")[2])) == tokenizer.decode(ids)
 
 
 def test_where_heads_look(page, client):
