@@ -105,6 +105,19 @@ def test_rate_0_is_a_static_evaluation(make_model, make_ids, dtype, atol):
         assert torch.equal(warmed, found.view(2, -1)[:, 8:].flatten())
 
 
+@pytest.mark.parametrize("warm_up", [5, 9, 30])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_weights_follow_a_warm_up(make_model, make_ids, batch_size, warm_up):
+    """Whether it ends with a segment or within one."""
+    model, ids = make_model(), make_ids(1, 41 * batch_size)[0]
+    options = {"batch_size": batch_size, "dynamic": DynamicEvaluation(RATE, epsilon=1.0, statistics=ids[:30])}
+    whole = token_losses(model, ids, 8, **options).view(batch_size, -1)
+    warmed = token_losses(model, ids, 8, warm_up=warm_up, **options).view(batch_size, -1)
+    assert torch.equal(warmed, whole[:, warm_up - 1 :])
+    result = evaluate_language_model(model, ids, 8, warm_up=warm_up, **options)
+    assert result.nll == pytest.approx(warmed.double().mean().item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("with_statistics", [False, True])
 def test_no_token_changes_its_own_loss_or_an_earlier_one(make_model, make_ids, with_statistics, batch_size):

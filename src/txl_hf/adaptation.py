@@ -33,7 +33,8 @@ class DynamicEvaluation:
         θ ← θ - η g + λ (θ₀ - θ),    or with statistics    θ ← θ - η g / (√S + ε) + min(λ √S, 1) (θ₀ - θ),
 
     where S = Σ g² over the segments of a training text, element by element. The step on a segment needs its losses,
-    so no token influences its own or an earlier one. Dropout is off. The memory is what the weights of then computed,
+    so no token influences its own or an earlier one. Tokens of a warm-up are followed too, as those of a text that is
+    scored from its beginning. Dropout is off. The memory is what the weights of then computed,
     as in the original.
 
     Settings of the authors for the published models, with segments of 128 tokens, one stream, and as statistics 1/5000
@@ -150,15 +151,15 @@ class Adaptation:
                     f"no finite loss in the segment at token {segment.begin} of the text: with "
                     f"learning_rate={self._dynamic.learning_rate:g} the weights have diverged, so give {instead}"
                 )
-            if (gradients := self._gradients(losses, segment)) is not None:
-                self._step(gradients)
-            yield segment, hidden_states.detach(), losses.detach()
+            self._step(self._gradients(losses, segment))
+            unscored = segment.targets.to(losses.device) == -100
+            yield segment, hidden_states.detach(), losses.detach().masked_fill(unscored, 0)
 
     def collect(self, text: Text, bar: tqdm):
         """Take the statistics, √S, from a text."""
         squares = [torch.zeros_like(weight) for weight in self._weights]
         for segment, _, losses in self._read(text):
-            for square, gradient in zip(squares, self._gradients(losses, segment) or (), strict=False):
+            for square, gradient in zip(squares, self._gradients(losses, segment), strict=True):
                 square.addcmul_(gradient, gradient)
             bar.update(segment.scored)
         self._roots = [square.sqrt_() for square in squares]
@@ -184,6 +185,7 @@ class Adaptation:
             raise raised
 
     def _read(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
+        """As `Reader.losses`, with the losses of all labels, those of a warm-up too."""
         # Projected keys and values would be those of other weights.
         reader = Reader(self._model, self._lengths, self._accelerator, projected=False)
         if reader.whole:
@@ -193,13 +195,11 @@ class Adaptation:
             )
         for segment in text.segments(self._lengths.of(self._model.config).ext_len, device_of(self._model)):
             hidden_states = reader.read(segment)
-            yield segment, hidden_states, reader.score(hidden_states, segment.targets)
+            yield segment, hidden_states, reader.score(hidden_states, segment.labels)
 
-    def _gradients(self, losses: Tensor, segment: Segment) -> list[Tensor] | None:
-        """Of the mean over the segment's scored tokens in all streams and processes; None where there are none."""
-        if segment.scored_by_all == 0:
-            return None
-        found = torch.autograd.grad(losses.sum() / segment.scored_by_all, self._parameters, allow_unused=True)
+    def _gradients(self, losses: Tensor, segment: Segment) -> list[Tensor]:
+        """Of the mean over the segment's labels in all streams and processes."""
+        found = torch.autograd.grad(losses.sum() / segment.labels_of_all, self._parameters, allow_unused=True)
         gradients = [
             torch.zeros_like(weight) if gradient is None else gradient.to(weight.dtype)
             for gradient, weight in zip(found, self._weights, strict=True)

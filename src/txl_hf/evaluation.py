@@ -145,7 +145,8 @@ def evaluate_language_model(
         segment_length: L ≥ 1, tokens scored in one pass and stream.
         memory_length: M ≥ 0, states remembered per layer. None: the model's `mem_len`.
         batch_size: B ≥ 1, streams read in parallel.
-        warm_up: tokens at the start of each stream that fill the memory and are not scored; the first never is.
+        warm_up: tokens at the start of each stream that are not scored; the first never is. They fill the memory, and
+            `dynamic` and `cache` learn from them.
         ext_len, clamp_len, same_length: as in the configuration. None: the model's.
         dynamic: let the weights follow the text. They are restored at the end, bit for bit, also after an error; until
             then the model belongs to this call alone. The memory is kept as hidden states.

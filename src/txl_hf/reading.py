@@ -38,7 +38,8 @@ class Segment(NamedTuple):
         labels: (B, L), the tokens that come next; -100 behind the end of a stream.
         targets: (B, L), those of them that are scored; -100 elsewhere.
         resets: (B, e + L) bool, True where a document begins; None where the text is one.
-        scored: how many these are. scored_by_all: how many with those of all other processes.
+        scored: how many these are.
+        labels_of_all: how many labels there are, of all processes; at least one.
     """
 
     begin: int
@@ -47,7 +48,7 @@ class Segment(NamedTuple):
     targets: Tensor
     resets: Tensor | None
     scored: int
-    scored_by_all: int
+    labels_of_all: int
 
 
 class Text:
@@ -131,7 +132,7 @@ class Text:
                     targets,
                     None if starts is None else starts[:, read],
                     self._scored(self.share, begin, end),
-                    self._scored(self._streams, begin, end),
+                    _labels(self._streams, begin, end),
                 )
 
     def place(self, result: Tensor, begin: int, losses: Tensor):
@@ -167,7 +168,7 @@ class Text:
 
     def _scored(self, streams: list[range], begin: int, end: int) -> int:
         """How many of the targets [begin, end) of these streams are scored."""
-        return sum(max(0, min(end, len(stream) - 1) - max(begin, self.unscored - 1)) for stream in streams)
+        return _labels(streams, max(begin, self.unscored - 1), end)
 
 
 class Reader:
@@ -305,6 +306,11 @@ def _streams(text_tokens: int, batch_size: int) -> list[range]:
     shorter, longer = divmod(text_tokens, batch_size)
     starts = [row * shorter + min(row, longer) for row in range(batch_size + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def _labels(streams: list[range], begin: int, end: int) -> int:
+    """How many labels the columns [begin, end) of these streams have."""
+    return sum(max(0, min(end, len(stream) - 1) - begin) for stream in streams)
 
 
 def _check_vocabulary(token_ids, vocab_size: int, chunk: int = 1 << 20) -> None:
