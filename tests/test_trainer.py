@@ -110,6 +110,15 @@ def test_an_evaluation_reads_its_sums_at_its_end(tmp_path, monkeypatch):
     assert counts == [0, 0, 0]
 
 
+@pytest.mark.parametrize("changes", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_a_step_reads_no_number_of_a_tensor(tmp_path, monkeypatch, changes):
+    """On a GPU the host would wait for it. Trainer reads losses alone, for `logging_nan_inf_filter` and logs."""
+    trainer = make_trainer(tmp_path, max_steps=3, **changes)
+    counts = [count_host_reads(monkeypatch, trainer, name) for name in ("_get_num_items_in_batch", "training_step")]
+    trainer.train()
+    assert counts == [[0, 0, 0], [0, 0, 0]]
+
+
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 @pytest.mark.parametrize("kind", [TokenStream, UnevenStream], ids=["all-targets", "uneven-targets"])
 def test_steps_go_on_with_the_memory_of_their_streams(tmp_path, kind, accumulation):
