@@ -332,6 +332,36 @@ def test_bf16_trains_as_the_loop_by_hand(tmp_path, dtype):
     np.testing.assert_allclose(logged(trainer), losses_by_hand(trainer.train_dataset, 6), rtol=0.05)
 
 
+@pytest.mark.parametrize(
+    ("model_changes", "dtype"),
+    [({}, torch.bfloat16), ({"initial_memory": "zeros"}, torch.bfloat16), ({"pre_lnorm": True}, torch.float32)],
+    ids=["default", "zeros", "pre-norm"],
+)
+def test_memory_stays_in_the_type_of_autocast(tmp_path, dtype, model_changes):
+    """Bit for bit as the model returned it, before accelerate widened it; and evaluated so, and resumed."""
+
+    class Watching(TransfoXLTrainer):
+        def _detach(self, memory):
+            kept = super()._detach(memory)
+            for states, before in zip(kept["mems"], memory["mems"], strict=True):
+                assert states.dtype == dtype and torch.equal(states.float(), before)
+            return kept
+
+    class Wide(TransfoXLTrainer):
+        def _detach(self, memory):
+            return super()._detach(memory) | {"mems": tuple(states.detach() for states in memory["mems"])}
+
+    def train(kind, resume=False) -> list[list[float]]:
+        arguments = make_arguments(tmp_path, bf16=True, eval_strategy="steps", eval_steps=6, **SAVING)
+        stream, held_out = TokenStream(make_text(301), 5, 4), TokenStream(make_text(41), 5, 4)
+        trainer = kind(make_model(**model_changes), arguments, train_dataset=stream, eval_dataset=held_out)
+        trainer.train(resume_from_checkpoint=resume)
+        return [logged(trainer), logged(trainer, "eval_loss")]
+
+    whole = train(Wide)
+    assert train(Watching, str(tmp_path / "checkpoint-10")) == train(Watching) == whole
+
+
 def test_a_batch_without_targets_is_no_nan(tmp_path):
     class Silent(TokenStream):
         def __getitem__(self, index):

@@ -343,8 +343,11 @@ class TransfoXLTrainer(Trainer):
     def _detach(self, memory: dict[str, Any]) -> dict[str, Any]:
         if not memory:
             return {}
-        # Mixed precision returns everything in fp32, also what a model in bf16 wants back in bf16.
+        # Mixed precision returns everything in fp32, also what a model in bf16 wants back in bf16, and the memory that
+        # autocast has rounded, as it does unless a layer normalisation reads it.
         dtype = self.model.first_parameter.dtype
+        if self.accelerator.native_amp and not self.model.config.pre_lnorm:
+            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, dtype)
         mems, mask = tuple(states.detach().to(dtype) for states in memory["mems"]), memory["mems_mask"]
         if self.args.torch_compile:
             # A captured graph writes its outputs to the same place at every step.
