@@ -371,6 +371,16 @@ def test_settings_that_cannot_be_are_named(corpus, model):
     assert "warm_up=-1" in fails("--model", model, "--data", corpus, "--warm_up", "-1")
     assert "nothing to score" in fails("--model", model, "--data", corpus, "--max_tokens", "1")
     assert "mem_len=-2" in fails("--model", model, "--data", corpus, "--memory_length", "-2")
+    for name in ("segment_length", "batch_size"):
+        assert f"{name}=0 must be an integer of at least 1" in fails(
+            "--model", model, "--data", corpus, f"--{name}", "0"
+        )
+
+
+def test_a_split_of_a_file_is_refused(text, model, capsys):
+    with pytest.raises(SystemExit):
+        evaluate_lm.main(["--model", str(model), "--data", str(text / "wiki.test.tokens"), "--split", "validation"])
+    assert "error: --split is of a folder of txl-prepare: " in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

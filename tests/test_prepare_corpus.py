@@ -576,6 +576,15 @@ def test_tokenizer_and_data_set_that_are_not_there(tmp_path):
         prepare(tmp_path, "ptb")
 
 
+@pytest.mark.parametrize("option", ["--config", "--column"])
+@pytest.mark.parametrize("corpus", ["ptb", "wikitext-2", "midi"])
+def test_what_is_said_of_no_data_set_is_refused(tmp_path, capsys, corpus, option):
+    source = [] if corpus == "wikitext-2" else ["--input", tmp_path]
+    with pytest.raises(SystemExit):
+        prepare(tmp_path, corpus, *source, option, "other")
+    assert f"error: {option} is of a data set: name it too, with --dataset" in capsys.readouterr().err
+
+
 # ---- the real ones ----------------------------------------------------------------------------------------------
 
 

@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None):
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_scoring_options(parser, "folder of txl-prepare, or a text file", "perplexity by attention length")
-    parser.add_argument("--split", choices=["train", "validation", "test"], default="test", help="(%(default)s)")
+    parser.add_argument("--split", choices=["train", "validation", "test"], help="of a folder of txl-prepare (test)")
     parser.add_argument("--tokenizer", type=hub_or_folder, help="folder or Hub name, for a text file (the model's)")
     parser.add_argument(
         "--memory_length", type=int, nargs="+", help="one or more (the model's mem_len, without --sliding_window)"
@@ -89,6 +89,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name} is of dynamic evaluation: give its rate too, with --dynamic")
     if options.epsilon is not None and options.statistics is None:
         parser.error("--epsilon does nothing without --statistics")
+    if options.split is not None and options.data.is_file():
+        parser.error(f"--split is of a folder of txl-prepare: {options.data} is one text, which is scored as a whole")
+    options.split = options.split or "test"
     options.json = options.json or not sys.stdout.isatty()
     return options
 

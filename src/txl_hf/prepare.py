@@ -159,8 +159,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     source.add_argument(
         "--dataset", type=hub_or_folder, help="a data set on the Hub, or a folder of one; a row is a line or more"
     )
-    parser.add_argument("--config", help="configuration of the data set")
-    parser.add_argument("--column", default="text", help="column of the data set with the text (%(default)s)")
+    parser.add_argument("--config", help="of --dataset: its configuration")
+    parser.add_argument("--column", help="of --dataset: its column with the text (text)")
     parser.add_argument(
         "--tokenizer",
         type=hub_or_folder,
@@ -180,6 +180,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     music.add_argument("--transpose", type=int, metavar="SEMITONES", help="up and down, training split only (0)")
     options = parser.parse_args(argv)
     check_music(parser, options)
+    for name in ("config", "column"):
+        if options.dataset is None and getattr(options, name) is not None:
+            parser.error(f"--{name} is of a data set: name it too, with --dataset")
     chosen = [name for name in SYMBOLS if getattr(options, name) is not None]
     if chosen and (options.corpus != "text" or options.tokenizer):
         parser.error(f"--{chosen[0]} is for --corpus text without --tokenizer, which otherwise decide")
@@ -377,7 +380,7 @@ def read(
             f"--corpus {options.corpus} needs a text: give {wanted(convention)} with --input, or a data set with "
             "--dataset"
         )
-    return read_rows(name, config, options.column, convention, scratch), None, None
+    return read_rows(name, config, options.column or "text", convention, scratch), None, None
 
 
 def some(names: list[str]) -> str:

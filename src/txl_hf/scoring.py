@@ -29,6 +29,7 @@ from .files import whole_file, write_text
 from .layout_transfo_xl import is_repo_id
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .prepare import INFORMATION, read_document_end
+from .streams import check_sizes
 
 __all__ = [
     "Text",
@@ -141,7 +142,8 @@ def take_lengths_of_training(options: argparse.Namespace) -> None:
         taken.pop("memory_length", None)
     for name, value in taken.items():
         setattr(options, name, {"memory_length": [value], "same_length": str(bool(value)).lower()}.get(name, value))
-    options.batch_size = options.batch_size or 1
+    options.batch_size = 1 if options.batch_size is None else options.batch_size
+    check_sizes(batch_size=options.batch_size)
     if taken:
         shown = ", ".join(f"--{name} {value}" for name, value in taken.items() if name != "same_length")
         print(f"as training scored it ({RESULTS}): {shown}", file=sys.stderr)
@@ -167,7 +169,7 @@ def protocols(options: argparse.Namespace, config: TransfoXLConfig) -> list[dict
     with_memory = [
         {
             "protocol": MEMORY,
-            "segment_length": options.segment_length or config.tgt_len,
+            "segment_length": config.tgt_len if options.segment_length is None else options.segment_length,
             "memory_length": memory_length,
             "ext_len": options.ext_len,
             "same_length": same_length,
