@@ -311,6 +311,27 @@ def test_sub_words_are_compared_by_words(text, tmp_path, tmp_path_factory, capsy
     assert row["perplexity_per_word"] == pytest.approx(math.exp(row["nll"] * len(test) / result["words"]))
 
 
+@pytest.mark.parametrize(
+    ("alphabet", "unk_token", "text"),
+    [
+        ("абвгд ", None, "баг гад вдаг"),
+        ("acdefé ", None, "café décade"),
+        ("abcd ", "<unk>", "a bad cab\nnot dad"),
+        ("abcd ", None, "a bad cab dad"),
+    ],
+)
+def test_an_alphabet_without_line_feed_reads_its_characters(tmp_path, capsys, alphabet, unk_token, text):
+    """Those of enwik8 and text8 are bytes, and others are not."""
+    symbols = [*([unk_token] if unk_token else ()), *alphabet]
+    tokenizer = TransfoXLTokenizer.from_symbols(symbols, mode="characters", unk_token=unk_token)
+    model = save_model(tokenizer, tmp_path / "model")
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    [row] = run(capsys, "--model", model, "--data", tmp_path / "text.txt")["results"]
+    ids = tokenizer(text)["input_ids"]
+    expected = evaluate_language_model(AutoModelForCausalLM.from_pretrained(model), ids, row["segment_length"])
+    assert row["text_tokens"] == len(text) and row["nll"] == pytest.approx(expected.nll, rel=1e-6)
+
+
 def test_a_legacy_checkpoint_with_a_tokenizer_beside_it(text, tmp_path, capsys):
     """Weights that legacy transformers wrote; it reads at most as many symbols as it has."""
     checkpoint = golden("hf_legacy/wt103_like_safetensors")
@@ -375,6 +396,15 @@ def test_settings_that_cannot_be_are_named(corpus, model):
         assert f"{name}=0 must be an integer of at least 1" in fails(
             "--model", model, "--data", corpus, f"--{name}", "0"
         )
+
+
+def test_a_cache_is_of_numbers(corpus, model, capsys):
+    options = ["--model", model, "--data", corpus, "--max_tokens", "30", "--cache"]
+    assert run(capsys, *options, "2e3", "0.1", "0.1")["results"][0]["cache"]["size"] == 2000
+    assert "size=2.5 must be an integer of at least 1" in fails(*options, "2.5", "0.1", "0.1")
+    with pytest.raises(SystemExit):
+        evaluate_lm.main([*map(str, options), "many", "0.1", "0.1"])
+    assert "--cache: invalid float value: 'many'" in capsys.readouterr().err
 
 
 def test_a_split_of_a_file_is_refused(text, model, capsys):

@@ -27,6 +27,7 @@ __all__ = [
     "find_tokenizer",
     "has_tokenizer",
     "load_tokenizer",
+    "reads_streams",
 ]
 
 LINE_FEED = 10
@@ -155,6 +156,19 @@ def document_end_token(tokenizer: Any, token: str) -> int:
     if token not in vocabulary:
         raise ValueError(f"--document_end {token} is no token of the vocabulary")
     return vocabulary[token]
+
+
+def reads_streams(tokenizer: Any) -> bool:
+    """Whether its vocabulary is like those of enwik8 and text8: bytes but the line feed, and no token for any other.
+    `encode_bytes` reads a file for it.
+    """
+    mode = getattr(tokenizer, "mode", None)
+    if mode not in ("bytes", "characters") or tokenizer.unk_token is not None:
+        return False
+    symbols = set(tokenizer.symbols) - set(tokenizer.all_special_tokens)
+    if mode == "bytes":
+        return str(LINE_FEED) not in symbols
+    return chr(LINE_FEED) not in symbols and all(len(symbol) == 1 and symbol.isascii() for symbol in symbols)
 
 
 def encode_bytes(tokenizer: "TransfoXLTokenizer", text: bytes) -> np.ndarray:

@@ -65,7 +65,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--statistics", type=int, help="of --dynamic: tokens of the training text to take them from")
     parser.add_argument("--parameters", help="of --dynamic: names of the parameters that follow, a regular expression")
     parser.add_argument(
-        "--cache", nargs=3, metavar=("SIZE", "WEIGHT", "TEMPERATURE"), help="mix in a continuous cache; see tune_lm.py"
+        "--cache",
+        type=float,
+        nargs=3,
+        metavar=("SIZE", "WEIGHT", "TEMPERATURE"),
+        help="mix in a continuous cache; see tune_lm.py",
     )
     parser.add_argument("--max_tokens", type=int, help="score the beginning of the text only")
     parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")

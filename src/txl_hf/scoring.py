@@ -23,7 +23,7 @@ from .cards import RESULTS, read_results
 from .configuration_transfo_xl import TransfoXLConfig
 from .continuous_cache import ContinuousCache
 from .corpora import CorpusError, count_batch, count_stream
-from .encoding import document_end_token, encode_bytes, encode_lines, find_tokenizer, load_tokenizer
+from .encoding import document_end_token, encode_bytes, encode_lines, find_tokenizer, load_tokenizer, reads_streams
 from .evaluation import LanguageModelEvaluation, evaluate_language_model, figures
 from .files import whole_file, write_text
 from .layout_transfo_xl import is_repo_id
@@ -207,7 +207,7 @@ def read_adaptation(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"dynamic": None, "cache": None}
     if options.cache is not None:
         size, weight, temperature = options.cache
-        found["cache"] = ContinuousCache(int(size), float(weight), float(temperature))
+        found["cache"] = ContinuousCache(int(size) if size.is_integer() else size, weight, temperature)
     if options.dynamic is not None:
         given = {name: getattr(options, name) for name in ("decay", "epsilon", "parameters")}
         settings = {name: value for name, value in given.items() if value is not None}
@@ -389,10 +389,8 @@ def read_prepared(folder: Path, split: str) -> Text:
 
 def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> Text:
     """A file as txl-prepare would read it for this tokenizer."""
-    mode, line_feed = getattr(tokenizer, "mode", None), {"bytes": "10", "characters": "\n"}
-    if mode in line_feed and line_feed[mode] not in tokenizer.symbols:
-        # enwik8 and text8.
-        stream = path.read_bytes() if mode == "bytes" else path.read_bytes().strip()
+    if reads_streams(tokenizer):
+        stream = path.read_bytes() if tokenizer.mode == "bytes" else path.read_bytes().strip()
         counts, token_ids = count_stream(stream), encode_bytes(tokenizer, stream)
         return Text(token_ids, tokenizer, words=counts["words"], characters=counts["characters"])
     try:
