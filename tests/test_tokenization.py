@@ -212,6 +212,10 @@ def test_line_ends_are_saved_and_can_be_chosen_on_loading(tmp_path):
             ids[folder, choice] = tokenizer("the cat\nthe end")["input_ids"]
     assert ids["with", None] == ids["with", True] == ids["without", True]
     assert ids["without", None] == ids["without", False] == ids["with", False]
+    with pytest.raises(
+        ValueError, match="line_ends=True needs an eos_token among the symbols, which .*'<new>' is not"
+    ):
+        TransfoXLTokenizer.from_pretrained(tmp_path / "without", eos_token="<new>", line_ends=True)
     plain = PreTrainedTokenizerFast.from_pretrained(tmp_path / "with")
     assert plain("the cat\nthe end")["input_ids"] == ids["with", True]
     the, cat, end, eos = tokenizer.convert_tokens_to_ids(["the", "cat", "end", "<eos>"])
@@ -296,7 +300,7 @@ def test_unknown_symbols_without_unk_are_named(mode, text):
         (lambda: small("characters", line_ends=True), "line_ends is for .* a line feed is a symbol"),
         (lambda: small("lm1b", line_ends=True), "line_ends is for .* one sentence"),
         (lambda: small("moses", eos_token="</s>", line_ends=True), "'<eos>', not '</s>'"),
-        (lambda: TransfoXLTokenizer.from_symbols(["a"], line_ends=True), "needs an eos_token"),
+        (lambda: TransfoXLTokenizer.from_symbols(["a"], line_ends=True), "needs an eos_token .*eos_token=None is not"),
     ],
 )
 def test_errors_say_what_was_wrong(call, message):

@@ -83,7 +83,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
 
     Raises:
         ValueError: an unknown mode or language, no vocabulary, a file that is damaged or no vocabulary, a pickle with
-            anything in it but data, or `line_ends` without an `eos_token`.
+            anything in it but data, or `line_ends` without an `eos_token` among the symbols.
     """
 
     vocab_files_names = {
@@ -489,10 +489,13 @@ def _set_line_ends(backend: Tokenizer, mode: str, lower_case: bool, eos_token, l
     """Whether line feeds become `eos_token`: as the backend has it, or as asked, which changes the backend."""
     if mode not in LINE_END_MODES and not line_ends:
         return False
-    if line_ends and eos_token is None and mode in LINE_END_MODES:
-        raise ValueError("line_ends=True needs an eos_token, and the vocabulary has none")
     probe = backend.normalizer.normalize_str("a\na") if backend.normalizer is not None else ""
     found = eos_token is not None and str(eos_token) in probe
+    # A token that was added beside the symbols is looked for in the text as it is given, which has line feeds.
+    known = eos_token is not None and backend.model.token_to_id(str(eos_token)) is not None
+    if (found if line_ends is None else line_ends) and mode in LINE_END_MODES and not known:
+        given = None if eos_token is None else str(eos_token)
+        raise ValueError(f"line_ends=True needs an eos_token among the symbols, which eos_token={given!r} is not")
     if line_ends is None or line_ends == found:
         return found
     specials = [str(token) for token in backend.get_added_tokens_decoder().values()]
