@@ -6,9 +6,10 @@ import tracemalloc
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLForSequenceClassification
+from txl_hf.memory_transfo_xl import MemoryCache, StaticMemoryCache
 
 BAD_CONFIGS = {
     "dtype": ({"dtype": "f|oat32"}, r"dtype='f\|oat32' must be the name of one of torch's data types"),
@@ -178,6 +179,26 @@ def test_memory_given_twice_or_to_a_model_without(make_model, make_ids):
         short(ids, mems=mems_of())
     with pytest.raises(ValueError, match="past_key_values.*mem_len=0"):
         short(ids, past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    "make_cache",
+    [MemoryCache, lambda config: DynamicCache(), lambda config: StaticCache(config, 7), StaticMemoryCache],
+    ids=["MemoryCache", "DynamicCache", "StaticCache", "StaticMemoryCache"],
+)
+@pytest.mark.parametrize(("rows", "batch"), [(2, 1), (1, 2), (3, 2)], ids=str)
+@torch.no_grad()
+def test_a_cache_of_another_number_of_rows_is_refused(make_model, make_ids, make_cache, rows, batch):
+    """A row alone would be written into all of them."""
+    model = make_model()
+    cache = make_cache(model.config)
+    model(make_ids(rows, 5), past_key_values=cache)
+    before = [layer.keys.clone() for layer in cache.layers]
+    message = f"past_key_values hold a memory of {rows} rows, but this batch has {batch}: .*reorder_cache"
+    for length in (1, 3):
+        with pytest.raises(ValueError, match=message):
+            model(make_ids(batch, length), past_key_values=cache)
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))
 
 
 def test_classifier_without_a_way_to_see_padding(make_model, make_ids):

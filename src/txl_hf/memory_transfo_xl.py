@@ -161,6 +161,7 @@ def open_memory(
     if cache is not None and cache.get_seq_length() > 0:
         if mems is not None:
             raise ValueError("give mems or past_key_values that hold a memory already, not both")
+        _check_rows(cache, batch_size)
         length, key_mask = cached_key_mask(attention_mask, cache, mem_len, batch_size, segment_length)
         if attention_mask is not None and not torch.compiler.is_compiling():
             clear_hidden(cache, key_mask, length)
@@ -351,6 +352,16 @@ def _check_real(states: Tensor):
             f"mems hold NaN, in row {row} at state {position} first, but no mems_mask came with them: hand back "
             "mems_mask=outputs.mems_mask with mems=outputs.mems, since padded states are NaN; where nothing was "
             "padded, the states overflowed"
+        )
+
+
+def _check_rows(cache: Cache, batch_size: int):
+    # Of a layer that holds keys: a cache may have more layers than have run.
+    rows = next((len(layer.keys) for layer in cache.layers if layer.is_initialized and layer.keys.dim() == 4), None)
+    if rows is not None and rows != batch_size:
+        raise ValueError(
+            f"past_key_values hold a memory of {rows} rows, but this batch has {batch_size}: pick or repeat rows, by "
+            "their numbers, with past_key_values.reorder_cache"
         )
 
 
