@@ -336,6 +336,51 @@ def test_padding_never_leaks_from_a_cache(make_model, make_ids, name, make_cache
         memory, cache, seen = memory_of(expected), actual.past_key_values, seen + length
 
 
+@pytest.mark.parametrize(
+    ("hidden", "make_cache"),
+    [
+        ("filler", lambda c: StaticCache(config=c, max_cache_len=7)),
+        ("filler", StaticMemoryCache),
+        ("padding", StaticMemoryCache),
+        ("whole text", StaticMemoryCache),
+        ("a document", StaticMemoryCache),
+        ("a token", StaticMemoryCache),
+    ],
+)
+@torch.no_grad()
+def test_a_compiled_step_knows_what_is_hidden_in_a_static_cache(make_model, make_ids, hidden, make_cache):
+    """The filler of a short prompt, earlier padding, what `resets` forgot, a row that has ended: now and later."""
+    torch.compiler.reset()
+    model = make_model(n_layer=1)
+    prompt = make_ids(2, 3 if hidden in ("filler", "whole text") else 8)
+    mask = torch.ones_like(prompt)
+    if hidden in ("padding", "whole text"):
+        mask[0, : prompt.shape[1] - 2] = 0
+    caches = make_cache(model.config), MemoryCache(model.config)
+    for cache in caches:
+        model(prompt, past_key_values=cache, attention_mask=None if mask.all() else mask)
+    compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    for step in range(5):
+        ids, given = make_ids(2, 1, seed=step), {}
+        mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+        if hidden == "whole text":
+            given["attention_mask"] = mask
+        elif hidden == "a token":
+            given["attention_mask"] = torch.tensor([[int(step not in (1, 2))], [1]])
+        elif hidden == "a document":
+            given["resets"] = torch.tensor([[step == 2], [False]])
+        found, expected = (
+            call(ids, past_key_values=c, **given) for call, c in zip((compiled, model), caches, strict=True)
+        )
+        real = given.get("attention_mask", mask)[:, -1:].bool()
+        close(found.logits[real], expected.logits[real])
+        if step == 3:
+            # A step that is not compiled goes on from what the compiled ones remember.
+            for cache in caches:
+                model(ids, past_key_values=cache)
+            mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+
+
 @torch.no_grad()
 def test_rows_of_a_cache_are_picked_with_their_masks(make_model, make_ids):
     """Reordered, selected or repeated, every row keeps the padding that it started from."""

@@ -122,6 +122,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
                     self._mem_len(kwargs.get("lengths")),
                     len(input_ids),
                     segment_length,
+                    remembers=False,
                 )
                 if is_first_iteration:
                     clear_hidden(past_key_values, key_mask, memory_length)

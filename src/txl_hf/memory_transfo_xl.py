@@ -471,7 +471,9 @@ class DecodingState:
     Args:
         initial_length: how many states of memory the cache started from. They are older than the text.
         key_mask: (B, n) bool, which of the last n keys up to token `end` of the text are real; None: all of them.
-            Later keys are real unless a mask says otherwise. So what was masked once stays masked.
+            Later keys are real unless a mask says otherwise. So what was masked once stays masked. On a static cache
+            it is (B, m), of the keys that are there now, and a graph writes into it: it knows its tensors by where
+            they lie, and has no numbers that count.
         end: see `key_mask`.
         distances: what tells the layers of them, projected once for many calls.
     """
@@ -480,14 +482,6 @@ class DecodingState:
     key_mask: Tensor | None = None
     end: int = 0
     distances: KeptDistances = field(default_factory=KeptDistances)
-
-    def memory_mask(self, end: int, memory_length: int) -> Tensor | None:
-        """(B, m) bool: which of the m keys before token `end` are real; None: all of them."""
-        later = end - self.end
-        if self.key_mask is None or later >= memory_length:
-            return None
-        # Widths below 0 cut: what lies before the memory, and what a crop has taken back.
-        return F.pad(self.key_mask, (memory_length - self.key_mask.shape[1] - later, later), value=True)
 
 
 class _ProjectedMemory(Cache):
@@ -537,7 +531,9 @@ class MemoryCache(_ProjectedMemory, DynamicCache):
 class StaticMemoryCache(_ProjectedMemory, StaticCache):
     """A cache whose tensors never move nor change their shapes, so that one graph serves every token: see `Ring`.
 
-    It starts full, of masked states where there is no memory. `generate(cache_implementation="static")` takes it.
+    It starts full, of masked states where there is no memory. `generate(cache_implementation="static")` takes it. What
+    was masked stays masked in compiled calls too, but for what an `attention_mask` of all keys alone hides in them:
+    it has to be given to each.
     """
 
     def __init__(self, config: TransfoXLConfig, mem_len: int | None = None):
@@ -580,24 +576,67 @@ def text_length(cache: Cache) -> int:
     return length if isinstance(cache, _ProjectedMemory) else length - decoding_state_of(cache).initial_length
 
 
-def remember_key_mask(cache: Cache, key_mask: Tensor | None) -> None:
-    """Keep what a segment's keys were masked by, (B, m + L) bool or None, once the cache has taken them."""
-    if not _is_compiled_with(cache):
-        state = decoding_state_of(cache)
+def remember_key_mask(cache: Cache, memory: OpenMemory, segment_length: int, attention_mask: Tensor | None) -> None:
+    """Keep what the keys of a call are masked by from now on, once the cache has taken them.
+
+    Args:
+        memory: what the call went on from. attention_mask: as the call was given it.
+    """
+    state, key_mask = decoding_state_of(cache), forget(memory, segment_length)
+    if not cache.is_compileable:
         state.key_mask, state.end = key_mask, text_length(cache)
+        return
+    if key_mask is not None:
+        key_mask = drop_idle_mask(key_mask[:, segment_length:])
+    if key_mask is None:
+        state.key_mask = None
+    elif not torch.compiler.is_compiling():
+        # A graph writes into it, which a mask of the caller's must not see.
+        state.key_mask = key_mask if attention_mask is None else key_mask.clone()
+        torch._dynamo.mark_static_address(state.key_mask)
+    elif state.key_mask is not None and state.key_mask.shape == key_mask.shape:
+        state.key_mask.copy_(key_mask)
+    elif not _is_told_at_every_step(memory, segment_length, attention_mask):
+        state.key_mask = key_mask
+
+
+def _is_told_at_every_step(memory: OpenMemory, segment_length: int, attention_mask: Tensor | None) -> bool:
+    """Whether an `attention_mask` of all keys is all that can hide something.
+
+    Whoever gives such a mask, as `generate` does, gives it to the next token too; and a graph cannot ask whether it
+    hides anything, to keep it only then.
+    """
+    if attention_mask is None or memory.first_key is not None:
+        return False
+    return memory.states[0] is None and attention_mask.shape[1] >= memory.length + segment_length
+
+
+def remembered_mask(cache: Cache, memory_length: int) -> Tensor | None:
+    """(B, m) bool: which of the m keys that a cache holds are real; None: all of them."""
+    state = decoding_state_of(cache)
+    later = 0 if cache.is_compileable or state.key_mask is None else text_length(cache) - state.end
+    if state.key_mask is None or later >= memory_length:
+        return None
+    # Widths below 0 cut: what lies before the memory, and what a crop has taken back.
+    return F.pad(state.key_mask, (memory_length - state.key_mask.shape[1] - later, later), value=True)
 
 
 def cached_key_mask(
-    attention_mask: Tensor | None, cache: Cache, mem_len: int, batch_size: int, segment_length: int
+    attention_mask: Tensor | None,
+    cache: Cache,
+    mem_len: int,
+    batch_size: int,
+    segment_length: int,
+    remembers: bool = True,
 ) -> tuple[int, Tensor | None]:
-    """m and which of the m + L keys are real, (B, m + L) bool or None, for a cache that holds a memory."""
+    """m and which of the m + L keys are real, (B, m + L) bool or None, for a cache that holds a memory.
+
+    Args:
+        remembers: whether it is also said what the cache remembers; else what `attention_mask` says alone.
+    """
     memory_length = min(cache.get_mask_sizes(segment_length, 0)[0] - segment_length, mem_len)
     seen = text_length(cache)
-    if _is_compiled_with(cache):
-        # `prepare_inputs_for_generation` was here before.
-        memory_mask = None
-    else:
-        memory_mask = decoding_state_of(cache).memory_mask(seen, memory_length)
+    memory_mask = remembered_mask(cache, memory_length) if remembers else None
     columns = (segment_length, memory_length + segment_length, seen + segment_length)
     more = memory_length == mem_len
     key_mask = make_key_mask(attention_mask, memory_mask, batch_size, segment_length, memory_length, columns, more)
@@ -614,7 +653,7 @@ def clear_hidden(cache: Cache, key_mask: Tensor | None, memory_length: int) -> N
     if key_mask is None:
         return
     hidden = ~key_mask[:, :memory_length]
-    before = decoding_state_of(cache).memory_mask(text_length(cache), memory_length)
+    before = remembered_mask(cache, memory_length)
     if before is not None:
         hidden = hidden & before.to(hidden.device)
     if not hidden.any():
@@ -631,11 +670,6 @@ def clear_hidden(cache: Cache, key_mask: Tensor | None, memory_length: int) -> N
                     states.masked_fill_(there, 0)
             else:
                 layer.keys, layer.values = (states.masked_fill(there, 0) for states in (layer.keys, layer.values))
-
-
-def _is_compiled_with(cache: Cache) -> bool:
-    """Whether this is part of a graph with one shape for every step, which has no room for numbers that count."""
-    return torch.compiler.is_compiling() and cache.is_compileable
 
 
 def make_key_mask(

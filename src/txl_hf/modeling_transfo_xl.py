@@ -52,7 +52,6 @@ from .memory_transfo_xl import (
     MemoryLengths,
     begin_documents,
     decoding_state_of,
-    forget,
     hide_states,
     initial_memory,
     open_memory,
@@ -639,7 +638,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             )
         new_mems = new_mask = None
         if past_key_values is not None:
-            remember_key_mask(past_key_values, forget(memory, segment_length))
+            remember_key_mask(past_key_values, memory, segment_length, attention_mask)
         elif filled.mem_len > 0:
             new_mems, new_mask = remember(memory, remembered, entered, filled)
         return TransfoXLModelOutput(
