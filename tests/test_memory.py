@@ -1,5 +1,7 @@
 """Segment-level recurrence: mems, past_key_values, masks, padding and every way of cutting a text."""
 
+import copy
+import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -656,6 +658,40 @@ def test_a_cache_takes_the_distances_of_each_call(make_model, make_ids):
     clamped = MemoryLengths(clamp_len=2)
     expected = model(more, mems=model(first).mems, lengths=clamped).logits
     close(model(more, past_key_values=cache, lengths=clamped).logits, expected)
+
+
+@pytest.mark.parametrize("make_cache", [MemoryCache, lambda config: DynamicCache(), StaticMemoryCache])
+@pytest.mark.parametrize("how", ["written to", "others", "copied"])
+@torch.no_grad()
+def test_an_episode_after_an_update_has_the_distances_of_the_new_weights(make_model, make_ids, how, make_cache):
+    """As an agent plays that learns in between: keys of old weights leave the memory, and so do its distances."""
+    model, cache = make_model(), make_cache(make_model().config)
+    model(make_ids(2, 5), past_key_values=cache)
+    if how == "copied":
+        cache = pickle.loads(pickle.dumps(copy.deepcopy(cache)))
+    for layer in model.transformer.layers:
+        weight = layer.self_attn.r_proj.weight
+        if how == "others":
+            layer.self_attn.r_proj.weight = torch.nn.Parameter(1.3 * weight)
+        else:
+            weight.mul_(1.3)
+    memory, begins = {}, torch.ones(2, 1, dtype=torch.bool)
+    for ids in make_ids(2, 10, seed=1).split([1, 1, 5, 3], dim=1):
+        expected = model(ids, **memory)
+        given = {} if memory else {"resets": begins}
+        close(model(ids, past_key_values=cache, **given).logits, expected.logits)
+        memory = memory_of(expected)
+
+
+@torch.no_grad()
+def test_distances_are_projected_once_for_many_calls(make_model, make_ids):
+    model, calls = make_model(), []
+    for layer in model.transformer.layers:
+        layer.self_attn.r_proj.register_forward_hook(lambda *args: calls.append(args))
+    cache = model(make_ids(2, 5), use_cache=True).past_key_values
+    for ids in make_ids(2, 10).split(1, dim=1):
+        model(ids, past_key_values=cache)
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])

@@ -252,10 +252,11 @@ class TransfoXLAttention(nn.Module):
         positions = distances.positions
         if positions is None:
             return None
-        if distances.kept is None:
+        if distances.kept is None or self.r_proj is None:
             rel_key = self._project(positions)
         else:
-            rel_key = distances.kept.rel_key(self.layer_idx, lambda: self._project(positions))
+            weight = getattr(self.r_proj, "weight", None)
+            rel_key = distances.kept.rel_key(self.layer_idx, weight, lambda: self._project(positions))
         return _last(rel_key, 1, key_length).to(dtype)
 
     def _project(self, positions: Tensor) -> Tensor:
@@ -547,7 +548,9 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 those of a padded row stand before the padding, further away. In floating point it may hold ones and
                 zeros alone, not what is added to scores.
             past_key_values: the memory as projected keys and values, continued in place. An empty one starts from
-                `mems`, or from the initial memory. A mask of the whole text begins behind those.
+                `mems`, or from the initial memory. A mask of the whole text begins behind those. Weights that are
+                written to, or others, are used from the next call on that is not compiled; an adapter of `r_proj` that
+                learns, comes or goes needs `past_key_values.reset()`.
             inputs_embeds: (B, L, D), instead of `input_ids`, on the scale of `get_input_embeddings()(input_ids)`; all
                 that a model without tokens takes (`vocab_size=0`), (B, L, `input_size`) if that is set.
             use_cache: return `past_key_values` instead of `mems`.

@@ -7,6 +7,7 @@ score per distance (`rel_bias`), a key per distance (`rel_key`), or both.
 Letters: B batch, L segment, K = m + L keys (memory, then segment), D = `d_model`, H heads, Dh head width.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -46,22 +47,39 @@ def sinusoids_of_distances(key_length: int, embeds: Tensor, clamp_len: int) -> T
 
 @dataclass
 class KeptDistances:
-    """The sinusoids as each layer has projected them: they depend on the distances alone, so that calls share them.
+    """The sinusoids as each layer has projected them, so that calls share them while its weight stays as it is.
 
     Args:
         positions: (n, D), furthest distance first; distances beyond `clamp_len` share one.
         rel_keys: for each layer W_R R, (H, n, Dh).
+        weights: for each layer W_R and its version when it projected them.
     """
 
     positions: Tensor | None = None
     clamp_len: int = -1
     rel_keys: dict[int, Tensor] = field(default_factory=dict)
+    weights: dict[int, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
 
-    def rel_key(self, layer: int, project: Callable[[], Tensor]) -> Tensor:
-        """W_R R of a layer: what it projects now, or has projected before, as a cache takes its keys and values."""
-        if layer not in self.rel_keys:
+    def rel_key(self, layer: int, weight: Any, project: Callable[[], Tensor]) -> Tensor:
+        """W_R R of a layer: what it projects now, or has projected before, as a cache takes its keys and values.
+
+        Another weight, or another version of it, projects anew. A graph cannot ask, and a quantised layer may have no
+        tensor to be asked for.
+        """
+        known = layer in self.rel_keys
+        if isinstance(weight, Tensor) and not torch.compiler.is_compiling():
+            # A tensor of inference mode counts no versions.
+            version = -1 if weight.is_inference() else weight._version
+            before = self.weights.get(layer)
+            if before is None or before[0]() is not weight or before[1] != version:
+                known, self.weights[layer] = False, (weakref.ref(weight), version)
+        if not known:
             self.rel_keys[layer] = project().contiguous()
         return self.rel_keys[layer]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A cache is copied and pickled without the model's weights.
+        return self.__dict__ | {"weights": {}}
 
 
 class Distances(NamedTuple):
