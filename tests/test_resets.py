@@ -5,12 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DataCollatorWithFlattening, DynamicCache
+from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 
 from models import BACKENDS, SMALL
 from txl_hf import MemoryLengths, TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
-from txl_hf.memory_transfo_xl import memory_of
+from txl_hf.memory_transfo_xl import MemoryCache, StaticMemoryCache, memory_of
 
 ENCODINGS = {
     "plain": {},
@@ -172,6 +172,33 @@ def test_what_a_document_cannot_compute_stays_in_it(make_model, make_ids, backen
     found = model(later, **memory_of(found)).logits
     close(found[:1], model(later[:1], **memory_of(fresh)).logits)
     close(found[1:], model(later[1:], **memory_of(clean)).logits)
+
+
+@pytest.mark.parametrize(
+    "make_cache",
+    [MemoryCache, lambda config: DynamicCache(), lambda config: StaticCache(config, 32), StaticMemoryCache],
+    ids=["MemoryCache", "DynamicCache", "StaticCache", "StaticMemoryCache"],
+)
+@pytest.mark.parametrize("begins", [0, 1])
+@torch.no_grad()
+def test_what_a_document_cannot_compute_leaves_a_cache_with_it(make_model, make_ids, begins, make_cache):
+    """As with mems: from the next call on, where nothing begins, only the mask of the cache tells of it."""
+    model, first, second, third = make_model(), make_ids(2, 4), make_ids(2, 3, seed=1), make_ids(2, 1, seed=2)
+    cache = make_cache(model.config)
+    model(first, past_key_values=cache)
+    for layer in cache.layers:
+        layer.keys[0, :, -2:], layer.values[0, :, -2:] = torch.nan, torch.inf
+    resets = torch.zeros(2, 3, dtype=torch.bool)
+    resets[0, begins] = True
+    found = model(second, past_key_values=cache, resets=resets).logits
+    fresh, other = model(second[:1, begins:]), model(second[1:], mems=model(first[1:]).mems)
+    assert found[0, :begins].isnan().all()
+    close(found[:1, begins:], fresh.logits)
+    close(found[1:], other.logits)
+    for _ in range(3):
+        found = model(third, past_key_values=cache).logits
+        fresh, other = (model(third[i : i + 1], mems=row.mems) for i, row in enumerate((fresh, other)))
+        close(found, torch.cat([fresh.logits, other.logits]))
 
 
 @torch.no_grad()

@@ -583,6 +583,8 @@ def remember_key_mask(cache: Cache, memory: OpenMemory, segment_length: int, att
         memory: what the call went on from. attention_mask: as the call was given it.
     """
     state, key_mask = decoding_state_of(cache), forget(memory, segment_length)
+    if memory.first_key is not None and key_mask is not None:
+        _clear(cache, ~key_mask)
     if not cache.is_compileable:
         state.key_mask, state.end = key_mask, text_length(cache)
         return
@@ -656,14 +658,18 @@ def clear_hidden(cache: Cache, key_mask: Tensor | None, memory_length: int) -> N
     before = remembered_mask(cache, memory_length)
     if before is not None:
         hidden = hidden & before.to(hidden.device)
-    if not hidden.any():
-        return
+    if hidden.any():
+        _clear(cache, hidden)
+
+
+def _clear(cache: Cache, hidden: Tensor) -> None:
+    """Zero keys and values where `hidden`, (B, n) bool of the last n keys, is True."""
     if isinstance(cache, StaticMemoryCache):
         cache.ring.unroll(cache.layers)
     for layer in cache.layers:
         # A cache may hold more keys than the memory, or fewer layers than it will.
         if layer.is_initialized and layer.keys.numel():
-            there = F.pad(hidden, (layer.keys.shape[2] - memory_length, 0))[:, None, :, None].to(layer.keys.device)
+            there = F.pad(hidden, (layer.keys.shape[2] - hidden.shape[1], 0))[:, None, :, None].to(layer.keys.device)
             if cache.is_compileable:
                 # Graphs know its tensors by where they lie.
                 for states in (layer.keys, layer.values):
