@@ -199,6 +199,8 @@ def test_a_cache_of_another_number_of_rows_is_refused(make_model, make_ids, make
         with pytest.raises(ValueError, match=message):
             model(make_ids(batch, length), past_key_values=cache)
     assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))
+    cache.reorder_cache(torch.arange(batch) % rows)
+    assert model(make_ids(batch, 1), past_key_values=cache).logits.shape == (batch, 1, 61)
 
 
 def test_classifier_without_a_way_to_see_padding(make_model, make_ids):

@@ -383,8 +383,20 @@ def test_a_compiled_step_knows_what_is_hidden_in_a_static_cache(make_model, make
             mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
 
 
+@pytest.mark.parametrize(
+    "make_cache",
+    [
+        MemoryCache,
+        lambda config: DynamicCache(),
+        lambda config: DynamicCache(config=config),
+        lambda config: StaticCache(config, 10),
+        StaticMemoryCache,
+    ],
+    ids=["ours", "full", "sliding", "static", "ring"],
+)
+@pytest.mark.parametrize("copied", [False, True])
 @torch.no_grad()
-def test_rows_of_a_cache_are_picked_with_their_masks(make_model, make_ids):
+def test_rows_of_a_cache_are_picked_with_their_masks(make_model, make_ids, copied, make_cache):
     """Reordered, selected or repeated, every row keeps the padding that it started from."""
     model = make_model(mem_len=9)
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
@@ -397,10 +409,27 @@ def test_rows_of_a_cache_are_picked_with_their_masks(make_model, make_ids):
         "batch_repeat_interleave": (2, [0, 0, 1, 1, 2, 2]),
     }
     for method, (argument, rows) in picks.items():
-        cache = model(ids, **memory, use_cache=True).past_key_values
+        cache = make_cache(model.config)
+        model(ids, **memory, past_key_values=cache)
+        if cache.is_compileable and method != "reorder_cache":
+            # All that static layers can.
+            method, argument = "reorder_cache", torch.tensor(rows)
+        if copied:
+            cache = pickle.loads(pickle.dumps(copy.deepcopy(cache)))
         getattr(cache, method)(argument)
         expected = model(more[: len(rows)], **rows_of(after, rows))
         close(model(more[: len(rows)], past_key_values=cache).logits, expected.logits)
+
+
+@torch.no_grad()
+def test_rows_that_were_picked_without_their_masks_are_refused(make_model, make_ids):
+    model = make_model()
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    cache = model(make_ids(2, 4), attention_mask=mask, use_cache=True).past_key_values
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[:1], layer.values[:1]
+    with pytest.raises(ValueError, match="past_key_values hold a mask of 2 rows, but this batch has 1.*reorder_cache"):
+        model(make_ids(1, 1), past_key_values=cache)
 
 
 @given(

@@ -180,7 +180,7 @@ def open_memory(
         states, mems_mask = _fill_up(states, mems_mask, mem_len)
     memory_length = states[0].shape[1]
     if cache is not None:
-        cache.decoding_state = DecodingState(initial_length=memory_length)
+        attach_state(cache, DecodingState(initial_length=memory_length))
     columns: Collection[int] = (segment_length, memory_length + segment_length)
     if attention_mask is not None and mems is not None and config.initial_memory == "zeros":
         # What precedes the text are zeros, so that a text that is not as long as the memory has fewer columns. Without
@@ -363,6 +363,12 @@ def _check_rows(cache: Cache, batch_size: int):
             f"past_key_values hold a memory of {rows} rows, but this batch has {batch_size}: pick or repeat rows, by "
             "their numbers, with past_key_values.reorder_cache"
         )
+    mask = decoding_state_of(cache).key_mask
+    if mask is not None and len(mask) != batch_size:
+        raise ValueError(
+            f"past_key_values hold a mask of {len(mask)} rows, but this batch has {batch_size}: rows of layers were "
+            "picked without it; pick them with past_key_values.reorder_cache of a MemoryCache, which picks both"
+        )
 
 
 def _check_room(cache: Cache, mem_len: int):
@@ -484,21 +490,10 @@ class DecodingState:
     distances: KeptDistances = field(default_factory=KeptDistances)
 
 
-class _ProjectedMemory(Cache):
-    """What is the same of every cache of ours.
-
-    Its length is that of the text, without the memory from before the text, since `generate` skips so many tokens of
-    its input. Rows are picked together with their masks.
-    """
+class _RowsWithMasks(Cache):
+    """What picks rows of a cache together with their masks."""
 
     decoding_state: DecodingState
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return super().get_seq_length(layer_idx) - self.decoding_state.initial_length
-
-    def reset(self):
-        super().reset()
-        self.decoding_state = DecodingState()
 
     def reorder_cache(self, beam_idx: Tensor):
         super().reorder_cache(beam_idx)
@@ -515,6 +510,21 @@ class _ProjectedMemory(Cache):
     def _pick_masks(self, pick: Callable[[Tensor], Tensor]):
         if self.decoding_state.key_mask is not None:
             self.decoding_state.key_mask = pick(self.decoding_state.key_mask)
+
+
+class _ProjectedMemory(_RowsWithMasks):
+    """What is the same of every cache of ours.
+
+    Its length is that of the text, without the memory from before the text, since `generate` skips so many tokens of
+    its input.
+    """
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return super().get_seq_length(layer_idx) - self.decoding_state.initial_length
+
+    def reset(self):
+        super().reset()
+        self.decoding_state = DecodingState()
 
 
 class MemoryCache(_ProjectedMemory, DynamicCache):
@@ -562,11 +572,30 @@ def order_of_keys(cache: Cache | None, segment_length: int, key_length: int, can
     return cache.enter(segment_length, key_length, can_turn) if isinstance(cache, StaticMemoryCache) else None
 
 
+class _DynamicCache(_RowsWithMasks, DynamicCache):
+    """What a `DynamicCache` becomes."""
+
+
+class _StaticCache(_RowsWithMasks, StaticCache):
+    """What a `StaticCache` becomes."""
+
+
+# Caches of transformers pick rows of their keys and values alone.
+_WITH_MASKS: dict[type[Cache], type[Cache]] = {DynamicCache: _DynamicCache, StaticCache: _StaticCache}
+
+
+def attach_state(cache: Cache, state: DecodingState) -> None:
+    """Put the state on a cache, whose rows are picked with their masks from now on."""
+    cache.decoding_state = state
+    if type(cache) in _WITH_MASKS and not torch.compiler.is_compiling():
+        cache.__class__ = _WITH_MASKS[type(cache)]
+
+
 def decoding_state_of(cache: Cache) -> DecodingState:
     """The state on any cache; one without anything where the cache has none."""
     if not hasattr(cache, "decoding_state"):
         # The cache was filled by another process or program.
-        cache.decoding_state = DecodingState()
+        attach_state(cache, DecodingState())
     return cache.decoding_state
 
 
