@@ -92,6 +92,37 @@ def test_positions_of_padding_say_nothing():
     assert document_starts((2, 6), torch.device("cpu"), position_ids=positions).any()
 
 
+@pytest.mark.parametrize(
+    ("mask", "positions", "starts"),
+    [
+        ([1, 1, 1, 0, 1, 1, 1, 1], [0, 1, 2, 0, 0, 1, 2, 3], [4]),
+        ([1, 1, 1, 0, 1, 1, 1, 1], [0, 1, 2, 3, 0, 1, 2, 3], [4]),
+        ([1, 1, 0, 0, 1, 1, 0, 1], [5, 6, 1, 1, 0, 1, 1, 0], [4, 7]),
+        ([1, 0, 1, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 2, 0, 1], [2, 6]),
+        ([0, 0, 1, 1, 0, 1, 1, 1], [7, 7, 0, 1, 1, 2, 3, 4], []),
+        ([0, 0, 1, 1, 0, 1, 1, 1], [0, 1, 2, 3, 4, 5, 6, 7], []),
+    ],
+    ids=["padding at 0", "padding counted", "twice", "documents of a token", "cumsum", "padding is counted too"],
+)
+def test_positions_may_restart_behind_padding(mask, positions, starts):
+    found = document_starts((1, 8), torch.device("cpu"), torch.tensor([mask]), position_ids=torch.tensor([positions]))
+    assert found[0].nonzero().flatten().tolist() == starts
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (1, 5), (8,)], ids=str)
+def test_a_mask_of_another_shape_is_named_beside_positions(make_model, make_ids, shape):
+    with pytest.raises(ValueError, match="attention_mask is .*needs"):
+        make_model()(make_ids(1, 8), attention_mask=torch.ones(shape).long(), position_ids=torch.arange(8)[None])
+
+
+@torch.no_grad()
+def test_a_document_behind_padding_is_as_it_is_alone(make_model, make_ids):
+    model, ids = make_model(mem_len=20), make_ids(1, 8)
+    mask, positions = torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1]]), torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3]])
+    found = model(ids, attention_mask=mask, position_ids=positions).logits[:, 4:]
+    torch.testing.assert_close(found, model(ids[:, 4:]).logits, atol=1e-5, rtol=1e-5)
+
+
 BAD_DOCUMENTS = {
     "positions that jump": ({"position_ids": torch.tensor([[0, 1, 5, 6]])}, "position_ids leave out positions"),
     "positions of another length": (

@@ -61,7 +61,7 @@ def document_starts(
         shape: (B, L). device: the segment's.
         attention_mask: (B, ≥ L), 1 = real. Positions of padding say nothing.
         position_ids: (L,), (1, L) or (B, L) integers, which count on by one, from any number, and restart at each
-            document.
+            document, also behind padding: at no more than the last real token's.
         cu_seq_lens_q, cu_seq_lens_k: (n + 1,), where documents begin and end in the only row of the batch: from 0 on,
             to its end or to the padding there.
         seq_idx: (1, L) or (B, L), the number of the document that a token is of.
@@ -76,12 +76,20 @@ def document_starts(
     if position_ids is not None:
         positions = _per_token("position_ids", position_ids, shape, device)
         steps = positions[:, 1:] - positions[:, :-1]
-        if attention_mask is not None:
+        restarts = steps < 1
+        # A mask of another shape is refused where the memory is opened.
+        if attention_mask is not None and attention_mask[..., -shape[1] :].shape == shape:
             real = attention_mask[:, -shape[1] :].to(device) != 0
+            places = torch.arange(shape[1], device=device)
+            # Of each token but the first, the last real one before it; where there is none, the row has not begun.
+            last = torch.where(real, places, -1).cummax(dim=1).values[:, :-1]
+            restarts = positions[:, 1:] <= positions.gather(1, last.clamp(min=0))
+            restarts &= real[:, 1:] & (last >= 0)
+            # How far positions are counted on over padding, everyone says differently.
             steps = torch.where(real[:, 1:] & real[:, :-1], steps, 1)
         if not torch.compiler.is_compiling() and bool((steps > 1).any()):
             raise ValueError("position_ids leave out positions: they must count on by one, and may restart")
-        starts = _with_start(steps != 1)
+        starts = _with_start(restarts)
     if seq_idx is not None:
         documents = _per_token("seq_idx", seq_idx, shape, device)
         changes = _with_start(documents[:, 1:] != documents[:, :-1])
