@@ -175,6 +175,22 @@ def test_a_static_cache_is_filled_up_to_the_memory_and_no_further(make_model, ma
     close(model(last, past_key_values=cache).logits, model(last, mems=expected.mems).logits)
 
 
+@pytest.mark.parametrize("make_cache", [lambda c: StaticCache(config=c, max_cache_len=7), StaticMemoryCache])
+@torch.no_grad()
+def test_attentions_of_a_static_cache_are_in_order_of_time(make_model, make_ids, make_cache):
+    """At any step, whether or not those before it handed them out too."""
+    model = make_model("eager")
+    caches = make_cache(model.config), MemoryCache(model.config)
+    for step, ids in enumerate(make_ids(2, 19).split([8, *[1] * 8, 2, 1], dim=1)):
+        found, expected = (
+            model(ids, past_key_values=cache, output_attentions=step not in (3, 4, 7)) for cache in caches
+        )
+        close(found.logits, expected.logits)
+        for attention, other in zip(found.attentions or (), expected.attentions or (), strict=True):
+            close(attention[..., -other.shape[-1] :], other)
+            assert not attention[..., : -other.shape[-1]].any()
+
+
 @torch.no_grad()
 def test_a_cache_may_have_more_layers_than_have_run(make_model, make_ids):
     """As where a draft is written by the first layers alone: the others hold nothing that a mask could clear."""

@@ -609,9 +609,9 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         wants_attentions = kwargs.get("output_attentions", self.config.output_attentions)
         implementation = "eager" if wants_attentions else self.config._attn_implementation
         segment_length, window, first_key = inputs_embeds.shape[1], filled.window, memory.first_key
-        order = order_of_keys(
-            past_key_values, segment_length, key_length, follows_order(implementation) and first_key is None
-        )
+        # Attentions that are handed out are in order of time.
+        can_turn = follows_order(implementation) and first_key is None and not wants_attentions
+        order = order_of_keys(past_key_values, segment_length, key_length, can_turn)
         hidden = None
         if implementation != "txl_triton":
             # Once for all layers. The kernels compare positions themselves.
