@@ -608,6 +608,15 @@ def test_mems_are_the_inputs_of_the_layers(make_model, make_ids):
     assert torch.equal(base.last_hidden_state, output.hidden_states[-1])
 
 
+@torch.no_grad()
+def test_the_initial_memory_of_each_layer_may_be_filled_by_itself(make_model, make_ids):
+    model = make_model(initial_memory="zeros")
+    mems, saved = model.init_mems(2), model(make_ids(2, 6)).mems
+    for states, other in zip(mems, saved, strict=True):
+        states.copy_(other)
+    assert all(torch.equal(states, other) for states, other in zip(mems, saved, strict=True))
+
+
 def test_no_gradient_reaches_the_segment_before(make_model, make_ids):
     """SG of the paper: what is remembered is a constant of the next segment's loss, in training too."""
     model = make_model().train()
