@@ -110,6 +110,30 @@ def test_classification_reads_the_last_real_token(make_model, make_ids, side, by
     torch.testing.assert_close(logits[1:], model(ids[1:]).logits, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("by", ["attention_mask", "pad_token_id"])
+def test_a_text_that_ended_in_an_earlier_segment_has_no_scores(make_model, make_ids, by):
+    """Not those of padding; with its label ignored, the other rows learn as they do alone."""
+    model = make_model(
+        model_class=TransfoXLForSequenceClassification, pad_token_id=60 if by == "pad_token_id" else None
+    )
+    ids = make_ids(2, 8)
+    ids[0, 3:] = 60
+    mask = (ids != 60).long()
+    masks = mask.split(4, dim=1) if by == "attention_mask" else (None, None)
+    first, second = ids.split(4, dim=1)
+    before = model(first, attention_mask=masks[0])
+    memory = {"mems": before.mems, "mems_mask": before.mems_mask}
+    after = model(second, attention_mask=masks[1], **memory)
+    assert before.logits.isfinite().all() and after.logits[0].isnan().all()
+    whole = model(ids, attention_mask=mask if by == "attention_mask" else None).logits
+    torch.testing.assert_close(after.logits[1], whole[1], atol=1e-5, rtol=1e-5)
+    assert model(second, attention_mask=masks[1], labels=torch.tensor([0, 1]), **memory).loss.isnan()
+    loss = model(second, attention_mask=masks[1], labels=torch.tensor([-100, 1]), **memory).loss
+    loss.backward()
+    torch.testing.assert_close(loss, F.cross_entropy(whole[1:], torch.tensor([1])), atol=1e-5, rtol=1e-5)
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
 @pytest.mark.parametrize(
     "labels, num_labels",
     [

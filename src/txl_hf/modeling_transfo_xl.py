@@ -121,7 +121,7 @@ class TransfoXLSequenceClassifierOutput(ModelOutput):
     """
     Args:
         loss: scalar, with labels.
-        logits: (B, num_labels), the scores of the last real token.
+        logits: (B, num_labels), the scores of the last real token; NaN in a row that has none.
         mems, past_key_values, hidden_states, attentions, mems_mask: as in `TransfoXLModelOutput`.
     """
 
@@ -881,8 +881,10 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         Args:
             input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets: see
                 `TransfoXLModel.forward`. The last real token is the last one that `attention_mask` marks, or else that
-                is not `config.pad_token_id`; padding may stand on either side.
-            labels: (B,) classes, or (B,) or (B, num_labels) numbers for regression or multi-label classification.
+                is not `config.pad_token_id`; padding may stand on either side. A row without any, as a text that ended
+                in an earlier segment, has logits of NaN.
+            labels: (B,) classes, or (B,) or (B, num_labels) numbers for regression or multi-label classification. Of
+                classes -100 is ignored, as a row without real tokens needs it.
             num_items_in_batch (in kwargs): what the sum of the losses of all labels is divided by, instead of their
                 number.
 
@@ -905,8 +907,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
             **kwargs,
         )
         scores = self.score(outputs.last_hidden_state)
-        last = self._last_real_token(input_ids, attention_mask, scores)
-        logits = scores[torch.arange(len(scores), device=scores.device), last]
+        logits = self._of_last_real_token(scores, input_ids, attention_mask)
         loss = None
         if labels is not None:
             _check_classes(labels, len(scores), self.num_labels)
@@ -923,21 +924,23 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
             mems_mask=outputs.mems_mask,
         )
 
-    def _last_real_token(
-        self, input_ids: Tensor | None, attention_mask: Tensor | None, scores: Tensor
-    ) -> Tensor | int:
+    def _of_last_real_token(self, scores: Tensor, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+        """(B, num_labels) out of (B, L, num_labels), NaN where a row has no real token."""
         segment_length = scores.shape[1]
         if attention_mask is not None:
             real = attention_mask[:, -segment_length:] != 0
         elif self.config.pad_token_id is not None and input_ids is not None:
             real = input_ids != self.config.pad_token_id
         elif len(scores) == 1 or input_ids is None:
-            return -1
+            return scores[:, -1]
         else:
             raise ValueError(
                 "a batch of several rows may hold padding: give attention_mask, or set config.pad_token_id"
             )
-        return (torch.arange(segment_length, device=scores.device) * real.to(scores.device)).argmax(-1)
+        real = real.to(scores.device)
+        last = (torch.arange(segment_length, device=scores.device) * real).argmax(-1)
+        found = scores[torch.arange(len(scores), device=scores.device), last]
+        return found.masked_fill(~real.any(dim=-1, keepdim=True), torch.nan)
 
 
 class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
