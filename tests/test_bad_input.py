@@ -164,6 +164,20 @@ def test_ids_outside_the_vocabulary(make_model, bins, token):
         make_model(**bins)(torch.tensor([[1, token]]))
 
 
+@pytest.mark.parametrize("name", ["input_ids", "labels"])
+@pytest.mark.parametrize("bins", [{}, {"cutoffs": [], "div_val": 1}], ids=["cutoffs", "no-cutoffs"])
+def test_a_compiled_call_looks_at_ids_and_labels(make_model, make_ids, bins, name):
+    """A cluster takes an id that is not its own for its first or last."""
+    torch.compiler.reset()
+    model, ids = make_model(n_layer=1, **bins), make_ids(1, 4)
+    compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
+    given = {"input_ids": ids, "labels": ids}
+    torch.testing.assert_close(compiled(**given).loss, model(**given).loss)
+    for token in (61, -5):
+        with pytest.raises(RuntimeError, match=rf"{name} outside the vocabulary \[0, 61\)"):
+            compiled(**given | {name: torch.cat([ids[:, :3], torch.tensor([[token]])], 1)})
+
+
 def test_memory_given_twice_or_to_a_model_without(make_model, make_ids):
     model = make_model()
     ids = make_ids(2, 3)

@@ -142,7 +142,8 @@ class AdaptiveEmbedding(nn.Module):
             (B, L, D).
 
         Raises:
-            IndexError: an id lies outside the vocabulary.
+            IndexError: an id lies outside the vocabulary. In a compiled call that is a RuntimeError, and a single
+                token is not looked at.
         """
         _check_range(input_ids, self.config.vocab_size, "input_ids", IndexError)
         dtype = self.emb_layers[0].weight.dtype
@@ -253,7 +254,7 @@ class AdaptiveLogSoftmax(nn.Module):
             backward pass is a RuntimeError.
 
         Raises:
-            ValueError: a target is neither -100 nor a token.
+            ValueError: a target is neither -100 nor a token. In a compiled call it may be a RuntimeError.
         """
         few = targets.numel() * self.config.vocab_size <= MAX_KEPT_LOGITS
         if torch.jit.is_tracing() or (torch.compiler.is_compiling() and few):
@@ -296,6 +297,8 @@ class AdaptiveLogSoftmax(nn.Module):
 
     def _dense_nll(self, hidden_states: Tensor, targets: Tensor) -> Tensor:
         """The same within a graph: every bin computes all tokens and ignores the rest."""
+        if not torch.jit.is_tracing():
+            check_labels(targets, self.config.vocab_size)
         nll = F.cross_entropy(self._head_logits(hidden_states), self._head_targets(targets), reduction="none")
         for i, (start, end, _) in list(enumerate(self.config.bins))[1:]:
             bin_targets = (targets - start).masked_fill((targets < start) | (targets >= end), -100)
@@ -736,7 +739,13 @@ def check_labels(labels: Tensor, vocab_size: int) -> None:
 
 
 def _check_range(ids: Tensor, vocab_size: int, name: str, error: type[Exception]) -> None:
-    if torch.compiler.is_compiling() or ids.is_meta or ids.numel() == 0:
+    if ids.is_meta or ids.numel() == 0:
+        return
+    if torch.compiler.is_compiling():
+        # Not in an exported graph, nor for the single tokens of decoding, which a model has chosen.
+        if torch.compiler.is_dynamo_compiling() and ids.shape[-1] > 1:
+            inside = (ids >= 0) & (ids < vocab_size)
+            torch._assert_async(inside.all(), f"{name} outside the vocabulary [0, {vocab_size})")
         return
     if torch._C._functorch.is_functorch_wrapped_tensor(ids):
         # torch.func.vmap: the numbers of many calls at once, which none of them can look at.
