@@ -1,5 +1,7 @@
 """Adaptive input and softmax: probabilities, losses and embeddings for any bins."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -368,6 +370,19 @@ def test_sorted_targets_that_are_there_before_give_the_same_losses(make_config):
     sorted_before = softmax.sort_targets(targets)
     assert sorted_before.ends.tolist() == [0, 1, 1, 3, 4, 7]
     assert torch.equal(softmax(hidden, targets, by_bin=sorted_before), softmax(hidden, targets))
+
+
+def test_counts_are_waited_for_on_the_gpu_that_has_the_targets(make_config, monkeypatch):
+    """Else the host reads what was there before: the current GPU may be another one."""
+    recorded = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: ("stream of", device))
+    monkeypatch.setattr(
+        torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream=None: recorded.append(stream))
+    )
+    softmax = AdaptiveLogSoftmax(make_config())
+    with FakeTensorMode():
+        softmax.sort_targets(torch.empty(7, dtype=torch.int64, device="cuda:1"))
+    assert recorded == [("stream of", torch.device("cuda:1"))]
 
 
 def test_a_loss_alone_holds_no_log_probabilities(make_model, make_ids):

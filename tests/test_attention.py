@@ -523,6 +523,17 @@ def test_what_is_hidden_is_what_is_not_visible(window, masked, first_key):
     assert hidden_keys(1, 7, None, None, torch.device("cpu")) is None
 
 
+def test_gradients_by_torch_func_of_an_input_that_tiles_would_take():
+    tensors, _ = draw((1, 1, 400, 0, 8))
+    query, rest = tensors.pop("query"), {name: t for name, t in tensors.items() if name != "rel_bias"}
+
+    def loss(query, implementation):
+        return relative_attention(query, **rest, implementation=implementation)[0].square().sum()
+
+    eager, auto = (torch.func.grad(loss)(query, name) for name in ("eager", "auto"))
+    torch.testing.assert_close(auto, eager, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("implementation", ["auto", "eager", "sdpa", "txl_tiles"])
 def test_layers_share_what_is_hidden(make_model, make_ids, monkeypatch, implementation):
     model = make_model(attn_implementation=implementation, n_layer=3)

@@ -6,6 +6,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from txl_hf.training import compilation
 from txl_hf.training.arguments import parse_arguments
 from txl_hf.training.compilation import compile_layers, should_compile_layers, uncompiled
 
@@ -68,6 +69,9 @@ def test_layers_are_compiled_on_a_gpu_unless_something_else_is(tmp_path, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not chosen() and chosen("--compile_layers", "True")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(compilation, "has_triton", lambda: False)
+    assert not chosen() and chosen("--compile_layers", "True")
+    monkeypatch.setattr(compilation, "has_triton", lambda: True)
     assert chosen() and chosen(backend="NO")
     assert not chosen("--compile_layers", "False")
     assert not chosen(backend="INDUCTOR") and not chosen("--word_dropout", "0.1")

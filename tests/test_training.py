@@ -258,11 +258,17 @@ def test_trainer_fine_tunes_a_classifier(make_model, make_ids, tmp_path):
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["not-reentrant", "reentrant"])
-@pytest.mark.parametrize("changes", [{}, {"untie_r": False}, {"attn_type": 1}], ids=["plain", "tied", "shaw"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"untie_r": False}, {"attn_type": 1}, {"dropout": 0.3, "dropatt": 0.3}],
+    ids=["plain", "tied", "shaw", "dropout"],
+)
 def test_gradient_checkpointing_changes_no_gradient(make_model, make_ids, changes, reentrant):
+    """With dropout too: a reentrant checkpoint draws first without a gradient, and then again with one."""
     gradients = []
     for checkpointing in (False, True):
         model = make_model(**changes).train()
+        torch.manual_seed(1)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()

@@ -271,9 +271,10 @@ class AdaptiveLogSoftmax(nn.Module):
         ends = torch.searchsorted(in_order, ends)
         if not ends.is_cuda or torch.compiler.is_compiling():
             return TargetsByBin(order, ends.cpu() if ends.is_cuda else ends)
-        copied = torch.cuda.Event()
+        copied, stream = torch.cuda.Event(), torch.cuda.current_stream(ends.device)
         ends = ends.to("cpu", non_blocking=True)
-        copied.record()
+        # By itself it is of the current device, where the tensors need not be.
+        copied.record(stream)
         return TargetsByBin(order, ends, copied)
 
     def _blockwise_nll(self, hidden_states: Tensor, targets: Tensor, by_bin: "TargetsByBin") -> Tensor:

@@ -27,6 +27,7 @@ from transformers.utils import logging
 from .attention_transfo_xl_cpu import attend_tile_by_tile
 from .attention_transfo_xl_inputs import AttentionInputs, hidden_keys, keep_documents_apart, visible_keys
 from .attention_transfo_xl_triton import triton_relative_attention, why_not_triton
+from .linear_transfo_xl import is_plain
 
 __all__ = [
     "RELATIVE_ATTENTION_FUNCTIONS",
@@ -186,6 +187,8 @@ def _why_not_tiled(inputs: AttentionInputs) -> str | None:
         return "a loop over heads and rows is no graph"
     if torch.is_autocast_enabled("cpu"):
         return "tiles know nothing of autocast"
+    if not is_plain(inputs.query, inputs.key, inputs.value, inputs.rel_key):
+        return "tiles are for reverse mode alone, without torch.func"
     return None
 
 
@@ -232,8 +235,9 @@ def _fastest(inputs: AttentionInputs) -> str:
     large = query.dtype == torch.float32 and query.shape[2] * inputs.key.shape[2] >= 1 << 17
     if large and _why_not_tiled(inputs) is None:
         return "txl_tiles"
-    # With a mask that needs a gradient, PyTorch has no fused path on CPU, and its plain one is slower than ours.
-    return "eager" if _needs_gradient(query) else "sdpa"
+    # With a mask that needs a gradient, PyTorch has no fused path on CPU, and its plain one is slower than ours. A
+    # checkpoint goes through dropout without a gradient first, and must draw as it does with one.
+    return "eager" if _needs_gradient(query) or inputs.dropout > 0 else "sdpa"
 
 
 def _needs_gradient(query: Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .linear_transfo_xl import is_wrapped, takes_part_plainly
+from .linear_transfo_xl import is_plain, is_wrapped
 
 __all__ = ["draw_and_drop", "drop", "relu_and_drop", "scale_of"]
 
@@ -20,7 +20,7 @@ DRAWS = 2**16
 
 def drop(states: Tensor, dropout: nn.Module) -> Tensor:
     """`dropout(states)`, for states (…) of any shape. It draws from PyTorch's generator, but not as PyTorch does."""
-    if _is_trained_here(states, dropout) and states.is_cpu:
+    if _is_drawn_here(states, dropout) and states.is_cpu:
         return _Drop.apply(states, dropout.p)
     return dropout(states)
 
@@ -31,7 +31,7 @@ def relu_and_drop(states: Tensor, dropout: nn.Module) -> Tensor:
     Where it is trained, PyTorch would keep the result of the ReLU and what was dropped, and read both backward. But
     the result is 0 exactly where either of them has made it so, and there the gradient is 0.
     """
-    if _is_trained_here(states, dropout):
+    if _is_drawn_here(states, dropout):
         return _ReluAndDrop.apply(states, dropout.p)
     if torch.compiler.is_compiling() and _drops(dropout):
         # One mask for the backward pass of a graph, not one of each; NaN is not below 0.
@@ -40,8 +40,9 @@ def relu_and_drop(states: Tensor, dropout: nn.Module) -> Tensor:
     return dropout(states.relu())
 
 
-def _is_trained_here(states: Tensor, dropout: nn.Module) -> bool:
-    return _drops(dropout) and takes_part_plainly(states)
+def _is_drawn_here(states: Tensor, dropout: nn.Module) -> bool:
+    # Without a gradient too: a checkpoint draws first without one, and then the same with one.
+    return _drops(dropout) and is_plain(states)
 
 
 def _drops(dropout: nn.Module) -> TypeGuard[nn.Dropout]:

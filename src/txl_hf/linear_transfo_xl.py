@@ -213,12 +213,14 @@ def _is_matrix(layer: nn.Module) -> bool:
 
 
 def takes_part_plainly(states: Tensor, *others: Tensor) -> bool:
-    """Whether a gradient of these states is wanted in reverse mode, eagerly, and all are tensors and nothing more."""
-    tensors = (states, *others)
+    """Whether a gradient of these states is wanted in reverse mode, and all are plain: see `is_plain`."""
+    return torch.is_grad_enabled() and states.requires_grad and is_plain(states, *others)
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether this runs eagerly, with tensors that are nothing more: no subclasses, torch.func or tangents."""
     return (
-        torch.is_grad_enabled()
-        and states.requires_grad
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
         and not any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)

@@ -114,7 +114,9 @@ def describe(model: TransfoXLForCausalLM, text: Text, options: argparse.Namespac
         "split": options.split if text.corpus else None,
         "words": text.words,
         "characters": text.characters,
-        "device": torch.cuda.get_device_name() if model.device.type == "cuda" else platform.processor() or "cpu",
+        "device": torch.cuda.get_device_name(model.device)
+        if model.device.type == "cuda"
+        else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
         "dtype": options.dtype,
         "versions": {name: version(name) for name in ("txl-hf", "transformers", "torch")},

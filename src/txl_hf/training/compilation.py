@@ -5,6 +5,7 @@ time that the whole model takes, whose graph repeats them.
 from contextlib import AbstractContextManager
 
 import torch
+from torch.utils._triton import has_triton
 
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from .arguments import Arguments
@@ -13,7 +14,8 @@ __all__ = ["compile_layers", "should_compile_layers", "uncompiled"]
 
 
 def should_compile_layers(arguments: Arguments, dynamo_backend: str | None) -> bool:
-    """What `--compile_layers` says; by default on a GPU, unless all is compiled, or dropouts are put around layers.
+    """What `--compile_layers` says; by default on a GPU that Triton runs on, of which the compiled kernels are, unless
+    all is compiled, or dropouts are put around layers.
 
     Args:
         dynamo_backend: what the whole model is compiled with; "no" or None: it is not.
@@ -22,7 +24,8 @@ def should_compile_layers(arguments: Arguments, dynamo_backend: str | None) -> b
     if chosen is not None:
         return chosen
     whole = (dynamo_backend or "no").lower() != "no"
-    return torch.cuda.is_available() and not whole and not any(vars(arguments.regularization).values())
+    usual = not whole and not any(vars(arguments.regularization).values())
+    return usual and torch.cuda.is_available() and has_triton()
 
 
 def compile_layers(model: TransfoXLForCausalLM, backend: str = "inductor") -> None:
