@@ -1,5 +1,6 @@
 """Legacy vocabularies: text and pickles, read as the legacy tokenizer read them; nothing in a pickle runs."""
 
+import json
 import os
 import pickle
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from goldens import golden
 from txl_hf import TransfoXLTokenizer
@@ -32,6 +34,50 @@ def test_a_byte_order_mark_is_no_part_of_the_first_symbol(tmp_path):
     (tmp_path / "vocab.txt").write_text("\ufeff<eos>\nthe\n", encoding="utf-8")
     tokenizer = TransfoXLTokenizer.from_pretrained(tmp_path)
     assert tokenizer.symbols == ["<eos>", "the"] and tokenizer.eos_token_id == 0
+
+
+def legacy_folder(folder: Path, added: dict[str, int], decoder: bool = False, **config) -> Path:
+    """A vocabulary of five words and tokens that were added to it, in a file of their own or in the configuration."""
+    config["tokenizer_class"] = "TransfoXLTokenizer"
+    if decoder:
+        flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False)
+        config["added_tokens_decoder"] = {
+            str(index): {"content": token, "special": token.startswith("<"), **flags} for token, index in added.items()
+        }
+    else:
+        (folder / "added_tokens.json").write_text(json.dumps(added))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "vocab.pkl").write_bytes(pickle.dumps({"idx2sym": ["<eos>", "<unk>", "the", "cat", "sat"]}))
+    return folder
+
+
+@pytest.mark.parametrize("decoder", [False, True], ids=["added_tokens.json", "added_tokens_decoder"])
+@pytest.mark.parametrize(
+    "added, ids",
+    [
+        ({"foo": 5, "<formula>": 6}, [2, 3, 5, 6]),
+        ({"<formula>": 5, "foo": 6}, [2, 3, 6, 5]),
+        ({"foo": 5}, [2, 3, 5, 6]),
+        ({"<pad>": 5, "<unk>": 1, "foo": 6}, [2, 3, 6, 7]),
+    ],
+    ids=str,
+)
+def test_tokens_that_were_added_to_a_legacy_vocabulary_keep_their_ids(tmp_path, decoder, added, ids):
+    named = {"pad_token": "<pad>"} if "<pad>" in added else {}
+    tokenizer = AutoTokenizer.from_pretrained(legacy_folder(tmp_path, added, decoder, **named))
+    assert {token: tokenizer.convert_tokens_to_ids(token) for token in added} == added
+    assert tokenizer("the cat foo <formula>")["input_ids"] == ids
+    assert tokenizer.decode(ids) == "the cat foo <formula>"
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "the cat foo"
+    tokenizer.save_pretrained(tmp_path / "new")
+    assert AutoTokenizer.from_pretrained(tmp_path / "new")("the cat foo <formula>")["input_ids"] == ids
+
+
+@pytest.mark.parametrize("added, would_get", [({"foo": 9}, 5), ({"the": 5}, 2), ({"foo": -1}, 5)], ids=str)
+def test_ids_of_added_tokens_that_cannot_be_kept_are_named(tmp_path, added, would_get):
+    [(token, index)] = added.items()
+    with pytest.raises(ValueError, match=f"'{token}' has id {index} in added_tokens.json .* would get {would_get}:"):
+        AutoTokenizer.from_pretrained(legacy_folder(tmp_path, added))
 
 
 @pytest.mark.parametrize("protocol", range(6))

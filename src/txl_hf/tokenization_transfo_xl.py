@@ -14,7 +14,8 @@ becomes symbols:
 Ways to get one:
 
 * `TransfoXLTokenizer.from_pretrained(folder)`: a folder saved by this class, or a legacy one with `vocab.pkl`,
-  `vocab.bin` or `vocab.txt`. Nothing in a pickle is ever executed.
+  `vocab.bin` or `vocab.txt`. Nothing in a pickle is ever executed. Tokens that were added to a legacy vocabulary
+  (`added_tokens.json`, `added_tokens_decoder`) keep their ids; `<formula>` of mode `"moses"` comes behind them.
 * `TransfoXLTokenizer.from_symbols(symbols, mode=...)`: an ordered list, the original vocabularies' `idx2sym`.
 * `TransfoXLTokenizer.train_from_iterator(lines, mode=..., min_freq=..., max_size=...)`: a vocabulary by frequency.
 * `tokenizer.train_new_from_iterator(lines, vocab_size)`: the same with this tokenizer's mode and specials.
@@ -83,7 +84,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
 
     Raises:
         ValueError: an unknown mode or language, no vocabulary, a file that is damaged or no vocabulary, a pickle with
-            anything in it but data, or `line_ends` without an `eos_token` among the symbols.
+            anything in it but data, added tokens with ids that leave a gap behind the vocabulary's or are not those
+            that it gives them, or `line_ends` without an `eos_token` among the symbols.
     """
 
     vocab_files_names = {
@@ -143,7 +145,10 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         eos_token = _default_special(eos_token, ("<eos>",) if mode != "lm1b" else ("<eos>", "<S>"), vocabulary)
         if backend is None:
             extra = kwargs.get("extra_special_tokens") or kwargs.get("additional_special_tokens") or ()
-            backend = build_backend(symbols, mode, lower_case, unk_token, (eos_token, unk_token, *extra))
+            added = dict(sorted((kwargs.pop("added_tokens_decoder", None) or {}).items()))
+            specials = (eos_token, unk_token, *extra)
+            backend = build_backend(symbols, mode, lower_case, unk_token, specials, added=added.values())
+            _check_added(backend, added, len(symbols))
         self.line_ends = _set_line_ends(backend, mode, lower_case, eos_token, line_ends)
         if mode == "lm1b":
             kwargs.setdefault("bos_token", eos_token)
@@ -483,6 +488,15 @@ def _check_json(path) -> None:
         raise ValueError(f"{path} is damaged, or no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a JSON {type(found).__name__} instead of an object")
+
+
+def _check_added(backend: Tokenizer, added: dict[int, AddedToken], size: int) -> None:
+    for index, token in added.items():
+        if (found := backend.token_to_id(str(token))) != index:
+            raise ValueError(
+                f"the added token {str(token)!r} has id {index} in added_tokens.json or added_tokens_decoder but "
+                f"would get {found}: a symbol of the vocabulary keeps its id, others follow its {size} without a gap"
+            )
 
 
 def _set_line_ends(backend: Tokenizer, mode: str, lower_case: bool, eos_token, line_ends: bool | None) -> bool:

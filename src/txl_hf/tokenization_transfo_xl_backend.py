@@ -42,6 +42,7 @@ def build_backend(
     specials,
     line_end: str | None = None,
     as_published: bool = False,
+    added: Iterable[AddedToken] = (),
 ) -> Tokenizer:
     """A tokenizer of the `tokenizers` library whose symbol `symbols[i]` has id i.
 
@@ -50,6 +51,8 @@ def build_backend(
         specials: the special tokens, None among them skipped; those that are no symbols get ids after the symbols.
         line_end: the special token that a line feed becomes, in the modes of words; None: white space.
         as_published: read a given alphabet as the originals wrote their data, `_` for a space and lines without ends.
+        added: tokens that were added to the vocabulary, special ones among them, in the order of their ids, which come
+            before those of other special tokens.
 
     Raises:
         ValueError: in mode `"bytes"`, a symbol is neither a byte's number nor a special token.
@@ -80,8 +83,16 @@ def build_backend(
     else:
         backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     set_normalizer(backend, mode, lower_case, specials, line_end, steps)
-    added = [token if isinstance(token, AddedToken) else AddedToken(token, normalized=False) for token in specials]
-    backend.add_special_tokens(added)
+    special = {
+        str(token): token if isinstance(token, AddedToken) else AddedToken(token, normalized=False)
+        for token in specials
+    }
+    for token in added:
+        if str(token) in special:
+            backend.add_special_tokens([special[str(token)]])
+        else:
+            backend.add_tokens([token])
+    backend.add_special_tokens(list(special.values()))
     return backend
 
 
