@@ -261,6 +261,18 @@ def test_training_order_is_by_frequency_then_first_occurrence():
     assert specials.symbols == ["<eos>", "<pad>", *"bacd", "<unk>"]
 
 
+def test_special_tokens_with_names_are_symbols_and_their_names_are_none(tmp_path):
+    named = {"extra_special_tokens": {"image_token": "<img>"}}
+    trained = TransfoXLTokenizer.train_from_iterator(["a b a"], mode="whitespace", **named)
+    assert trained.symbols == ["<eos>", "<unk>", "<img>", "a", "b"]
+    (tmp_path / "vocab.txt").write_text("".join(f"{symbol}\n" for symbol in trained.symbols))
+    read = TransfoXLTokenizer(vocab_file=tmp_path / "vocab.txt", **named)
+    for tokenizer in (trained, TransfoXLTokenizer.from_symbols(trained.symbols, **named), read):
+        assert tokenizer.image_token == "<img>" and tokenizer.image_token_id == 2
+        assert tokenizer("a <img> b")["input_ids"] == [3, 2, 4]
+        assert len(tokenizer) == 5
+
+
 def test_train_new_from_iterator_keeps_mode_and_specials():
     tokenizer = small("moses", lower_case=True, add_eos_token=True)
     new = tokenizer.train_new_from_iterator(

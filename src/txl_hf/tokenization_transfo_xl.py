@@ -144,7 +144,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         unk_token = _default_special(unk_token, ("<unk>", "<UNK>"), vocabulary)
         eos_token = _default_special(eos_token, ("<eos>",) if mode != "lm1b" else ("<eos>", "<S>"), vocabulary)
         if backend is None:
-            extra = kwargs.get("extra_special_tokens") or kwargs.get("additional_special_tokens") or ()
+            extra = _extra_tokens(kwargs.get("extra_special_tokens") or kwargs.get("additional_special_tokens"))
             added = dict(sorted((kwargs.pop("added_tokens_decoder", None) or {}).items()))
             specials = (eos_token, unk_token, *extra)
             backend = build_backend(symbols, mode, lower_case, unk_token, specials, added=added.values())
@@ -253,7 +253,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
                 raise ValueError(f"special token {str(token)!r} is not one of the {len(symbols)} symbols")
         if mode == "moses" and "<formula>" in vocabulary:
             kwargs.setdefault("extra_special_tokens", ["<formula>"])
-        specials += kwargs.get("extra_special_tokens") or ()
+        specials += _extra_tokens(kwargs.get("extra_special_tokens"))
         backend = build_backend(symbols, mode, lower_case, unk_token, specials, as_published=as_published)
         return cls(
             tokenizer_object=backend,
@@ -287,7 +287,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             min_freq (`int`, defaults to 0): leave out symbols that occur less often.
             max_size (`int`, *optional*): keep at most this many symbols of the text, specials not counted.
             kwargs: as for the class. `unk_token` and `eos_token` default to `<unk>` and `<eos>` (`<UNK>` and `<S>` in
-                mode `"lm1b"`, none in the modes `"characters"` and `"bytes"`); `extra_special_tokens` are more.
+                mode `"lm1b"`, none in the modes `"characters"` and `"bytes"`); `extra_special_tokens` are more,
+                a list or a dict of names and tokens.
 
         Raises:
             ValueError: an unknown mode, a text without symbols, or a negative size.
@@ -299,8 +300,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             raise ValueError(f"min_freq={min_freq} must be at least 0 and max_size={max_size} at least 1 (or None)")
         kwargs = {**_TRAINING_SPECIALS[mode], **kwargs}
         named = [kwargs.get(name) for name in ("eos_token", "bos_token", "unk_token", "pad_token")]
-        specials = [str(token) for token in (*named, *(kwargs.get("extra_special_tokens") or ())) if token is not None]
-        specials = list(dict.fromkeys(specials))
+        extra = _extra_tokens(kwargs.get("extra_special_tokens"))
+        specials = list(dict.fromkeys(str(token) for token in (*named, *extra) if token is not None))
 
         counter = count_symbols(lines, mode, lower_case, specials)
         counted = {symbol for symbol, count in counter.most_common(max_size) if count >= min_freq}
@@ -515,6 +516,11 @@ def _set_line_ends(backend: Tokenizer, mode: str, lower_case: bool, eos_token, l
     specials = [str(token) for token in backend.get_added_tokens_decoder().values()]
     set_normalizer(backend, mode, lower_case, specials, str(eos_token) if line_ends else None)
     return line_ends
+
+
+def _extra_tokens(extra: dict | list | tuple | None) -> list:
+    # A dict gives each token a name, `{"image_token": "<img>"}`.
+    return list(extra.values()) if isinstance(extra, dict) else list(extra or ())
 
 
 def _default_special(token, names: tuple[str, ...], vocabulary):
