@@ -9,6 +9,8 @@ import functools
 import glob
 from pathlib import Path
 
+from txl_hf.vocabulary_transfo_xl import order_symbols
+
 from . import torch_file
 from .files import code_span, describe
 from .kimiyoung_tf import SKIPPED, find_prefix, stacked_biases_apart
@@ -84,9 +86,10 @@ def read_dictionary(path: Path) -> Vocabulary:
     ids = dictionary[0] if isinstance(dictionary, tuple | list) and dictionary else None
     if not isinstance(ids, dict) or not all(isinstance(event, str) for event in ids):
         raise ConversionError(f"{path} holds {describe(dictionary)}; expected the pair (event2word, word2event)")
-    if not all(type(number) is int for number in ids.values()) or sorted(ids.values()) != list(range(len(ids))):
-        raise ConversionError(f"{path} does not number its {len(ids)} events from 0 on")
-    symbols = ["_".join(event.split()) for event in sorted(ids, key=ids.__getitem__)]
+    try:
+        symbols = ["_".join(event.split()) for event in order_symbols(ids, str(path))]
+    except ValueError as error:
+        raise ConversionError(str(error)) from None
     if len(set(symbols)) < len(symbols):
         raise ConversionError(f"{path} has two events that differ in their blanks alone")
     return Vocabulary(symbols, "whitespace", lower_case=False)

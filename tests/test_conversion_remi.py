@@ -141,7 +141,7 @@ def test_the_dictionary_becomes_a_tokenizer(tmp_path):
     ("dictionary", "found"),
     [
         (["Bar_None"], "expected the pair"),
-        (({"Bar_None": 1}, {}), "does not number its 1 events from 0 on"),
+        (({"Bar_None": 1}, {}), "does not number its 1 symbols from 0 on"),
         (({"Note On_1": 0, "Note_On_1": 1}, {}), "differ in their blanks alone"),
     ],
 )

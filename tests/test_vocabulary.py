@@ -88,6 +88,13 @@ def test_containers_are_read_at_every_protocol(tmp_path, protocol):
     assert read_vocab_pickle(path) == ["<unk>", "a"]
 
 
+def test_symbols_without_a_list_are_in_the_order_of_their_ids(tmp_path):
+    (tmp_path / "vocab.pkl").write_bytes(pickle.dumps({"sym2idx": {"b": 2, "<eos>": 0, "a": 1, "<unk>": 3}}))
+    tokenizer = TransfoXLTokenizer.from_pretrained(tmp_path, mode="whitespace")
+    assert tokenizer.symbols == ["<eos>", "a", "b", "<unk>"]
+    assert tokenizer("a b <eos>")["input_ids"] == [1, 2, 0]
+
+
 @pytest.mark.parametrize("new_format", [True, False], ids=["zip", "legacy"])
 def test_both_formats_of_torch_save(tmp_path, new_format):
     state = {"idx2sym": ["<unk>", "a"], "sym2idx": OrderedDict([("<unk>", 0), ("a", 1)])}
@@ -168,6 +175,11 @@ def test_names_that_reach_through_a_known_module_are_refused(tmp_path):
         (pickle.dumps({"idx2sym": []}), "empty"),
         (pickle.dumps({"idx2sym": ["a", "a"]}), "'a' occurs 2 times"),
         (pickle.dumps({"idx2sym": [1]}), "must be a string"),
+        *(
+            (pickle.dumps({"sym2idx": dict(zip("ab", ids, strict=True))}), "does not number its 2 symbols from 0 on")
+            for ids in [(0, 2), (1, 2), (0, 0), (0, True), (0, "1"), (0, [])]
+        ),
+        (pickle.dumps({"sym2idx": {}}), "empty"),
         (pickle.dumps({"model": 1}), r"\['model'\]"),
         (b"r\xff\xff\xff\x7f.", "not loaded"),
         (b"P\x2e", "outside itself|not loaded"),

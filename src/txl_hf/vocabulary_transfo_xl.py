@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .unpickle_transfo_xl import UnsafePickleError, load, shown
 
-__all__ = ["check_symbols", "read_vocab_pickle", "read_vocab_text", "repair_symbols"]
+__all__ = ["check_symbols", "order_symbols", "read_vocab_pickle", "read_vocab_text", "repair_symbols"]
 
 
 def read_vocab_text(path: str | os.PathLike) -> list[str]:
@@ -53,7 +53,7 @@ def read_vocab_pickle(path: str | os.PathLike) -> list[str]:
     if isinstance(state, dict):
         symbols = state.get("idx2sym")
         if symbols is None and isinstance(state.get("sym2idx"), dict):
-            symbols = list(state["sym2idx"])
+            symbols = order_symbols(state["sym2idx"], str(path))
         if isinstance(symbols, list):
             check_symbols(symbols, str(path))
             return repair_symbols(symbols)
@@ -61,6 +61,21 @@ def read_vocab_pickle(path: str | os.PathLike) -> list[str]:
     if isinstance(state, dict):
         found = f"a dict with the keys {[shown(key) for key in islice(state, 8)]}"
     raise ValueError(f"{path}: holds {found}, not a legacy vocabulary, which is a dict with idx2sym or sym2idx.")
+
+
+def order_symbols(ids: dict, source: str) -> list:
+    """The symbols of a dict from symbols to ids, in the order of the ids.
+
+    Args:
+        ids (`dict`): the id of each symbol.
+        source (`str`): where it comes from, for the error.
+
+    Raises:
+        ValueError: the ids are not the numbers from 0 to one less than there are symbols, each of them once.
+    """
+    if not all(type(number) is int for number in ids.values()) or sorted(ids.values()) != list(range(len(ids))):
+        raise ValueError(f"{source} does not number its {len(ids)} symbols from 0 on, each once")
+    return sorted(ids, key=ids.__getitem__)
 
 
 def repair_symbols(symbols: list[str]) -> list[str]:
