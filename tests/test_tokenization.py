@@ -378,6 +378,21 @@ def test_a_legacy_vocabulary_takes_any_steps(tmp_path):
     assert tokenizer.tokenize("a @-@ b") == ["a", "@-@", "b"]
 
 
+def test_words_that_moses_should_not_split_are_refused_unless_they_are_special(tmp_path):
+    symbols = ["<eos>", "<unk>", "a", "b", "foo", "@-@", "bar", "foo-bar"]
+    (tmp_path / "vocab.txt").write_text("".join(f"{symbol}\n" for symbol in symbols))
+    config = {"tokenizer_class": "TransfoXLTokenizer", "never_split": ["<eos>", "<unk>", "<formula>", "foo-bar"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"never_split has 'foo-bar', .*extra_special_tokens=\['foo-bar'\]"):
+        AutoTokenizer.from_pretrained(tmp_path)
+    special = AutoTokenizer.from_pretrained(tmp_path, extra_special_tokens=["foo-bar"])
+    assert special("a foo-bar b")["input_ids"] == [2, 7, 3]
+    for never_split in (None, [], ["<eos>", "<unk>", "<formula>"]):
+        without = AutoTokenizer.from_pretrained(tmp_path, never_split=never_split)
+        assert without.tokenize("a foo-bar b") == ["a", "foo", "@-@", "bar", "b"]
+    assert AutoTokenizer.from_pretrained(tmp_path, mode="whitespace").tokenize("a foo-bar b") == ["a", "foo-bar", "b"]
+
+
 def test_auto_tokenizer_loads_a_legacy_folder():
     assert isinstance(AutoTokenizer.from_pretrained(GOLDENS / "cased"), TransfoXLTokenizer)
 

@@ -58,7 +58,9 @@ _TRAINING_SPECIALS: dict[str, dict[str, str | None]] = {
 }
 
 # What the legacy tokenizer kept beside its vocabulary and this one has no use for.
-_LEGACY_ARGUMENTS = ("special", "min_freq", "max_size", "never_split", "do_lower_case")
+_LEGACY_ARGUMENTS = ("special", "min_freq", "max_size", "do_lower_case")
+# What it kept whole by default: its special tokens, which a saved `never_split` lists, in the vocabulary or not.
+_LEGACY_NEVER_SPLIT = ("<eos>", "<unk>", "<formula>")
 
 
 class TransfoXLTokenizer(PreTrainedTokenizerFast):
@@ -85,7 +87,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
     Raises:
         ValueError: an unknown mode or language, no vocabulary, a file that is damaged or no vocabulary, a pickle with
             anything in it but data, added tokens with ids that leave a gap behind the vocabulary's or are not those
-            that it gives them, or `line_ends` without an `eos_token` among the symbols.
+            that it gives them, `line_ends` without an `eos_token` among the symbols, or, in mode `"moses"`, a legacy
+            `never_split` with more than special and added tokens.
     """
 
     vocab_files_names = {
@@ -111,6 +114,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
     ):
         for name in _LEGACY_ARGUMENTS:
             kwargs.pop(name, None)
+        never_split = kwargs.pop("never_split", None) or ()
         if kwargs.pop("delimiter", None) == "":
             mode = "characters"
         check_mode(mode)
@@ -167,6 +171,13 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             eos_token=eos_token,
             **kwargs,
         )
+        if mode == "moses":
+            whole = {*_LEGACY_NEVER_SPLIT, *map(str, self.added_tokens_decoder.values())}
+            if split := [str(token) for token in never_split if str(token) not in whole]:
+                raise ValueError(
+                    f"never_split has {split[0]!r}, which is no special token, and the Moses rules here keep no other "
+                    f"words whole; give extra_special_tokens=[{split[0]!r}], or never_split=None to have it split"
+                )
         # Where it was loaded from is no property of the tokenizer, and of no interest where it is saved.
         for name in ("is_local", "local_files_only"):
             self.init_kwargs.pop(name, None)
