@@ -282,6 +282,23 @@ def test_train_new_from_iterator_keeps_mode_and_specials():
     assert new("One <x> three")["input_ids"] == [3, 2, 1, 0]
 
 
+def test_train_new_from_iterator_keeps_what_is_said_of_calls_and_chats(tmp_path):
+    settings = {
+        "chat_template": "{{ messages[0].content }}",
+        "padding_side": "right",
+        "truncation_side": "left",
+        "model_max_length": 7,
+    }
+    new = small("whitespace", **settings).train_new_from_iterator(["a b"])
+    new.save_pretrained(tmp_path)
+    for tokenizer in (new, AutoTokenizer.from_pretrained(tmp_path)):
+        assert {name: getattr(tokenizer, name) for name in settings} == settings
+    assert new.apply_chat_template([{"role": "user", "content": "b a"}], tokenize=False) == "b a"
+    other = new.train_new_from_iterator(["a b"], model_max_length=9)
+    assert other.model_max_length == 9 and other.padding_side == "right"
+    assert small("whitespace").train_new_from_iterator(["a b"]).chat_template is None
+
+
 @pytest.mark.parametrize("mode, text", [("characters", "Б"), ("bytes", "Б")])
 def test_unknown_symbols_without_unk_are_named(mode, text):
     tokenizer = small(mode)

@@ -334,7 +334,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         min_freq: int = 0,
         **kwargs,
     ) -> "TransfoXLTokenizer":
-        """A tokenizer with this one's mode, case and special tokens and the symbols of another text.
+        """A tokenizer with the symbols of another text and this one's mode, case, special tokens, chat template,
+        sides of padding and truncation and greatest length.
 
         Args:
             text_iterator (`Iterable[str | list[str]]`): as `lines` of `train_from_iterator`.
@@ -343,6 +344,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             new_special_tokens (`list[str | AddedToken]`, *optional*): more special tokens.
             special_tokens_map (`dict[str, str]`, *optional*): new names for special tokens.
             min_freq (`int`, defaults to 0): leave out symbols that occur less often.
+            kwargs: what the new tokenizer has otherwise than this one, such as `model_max_length`.
 
         Raises:
             ValueError: as for `train_from_iterator`, or `vocab_size` leaves no room beside the special tokens.
@@ -352,6 +354,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         specials = {name: renamed.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
         extra = [rename.get(str(token), str(token)) for token in self.extra_special_tokens]
         extra += [str(token) for token in new_special_tokens or ()]
+        kept = ("chat_template", "padding_side", "truncation_side", "model_max_length")
         max_size = None
         if vocab_size is not None:
             max_size = vocab_size - len({*specials.values(), *extra} - {None})
@@ -367,7 +370,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             add_eos_token=self.add_eos_token,
             extra_special_tokens=extra,
             **specials,
-            **kwargs,
+            **{name: getattr(self, name) for name in kept} | kwargs,
         )
 
     @property
