@@ -1,5 +1,6 @@
 """Loading: legacy checkpoints, our folders in other processes and in transformers 4.35, devices, damaged files."""
 
+import copy
 import json
 import os
 import random
@@ -680,6 +681,24 @@ def test_shards(tmp_path, name):
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(outputs_of(model), outputs_of(build(name)), **LAST_BIT)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_state_dict_of_ones_own_loses_nothing_but_copies(tmp_path, tied):
+    """Gathered from shards, tied tensors are copies of one another; those of a head that was trained are not."""
+    model = build()
+    if not tied:  # as PEFT leaves a head that it has trained in full and merged
+        model.config.tie_word_embeddings = False
+        model.lm_head = copy.deepcopy(model.lm_head)
+        torch.nn.init.normal_(model.lm_head.out_layers[0].weight)
+        torch.nn.init.normal_(model.lm_head.out_projs[1].weight)
+    gathered = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path, state_dict=gathered)
+    written = load_file(tmp_path / "model.safetensors")
+    assert [f"crit.out_layers.{i}.weight" in written for i in range(4)] == [not tied] * 4
+    assert ("crit.out_projs.1" in written) == (not tied)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(outputs_of(again), outputs_of(model), **LAST_BIT)
 
 
 PLACEMENTS = {

@@ -290,9 +290,9 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         """
         self.config.auto_map = dict(AUTO_MAP)
         if kwargs.get("state_dict") is not None:
-            # Gathered from shards, tied tensors would be written twice.
-            tied = self.all_tied_weights_keys
-            kwargs["state_dict"] = {name: tensor for name, tensor in kwargs["state_dict"].items() if name not in tied}
+            # Gathered from shards, tied tensors would be written twice. The configuration says what loading ties, and
+            # may have changed since the model was made.
+            kwargs["state_dict"] = _without_copies(kwargs["state_dict"], self.get_expanded_tied_weights_keys())
         present_class = type(self)
         # torch gives a sharded model a class of its own, whose code would be saved in place of ours.
         self.__class__ = next(cls for cls in present_class.__mro__ if not cls.__module__.startswith("torch."))
@@ -383,6 +383,22 @@ def is_repo_id(name: str) -> bool:
     except HFValidationError:
         return False
     return True
+
+
+def _without_copies(state_dict: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:
+    """All of a state dict but the tensors that equal what they are tied to; `tied` has the names of both.
+
+    One of a head that PEFT has trained in full and merged, or that somebody has untied, has such a name and does not.
+    """
+    kept = dict(state_dict)
+    for name, source in tied.items():
+        tensor, other = state_dict.get(name), state_dict.get(source)
+        # Of what is offloaded, which is not here, transformers knows what is tied.
+        if tensor is None or other is None or tensor.is_meta or other.is_meta:
+            continue
+        if tensor.dtype == other.dtype and torch.equal(tensor, other.to(tensor.device)):
+            del kept[name]
+    return kept
 
 
 def _check_room(model: PreTrainedModel, missing: Iterable[str], files: Iterable[str], name: str):
