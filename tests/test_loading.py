@@ -832,7 +832,10 @@ class _Halve(ConversionOps):
 
 class _Quantizer(HfQuantizer):
     requires_calibration = False
-    is_serializable = is_trainable = False
+    is_trainable = False
+
+    def is_serializable(self):
+        return True
 
     def param_needs_quantization(self, model, param_name, **kwargs):
         return param_name.endswith("_proj.weight")
@@ -852,3 +855,15 @@ def test_quantizers_get_every_projection(make_model, tmp_path, monkeypatch):
     for name, parameter in model.named_parameters():
         factor = 2 if name.endswith("_proj.weight") else 1
         torch.testing.assert_close(factor * quantized.get_parameter(name), parameter)
+
+
+def test_a_quantised_model_is_saved_with_its_projections_apart(make_model, tmp_path):
+    """Each has scales of its own, for which a joined tensor has no place."""
+    model = make_model()
+    expected = outputs_of(model)
+    model.hf_quantizer = _Quantizer(QuantoConfig(), pre_quantized=True)
+    model.save_pretrained(tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    for name in ("q_proj", "k_proj", "v_proj"):
+        assert f"transformer.layers.0.self_attn.{name}.weight" in written
+    torch.testing.assert_close(outputs_of(TransfoXLForCausalLM.from_pretrained(tmp_path)), expected, **LAST_BIT)

@@ -285,7 +285,8 @@ class TransfoXLLayoutMixin(PreTrainedModel):
 
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs):
         """As in `transformers`: weights, configuration, and what loads them where this package is not installed: the
-        code, and an `auto_map` for all heads. A model card is written unless there is one that somebody has written
+        code, and an `auto_map` for all heads. Tensors have their legacy names, or those in memory where
+        `quantization_config` has quantised them. A model card is written unless there is one that somebody has written
         in: one that was generated, of this or another model, is generated anew.
         """
         self.config.auto_map = dict(AUTO_MAP)
@@ -293,6 +294,9 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             # Gathered from shards, tied tensors would be written twice. The configuration says what loading ties, and
             # may have changed since the model was made.
             kwargs["state_dict"] = _without_copies(kwargs["state_dict"], self.get_expanded_tied_weights_keys())
+        if getattr(self, "hf_quantizer", None) is not None:
+            # Quantised matrices have scales and more beside them, which joining q, k and v would leave behind.
+            kwargs["save_original_format"] = False
         present_class = type(self)
         # torch gives a sharded model a class of its own, whose code would be saved in place of ours.
         self.__class__ = next(cls for cls in present_class.__mro__ if not cls.__module__.startswith("torch."))

@@ -39,8 +39,17 @@ def check(model, folder, text, rel: float):
     assert written.shape == (1, 9)
 
 
+def check_saved(model, path, text):
+    """What is loaded says the same, and so does what is saved of that."""
+    for again in (path / "once", path / "twice"):
+        model.save_pretrained(again)
+        loaded = AutoModelForCausalLM.from_pretrained(again, device_map="cpu")
+        assert nll(loaded, text) == pytest.approx(nll(model, text), rel=1e-6)
+        model = loaded
+
+
 @pytest.mark.parametrize("bits", [8, 4])
-def test_bitsandbytes(folder, text, bits):
+def test_bitsandbytes(folder, text, tmp_path, bits):
     import bitsandbytes
 
     config = BitsAndBytesConfig(load_in_8bit=bits == 8, load_in_4bit=bits == 4)
@@ -52,9 +61,10 @@ def test_bitsandbytes(folder, text, bits):
             PER_LAYER
         )
     check(model, folder, text, rel=0.02 if bits == 8 else 0.1)
+    check_saved(model, tmp_path, text)
 
 
-def test_torchao(folder, text):
+def test_torchao(folder, text, tmp_path):
     from torchao.quantization import Int8WeightOnlyConfig
 
     config = TorchAoConfig(Int8WeightOnlyConfig())
@@ -63,6 +73,7 @@ def test_torchao(folder, text):
     kinds = {type(module.weight.data).__name__ for module in layers}
     assert len(layers) >= LAYERS * len(PER_LAYER) and kinds == {"Int8Tensor"}
     check(model, folder, text, rel=0.02)
+    check_saved(model, tmp_path, text)
 
 
 def test_torchao_of_a_model_that_is_there(folder, text):
