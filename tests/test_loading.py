@@ -399,6 +399,18 @@ def test_misshapen_tensor_is_named(damage, loader, tensor, named):
             loader.from_pretrained(folder)
 
 
+def test_tensors_that_a_state_dict_lacks_are_named():
+    model = build()
+    state = model.state_dict()
+    whole = TransfoXLForCausalLM.from_pretrained(None, config=model.config, state_dict=state)
+    torch.testing.assert_close(outputs_of(whole), outputs_of(model), **LAST_BIT)
+    part = {name: tensor for name, tensor in state.items() if "layers.1.mlp_layer_norm" not in name}
+    with pytest.raises(CheckpointError, match=r"^the state_dict lacks .*layers\.1\.mlp_layer_norm\.bias"):
+        TransfoXLForCausalLM.from_pretrained(None, config=model.config, state_dict=part)
+    # An empty one asks for a model that is new as a whole.
+    TransfoXLForCausalLM.from_pretrained(None, config=model.config, state_dict={}, dtype=torch.float32)
+
+
 def test_misshapen_head_can_be_replaced(tmp_path):
     build("classifier").save_pretrained(tmp_path)
     loader = AutoModelForSequenceClassification

@@ -222,7 +222,8 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         """As in `transformers`, but a checkpoint that lacks a tensor of the model is an error.
 
         A head that the checkpoint lacks as a whole is new and is initialised, as usual. With `output_loading_info` the
-        missing tensors are listed there and are no error, nor are they where there is no checkpoint at all.
+        missing tensors are listed there and are no error, nor are they where there is no checkpoint at all
+        (`state_dict={}`).
 
         Raises:
             CheckpointError: tensors are missing or have another shape, or a file is damaged, packed or holds more than
@@ -247,8 +248,9 @@ class TransfoXLLayoutMixin(PreTrainedModel):
                 names = {f"{head}.{name}" for name, _ in getattr(model, head).named_parameters()}
                 names -= set(model.all_tied_weights_keys)
                 missing -= names if names <= missing else set()
-        if missing and not output_loading_info and name is not None:
-            raise CheckpointError(f"the checkpoint {name} lacks {_listed(missing)}")
+        if missing and not output_loading_info and (name is not None or kwargs.get("state_dict")):
+            source = "state_dict" if name is None else f"checkpoint {name}"
+            raise CheckpointError(f"the {source} lacks {_listed(missing)}")
         return (model, info) if output_loading_info else model
 
     @staticmethod
