@@ -89,6 +89,17 @@ def push_while_saving(folder: Path):
         os.environ["HF_TOKEN"] = token
 
 
+def push_a_derived_class(folder: Path):
+    from txl_hf import TransfoXLForCausalLM
+
+    class Derived(TransfoXLForCausalLM):
+        pass
+
+    model = Derived(build()[0].config)
+    model.save_pretrained(folder / "derived")
+    model.save_pretrained(folder / "derived", push_to_hub=True, repo_id="user/derived")
+
+
 def push_in_shards(folder: Path):
     build()[0].save_pretrained(folder / "shards", push_to_hub=True, repo_id="user/shards", max_shard_size="30KB")
 
@@ -212,6 +223,7 @@ ROLES = {
         push_over_an_edited_card,
         push_another_model,
         push_while_saving,
+        push_a_derived_class,
         push_in_shards,
         push_beside_main,
         push_from_trainer,

@@ -195,6 +195,11 @@ def test_save_pretrained_pushes(author, hub, folder):
     assert repo.files()["model.safetensors"] == (folder / "saved" / "model.safetensors").read_bytes()
 
 
+def test_the_code_that_a_derived_class_needs_is_pushed_too(author, hub):
+    author("push_a_derived_class")
+    assert set(hub.repos["user/derived"].files()) >= MODEL
+
+
 def test_save_pretrained_pushes_the_shards_it_saved(author, hub, folder):
     author("push_in_shards")
     saved = {path.name for path in (folder / "shards").iterdir()}

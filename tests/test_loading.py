@@ -329,6 +329,17 @@ def test_saved_folder_in_another_process(read_folders, name):
         torch.testing.assert_close(actual[key], tensor, **LAST_BIT)
 
 
+def test_folder_of_a_derived_class_brings_the_code_that_it_names(tmp_path):
+    """As a class of a script: its own code cannot be saved, so what loads is what it is derived from."""
+    folder, model = tmp_path / "folders" / "derived", build()
+    model.__class__ = type("Derived", (TransfoXLForCausalLM,), {"__module__": "__main__"})
+    model.save_pretrained(folder)
+    process = run_script("-c", READER, tmp_path, "without-package", tmp_path / "folders", only_torch=True)
+    assert process.returncode == 0, process.stderr
+    for key, tensor in outputs_of(model).items():
+        torch.testing.assert_close(load_file(folder / "outputs.safetensors")[key], tensor, **LAST_BIT)
+
+
 @pytest.fixture(scope="module")
 def legacy_folders(legacy_python, tmp_path_factory):
     root = tmp_path_factory.mktemp("legacy") / "folders"

@@ -9,6 +9,7 @@ import hashlib
 import json
 import mmap
 import os
+import shutil
 import struct
 import zipfile
 import zlib
@@ -28,6 +29,7 @@ from transformers.conversion_mapping import (
     register_checkpoint_conversion_mapping,
 )
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
+from transformers.dynamic_module_utils import get_relative_import_files
 
 from .configuration_transfo_xl import TransfoXLConfig
 from .unpickle_transfo_xl import (
@@ -306,6 +308,8 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         finally:
             self.__class__ = present_class
+        if is_main_process:
+            _write_code(save_directory)
         card = Path(save_directory, "README.md")
         if is_main_process and (not card.exists() or _is_generated(card)):
             name = kwargs.get("repo_id") or Path(save_directory).name
@@ -314,6 +318,7 @@ class TransfoXLLayoutMixin(PreTrainedModel):
     def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args, **kwargs):
         # `transformers` has put a card there: that of the repository, which is kept where somebody has written in it,
         # or one that does not say how to load the model. It has the tags of the call.
+        _write_code(working_dir)
         card, token = Path(working_dir, "README.md"), kwargs.get("token")
         if not HfApi(token=token).file_exists(repo_id, "README.md") or _is_generated(card):
             known = self._known_of_weights(card.parent, repo_id)
@@ -372,6 +377,13 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         data = _card_data(source / "README.md")
         origin = f"Its weights are those of {plain_markdown(source.resolve().name)}."
         return {"origin": origin} | {name: data[name] for name in CARRIED if data.get(name)}
+
+
+def _write_code(folder: str | os.PathLike):
+    """Copy what `AUTO_MAP` names. Of a class that is derived from ours, transformers copies the derived one's file."""
+    modeling = Path(__file__).with_name("modeling_transfo_xl.py")
+    for file in (modeling, *map(Path, get_relative_import_files(modeling))):
+        shutil.copyfile(file, Path(folder, file.name))
 
 
 def _card_data(card: Path) -> dict[str, Any]:
