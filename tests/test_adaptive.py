@@ -146,6 +146,20 @@ def test_resizing_changes_the_last_bin_and_keeps_the_others(make_model, make_ids
         make_model().resize_token_embeddings(30)
 
 
+@pytest.mark.parametrize("name", ["bos_token_id", "eos_token_id", "pad_token_id"])
+def test_resizing_keeps_the_special_tokens(make_model, name):
+    """Without one of them the configuration cannot be saved, which would be noticed after the training."""
+    model = make_model(**{name: 60})
+    shapes = {key: parameter.shape for key, parameter in model.named_parameters()}
+    with pytest.raises(ValueError, match=rf"{name}=60 must lie in the vocabulary, \[0, 60\)"):
+        model.resize_token_embeddings(60)
+    assert model.config.vocab_size == 61
+    assert {key: parameter.shape for key, parameter in model.named_parameters()} == shapes
+    setattr(model.config, name, 59)
+    model.resize_token_embeddings(60)
+    assert model.config.vocab_size == 60
+
+
 @pytest.mark.parametrize("changes", BINS.values(), ids=BINS)
 def test_resized_model_trains_saves_and_loads(make_model, make_ids, tmp_path, changes):
     model = make_model(**changes)

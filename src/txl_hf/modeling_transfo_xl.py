@@ -11,6 +11,7 @@ Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m +
 Dh = `d_head`, V vocabulary. u and v are the paper's biases, `content_bias` and `position_bias`.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -430,7 +431,8 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
         """As in `transformers`: tokens come and go at the end of the vocabulary, which is in the last bin.
 
         Raises:
-            ValueError: fewer tokens than the last cutoff needs, or a model without tokens.
+            ValueError: fewer tokens than the last cutoff or a special token of the configuration needs, or a model
+                without tokens. The model is as it was.
         """
         if self.config.vocab_size == 0:
             raise ValueError("vocab_size=0 means that there are no token embeddings to resize")
@@ -445,6 +447,10 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
             raise ValueError(
                 f"new_num_tokens={vocab_size} leaves no token in the last bin, which starts at {last_cutoff}"
             )
+        # Of a copy, so that nothing has changed where it raises.
+        resized = copy.copy(self.config)
+        resized.vocab_size = vocab_size
+        resized.validate_architecture()
         tokens = vocab_size if len(embeddings.emb_layers) == 1 else vocab_size - last_cutoff
         old = embeddings.emb_layers[-1]
         new = self._get_resized_embeddings(old, tokens, mean_resizing=mean_resizing)
