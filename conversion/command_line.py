@@ -151,7 +151,7 @@ def check_weights(name: str, tensor: torch.Tensor, allow_non_finite: bool) -> No
 def write_model(
     folder: Path, config: TransfoXLConfig, checkpoint: Checkpoint, allow_non_finite: bool = False
 ) -> Model:
-    """Write config.json, model.safetensors and the model's code to `folder`; return the model.
+    """Write config.json, generation_config.json, model.safetensors and the model's code to `folder`; return the model.
 
     The tensors go through a file that `from_pretrained` reads, so that no weight can stay random unseen.
     """
@@ -180,6 +180,8 @@ def write_model(
         if report[problem]:
             raise ConversionError(f"{problem.replace('_', ' ')} in the written model: {sorted(report[problem])[:4]}")
     shutil.rmtree(staging)
+    if checkpoint.generation is not None and model.can_generate():
+        model.generation_config = checkpoint.generation
     model.save_pretrained(folder, max_shard_size="1TB")
     # safetensors lets only the owner read what it writes.
     (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)

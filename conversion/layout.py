@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from txl_hf import (
@@ -74,7 +75,7 @@ class Checkpoint:
     `fields` are arguments of TransfoXLConfig; `explained` says for some of them where the value comes from; `tensors`
     maps names of the legacy layout to `Source`; `origin` completes the model card's "The weights are those of"; `size`
     is that of the checkpoint on disk in bytes. The text side is a `vocabulary.Vocabulary`, or a folder that
-    TransfoXLTokenizer loads, or neither. `head` is one of `MODELS`.
+    TransfoXLTokenizer loads, or neither. `head` is one of `MODELS`. `generation` is how it writes, where that is said.
     Without `tensors` there is a vocabulary alone.
     """
 
@@ -85,6 +86,7 @@ class Checkpoint:
     vocabulary: "Vocabulary | None" = None
     tokenizer: Path | None = None
     head: str = "softmax"
+    generation: GenerationConfig | None = None
     explained: dict = field(default_factory=dict)
 
 

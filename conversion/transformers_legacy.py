@@ -1,4 +1,5 @@
-"""Folders of the legacy `transformers` model: config.json, pytorch_model.bin or model.safetensors, vocab.pkl.
+"""Folders of the legacy `transformers` model: config.json, pytorch_model.bin or model.safetensors, vocab.pkl, and
+generation_config.json where there is one.
 
 The weights may be in several files, which `pytorch_model.bin.index.json` or `model.safetensors.index.json` lists.
 """
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from txl_hf import TransfoXLConfig
 
@@ -45,7 +48,8 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     if not folder.is_dir():
         raise ConversionError(f"{folder} does not exist; {EXPECTED}")
     tokenizer_files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    for path in tokenizer_files:
+    generation_file = folder / GENERATION_CONFIG_NAME
+    for path in [*tokenizer_files, generation_file]:
         if not belongs(path, folder):  # its words would end in the output, and on the Hub
             raise ConversionError(
                 f"{path} is a link to a file elsewhere, {path.resolve()}; copy it if it belongs here"
@@ -72,6 +76,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
         size=sum(file.stat().st_size for file in files),
         tokenizer=folder if tokenizer_files else None,
         head=_head(tensors),
+        generation=_read_generation(generation_file) if generation_file.is_file() else None,
     )
 
 
@@ -98,6 +103,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
         return TransfoXLConfig.from_dict(written).to_dict()
     except Exception as error:  # the configuration's validators raise errors of several kinds
         raise ConversionError(f"{path} describes no model: {error}") from None
+
+
+def _read_generation(path: Path) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(path.parent, path.name)
+    except Exception as error:  # its reader and its validators raise errors of several kinds
+        raise ConversionError(f"{path} cannot be used, mend or remove it: {error}") from None
 
 
 def _indexed_files(path: Path) -> list[Path]:

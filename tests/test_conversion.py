@@ -402,6 +402,25 @@ def test_legacy_tokenizer_comes_along(tmp_path):
     assert "AutoTokenizer.from_pretrained" in card and "`legacy` (pytorch_model.bin)" in card
 
 
+def test_how_a_legacy_model_writes_comes_along(tmp_path):
+    folder = tmp_path / "legacy"
+    shutil.copytree(golden("hf_legacy/wt103_like"), folder)
+    said = {"do_sample": True, "temperature": 0.7, "eos_token_id": [0, 3], "transformers_version": "4.35.2"}
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    convert_golden("transformers", folder, tmp_path / "out")
+    generation = TransfoXLForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    assert (generation.do_sample, generation.temperature, generation.eos_token_id) == (True, 0.7, [0, 3])
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"cache_implementation": "none"}', '{"max_new_tokens": "many"}'])
+def test_refuses_a_generation_config_that_says_nothing(content, tmp_path, capfd):
+    folder = tmp_path / "legacy"
+    shutil.copytree(golden("hf_legacy/wt103_like"), folder)
+    (folder / "generation_config.json").write_text(content)
+    line = refusal(capfd, tmp_path, "transformers", folder)
+    assert "generation_config.json cannot be used, mend or remove it: " in line
+
+
 def pickle_class(monkeypatch, module, name):
     """Return a class that pickles as `module.name`, of a module that is not there when the pickle is read."""
     if module not in sys.modules:
@@ -684,8 +703,8 @@ def test_a_flipped_bit_is_refused(tmp_path, capfd):
     assert "does not match" in refusal(capfd, tmp_path, "nvidia", tmp_path / "checkpoint_best.pt")
 
 
-@pytest.mark.parametrize("name", ["vocab.txt", "vocab.pkl", "tokenizer.json"])
-def test_a_tokenizer_elsewhere_is_not_followed(name, tmp_path, capfd):
+@pytest.mark.parametrize("name", ["vocab.txt", "vocab.pkl", "tokenizer.json", "generation_config.json"])
+def test_a_file_elsewhere_is_not_followed(name, tmp_path, capfd):
     """Its words would be published."""
     (tmp_path / "secret").write_text("hf_SECRETTOKEN\n")
     (tmp_path / "legacy").mkdir()
