@@ -890,3 +890,10 @@ def test_a_quantised_model_is_saved_with_its_projections_apart(make_model, tmp_p
     for name in ("q_proj", "k_proj", "v_proj"):
         assert f"transformer.layers.0.self_attn.{name}.weight" in written
     torch.testing.assert_close(outputs_of(TransfoXLForCausalLM.from_pretrained(tmp_path)), expected, **LAST_BIT)
+
+
+def test_a_file_is_no_folder_to_save_to(make_model, tmp_path):
+    path = tmp_path / "model"
+    path.touch()
+    with pytest.raises(NotADirectoryError, match="save_directory='.*model' is a file: name a folder"):
+        make_model().save_pretrained(path)

@@ -202,6 +202,19 @@ def test_what_a_document_cannot_compute_leaves_a_cache_with_it(make_model, make_
 
 
 @torch.no_grad()
+def test_a_cache_keeps_its_room_where_documents_begin(make_model, make_ids):
+    """What they hide is cleared where it lies: moved elsewhere, the next token would cost a copy of all keys."""
+    model, cache = make_model(mem_len=9), MemoryCache(make_model(mem_len=9).config)
+    model(make_ids(2, 4), past_key_values=cache)
+    buffers = [layer._key_buffer.data_ptr() for layer in cache.layers]
+    for begins in (True, False, True):
+        resets = torch.tensor([[False], [begins]])
+        model(make_ids(2, 1), past_key_values=cache, resets=resets)
+    assert [layer._key_buffer.data_ptr() for layer in cache.layers] == buffers
+    assert all(layer._room == 9 - 3 for layer in cache.layers)
+
+
+@torch.no_grad()
 def test_a_vector_that_is_not_finite_stays_in_its_document(make_model, make_ids):
     """As a sensor that failed in one episode gives it; attention that is asked for is NaN where nothing is right."""
     model, ids = make_model(), make_ids(1, 9)

@@ -49,7 +49,7 @@ from trainer_process import (
 )
 from txl_hf import TokenStream, TransfoXLTokenizer, TransfoXLTrainer, evaluate_language_model
 from txl_hf.cards import to_results
-from txl_hf.checkpoints import last_checkpoint, read_position
+from txl_hf.checkpoints import last_checkpoint, read_position, save_mems
 from txl_hf.memory_transfo_xl import memory_of
 from txl_hf.training.arguments import OptimizationArguments
 from txl_hf.training.setup import make_optimizer
@@ -709,6 +709,32 @@ def test_epochs_that_a_callback_ends(tmp_path):
     whole = train("whole", should_epoch_stop=3)
     train("stopped", should_epoch_stop=3, should_save=5, should_training_stop=5)
     assert train("stopped", resume=True) == whole and len(whole) == 3 + 15
+
+
+def test_an_epoch_that_a_callback_ended_is_over_for_its_checkpoint(tmp_path):
+    def train(folder, resume=False, **steps) -> list[float]:
+        trainer = make_trainer(
+            tmp_path / folder, save_strategy="epoch", trainer={"callbacks": [At(should_epoch_stop=3, **steps)]}
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return logged(trainer)
+
+    whole = train("whole")
+    train("stopped", should_training_stop=3)
+    position, layers = read_position(tmp_path / "stopped" / "checkpoint-3")
+    assert (position["epoch"], position["step"], layers) == (1, 0, 0)
+    assert train("stopped", resume=True) == whole
+
+
+def test_a_checkpoint_that_does_not_say_its_epoch_is_refused(tmp_path, monkeypatch):
+    def without_epoch(folder, layers, mask, position):
+        save_mems(folder, layers, mask, {name: value for name, value in position.items() if name != "epoch"})
+
+    with monkeypatch.context() as before:
+        before.setattr(txl_hf.trainer, "save_mems", without_epoch)
+        make_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=2).train()
+    with pytest.raises(ValueError, match="checkpoint-2 was written before checkpoints said of which epoch"):
+        make_trainer(tmp_path, max_steps=4).train(resume_from_checkpoint=True)
 
 
 def test_a_text_that_was_begun_anew_is_gone_on_with(tmp_path):

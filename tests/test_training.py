@@ -286,6 +286,12 @@ def test_compiled_training_step_has_no_graph_break(make_model, make_ids, backend
     check_compiled_training(make_model(backend, **layers).train(), make_ids, fullgraph=True)
 
 
+@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="this torch cannot tell an export")
+def test_an_export_has_no_look_at_ids(make_model, make_ids):
+    graph = torch.export.export(make_model("eager"), (make_ids(2, 5),), {"use_cache": False}, strict=True).graph
+    assert not [node for node in graph.nodes if "assert_async" in str(node.target)]
+
+
 def test_a_training_step_over_the_words_of_wikitext_103_is_one_graph(make_model, make_ids, monkeypatch):
     """How many tokens a bin has is known to an operator alone, which holds no more logits than without a graph."""
     bins = {"vocab_size": 267735, "cutoffs": [19997, 39997, 199997], "div_val": 4, "d_embed": 64}

@@ -292,7 +292,12 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         code, and an `auto_map` for all heads. Tensors have their legacy names, or those in memory where
         `quantization_config` has quantised them. A model card is written unless there is one that somebody has written
         in: one that was generated, of this or another model, is generated anew.
+
+        Raises:
+            NotADirectoryError: `save_directory` is a file.
         """
+        if os.path.isfile(save_directory):
+            raise NotADirectoryError(f"save_directory={os.fspath(save_directory)!r} is a file: name a folder")
         self.config.auto_map = dict(AUTO_MAP)
         if kwargs.get("state_dict") is not None:
             # Gathered from shards, tied tensors would be written twice. The configuration says what loading ties, and

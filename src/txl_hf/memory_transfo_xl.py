@@ -699,8 +699,8 @@ def _clear(cache: Cache, hidden: Tensor) -> None:
         # A cache may hold more keys than the memory, or fewer layers than it will.
         if layer.is_initialized and layer.keys.numel():
             there = F.pad(hidden, (layer.keys.shape[2] - hidden.shape[1], 0))[:, None, :, None].to(layer.keys.device)
-            if cache.is_compileable:
-                # Graphs know its tensors by where they lie.
+            if cache.is_compileable or not torch.is_grad_enabled():
+                # Graphs know its tensors by where they lie, and other caches keep their room for the next tokens.
                 for states in (layer.keys, layer.values):
                     states.masked_fill_(there, 0)
             else:

@@ -533,7 +533,10 @@ class TransfoXLTrainer(Trainer):
         return position
 
     def _save_memory(self, folder: Path):
-        position, memories = self._position(self._memory), self._memory.memories
+        # Where a callback has ended the epoch, the next one begins.
+        ended = self.control.should_epoch_stop
+        memory = self._empty_memory(self._memory.epoch + 1) if ended else self._memory
+        position, memories = self._position(memory), memory.memories
         layers, mask = [], None
         # At the end of an epoch nothing is remembered any more.
         if position["step"] > 0 and memories[0]:
@@ -549,7 +552,12 @@ class TransfoXLTrainer(Trainer):
     def _load_memory(self, folder: Path) -> _Memory:
         """That of the rows of this process."""
         memory, (saved, _) = self._empty_memory(0), read_position(folder)
-        memory.epoch, memory.step = saved.get("epoch", 0), saved.get("step", 0)
+        if "epoch" not in saved:
+            raise ValueError(
+                f"{folder} was written before checkpoints said of which epoch their memory is: begin a new "
+                "training, with its weights (from_pretrained) if you like"
+            )
+        memory.epoch, memory.step = saved["epoch"], saved["step"]
         micro_batches, position = self.args.gradient_accumulation_steps, self._position(memory)
         rows = position["batch_size"] // (micro_batches * self.args.world_size)
         starts = [(a * self.args.world_size + self.args.process_index) * rows for a in range(micro_batches)]
