@@ -10,6 +10,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
 from models import BACKENDS, SMALL
 from txl_hf import MemoryLengths, TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
+from txl_hf.attention_transfo_xl_inputs import AttentionInputs, keep_documents_apart
 from txl_hf.memory_transfo_xl import MemoryCache, StaticMemoryCache, memory_of
 
 ENCODINGS = {
@@ -199,6 +200,23 @@ def test_what_a_document_cannot_compute_leaves_a_cache_with_it(make_model, make_
         found = model(third, past_key_values=cache).logits
         fresh, other = (model(third[i : i + 1], mems=row.mems) for i, row in enumerate((fresh, other)))
         close(found, torch.cat([fresh.logits, other.logits]))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_on_a_cpu_keys_are_copied_only_where_one_is_not_finite(device):
+    """Elsewhere nobody may ask."""
+    key, value = torch.randn(2, 2, 7, 4, device=device), torch.randn(2, 2, 7, 4, device=device)
+    inputs = AttentionInputs(key[:, :, :3], key, value, scaling=1.0)
+    first_key = torch.full((2, 3), 5, device=device)
+    kept, broken = keep_documents_apart(inputs, first_key)
+    assert (kept is inputs and broken is None) == (device == "cpu")
+    for number in (torch.nan, torch.inf, -torch.inf):
+        value[1, 0, 2, 3] = number
+        kept, broken = keep_documents_apart(inputs, first_key)
+        assert broken.shape == (2, 1, 3, 1)
+        if device == "cpu":
+            assert not kept.value[1, :, 2].any() and not broken.any()
+            assert torch.equal(kept.value[0], value[0])
 
 
 @torch.no_grad()

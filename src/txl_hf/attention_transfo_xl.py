@@ -426,6 +426,8 @@ def relative_attention(
         return _attend(implementation, inputs, module)
     inputs, broken = keep_documents_apart(inputs, first_key)
     attended, probabilities = _attend(implementation, inputs, module)
+    if broken is None:
+        return attended, probabilities
     attended = attended.masked_fill(broken, torch.nan)
     return attended, None if probabilities is None else probabilities.masked_fill(broken, torch.nan)
 
