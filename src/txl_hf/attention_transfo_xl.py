@@ -183,12 +183,10 @@ def _why_not_tiled(inputs: AttentionInputs) -> str | None:
         return f"tiles are not computed in {inputs.query.dtype}"
     if inputs.rel_key is None or inputs.rel_bias is not None:
         return "tiles are for sinusoidal relative positions only"
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return "a loop over heads and rows is no graph"
+    if not is_plain(inputs.query, inputs.key, inputs.value, inputs.rel_key):
+        return "a loop over heads and rows is no graph, and nothing for torch.func or forward mode"
     if torch.is_autocast_enabled("cpu"):
         return "tiles know nothing of autocast"
-    if not is_plain(inputs.query, inputs.key, inputs.value, inputs.rel_key):
-        return "tiles are for reverse mode alone, without torch.func"
     return None
 
 
