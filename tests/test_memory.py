@@ -737,6 +737,21 @@ def test_an_episode_after_an_update_has_the_distances_of_the_new_weights(make_mo
         memory = memory_of(expected)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_of_an_optimiser_projects_distances_anew(make_model, make_ids, fused):
+    """A fused one, as `Trainer` takes by default, writes to weights without another version of them."""
+    model, cache = make_model(), MemoryCache(make_model().config)
+    with torch.no_grad():
+        model(make_ids(2, 5), past_key_values=cache)
+    # Once pickled, a cache knows no weights and projects anew.
+    other = pickle.loads(pickle.dumps(cache))
+    model(make_ids(2, 5), labels=make_ids(2, 5)).loss.backward()
+    torch.optim.AdamW(model.parameters(), lr=0.3, fused=fused).step()
+    more = make_ids(2, 1, seed=1)
+    with torch.no_grad():
+        close(model(more, past_key_values=cache).logits, model(more, past_key_values=other).logits)
+
+
 @torch.no_grad()
 def test_distances_are_projected_once_for_many_calls(make_model, make_ids):
     model, calls = make_model(), []

@@ -558,7 +558,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             past_key_values: the memory as projected keys and values, continued in place. An empty one starts from
                 `mems`, or from the initial memory. A mask of the whole text begins behind those. Weights that are
                 written to, or others, are used from the next call on that is not compiled; an adapter of `r_proj` that
-                learns, comes or goes needs `past_key_values.reset()`.
+                learns, comes or goes needs `past_key_values.reset()`, and so does what writes through `.data`.
             inputs_embeds: (B, L, D), instead of `input_ids`, on the scale of `get_input_embeddings()(input_ids)`; all
                 that a model without tokens takes (`vocab_size=0`), (B, L, `input_size`) if that is set.
             use_cache: return `past_key_values` instead of `mems`.

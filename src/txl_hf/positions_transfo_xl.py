@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 __all__ = ["POSITIONS", "Distances", "KeptDistances", "Positions", "sinusoid", "sinusoids_of_distances"]
 
@@ -45,6 +46,18 @@ def sinusoids_of_distances(key_length: int, embeds: Tensor, clamp_len: int) -> T
     return sinusoid(distances, embeds.shape[-1]).to(embeds.dtype)
 
 
+# How many steps optimisers have taken, all together: a fused one writes to weights whose versions do not tell.
+_optimizer_steps = 0
+
+
+def _count_step(*_: Any) -> None:
+    global _optimizer_steps
+    _optimizer_steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
 @dataclass
 class KeptDistances:
     """The sinusoids as each layer has projected them, so that calls share them while its weight stays as it is.
@@ -52,24 +65,24 @@ class KeptDistances:
     Args:
         positions: (n, D), furthest distance first; distances beyond `clamp_len` share one.
         rel_keys: for each layer W_R R, (H, n, Dh).
-        weights: for each layer W_R and its version when it projected them.
+        weights: for each layer W_R, and its version and the steps of optimisers when it projected them.
     """
 
     positions: Tensor | None = None
     clamp_len: int = -1
     rel_keys: dict[int, Tensor] = field(default_factory=dict)
-    weights: dict[int, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
+    weights: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = field(default_factory=dict)
 
     def rel_key(self, layer: int, weight: Any, project: Callable[[], Tensor]) -> Tensor:
         """W_R R of a layer: what it projects now, or has projected before, as a cache takes its keys and values.
 
-        Another weight, or another version of it, projects anew. A graph cannot ask, and a quantised layer may have no
-        tensor to be asked for.
+        Another weight, another version of it, or a step of an optimiser projects anew. What writes through `.data`
+        goes unnoticed. A graph cannot ask, and a quantised layer may have no tensor to be asked for.
         """
         known = layer in self.rel_keys
         if isinstance(weight, Tensor) and not torch.compiler.is_compiling():
             # A tensor of inference mode counts no versions.
-            version = -1 if weight.is_inference() else weight._version
+            version = -1 if weight.is_inference() else weight._version, _optimizer_steps
             before = self.weights.get(layer)
             if before is None or before[0]() is not weight or before[1] != version:
                 known, self.weights[layer] = False, (weakref.ref(weight), version)
