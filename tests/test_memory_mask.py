@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from models import BACKENDS
-from txl_hf import TransfoXLModel
+from txl_hf import MemoryLengths, TransfoXLModel
 from txl_hf.memory_transfo_xl import MemoryCache, StaticMemoryCache, mask_overflow, memory_of, real_states
 
 
@@ -219,6 +219,32 @@ def test_hidden_keys_of_a_cache_may_hold_anything(make_model, make_ids, backend,
     found = model(later, past_key_values=cache, use_cache=True)
     expected = [model(later[:1], mems=fresh.mems).logits, model(later[1:], mems=other.mems).logits]
     close(found.logits, torch.cat(expected))
+
+
+@pytest.mark.parametrize(
+    "make_cache",
+    [MemoryCache, lambda config: DynamicCache(), lambda config: StaticCache(config, 32), StaticMemoryCache],
+    ids=["ours", "full", "static", "ring"],
+)
+@pytest.mark.parametrize("hidden", ["padding", "a document"])
+@torch.no_grad()
+def test_what_is_hidden_stays_so_after_a_call_of_a_shorter_memory(make_model, make_ids, hidden, make_cache):
+    """The cache holds more keys than such a call reads, for later ones."""
+    model, first, more, found = make_model(), make_ids(2, 6), make_ids(2, 4, seed=1), []
+    mask, given = {}, {}
+    if hidden == "padding":
+        mask = {"attention_mask": torch.tensor([[0, 0, 0, 0, 1, 1], [1] * 6])}
+    else:
+        given = {"resets": torch.tensor([[True], [False]])}
+    other = first.clone()
+    other[0, : 4 if mask else 6] = 59
+    for ids in (first, other):
+        cache = make_cache(model.config)
+        model(ids, past_key_values=cache, **mask)
+        model(more[:, :1], past_key_values=cache, lengths=MemoryLengths(mem_len=2), **given)
+        model(more[:, 1:2], past_key_values=cache, lengths=MemoryLengths(mem_len=3))
+        found.append(model(more[:, 2:], past_key_values=cache).logits)
+    close(*found)
 
 
 @pytest.mark.parametrize("make_cache", [MemoryCache, lambda config: StaticCache(config, 32), StaticMemoryCache])

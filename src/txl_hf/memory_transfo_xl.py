@@ -121,12 +121,14 @@ class OpenMemory(NamedTuple):
         length: m.
         key_mask: (B, m + L) bool, which keys are real; None: all of them.
         first_key: (B, L), the first key that each token sees, of its document; None: 0.
+        unread: how many keys a cache holds in front of the m, for calls of a longer memory.
     """
 
     states: tuple[Tensor | None, ...]
     length: int
     key_mask: Tensor | None
     first_key: Tensor | None = None
+    unread: int = 0
 
     def of_layer(self, layer: int, segment: Tensor) -> Tensor | None:
         """(B, m, D) that a layer goes on from, None where there is none: where and as precise as its segment is.
@@ -165,7 +167,8 @@ def open_memory(
         length, key_mask = cached_key_mask(attention_mask, cache, mem_len, batch_size, segment_length)
         if attention_mask is not None and not torch.compiler.is_compiling():
             clear_hidden(cache, key_mask, length)
-        return OpenMemory((None,) * config.n_layer, length, drop_idle_mask(key_mask))
+        unread = _held(cache, segment_length) - length
+        return OpenMemory((None,) * config.n_layer, length, drop_idle_mask(key_mask), unread=unread)
 
     if mems is not None or mems_mask is not None:
         _check_mems(mems, mems_mask, config, mem_len, batch_size)
@@ -611,14 +614,14 @@ def remember_key_mask(cache: Cache, memory: OpenMemory, segment_length: int, att
     Args:
         memory: what the call went on from. attention_mask: as the call was given it.
     """
-    state, key_mask = decoding_state_of(cache), forget(memory, segment_length)
+    state, key_mask = decoding_state_of(cache), _with_unread(cache, memory, segment_length)
     if memory.first_key is not None and key_mask is not None:
         _clear(cache, ~key_mask)
     if not cache.is_compileable:
         state.key_mask, state.end = key_mask, text_length(cache)
         return
     if key_mask is not None:
-        key_mask = drop_idle_mask(key_mask[:, segment_length:])
+        key_mask = drop_idle_mask(key_mask[:, 1 - cache.layers[0].max_cache_len :])
     if key_mask is None:
         state.key_mask = None
     elif not torch.compiler.is_compiling():
@@ -629,6 +632,22 @@ def remember_key_mask(cache: Cache, memory: OpenMemory, segment_length: int, att
         state.key_mask.copy_(key_mask)
     elif not _is_told_at_every_step(memory, segment_length, attention_mask):
         state.key_mask = key_mask
+
+
+def _with_unread(cache: Cache, memory: OpenMemory, segment_length: int) -> Tensor | None:
+    """What `forget` leaves of a call's keys, behind those that it did not read: (B, unread + m + L) bool or None."""
+    key_mask, read = forget(memory, segment_length), memory.length + segment_length
+    if memory.unread == 0:
+        return key_mask
+    # Caches that count have counted the segment.
+    before = remembered_mask(cache, memory.unread + (memory.length if cache.is_compileable else read))
+    unread = None if before is None else before[:, : memory.unread]
+    if memory.first_key is not None:
+        continues = (memory.first_key[:, -1:] == 0).expand(-1, memory.unread)
+        unread = continues if unread is None else unread & continues
+    if unread is None:
+        return None if key_mask is None else F.pad(key_mask, (memory.unread, 0), value=True)
+    return torch.cat([unread, unread.new_ones(len(unread), read) if key_mask is None else key_mask], dim=1)
 
 
 def _is_told_at_every_step(memory: OpenMemory, segment_length: int, attention_mask: Tensor | None) -> bool:
@@ -665,13 +684,18 @@ def cached_key_mask(
     Args:
         remembers: whether it is also said what the cache remembers; else what `attention_mask` says alone.
     """
-    memory_length = min(cache.get_mask_sizes(segment_length, 0)[0] - segment_length, mem_len)
+    memory_length = min(_held(cache, segment_length), mem_len)
     seen = text_length(cache)
     memory_mask = remembered_mask(cache, memory_length) if remembers else None
     columns = (segment_length, memory_length + segment_length, seen + segment_length)
     more = memory_length == mem_len
     key_mask = make_key_mask(attention_mask, memory_mask, batch_size, segment_length, memory_length, columns, more)
     return memory_length, key_mask
+
+
+def _held(cache: Cache, segment_length: int) -> int:
+    """How many keys a cache holds before it takes those of a segment."""
+    return cache.get_mask_sizes(segment_length, 0)[0] - segment_length
 
 
 def clear_hidden(cache: Cache, key_mask: Tensor | None, memory_length: int) -> None:
