@@ -221,6 +221,29 @@ def test_hidden_keys_of_a_cache_may_hold_anything(make_model, make_ids, backend,
     close(found.logits, torch.cat(expected))
 
 
+def test_hiding_keys_of_a_cache_leaves_those_of_a_backward_pass(make_model, make_ids):
+    model, ids = make_model(), make_ids(2, 3)
+    found = []
+    for hides in (False, True):
+        outputs = model(ids, use_cache=True)
+        with torch.no_grad():
+            mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]) if hides else None
+            model(ids[:, :1], past_key_values=outputs.past_key_values, attention_mask=mask)
+        found.append(torch.autograd.grad(outputs.logits.sum(), model.transformer.layers[0].self_attn.k_proj.weight))
+    close(*found)
+
+
+def test_keys_that_inference_mode_made_can_be_hidden_outside_it(make_model, make_ids):
+    model, first, more = make_model(), make_ids(2, 3), make_ids(2, 1, seed=1)
+    caches = DynamicCache(), DynamicCache()
+    with torch.inference_mode():
+        model(first, past_key_values=caches[0])
+    with torch.no_grad():
+        model(first, past_key_values=caches[1])
+        mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+        close(*(model(more, past_key_values=cache, attention_mask=mask).logits for cache in caches))
+
+
 @pytest.mark.parametrize(
     "make_cache",
     [MemoryCache, lambda config: DynamicCache(), lambda config: StaticCache(config, 32), StaticMemoryCache],

@@ -723,12 +723,22 @@ def _clear(cache: Cache, hidden: Tensor) -> None:
         # A cache may hold more keys than the memory, or fewer layers than it will.
         if layer.is_initialized and layer.keys.numel():
             there = F.pad(hidden, (layer.keys.shape[2] - hidden.shape[1], 0))[:, None, :, None].to(layer.keys.device)
-            if cache.is_compileable or not torch.is_grad_enabled():
+            if cache.is_compileable or _may_write(layer.keys):
                 # Graphs know its tensors by where they lie, and other caches keep their room for the next tokens.
                 for states in (layer.keys, layer.values):
                     states.masked_fill_(there, 0)
             else:
                 layer.keys, layer.values = (states.masked_fill(there, 0) for states in (layer.keys, layer.values))
+
+
+def _may_write(states: Tensor) -> bool:
+    """Whether no backward pass may need them as they are, and they were not made by an inference mode that is over.
+
+    Of inference mode a graph cannot ask.
+    """
+    if torch.is_grad_enabled() or states.requires_grad:
+        return False
+    return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not states.is_inference()
 
 
 def make_key_mask(
