@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -435,6 +436,32 @@ def test_rows_of_a_cache_are_picked_with_their_masks(make_model, make_ids, copie
         getattr(cache, method)(argument)
         expected = model(more[: len(rows)], **rows_of(after, rows))
         close(model(more[: len(rows)], past_key_values=cache).logits, expected.logits)
+
+
+class DerivedCache(DynamicCache):
+    """As other programs derive theirs."""
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
+@torch.no_grad()
+def test_rows_of_any_cache_are_picked_with_their_masks(make_model, make_ids, copied, compiles):
+    """Of a derived class, and where the call was compiled. What picks them keeps no cache alive."""
+    torch.compiler.reset()
+    model, ids, more = make_model(n_layer=1), make_ids(2, 4), make_ids(2, 1, seed=1)
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    expected = model(more, **rows_of(memory_of(model(ids, attention_mask=mask)), [1, 0])).logits
+    read = torch.compile(model, backend="eager") if compiles else model
+    cache = DerivedCache(config=model.config)
+    read(ids, attention_mask=mask, past_key_values=cache)
+    if copied:
+        cache = pickle.loads(pickle.dumps(copy.deepcopy(cache)))
+    cache.reorder_cache(torch.tensor([1, 0]))
+    close(read(more, past_key_values=cache).logits, expected)
+    there = weakref.ref(cache)
+    del cache
+    # What was compiled may hold it.
+    assert compiles or there() is None
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ Dh = `d_head`.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -493,34 +494,39 @@ class DecodingState:
     distances: KeptDistances = field(default_factory=KeptDistances)
 
 
-class _RowsWithMasks(Cache):
-    """What picks rows of a cache together with their masks."""
-
-    decoding_state: DecodingState
-
-    def reorder_cache(self, beam_idx: Tensor):
-        super().reorder_cache(beam_idx)
-        self._pick_masks(lambda mask: mask.index_select(0, beam_idx.to(mask.device)))
-
-    def batch_select_indices(self, indices: Tensor):
-        super().batch_select_indices(indices)
-        self._pick_masks(lambda mask: mask[indices])
-
-    def batch_repeat_interleave(self, repeats: int):
-        super().batch_repeat_interleave(repeats)
-        self._pick_masks(lambda mask: mask.repeat_interleave(repeats, dim=0))
-
-    def _pick_masks(self, pick: Callable[[Tensor], Tensor]):
-        if self.decoding_state.key_mask is not None:
-            self.decoding_state.key_mask = pick(self.decoding_state.key_mask)
+# What the methods of a cache that pick rows do to a mask.
+_PICKS: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "reorder_cache": lambda mask, rows: mask.index_select(0, rows.to(mask.device)),
+    "batch_select_indices": lambda mask, rows: mask[rows],
+    "batch_repeat_interleave": lambda mask, repeats: mask.repeat_interleave(repeats, dim=0),
+}
 
 
-class _ProjectedMemory(_RowsWithMasks):
+def _pick_rows(method: str, layers: Sequence[Any], state: DecodingState, rows: Tensor | int) -> None:
+    """A method of `_PICKS` of a cache: of the keys and values of its layers, and of its mask."""
+    for layer in layers:
+        getattr(layer, method)(rows)
+    if state.key_mask is not None:
+        state.key_mask = _PICKS[method](state.key_mask, rows)
+
+
+class _ProjectedMemory(Cache):
     """What is the same of every cache of ours.
 
     Its length is that of the text, without the memory from before the text, since `generate` skips so many tokens of
     its input.
     """
+
+    decoding_state: DecodingState
+
+    def reorder_cache(self, beam_idx: Tensor):
+        _pick_rows("reorder_cache", self.layers, self.decoding_state, beam_idx)
+
+    def batch_select_indices(self, indices: Tensor):
+        _pick_rows("batch_select_indices", self.layers, self.decoding_state, indices)
+
+    def batch_repeat_interleave(self, repeats: int):
+        _pick_rows("batch_repeat_interleave", self.layers, self.decoding_state, repeats)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return super().get_seq_length(layer_idx) - self.decoding_state.initial_length
@@ -575,23 +581,13 @@ def order_of_keys(cache: Cache | None, segment_length: int, key_length: int, can
     return cache.enter(segment_length, key_length, can_turn) if isinstance(cache, StaticMemoryCache) else None
 
 
-class _DynamicCache(_RowsWithMasks, DynamicCache):
-    """What a `DynamicCache` becomes."""
-
-
-class _StaticCache(_RowsWithMasks, StaticCache):
-    """What a `StaticCache` becomes."""
-
-
-# Caches of transformers pick rows of their keys and values alone.
-_WITH_MASKS: dict[type[Cache], type[Cache]] = {DynamicCache: _DynamicCache, StaticCache: _StaticCache}
-
-
 def attach_state(cache: Cache, state: DecodingState) -> None:
     """Put the state on a cache, whose rows are picked with their masks from now on."""
     cache.decoding_state = state
-    if type(cache) in _WITH_MASKS and not torch.compiler.is_compiling():
-        cache.__class__ = _WITH_MASKS[type(cache)]
+    if not isinstance(cache, _ProjectedMemory):
+        # Classes of others pick rows of keys and values alone. The cache itself is not held: it would outlive its use.
+        for method in _PICKS:
+            setattr(cache, method, partial(_pick_rows, method, cache.layers, state))
 
 
 def decoding_state_of(cache: Cache) -> DecodingState:
