@@ -132,6 +132,35 @@ def test_every_epoch_begins_anew_and_has_its_own_order(tokenizer):
     assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1])
 
 
+class OrderOfItsEpoch:
+    epoch = 0
+
+    def set_epoch(self, epoch: int):
+        self.epoch = epoch
+
+    def __iter__(self):
+        for number in range(len(TEXTS)):
+            yield TEXTS[(7 * number + self.epoch) % len(TEXTS)]
+
+
+def test_a_copy_begins_anew_and_leaves_the_stream_where_it_is(tokenizer):
+    """As an evaluation of the training stream reads it, also before the training that goes on from a checkpoint."""
+    stream = TextStream(OrderOfItsEpoch(), tokenizer, S, G)
+    first = list(stream)
+    stream.set_epoch(3)
+    items = list(stream)
+    reading, found = iter(stream), []
+    for _ in items:
+        found.append(next(reading))
+        if len(found) == 2 * G:
+            state = stream.state_dict()
+            assert equal(list(copy.copy(stream)), first)
+    assert equal(found, items)
+    stream.load_state_dict(state)
+    assert equal(list(copy.copy(stream)), first)
+    assert equal(list(stream), items[2 * G :])
+
+
 def test_a_document_ends_where_a_tokenizer_can_say_so():
     characters = TransfoXLTokenizer.train_from_iterator(["abc"], mode="characters", eos_token="<eos>")
     items = list(TextStream(["ab", "c"], characters, 2, 1, keep_remainder=True))

@@ -1,5 +1,6 @@
 """A text that is tokenised and packed into rows while it is read: for corpora larger than the disk or the memory."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -117,6 +118,15 @@ class TextStream(IterableDataset):
         # The first document that a row does not have yet: after resuming, rows may have read farther than others.
         self._read = dict.fromkeys(self.rows, (self._epoch, 0))
         self._has_text = False
+
+    def __copy__(self) -> "TextStream":
+        """The same stream at its beginning: reading one leaves the other where it is, also in its texts' epochs."""
+        copied = type(self).__new__(type(self))
+        copied.__dict__ |= self.__dict__ | {"_first_epoch": 0, "_loaded": False}
+        if hasattr(self.texts, "set_epoch"):
+            copied.texts = copy.copy(self.texts)
+        copied._begin()
+        return copied
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration's first reading of the texts counts as epoch `epoch`; `Trainer` calls this.
