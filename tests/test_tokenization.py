@@ -282,6 +282,19 @@ def test_train_new_from_iterator_keeps_mode_and_specials():
     assert new("One <x> three")["input_ids"] == [3, 2, 1, 0]
 
 
+def test_train_new_from_iterator_keeps_named_and_added_specials(tmp_path):
+    named = {"image_token": "<img>", "sound_token": "<snd>"}
+    tokenizer = small("whitespace", extra_special_tokens=named, mask_token="<mask>")
+    tokenizer.add_tokens(["<a>"], special_tokens=True)
+    new = tokenizer.train_new_from_iterator(["dog ran"], special_tokens_map={"<snd>": "<noise>"})
+    new.save_pretrained(tmp_path)
+    for kept in (new, AutoTokenizer.from_pretrained(tmp_path)):
+        assert kept.tokenize("dog <img> <noise> <mask> <a> ran") == ["dog", "<img>", "<noise>", "<mask>", "<a>", "ran"]
+        assert kept.unk_token_id not in kept("<img> <noise> <mask> <a>")["input_ids"]
+        assert (kept.image_token, kept.sound_token, kept.mask_token) == ("<img>", "<noise>", "<mask>")
+        assert len(kept) == len(new.symbols) == 8
+
+
 def test_train_new_from_iterator_keeps_what_is_said_of_calls_and_chats(tmp_path):
     settings = {
         "chat_template": "{{ messages[0].content }}",

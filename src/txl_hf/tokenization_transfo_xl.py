@@ -350,10 +350,11 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             ValueError: as for `train_from_iterator`, or `vocab_size` leaves no room beside the special tokens.
         """
         rename = special_tokens_map or {}
-        renamed = {name: rename.get(str(token), str(token)) for name, token in self.special_tokens_map.items()}
-        specials = {name: renamed.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-        extra = [rename.get(str(token), str(token)) for token in self.extra_special_tokens]
-        extra += [str(token) for token in new_special_tokens or ()]
+        named = {name: rename.get(token, token) for name, token in self.special_tokens_map.items()}
+        specials = {name: named.pop(name, None) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+        added = [str(token) for token in self.added_tokens_decoder.values() if token.special]
+        extra = [rename.get(token, token) for token in added] + [str(token) for token in new_special_tokens or ()]
+        extra = [token for token in extra if token not in specials.values()]
         kept = ("chat_template", "padding_side", "truncation_side", "model_max_length")
         max_size = None
         if vocab_size is not None:
@@ -369,6 +370,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             line_ends=self.line_ends,
             add_eos_token=self.add_eos_token,
             extra_special_tokens=extra,
+            model_specific_special_tokens=named,
             **specials,
             **{name: getattr(self, name) for name in kept} | kwargs,
         )
