@@ -178,6 +178,14 @@ def test_a_compiled_call_looks_at_ids_and_labels(make_model, make_ids, bins, nam
             compiled(**given | {name: torch.cat([ids[:, :3], torch.tensor([[token]])], 1)})
 
 
+def test_compiled_calls_of_vmap_look_at_no_ids(make_model, make_ids):
+    torch.compiler.reset()
+    model, ids = make_model(n_layer=1).requires_grad_(False), make_ids(6, 4).view(3, 2, 4)
+    many = torch.func.vmap(lambda ids: model(ids, use_cache=False).logits)
+    compiled = torch.compile(many, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids), many(ids))
+
+
 def test_memory_given_twice_or_to_a_model_without(make_model, make_ids):
     model = make_model()
     ids = make_ids(2, 3)

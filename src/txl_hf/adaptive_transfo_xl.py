@@ -744,9 +744,10 @@ def _check_range(ids: Tensor, vocab_size: int, name: str, error: type[Exception]
         return
     if torch.compiler.is_compiling():
         # Not in an exported graph, of which torch 2.6 cannot tell, nor for the single tokens of decoding, which a
-        # model has chosen.
+        # model has chosen, nor for the many calls of torch.func.vmap.
         exporting = getattr(torch.compiler, "is_exporting", bool)()
-        if torch.compiler.is_dynamo_compiling() and not exporting and ids.shape[-1] > 1:
+        looks = torch.compiler.is_dynamo_compiling() and not exporting and ids.shape[-1] > 1
+        if looks and not torch._C._functorch.is_batchedtensor(ids):
             inside = (ids >= 0) & (ids < vocab_size)
             torch._assert_async(inside.all(), f"{name} outside the vocabulary [0, {vocab_size})")
         return
