@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from txl_hf import TextStream, TokenStream, TransfoXLTokenizer, evaluate_language_model
 from txl_hf.columns import open_tokens
 from txl_hf.streams import check_loader, varying_ends
+from txl_hf.training.setup import RolledStream
 
 
 @st.composite
@@ -563,6 +564,7 @@ def test_workers_that_outlive_an_epoch():
     tokenizer = TransfoXLTokenizer.from_symbols(["a"], mode="whitespace")
     differing = [
         TokenStream(range(401), 5, 8, varlen_seed=0),
+        RolledStream(range(401), 5, 8, seed=0),
         TextStream(Texts(["a"]), tokenizer, 5, 8),
         data_loader.IterableDatasetShard(TextStream(Texts(["a"]), tokenizer, 5, 8), batch_size=8),
         Stream(),

@@ -367,7 +367,7 @@ def _check_workers(loader: DataLoader, dataset) -> None:
 def _epochs_differ(dataset) -> bool:
     """Whether `set_epoch` changes what a dataset reads."""
     if isinstance(dataset, TokenStream):
-        return dataset.varlen_seed is not None
+        return dataset.varlen_seed is not None or type(dataset).set_epoch is not TokenStream.set_epoch
     # A TextStream hands the epoch on to its texts.
     return hasattr(getattr(dataset, "texts", dataset), "set_epoch")
 
