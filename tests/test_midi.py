@@ -84,6 +84,7 @@ def test_files_that_cannot_be_used_are_named_counted_and_left_out(tmp_path, caps
     endless.tracks[0].notes.append(symusic.Note(2**27, 480, 60, 80))
     endless.dump_midi(folder / "endless.mid")
     (folder / "readme.txt").write_text("not a MIDI file at all")
+    (folder / "._piece-0.mid").write_bytes(b"what macOS writes beside a file")
     _, _, information = prepared(folder, tmp_path)
     printed = capsys.readouterr().out
     assert sorted(information["left_out"]) == ["empty.mid", "endless.mid", "silent.midi", "torn.mid", "words.MID"]

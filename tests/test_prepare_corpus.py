@@ -212,6 +212,20 @@ def test_text_in_a_folder_of_files(tmp_path):
     assert [len(tokens[split]) for split in SPLITS] == [54 * 28, 3 * 28, 3 * 28]
 
 
+def test_hidden_files_are_no_text(tmp_path):
+    folder = write(tmp_path / "books", "{}.txt", {"book": "The end .\n" * 40})
+    write(folder / ".ipynb_checkpoints", "{}-checkpoint.txt", {"book": "The end .\n" * 40})
+    archive = tmp_path / "books.zip"
+    with zipfile.ZipFile(archive, "w") as files:
+        files.write(folder / "book.txt", "books/book.txt")
+        files.writestr("__MACOSX/books/._book.txt", b"\x00\x05\x16\x07\xff")
+    for number, given in enumerate([folder, archive]):
+        (tmp_path / str(number)).mkdir()
+        tokens, _, information = load(prepare(tmp_path / str(number), "text", "--input", given))
+        assert [name.rpartition("/")[2] for name in information["files"]["train"]] == ["book.txt"]
+        assert len(tokens["train"]) == 36 * 4
+
+
 def test_text_options(tmp_path):
     folder = write(tmp_path / "input", "{}.txt")
     _, tokenizer, _ = load(prepare(tmp_path, "text", "--input", folder, "--lower_case", "--min_freq", "6"))

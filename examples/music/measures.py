@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.corpora import files_below
 from txl_hf.files import write_text
 from txl_hf.midi import MIDI_SUFFIXES, read_score
 
@@ -131,7 +132,7 @@ def midi_files(folder: Path) -> list[Path]:
     Raises:
         ValueError: there are none.
     """
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in MIDI_SUFFIXES)
+    paths = [path for path in files_below(folder) if path.suffix.lower() in MIDI_SUFFIXES]
     if not paths:
         raise ValueError(f"{folder} has no MIDI file")
     return paths

@@ -29,6 +29,7 @@ __all__ = [
     "count_batch",
     "count_stream",
     "cut",
+    "files_below",
     "find_files",
     "read_files",
     "read_rows",
@@ -206,8 +207,18 @@ def _relative(path: Path, root: Path) -> str:
     return str(path.relative_to(root))
 
 
+def files_below(folder: Path, pattern: str = "*") -> list[Path]:
+    """The files of a folder, however nested, but for hidden ones and those that macOS adds to an archive."""
+    hidden = (".", "__MACOSX")
+    return sorted(
+        file
+        for file in folder.rglob(pattern)
+        if file.is_file() and not any(part.startswith(hidden) for part in file.relative_to(folder).parts)
+    )
+
+
 def matches(folder: Path, pattern: str) -> list[Path]:
-    files = sorted(file for file in folder.rglob(pattern) if file.is_file())
+    files = files_below(folder, pattern)
     if len(files) > 1 and "*" not in pattern:
         raise CorpusError(f"{files[0]} and {files[1]}: which of them? Give a folder with one {pattern}")
     return files

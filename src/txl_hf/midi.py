@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .corpora import SPLITS, CorpusError, some_names, split_of, unpack
+from .corpora import SPLITS, CorpusError, files_below, some_names, split_of, unpack
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -150,7 +150,7 @@ def read_pieces(
     root = unpack(folder, scratch / "unpacked") if folder.name.endswith((".zip", ".tgz", ".tar.gz")) else folder
     if not root.is_dir():
         raise CorpusError(f"{folder} is one file: give a folder of MIDI files, or its archive")
-    paths = sorted(path for path in root.rglob("*") if path.is_file() and path.suffix.lower() in MIDI_SUFFIXES)
+    paths = [path for path in files_below(root) if path.suffix.lower() in MIDI_SUFFIXES]
     if not paths:
         raise CorpusError(f"{folder} has no MIDI file, which ends in {', '.join(MIDI_SUFFIXES)}; {some_names(root)}")
     found = Dataset.from_dict({"path": [str(path) for path in paths]}).map(

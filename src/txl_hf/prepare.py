@@ -37,8 +37,8 @@ Each piece begins with BOS and ends with EOS. Files that cannot be read are name
 notes that the tokenizer lacks it is said how many those are. The tokenizer is MidiTok's own file.
 
 `--input` is a folder with these files, the archive they come in, or the one file that it is. The names that the
-originals' getdata.sh gives the files (`train.txt`, `valid.txt`, `test.txt`) will do too. As in the originals, lm1b is
-validated on its test text.
+originals' getdata.sh gives the files (`train.txt`, `valid.txt`, `test.txt`) will do too. Hidden files and folders, and
+`__MACOSX`, are passed over. As in the originals, lm1b is validated on its test text.
 
 The folder written holds a `datasets.DatasetDict` with the splits train, validation and test and one column,
 `token_ids`, one token a row; the tokenizer, which reads line ends as the corpus does; and `corpus.json`, which counts
