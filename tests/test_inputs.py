@@ -242,3 +242,22 @@ def test_the_number_of_items_divides_the_loss_of_a_classifier(make_model, make_i
     outputs = model(ids, labels=labels, num_items_in_batch=6)
     expected = F.cross_entropy(outputs.logits, labels, reduction="sum") / 6
     torch.testing.assert_close(outputs.loss, expected)
+
+
+def test_ignored_labels_of_a_classifier_count_nowhere(make_model, make_ids):
+    model = make_model(model_class=TransfoXLForSequenceClassification, pad_token_id=60)
+    ids, labels = make_ids(3, 5), torch.tensor([-100, 1, -100])
+    expected = F.cross_entropy(model(ids).logits[1:2], labels[1:2])
+    for given in ({}, {"num_items_in_batch": 1}, {"num_items_in_batch": torch.tensor(1)}):
+        torch.testing.assert_close(model(ids, labels=labels, **given).loss, expected)
+    nothing = model(ids, labels=torch.full_like(labels, -100)).loss
+    nothing.backward()
+    assert nothing == 0 and all(parameter.grad.eq(0).all() for parameter in model.parameters())
+
+
+def test_the_number_of_items_divides_the_loss_of_several_labels(make_model, make_ids):
+    model = make_model(model_class=TransfoXLForSequenceClassification, pad_token_id=60)
+    ids, labels = make_ids(3, 5), torch.tensor([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
+    outputs = model(ids, labels=labels, num_items_in_batch=12)
+    expected = F.binary_cross_entropy_with_logits(outputs.logits, labels) / 2
+    torch.testing.assert_close(outputs.loss, expected)

@@ -891,8 +891,8 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 in an earlier segment, has logits of NaN.
             labels: (B,) classes, or (B,) or (B, num_labels) numbers for regression or multi-label classification. Of
                 classes -100 is ignored, as a row without real tokens needs it.
-            num_items_in_batch (in kwargs): what the sum of the losses of all labels is divided by, instead of their
-                number.
+            num_items_in_batch (in kwargs): what the sum of the losses of the labels that count is divided by, instead
+                of their number.
 
         Raises:
             ValueError: a batch of several rows with neither a mask nor a `pad_token_id`, or labels of another shape.
@@ -917,8 +917,12 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         loss = None
         if labels is not None:
             _check_classes(labels, len(scores), self.num_labels)
-            loss = self.loss_function(logits=scores, labels=labels, pooled_logits=logits, config=self.config)
-            if num_items_in_batch is not None:
+            count = (labels != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            loss = self.loss_function(
+                logits=scores, labels=labels, pooled_logits=logits, config=self.config, num_items_in_batch=count
+            )
+            if num_items_in_batch is not None and self.config.problem_type != "single_label_classification":
+                # transformers' losses of numbers are means, whatever they are told.
                 loss = loss * labels.numel() / num_items_in_batch
         return TransfoXLSequenceClassifierOutput(
             loss=loss,
