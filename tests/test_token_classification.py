@@ -20,6 +20,7 @@ def test_the_loss_is_the_mean_over_the_labels_that_count(model, make_ids):
     assert outputs.logits.shape == (2, 5, 3)
     expected = F.cross_entropy(outputs.logits[labels != -100], labels[labels != -100])
     torch.testing.assert_close(outputs.loss, expected)
+    assert outputs.losses.shape == labels.shape and (outputs.losses[labels == -100] == 0).all()
     torch.testing.assert_close(model(ids, labels=labels, num_items_in_batch=10).loss, expected / 2)
     nothing = model(ids, labels=torch.full_like(labels, -100)).loss
     nothing.backward()

@@ -32,10 +32,12 @@ from transformers import (
     default_data_collator,
 )
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+from transformers.trainer_utils import set_seed
 
 import launcher
 import txl_hf.trainer
 from host_reads import count_host_reads
+from models import small_config
 from trainer_process import (
     UnevenStream,
     be_refused,
@@ -47,7 +49,13 @@ from trainer_process import (
     start,
     text_stream,
 )
-from txl_hf import TokenStream, TransfoXLTokenizer, TransfoXLTrainer, evaluate_language_model
+from txl_hf import (
+    TokenStream,
+    TransfoXLForTokenClassification,
+    TransfoXLTokenizer,
+    TransfoXLTrainer,
+    evaluate_language_model,
+)
 from txl_hf.cards import to_results
 from txl_hf.checkpoints import last_checkpoint, read_position, save_mems
 from txl_hf.memory_transfo_xl import memory_of
@@ -558,6 +566,33 @@ def test_either_label_alone_gives_an_evaluation_loss(tmp_path, label):
     trainer.train()
     assert trainer.evaluate()["eval_tokens"] == (80 if label == "shift_labels" else 64)
     assert math.isfinite(trainer.evaluate()["eval_loss"])
+
+
+def test_an_evaluation_of_a_classifier_is_the_mean_over_its_labels(tmp_path):
+    """Also over one label in a step and four in another; and it is no perplexity."""
+
+    class Labelled(TokenStream):
+        def __getitem__(self, index):
+            ids = super().__getitem__(index)["input_ids"]
+            return {"input_ids": ids, "labels": (ids % 3).where(torch.arange(5) > index // self.batch_size, -100)}
+
+    set_seed(0)
+    model = TransfoXLForTokenClassification(small_config(num_labels=3))
+    stream = Labelled(make_text(81), 5, 4)
+    trainer = make_trainer(tmp_path, model, stream, max_steps=2)
+    trainer.train()
+    metrics = trainer.evaluate(stream)
+    memory, losses = {}, []
+    for step in range(4):
+        items = [stream[4 * step + row] for row in range(4)]
+        ids, labels = (torch.stack([item[name] for item in items]) for name in ("input_ids", "labels"))
+        with torch.no_grad():
+            output = model.eval()(ids, labels=labels, **memory)
+        memory = memory_of(output)
+        losses += output.losses[labels != -100].tolist()
+    assert metrics["eval_tokens"] == len(losses) == 4 * (4 + 3 + 2 + 1)
+    assert metrics["eval_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert not [name for logs in (metrics, *trainer.state.log_history) for name in logs if "perplexity" in name]
 
 
 @pytest.mark.parametrize("model_changes", [{}, {"output_logits": True}], ids=["default", "output_logits"])

@@ -139,9 +139,10 @@ class TransfoXLSequenceClassifierOutput(ModelOutput):
 class TransfoXLTokenClassifierOutput(ModelOutput):
     """
     Args:
-        loss: scalar fp32, with labels: the sum of the losses over the number of labels.
+        loss: scalar fp32, with labels: the sum of `losses` over the number of labels.
         logits: (B, L, num_labels), the scores of each token.
         mems, past_key_values, hidden_states, attentions, mems_mask: as in `TransfoXLModelOutput`.
+        losses: (B, L) fp32, with labels: the cross-entropy of each, 0 where ignored.
     """
 
     loss: Tensor | None = None
@@ -151,6 +152,7 @@ class TransfoXLTokenClassifierOutput(ModelOutput):
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     mems_mask: Tensor | None = None
+    losses: Tensor | None = None
 
 
 class TransfoXLMLP(nn.Module):
@@ -1009,13 +1011,14 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
             **kwargs,
         )
         logits = self.score(outputs.last_hidden_state)
-        loss = None
+        loss, losses = None, None
         if labels is not None:
             _check_targets("labels", labels, logits.shape[:2])
             check_labels(labels, self.num_labels)
             count = (labels != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-            losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten().long(), reduction="sum")
-            loss = losses / count
+            losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten().long(), reduction="none")
+            losses = losses.view(labels.shape)
+            loss = losses.sum() / count
         return TransfoXLTokenClassifierOutput(
             loss=loss,
             logits=logits,
@@ -1024,6 +1027,7 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             mems_mask=outputs.mems_mask,
+            losses=losses,
         )
 
 

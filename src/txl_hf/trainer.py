@@ -96,7 +96,8 @@ class TransfoXLTrainer(Trainer):
     * The loss of a step is the mean over its targets in all micro-batches and processes, however many are -100.
       `eval_loss` is the mean over all targets likewise.
     * Logs gain `perplexity`, `bits_per_token` (bits per character of a character-level model) and
-      `tokens_per_second`, without the time for evaluating and saving; evaluations gain the same and `tokens`.
+      `tokens_per_second`, without the time for evaluating and saving; evaluations gain the same and `tokens`. Of a
+      classifier of tokens, `tokens` are its labels, and there is neither perplexity nor bits.
     * `regularization` puts the regularisers of small corpora around the model, as `regularize` does, and adds their
       penalty to what is minimised: its mean over micro-batches and processes. The losses that are logged are without.
     * Checkpoints hold the memory, in the order of the streams so that another number of processes or of accumulation
@@ -145,6 +146,8 @@ class TransfoXLTrainer(Trainer):
         if self.args.label_names is None:
             self.label_names = ["shift_labels"]
         self._memory, self._sums = _Memory(), _Sums()
+        # Whether the last losses were of classes of tokens.
+        self._classifies = False
         # Which evaluations read the text of the training: by the prefix of their figures, and the step.
         self._of_training: dict[tuple[str, int], bool] = {}
         # The training dataset, and its copy that evaluations read.
@@ -334,10 +337,13 @@ class TransfoXLTrainer(Trainer):
             penalty = self._regularizer.penalty(inputs.get("shift_labels")) / self.current_gradient_accumulation_steps
             # Its gradient alone: what is logged is the likelihood, so that its exponential is a perplexity.
             loss = loss + (penalty - penalty.detach())
-        if not model.training and outputs.get("losses") is not None:
-            targets = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
-            self._sums.nll.append(outputs["losses"].detach().sum())
-            self._sums.targets.append((targets != -100).sum())
+        if (losses := outputs.get("losses")) is not None:
+            targets = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"]
+            # A language model's are of the labels after the first.
+            self._classifies = "shift_labels" not in inputs and losses.shape == targets.shape
+            if not model.training:
+                self._sums.nll.append(losses.detach().sum())
+                self._sums.targets.append((targets[:, targets.shape[1] - losses.shape[1] :] != -100).sum())
         return (loss, outputs) if return_outputs else loss
 
     def _detach(self, memory: dict[str, Any]) -> dict[str, Any]:
@@ -361,10 +367,14 @@ class TransfoXLTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             seconds = time.perf_counter() - self._counted_since
-            logs |= figures(logs["loss"])
+            logs |= self._figures(logs["loss"])
             logs["tokens_per_second"] = float(self._tokens) / seconds
             self._tokens, self._counted_since = 0, time.perf_counter()
         super().log(logs, start_time)
+
+    def _figures(self, loss: float) -> dict[str, float]:
+        """What a loss is told as besides, which is of a text's likelihood."""
+        return {} if self._classifies else figures(loss)
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
@@ -394,7 +404,7 @@ class TransfoXLTrainer(Trainer):
         nll, targets = sums.tolist()
         if targets > 0:
             loss = nll / targets
-            metrics = {"loss": loss, **figures(loss), "tokens": int(targets)}
+            metrics = {"loss": loss, **self._figures(loss), "tokens": int(targets)}
             metrics["tokens_per_second"] = targets / (time.perf_counter() - start)
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
