@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("accelerate")
 from trainer_process import make_arguments, make_text, read_losses, run
 from trainer_process import make_model as make_small
 from txl_hf import TokenStream, TransfoXLModel
+from txl_hf.memory_transfo_xl import memory_of
 from txl_hf.regularization import LockedDropout, regularize
 from txl_hf.regularization_arguments import RegularizationArguments
 from txl_hf.trainer import TransfoXLTrainer
@@ -167,6 +169,20 @@ def test_what_is_read_again_is_not_penalised(make_model, make_ids):
         regularizer.penalty(labels[:, 1:])
 
 
+def test_from_one_document_to_the_next_is_no_step_in_time(make_model, make_ids):
+    model, ids = make_model(initial_memory="empty").train(), make_ids(2, 6)
+    regularizer = regularize(model, RegularizationArguments(tar=0.1))
+    resets = torch.zeros(2, 6, dtype=torch.bool)
+    resets[0, [0, 4]] = True
+    [(raw, _)] = outputs_of(model, model.transformer.output_dropout, ids, resets=resets)
+    steps = (raw[:, 1:] - raw[:, :-1]).square().mean(-1)
+    expected = 0.1 * torch.cat([steps[0, :3], steps[0, 4:], steps[1]]).mean()
+    torch.testing.assert_close(regularizer.penalty(None, resets), expected)
+    torch.testing.assert_close(regularizer.penalty(ids, resets), expected)
+    with pytest.raises(ValueError, match=r"resets are \(1, 6\), but the forward was \(2, 6\)"):
+        regularizer.penalty(ids, resets[:1])
+
+
 def test_one_token_has_no_step_in_time(make_model, make_ids):
     model = make_model().train()
     regularizer = regularize(model, RegularizationArguments(tar=0.1))
@@ -317,14 +333,16 @@ def test_wrapped_models(make_model, make_ids, head):
 def test_trainer_adds_the_penalty_and_logs_the_loss_without(tmp_path, built, accumulation):
     """Steps are those of a loop that adds the penalty to its loss; the losses that are logged are without it."""
     activations = RegularizationArguments(ar=2.0, tar=1.0)
-    stream, model = TokenStream(make_text(301), 5, 4), make_small().train()
-    regularizer, expected, mems = regularize(model, activations), [], None
+    # With documents, micro-batches would have means of different numbers of steps in time.
+    documents = {"document_end": 0} if accumulation == 1 else {}
+    stream, model = TokenStream(make_text(301) % 7, 5, 4, **documents), make_small(initial_memory="empty").train()
+    regularizer, expected, memory = regularize(model, activations), [], {}
     for step in range(5):
         items = [stream[step * 4 + row] for row in range(4)]
         batch = {name: torch.stack([item[name] for item in items]) for name in items[0]}
-        outputs = model(**batch, mems=mems)
-        mems = outputs.mems
-        (outputs.loss + regularizer.penalty(batch["shift_labels"])).backward()
+        outputs = model(**batch, **memory)
+        memory = memory_of(outputs)
+        (outputs.loss + regularizer.penalty(batch["shift_labels"], batch.get("resets"))).backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.5 * parameter.grad
@@ -334,7 +352,8 @@ def test_trainer_adds_the_penalty_and_logs_the_loss_without(tmp_path, built, acc
         tmp_path, max_steps=5, optim="sgd", learning_rate=0.5, lr_scheduler_type="constant", max_grad_norm=0,
         gradient_accumulation_steps=accumulation, per_device_train_batch_size=4 // accumulation,
     )  # fmt: skip
-    source = {"model": make_small()} if built == "model" else {"model_init": lambda: make_small()}
+    small = partial(make_small, initial_memory="empty")
+    source = {"model": small()} if built == "model" else {"model_init": lambda: small()}
     trainer = TransfoXLTrainer(args=arguments, train_dataset=stream, regularization=activations, **source)
     trainer.train()
     found = [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]

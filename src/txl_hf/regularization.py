@@ -69,7 +69,7 @@ class Regularizer:
             # What was compiled before, of this model or another, would be run again without a look for hooks.
             torch.compiler.reset()
 
-    def penalty(self, shift_labels: Tensor | None = None) -> Tensor:
+    def penalty(self, shift_labels: Tensor | None = None, resets: Tensor | None = None) -> Tensor:
         """AR and TAR of the last forward in training mode: a scalar in fp32, to be added to its loss.
 
         With h the final output and m its dropout: ar · mean((m h)²) + tar · mean((h_t - h_(t-1))²), means over rows,
@@ -78,10 +78,11 @@ class Regularizer:
         Args:
             shift_labels: (B, L); positions that are -100 are left out, such as those that `ext_len` reads again.
                 None: all count.
+            resets: (B, L) bool, those of the forward. From the end of a document to the next is no difference.
 
         Raises:
             RuntimeError: there was no forward in training mode.
-            ValueError: shift_labels are not those of the last forward.
+            ValueError: shift_labels or resets are not those of the last forward.
         """
         if not (self.arguments.ar or self.arguments.tar):
             return torch.zeros((), device=self._transformer.device)
@@ -89,11 +90,12 @@ class Regularizer:
             raise RuntimeError("penalty() is that of the last forward in training mode, but there was none")
         raw, dropped = (states.float() for states in self._outputs)
         counted = torch.ones(raw.shape[:2], device=raw.device) if shift_labels is None else (shift_labels != -100)
-        if counted.shape != raw.shape[:2]:
-            raise ValueError(f"shift_labels are {tuple(counted.shape)}, but the forward was {tuple(raw.shape[:2])}")
-        steps = (raw[:, 1:] - raw[:, :-1]).square().mean(-1)
-        activation = _mean(dropped.square().mean(-1), counted)
-        return self.arguments.ar * activation + self.arguments.tar * _mean(steps, counted[:, 1:] * counted[:, :-1])
+        goes_on = torch.ones_like(counted) if resets is None else ~resets
+        for name, given in (("shift_labels", counted), ("resets", goes_on)):
+            if given.shape != raw.shape[:2]:
+                raise ValueError(f"{name} are {tuple(given.shape)}, but the forward was {tuple(raw.shape[:2])}")
+        steps = _mean((raw[:, 1:] - raw[:, :-1]).square().mean(-1), counted[:, 1:] * counted[:, :-1] * goes_on[:, 1:])
+        return self.arguments.ar * _mean(dropped.square().mean(-1), counted) + self.arguments.tar * steps
 
     def remove(self):
         """Leave the model as it was before."""

@@ -334,7 +334,8 @@ class TransfoXLTrainer(Trainer):
             memory["mems_mask"] = outputs.get("mems_mask")
         self._memory.replace(self._detach(memory))
         if self._regularizer is not None and model.training:
-            penalty = self._regularizer.penalty(inputs.get("shift_labels")) / self.current_gradient_accumulation_steps
+            penalty = self._regularizer.penalty(inputs.get("shift_labels"), inputs.get("resets"))
+            penalty = penalty / self.current_gradient_accumulation_steps
             # Its gradient alone: what is logged is the likelihood, so that its exponential is a perplexity.
             loss = loss + (penalty - penalty.detach())
         if (losses := outputs.get("losses")) is not None:

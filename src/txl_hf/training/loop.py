@@ -283,7 +283,7 @@ class Training:
                     self.memories[i]["mems_mask"] = mask_overflow(**self.memories[i])
                 loss = outputs.losses.sum() * scale
                 if self.regularizer is not None:
-                    loss = loss + self.regularizer.penalty(inputs["shift_labels"])
+                    loss = loss + self.regularizer.penalty(inputs["shift_labels"], inputs.get("resets"))
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     limit = self.arguments.optimization.max_grad_norm or math.inf
