@@ -23,6 +23,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("datasets")
 
 import pyarrow
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
 from datasets import Dataset, DatasetDict, load_from_disk
@@ -689,6 +690,38 @@ def test_memory_stays_in_the_type_of_autocast_and_goes_on_from_a_checkpoint_in_f
     train(recipe, *options, "--output", tmp_path / "resumed")
     narrow, wide, resumed = (read_log(tmp_path / name) for name in ("narrow", "wide", "resumed"))
     assert narrow == wide == resumed
+
+
+@pytest.mark.parametrize("overflown", [{2}, {2, 3}])
+def test_a_step_that_overflowed_in_fp16_is_left_out_of_the_log(tmp_path, corpus, monkeypatch, overflown):
+    """With a scaler, as a GPU has it; a run of which nothing else is left ends."""
+    make_accelerator, step = loop.make_accelerator, loop.Training.train_step
+
+    def with_scaler(*args):
+        accelerator = make_accelerator(*args)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        return accelerator
+
+    def train_step(training, batch):
+        monkeypatch.setattr(Accelerator, "mixed_precision", "fp16")
+        hidden = training.plain_model().transformer.layers[0]
+        hook = hidden.register_forward_hook(lambda *call: call[-1] * (math.inf if training.step in overflown else 1))
+        try:
+            return step(training, batch)
+        finally:
+            hook.remove()
+
+    monkeypatch.setattr(loop, "make_accelerator", with_scaler)
+    monkeypatch.setattr(loop.Training, "train_step", train_step)
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, log_every=2)
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output", "--mixed_precision", "no"]
+    if len(overflown) == 2:
+        with pytest.raises(SystemExit, match="error: the loss is nan before step 4: lower --learning_rate"):
+            train(*argv)
+    else:
+        train(*argv)
+        assert all(map(math.isfinite, read_log(tmp_path / "output")))
+        assert read_log(tmp_path / "output", "tokens")[:2] == [64, 96]
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="training is on a GPU")

@@ -271,6 +271,7 @@ class Training:
         scale = chunks * accelerator.num_processes / targets
         if self.arguments.optimization.scale_lr_by_length:
             self.scale_learning_rate()
+        nll = torch.zeros_like(self.nll)
         parts = zip(*(tensor.chunk(chunks) for tensor in batch.values()), strict=True)
         for i, part in enumerate(parts):
             inputs = dict(zip(batch, part, strict=True))
@@ -290,7 +291,12 @@ class Training:
                     grad_norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            self.nll += outputs.losses.detach().sum()
+            nll += outputs.losses.detach().sum()
+        if accelerator.mixed_precision == "fp16":
+            # The scaler has skipped a step that overflowed, and so does the log.
+            finite = accelerator.reduce(nll, "sum").isfinite()
+            nll, targets = nll.where(finite, 0), targets.where(finite, 0)
+        self.nll += nll
         self.targets += targets
         self.scheduler.step()
         if self.averaged is not None and self.step >= self.arguments.optimization.average_start:
@@ -345,7 +351,7 @@ class Training:
 
     def log_training(self):
         targets, nll = int(self.targets), float(self.accelerator.reduce(self.nll, "sum"))
-        now, loss = time.perf_counter(), nll / targets
+        now, loss = time.perf_counter(), nll / targets if targets else math.nan
         if not math.isfinite(loss):
             # Before it takes the place of a checkpoint that can be gone on from.
             raise FloatingPointError(f"the loss is {loss} before step {self.step}: lower --learning_rate")
