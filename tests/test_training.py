@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
 import launcher
-from txl_hf import TransfoXLForCausalLM, TransfoXLForSequenceClassification
+from txl_hf import TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLModel
 
 # --- losses ----------------------------------------------------------------------------------------------------------
 
@@ -48,6 +48,34 @@ def test_gradients_of_each_row_by_vmap(make_model, make_ids, changes):
         expected = torch.autograd.grad(loss_of_row(parameters, ids[i]), parameters.values())
         for gradient, right in zip(found.values(), expected, strict=True):
             torch.testing.assert_close(gradient[i], right, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("given", [(), ("mems",), ("mems", "mems_mask"), ("mems", "mems_mask", "resets")])
+def test_models_side_by_side_by_vmap(make_model, given):
+    """Each with a memory of its own, as of agents that are trained together."""
+    changes = {"model_class": TransfoXLModel, "vocab_size": 0, "input_size": 3, "cutoffs": [], "div_val": 1}
+    models = [make_model(seed=seed, **changes) for seed in range(3)]
+    parameters, buffers = torch.func.stack_module_state(models)
+    torch.manual_seed(0)
+    everything = {
+        "mems": tuple(torch.randn(3, 2, 6, 16) for _ in range(2)),
+        "mems_mask": torch.rand(3, 2, 6) < 0.6,
+        "resets": torch.rand(3, 2, 5) < 0.3,
+    }
+    inputs = {"inputs_embeds": torch.randn(3, 2, 5, 3)} | {name: everything[name] for name in given}
+
+    def call(parameters, buffers, inputs):
+        outputs = torch.func.functional_call(models[0], (parameters, buffers), (), inputs)
+        return outputs.last_hidden_state, *outputs.mems
+
+    found = torch.func.vmap(call)(parameters, buffers, inputs)
+    gradients = torch.autograd.grad(found[0].sum(), parameters.values(), materialize_grads=True)
+    for i, model in enumerate(models):
+        own = {name: tuple(x[i] for x in given) if name == "mems" else given[i] for name, given in inputs.items()}
+        expected = call(dict(model.named_parameters()), dict(model.named_buffers()), own)
+        torch.testing.assert_close(tuple(x[i] for x in found), expected, atol=1e-5, rtol=1e-5, equal_nan=True)
+        right = torch.autograd.grad(expected[0].sum(), model.parameters(), materialize_grads=True)
+        torch.testing.assert_close(tuple(x[i] for x in gradients), right, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("changes", [{}, {"cutoffs": [], "div_val": 1}], ids=["cutoffs", "no-cutoffs"])

@@ -234,8 +234,10 @@ def _fastest(inputs: AttentionInputs) -> str:
     if large and _why_not_tiled(inputs) is None:
         return "txl_tiles"
     # With a mask that needs a gradient, PyTorch has no fused path on CPU, and its plain one is slower than ours. A
-    # checkpoint goes through dropout without a gradient first, and must draw as it does with one.
-    return "eager" if _needs_gradient(query) or inputs.dropout > 0 else "sdpa"
+    # checkpoint goes through dropout without a gradient first, and must draw as it does with one. What vmap maps over
+    # does not say whether it needs one.
+    mapped = torch._C._functorch.is_functorch_wrapped_tensor(query)
+    return "eager" if mapped or _needs_gradient(query) or inputs.dropout > 0 else "sdpa"
 
 
 def _needs_gradient(query: Tensor) -> bool:

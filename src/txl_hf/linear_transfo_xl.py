@@ -47,6 +47,8 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.is_cpu
         and tensor.dtype == torch.float32
         and tensor.numel() > 0
+        # oneDNN's operator has no gradient, and what vmap maps over does not say whether it needs one.
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not _has_tangent(tensor)
     )
 

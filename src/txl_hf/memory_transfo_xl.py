@@ -396,8 +396,9 @@ def _fill_up(
 
 
 def _can_ask(tensor: Tensor) -> bool:
-    """Whether the host may look at numbers: no GPU is waited for, and no graph is broken."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not torch.jit.is_tracing()
+    """Whether the host may look at numbers: no GPU is waited for, no graph is broken, and vmap has not hidden them."""
+    graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return tensor.device.type == "cpu" and not graph and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def drop_idle_mask(key_mask: Tensor | None) -> Tensor | None:

@@ -706,7 +706,10 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         starts = document_starts((batch_size, segment_length), inputs_embeds.device, attention_mask, **documents)
         if starts is not None:
             resets = starts if resets is None else resets | starts
-        if resets is None or not (torch.compiler.is_compiling() or torch.jit.is_tracing() or bool(resets.any())):
+        if resets is None:
+            return None
+        graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if not (graph or torch._C._functorch.is_functorch_wrapped_tensor(resets) or bool(resets.any())):
             return None
         told_by = [*([] if given is None else ["resets"]), *documents]
         self.config.check_documents(" and ".join(told_by), mem_len)
