@@ -311,6 +311,16 @@ def test_measures_of_a_piece_that_is_known(tmp_path):
     assert "pitch classes 0.0 %, note lengths 0.0 %, notes at once 0.0 %" in text
 
 
+def test_drums_have_no_pitch_class_and_are_no_piano(tmp_path):
+    score = symusic.Score(480)
+    for beat, is_drum in ((0, False), (4, True)):
+        score.tracks.append(symusic.Track("", 0, is_drum))
+        score.tracks[-1].notes.append(symusic.Note(480 * beat, 480, 40, 64))
+    score.dump_midi(tmp_path / "a.mid")
+    found = measures.measure([tmp_path / "a.mid"])
+    assert found.classes == {4: 1} and (found.notes, found.bars, found.repeated) == (2, 2, 0)
+
+
 def test_broken_files_of_the_corpus_are_named_and_left_out(tmp_path, capsys, monkeypatch):
     """The folder is the one that txl-prepare was given, which leaves them out too."""
     monkeypatch.setattr(measures, "check_readers", lambda paths: None)

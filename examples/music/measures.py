@@ -52,7 +52,7 @@ class Measures:
     Attributes:
         pieces, notes, bars: how many.
         empty, repeated: bars without a note, and bars with notes that are those of an earlier bar of the piece.
-        classes: notes by pitch class above the tonic.
+        classes: notes by pitch class above the tonic, but for drums, which have none.
         lengths: notes by length in quarter notes, rounded to sixteenths.
         sounding: sixteenths by how many notes sound.
         pitches: pitches of the notes of each instrument.
@@ -78,8 +78,9 @@ class Measures:
         for track in score.tracks:
             for note in track.notes:
                 start, length = round(note.time / sixteenth), max(1, round(note.duration / sixteenth))
-                rows.append((start, length, note.pitch, track.program))
-                self.classes[(note.pitch - 7 * key) % 12] += 1
+                rows.append((start, length, note.pitch, instrument(track)))
+                if not track.is_drum:
+                    self.classes[(note.pitch - 7 * key) % 12] += 1
                 self.lengths[length / 4] += 1
                 self.pitches.setdefault(instrument(track), []).append(note.pitch)
         self.notes += len(rows)
@@ -89,14 +90,14 @@ class Measures:
             sounds[start : start + length] += 1
         self.sounding.update(sounds.tolist())
 
-    def _add_bars(self, score: symusic.Score, rows: list[tuple[int, int, int, int]]):
+    def _add_bars(self, score: symusic.Score, rows: list[tuple[int, int, int, str]]):
         """Of a piece in its first metre."""
         metre = score.time_signatures[0] if len(score.time_signatures) else symusic.TimeSignature(0, 4, 4)
         bar = 16 * metre.numerator // metre.denominator
         contents: dict[int, set] = {}
         sounding = set()
-        for start, length, pitch, program in rows:
-            contents.setdefault(start // bar, set()).add((start % bar, length, pitch, program))
+        for start, length, pitch, name in rows:
+            contents.setdefault(start // bar, set()).add((start % bar, length, pitch, name))
             sounding |= set(range(start // bar, (start + length - 1) // bar + 1))
         bars = max(sounding) + 1
         self.bars += bars
