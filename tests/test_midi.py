@@ -78,6 +78,7 @@ def test_files_that_cannot_be_used_are_named_counted_and_left_out(tmp_path, caps
     (folder / "torn.mid").write_bytes(whole[: len(whole) // 2])
     (folder / "empty.mid").write_bytes(b"")
     (folder / "words.MID").write_text("no music")
+    (folder / "several.mid").write_bytes(whole[:8] + b"\x00\x02" + whole[10:])
     symusic.Score(480).dump_midi(folder / "silent.midi")
     endless = symusic.Score(480)
     endless.tracks.append(symusic.Track("one", 0))
@@ -87,10 +88,12 @@ def test_files_that_cannot_be_used_are_named_counted_and_left_out(tmp_path, caps
     (folder / "._piece-0.mid").write_bytes(b"what macOS writes beside a file")
     _, _, information = prepared(folder, tmp_path)
     printed = capsys.readouterr().out
-    assert sorted(information["left_out"]) == ["empty.mid", "endless.mid", "silent.midi", "torn.mid", "words.MID"]
+    names = ["empty.mid", "endless.mid", "several.mid", "silent.midi", "torn.mid", "words.MID"]
+    assert sorted(information["left_out"]) == names
+    assert information["left_out"]["several.mid"].startswith("it is of format 2")
     assert information["left_out"]["silent.midi"] == "it has no notes"
     assert "quarter notes, more than 100,000" in information["left_out"]["endless.mid"]
-    assert "5 file(s) left out:" in printed
+    assert "6 file(s) left out:" in printed
     assert all(f"{name}: {reason}" in printed for name, reason in information["left_out"].items())
     assert sum(counts["pieces"] for counts in information["splits"].values()) == 6
 
@@ -285,7 +288,7 @@ def test_a_time_signature_that_the_tokenizer_lacks_is_told(tmp_path, capsys):
     ("options", "message"),
     [
         (["--input", "none"], "none does not exist"),
-        (["--input", "empty"], "empty has no MIDI file, which ends in .mid, .midi, .kar, .rmi"),
+        (["--input", "empty"], "empty has no MIDI file, which ends in .mid, .midi, .kar;"),
         (["--input", "broken"], "none of 1 MIDI file(s) in broken can be used, for instance a.mid: "),
         (["--input", "two"], "2 piece(s), copies and transpositions aside, are too few"),
         (["--input", "two/a.mid"], "is one file: give a folder of MIDI files"),

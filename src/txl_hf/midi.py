@@ -34,7 +34,7 @@ __all__ = [
     "transpose",
 ]
 
-MIDI_SUFFIXES = (".mid", ".midi", ".kar", ".rmi")
+MIDI_SUFFIXES = (".mid", ".midi", ".kar")
 # The column of compound tokens; token_ids, as everywhere, is that of plain ones.
 EVENTS = "events"
 # Positions of a quarter note that are told apart when two pieces are compared.
@@ -208,11 +208,15 @@ def read_score(path: Path) -> "Score":
     """A MIDI file.
 
     Raises:
-        ValueError: it is damaged, has no notes, or does not end.
+        ValueError: it is damaged, of format 2, has no notes, or does not end.
     """
     import symusic
 
     try:
+        with path.open("rb") as file:
+            # symusic would play its sequences all at once.
+            if file.read(10)[8:] == b"\x00\x02":
+                raise ValueError("it is of format 2, several sequences that are not one piece: save each in a file")
         score = symusic.Score(path, fmt="midi")
     except Exception as error:
         # It raises RuntimeErrors, ValueErrors and what its binding makes of C++'s.
