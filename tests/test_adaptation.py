@@ -257,6 +257,23 @@ def test_in_any_mode_of_the_caller(make_model, make_ids, mode):
             assert not torch.is_grad_enabled()
 
 
+@pytest.mark.parametrize("statistics", [None, 30], ids=["plain", "statistics"])
+def test_within_the_autocast_of_the_caller(make_model, make_ids, statistics):
+    """It keeps casts of weights, which change."""
+    model, ids = make_model(), make_ids(1, 40)[0]
+    dynamic = DynamicEvaluation(RATE, epsilon=1.0, statistics=None if statistics is None else ids[:statistics])
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        static, expected = token_losses(model, ids, 5), token_losses(model, ids, 5, dynamic=dynamic)
+        with dynamic.adapted_to(model, ids, 5):
+            adapted = token_losses(model, ids, 5)
+    assert (static - expected).abs().max() > 1e-2 and (static - adapted).abs().max() > 1e-2
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(token_losses(model, ids, 5, dynamic=dynamic), expected)
+        with dynamic.adapted_to(model, ids, 5):
+            assert torch.equal(token_losses(model, ids, 5), adapted)
+        assert torch.equal(token_losses(model, ids, 5), static)
+
+
 def test_small_steps_of_a_model_in_half_precision_add_up(make_model, make_ids):
     """Each is lost in a weight of 8 bits; together they are not."""
     ids = make_ids(1, 12)[0].repeat(12)

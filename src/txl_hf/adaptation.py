@@ -181,6 +181,7 @@ class Adaptation:
                 left.pop()
             except BaseException as error:
                 raised = error
+        torch.clear_autocast_cache()
         if raised is not None:
             raise raised
 
@@ -221,6 +222,8 @@ class Adaptation:
             weight.add_(gradient, alpha=-rate)
             if weight.dtype != self._parameters[i].dtype:
                 self._parameters[i].copy_(weight)
+        # Autocast of the caller keeps casts of the weights as they were.
+        torch.clear_autocast_cache()
 
 
 @contextmanager
