@@ -85,6 +85,23 @@ def test_uncached_equals_cached_while_memory_covers_the_text(make_model, make_id
     assert torch.equal(model.generate(ids, use_cache=True, **options), model.generate(ids, use_cache=False, **options))
 
 
+@pytest.mark.parametrize("search", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
+def test_gradient_checkpointing_in_training_mode_forgets_nothing(make_model, make_ids, search):
+    """It fills no cache, so that each step reads the whole text, after the memory that it starts from."""
+    model, ids = make_model(mem_len=40).train(), make_ids(2, 5)
+    options = {"max_new_tokens": 15, "do_sample": False, "eos_token_id": None, "pad_token_id": 60, **search}
+    starts = [{}]
+    if "num_beams" not in search:
+        # generate would reorder mems as a cache.
+        starts.append({"mems": tuple(states.detach() for states in model(make_ids(2, 5, seed=1)).mems)})
+    expected = [model.generate(ids, **start, **options) for start in starts]
+    model.gradient_checkpointing_enable()
+    for start, text in zip(starts, expected, strict=True):
+        assert torch.equal(model.generate(ids, **start, **options), text)
+    with pytest.raises(ValueError, match="gradient checkpointing.*inputs_embeds.*give generate input_ids"):
+        model.generate(inputs_embeds=model.get_input_embeddings()(ids).detach(), **options)
+
+
 def test_left_padded_batch_equals_one_by_one(model, make_ids):
     if model.config.initial_memory == "zeros":
         pytest.skip("the zero states stand before the padding, further away")

@@ -308,6 +308,16 @@ def test_gradient_checkpointing_changes_no_gradient(make_model, make_ids, change
         torch.testing.assert_close(gradient, gradients[1][name], atol=1e-6, rtol=1e-5)
 
 
+def test_gradient_checkpointing_refuses_the_memory_of_a_cache(make_model, make_ids):
+    """Which it would not read."""
+    model, ids = make_model().train(), make_ids(2, 5)
+    cache = model(ids, use_cache=True).past_key_values
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="past_key_values hold a memory, but gradient checkpointing.*give it as mems"):
+        model(ids, past_key_values=cache)
+    model.eval()(ids, past_key_values=cache)
+
+
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_compiled_training_step_has_no_graph_break(make_model, make_ids, backend):
     layers = {} if backend == "eager" else {"n_layer": 1}

@@ -29,7 +29,8 @@ __all__ = ["TransfoXLGenerationMixin"]
 
 
 class TransfoXLGenerationMixin(GenerationMixin):
-    """`generate` with the memory as its cache, starting from `mems` if they are given; without one where `mem_len=0`.
+    """`generate` with the memory as its cache, starting from `mems` if they are given; without one where `mem_len=0`
+    and where gradient checkpointing is on in training mode.
 
     Its loops tell the softmax how many of the best tokens can matter, so that a CPU need not compute the others, and
     each logits processor that has a method `listen` the states of their forwards: `listen(model, beams)`, called when
@@ -50,10 +51,12 @@ class TransfoXLGenerationMixin(GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, max_length):
         mem_len = self._mem_len(model_kwargs.get("lengths"))
-        if mem_len == 0:
+        checkpointing = self.transformer.gradient_checkpointing and self.training
+        if mem_len == 0 or checkpointing:
             # Nothing is remembered from step to step, so that every step reads the whole text.
             if model_kwargs.get("inputs_embeds") is not None:
-                raise ValueError("mem_len=0 remembers no inputs_embeds from step to step: give generate input_ids")
+                reason = "gradient checkpointing in training mode" if checkpointing else "mem_len=0"
+                raise ValueError(f"{reason} remembers no inputs_embeds from step to step: give generate input_ids")
             generation_config.use_cache = model_kwargs["use_cache"] = False
         # A static cache holds all of the memory from the first step on: its shapes never change.
         max_length = max(max_length, mem_len + 1)

@@ -723,6 +723,11 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 raise ValueError("past_key_values hold a memory, but mem_len=0 means that there is none")
             return None
         if self.gradient_checkpointing and self.training and (use_cache or past_key_values is not None):
+            if past_key_values is not None and past_key_values.get_seq_length() > 0:
+                raise ValueError(
+                    "past_key_values hold a memory, but gradient checkpointing runs a layer twice in training mode "
+                    "and reads no cache: give it as mems, or call model.eval() first"
+                )
             logger.warning_once("gradient checkpointing runs a layer twice and cannot fill a cache: use_cache=False")
             return None
         if use_cache and past_key_values is None:
