@@ -170,6 +170,12 @@ def generate(model, prompt, cache, processor=None, **settings):
         return model.generate(prompt, max_new_tokens=8, logits_processor=[processor], **settings)
 
 
+def next_scores(model, prompt, processor, **settings) -> torch.Tensor:
+    """(B, V), of the next token."""
+    settings |= {"max_new_tokens": 1, "output_scores": True, "return_dict_in_generate": True}
+    return model.generate(prompt, logits_processor=[processor], **settings).scores[0]
+
+
 def test_padded_prompts_are_as_if_alone(make_model, make_ids):
     model, cache = make_model(mem_len=100), ContinuousCache(100, 0.6, 0.2)
     prompts = [make_ids(1, length, seed=length, vocab_size=8) for length in (5, 12, 1)]
@@ -181,6 +187,20 @@ def test_padded_prompts_are_as_if_alone(make_model, make_ids):
     for row, prompt in enumerate(prompts):
         alone = generate(model, prompt, cache, do_sample=False)
         assert found[row, 12:].tolist() == alone[0, prompt.shape[1] :].tolist()
+
+
+def test_padding_behind_a_gap_in_the_mask_follows_nothing(make_model, make_ids):
+    """As where the turns of a dialogue are padded one by one."""
+    model, prompt, cache = make_model(mem_len=100), make_ids(1, 14), ContinuousCache(100, 0.6, 0.0)
+    prompt[:, 6:9] = 60
+    mask = (prompt != 60).long()
+    with cache.processor(model) as processor:
+        scores = next_scores(model, prompt, processor, attention_mask=mask)
+    with torch.no_grad():
+        p_model = model(prompt, attention_mask=mask).logits[0, -1].exp()
+    followed = torch.cat([prompt[0, 1:6], prompt[0, 10:]])
+    expected = 0.4 * p_model + 0.6 * followed.bincount(minlength=61) / 9
+    torch.testing.assert_close(scores[0].exp(), expected)
 
 
 def test_beams_keep_their_states(make_model, make_ids):

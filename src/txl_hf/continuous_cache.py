@@ -132,10 +132,10 @@ def _log_cache(scores: Tensor, followed: Tensor, size: int) -> Tensor:
 class CacheLogitsProcessor(LogitsProcessor):
     """Mixes the scores of `generate` with a cache; `ContinuousCache.processor` makes it.
 
-    A position that `attention_mask` masks is not looked at, and a token that a processor before has ruled out stays
-    so. Rows may be reordered, as beam search does: each is known by its tokens, and where several have the same, by
-    its place. A text that does not continue the one before is a new one. Threads may share it: each hears what its own
-    `generate` computes, and nothing else.
+    A position that `attention_mask` masks, or whose next token it masks, is not looked at, and a token that a
+    processor before has ruled out stays so. Rows may be reordered, as beam search does: each is known by its tokens,
+    and where several have the same, by its place. A text that does not continue the one before is a new one. Threads
+    may share it: each hears what its own `generate` computes, and nothing else.
     """
 
     def __init__(self, cache: ContinuousCache, model: TransfoXLForCausalLM):
@@ -195,11 +195,11 @@ class CacheLogitsProcessor(LogitsProcessor):
         """
         states, real = self._catch_up(input_ids)
         log_model = scores.log_softmax(-1)
-        looked_at = real[:, :-1]
+        looked_at = real[:, :-1] & real[:, 1:]
         if looked_at.shape[1] == 0:
             return log_model
         products = torch.einsum("bnd,bd->bn", states[:, :-1], states[:, -1]) * self._cache.temperature
-        # Where a row has nothing but padding, this is NaN, as the mixture expects it.
+        # Where a row has nothing to look at, this is NaN, as the mixture expects it.
         shares = products.masked_fill(~looked_at, -math.inf).softmax(-1)
         cached = torch.zeros_like(log_model, dtype=torch.float32)
         cached.scatter_add_(1, input_ids[:, -shares.shape[1] :], shares)
