@@ -102,6 +102,18 @@ class Widths(TorchDispatchMode):
         return result
 
 
+def test_within_autocast_states_are_compared_in_fp32(make_model, make_ids):
+    """What the model computes there is in fp32 too, but for its products."""
+    model, ids, cache = make_model(mem_len=100), make_ids(1, 50, vocab_size=12)[0], ContinuousCache(100, 0.9, 1.0)
+    with torch.autocast("cpu", torch.bfloat16), cache.processor(model) as processor:
+        states, log_probs = states_of(model, ids)
+        found = token_losses(model, ids, 50, cache=cache)
+        scores = next_scores(model, ids[None], processor)
+    expected = by_hand(states, log_probs, ids, cache).log().float()
+    torch.testing.assert_close(found, -expected[:-1].gather(1, ids[1:, None])[:, 0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(scores[0], expected[-1], rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("dynamic", [None, DynamicEvaluation(0.01)], ids=["static", "dynamic"])
 def test_nothing_is_as_wide_as_the_vocabulary(make_model, make_ids, dynamic):
     model, ids = make_model(), make_ids(1, 50, vocab_size=12)[0]

@@ -100,7 +100,8 @@ class History:
             self._states, self._tokens = states[:, :0], labels[:, :0]
         keys = torch.cat([self._states, states], dim=1)
         tokens = torch.cat([self._tokens, labels], dim=1)
-        products = states @ keys.transpose(1, 2)
+        with _full_precision(states):
+            products = states @ keys.transpose(1, 2)
         followed = tokens[:, None] == labels[..., None]
         log_probs = {
             (size, temperature): _log_cache(products * temperature, followed, size)
@@ -112,6 +113,11 @@ class History:
             -cache.mix(-losses, log_probs[cache.size, cache.temperature].to(losses.device)).masked_fill(unscored, 0)
             for cache in self._caches
         ]
+
+
+def _full_precision(states: Tensor) -> torch.autocast:
+    """Without autocast of the caller, which would multiply fp32 states in half precision."""
+    return torch.autocast(states.device.type, enabled=False)
 
 
 def _log_cache(scores: Tensor, followed: Tensor, size: int) -> Tensor:
@@ -198,7 +204,8 @@ class CacheLogitsProcessor(LogitsProcessor):
         looked_at = real[:, :-1] & real[:, 1:]
         if looked_at.shape[1] == 0:
             return log_model
-        products = torch.einsum("bnd,bd->bn", states[:, :-1], states[:, -1]) * self._cache.temperature
+        with _full_precision(states):
+            products = torch.einsum("bnd,bd->bn", states[:, :-1], states[:, -1]) * self._cache.temperature
         # Where a row has nothing to look at, this is NaN, as the mixture expects it.
         shares = products.masked_fill(~looked_at, -math.inf).softmax(-1)
         cached = torch.zeros_like(log_model, dtype=torch.float32)
