@@ -486,6 +486,17 @@ def test_a_text_without_what_its_cache_has_seen_is_refused(make_model, make_ids,
             model.generate(**given, past_key_values=cache, **options)
 
 
+@pytest.mark.parametrize("kind", ["assistant", "prompt-lookup"])
+def test_assisted_decoding_refuses_a_cache_that_has_seen_tokens(make_model, make_ids, kind):
+    """It would read the whole text behind them once more."""
+    model, ids = make_model(eos_token_id=None), make_ids(1, 8)
+    how = {"prompt_lookup_num_tokens": 3} if kind == "prompt-lookup" else {"assistant_model": make_model(n_layer=1)}
+    with torch.no_grad():
+        cache = model(ids[:, :6], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="past_key_values have seen 6 tokens, .* without past_key_values"):
+        model.generate(ids, past_key_values=cache, max_new_tokens=4, pad_token_id=60, **how)
+
+
 @pytest.mark.parametrize("changes", [{}, {"initial_memory": "zeros"}], ids=["empty", "zeros"])
 def test_new_tokens_alone_continue_a_cache_with_a_mask_of_the_text(make_model, make_ids, changes):
     model = make_model(**changes)

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationMixin, StaticCache
 from transformers.generation import (
     GenerationConfig,
+    GenerationMode,
     LogitNormalization,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
@@ -58,6 +59,12 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 reason = "gradient checkpointing in training mode" if checkpointing else "mem_len=0"
                 raise ValueError(f"{reason} remembers no inputs_embeds from step to step: give generate input_ids")
             generation_config.use_cache = model_kwargs["use_cache"] = False
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None and generation_mode == GenerationMode.ASSISTED_GENERATION and text_length(cache) > 0:
+            raise ValueError(
+                f"past_key_values have seen {text_length(cache)} tokens, and assisted decoding and prompt lookup "
+                "would read them again: give generate the whole text without past_key_values"
+            )
         # A static cache holds all of the memory from the first step on: its shapes never change.
         max_length = max(max_length, mem_len + 1)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, batch_size, max_length)
