@@ -67,9 +67,13 @@ def test_texts_share_nothing_and_old_ones_are_forgotten(conversations, make_ids)
 def test_what_it_cannot_go_on_from_is_left_to_generate(conversations, make_model, make_ids):
     talk, _ = conversations
     beams = GenerationConfig(max_new_tokens=4, num_beams=3)
+    uncached = GenerationConfig(max_new_tokens=4, do_sample=False, use_cache=False)
+    lookup = GenerationConfig(max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=3)
     for given in (
         {"input_ids": make_ids(2, 6), "generation_config": GREEDY},
         {"input_ids": make_ids(1, 6), "generation_config": beams},
+        {"input_ids": make_ids(1, 6), "generation_config": uncached},
+        {"input_ids": make_ids(1, 6), "generation_config": lookup},
     ):
         assert torch.equal(talk.generate(**given), talk.generate_afresh(**given))
     assert not talk.kept

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.generation import GenerationMode
 
 from .memory_transfo_xl import MemoryCache, text_length
 from .modeling_transfo_xl import TransfoXLForCausalLM
@@ -31,7 +32,8 @@ class Conversations:
         self.kept: OrderedDict[tuple[int, ...], MemoryCache] = OrderedDict()
 
     def generate(self, input_ids: Tensor, **kwargs) -> Any:
-        """The model's `generate`, which see; of one row of `input_ids` without beams it remembers what it reads."""
+        """The model's `generate`, which see; where it reads one row of `input_ids`, and the reply token by token, what
+        it reads is remembered."""
         kwargs["input_ids"] = input_ids
         config = kwargs.get("generation_config") or self.model.generation_config
         if self.limit == 0 or self.model.config.mem_len == 0 or not _is_one_text(input_ids, config):
@@ -76,8 +78,10 @@ class Conversations:
 
 
 def _is_one_text(input_ids: Tensor, config: GenerationConfig) -> bool:
-    alone = (config.num_beams or 1) == 1 and (config.num_return_sequences or 1) == 1
-    return len(input_ids) == 1 and alone and config.cache_implementation is None
+    """Whether generate reads one text token by token, each once."""
+    alone = len(input_ids) == 1 and (config.num_return_sequences or 1) == 1
+    by_token = config.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+    return alone and by_token and config.use_cache is not False and config.cache_implementation is None
 
 
 def serve(options: argparse.Namespace) -> None:
