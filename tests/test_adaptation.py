@@ -1,6 +1,7 @@
 """Dynamic evaluation: the formulas by hand, no token that pays for a later one, and weights that come back."""
 
 import copy
+import itertools
 import re
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -340,6 +341,27 @@ def test_generate_after_adapting_to_a_prompt(make_model, make_ids):
     assert_restored(model, found)
     with pytest.raises(ZeroDivisionError), DynamicEvaluation(0.2).adapted_to(model, prompt[0], 6):
         raise ZeroDivisionError
+    assert_restored(model, found)
+
+
+@pytest.mark.parametrize(
+    "patterns", [(None, None, None), (None, r"layers\.1\.", r"layers\.[01]\.")], ids=["same", "parts"]
+)
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_adaptations_that_overlap_leave_nothing(make_model, make_ids, order, patterns):
+    """Of one thread, as tasks of asyncio are, whatever the order in which they end; the last keeps its weights."""
+    model, begun, during = make_model(), {}, {}
+    found = parameters_of(model)
+    for i, pattern in enumerate(patterns):
+        begun[i] = DynamicEvaluation(RATE, parameters=pattern).adapted_to(model, make_ids(1, 20, seed=i)[0], 5)
+        begun[i].__enter__()
+        followed = {name for name in found if re.search(pattern or "", name)}
+        during[i] = {name: tensor for name, tensor in parameters_of(model).items() if name in followed}
+    for i in order:
+        begun.pop(i).__exit__(None, None, None)
+        if begun:
+            kept, now = during[max(begun)], parameters_of(model)
+            assert all(torch.equal(now[name], tensor) for name, tensor in kept.items())
     assert_restored(model, found)
 
 

@@ -18,6 +18,9 @@ from .reading import Reader, Segment, Text, device_of, evaluating, using
 
 __all__ = ["Adaptation", "Diverged", "DynamicEvaluation", "adapting", "following"]
 
+# The adaptations that have not ended, in their order.
+_begun: list["Adaptation"] = []
+
 
 class Diverged(ValueError):
     """The weights followed the text too fast, and compute no finite losses any more."""
@@ -101,7 +104,8 @@ class DynamicEvaluation:
                 model.generate(prompt)
 
         Its weights are restored at the end, bit for bit, also after an error. Until then it belongs to this thread:
-        evaluations in others are refused, calls and `generate` are not.
+        evaluations in others are refused, calls and `generate` are not. Where the thread begins another before this
+        one ends, as tasks of asyncio may, the weights are restored when the last has ended.
 
         Args:
             model, token_ids, segment_length, memory_length, progress: see `evaluate_language_model`.
@@ -128,7 +132,7 @@ class Adaptation:
         if halves or (accelerator is not None and accelerator.mixed_precision == "fp16"):
             raise ValueError("dynamic evaluation loses small gradients in float16: take bfloat16 or float32")
         self._parameters = _chosen(model, dynamic.parameters)
-        self._start = [parameter.detach().clone() for parameter in self._parameters]
+        self._start = {parameter: parameter.detach().clone() for parameter in self._parameters}
         # Steps much smaller than the weight that they are added to are lost in half precision.
         self._weights = [
             parameter.detach() if parameter.dtype.itemsize >= 4 else parameter.detach().float()
@@ -166,14 +170,24 @@ class Adaptation:
 
     @torch.no_grad()
     def restore(self):
-        """Bring all weights back. What is raised meanwhile, as by Ctrl-C, is raised again when they are."""
+        """Bring all weights back. What is raised meanwhile, as by Ctrl-C, is raised again when they are.
+
+        Weights that an adaptation which began later still follows with come back when that one ends.
+        """
         raised = None
-        left = list(zip(self._parameters, self._start, strict=True))
+        # A copy, as other threads adapt other models meanwhile.
+        begun = list(_begun)
+        later = begun[begun.index(self) + 1 :]
+        left = list(self._start.items())
         while left:
             try:
                 while left:
                     parameter, start = left[-1]
-                    parameter.copy_(start)
+                    heir = next((other for other in later if parameter in other._start), None)
+                    if heir is None:
+                        parameter.copy_(start)
+                    else:
+                        heir._start[parameter] = start
                     left.pop()
             except Exception as error:
                 # This copy would fail again, but not the others.
@@ -181,6 +195,7 @@ class Adaptation:
                 left.pop()
             except BaseException as error:
                 raised = error
+        _begun.remove(self)
         torch.clear_autocast_cache()
         if raised is not None:
             raise raised
@@ -215,7 +230,7 @@ class Adaptation:
         for i, (weight, gradient) in enumerate(zip(self._weights, gradients, strict=True)):
             root = None if self._roots is None else self._roots[i]
             if decay > 0:
-                start = self._start[i].to(weight.dtype)
+                start = self._start[self._parameters[i]].to(weight.dtype)
                 weight.lerp_(start, min(decay, 1.0) if root is None else (decay * root).clamp_(max=1))
             if root is not None:
                 gradient = gradient / (root + self._dynamic.epsilon)
@@ -247,6 +262,7 @@ def adapting(
         with following(model):
             adaptation = Adaptation(model, dynamic, lengths, accelerator)
         try:
+            _begun.append(adaptation)
             if dynamic.statistics is not None:
                 _collect(adaptation, model, dynamic.statistics, text, accelerator, progress)
             yield adaptation
