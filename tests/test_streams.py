@@ -635,6 +635,12 @@ def test_documents_of_a_stream_are_read_as_they_are_alone(make_model):
     torch.testing.assert_close(torch.cat(losses, 1), torch.cat(alone, 1), atol=1e-5, rtol=1e-5)
 
 
+def test_a_list_that_is_read_token_by_token_has_documents():
+    """Before its first token there is none, of which a list does not say the type."""
+    stream = TokenStream([1, 3, 2, 4], 1, 1, document_end=3)
+    assert [stream[i]["resets"].tolist() for i in range(3)] == [[False], [False], [True]]
+
+
 @pytest.mark.parametrize("document_end", [True, 1.5, [3, 3], [[1]], ["a"]])
 def test_ends_of_documents_that_are_none(document_end):
     with pytest.raises(ValueError, match="document_end must be a token id, or the places"):

@@ -409,9 +409,9 @@ def check_tokens(token_ids) -> None:
 
 
 def _as_array(tokens) -> np.ndarray:
-    # NumPy takes True among integers for 1.
-    if isinstance(tokens, list | tuple) and {bool, np.bool_} & set(map(type, tokens)):
-        return np.zeros(len(tokens), bool)
+    # NumPy takes True among integers for 1, and nothing for floats.
+    if isinstance(tokens, list | tuple) and (not tokens or {bool, np.bool_} & set(map(type, tokens))):
+        return np.zeros(len(tokens), bool if tokens else np.int64)
     try:
         return np.asarray(tokens)
     except ValueError:
