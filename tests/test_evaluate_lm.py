@@ -298,6 +298,18 @@ def test_a_library_that_is_missing_is_named_with_what_to_install(corpus, model, 
     assert "matplotlib" in message and 'pip install "txl-hf[train]"' in message
 
 
+def test_what_cannot_be_plotted_is_said_before_the_text_is_read(corpus, model, monkeypatch, tmp_path):
+    monkeypatch.delattr(scoring, "evaluate_language_model")
+    given = ("--model", model, "--data", corpus)
+    path = tmp_path / "curve.png"
+    message = fails(*given, "--output", path, "--plot", tmp_path / "sub" / ".." / "curve.png")
+    assert "--output" in message and "--plot" in message and "same file" in message
+    for name in ("curve.pgn", "curve"):
+        message = fails(*given, "--plot", tmp_path / name)
+        assert name in message and "png" in message
+    assert not list(tmp_path.iterdir())
+
+
 def test_sub_words_are_compared_by_words(text, tmp_path, tmp_path_factory, capsys):
     """Characters of the same text: another perplexity per token, and words and characters to compare by."""
     lines = (text / "wiki.train.tokens").read_text().splitlines(keepends=True)

@@ -167,8 +167,8 @@ def add_scoring_options(parser: argparse.ArgumentParser, data: str, plot: str) -
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """Refuse before any work a text that is not there, and what would stop it at its end: files that are there, a plot
-    that nothing can draw.
+    """Refuse before any work a text that is not there, and what would stop it at its end: files that are there, one
+    file for both, a plot that nothing can draw.
     """
     if not options.data.exists():
         raise FileNotFoundError(f"--data {options.data} does not exist: write one with txl-prepare")
@@ -176,4 +176,11 @@ def check_files(options: argparse.Namespace) -> None:
         if path.exists():
             raise FileExistsError(f"{path} exists: choose another file, or remove it")
     if options.plot is not None:
+        if options.output is not None and options.output.resolve() == options.plot.resolve():
+            raise ValueError(f"--output and --plot are the same file, {options.plot}: give each its own")
         import matplotlib.pyplot  # noqa: F401 -- where it is missing, here is the place to say so.
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        drawn = FigureCanvasBase.get_supported_filetypes()
+        if options.plot.suffix[1:].lower() not in drawn:
+            raise ValueError(f"--plot {options.plot} must end in one of .{', .'.join(sorted(drawn))}")
