@@ -397,6 +397,13 @@ def test_bad_settings_are_named(settings, message):
         DynamicEvaluation(**settings)
 
 
+def test_layers_that_pass_no_gradient_are_refused(make_model, make_ids):
+    """Gradients of all that comes before them would be others, with no more than a warning."""
+    quantized = torch.ao.quantization.quantize_dynamic(make_model(), {torch.nn.Linear})
+    with pytest.raises(ValueError, match=r"transformer\.layers\.0\.\S+ is quantised .*quantize_dynamic.* no gradient"):
+        token_losses(quantized, make_ids(1, 20)[0], 5, dynamic=DynamicEvaluation(RATE))
+
+
 def test_what_cannot_be_done_is_named(make_model, make_ids):
     model, ids = make_model(), make_ids(1, 40)[0]
     with pytest.raises(ValueError, match="parameters='lora' is found in the name of no parameter"):

@@ -59,7 +59,8 @@ class DynamicEvaluation:
 
     Raises:
         ValueError: a number is out of range, or `parameters` is no regular expression. An evaluation in which the
-            weights diverge is one too (`Diverged`), and one in float16, which loses small gradients.
+            weights diverge is one too (`Diverged`), one in float16, which loses small gradients, and one of a model
+            from `quantize_dynamic`, which has none.
     """
 
     learning_rate: float
@@ -131,6 +132,12 @@ class Adaptation:
         halves = any(parameter.dtype == torch.float16 for parameter in model.parameters())
         if halves or (accelerator is not None and accelerator.mixed_precision == "fp16"):
             raise ValueError("dynamic evaluation loses small gradients in float16: take bfloat16 or float32")
+        for name, module in model.named_modules():
+            if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+                raise ValueError(
+                    f"{name} is quantised by torch's quantize_dynamic, whose layers pass no gradient on: dynamic "
+                    "evaluation needs the model as it was before"
+                )
         self._parameters = _chosen(model, dynamic.parameters)
         self._start = {parameter: parameter.detach().clone() for parameter in self._parameters}
         # Steps much smaller than the weight that they are added to are lost in half precision.
