@@ -406,6 +406,11 @@ def test_bad_input_is_named(token_ids, arguments, message):
             function(MODEL, token_ids, **{"segment_length": 4} | arguments)
 
 
+def test_a_wrapped_model_is_refused():
+    with pytest.raises(ValueError, match="wrapped in DataParallel: .*unwrap_model"):
+        evaluate_language_model(torch.nn.DataParallel(small_model()), [1, 2, 3], 2)
+
+
 def test_progress_counts_scored_tokens(capsys):
     evaluate_language_model(MODEL, text(30), segment_length=8, batch_size=3, progress=True)
     assert "27/27" in capsys.readouterr().err

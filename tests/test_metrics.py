@@ -119,6 +119,12 @@ def test_bfloat16_and_huge_losses(make_metric):
     assert metric.compute()["perplexity"] == math.inf
 
 
+def test_an_entry_may_be_a_scalar_of_bfloat16(make_metric):
+    metric = make_metric()
+    metric.add(nll=torch.tensor(3.0, dtype=torch.bfloat16), tokens=torch.tensor(2))
+    assert metric.compute()["nll"] == 1.5
+
+
 @pytest.mark.parametrize(
     ("entries", "message"),
     [

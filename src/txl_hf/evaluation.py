@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from tqdm.auto import tqdm
 
 from .adaptation import DynamicEvaluation, adapting, following
@@ -162,7 +163,8 @@ def evaluate_language_model(
     Raises:
         ValueError: the text is empty, leaves nothing to score, is no sequence of integers, or holds an id outside the
             vocabulary; there are more streams than tokens; a size is out of range; or `document_end` is neither a
-            token nor places in the text, or the model has no place where one could begin (see `resets`).
+            token nor places in the text, or the model has no place where one could begin (see `resets`); or the model
+            is wrapped for several devices.
         RuntimeError: another thread evaluates the model, and one of the two changes it meanwhile: by `dynamic`, or
             because it is in training mode.
     """
@@ -204,6 +206,10 @@ def evaluate_caches(
     """`evaluate_language_model` with each of several caches (None: without one), while the text is read only once."""
     lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
     text = _open(model, token_ids, segment_length, lengths, batch_size, warm_up, document_end, accelerator)
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        raise ValueError(
+            f"the model is wrapped in {type(model).__name__}: give model.module, as accelerator.unwrap_model does"
+        )
     filled = lengths.of(model.config)
     with _reading(model, text, lengths, dynamic, caches, accelerator, progress) as losses:
         # Not read before the end, so that an accelerator need not wait for the processor.
@@ -287,6 +293,10 @@ def _open(
     accelerator: Any,
 ) -> Text:
     """The text of an evaluation; what a model cannot read is refused before the first segment."""
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        raise ValueError(
+            f"the model is wrapped in {type(model).__name__}: give model.module, as accelerator.unwrap_model does"
+        )
     filled = lengths.of(model.config)
     if document_end is not None:
         model.config.check_documents("document_end and the text", filled.mem_len)

@@ -80,7 +80,7 @@ class LanguageModelMetric(evaluate.Metric):
     def add(self, *, nll, tokens, words=None, characters=None) -> None:
         """Add one entry; see `inputs_description`."""
         entry = {"nll": nll, "tokens": tokens, "words": words, "characters": characters}
-        self.add_batch(**{name: None if value is None else [value] for name, value in entry.items()})
+        self.add_batch(**{name: None if value is None else [_on_cpu(value)] for name, value in entry.items()})
 
     def _compute(self, *, nll, tokens, words, characters) -> dict[str, Any]:
         total, counted = math.fsum(nll), sum(tokens)
