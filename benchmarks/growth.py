@@ -107,7 +107,7 @@ def gate(model, memory: int, segment: int, dtype: str) -> float:
     model.set_attn_implementation(chosen)
     reference = losses["eager", training]
     differences = [abs(loss - reference) for loss in losses.values()]
-    tolerance = models.TOLERANCE["fp32"]["evaluate"] if dtype == "fp32" else models.COARSE
+    tolerance = models.TOLERANCE["fp32"]["evaluate"] if dtype == "fp32" else models.COARSE["evaluate"]
     if not all(difference <= tolerance for difference in differences):
         sys.exit(f"error: {chosen} and eager, training and evaluation have other losses: {list(losses.values())}")
     return float(max(differences))

@@ -120,7 +120,7 @@ CUDA = {
 
 @dataclass(frozen=True)
 class Workload:
-    """`segment` tokens and rows in a turn; in decoding, tokens to write after a prompt as long as the memory."""
+    """`segment` tokens and rows in a turn; in decoding, tokens to write after a full memory and one token."""
 
     task: str
     model: str
@@ -187,7 +187,9 @@ STEPS = {"cpu": {"train": 1, "evaluate": 1, "decode": 1}, "cuda": {"train": 4, "
 # The mean NLL of a segment may differ by so much; Adam and LAMB make much of small differences between gradients.
 # What 8 bits do to weights is no error: there the gate asks whether it is the same model, and the row says the rest.
 TOLERANCE = {"fp32": {"train": 1e-3, "evaluate": 1e-4, "decode": 1e-4}, "int8": {"decode": 1e-1}}
-COARSE = 3e-2
+# In half precision. What is decoded is compared token by token, where the others have means: a logit of bf16 from 8 on
+# is a multiple of 0.0625, and from 4 on of half of that.
+COARSE = {"train": 3e-2, "evaluate": 3e-2, "decode": 1e-1}
 
 
 def main(given: list[str] | None = None):
@@ -284,7 +286,7 @@ def save(workload: Workload, folder: str):
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     TransfoXLForCausalLM(TransfoXLConfig(**workload.config)).save_pretrained(folder)
-    length = workload.memory if workload.task == "decode" else 4 * workload.segment
+    length = workload.memory + 1 if workload.task == "decode" else 4 * workload.segment
     # Token 0 stands for padding in generate.
     ids = harness.draw_ids(workload.config["vocab_size"], (workload.batch, length)).clamp(min=1)
     torch.save(ids, f"{folder}/ids.pt")
@@ -306,7 +308,7 @@ def gate(task: str, checks: dict[str, dict], dtype: str) -> tuple[dict[str, floa
         if name in ("gpt2", "floor"):
             continue
         kind = TYPES.get(name, dtype)
-        tolerance = TOLERANCE[kind][task] if kind in TOLERANCE else COARSE
+        tolerance = TOLERANCE.get(kind, COARSE)[task]
         pairs = list(zip(found["nll"], reference["nll"], strict=True))
         if task == "decode" and found["text"] != reference["text"]:
             if kind == "fp32":
@@ -654,10 +656,15 @@ class Stopwatch:
 
 
 class Decode:
-    """A step is greedy `generate` after a prompt that has been read: memories hold as many tokens as they can."""
+    """A step is greedy `generate` after a prompt that has been read: memories hold as many tokens as they can.
+
+    The first token after the prompt is given, so that rounding does not begin another text before any is compared.
+    """
 
     def __init__(self, contender: str, model, ids, workload: Workload):
-        self.contender, self.model, self.ids = contender, model.eval(), ids
+        self.contender, self.model, self.prompt = contender, model.eval(), ids[:, :-1]
+        # Beside a memory as states `generate` is given what comes after it alone.
+        self.text = ids[:, -1:] if contender == "ours-static" else ids
         self.tokens = workload.segment // LEGACY_SHARE if contender.startswith("legacy") else workload.segment
 
     def check(self, rows: int) -> dict:
@@ -665,9 +672,9 @@ class Decode:
         self._read()
         self._wait()
         begin = time.perf_counter()
-        self.text, self.past = self._read()
+        self.past = self._read()
         self._wait()
-        prefill = self.ids.numel() / (time.perf_counter() - begin)
+        prefill = self.prompt.numel() / (time.perf_counter() - begin)
         new = min(CHECKED_TOKENS, self.tokens)
         text = self._generate(new)[0, -new:].tolist()
         found = self._generate(new, return_dict_in_generate=True, output_scores=True)
@@ -687,10 +694,10 @@ class Decode:
         # The first time is the prompt's.
         times = watch.times[1:]
         gaps = [after - before for before, after in itertools.pairwise(times)]
-        return len(self.ids) * self.tokens, {"apart": apart, "first": times[0] - begin, "gaps": gaps}
+        return len(self.prompt) * self.tokens, {"apart": apart, "first": times[0] - begin, "gaps": gaps}
 
-    def _read(self):
-        """The prompt and the token after it, and the memory."""
+    def _read(self) -> dict:
+        """The memory of the prompt."""
         import torch
 
         legacy = self.contender.startswith("legacy")
@@ -698,11 +705,10 @@ class Decode:
         if not legacy and self.contender != "ours-static":
             keep["use_cache"] = True
         with torch.no_grad():
-            output = self.model(self.ids, **keep)
-        text = torch.cat([self.ids, output.logits[:, -1:].argmax(-1)], 1)
+            output = self.model(self.prompt, **keep)
         if self.contender == "ours-static":
-            return text[:, -1:], {"mems": output.mems, "cache_implementation": "static"}
-        return text, {"past_key_values": output.mems if legacy else output.past_key_values}
+            return {"mems": output.mems, "cache_implementation": "static"}
+        return {"past_key_values": output.mems if legacy else output.past_key_values}
 
     def _copy(self) -> dict:
         return copy.deepcopy(self.past) if "cache_implementation" not in self.past else self.past
@@ -713,7 +719,7 @@ class Decode:
         )
 
     def _wait(self):
-        harness.synchronize(self.ids.device.type)
+        harness.synchronize(self.prompt.device.type)
 
 
 if __name__ == "__main__":

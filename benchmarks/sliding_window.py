@@ -117,7 +117,7 @@ def gate(contenders: dict, config: dict, segment: int, arguments: argparse.Names
     vanilla.set_attn_implementation(plain)
 
     differences = [abs(means[True] - means[False]), abs(sum(passes) / len(passes) - result.nll)]
-    tolerance = models.TOLERANCE["fp32"]["evaluate"] if arguments.dtype == "fp32" else models.COARSE
+    tolerance = models.TOLERANCE["fp32"]["evaluate"] if arguments.dtype == "fp32" else models.COARSE["evaluate"]
     if not all(difference <= tolerance for difference in differences):
         sys.exit(
             f"error: losses differ by {differences}: streaming from eager's, the vanilla pass from the protocol's"
