@@ -28,8 +28,12 @@ FOLDER = Path(__file__).parent
 SOURCES = FOLDER.parent / "src"
 TESTS = FOLDER.parent / "tests"
 WHEELS = FOLDER.parent / ".whl"
-# Processes that share the GPU, and seconds for one test.
-TESTERS, TEST_SECONDS = 8, 60
+# Processes that share the GPU.
+TESTERS = 14
+# What the GPU is for: where time is short, these have been run.
+FIRST = ("test_no_sync.py", "test_triton.py")
+# Each process of the tests would start a pool of compilers as large as the machine.
+ONE_COMPILER = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 # Seconds that a step may take to say where it was when it was stopped.
 GRACE = 5
 SHORT = ["--seconds", "8", "--repeats", "3", "20"]
@@ -56,11 +60,17 @@ def attention(contender: str, limit: int, *others: str) -> Step:
     return Step("attention_kernel", ("--seconds", "0.5", "--contenders", contender, *others), limit)
 
 
+def tests(marks: str, names: str, limit: int) -> Step:
+    """Those with these marks and names; what compiles for a GPU that is not there has been run without one."""
+    names = f"not sm_90 and {names}" if names else "not sm_90"
+    return Step("pytest", ("-m", marks, "-k", names), limit)
+
+
 # What compiles needs minutes: layers for the gate and for training, or the whole model for a prompt and for a token.
 READS = {"ours": 60, "ours-txl_triton": 60}
 WRITES = {"ours": 60, "ours-static": 240}
 STEPS = [
-    Step("pytest", ("-m", "gpu and not slow"), 120),
+    tests("gpu and not slow", "not flex_attention", 120),
     Step("cudnn_probe", ("--contenders", "sdpa", "auto"), 25),
     Step("cudnn_probe", ("--contenders", "cudnn"), 25),
     Step("profile_step", ("--workload", "train-nvidia-base", "--contender", "ours-txl_triton"), 45),
@@ -87,11 +97,12 @@ STEPS = [
     *each("evaluate-nvidia-base-640-b16", READS),
     *each("evaluate-nvidia-large-1600-b16", READS),
     *each("decode-nvidia-base-640-b16", WRITES),
-    Step("pytest", ("-m", "gpu and slow"), 300),
+    tests("gpu and not slow", "flex_attention", 420),
+    tests("gpu and slow", "", 300),
 ]
 # Time enough for a processor that has other work.
 SMOKE = [
-    Step("pytest", ("-m", "gpu and not slow"), 1200),
+    tests("gpu and not slow", "", 1200),
     *(Step(script, limit=1200) for script in ("cudnn_probe", "profile_step", "model", "attention_kernel")),
     *(Step(script, limit=1200) for script in ("sliding_window", "softmax", "growth")),
 ]
@@ -117,7 +128,8 @@ def main() -> int:
             return 3
         print(f"\n== step {number}, {left:.0f} s left: {step.script} {' '.join(step.options)}", flush=True)
         limit = min(left, step.limit)
-        status = run(command_of(step, arguments), environment(), limit, GRACE)
+        variables = environment() | (ONE_COMPILER if step.script == "pytest" else {})
+        status = run(command_of(step, arguments), variables, limit, GRACE)
         if status is None and limit == left:
             print(f"out of time in step {number}; go on with --skip {number}", flush=True)
             return 3
@@ -131,7 +143,8 @@ def main() -> int:
 
 def command_of(step: Step, arguments: argparse.Namespace) -> list[str]:
     if step.script == "pytest":
-        return [*tester(), *step.options, *map(str, files_of_gpu_tests())]
+        # One that hangs leaves as much time to the others.
+        return [*tester(step.limit // 2), *step.options, *map(str, files_of_gpu_tests())]
     script, options = ("attention_kernel", ["--sweep"]) if step.script == "attention_tiles" else (step.script, [])
     # One file for what is to be read: few come back from a machine that is lent.
     output = "notes.txt" if script in ("cudnn_probe", "profile_step") else f"{step.script}.csv"
@@ -143,27 +156,27 @@ def command_of(step: Step, arguments: argparse.Namespace) -> list[str]:
     return [*command, *short, *step.options]
 
 
-def tester() -> list[str]:
-    """pytest as it does most in little time: without a GPU each test is skipped, which is no failure.
+def tester(seconds: int) -> list[str]:
+    """pytest as it does most in little time, a test in `seconds`: without a GPU each is skipped, which is no failure.
 
     Each test is a line when it is done, so that one can see what went wrong before all was stopped.
     """
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rf", "-p", "no:cacheprovider"]
-    # Those that compile for a GPU that is not there have been run without one.
-    command += ["-k", "not sm_90"]
-    count = min(TESTERS, (os.cpu_count() or 1) // 2)
+    # This process and the one that hands out tests need a core.
+    count = min(TESTERS, (os.cpu_count() or 1) - 2)
     if count > 1 and importlib.util.find_spec("xdist"):
         command += ["-n", str(count)]
     if importlib.util.find_spec("pytest_timeout"):
         # No signal reaches Python while it waits for a kernel; the thread ends the process, and xdist starts another.
-        command += ["--timeout", str(TEST_SECONDS), "--timeout-method", "thread"]
+        command += ["--timeout", str(seconds), "--timeout-method", "thread"]
     return command
 
 
 def files_of_gpu_tests() -> list[Path]:
-    """Those with a test that is marked, or takes the fixture `device`, which marks it."""
+    """Those with a test that is marked, or takes the fixture `device`, which marks it; `FIRST` ones first."""
     pattern = re.compile(r"\bmark\.gpu\b|^def test\w*\([^)]*\bdevice\b", re.MULTILINE)
-    return [path for path in sorted(TESTS.glob("test_*.py")) if pattern.search(path.read_text(encoding="utf-8"))]
+    paths = sorted(TESTS.glob("test_*.py"), key=lambda path: (path.name not in FIRST, path.name))
+    return [path for path in paths if pattern.search(path.read_text(encoding="utf-8"))]
 
 
 def environment() -> dict[str, str]:

@@ -119,10 +119,11 @@ def test_everything_on_a_gpu_outlives_a_step_that_hangs(tmp_path, monkeypatch, c
     """Every step is given options that its script knows, and one that is stopped takes no other with it."""
     import gpu
 
-    commands = []
+    commands, compilers = [], []
 
     def start(command, environment, limit, grace):
         commands.append(command)
+        compilers.append(environment.get("TORCHINDUCTOR_COMPILE_THREADS"))
         assert limit <= max(step.limit for step in gpu.STEPS) and grace > 0
         return None if len(commands) == 2 else 0
 
@@ -131,11 +132,18 @@ def test_everything_on_a_gpu_outlives_a_step_that_hangs(tmp_path, monkeypatch, c
     assert gpu.main() == 1
     assert "failed: [1]" in capsys.readouterr().out
     assert len(commands) == len(gpu.STEPS)
-    # First whether it is right, and last what takes long of that.
-    for command, marks in ((commands.pop(0), "gpu and not slow"), (commands.pop(), "gpu and slow")):
-        assert command[1:3] == ["-m", "pytest"] and command[command.index("-m", 2) + 1] == marks
-        names = {Path(path).name for path in command if "/tests/" in path}
-        assert names >= {f"test_{name}.py" for name in ("attention", "dropout", "no_sync", "triton")}
+    # First whether it is right, and last what takes long of that: flex_attention compiles for minutes.
+    wanted = [("gpu and not slow", "not sm_90 and not flex_attention")]
+    wanted += [("gpu and slow", "not sm_90"), ("gpu and not slow", "not sm_90 and flex_attention")]
+    for place, (marks, chosen) in zip((0, -1, -1), wanted, strict=True):
+        command = commands.pop(place)
+        assert command[1:3] == ["-m", "pytest"] and compilers.pop(place) == "1"
+        assert command[command.index("-m", 2) + 1] == marks and command[command.index("-k") + 1] == chosen
+        names = [Path(path).name for path in command if "/tests/" in path]
+        assert names[:2] == ["test_no_sync.py", "test_triton.py"]
+        assert {"test_attention.py", "test_dropout.py"} <= set(names)
+    # What is measured compiles in as many processes as it likes.
+    assert set(compilers) == {os.environ.get("TORCHINDUCTOR_COMPILE_THREADS")}
     monkeypatch.undo()
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     # Without a GPU they get no further than to say so.
@@ -172,6 +180,8 @@ def test_tests_for_a_gpu_are_found_by_their_marks(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(gpu, "TESTS", tmp_path)
     assert [path.name for path in gpu.files_of_gpu_tests()] == ["test_both.py", "test_marked.py"]
+    monkeypatch.setattr(gpu, "FIRST", ("test_marked.py",))
+    assert [path.name for path in gpu.files_of_gpu_tests()] == ["test_marked.py", "test_both.py"]
 
 
 def test_tests_that_are_stopped_have_said_which_failed(tmp_path, capfd):
@@ -190,7 +200,7 @@ def test_tests_that_are_stopped_have_said_which_failed(tmp_path, capfd):
         "    os.kill(os.getppid() if 'PYTEST_XDIST_WORKER' in os.environ else os.getpid(), signal.SIGINT)\n"
         "    time.sleep(600)\n"
     )
-    assert gpu.run([*gpu.tester(), str(path)], environment, 120.0) == pytest.ExitCode.INTERRUPTED
+    assert gpu.run([*gpu.tester(60), str(path)], environment, 120.0) == pytest.ExitCode.INTERRUPTED
     printed = capfd.readouterr().out
     assert re.search(r"test_bad FAILED|FAILED \S+test_bad", printed) and "assert 1 == 2" in printed
 
