@@ -5,11 +5,13 @@
 It needs torch with CUDA, triton, transformers, accelerate and pytest; with pytest-xdist the tests share the GPU, with
 pytest-timeout one that hangs takes no other with it. The NVIDIA recipes train with their LAMB where there is
 pytorch_optimizer: a wheel of it in the folder `.whl` beside the sources does, as do other wheels of pure Python.
-Otherwise they train with AdamW, and the rows say so. Each contender in training, decoding, evaluation and attention is
-a step of its own, in processes of its own, and rows are written as they are measured: what a crash or a limit takes is
-one row. A call that runs out of time says with which --skip the next one goes on; the first one has time for the tests
-and the base model, should every step take all that it may. `python benchmarks/report.py --add FOLDER` takes the rows
-over, and `--bars` says which bars they meet.
+Otherwise they train with AdamW, and the rows say so.
+
+What has a figure to reach is measured first. Each contender has processes of its own, in training and decoding a step
+too, and rows are written as they are measured: a crash takes one row, and a limit those of one step. A call that runs
+out of time says with which --skip the next one goes on; the first one has time for the tests and the base model, and
+three for all that has a figure, should every step take all that it may. `python benchmarks/report.py --add FOLDER`
+takes the rows over, and `--bars` says which bars they meet.
 """
 
 import argparse
@@ -48,12 +50,14 @@ class Step:
     limit: int = 60
 
 
+def model(workload: str, *contenders: str, limit: int = 60) -> Step:
+    """Contenders in one step share its start and the losses that they are held to, and each has its process."""
+    return Step("model", ("--workloads", workload, "--contenders", *contenders), limit)
+
+
 def each(workload: str, limits: dict[str, int]) -> list[Step]:
-    """A step for each contender, given what it may take: a process that faults leaves the card to the others."""
-    return [
-        Step("model", ("--workloads", workload, "--contenders", contender), limit)
-        for contender, limit in limits.items()
-    ]
+    """A step for each contender, given what it may take: one that compiles for too long leaves the others theirs."""
+    return [model(workload, contender, limit=limit) for contender, limit in limits.items()]
 
 
 def attention(contender: str, limit: int, *others: str) -> Step:
@@ -66,37 +70,34 @@ def tests(marks: str, names: str, limit: int) -> Step:
     return Step("pytest", ("-m", marks, "-k", names), limit)
 
 
+EVALUATIONS = [f"evaluate-nvidia-{size}-b{rows}" for size in ("base-640", "large-1600") for rows in (1, 16, 32)]
+DECODINGS = [f"decode-nvidia-base-640-b{rows}" for rows in (1, 32, 16)]
+DECODINGS += ["decode-wt103-large-1600", "decode-enwik8-large-3800"]
 # What compiles needs minutes: layers for the gate and for training, or the whole model for a prompt and for a token.
-READS = {"ours": 60, "ours-txl_triton": 60}
-WRITES = {"ours": 60, "ours-static": 240}
 STEPS = [
     tests("gpu and not slow", "not flex_attention", 120),
-    Step("cudnn_probe", ("--contenders", "sdpa", "auto"), 25),
-    Step("cudnn_probe", ("--contenders", "cudnn"), 25),
-    Step("profile_step", ("--workload", "train-nvidia-base", "--contender", "ours-txl_triton"), 45),
+    # What `report.BARS` are of.
     *each("train-nvidia-base", {"ours-txl_triton-compile": 200, "ours-txl_triton": 65, "ours": 60}),
     *each("train-nvidia-large", {"ours-txl_triton-compile": 240, "ours-txl_triton": 90, "ours": 90}),
     attention("txl_triton", 75, "sdpa"),
-    attention("sdpa_relative", 60),
     Step("sliding_window", ("--model", "enwik8-large", "--segments", "128", "1024", *SHORT), 75),
-    *each("decode-nvidia-base-640-b1", WRITES),
-    *each("decode-nvidia-base-640-b32", WRITES),
-    *each("evaluate-nvidia-base-640-b1", READS),
-    *each("evaluate-nvidia-base-640-b32", READS),
-    *each("evaluate-nvidia-large-1600-b1", READS),
-    *each("evaluate-nvidia-large-1600-b32", READS),
-    *each("decode-wt103-large-1600", WRITES),
+    *(model(workload, "ours", "ours-txl_triton", limit=90) for workload in EVALUATIONS),
+    # What is good to know.
+    *(model(workload, "ours") for workload in DECODINGS),
+    Step("profile_step", ("--workload", "train-nvidia-base", "--contender", "ours-txl_triton"), 45),
+    # Ours leave cuDNN out, and it may fault.
+    Step("cudnn_probe", ("--contenders", "sdpa", "auto"), 25),
+    Step("cudnn_probe", ("--contenders", "cudnn"), 25),
     Step("attention_tiles", (), 100),
-    attention("flex_attention", 240),
+    attention("sdpa_relative", 60),
     Step("softmax", ("--seconds", "4"), 90),
     Step("growth", ("--seconds", "1"), 60),
     *each("train-enwik8-b22", {"ours-txl_triton-compile": 200, "ours": 60, "gpt2": 60, "floor": 60}),
     *each("train-enwik8-large-b8", {"ours-txl_triton-compile": 240, "ours": 60, "gpt2": 60, "floor": 60}),
-    *each("evaluate-enwik8-large-3800", READS | {"floor": 60}),
-    *each("decode-enwik8-large-3800", WRITES | {"gpt2": 60, "floor": 60}),
-    *each("evaluate-nvidia-base-640-b16", READS),
-    *each("evaluate-nvidia-large-1600-b16", READS),
-    *each("decode-nvidia-base-640-b16", WRITES),
+    model("evaluate-enwik8-large-3800", "ours", "ours-txl_triton", "floor", limit=120),
+    *each("decode-enwik8-large-3800", {"gpt2": 60, "floor": 60}),
+    *(model(workload, "ours-static", limit=240) for workload in DECODINGS),
+    attention("flex_attention", 240),
     tests("gpu and not slow", "flex_attention", 420),
     tests("gpu and slow", "", 300),
 ]
