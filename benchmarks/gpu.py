@@ -1,6 +1,6 @@
 """Everything for one GPU, in calls of under ten minutes: first whether it is right, then the most important rows.
 
-    python benchmarks/gpu.py --output FOLDER [--minutes 9] [--skip 3] [--peer-python OTHER_ENVIRONMENT/bin/python]
+    python benchmarks/gpu.py --output FOLDER [--minutes 9] [--skip 0 1 2] [--peer-python OTHER_ENVIRONMENT/bin/python]
 
 It needs torch with CUDA, triton, transformers, accelerate and pytest; with pytest-xdist the tests share the GPU, with
 pytest-timeout one that hangs takes no other with it. The NVIDIA recipes train with their LAMB where there is
@@ -8,10 +8,10 @@ pytorch_optimizer: a wheel of it in the folder `.whl` beside the sources does, a
 Otherwise they train with AdamW, and the rows say so.
 
 What has a figure to reach is measured first. Each contender has processes of its own, in training and decoding a step
-too, and rows are written as they are measured: a crash takes one row, and a limit those of one step. A call that runs
-out of time says with which --skip the next one goes on; the first one has time for the tests and the base model, and
-three for all that has a figure, should every step take all that it may. `python benchmarks/report.py --add FOLDER`
-takes the rows over, and `--bars` says which bars they meet.
+too, and rows are written as they are measured: a crash takes one row, and a limit those of one step. A call runs
+the steps that it has time for, and says with which --skip the next one goes on; the first one has time for the tests
+and the base model, should every step take all that it may. `python benchmarks/report.py --add FOLDER` takes the rows
+over, and `--bars` says which bars they meet.
 """
 
 import argparse
@@ -114,31 +114,32 @@ def main() -> int:
     # A machine that lends its GPU may name the folder that it hands back.
     output = Path(os.environ.get("OUT") or FOLDER / "results")
     parser.add_argument("--output", type=Path, default=output, help="folder for the CSV files (%(default)s)")
-    parser.add_argument("--minutes", type=float, help="when to stop (9; with --smoke 60)")
-    parser.add_argument("--skip", type=int, default=0, help="steps that are done already")
+    parser.add_argument("--minutes", type=float, help="when to stop (9; with --smoke 80)")
+    parser.add_argument("--skip", type=int, nargs="*", default=[], metavar="STEP", help="those that are done already")
     parser.add_argument("--peer-python", help="interpreter with transformers 4.35.2 and torch for this GPU")
     parser.add_argument("--smoke", action="store_true", help="each script at tiny sizes, on any device")
     arguments = parser.parse_args()
-    started, failed = time.monotonic(), []
     steps = SMOKE if arguments.smoke else STEPS
-    minutes = arguments.minutes or (60 if arguments.smoke else 9)
-    for number, step in list(enumerate(steps))[arguments.skip :]:
-        left = 60 * minutes - (time.monotonic() - started)
-        if left < 20:
-            print(f"out of time; go on with --skip {number}", flush=True)
-            return 3
+    end = time.monotonic() + 60 * (arguments.minutes or (80 if arguments.smoke else 9))
+    done, failed = set(arguments.skip), []
+    for number, step in enumerate(steps):
+        left = end - time.monotonic()
+        # What would be cut short is left to the next call, and the time to a step that takes less.
+        if number in done or left < step.limit + GRACE:
+            continue
         print(f"\n== step {number}, {left:.0f} s left: {step.script} {' '.join(step.options)}", flush=True)
-        limit = min(left, step.limit)
         variables = environment() | (ONE_COMPILER if step.script == "pytest" else {})
-        status = run(command_of(step, arguments), variables, limit, GRACE)
-        if status is None and limit == left:
-            print(f"out of time in step {number}; go on with --skip {number}", flush=True)
-            return 3
+        status = run(command_of(step, arguments), variables, step.limit, GRACE)
         if status is None:
-            print(f"step {number} was stopped after {limit} s", flush=True)
+            print(f"step {number} was stopped after {step.limit} s", flush=True)
         if status != 0:
             failed.append(number)
-    print(f"\n{len(steps) - len(failed)} of {len(steps)} steps done; failed: {failed or 'none'}")
+        done.add(number)
+    waiting = [number for number in range(len(steps)) if number not in done]
+    print(f"\n{len(steps) - len(waiting)} of {len(steps)} steps done; of this call failed: {failed or 'none'}")
+    if waiting:
+        print(f"out of time; go on with --skip {' '.join(map(str, sorted(done)))}")
+        return 3
     return int(bool(failed))
 
 
