@@ -3,9 +3,9 @@
     python benchmarks/gpu.py --output FOLDER [--minutes 9] [--skip 0 1 2] [--peer-python OTHER_ENVIRONMENT/bin/python]
 
 It needs torch with CUDA, triton, transformers, accelerate and pytest; with pytest-xdist the tests share the GPU, with
-pytest-timeout one that hangs takes no other with it. The NVIDIA recipes train with their LAMB where there is
-pytorch_optimizer: a wheel of it in the folder `.whl` beside the sources does, as do other wheels of pure Python.
-Otherwise they train with AdamW, and the rows say so.
+pytest-timeout one that hangs takes no other with it. The NVIDIA recipes train with the LAMB of pytorch_optimizer: a
+wheel of it in the folder `.whl` beside the sources does, as do other wheels of pure Python. With --without-lamb they
+train with AdamW; the rows say so, and meet no bar.
 
 What has a figure to reach is measured first. Each contender has processes of its own, in training and decoding a step
 too, and rows are written as they are measured: a crash takes one row, and a limit those of one step. A call runs
@@ -23,13 +23,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
 SOURCES = FOLDER.parent / "src"
 TESTS = FOLDER.parent / "tests"
 WHEELS = FOLDER.parent / ".whl"
+PACKAGES = ("torch", "transformers", "accelerate", "pytest")
 # Processes that share the GPU.
 TESTERS = 14
 # What the GPU is for: where time is short, these have been run.
@@ -117,8 +120,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="when to stop (9; with --smoke 80)")
     parser.add_argument("--skip", type=int, nargs="*", default=[], metavar="STEP", help="those that are done already")
     parser.add_argument("--peer-python", help="interpreter with transformers 4.35.2 and torch for this GPU")
+    parser.add_argument("--without-lamb", action="store_true", help="train the recipes of NVIDIA with AdamW")
     parser.add_argument("--smoke", action="store_true", help="each script at tiny sizes, on any device")
     arguments = parser.parse_args()
+    check_packages(parser, PACKAGES if arguments.smoke else (*PACKAGES, "triton"))
+    if not arguments.smoke and not arguments.without_lamb:
+        check_packages(parser, ["pytorch_optimizer"], ", or train with AdamW, which meets no bar (--without-lamb)")
     steps = SMOKE if arguments.smoke else STEPS
     end = time.monotonic() + 60 * (arguments.minutes or (80 if arguments.smoke else 9))
     done, failed = set(arguments.skip), []
@@ -141,6 +148,13 @@ def main() -> int:
         print(f"out of time; go on with --skip {' '.join(map(str, sorted(done)))}")
         return 3
     return int(bool(failed))
+
+
+def check_packages(parser: argparse.ArgumentParser, names: Iterable[str], otherwise: str = ""):
+    """End with an error that names the packages that are neither installed nor brought along."""
+    places = [*sys.path, *map(str, WHEELS.glob("*.whl"))]
+    if missing := [name for name in names if PathFinder.find_spec(name, places) is None]:
+        parser.error(f"{', '.join(missing)} cannot be imported: install it, or put wheels into {WHEELS}{otherwise}")
 
 
 def command_of(step: Step, arguments: argparse.Namespace) -> list[str]:

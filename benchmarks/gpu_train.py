@@ -20,7 +20,6 @@ import json
 import sys
 import time
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 import gpu
@@ -59,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="each part for a few steps, without data")
     arguments = parser.parse_args(argv)
     parts = [part for name in arguments.parts for part in PARTS if part.recipe == name]
-    check_packages(parser)
+    gpu.check_packages(parser, PACKAGES)
     if not arguments.smoke:
         check_data(parser, arguments.data, parts)
     end = time.monotonic() + 60 * arguments.minutes
@@ -69,13 +68,6 @@ def main(argv: list[str] | None = None) -> int:
             return status
         print(report(part, arguments.output), flush=True)
     return 0
-
-
-def check_packages(parser: argparse.ArgumentParser):
-    """End with an error that names the packages that are neither installed nor brought along."""
-    places = [*sys.path, *map(str, gpu.WHEELS.glob("*.whl"))]
-    if missing := [name for name in PACKAGES if PathFinder.find_spec(name, places) is None]:
-        parser.error(f"{', '.join(missing)} cannot be imported: install it, or put wheels into {gpu.WHEELS}")
 
 
 def check_data(parser: argparse.ArgumentParser, data: Path | None, parts: list[Part]):

@@ -128,6 +128,7 @@ def test_everything_on_a_gpu_outlives_a_step_that_hangs(tmp_path, monkeypatch, c
         return None if len(commands) == 2 else 0
 
     monkeypatch.setattr(gpu, "run", start)
+    monkeypatch.setattr(gpu, "check_packages", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", str(tmp_path), "--minutes", "600"])
     assert gpu.main() == 1
     assert "failed: [1]" in capsys.readouterr().out
@@ -180,6 +181,7 @@ def test_a_call_runs_the_steps_that_fit_and_says_with_what_to_go_on(tmp_path, mo
     limits = (30, 60, 300, 100, 20)
     monkeypatch.setattr(gpu, "STEPS", [gpu.Step("growth", (str(n),), limit) for n, limit in enumerate(limits)])
     monkeypatch.setattr(gpu, "run", start)
+    monkeypatch.setattr(gpu, "check_packages", lambda *_: None)
     monkeypatch.setattr(gpu, "time", argparse.Namespace(monotonic=lambda: now[0]))
     command = ["gpu.py", "--output", str(tmp_path), "--minutes", "6"]
     monkeypatch.setattr(sys, "argv", command)
@@ -188,6 +190,33 @@ def test_a_call_runs_the_steps_that_fit_and_says_with_what_to_go_on(tmp_path, mo
     monkeypatch.setattr(sys, "argv", [*command, *re.search(r"--skip [\d ]+$", capsys.readouterr().out)[0].split()])
     assert gpu.main() == 1
     assert ran == [0, 1, 3, 4, 2]
+
+
+def test_a_run_on_a_gpu_has_the_optimiser_of_the_recipes_or_is_told_to_go_without(tmp_path, monkeypatch, capsys):
+    import gpu
+
+    find, ran = gpu.PathFinder.find_spec, []
+
+    def find_elsewhere(name, places):
+        return name != "pytorch_optimizer" or find(name, [place for place in places if place not in sys.path])
+
+    monkeypatch.setattr(gpu, "PathFinder", argparse.Namespace(find_spec=find_elsewhere))
+    monkeypatch.setattr(gpu, "WHEELS", tmp_path)
+    monkeypatch.setattr(gpu, "STEPS", [gpu.Step("growth")])
+    monkeypatch.setattr(gpu, "run", lambda *given: ran.append(given) or 0)
+    command = ["gpu.py", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        gpu.main()
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "pytorch_optimizer cannot be imported" in said and str(tmp_path) in said and "--without-lamb" in said
+    assert not ran
+    monkeypatch.setattr(sys, "argv", [*command, "--without-lamb"])
+    assert gpu.main() == 0
+    with zipfile.ZipFile(tmp_path / "pytorch_optimizer-4.1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("pytorch_optimizer/__init__.py", "")
+    monkeypatch.setattr(sys, "argv", command)
+    assert gpu.main() == 0 and len(ran) == 2
 
 
 def test_what_has_a_figure_to_reach_is_measured_first():
