@@ -169,12 +169,13 @@ def sweep(arguments) -> int:
     gate_shapes = {width_of(shape): (1, 2, *lengths, shape[-1]) for shape in shapes.values()}
     good = usable(candidates, gate_shapes, device, dtype)
     print(f"compiled and checked in {time.perf_counter() - began:.0f} s", flush=True)
-    rows = []
-    for name, shape in shapes.items():
-        rows += results(name, shape, measure(shape, good, device, dtype, 2 if arguments.smoke else 10))
     origin = harness.origin(device, arguments.dtype, arguments.threads) | harness.versions()
     origin["triton"] = kernels.triton.__version__
-    harness.append(arguments.output, [origin | row for row in rows])
+    rows = []
+    for name, shape in shapes.items():
+        if found := results(name, shape, measure(shape, good, device, dtype, 2 if arguments.smoke else 10)):
+            harness.append(arguments.output, [origin | row for row in found])
+            rows += found
     print(f"\n{time.perf_counter() - began:.0f} s in all. For _TILES in attention_transfo_xl_triton.py:")
     print_choice(rows)
     # Nothing to choose from: every candidate was left out.

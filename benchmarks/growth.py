@@ -44,17 +44,19 @@ def main(given: list[str] | None = None):
     model = build(models.MODELS[name], arguments)
     difference = gate(model, over_memory["lengths"][0], over_memory["segment"], arguments.dtype)
 
-    rows = []
-    for task in over_memory["task"]:
-        sizes = [(m, over_memory["segment"]) for m in over_memory["lengths"]]
-        rows += grow("memory", task, model, sizes, arguments)
-    for task in over_segment["task"]:
-        sizes = [(over_segment["memory"], length) for length in over_segment["lengths"]]
-        rows += grow("segment", task, model, sizes, arguments)
-    rows += read_text(model, text, arguments)
     origin = harness.origin(arguments.device, arguments.dtype, arguments.threads)
     origin |= harness.versions() | {"model": name}
-    harness.append(arguments.output, [origin | row | {"nll_difference": f"{difference:.1e}"} for row in rows])
+
+    def keep(rows: list[dict]):
+        harness.append(arguments.output, [origin | row | {"nll_difference": f"{difference:.1e}"} for row in rows])
+
+    for task in over_memory["task"]:
+        sizes = [(m, over_memory["segment"]) for m in over_memory["lengths"]]
+        keep(grow("memory", task, model, sizes, arguments))
+    for task in over_segment["task"]:
+        sizes = [(over_segment["memory"], length) for length in over_segment["lengths"]]
+        keep(grow("segment", task, model, sizes, arguments))
+    keep(read_text(model, text, arguments))
 
 
 def build(config: dict, arguments: argparse.Namespace):

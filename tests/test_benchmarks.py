@@ -595,6 +595,19 @@ def test_growth_and_its_exponents(tmp_path):
     assert fitted["peak_mib_exponent_all"] == 1
 
 
+def test_growth_keeps_what_was_measured_before_it_was_stopped(tmp_path, monkeypatch):
+    import growth
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(growth, "read_text", stopped)
+    output = tmp_path / "growth.csv"
+    with pytest.raises(KeyboardInterrupt):
+        growth.main(["--smoke", *CPU, "--output", str(output)])
+    assert {row["axis"] for row in read(output)} == {"memory", "segment"}
+
+
 def test_attention_and_its_gate(tmp_path, monkeypatch, capsys):
     import attention_kernel
 

@@ -5,6 +5,7 @@ Tiles are made small, so that short sequences span several. Memory that the kern
 bits are ones, which drop nothing.
 """
 
+import ast
 import csv
 import functools
 import importlib.util
@@ -567,6 +568,19 @@ def test_heads_of_any_width_are_read_sixteen_numbers_at_a_time(monkeypatch):
     assert {tensor.shape[-1] for tensor in seen[0][:6]} == {48}
 
 
+def test_no_length_is_compiled_for():
+    """Triton would compile anew for numbers that are divisible by 16, unless it is told which they are."""
+    lengths, found = {"B", "H", "L", "K", "words", "window", "threshold"}, 0
+    for function in ast.walk(ast.parse(Path(kernels.__file__).read_text(encoding="utf-8"))):
+        for decorator in getattr(function, "decorator_list", []):
+            if ast.unparse(decorator).startswith("triton.jit("):
+                named = {keyword.arg: ast.literal_eval(keyword.value) for keyword in decorator.keywords}
+                taken = {argument.arg for argument in function.args.args} & lengths
+                assert taken == set(named["do_not_specialize"]), function.name
+                found += 1
+    assert found == 4
+
+
 def test_module_lives_without_triton(monkeypatch):
     """A checkpoint's remote code brings this file to users who never asked for Triton."""
     assert "triton" not in get_imports(kernels.__file__)
@@ -651,6 +665,27 @@ def test_sweep_times_the_tiles_that_are_right(tmp_path, monkeypatch, capsys):
     for name in ("forward", "backward_query", "backward_key"):
         assert f"{name} 64 {bad} is left out" in printed
         assert f'"{name}": {{64: {good}}}' in printed
+
+
+@pytest.mark.skipif(not kernels.INTERPRETED, reason="on a GPU the sweep itself is run")
+def test_sweep_keeps_what_was_measured_before_it_was_stopped(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    import attention_kernel
+    import attention_tiles
+
+    def measure(shape, *_):
+        if shape[0] == 2:
+            raise KeyboardInterrupt
+        return {("forward", (16, 16, 4, 1)): [1.0, 1.0]}
+
+    monkeypatch.setattr(attention_tiles, "SMOKE_SHAPES", {"first": (1, 1, 20, 12, 16), "second": (2, 1, 20, 12, 16)})
+    monkeypatch.setattr(attention_tiles, "usable", lambda *_: {})
+    monkeypatch.setattr(attention_tiles, "measure", measure)
+    output = tmp_path / "tiles.csv"
+    with pytest.raises(KeyboardInterrupt):
+        attention_kernel.main(["--sweep", "--smoke", "--device", "cpu", "--threads", "1", "--output", str(output)])
+    with output.open(newline="") as file:
+        assert [row["shape"] for row in csv.DictReader(file)] == ["first"]
 
 
 @pytest.mark.gpu

@@ -292,7 +292,7 @@ if triton is not None:
         bits &= (1 << (tl.arange(0, WIDTH // 8) * 8))[None, None, :, None]
         return tl.reshape(bits, (M, N)) != 0
 
-    @triton.jit(do_not_specialize=["H", "L", "K", "window", "threshold"])
+    @triton.jit(do_not_specialize=["H", "L", "K", "words", "window", "threshold"])
     def _dropout_kernel(
         kept,
         seed,
@@ -332,7 +332,7 @@ if triton is not None:
 
     # ----------------------------------------------------------------------------------------------- forward
 
-    @triton.jit(do_not_specialize=["H", "L", "K", "window"])
+    @triton.jit(do_not_specialize=["H", "L", "K", "words", "window"])
     def _forward_kernel(
         query,
         key,
@@ -450,7 +450,7 @@ if triton is not None:
         columns = tl.arange(0, gradient.shape[1])
         tl.atomic_add(pointer + columns, tl.sum(gradient, 0) * scaling, mask=columns < D, sem="relaxed")
 
-    @triton.jit(do_not_specialize=["B", "H", "L", "K", "window"])
+    @triton.jit(do_not_specialize=["B", "H", "L", "K", "words", "window"])
     def _backward_query_kernel(
         query,
         key,
@@ -605,7 +605,7 @@ if triton is not None:
                 # The next block adds to the same sums from other threads: not before these have been added.
                 tl.debug_barrier()
 
-    @triton.jit(do_not_specialize=["H", "L", "K", "window"])
+    @triton.jit(do_not_specialize=["H", "L", "K", "words", "window"])
     def _backward_key_kernel(
         query,
         key,
