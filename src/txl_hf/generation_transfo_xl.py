@@ -23,6 +23,7 @@ from .memory_transfo_xl import (
     StaticMemoryCache,
     cached_key_mask,
     clear_hidden,
+    is_filled,
     text_length,
 )
 
@@ -105,14 +106,14 @@ class TransfoXLGenerationMixin(GenerationMixin):
         for name in ("tokenizer", "assistant_tokenizer"):
             # Of generate's stop strings and assistants, which hand them on to every call of the model.
             kwargs.pop(name, None)
-        if past_key_values is not None and (length := past_key_values.get_seq_length()) > 0:
+        if past_key_values is not None and is_filled(past_key_values):
             kwargs.pop("mems", None)
             kwargs.pop("mems_mask", None)
             kwargs.pop("resets", None)
             if is_first_iteration and next_sequence_length is not None:
                 # generate takes the whole cache for text; part of it may be memory from before the text.
                 seen = text_length(past_key_values)
-                next_sequence_length += length - seen
+                next_sequence_length += past_key_values.get_seq_length() - seen
                 if next_sequence_length <= 0:
                     name, given = (
                         ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
@@ -133,6 +134,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
                     len(input_ids),
                     segment_length,
                     remembers=False,
+                    is_grown=not is_first_iteration,
                 )
                 if is_first_iteration:
                     clear_hidden(past_key_values, key_mask, memory_length)

@@ -40,6 +40,7 @@ __all__ = [
     "forget",
     "hide_states",
     "initial_memory",
+    "is_filled",
     "mask_overflow",
     "memory_of",
     "open_memory",
@@ -161,7 +162,7 @@ def open_memory(
     """
     batch_size, segment_length, _ = inputs_embeds.shape
     mem_len = lengths.mem_len
-    if cache is not None and cache.get_seq_length() > 0:
+    if cache is not None and is_filled(cache):
         if mems is not None:
             raise ValueError("give mems or past_key_values that hold a memory already, not both")
         _check_rows(cache, batch_size)
@@ -190,7 +191,7 @@ def open_memory(
         # What precedes the text are zeros, so that a text that is not as long as the memory has fewer columns. Without
         # a mask nothing asks, and a range would bind an exported graph to one length.
         columns = range(segment_length, memory_length + segment_length + 1)
-    more = mems is not None and memory_length == mem_len
+    more = 1 + memory_length + segment_length if mems is not None and memory_length == mem_len else None
     if mems_mask is not None:
         mems_mask = mems_mask.to(inputs_embeds.device)
     key_mask = make_key_mask(attention_mask, mems_mask, batch_size, segment_length, memory_length, columns, more)
@@ -564,9 +565,14 @@ class StaticMemoryCache(_ProjectedMemory, StaticCache):
         self.layers = [RingLayer(self.ring) for _ in range(config.n_layer)]
         self.decoding_state = DecodingState()
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether it has seen anything, which the host knows without asking the device."""
+        return self.layers[0].is_filled
+
     def enter(self, segment_length: int, key_length: int, can_turn: bool) -> Tensor | None:
         """Before the layers of a call: see `order_of_keys`."""
-        turns = can_turn and self.layers[0].get_seq_length() > 0
+        turns = can_turn and self.is_filled
         if turns and segment_length == 1 and key_length == self.ring.slots:
             return self.ring.turn()
         self.ring.unroll(self.layers)
@@ -599,6 +605,11 @@ def decoding_state_of(cache: Cache) -> DecodingState:
     return cache.decoding_state
 
 
+def is_filled(cache: Cache) -> bool:
+    """Whether a cache has seen anything."""
+    return cache.is_filled if isinstance(cache, StaticMemoryCache) else cache.get_seq_length() > 0
+
+
 def text_length(cache: Cache) -> int:
     """How many tokens the cache has seen besides the memory that it started from."""
     length = cache.get_seq_length()
@@ -622,8 +633,10 @@ def remember_key_mask(cache: Cache, memory: OpenMemory, segment_length: int, att
     if key_mask is None:
         state.key_mask = None
     elif not torch.compiler.is_compiling():
-        # A graph writes into it, which a mask of the caller's must not see.
-        state.key_mask = key_mask if attention_mask is None else key_mask.clone()
+        # A graph writes into it, which a mask of the caller's must not see, and knows it by its strides, which are to
+        # be those of any prompt.
+        is_own = attention_mask is None and segment_length == 1
+        state.key_mask = key_mask if is_own else key_mask.clone(memory_format=torch.contiguous_format)
         torch._dynamo.mark_static_address(state.key_mask)
     elif state.key_mask is not None and state.key_mask.shape == key_mask.shape:
         state.key_mask.copy_(key_mask)
@@ -675,17 +688,23 @@ def cached_key_mask(
     batch_size: int,
     segment_length: int,
     remembers: bool = True,
+    is_grown: bool = False,
 ) -> tuple[int, Tensor | None]:
     """m and which of the m + L keys are real, (B, m + L) bool or None, for a cache that holds a memory.
 
     Args:
         remembers: whether it is also said what the cache remembers; else what `attention_mask` says alone.
+        is_grown: whether the mask is known to have a column for each token of the text, as it has within `generate`.
     """
     memory_length = min(_held(cache, segment_length), mem_len)
-    seen = text_length(cache)
     memory_mask = remembered_mask(cache, memory_length) if remembers else None
-    columns = (segment_length, memory_length + segment_length, seen + segment_length)
-    more = memory_length == mem_len
+    columns: Collection[int] = (segment_length, memory_length + segment_length)
+    more = 1 + memory_length + segment_length if memory_length == mem_len else None
+    if is_grown or (torch.compiler.is_compiling() and isinstance(cache, StaticMemoryCache)):
+        # How much a static cache has seen lies on the device, where a graph cannot ask, and nobody else at each token.
+        more = segment_length
+    elif attention_mask is not None and attention_mask.shape[-1] not in columns:
+        columns = (*columns, text_length(cache) + segment_length)
     key_mask = make_key_mask(attention_mask, memory_mask, batch_size, segment_length, memory_length, columns, more)
     return memory_length, key_mask
 
@@ -745,14 +764,14 @@ def make_key_mask(
     segment_length: int,
     memory_length: int,
     columns: Collection[int],
-    more: bool = False,
+    more: int | None = None,
 ) -> Tensor | None:
     """Which of the m + L keys are real: (B, m + L) bool, or None for all of them.
 
     Args:
         attention_mask: (B, n), 1 = real, for the last n of the keys, or for more than the keys. None: all real.
         memory_mask: (B, m) bool, what the memory itself says, also of keys without a column. None: all real.
-        columns: the n that are right here. more: whether any n beyond m + L is.
+        columns: the n that are right here. more: from which number on any n is. None: from none.
 
     Raises:
         ValueError: the mask has another shape or other values.
@@ -761,11 +780,11 @@ def make_key_mask(
         return None if memory_mask is None else F.pad(memory_mask, (0, segment_length), value=True)
     key_length = memory_length + segment_length
     length = attention_mask.shape[-1]
-    fits = length in columns or (more and length > key_length)
+    fits = length in columns or (more is not None and length >= more)
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size or not fits:
         raise ValueError(
             f"attention_mask is {tuple(attention_mask.shape)}, but a segment of {segment_length} after a memory of "
-            f"{memory_length} needs {_shapes(batch_size, columns)}{' or more columns' if more else ''}"
+            f"{memory_length} needs {_shapes(batch_size, columns)}{'' if more is None else ' or more columns'}"
         )
     if attention_mask.is_floating_point():
         _check_zeros_and_ones(attention_mask)

@@ -652,6 +652,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         new_mems = new_mask = None
         if past_key_values is not None:
             remember_key_mask(past_key_values, memory, segment_length, attention_mask)
+            if kept is not None and past_key_values.is_compileable:
+                kept.crop(1 + filled.mem_len)
         elif filled.mem_len > 0:
             new_mems, new_mask = remember(memory, remembered, entered, filled)
         return TransfoXLModelOutput(

@@ -90,6 +90,12 @@ class KeptDistances:
             self.rel_keys[layer] = project().contiguous()
         return self.rel_keys[layer]
 
+    def crop(self, length: int):
+        """Keep the nearest `length` distances, of a static cache, whose graph knows them by their number."""
+        if self.positions is not None and len(self.positions) > length:
+            self.positions = self.positions[-length:].contiguous()
+            self.rel_keys = {layer: keys[:, -length:].contiguous() for layer, keys in self.rel_keys.items()}
+
     def __getstate__(self) -> dict[str, Any]:
         # A cache is copied and pickled without the model's weights.
         return self.__dict__ | {"weights": {}}

@@ -25,9 +25,13 @@ class Ring:
         is_turning: whether the layers are to write into the slot `newest`, in this call.
         newest: (1,) int, the slot of the newest key; between calls of many tokens the last one, so that the slots are
             in order of time.
+        turned: how many tokens have been written one by one. The count lies on the device: a GPU's graph would be
+            captured anew for every value of a number of the host.
     """
 
     newest: Tensor
+    _place: Tensor
+    _skipped: Tensor
     _before: Tensor
 
     def __init__(self, slots: int):
@@ -40,11 +44,17 @@ class Ring:
         if self._is_placed:
             return
         self.newest = torch.full((1,), self.slots - 1, device=device)
+        # The place of the newest key on a line that is wound around the slots, and how much of the way was no token.
+        self._place, self._skipped = self.newest.clone(), self.newest.clone()
         self._before = torch.arange(-1, self.slots - 1, device=device)
         if not torch.compiler.is_compiling():
-            torch._dynamo.mark_static_address(self.newest)
-            torch._dynamo.mark_static_address(self._before)
+            for tensor in (self.newest, self._place, self._skipped, self._before):
+                torch._dynamo.mark_static_address(tensor)
         self._is_placed = True
+
+    @property
+    def turned(self) -> int:
+        return int(self._place - self._skipped) if self._is_placed else 0
 
     def turn(self) -> Tensor:
         """Go on by a slot, for one token of all layers.
@@ -53,7 +63,7 @@ class Ring:
             (S,) int, the place in time of each slot's key when the token has been written: 0 is the oldest.
         """
         self.is_turning = self._has_turned = True
-        self.newest.add_(1).remainder_(self.slots)
+        torch.remainder(self._place.add_(1), self.slots, out=self.newest)
         return (self._before - self.newest).remainder(self.slots)
 
     def unroll(self, layers: Sequence["RingLayer"]):
@@ -65,19 +75,27 @@ class Ring:
         for layer in layers:
             for states in (layer.keys, layer.values):
                 states.copy_(states.index_select(2, by_time.to(states.device)))
-        self.reset()
+        rest = self.slots - 1 - self.newest
+        self._place.add_(rest)
+        self._skipped.add_(rest)
+        self.newest.fill_(self.slots - 1)
+        self._has_turned = False
 
     def reset(self):
         """As where nothing has been written one by one."""
         self.is_turning = self._has_turned = False
         if self._is_placed:
-            self.newest.fill_(self.slots - 1)
+            for tensor in (self.newest, self._place, self._skipped):
+                tensor.fill_(self.slots - 1)
 
 
 class RingLayer(StaticLayer):
     """The keys and values of a layer in the slots of a ring: (B, H, S, Dh) each.
 
     Before `Ring.turn` the last M slots hold the memory, in order of time.
+
+    Attributes:
+        is_filled: whether anything has been written.
     """
 
     is_sliding = True
@@ -85,7 +103,8 @@ class RingLayer(StaticLayer):
     def __init__(self, ring: Ring):
         super().__init__(max_cache_len=ring.slots)
         self.ring = ring
-        self._seen = 0
+        self.is_filled = False
+        self._written_together = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -99,12 +118,13 @@ class RingLayer(StaticLayer):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        is_first, self._seen = self._seen == 0, self._seen + key_states.shape[2]
         if self.ring.is_turning:
             slot = self.ring.newest.to(self.keys.device)
             self.keys.index_copy_(2, slot, key_states)
             self.values.index_copy_(2, slot, value_states)
             return self.keys, self.values
+        is_first, self.is_filled = not self.is_filled, True
+        self._written_together += key_states.shape[2]
         found = []
         for kept, states in ((self.keys, key_states), (self.values, value_states)):
             memory = kept[:, :, 1:]
@@ -116,9 +136,9 @@ class RingLayer(StaticLayer):
         return self.max_cache_len - 1 + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self._seen
+        return self._written_together + self.ring.turned
 
     def reset(self) -> None:
         super().reset()
         self.ring.reset()
-        self._seen = 0
+        self.is_filled, self._written_together = False, 0
