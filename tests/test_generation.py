@@ -243,7 +243,7 @@ def test_static_cache(model, make_ids):
     ids=["empty", "zeros", "eager"],
 )
 def test_static_cache_compiled_once_without_graph_breaks(make_model, make_ids, changes):
-    """A number of the host that changes from token to token would be an input of the graph: captured anew each time."""
+    """A number of the host that changes with every token would be an input of the graph, captured anew each time."""
     model = make_model(n_layer=1, **changes)
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=60)
     texts = [make_ids(2, 3), make_ids(2, 5)]

@@ -206,10 +206,6 @@ def evaluate_caches(
     """`evaluate_language_model` with each of several caches (None: without one), while the text is read only once."""
     lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
     text = _open(model, token_ids, segment_length, lengths, batch_size, warm_up, document_end, accelerator)
-    if isinstance(model, DataParallel | DistributedDataParallel):
-        raise ValueError(
-            f"the model is wrapped in {type(model).__name__}: give model.module, as accelerator.unwrap_model does"
-        )
     filled = lengths.of(model.config)
     with _reading(model, text, lengths, dynamic, caches, accelerator, progress) as losses:
         # Not read before the end, so that an accelerator need not wait for the processor.
