@@ -236,7 +236,7 @@ def _fastest(inputs: AttentionInputs) -> str:
     # With a mask that needs a gradient, PyTorch has no fused path on CPU, and its plain one is slower than ours. A
     # checkpoint goes through dropout without a gradient first, and must draw as it does with one. What vmap maps over
     # does not say whether it needs one.
-    mapped = torch._C._functorch.is_functorch_wrapped_tensor(query)
+    mapped = torch._C._functorch.is_batchedtensor(query)
     return "eager" if mapped or _needs_gradient(query) or inputs.dropout > 0 else "sdpa"
 
 
