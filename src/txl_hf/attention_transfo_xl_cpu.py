@@ -1,19 +1,24 @@
-"""Relative attention on CPU, one tile of scores at a time: that of one head of one row of the batch.
+"""Relative attention on CPU, one tile of scores at a time, so that it stays in the processor's cache.
 
-A tile stays in the processor's cache from its first product to its last. The shift is another view of the scores of
-position, and in the backward pass the gradient of the scores is written once, into a buffer that is the shifted tile
-and the unshifted one at the same time.
+A tile is of some heads and some queries of one row of the batch, with the keys up to the last of these queries. The
+shift is another view of the scores of position, and in the backward pass the gradient of the scores is written once,
+into a buffer that is the shifted tile and the unshifted one at the same time.
 """
 
-import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .dropout_transfo_xl import draw_and_drop, scale_of
-from .linear_transfo_xl import product
+from .linear_transfo_xl import add_products, products, products_are_single
 
 __all__ = ["attend_tile_by_tile"]
+
+# A tile of several heads: each operation wakes the other threads, so that it should be of some size, and the scores of
+# these many queries and the keys that they do not see are few. 16 MiB of scores, so that its memory has a limit.
+TILE_QUERIES, TILE_SCORES = 256, 1 << 22
 
 
 def attend_tile_by_tile(
@@ -43,24 +48,66 @@ def attend_tile_by_tile(
     return _attend(*inputs, hidden, dropout)
 
 
+class _Tile(NamedTuple):
+    """Queries of some heads, and how many of the keys, from the oldest on, they have to do with."""
+
+    heads: slice
+    b: int
+    queries: slice
+    keys: int
+
+    @property
+    def length(self) -> int:
+        return self.queries.stop - self.queries.start
+
+
+def _tiles(B: int, H: int, L: int, K: int, single: bool) -> Iterator[_Tile]:
+    """The tiles of all scores; of some heads of a row, that of the last queries, and so of all keys, comes first."""
+    # oneDNN multiplies two matrices, with threads of its own.
+    rows = L if single else min(L, TILE_QUERIES)
+    groups = H if single else -(-H * rows * K // TILE_SCORES)
+    n_head = max(1, -(-H // groups))
+    for h in range(0, H, n_head):
+        for b in range(B):
+            for stop in range(L, 0, -rows):
+                yield _Tile(slice(h, min(h + n_head, H)), b, slice(max(0, stop - rows), stop), K - L + stop)
+
+
 def _attend(content_query, position_query, key, value, rel_key, hidden, dropout, saved: list | None = None) -> Tensor:
     """What `attend_tile_by_tile` returns; for each tile, `saved` takes the probabilities and what dropout kept."""
     (B, H, L, Dh), K = content_query.shape, key.shape[2]
     # In memory it lies as the output projection reads it.
     attended = content_query.new_empty(B, L, H, Dh).transpose(1, 2)
-    for h, b in itertools.product(range(H), range(B)):
-        scores = product(content_query[b, h], key[b, h].contiguous())
-        # The shift: row i starts L - 1 - i entries late; what it reads of the next row is a hidden future.
-        scores += product(position_query[b, h], rel_key[h].contiguous()).as_strided((L, K), (K - 1, 1), L - 1)
-        scores[:, -hidden.shape[-1] :] += hidden[b % len(hidden)]
+    for tile in _tiles(B, H, L, K, products_are_single(content_query)):
+        heads, b, queries, keys = tile
+        if keys == K:
+            tile_key, tile_value = _rows_together(key[b, heads]), _rows_together(value[b, heads]).transpose(1, 2)
+            distances = _rows_together(rel_key[heads])
+        scores = products(content_query[b, heads, queries], tile_key[:, :keys])
+        scores += _shifted(products(position_query[b, heads, queries], distances[:, K - keys :]))
+        # Of the last n keys, these are the ones that belong to the tile.
+        seen = hidden[b % len(hidden), queries, : max(0, hidden.shape[-1] - (L - queries.stop))]
+        scores[..., keys - seen.shape[-1] :] += seen
         probabilities = dropped = scores.softmax(dim=-1)
         kept = None
         if dropout > 0:
             dropped, kept = draw_and_drop(probabilities, dropout)
-        attended[b, h] = product(dropped, value[b, h].contiguous().t())
+        attended[b, heads, queries] = products(dropped, tile_value[..., :keys])
         if saved is not None:
             saved += [probabilities, kept]
     return attended
+
+
+def _rows_together(states: Tensor) -> Tensor:
+    """States, (n, K, Dh), with the rows of a head one behind the other: a product reads them several times."""
+    return states if states[0].is_contiguous() else states.contiguous()
+
+
+def _shifted(by_distance: Tensor) -> Tensor:
+    """Scores by distance, (n, L, K), furthest first, as scores by key: row i starts L - 1 - i entries late. What it
+    reads of the next row is a hidden future."""
+    n, L, K = by_distance.shape
+    return by_distance.as_strided((n, L, K), (L * K, K - 1, 1), L - 1)
 
 
 class _TileByTile(torch.autograd.Function):
@@ -71,6 +118,7 @@ class _TileByTile(torch.autograd.Function):
         attended = _attend(*inputs, hidden, dropout, saved)
         ctx.save_for_backward(*inputs, attended, *saved)
         ctx.dropout = dropout
+        ctx.single = products_are_single(content_query)
         return attended
 
     @staticmethod
@@ -82,24 +130,41 @@ class _TileByTile(torch.autograd.Function):
         grad_content_query, grad_position_query = (grad.new_empty(B, L, H, Dh).transpose(1, 2) for _ in range(2))
         grad_key, grad_value = (grad.new_empty(B, K, H, Dh).transpose(1, 2) for _ in range(2))
         grad_rel_key = grad.new_zeros(H, Dh, K)
-        # With a spare column, what the shift leaves out of a row is the hidden future of the row above, where all
-        # gradients are 0, or lies before the first row.
-        grad_position_scores = grad.new_zeros(L, K + 1)
-        grad_scores = grad_position_scores.view(-1)[L:].view(L, K)
-        tiles = itertools.product(range(H), range(B))
-        for (h, b), probabilities, kept in zip(tiles, saved[::2], saved[1::2], strict=True):
-            grad_attended, dropped = grad[b, h].contiguous(), probabilities
-            grad_probabilities = product(grad_attended, value[b, h].contiguous())
+        for tile, probabilities, kept in zip(_tiles(B, H, L, K, ctx.single), saved[::2], saved[1::2], strict=True):
+            heads, b, queries, keys = tile
+            if keys == K:
+                tile_key, tile_value = _rows_together(key[b, heads]).transpose(1, 2), _rows_together(value[b, heads])
+                distances = _rows_together(rel_key[heads]).transpose(1, 2)
+                of_key, of_value = (grad.new_zeros(len(tile_key), Dh, K) for _ in range(2))
+            grad_attended, dropped = grad[b, heads, queries].contiguous(), probabilities
+            grad_probabilities = products(grad_attended, tile_value[:, :keys])
             if kept is not None:
                 scale = kept * scale_of(ctx.dropout)
                 grad_probabilities *= scale
                 dropped = probabilities * scale
             # The mean of the probabilities' gradients under the probabilities, as the softmax subtracts it.
-            grad_probabilities -= (grad_attended * attended[b, h]).sum(dim=-1, keepdim=True)
+            grad_probabilities -= (grad_attended * attended[b, heads, queries]).sum(dim=-1, keepdim=True)
+            grad_scores, grad_position_scores = _scores_and_by_distance(grad_probabilities)
             torch.mul(probabilities, grad_probabilities, out=grad_scores)
-            grad_value[b, h] = product(grad_attended.t(), dropped.t()).t()
-            grad_key[b, h] = product(content_query[b, h].t(), grad_scores.t()).t()
-            grad_content_query[b, h] = product(grad_scores, key[b, h].contiguous().t())
-            grad_rel_key[h] += product(position_query[b, h].t(), grad_position_scores.t())[:, 1:]
-            grad_position_query[b, h] = product(grad_position_scores[:, 1:], rel_key[h].contiguous().t())
+            queried = content_query[b, heads, queries].transpose(1, 2)
+            add_products(of_value[..., :keys], grad_attended.transpose(1, 2), dropped.transpose(1, 2))
+            add_products(of_key[..., :keys], queried, grad_scores.transpose(1, 2))
+            grad_content_query[b, heads, queries] = products(grad_scores, tile_key[..., :keys])
+            queried = position_query[b, heads, queries].transpose(1, 2)
+            add_products(grad_rel_key[heads, :, K - keys :], queried, grad_position_scores.transpose(1, 2))
+            grad_position_query[b, heads, queries] = products(grad_position_scores, distances[..., K - keys :])
+            if queries.start == 0:
+                grad_key[b, heads], grad_value[b, heads] = of_key.transpose(1, 2), of_value.transpose(1, 2)
         return grad_content_query, grad_position_query, grad_key, grad_value, grad_rel_key.transpose(1, 2), None, None
+
+
+def _scores_and_by_distance(like: Tensor) -> tuple[Tensor, Tensor]:
+    """Two views, (n, L, K) each, of one buffer: scores by key, and the same by distance (`_shifted`).
+
+    With a spare column, what the shift leaves out of a row is the hidden future of the row above, where all gradients
+    are 0, or lies before the first row, and is 0 here.
+    """
+    n, L, K = like.shape
+    buffer = like.new_empty(n, L * (K + 1))
+    buffer[:, :L] = 0
+    return buffer[:, L:].view(n, L, K), buffer.view(n, L, K + 1)[..., 1:]

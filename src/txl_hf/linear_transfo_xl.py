@@ -1,40 +1,61 @@
-"""Matrix products on CPU by oneDNN.
+"""Matrix products on CPU, by oneDNN where MKL is slow.
 
 PyTorch multiplies fp32 matrices on x86 with MKL. On CPUs of other makers than Intel, MKL leaves AVX-512 unused, and
-oneDNN, which PyTorch also carries, is twice as fast, for one row as for a thousand.
+oneDNN, which PyTorch also carries, is twice as fast, for one row as for a thousand. On Intel's, MKL multiplies as
+fast, and wants no matrix brought into another layout before.
 
 Layers are plain `nn.Linear`, so that whoever quantises, adapts or offloads them finds what he looks for; it is their
 caller who takes the faster product (`project`).
 """
 
 import functools
+import platform
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as all_modules
 
-__all__ = ["is_wrapped", "product", "project", "project_after", "rounded", "takes_part_plainly", "working_dtype"]
+__all__ = [
+    "add_products",
+    "is_plain",
+    "is_wrapped",
+    "product",
+    "products",
+    "products_are_single",
+    "project",
+    "project_after",
+    "rounded",
+    "takes_part_plainly",
+    "working_dtype",
+]
 
 FEW_ROWS = 128
 
 
 @functools.cache
-def _onednn_has_avx512() -> bool:
+def _onednn_is_faster() -> bool:
     # The operator is what torch.compile calls for a linear layer; not every build of PyTorch has it.
     has_product = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return has_product and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return has_product and torch.backends.cpu.get_cpu_capability() == "AVX512" and not _is_by_intel()
+
+
+def _is_by_intel() -> bool:
+    """Whether the CPU's maker is the one that MKL asks for."""
+    description = Path("/proc/cpuinfo")
+    return "GenuineIntel" in (description.read_text() if description.exists() else platform.processor())
 
 
 def _onednn_takes(*tensors: Tensor) -> bool:
-    """Whether a product goes to oneDNN: plain fp32 tensors on a CPU with AVX-512, in eager and reverse mode.
+    """Whether a product goes to oneDNN: plain fp32 tensors on a CPU where it is faster, in eager and reverse mode.
 
     `torch.backends.mkldnn.flags(enabled=False)` turns it off.
     """
     return (
         not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
-        and _onednn_has_avx512()
+        and _onednn_is_faster()
         and bool(torch.backends.mkldnn.enabled)
         and not torch.is_autocast_enabled("cpu")
         and all(map(_is_plain, tensors))
@@ -114,6 +135,36 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         rows = _DifferentiableProduct.apply(a.reshape(-1, a.shape[-1]), b, bias)
         return rows if a.dim() == 2 else rows.view(*a.shape[:-1], b.shape[0])
     return _onednn_product(a, b, bias)
+
+
+def products_are_single(states: Tensor) -> bool:
+    """Whether `products` of such states, (…), are faster of one pair of matrices at a time: oneDNN's operator takes no
+    more."""
+    return _onednn_takes(states)
+
+
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """a·bᵀ for each pair of matrices, outside of autograd.
+
+    Args:
+        a: (N, r, k). b: (N, c, k).
+
+    Returns:
+        (N, r, c), contiguous.
+    """
+    return product(a[0], b[0])[None] if _is_single(a, b) else torch.bmm(a, b.transpose(1, 2))
+
+
+def add_products(total: Tensor, a: Tensor, b: Tensor):
+    """Add `products(a, b)` to total, (N, r, c), in place."""
+    if _is_single(a, b):
+        total += products(a, b)
+    else:
+        total.baddbmm_(a, b.transpose(1, 2))
+
+
+def _is_single(a: Tensor, b: Tensor) -> bool:
+    return len(a) == 1 and _onednn_takes(a, b)
 
 
 def working_dtype(states: Tensor) -> torch.dtype:
