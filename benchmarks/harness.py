@@ -241,12 +241,19 @@ def flops_per_token(
     return 3 * forward + 2 * config["n_layer"] * fixed if task == "train" else forward
 
 
-def draw_ids(vocab_size: int, shape: tuple[int, ...], seed: int = 1):
-    """Tokens as frequent as words are (Zipf–Mandelbrot), sorted by frequency as vocabularies are."""
+def token_frequencies(vocab_size: int):
+    """How frequent tokens are, (vocab_size,) in fp64: as words (Zipf–Mandelbrot), sorted as vocabularies are."""
     import torch
 
     frequency = (torch.arange(vocab_size, dtype=torch.float64) + ZIPF_SHIFT) ** -ZIPF_EXPONENT
-    edges = (frequency.cumsum(0) / frequency.sum()).clamp(max=1)
+    return frequency / frequency.sum()
+
+
+def draw_ids(vocab_size: int, shape: tuple[int, ...], seed: int = 1):
+    """Tokens as frequent as `token_frequencies` says."""
+    import torch
+
+    edges = token_frequencies(vocab_size).cumsum(0).clamp(max=1)
     uniform = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return torch.searchsorted(edges, uniform).clamp(max=vocab_size - 1)
 

@@ -120,7 +120,12 @@ CUDA = {
 
 @dataclass(frozen=True)
 class Workload:
-    """`segment` tokens and rows in a turn; in decoding, tokens to write after a full memory and one token."""
+    """`segment` tokens and rows in a turn; in decoding, tokens to write after a full memory and one token.
+
+    Args:
+        sampled: tokens are drawn from the 40 best at temperature 1, of a softmax whose biases make words as probable
+            as they are frequent: with random weights alone, the best would all be in the first bin.
+    """
 
     task: str
     model: str
@@ -129,6 +134,7 @@ class Workload:
     batch: int = 1
     dropout: bool = False
     gpu: bool = True
+    sampled: bool = False
 
     @property
     def config(self) -> dict:
@@ -153,6 +159,7 @@ WORKLOADS = {
     "decode-enwik8-512": Workload("decode", "enwik8", 512, 64, gpu=False),
     "decode-enwik8-2048": Workload("decode", "enwik8", 2048, 64, gpu=False),
     "decode-wt103-640": Workload("decode", "wt103", 640, 64, gpu=False),
+    "decode-wt103-640-sampled": Workload("decode", "wt103", 640, 64, gpu=False, sampled=True),
     # For a GPU, the most important first.
     "train-nvidia-base": Workload("train", "nvidia-base", 192, 192, 256, dropout=True),
     "train-nvidia-large": Workload("train", "nvidia-large", 384, 384, 128, dropout=True),
@@ -285,12 +292,29 @@ def save(workload: Workload, folder: str):
 
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    TransfoXLForCausalLM(TransfoXLConfig(**workload.config)).save_pretrained(folder)
+    model = TransfoXLForCausalLM(TransfoXLConfig(**workload.config))
+    if workload.sampled:
+        learn_frequencies(model)
+    model.save_pretrained(folder)
     length = workload.memory + 1 if workload.task == "decode" else 4 * workload.segment
     # Token 0 stands for padding in generate.
     ids = harness.draw_ids(workload.config["vocab_size"], (workload.batch, length)).clamp(min=1)
     torch.save(ids, f"{folder}/ids.pt")
     return ids
+
+
+def learn_frequencies(model):
+    """Give the softmax the biases that make tokens, and bins, as probable as they are frequent."""
+    import torch
+
+    head, config = model.lm_head, model.config
+    frequencies = harness.token_frequencies(config.vocab_size)
+    of_layers = frequencies.log().split([len(layer.bias) for layer in head.out_layers])
+    of_bins = [frequencies[start:end].sum().log() for start, end, _ in config.bins[1:]]
+    with torch.no_grad():
+        for layer, logarithms in zip(head.out_layers, of_layers, strict=True):
+            layer.bias.copy_(logarithms)
+        head.clusters.bias.copy_(torch.stack(of_bins))
 
 
 def start(contender: str, workload: str, folder: str, arguments: argparse.Namespace) -> harness.Contender:
@@ -656,7 +680,7 @@ class Stopwatch:
 
 
 class Decode:
-    """A step is greedy `generate` after a prompt that has been read: memories hold as many tokens as they can.
+    """A step is `generate` after a prompt that has been read: memories hold as many tokens as they can.
 
     The first token after the prompt is given, so that rounding does not begin another text before any is compared.
     """
@@ -666,9 +690,10 @@ class Decode:
         # Beside a memory as states `generate` is given what comes after it alone.
         self.text = ids[:, -1:] if contender == "ours-static" else ids
         self.tokens = workload.segment // LEGACY_SHARE if contender.startswith("legacy") else workload.segment
+        self.options = {"do_sample": True, "top_k": 40, "temperature": 1.0} if workload.sampled else {}
 
     def check(self, rows: int) -> dict:
-        """The first tokens of the text and their NLL; how fast the prompt is read, at the second time."""
+        """The first tokens of the greedy text and their NLL; how fast the prompt is read, at the second time."""
         self._read()
         self._wait()
         begin = time.perf_counter()
@@ -690,7 +715,7 @@ class Decode:
         self._wait()
         apart = time.perf_counter() - begin
         begin = time.perf_counter()
-        self._generate(self.tokens, past, streamer=watch)
+        self._generate(self.tokens, past, streamer=watch, **self.options)
         # The first time is the prompt's.
         times = watch.times[1:]
         gaps = [after - before for before, after in itertools.pairwise(times)]
@@ -715,7 +740,7 @@ class Decode:
 
     def _generate(self, new: int, past: dict | None = None, **options):
         return self.model.generate(
-            self.text, **(past or self._copy()), max_new_tokens=new, do_sample=False, pad_token_id=0, **options
+            self.text, **(past or self._copy()), max_new_tokens=new, pad_token_id=0, **{"do_sample": False, **options}
         )
 
     def _wait(self):

@@ -168,7 +168,7 @@ def tiled_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
     else:
         hidden = query.new_zeros(found[:, 0].shape).masked_fill_(found[:, 0], -torch.inf)
     content_query, position_query = (
-        _add_bias(query, bias) * inputs.scaling for bias in (inputs.content_bias, inputs.position_bias)
+        _add_bias(query, bias, inputs.scaling) for bias in (inputs.content_bias, inputs.position_bias)
     )
     attended = attend_tile_by_tile(
         content_query, position_query, inputs.key, inputs.value, rel_key, hidden, inputs.dropout
@@ -244,8 +244,12 @@ def _needs_gradient(query: Tensor) -> bool:
     return torch.is_grad_enabled() and query.requires_grad
 
 
-def _add_bias(query: Tensor, bias: Tensor | None) -> Tensor:
-    return query if bias is None else query + bias[:, None].to(query.dtype)
+def _add_bias(query: Tensor, bias: Tensor | None, scaling: float = 1.0) -> Tensor:
+    """(query + bias) · scaling, in one pass over the queries."""
+    if bias is None:
+        return query if scaling == 1 else query * scaling
+    bias = bias[:, None].to(query.dtype)
+    return query + bias if scaling == 1 else torch.add(bias * scaling, query, alpha=scaling)
 
 
 def _position_scores(inputs: AttentionInputs) -> Tensor | None:

@@ -83,12 +83,14 @@ def _attend(content_query, position_query, key, value, rel_key, hidden, dropout,
         if keys == K:
             tile_key, tile_value = _rows_together(key[b, heads]), _rows_together(value[b, heads]).transpose(1, 2)
             distances = _rows_together(rel_key[heads])
+        by_distance = products(position_query[b, heads, queries], distances[:, K - keys :])
         scores = products(content_query[b, heads, queries], tile_key[:, :keys])
-        scores += _shifted(products(position_query[b, heads, queries], distances[:, K - keys :]))
+        scores += _shifted(by_distance)
         # Of the last n keys, these are the ones that belong to the tile.
         seen = hidden[b % len(hidden), queries, : max(0, hidden.shape[-1] - (L - queries.stop))]
         scores[..., keys - seen.shape[-1] :] += seen
-        probabilities = dropped = scores.softmax(dim=-1)
+        # New memory is slow at the first touch, and the scores by distance are done with.
+        probabilities = dropped = torch.softmax(scores, dim=-1, out=by_distance)
         kept = None
         if dropout > 0:
             dropped, kept = draw_and_drop(probabilities, dropout)
