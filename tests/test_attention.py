@@ -224,6 +224,7 @@ def test_backend_agrees_with_eager_in_outputs_and_gradients(
         ((1, 1, 400, 0, 8), torch.float32, True, ("rel_bias",), "txl_tiles"),
         ((1, 1, 400, 0, 8), torch.float32, False, ("rel_bias",), "txl_tiles"),
         ((1, 1, 400, 0, 8), torch.float32, True, (), "eager"),
+        ((1, 1, 400, 0, 8), torch.bfloat16, True, ("rel_bias",), "txl_tiles"),
         ((1, 1, 400, 0, 8), torch.bfloat16, False, ("rel_bias",), "sdpa"),
     ],
     ids=str,
@@ -427,6 +428,27 @@ def test_tiles_refuse_a_second_derivative():
     (gradient,) = torch.autograd.grad(attended.sum(), query, create_graph=True)
     gradient.square().sum().backward()
     assert query.grad.norm() > 0
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["forward", "forward-and-backward"])
+def test_tiles_train_in_bf16_under_autocast(everywhere, ran):
+    """What projections return under autocast goes to tiles, and what is of two types goes where autocast casts."""
+    tensors, _ = draw((2, 2, 300, 300, 16), torch.bfloat16)
+    del tensors["rel_bias"]
+    results = {}
+    for name in ("eager", "auto"):
+        with torch.autocast("cpu", torch.bfloat16):
+            output, _ = relative_attention(**tensors, implementation=name)
+        with torch.autocast("cpu", torch.bfloat16, enabled=everywhere):
+            gradients = torch.autograd.grad(output.float().square().sum(), list(tensors.values()))
+        results[name] = [output, *gradients]
+    assert ran == ["eager", "auto", "txl_tiles"]
+    for quantity, a, b in zip(["output", *tensors], results["auto"], results["eager"], strict=True):
+        assert a.dtype == torch.bfloat16 and (a - b).norm() <= 2e-2 * b.norm(), quantity
+    ran.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        relative_attention(**tensors | {"key": tensors["key"].float()}, implementation="auto")
+    assert ran == ["auto", "eager"]
 
 
 def test_autocast_of_fp32_operands_trains():

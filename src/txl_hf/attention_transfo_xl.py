@@ -179,13 +179,15 @@ def tiled_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
 def _why_not_tiled(inputs: AttentionInputs) -> str | None:
     if inputs.query.device.type != "cpu":
         return f"the tensors are on {inputs.query.device.type}, not on a CPU"
-    if inputs.query.dtype not in (torch.float32, torch.float64):
-        return f"tiles are not computed in {inputs.query.dtype}"
+    if inputs.query.dtype == torch.float16:
+        return "tiles are not computed in torch.float16"
     if inputs.rel_key is None or inputs.rel_bias is not None:
         return "tiles are for sinusoidal relative positions only"
     if not is_plain(inputs.query, inputs.key, inputs.value, inputs.rel_key):
         return "a loop over heads and rows is no graph, and nothing for torch.func or forward mode"
-    if torch.is_autocast_enabled("cpu"):
+    if len({states.dtype for states in (inputs.query, inputs.key, inputs.value, inputs.rel_key)}) > 1:
+        return "the tensors are of several types"
+    if torch.is_autocast_enabled("cpu") and inputs.query.dtype != torch.get_autocast_dtype("cpu"):
         return "tiles know nothing of autocast"
     return None
 
@@ -229,15 +231,17 @@ def _fastest(inputs: AttentionInputs) -> str:
         return "eager" if query.shape[2] == 1 else "sdpa"
     if inputs.rel_key is None:
         return "sdpa"
-    # Small tiles are done sooner all at once, and half precision has faster products for that.
-    large = query.dtype == torch.float32 and query.shape[2] * inputs.key.shape[2] >= 1 << 17
-    if large and _why_not_tiled(inputs) is None:
-        return "txl_tiles"
-    # With a mask that needs a gradient, PyTorch has no fused path on CPU, and its plain one is slower than ours. A
-    # checkpoint goes through dropout without a gradient first, and must draw as it does with one. What vmap maps over
-    # does not say whether it needs one.
+    # A checkpoint goes through dropout without a gradient first, and must draw as it does with one. What vmap maps
+    # over does not say whether it needs one.
     mapped = torch._C._functorch.is_batchedtensor(query)
-    return "eager" if mapped or _needs_gradient(query) or inputs.dropout > 0 else "sdpa"
+    trained = mapped or _needs_gradient(query) or inputs.dropout > 0
+    # Small tiles are done sooner all at once; and bf16 has faster products for that, but each pass over scores costs
+    # as much as they save.
+    tiled = query.dtype == torch.float32 or (query.dtype == torch.bfloat16 and trained)
+    if tiled and query.shape[2] * inputs.key.shape[2] >= 1 << 17 and _why_not_tiled(inputs) is None:
+        return "txl_tiles"
+    # With a mask that needs a gradient, PyTorch has no fused path on CPU, and its plain one is slower than ours.
+    return "eager" if trained else "sdpa"
 
 
 def _needs_gradient(query: Tensor) -> bool:

@@ -118,7 +118,7 @@ class _TileByTile(torch.autograd.Function):
         saved: list[Tensor | None] = []
         inputs = (content_query, position_query, key, value, rel_key)
         attended = _attend(*inputs, hidden, dropout, saved)
-        ctx.save_for_backward(*inputs, attended, *saved)
+        ctx.save_for_backward(*inputs, *saved)
         ctx.dropout = dropout
         ctx.single = products_are_single(content_query)
         return attended
@@ -127,27 +127,27 @@ class _TileByTile(torch.autograd.Function):
     def backward(ctx, grad):
         if torch.is_grad_enabled():
             raise RuntimeError("create_graph=True needs attn_implementation='eager' for inputs of this size")
-        content_query, position_query, key, value, rel_key, attended, *saved = ctx.saved_tensors
+        content_query, position_query, key, value, rel_key, *saved = ctx.saved_tensors
         (B, H, L, Dh), K = content_query.shape, key.shape[2]
         grad_content_query, grad_position_query = (grad.new_empty(B, L, H, Dh).transpose(1, 2) for _ in range(2))
         grad_key, grad_value = (grad.new_empty(B, K, H, Dh).transpose(1, 2) for _ in range(2))
-        grad_rel_key = grad.new_zeros(H, Dh, K)
+        # Sums over tiles in fp32, also where the tiles are in bf16.
+        wide = {"dtype": torch.promote_types(grad.dtype, torch.float32)}
+        grad_rel_key = grad.new_zeros(H, Dh, K, **wide)
         for tile, probabilities, kept in zip(_tiles(B, H, L, K, ctx.single), saved[::2], saved[1::2], strict=True):
             heads, b, queries, keys = tile
             if keys == K:
                 tile_key, tile_value = _rows_together(key[b, heads]).transpose(1, 2), _rows_together(value[b, heads])
                 distances = _rows_together(rel_key[heads]).transpose(1, 2)
-                of_key, of_value = (grad.new_zeros(len(tile_key), Dh, K) for _ in range(2))
+                of_key, of_value = (grad.new_zeros(len(tile_key), Dh, K, **wide) for _ in range(2))
             grad_attended, dropped = grad[b, heads, queries].contiguous(), probabilities
             grad_probabilities = products(grad_attended, tile_value[:, :keys])
             if kept is not None:
                 scale = kept * scale_of(ctx.dropout)
                 grad_probabilities *= scale
                 dropped = probabilities * scale
-            # The mean of the probabilities' gradients under the probabilities, as the softmax subtracts it.
-            grad_probabilities -= (grad_attended * attended[b, heads, queries]).sum(dim=-1, keepdim=True)
             grad_scores, grad_position_scores = _scores_and_by_distance(grad_probabilities)
-            torch.mul(probabilities, grad_probabilities, out=grad_scores)
+            grad_scores.copy_(torch._softmax_backward_data(grad_probabilities, probabilities, -1, probabilities.dtype))
             queried = content_query[b, heads, queries].transpose(1, 2)
             add_products(of_value[..., :keys], grad_attended.transpose(1, 2), dropped.transpose(1, 2))
             add_products(of_key[..., :keys], queried, grad_scores.transpose(1, 2))
@@ -157,7 +157,8 @@ class _TileByTile(torch.autograd.Function):
             grad_position_query[b, heads, queries] = products(grad_position_scores, distances[..., K - keys :])
             if queries.start == 0:
                 grad_key[b, heads], grad_value[b, heads] = of_key.transpose(1, 2), of_value.transpose(1, 2)
-        return grad_content_query, grad_position_query, grad_key, grad_value, grad_rel_key.transpose(1, 2), None, None
+        grad_rel_key = grad_rel_key.transpose(1, 2).to(grad.dtype)
+        return grad_content_query, grad_position_query, grad_key, grad_value, grad_rel_key, None, None
 
 
 def _scores_and_by_distance(like: Tensor) -> tuple[Tensor, Tensor]:

@@ -156,8 +156,8 @@ def products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_products(total: Tensor, a: Tensor, b: Tensor):
-    """Add `products(a, b)` to total, (N, r, c), in place."""
-    if _is_single(a, b):
+    """Add `products(a, b)` to total, (N, r, c), in place; total may be of a wider type."""
+    if _is_single(a, b) or total.dtype != a.dtype:
         total += products(a, b)
     else:
         total.baddbmm_(a, b.transpose(1, 2))
