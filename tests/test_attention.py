@@ -229,7 +229,10 @@ def test_backend_agrees_with_eager_in_outputs_and_gradients(
     ],
     ids=str,
 )
-def test_the_default_on_a_cpu_is_what_is_fastest_there(shape, dtype, needs_gradient, without, expected, ran):
+def test_the_default_on_a_cpu_is_what_is_fastest_there(
+    shape, dtype, needs_gradient, without, expected, ran, monkeypatch
+):
+    monkeypatch.setattr(attention, "is_by_intel", lambda: True)
     tensors, _ = draw(shape, dtype)
     tensors = {name: t.detach().requires_grad_(needs_gradient) for name, t in tensors.items() if name not in without}
     relative_attention(**tensors, implementation="auto")
@@ -431,8 +434,9 @@ def test_tiles_refuse_a_second_derivative():
 
 
 @pytest.mark.parametrize("everywhere", [False, True], ids=["forward", "forward-and-backward"])
-def test_tiles_train_in_bf16_under_autocast(everywhere, ran):
+def test_tiles_train_in_bf16_under_autocast(everywhere, ran, monkeypatch):
     """What projections return under autocast goes to tiles, and what is of two types goes where autocast casts."""
+    monkeypatch.setattr(attention, "is_by_intel", lambda: True)
     tensors, _ = draw((2, 2, 300, 300, 16), torch.bfloat16)
     del tensors["rel_bias"]
     results = {}

@@ -27,7 +27,7 @@ from transformers.utils import logging
 from .attention_transfo_xl_cpu import attend_tile_by_tile
 from .attention_transfo_xl_inputs import AttentionInputs, hidden_keys, keep_documents_apart, visible_keys
 from .attention_transfo_xl_triton import triton_relative_attention, why_not_triton
-from .linear_transfo_xl import is_plain
+from .linear_transfo_xl import is_by_intel, is_plain
 
 __all__ = [
     "RELATIVE_ATTENTION_FUNCTIONS",
@@ -235,13 +235,21 @@ def _fastest(inputs: AttentionInputs) -> str:
     # over does not say whether it needs one.
     mapped = torch._C._functorch.is_batchedtensor(query)
     trained = mapped or _needs_gradient(query) or inputs.dropout > 0
-    # Small tiles are done sooner all at once; and bf16 has faster products for that, but each pass over scores costs
-    # as much as they save.
-    tiled = query.dtype == torch.float32 or (query.dtype == torch.bfloat16 and trained)
-    if tiled and query.shape[2] * inputs.key.shape[2] >= 1 << 17 and _why_not_tiled(inputs) is None:
+    # Small tiles are done sooner all at once.
+    large = query.shape[2] * inputs.key.shape[2] >= 1 << 17
+    if large and _why_not_tiled(inputs) is None and _tiles_pay(query.dtype, trained):
         return "txl_tiles"
     # With a mask that needs a gradient, PyTorch has no fused path on CPU, and its plain one is slower than ours.
     return "eager" if trained else "sdpa"
+
+
+def _tiles_pay(dtype: torch.dtype, trained: bool) -> bool:
+    """Whether large tiles are faster than the alternatives in this type.
+
+    In bf16 a product takes less time than a pass over the scores: without a gradient the fused attention is faster,
+    and with one eager was so on AMD's CPUs.
+    """
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and trained and is_by_intel())
 
 
 def _needs_gradient(query: Tensor) -> bool:

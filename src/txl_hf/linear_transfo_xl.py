@@ -19,6 +19,7 @@ from torch.nn.modules import module as all_modules
 
 __all__ = [
     "add_products",
+    "is_by_intel",
     "is_plain",
     "is_wrapped",
     "product",
@@ -38,10 +39,11 @@ FEW_ROWS = 128
 def _onednn_is_faster() -> bool:
     # The operator is what torch.compile calls for a linear layer; not every build of PyTorch has it.
     has_product = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return has_product and torch.backends.cpu.get_cpu_capability() == "AVX512" and not _is_by_intel()
+    return has_product and torch.backends.cpu.get_cpu_capability() == "AVX512" and not is_by_intel()
 
 
-def _is_by_intel() -> bool:
+@functools.cache
+def is_by_intel() -> bool:
     """Whether the CPU's maker is the one that MKL asks for."""
     description = Path("/proc/cpuinfo")
     return "GenuineIntel" in (description.read_text() if description.exists() else platform.processor())
