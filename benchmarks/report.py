@@ -458,20 +458,27 @@ def plot_speed() -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), width_ratios=(3, 2), layout="constrained")
-    runs = {key: run for key, run in latest("model.csv").items() if "legacy" in run}
+    machines: dict[str, dict[str, dict[str, Row]]] = {}
+    for (where, name), run in latest("model.csv").items():
+        if "legacy" in run:
+            machines.setdefault(where[0], {})[name] = run
+    count = len(machines)
+    shape = {"figsize": (6.5 * (count + 1), 6), "width_ratios": [*[4] * count, 3], "layout": "constrained"}
+    figure, axes = plt.subplots(1, count + 1, squeeze=False, **shape)
+    *speeds, right = axes[0]
     colors = {"ours": "C0", "gpt2": "C1", "floor": "C2", "legacy": "C7"}
-    for position, ((_, _), run) in enumerate(runs.items()):
-        for offset, (contender, color) in enumerate(colors.items()):
-            if contender in run:
-                ratio = float(run[contender]["times_legacy_p50"])
-                left.barh(position + 0.2 * offset, ratio, 0.2, color=color, label=contender if position == 0 else None)
-                left.text(ratio, position + 0.2 * offset, f" {ratio:.3g}", va="center", fontsize=7)
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
-    left.legend(handles, colors)
-    left.set_yticks([position + 0.3 for position in range(len(runs))], [key[1] for key in runs])
-    left.invert_yaxis()
-    left.set(xlabel="tokens per second, times legacy transformers 4.35.2 in the same run", title="Speed")
+    for panel, (processor, runs) in zip(speeds, machines.items(), strict=True):
+        for position, run in enumerate(runs.values()):
+            for offset, (contender, color) in enumerate(colors.items()):
+                if contender in run:
+                    ratio = float(run[contender]["times_legacy_p50"])
+                    panel.barh(position + 0.2 * offset, ratio, 0.2, color=color)
+                    panel.text(ratio, position + 0.2 * offset, f" {ratio:.3g}", va="center", fontsize=7)
+        panel.legend(handles, colors)
+        panel.set_yticks([position + 0.3 for position in range(len(runs))], list(runs))
+        panel.invert_yaxis()
+        panel.set(xlabel="tokens per second, times legacy transformers 4.35.2 in the same run", title=processor)
 
     windows: dict[tuple, list[Row]] = {}
     for (where, _), run in latest("sliding_window.csv").items():
