@@ -267,15 +267,19 @@ def by_machine(name: str, table: Callable[[dict[str, dict[str, Row]]], str]) -> 
         here = {workload: run for (place, workload), run in runs.items() if place == where}
         if not (lines := table(here)):
             continue
-        rows = [row for run in here.values() for row in run.values()]
-        dates = sorted({row["date"] for row in rows})
-        versions = sorted({row["torch"] for row in rows if row.get("torch")})
-        processor, threads, dtype = where
-        hardware = [processor, *([f"{threads} threads"] if threads else []), *([dtype] if dtype else [])]
-        software = [f"torch {' and '.join(versions)}"] if versions else []
-        when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
-        parts.append(f"\n{', '.join([*hardware, *software, when])}:\n\n{lines}")
+        parts.append(f"\n{conditions(where, here)}:\n\n{lines}")
     return "".join(parts) or "\nNothing measured yet.\n"
+
+
+def conditions(where: tuple, runs: dict[str, dict[str, Row]]) -> str:
+    """What a machine's runs were measured on, with what, and when."""
+    rows = [row for run in runs.values() for row in run.values()]
+    dates = sorted({row["date"] for row in rows})
+    versions = sorted({row["torch"] for row in rows if row.get("torch")})
+    processor, threads, dtype = where
+    hardware = [processor, *([f"{threads} threads"] if threads else []), *([dtype] if dtype else [])]
+    software = [f"torch {' and '.join(versions)}"] if versions else []
+    return ", ".join([*hardware, *software, " to ".join(dict.fromkeys((dates[0], dates[-1])))])
 
 
 def number(text: str | float | None) -> str:
@@ -421,18 +425,29 @@ def tokenizer_table(runs: dict[str, dict[str, Row]]) -> str:
 
 
 def short_table() -> str:
-    """For the front page: the workloads that legacy transformers ran beside, and the sliding window."""
+    """For the front page: a column for each machine, of workloads that legacy transformers ran beside, or a GPU's."""
+    machines: dict[tuple, dict[str, dict[str, Row]]] = {}
+    for (where, _), run in latest("model.csv").items():
+        ours = run.get("ours") or fastest(run)
+        if "legacy" in run or not ours.get("threads"):
+            machines.setdefault(where, {})[what(ours)] = run
+    if not machines:
+        return "\nNothing measured yet.\n"
+    workloads = dict.fromkeys(workload for runs in machines.values() for workload in runs)
+    lines = [[workload, *(beside_others(runs.get(workload)) for runs in machines.values())] for workload in workloads]
+    return f"\n{markdown(['tokens per second', *(conditions(*each) for each in machines.items())], lines)}"
 
-    def table(runs: dict[str, dict[str, Row]]) -> str:
-        lines = []
-        for run in runs.values():
-            ours = run.get("ours") or fastest(run)
-            if "legacy" in run or not ours.get("threads"):
-                ratio = times(ours["times_legacy_p50"])
-                lines.append([what(ours), rate(ours), rate(run.get("legacy")), rate(run.get("gpt2")), ratio])
-        return markdown(["tokens per second", "ours", "legacy", "GPT-2 of the same size", "times legacy"], lines)
 
-    return by_machine("model.csv", table)
+def beside_others(run: dict[str, Row] | None) -> str:
+    """Our speed, and how many times that of the others which ran."""
+    if run is None:
+        return ""
+    ours = run.get("ours") or fastest(run)
+    ratios = [f"{times(ours['times_legacy_p50'])} legacy"] if "legacy" in run else []
+    if "gpt2" in run:
+        ratio = float(ours["tokens_per_second_p50"]) / float(run["gpt2"]["tokens_per_second_p50"])
+        ratios.append(f"{ratio:.3g}× GPT-2")
+    return rate(ours) + (f" ({', '.join(ratios)})" if ratios else "")
 
 
 TABLES: dict[str, Callable[[], str]] = {
