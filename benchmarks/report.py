@@ -261,14 +261,18 @@ def markdown(headers: list[str], lines: list[list[str]]) -> str:
 
 def by_machine(name: str, table: Callable[[dict[str, dict[str, Row]]], str]) -> str:
     """One table for each machine, with what it is and when it was measured."""
-    parts = []
-    runs = latest(name)
-    for where in dict.fromkeys(key[0] for key in runs):
-        here = {workload: run for (place, workload), run in runs.items() if place == where}
-        if not (lines := table(here)):
-            continue
-        parts.append(f"\n{conditions(where, here)}:\n\n{lines}")
+    tables = ((where, runs, table(runs)) for where, runs in machines_of(name).items())
+    parts = [f"\n{conditions(where, runs)}:\n\n{lines}" for where, runs, lines in tables if lines]
     return "".join(parts) or "\nNothing measured yet.\n"
+
+
+def machines_of(name: str, counts: Callable[[dict[str, Row]], bool] = bool) -> dict[tuple, dict[str, dict[str, Row]]]:
+    """{machine: {workload: {contender: row}}} of the last runs that count."""
+    machines: dict[tuple, dict[str, dict[str, Row]]] = {}
+    for (where, workload), run in latest(name).items():
+        if counts(run):
+            machines.setdefault(where, {})[workload] = run
+    return machines
 
 
 def conditions(where: tuple, runs: dict[str, dict[str, Row]]) -> str:
@@ -290,12 +294,17 @@ def number(text: str | float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def times(text: str | None) -> str:
+def times(text: str | float | None) -> str:
     return f"{float(text):.3g}×" if text else ""
 
 
 def rate(row: Row | None) -> str:
     return number(row["tokens_per_second_p50"]) if row else ""
+
+
+def ours_of(run: dict[str, Row]) -> Row:
+    """The default, where it ran."""
+    return run.get("ours") or fastest(run)
 
 
 def fastest(run: dict[str, Row]) -> Row:
@@ -314,7 +323,7 @@ def what(row: Row) -> str:
 def speed_table(runs: dict[str, dict[str, Row]]) -> str:
     lines = []
     for run in runs.values():
-        ours = run.get("ours") or fastest(run)
+        ours = ours_of(run)
         best = fastest(run)
         fast = "" if best is ours else f"{rate(best)} ({best['contender']})"
         spread = f"{number(ours['tokens_per_second_p20'])} – {number(ours['tokens_per_second_p80'])}"
@@ -426,15 +435,11 @@ def tokenizer_table(runs: dict[str, dict[str, Row]]) -> str:
 
 def short_table() -> str:
     """For the front page: a column for each machine, of workloads that legacy transformers ran beside, or a GPU's."""
-    machines: dict[tuple, dict[str, dict[str, Row]]] = {}
-    for (where, _), run in latest("model.csv").items():
-        ours = run.get("ours") or fastest(run)
-        if "legacy" in run or not ours.get("threads"):
-            machines.setdefault(where, {})[what(ours)] = run
+    machines = machines_of("model.csv", lambda run: "legacy" in run or not ours_of(run).get("threads"))
     if not machines:
         return "\nNothing measured yet.\n"
-    workloads = dict.fromkeys(workload for runs in machines.values() for workload in runs)
-    lines = [[workload, *(beside_others(runs.get(workload)) for runs in machines.values())] for workload in workloads]
+    titles = {name: what(ours_of(run)) for runs in machines.values() for name, run in runs.items()}
+    lines = [[title, *(beside_others(runs.get(name)) for runs in machines.values())] for name, title in titles.items()]
     return f"\n{markdown(['tokens per second', *(conditions(*each) for each in machines.items())], lines)}"
 
 
@@ -442,11 +447,11 @@ def beside_others(run: dict[str, Row] | None) -> str:
     """Our speed, and how many times that of the others which ran."""
     if run is None:
         return ""
-    ours = run.get("ours") or fastest(run)
+    ours = ours_of(run)
     ratios = [f"{times(ours['times_legacy_p50'])} legacy"] if "legacy" in run else []
     if "gpt2" in run:
         ratio = float(ours["tokens_per_second_p50"]) / float(run["gpt2"]["tokens_per_second_p50"])
-        ratios.append(f"{ratio:.3g}× GPT-2")
+        ratios.append(f"{times(ratio)} GPT-2")
     return rate(ours) + (f" ({', '.join(ratios)})" if ratios else "")
 
 
@@ -473,17 +478,14 @@ def plot_speed() -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    machines: dict[str, dict[str, dict[str, Row]]] = {}
-    for (where, name), run in latest("model.csv").items():
-        if "legacy" in run:
-            machines.setdefault(where[0], {})[name] = run
+    machines = machines_of("model.csv", lambda run: "legacy" in run)
     count = len(machines)
     shape = {"figsize": (6.5 * (count + 1), 6), "width_ratios": [*[4] * count, 3], "layout": "constrained"}
     figure, axes = plt.subplots(1, count + 1, squeeze=False, **shape)
     *speeds, right = axes[0]
     colors = {"ours": "C0", "gpt2": "C1", "floor": "C2", "legacy": "C7"}
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
-    for panel, (processor, runs) in zip(speeds, machines.items(), strict=True):
+    for panel, (where, runs) in zip(speeds, machines.items(), strict=True):
         for position, run in enumerate(runs.values()):
             for offset, (contender, color) in enumerate(colors.items()):
                 if contender in run:
@@ -493,7 +495,7 @@ def plot_speed() -> None:
         panel.legend(handles, colors)
         panel.set_yticks([position + 0.3 for position in range(len(runs))], list(runs))
         panel.invert_yaxis()
-        panel.set(xlabel="tokens per second, times legacy transformers 4.35.2 in the same run", title=processor)
+        panel.set(xlabel="tokens per second, times legacy transformers 4.35.2 in the same run", title=where[0])
 
     windows: dict[tuple, list[Row]] = {}
     for (where, _), run in latest("sliding_window.csv").items():

@@ -15,7 +15,7 @@ from txl_hf.linear_transfo_xl import _onednn_takes, product, project
 @pytest.fixture(autouse=True)
 def onednn(monkeypatch):
     """oneDNN's products, also on a CPU where they do not pay; how often they were taken."""
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+    if not linear._has_onednn():
         pytest.skip("this build of PyTorch has no product by oneDNN")
     taken = []
     monkeypatch.setattr(linear, "_onednn_is_faster", lambda: True)

@@ -16,8 +16,8 @@ from .linear_transfo_xl import add_products, products, products_are_single
 
 __all__ = ["attend_tile_by_tile"]
 
-# A tile of several heads: each operation wakes the other threads, so that it should be of some size, and the scores of
-# these many queries and the keys that they do not see are few. 16 MiB of scores, so that its memory has a limit.
+# Where a tile has several heads. Of more queries it would hold more keys that they do not see; of fewer, or of fewer
+# heads than these many scores allow, its operations would be too small for what it takes to wake the other threads.
 TILE_QUERIES, TILE_SCORES = 256, 1 << 22
 
 
@@ -56,10 +56,6 @@ class _Tile(NamedTuple):
     queries: slice
     keys: int
 
-    @property
-    def length(self) -> int:
-        return self.queries.stop - self.queries.start
-
 
 def _tiles(B: int, H: int, L: int, K: int, single: bool) -> Iterator[_Tile]:
     """The tiles of all scores; of some heads of a row, that of the last queries, and so of all keys, comes first."""
@@ -78,8 +74,7 @@ def _attend(content_query, position_query, key, value, rel_key, hidden, dropout,
     (B, H, L, Dh), K = content_query.shape, key.shape[2]
     # In memory it lies as the output projection reads it.
     attended = content_query.new_empty(B, L, H, Dh).transpose(1, 2)
-    for tile in _tiles(B, H, L, K, products_are_single(content_query)):
-        heads, b, queries, keys = tile
+    for heads, b, queries, keys in _tiles(B, H, L, K, products_are_single(content_query)):
         if keys == K:
             tile_key, tile_value = _rows_together(key[b, heads]), _rows_together(value[b, heads]).transpose(1, 2)
             distances = _rows_together(rel_key[heads])
@@ -132,14 +127,14 @@ class _TileByTile(torch.autograd.Function):
         grad_content_query, grad_position_query = (grad.new_empty(B, L, H, Dh).transpose(1, 2) for _ in range(2))
         grad_key, grad_value = (grad.new_empty(B, K, H, Dh).transpose(1, 2) for _ in range(2))
         # Sums over tiles in fp32, also where the tiles are in bf16.
-        wide = {"dtype": torch.promote_types(grad.dtype, torch.float32)}
-        grad_rel_key = grad.new_zeros(H, Dh, K, **wide)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        grad_rel_key = grad.new_zeros(H, Dh, K, dtype=wide)
         for tile, probabilities, kept in zip(_tiles(B, H, L, K, ctx.single), saved[::2], saved[1::2], strict=True):
             heads, b, queries, keys = tile
             if keys == K:
                 tile_key, tile_value = _rows_together(key[b, heads]).transpose(1, 2), _rows_together(value[b, heads])
                 distances = _rows_together(rel_key[heads]).transpose(1, 2)
-                of_key, of_value = (grad.new_zeros(len(tile_key), Dh, K, **wide) for _ in range(2))
+                of_key, of_value = (grad.new_zeros(len(tile_key), Dh, K, dtype=wide) for _ in range(2))
             grad_attended, dropped = grad[b, heads, queries].contiguous(), probabilities
             grad_probabilities = products(grad_attended, tile_value[:, :keys])
             if kept is not None:

@@ -35,11 +35,14 @@ __all__ = [
 FEW_ROWS = 128
 
 
+def _has_onednn() -> bool:
+    # The operator is what torch.compile calls for a linear layer; not every build of PyTorch has it.
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
 @functools.cache
 def _onednn_is_faster() -> bool:
-    # The operator is what torch.compile calls for a linear layer; not every build of PyTorch has it.
-    has_product = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    return has_product and torch.backends.cpu.get_cpu_capability() == "AVX512" and not is_by_intel()
+    return _has_onednn() and torch.backends.cpu.get_cpu_capability() == "AVX512" and not is_by_intel()
 
 
 @functools.cache
