@@ -380,3 +380,20 @@ def test_what_is_rounded_once_has_the_gradient_of_casts(used):
 def test_without_autocast_nothing_is_rounded():
     states = torch.ones(2, requires_grad=True)
     assert all(part is states for part in linear.rounded(states))
+
+
+@pytest.mark.parametrize(
+    ("amx", "avx512_bf16", "intel", "faster"),
+    [
+        (True, True, True, True),
+        (False, True, True, False),
+        (False, True, False, True),
+        (False, False, True, False),
+        (False, False, False, False),
+    ],
+)
+def test_where_a_cpu_multiplies_bf16_faster(monkeypatch, amx, avx512_bf16, intel, faster):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    monkeypatch.setattr(linear, "is_by_intel", lambda: intel)
+    assert linear.bf16_is_faster() is faster

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import platform
 import random
 import re
 import shutil
@@ -773,12 +774,35 @@ def test_a_cpu_trains_in_bf16_if_it_has_it(
     tmp_path, monkeypatch, capsys, recipe, corpus, by_hand, has_bf16, precision, rtol
 ):
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
+    monkeypatch.setattr(setup, "bf16_is_faster", lambda: has_bf16)
     train(recipe, "--data", corpus, "--output", tmp_path / "output")
     assert f"on 1 × cpu in {precision}: " in capsys.readouterr().err
     losses = read_log(tmp_path / "output")
     np.testing.assert_allclose(losses, by_hand[0], rtol=rtol)
     assert np.allclose(losses, by_hand[0], rtol=1e-4, atol=0) is not has_bf16
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is another")
+def test_a_large_tensor_gets_the_memory_of_the_one_before():
+    """In a process of its own: the setting is the whole process's."""
+    program = """
+import resource, torch
+from txl_hf.training.setup import keep_freed_memory
+
+def pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        torch.ones(2**24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(pages())
+keep_freed_memory()
+torch.ones(2**24)
+print(pages())
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    otherwise, kept = map(int, result.stdout.split())
+    assert kept < otherwise / 10
 
 
 def test_a_compiled_run_has_the_losses_of_another(tmp_path, corpus):

@@ -597,11 +597,14 @@ def _write_gradient(
         Its sum over the rows, (1, width), if wanted.
     """
     total = logits.new_zeros(1, logits.shape[1] if sums else 0, dtype=_wide_dtype(logits))
+    in_place = result.dtype == total.dtype
     for rows in _cached_rows(logits):
-        probs = (_wide(logits[rows]) - normalizer[rows, None]).exp_()
+        probs = torch.sub(_wide(logits[rows]), normalizer[rows, None], out=result[rows] if in_place else None).exp_()
         column, inside = _column(targets[rows], first, probs)
         probs.scatter_(1, column, probs.gather(1, column) - inside[:, None].to(probs.dtype))
-        result[rows] = probs.mul_(gradient[rows, None])
+        probs.mul_(gradient[rows, None])
+        if not in_place:
+            result[rows] = probs
         if sums:
             total += probs.sum(0)
     return total
