@@ -9,7 +9,7 @@ Letters: B batch, L segment, K = m + L keys (memory, then segment), D = `d_model
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -96,8 +96,12 @@ class KeptDistances:
             self.positions = self.positions[-length:].contiguous()
             self.rel_keys = {layer: keys[:, -length:].contiguous() for layer, keys in self.rel_keys.items()}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KeptDistances":
+        # Nothing writes to what has been projected, so that the texts that go on from one cache share it.
+        return replace(self, rel_keys=dict(self.rel_keys), weights=dict(self.weights))
+
     def __getstate__(self) -> dict[str, Any]:
-        # A cache is copied and pickled without the model's weights.
+        # A cache is pickled without the model's weights.
         return self.__dict__ | {"weights": {}}
 
 
