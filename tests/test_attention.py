@@ -313,16 +313,21 @@ def test_tiles_are_the_loop_over_i_and_j(shape, masked, window, tiles):
         torch.testing.assert_close(gradient, exact, atol=1e-12, rtol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
 
 
+# Several tiles of queries, the oldest of which has fewer than the others; and one.
+@pytest.mark.parametrize(("L", "m"), [(591, 400), (131, 1000)])
 @pytest.mark.parametrize("products", ["onednn", "mkl"])
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
-def test_large_tiles_agree_with_eager(products, masked, monkeypatch):
+def test_large_tiles_agree_with_eager(products, masked, L, m, monkeypatch):
     """The sizes at which the default takes them: with gradient and without, with oneDNN's products and MKL's."""
     if products == "onednn" and not linear_transfo_xl._has_onednn():
         pytest.skip("this build of PyTorch has no product by oneDNN")
     monkeypatch.setattr(linear_transfo_xl, "_onednn_is_faster", lambda: products == "onednn")
-    # Several tiles of queries, the oldest of which has fewer than the others.
-    tensors, key_mask = draw((2, 3, 591, 400, 41), masked=masked)
+    tensors, key_mask = draw((2, 3, L, m, 41), masked=masked)
     del tensors["rel_bias"]
+    for name in ("key", "value"):
+        # As the model has them, the heads of a token one behind the other.
+        together = tensors[name].detach().transpose(1, 2).contiguous()
+        tensors[name] = together.transpose(1, 2).requires_grad_()
     assert _fastest(AttentionInputs(**tensors, scaling=1.0)) == "txl_tiles"
     arguments, results = {"key_mask": key_mask, "window": 600 if masked else None}, {}
     for name in ("eager", "auto"):

@@ -783,7 +783,7 @@ def test_a_step_of_an_optimiser_projects_distances_anew(make_model, make_ids, fu
 
 @torch.no_grad()
 def test_distances_are_projected_once_for_many_calls(make_model, make_ids):
-    """For the texts that go on from copies of a cache, too; one that comes to need more does not take it from others."""
+    """For the texts that go on from copies of a cache, too; one that needs more leaves the others theirs."""
     model, calls = make_model(), []
     for layer in model.transformer.layers:
         layer.self_attn.r_proj.register_forward_hook(lambda *args: calls.append(args))

@@ -74,10 +74,13 @@ def _attend(content_query, position_query, key, value, rel_key, hidden, dropout,
     (B, H, L, Dh), K = content_query.shape, key.shape[2]
     # In memory it lies as the output projection reads it.
     attended = content_query.new_empty(B, L, H, Dh).transpose(1, 2)
-    for heads, b, queries, keys in _tiles(B, H, L, K, products_are_single(content_query)):
+    single = products_are_single(content_query)
+    for heads, b, queries, keys in _tiles(B, H, L, K, single):
         if keys == K:
-            tile_key, tile_value = _rows_together(key[b, heads]), _rows_together(value[b, heads]).transpose(1, 2)
-            distances = _rows_together(rel_key[heads])
+            tile_key, tile_value, distances = (
+                _to_be_read(states, L, single) for states in (key[b, heads], value[b, heads], rel_key[heads])
+            )
+            tile_value = tile_value.transpose(1, 2)
         by_distance = products(position_query[b, heads, queries], distances[:, K - keys :])
         scores = products(content_query[b, heads, queries], tile_key[:, :keys])
         scores += _shifted(by_distance)
@@ -95,9 +98,11 @@ def _attend(content_query, position_query, key, value, rel_key, hidden, dropout,
     return attended
 
 
-def _rows_together(states: Tensor) -> Tensor:
-    """States, (n, K, Dh), with the rows of a head one behind the other: a product reads them several times."""
-    return states if states[0].is_contiguous() else states.contiguous()
+def _to_be_read(states: Tensor, L: int, single: bool) -> Tensor:
+    """States, (n, K, Dh), as products read them: with the rows of a head one behind the other for oneDNN's, and for
+    others where several tiles read them. A tile that is alone with its heads takes more time to copy than to read."""
+    copied = (single or L > TILE_QUERIES) and not states[0].is_contiguous()
+    return states.contiguous() if copied else states
 
 
 def _shifted(by_distance: Tensor) -> Tensor:
@@ -132,8 +137,10 @@ class _TileByTile(torch.autograd.Function):
         for tile, probabilities, kept in zip(_tiles(B, H, L, K, ctx.single), saved[::2], saved[1::2], strict=True):
             heads, b, queries, keys = tile
             if keys == K:
-                tile_key, tile_value = _rows_together(key[b, heads]).transpose(1, 2), _rows_together(value[b, heads])
-                distances = _rows_together(rel_key[heads]).transpose(1, 2)
+                tile_key, tile_value, distances = (
+                    _to_be_read(states, L, ctx.single) for states in (key[b, heads], value[b, heads], rel_key[heads])
+                )
+                tile_key, distances = tile_key.transpose(1, 2), distances.transpose(1, 2)
                 of_key, of_value = (grad.new_zeros(len(tile_key), Dh, K, dtype=wide) for _ in range(2))
             grad_attended, dropped = grad[b, heads, queries].contiguous(), probabilities
             grad_probabilities = products(grad_attended, tile_value[:, :keys])
