@@ -2,10 +2,10 @@
 
     python benchmarks/tokenizer.py --text wiki.test.tokens --peer-python OTHER_ENVIRONMENT/bin/python
 
-WikiText's tokens are joined to prose, a vocabulary is counted on it, and both tokenizers encode it line by line. Ours
-runs in this process, the legacy one (transformers < 4.36 with sacremoses) in the interpreter that `--peer-python`
-names. Processor time is measured, which other programs on the machine disturb least. The row in
-`results/tokenizer.csv` is written only when both give the same ids.
+WikiText's tokens are joined to prose, a vocabulary is counted on it, and both tokenizers encode it: called with its
+lines, and as a file, by `encode_file`. Ours runs in this process, the legacy one (transformers < 4.36 with sacremoses)
+in the interpreter that `--peer-python` names. Processor time is measured, which other programs on the machine disturb
+least. The rows in `results/tokenizer.csv` are written only when both give the same ids.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import harness
@@ -40,31 +41,31 @@ def prose(line: str) -> str:
     return line.strip()
 
 
-def measure(tokenizer, encode, lines: list[str], repeats: int) -> dict:
-    """Processor seconds of each repeat of `encode(lines)`, the number of ids and their hash."""
-    seconds = []
-    for _ in range(repeats):
-        start = time.process_time()
-        ids = encode(lines)
-        seconds.append(time.process_time() - start)
-    import tokenizers
+def measure(encoders: dict[str, Callable[[], list]], repeats: int) -> dict[str, dict]:
+    """For each way to encode: processor seconds of each repeat, the number of ids and their hash."""
+    found = {}
+    for way, encode in encoders.items():
+        seconds = []
+        for _ in range(repeats):
+            start = time.process_time()
+            ids = encode()
+            seconds.append(time.process_time() - start)
+        flat = [each for line in ids for each in line] if isinstance(ids[0], list) else ids
+        hashed = hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+        found[way] = {"seconds": seconds, "tokens": len(flat), "hash": hashed}
+    return found
+
+
+def measure_peer(vocab_file: str, text: str, repeats: int) -> dict:
     import transformers
 
-    return {
-        "transformers": transformers.__version__,
-        "tokenizers": tokenizers.__version__,
-        "class": type(tokenizer).__name__,
-        "seconds": seconds,
-        "tokens": sum(map(len, ids)),
-        "hash": hashlib.sha256(json.dumps(ids).encode()).hexdigest(),
+    tokenizer = transformers.TransfoXLTokenizer(vocab_file=vocab_file)
+    lines = Path(text).read_text(encoding="utf-8").split("\n")
+    encoders = {
+        "lines": lambda: [tokenizer(line)["input_ids"] for line in lines],
+        "file": lambda: tokenizer.encode_file(text).tolist(),
     }
-
-
-def measure_peer(vocab_file: str, lines: list[str], repeats: int) -> dict:
-    from transformers import TransfoXLTokenizer
-
-    tokenizer = TransfoXLTokenizer(vocab_file=vocab_file)
-    return measure(tokenizer, lambda lines: [tokenizer(line)["input_ids"] for line in lines], lines, repeats)
+    return {"transformers": transformers.__version__, **measure(encoders, repeats)}
 
 
 def percentiles(seconds: list[float]) -> list[float]:
@@ -80,53 +81,64 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=harness.RESULTS / "tokenizer.csv", help="a row is appended to it"
     )
-    parser.add_argument("--peer", nargs=3, metavar=("VOCABULARY", "LINES", "REPEATS"), help=argparse.SUPPRESS)
+    parser.add_argument("--peer", nargs=3, metavar=("VOCABULARY", "TEXT", "REPEATS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.peer:
-        vocab_file, lines_file, repeats = arguments.peer
-        print(json.dumps(measure_peer(vocab_file, json.loads(Path(lines_file).read_text()), int(repeats))))
+        vocab_file, text, repeats = arguments.peer
+        print(json.dumps(measure_peer(vocab_file, text, int(repeats))))
         return
     if not arguments.peer_python:
         parser.error("--peer-python is needed: a speed is told only beside the legacy tokenizer's in the same run.")
+
+    import tokenizers
+    import transformers
 
     from txl_hf.tokenization_transfo_xl import TransfoXLTokenizer
 
     lines = [prose(line) for line in arguments.text.read_text(encoding="utf-8").split("\n") if line.strip()]
     with tempfile.TemporaryDirectory() as folder:
         TransfoXLTokenizer.train_from_iterator(lines, mode="moses").save_vocabulary(folder)
-        vocab_file, lines_file = f"{folder}/vocab.txt", f"{folder}/lines.json"
-        Path(lines_file).write_text(json.dumps(lines))
+        vocab_file, text = f"{folder}/vocab.txt", f"{folder}/prose.txt"
+        Path(text).write_text("\n".join(lines), encoding="utf-8")
         tokenizer = TransfoXLTokenizer(vocab_file=vocab_file)
+        encoders = {
+            "lines": lambda: tokenizer(lines)["input_ids"],
+            "file": lambda: tokenizer.encode_file(text, add_eos=False).tolist(),
+        }
         repeats = str(max(arguments.repeats // 3, 1))
-        command = [arguments.peer_python, __file__, "--peer", vocab_file, lines_file, repeats]
+        command = [arguments.peer_python, __file__, "--peer", vocab_file, text, repeats]
         half = arguments.repeats - arguments.repeats // 2
-        ours = measure(tokenizer, lambda lines: tokenizer(lines)["input_ids"], lines, half)
+        before = measure(encoders, half)
         peer = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
-        ours["seconds"] += measure(tokenizer, lambda lines: tokenizer(lines)["input_ids"], lines, half)["seconds"]
-    if ours["hash"] != peer["hash"]:
-        sys.exit(f"no row: the ids differ ({ours['tokens']} of ours, {peer['tokens']} of the legacy tokenizer)")
-
-    ours_seconds, peer_seconds = percentiles(ours["seconds"]), percentiles(peer["seconds"])
-    row = {
+        after = measure(encoders, half)
+    common = {
         "date": datetime.date.today().isoformat(),
         "commit": harness.commit(),
         "text": arguments.text.name,
-        "tokens": ours["tokens"],
         "threads": 1,
         "processor": harness.processor(),
         "python": platform.python_version(),
-        "transformers": ours["transformers"],
-        "tokenizers": ours["tokenizers"],
+        "transformers": transformers.__version__,
+        "tokenizers": tokenizers.__version__,
         "peer_transformers": peer["transformers"],
     }
-    for name, seconds in (("", ours_seconds), ("peer_", peer_seconds)):
-        row |= {f"{name}seconds_p{p}": f"{s:.3f}" for p, s in zip((20, 50, 80), seconds, strict=True)}
-        row[f"{name}tokens_per_second"] = round(ours["tokens"] / seconds[1])
-    row["times_peer"] = f"{peer_seconds[1] / ours_seconds[1]:.1f}"
-    harness.append(arguments.output, [row])
-    print(
-        f"{row['tokens_per_second']:,} tokens/s, legacy {row['peer_tokens_per_second']:,}: {row['times_peer']} times"
-    )
+    rows = []
+    for way, ours in before.items():
+        if ours["hash"] != peer[way]["hash"]:
+            theirs = peer[way]["tokens"]
+            sys.exit(f"no row: the ids of {way} differ ({ours['tokens']} of ours, {theirs} of the legacy tokenizer)")
+        row = {**common, "way": way, "tokens": ours["tokens"]}
+        middle = []
+        for name, seconds in (("", ours["seconds"] + after[way]["seconds"]), ("peer_", peer[way]["seconds"])):
+            quantiles = percentiles(seconds)
+            row |= {f"{name}seconds_p{p}": f"{s:.3f}" for p, s in zip((20, 50, 80), quantiles, strict=True)}
+            row[f"{name}tokens_per_second"] = round(ours["tokens"] / quantiles[1])
+            middle.append(quantiles[1])
+        row["times_peer"] = f"{middle[1] / middle[0]:.1f}"
+        rows.append(row)
+        pace = f"{row['tokens_per_second']:,} tokens/s, legacy {row['peer_tokens_per_second']:,}"
+        print(f"{way}: {pace}: {row['times_peer']} times")
+    harness.append(arguments.output, rows)
 
 
 if __name__ == "__main__":
