@@ -63,7 +63,7 @@ def measure_peer(vocab_file: str, text: str, repeats: int) -> dict:
     lines = Path(text).read_text(encoding="utf-8").split("\n")
     encoders = {
         "lines": lambda: [tokenizer(line)["input_ids"] for line in lines],
-        "file": lambda: tokenizer.encode_file(text).tolist(),
+        "file": lambda: tokenizer.encode_file(text, ordered=True).tolist(),
     }
     return {"transformers": transformers.__version__, **measure(encoders, repeats)}
 
