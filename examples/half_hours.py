@@ -483,7 +483,7 @@ def page(rows: list[dict[str, str]]) -> str:
         chosen = [row for row in rows if row["text"] == text]
         read = chosen[0].get("test_tokens")
         scored = f"the test text, {int(read):,} tokens" if read else "the test text"
-        parts += [f"## {text}", f"{TEXTS[text].measure} of {scored}; {about(chosen[0])}.", table(chosen)]
+        parts += [f"## {text}", f"{TEXTS[text].measure} of {scored}; {about(chosen)}.", table(chosen)]
         parts.append("\n".join(["```bash", *dict.fromkeys(commands(chosen)), "```"]))
     return "\n\n".join(parts) + "\n"
 
@@ -509,9 +509,18 @@ def table(rows: list[dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def about(row: dict[str, str]) -> str:
-    threads = f"read by {row['threads']} thread{'' if row['threads'] == '1' else 's'}"
-    return f"{row['processor']}, {threads}, torch {row['torch']}, {row['date']}, commit {row['commit']}"
+def about(rows: list[dict[str, str]]) -> str:
+    """Of one text: where it was trained and read; for each contender, where that was not the same."""
+    places: dict[str, list[str]] = {}
+    for row in rows:
+        threads = f"read by {row['threads']} thread{'' if row['threads'] == '1' else 's'}"
+        place = f"{row['processor']}, {threads}, torch {row['torch']}, {row['date']}, commit {row['commit']}"
+        if row["contender"] not in places.setdefault(place, []):
+            places[place].append(row["contender"])
+    if len(places) == 1:
+        return next(iter(places))
+    apart = "; ".join(f"{' and '.join(names)}: {place}" for place, names in places.items())
+    return f"{apart}. Seconds of different machines do not compare"
 
 
 def commands(rows: list[dict[str, str]]) -> list[str]:
