@@ -791,7 +791,7 @@ from txl_hf.training.setup import keep_freed_memory
 
 def pages():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(8):
+    for _ in range(32):
         torch.ones(2**24)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
@@ -802,7 +802,7 @@ print(pages())
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     otherwise, kept = map(int, result.stdout.split())
     # The first is new, and a small one may take the place of a freed one.
-    assert kept < otherwise / 2
+    assert kept < otherwise / 10
 
 
 def test_a_compiled_run_has_the_losses_of_another(tmp_path, corpus):

@@ -213,7 +213,7 @@ def main():
         f"  {together.mean():.4f} read together; no document differs by more than {(together - alone).abs().max():.0e}"
     )
     difference = (leaking - together).abs().max()
-    print(f"  {leaking.mean():.4f} read together without resets, up to {difference:.0e} off")
+    print(f"  {leaking.mean():.4f} read together without resets, up to {difference:.1e} off")
     speeds = compare(model, documents, segment_length, arguments.batch_size, arguments.rounds)
     print(f"Tokens a second of training: {speeds['packed']:.0f} packed, {speeds['padded']:.0f} padded")
     if arguments.row is not None:
