@@ -19,9 +19,10 @@ warm-up, and scores the test text alone.
 
     python examples/half_hours.py --texts texts --share 0.2 --output examples/results/shares --work build/shares
 
-A run that was stopped goes on where it was, and what is done is not done again: the same command. What was begun with
-other options than those of today is refused. Models are kept in `--work`, results in `--output`: `rows.csv`, with the
-commit and the command of each run, and the page `README.md`.
+A run that was stopped goes on where it was, and what is done is not done again, whatever machine did it: the same
+command. To do it again on this one, name another --output. What was begun with other options than those of today is
+refused. Models are kept in `--work`, results in `--output`: `rows.csv`, with the commit and the command of each run,
+and the page `README.md`.
 """
 
 import argparse
@@ -205,6 +206,11 @@ class Run:
     def data(self) -> Path:
         return self.work / "data" / self.text
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What it is called in `rows.csv`."""
+        return self.text, self.contender.name, str(self.seed)
+
     def training(self, output: Path, *more: str) -> list[str]:
         """The options of `txl-train`."""
         recipe = ROOT / "examples" / "recipes" / f"{self.contender.recipe}.yaml"
@@ -231,9 +237,11 @@ def main(argv: list[str] | None = None):
             for contender in TEXTS[text].contenders
             if contender.name in options.contenders
         ]
-        done = {key(row) for row in harness.read(options.output / "rows.csv")}
-        left = [run for run in runs if (run.text, run.contender.name, str(run.seed)) not in done]
-        print(f"{len(runs) - len(left)} of {len(runs)} runs are done", flush=True)
+        done = {key(row): row for row in harness.read(options.output / "rows.csv")}
+        left = [run for run in runs if run.key not in done]
+        print(f"{len(runs) - len(left)} of {len(runs)} runs are done in {options.output}", flush=True)
+        for row in (done[run.key] for run in runs if run.key in done):
+            print(f"  {', '.join(key(row))}: {row['date']}, {row['processor']}", flush=True)
         for run in left:
             prepare(run, options.texts)
             time_steps(run, options.contenders)

@@ -255,5 +255,7 @@ def test_in_miniature(tmp_path, capfd):
     assert [row["kind"] for row in rows] == [*half_hours.KINDS] * 2
     capfd.readouterr()
     half_hours.main(command)
-    assert "2 of 2 runs are done" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert f"2 of 2 runs are done in {tmp_path}" in said
+    assert f"  ptb, recipe, 0: {rows[-1]['date']}, {rows[-1]['processor']}" in said
     assert half_hours.harness.read(tmp_path / "rows.csv") == rows
