@@ -34,11 +34,18 @@ ZIPF_EXPONENT, ZIPF_SHIFT = 1.2, 2.7
 
 
 def processor() -> str:
+    """The processor's name with its family and model: virtual machines call all generations `AMD EPYC`, or
+    `Intel(R) Xeon(R) Processor`, of which one is twice as fast as another."""
+    found = {}
     if Path("/proc/cpuinfo").exists():
-        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if names:
-            return names[0]
-    return platform.processor() or platform.machine()
+        pairs = re.findall(
+            r"^(model name|cpu family|model)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
+        found = dict(pairs)
+    name = found.get("model name") or platform.processor() or platform.machine()
+    if {"cpu family", "model"} <= found.keys():
+        name += f" (family {found['cpu family']}, model {found['model']})"
+    return name
 
 
 @functools.cache

@@ -314,7 +314,7 @@ def test_tiles_are_the_loop_over_i_and_j(shape, masked, window, tiles):
 
 
 # Several tiles of queries, the oldest of which has fewer than the others; and one.
-@pytest.mark.parametrize(("L", "m"), [(591, 400), (131, 1000)])
+@pytest.mark.parametrize(("L", "m"), [(591, 400), (131, 1000), (131, 2000)])
 @pytest.mark.parametrize("products", ["onednn", "mkl"])
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
 def test_large_tiles_agree_with_eager(products, masked, L, m, monkeypatch):
@@ -323,6 +323,8 @@ def test_large_tiles_agree_with_eager(products, masked, L, m, monkeypatch):
         pytest.skip("this build of PyTorch has no product by oneDNN")
     monkeypatch.setattr(linear_transfo_xl, "_onednn_is_faster", lambda: products == "onednn")
     tensors, key_mask = draw((2, 3, L, m, 41), masked=masked)
+    one_head_at_a_time = attention_transfo_xl_cpu._is_single(tensors["query"], tensors["key"])
+    assert one_head_at_a_time == (products == "onednn" and L * (m + L) > 1 << 18)
     del tensors["rel_bias"]
     for name in ("key", "value"):
         # As the model has them, the heads of a token one behind the other.

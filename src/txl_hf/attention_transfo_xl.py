@@ -236,7 +236,7 @@ def _fastest(inputs: AttentionInputs) -> str:
     mapped = torch._C._functorch.is_batchedtensor(query)
     trained = mapped or _needs_gradient(query) or inputs.dropout > 0
     # Small tiles are done sooner all at once.
-    large = query.shape[2] * inputs.key.shape[2] >= 1 << 17
+    large = query.shape[2] * inputs.key.shape[2] >= 1 << 14
     if large and _why_not_tiled(inputs) is None and _tiles_pay(query.dtype, trained):
         return "txl_tiles"
     # With a mask that needs a gradient, PyTorch has no fused path on CPU, and its plain one is slower than ours.

@@ -19,6 +19,8 @@ __all__ = ["attend_tile_by_tile"]
 # Where a tile has several heads. Of more queries it would hold more keys that they do not see; of fewer, or of fewer
 # heads than these many scores allow, its operations would be too small for what it takes to wake the other threads.
 TILE_QUERIES, TILE_SCORES = 256, 1 << 22
+# With fewer scores a head, oneDNN's products, of one head at a time, take most of their time to be set up.
+SINGLE_SCORES = 1 << 18
 
 
 def attend_tile_by_tile(
@@ -57,6 +59,11 @@ class _Tile(NamedTuple):
     keys: int
 
 
+def _is_single(content_query: Tensor, key: Tensor) -> bool:
+    """Whether a tile is of one head, with all its queries."""
+    return content_query.shape[2] * key.shape[2] >= SINGLE_SCORES and products_are_single(content_query)
+
+
 def _tiles(B: int, H: int, L: int, K: int, single: bool) -> Iterator[_Tile]:
     """The tiles of all scores; of some heads of a row, that of the last queries, and so of all keys, comes first."""
     # oneDNN multiplies two matrices, with threads of its own.
@@ -74,7 +81,7 @@ def _attend(content_query, position_query, key, value, rel_key, hidden, dropout,
     (B, H, L, Dh), K = content_query.shape, key.shape[2]
     # In memory it lies as the output projection reads it.
     attended = content_query.new_empty(B, L, H, Dh).transpose(1, 2)
-    single = products_are_single(content_query)
+    single = _is_single(content_query, key)
     for heads, b, queries, keys in _tiles(B, H, L, K, single):
         if keys == K:
             tile_key, tile_value, distances = (
@@ -120,7 +127,7 @@ class _TileByTile(torch.autograd.Function):
         attended = _attend(*inputs, hidden, dropout, saved)
         ctx.save_for_backward(*inputs, *saved)
         ctx.dropout = dropout
-        ctx.single = products_are_single(content_query)
+        ctx.single = _is_single(content_query, key)
         return attended
 
     @staticmethod
