@@ -397,3 +397,18 @@ def test_where_a_cpu_multiplies_bf16_faster(monkeypatch, amx, avx512_bf16, intel
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
     monkeypatch.setattr(linear, "is_by_intel", lambda: intel)
     assert linear.bf16_is_faster() is faster
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "single"),
+    [("AuthenticAMD", 25, False), ("AuthenticAMD", 26, True), ("GenuineIntel", 25, True)],
+)
+def test_one_pair_of_matrices_at_a_time_where_onednn_is_much_faster(monkeypatch, vendor, family, single):
+    description = (
+        f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\nmodel name\t: AMD EPYC"
+    )
+    monkeypatch.setattr(linear, "_cpu", lambda: description)
+    linear._takes_two_turns.cache_clear()
+    assert linear.products_are_single(torch.ones(2, 3)) is single
+    assert not linear.products_are_single(torch.ones(2, 3, dtype=torch.bfloat16))
+    linear._takes_two_turns.cache_clear()
