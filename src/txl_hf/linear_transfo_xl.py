@@ -166,7 +166,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def products_are_single(states: Tensor) -> bool:
     """Whether `products` of such states, (…), are faster of one pair of matrices at a time: oneDNN's operator takes no
-    more, and has to be so much faster than MKL."""
+    more, and makes up for that where MKL has half its speed."""
     return _onednn_takes(states) and not _takes_two_turns()
 
 
