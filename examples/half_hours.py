@@ -6,10 +6,10 @@
 
 --texts holds the folders `wikitext-2`, `ptb` and `wikipedia-long`, with the files that `txl-prepare` reads, and
 `warandpeace` with `warandpeace.txt`. Before a text is begun, steps of its first contender and of those that are to run
-are timed, each in a process of its own, in turn; the machine should then have nothing else to do. The first contender
-trains for the steps of its recipe, the others for as many as take the same seconds (in `warandpeace` for the steps of
-theirs). Seconds are of training alone, without validation and checkpoints. Once the steps are known it does not matter
-how fast they are done: several runs can go on at once (`--jobs`).
+are timed, each in a process of its own, in turn, and the fastest turn of each counts; the machine should then have
+nothing else to do. The first contender trains for the steps of its recipe, the others for as many as take the same
+seconds (in `warandpeace` for the steps of theirs). Seconds are of training alone, without validation and checkpoints.
+Once the steps are known it does not matter how fast they are done: several runs can go on at once (`--jobs`).
 
 A model then scores the test text alone, with dynamic evaluation, with a continuous cache and with both, in one stream;
 `tune_lm.py` chooses their settings on the validation text. One of `warandpeace` scores it alone.
@@ -63,8 +63,9 @@ Written by `examples/half_hours.py`, which says how, from `rows.csv`. Seconds of
 took with all threads and nothing else running: half an hour where the first recipes were made, more on a slower
 machine."""
 KINDS = ("static", "dynamic", "cache", "both")
-# How often it is a contender's turn to be timed, and by how many steps; the first ones are slower.
-TURNS, TIMED, UNTIMED = 3, 40, 5
+# How often it is a contender's turn to be timed, and by how many steps; the first ones are slower. The fastest turn
+# counts: a virtual machine's neighbours only slow a step down, and may do so in most of one contender's turns.
+TURNS, TIMED, UNTIMED = 5, 30, 5
 TUNED = "tuned.json"
 # Options of a run that its figures do not depend on, or that its folder is named after.
 PLACES = {"data", "output", "seed", "resume", "overwrite"}
@@ -382,7 +383,11 @@ def time_steps(run: Run, names: list[str]):
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 turns[each.name].append(process.submit(seconds_of_step, replace(run, contender=each)).result())
         found = {
-            each.name: {"seconds": statistics.median(turns[each.name]), "options": timing_options(run, each)}
+            each.name: {
+                "seconds": min(turns[each.name]),
+                "turns": turns[each.name],
+                "options": timing_options(run, each),
+            }
             for each in contenders
         }
         write_text(measured, json.dumps(found, indent=1) + "\n")
