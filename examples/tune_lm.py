@@ -38,8 +38,8 @@ from txl_hf.files import whole_file, write_text
 from txl_hf.scoring import (
     check_protocol,
     check_vocabulary,
-    default_device,
     describe,
+    find_device,
     find_document_end,
     load_config,
     protocols,
@@ -96,7 +96,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name} does nothing without --{needed}: give both or neither")
     for name, values in DEFAULTS.items():
         setattr(options, name, getattr(options, name) or values)
-    options.split, options.device, options.sliding_window = "validation", options.device or default_device(), []
+    options.split, options.device, options.sliding_window = "validation", find_device(options.device), []
     return options
 
 

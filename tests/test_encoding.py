@@ -15,6 +15,7 @@ from txl_hf.encoding import (
     ends_lines,
     fill_special_tokens,
     find_tokenizer,
+    reads_streams,
 )
 
 
@@ -47,6 +48,34 @@ def test_a_stream_of_bytes_has_no_line_feeds_and_no_special_tokens():
     assert encode_bytes(numbers, b"a\n a").tolist() == [2, 1, 2]
     with pytest.raises(ValueError, match="byte 98 is not in the vocabulary of 3 .*--corpus text --mode bytes"):
         encode_bytes(numbers, b"ab")
+
+
+@pytest.mark.parametrize(
+    ("alphabet", "lower_case", "text"),
+    [
+        ("ab_", False, "a b_a"),
+        ("ab _", False, "a b_a"),
+        ("ab_ ", False, "a b_a"),
+        ("ab ", True, "A bA"),
+        ("ab_", True, "A b_A"),
+    ],
+)
+def test_a_stream_has_the_ids_of_the_tokenizer(alphabet, lower_case, text):
+    """A space is `_` in the vocabulary of text8, which has no other, and letters are lower-cased where it says so."""
+    tokenizer = TransfoXLTokenizer.from_symbols(list(alphabet), mode="characters", lower_case=lower_case)
+    assert reads_streams(tokenizer)
+    assert encode_bytes(tokenizer, text.encode()).tolist() == tokenizer(text)["input_ids"]
+    # Where "_" was in the text that the vocabulary is of, it is no space.
+    counted = TransfoXLTokenizer.train_from_iterator(["ab_"], mode="characters")
+    assert encode_bytes(counted, b"a_b").tolist() == counted("a_b")["input_ids"]
+    with pytest.raises(ValueError, match="byte 32 is not in the vocabulary"):
+        encode_bytes(counted, b"a b")
+
+
+def test_a_stream_of_lower_cased_bytes_is_read_by_letters():
+    tokenizer = TransfoXLTokenizer.from_symbols([str(i) for i in range(256) if i != 10], mode="bytes", lower_case=True)
+    assert not reads_streams(tokenizer)
+    assert tokenizer.decode(encode_text(tokenizer, "AÉ\nb")) == "aéb"
 
 
 @pytest.mark.parametrize("mode", ["whitespace", "characters"])

@@ -11,7 +11,7 @@ import symusic
 from datasets import DatasetDict
 
 from midi_files import write_folder, write_piece
-from txl_hf import evaluate, prepare
+from txl_hf import TransfoXLConfig, evaluate, prepare
 from txl_hf.midi import load_midi_tokenizer, make_midi_tokenizer, read_score, transpose
 from txl_hf.training import command
 
@@ -376,3 +376,6 @@ def test_compound_tokens_are_not_for_txl_train(tmp_path):
     folders = ["--data", str(tmp_path / "output"), "--output", str(tmp_path / "run")]
     with pytest.raises(SystemExit, match="compound tokens, which examples/music/compound.py trains on"):
         command.main([str(tmp_path / "recipe.yaml"), *folders])
+    TransfoXLConfig(vocab_size=400, cutoffs=[], div_val=1).save_pretrained(tmp_path / "model")
+    with pytest.raises(SystemExit, match="compound tokens, which are no one text: see examples/music/compound.py"):
+        evaluate.main(["--model", str(tmp_path / "model"), "--data", str(tmp_path / "output")])

@@ -427,6 +427,29 @@ def test_auto_tokenizer_loads_a_legacy_folder():
     assert isinstance(AutoTokenizer.from_pretrained(GOLDENS / "cased"), TransfoXLTokenizer)
 
 
+@pytest.mark.parametrize("mode", ["whitespace", "lm1b"])
+def test_words_are_counted_where_they_are_cut(mode):
+    """Python's white space, at which the originals split, has four characters that Unicode's has not."""
+    words = [
+        f"{letter}{separator}" for letter, separator in zip("abcdefgh", " \x1c\x1d\x1e\x1f\x85\u2028\t", strict=True)
+    ]
+    tokenizer = TransfoXLTokenizer.train_from_iterator(["".join(words)], mode=mode)
+    found = tokenizer.tokenize("".join(words))
+    assert found == list("abcdefgh") and set(found) <= set(tokenizer.symbols)
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode_lines(["".join(words)], add_eos=False)) == found
+
+
+@pytest.mark.parametrize("mode", ["whitespace", "moses", "characters", "bytes"])
+def test_a_file_is_read_as_txl_prepare_reads_it(tmp_path, mode):
+    """Without a byte-order mark, and its lines may end in a carriage return; bytes are all there."""
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"\xef\xbb\xbfab\r\ncd\re\n")
+    lines = ["\ufeffab\r\n", "cd\re\n"] if mode == "bytes" else ["ab\n", "cd\n", "e\n"]
+    tokenizer = TransfoXLTokenizer.train_from_iterator(lines, mode=mode)
+    assert tokenizer.encode_file(path).tolist() == tokenizer.encode_lines(lines).tolist()
+    assert tokenizer.unk_token_id is None or tokenizer.unk_token_id not in tokenizer.encode_file(path)
+
+
 # ---- the originals' vocabularies ------------------------------------------------------------------------------------
 
 

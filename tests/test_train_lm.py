@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from host_reads import count_host_reads
 from scripts import run_script
 from train_lm_process import run
-from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, evaluate_language_model
+from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model
 from txl_hf.checkpoints import last_checkpoint
 from txl_hf.memory_transfo_xl import memory_of
 from txl_hf.training import command, loop, setup
@@ -358,6 +358,21 @@ def test_fine_tuning(tmp_path, recipe, corpus):
     assert models[1].config.mem_len == 20 and models[1].config.dropout == 0.3
     for left, right in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert left.equal(right)
+
+
+def test_half_losses_read_again_as_much_as_the_checkpoints_segments_have(tmp_path, recipe, corpus):
+    train(recipe, "--data", corpus, "--output", tmp_path / "first")
+    short = tmp_path / "short.yaml"
+    short.write_text("max_steps: 3\nlog_every: 1\nloss: half\n")
+    options = [short, "--data", corpus, "--model_name_or_path", tmp_path / "first", "--output"]
+    train(*options, tmp_path / "silent")
+    train(*options, tmp_path / "told", "--tgt_len", RECIPE["tgt_len"])
+    assert read_log(tmp_path / "silent") == read_log(tmp_path / "told")
+    for name in ("silent", "told"):
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / name).config.ext_len == RECIPE["tgt_len"]
+    message = "reads tgt_len=8 tokens again: leave out --ext_len 4"
+    with pytest.raises(SystemExit, match=message):
+        train(*options, tmp_path / "other", "--ext_len", 4)
 
 
 # --- optimisers ------------------------------------------------------------------------------------------------------
@@ -950,6 +965,12 @@ def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
         ),
         ({"scheduler": "cosine", "decay_steps": 2}, "--decay_steps 2 is of --scheduler stable_decay: leave it out"),
         ({"muon_lr_factor": 2.0}, "--muon_lr_factor 2 is of --optimizer muon: set it to 1"),
+        ({"scheduler": "constant", "learning_rate": -1e-3}, "--learning_rate is -0.001, but must be at least 0"),
+        ({"learning_rate": math.nan}, "--learning_rate is nan, but must be at least 0, and finite"),
+        ({"learning_rate": 0.0}, "--learning_rate 0 cannot fall as --scheduler cosine has it: use constant"),
+        ({"embedding_lr_factor": -1.0}, "--embedding_lr_factor is -1, but must be at least 0"),
+        ({"weight_decay": -0.1}, "--weight_decay is -0.1, but must be at least 0"),
+        ({"max_grad_norm": -1.0}, "--max_grad_norm is -1, but must be above 0, or 0 not to clip"),
         ({"loss": "half", "ext_len": 4}, "--loss half reads tgt_len=8 tokens again: leave out --ext_len 4"),
         (
             {"attn_type": 3, "mem_len": 0, "eval_tgt_len": 8, "eval_ext_len": 2},
@@ -1086,6 +1107,10 @@ def test_models_that_are_refused(tmp_path, capsys, recipe, corpus, make_model):
     make_model(vocab_size=502, cutoffs=[100, 300]).save_pretrained(tmp_path / "fits")
     message = refused(capsys, plain, *options, tmp_path / "fits", "--d_model", "20")
     assert f"--d_model is 20, but 16 in {tmp_path / 'fits'}: leave it out" in message
+    other = TransfoXLTokenizer.train_from_iterator([" ".join(map(str, range(500)))], mode="whitespace")
+    other.save_pretrained(tmp_path / "fits")
+    message = refused(capsys, plain, *options, tmp_path / "fits")
+    assert f"--data {corpus} has another vocabulary than {tmp_path / 'fits'}: 502 symbols" in message
     assert "missing" in refused(capsys, plain, *options, tmp_path / "missing")
 
 

@@ -390,6 +390,23 @@ def test_logs_hold_perplexity_bits_and_speed(tmp_path):
         assert logs["tokens_per_second"] > 0
 
 
+def test_a_loss_of_ones_own_is_what_is_logged_and_evaluated(tmp_path):
+    """Beside it, an evaluation has what the text's likelihood gives, and a log of training has none."""
+
+    def hundredfold(outputs, labels, num_items_in_batch=None):
+        return 100 * outputs.losses.mean()
+
+    model, found = make_model(), {}
+    for name, loss in (("likelihood", None), ("own", hundredfold)):
+        trainer = make_trainer(tmp_path, model=model, max_steps=1, trainer={"compute_loss_func": loss})
+        found[name] = trainer.evaluate(TokenStream(make_text(301), 5, 4))
+    for name in ("perplexity", "bits_per_token", "tokens"):
+        assert found["own"][f"eval_{name}"] == pytest.approx(found["likelihood"][f"eval_{name}"])
+    assert found["own"]["eval_loss"] == pytest.approx(100 * found["likelihood"]["eval_loss"], rel=1e-2)
+    trainer.train()
+    assert "perplexity" not in trainer.state.log_history[-2] and trainer.state.log_history[-2]["loss"] > 100
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -1042,6 +1059,17 @@ def test_a_card_does_not_call_the_training_text_held_out(tmp_path, given):
     trainer.create_model_card()
     assert results_of_card(tmp_path) == {"train": pytest.approx(metrics["eval_perplexity"], rel=1e-4)}
     assert "held-out text" not in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "written", [{"test": 0.93}, {"test": {"perplexity": None}}, {"test": None}, {"test": {"perplexity": "low"}}]
+)
+def test_what_another_program_calls_results_is_left_out_of_a_card(tmp_path, written):
+    trainer = make_trainer(tmp_path, max_steps=1)
+    trainer.save_model()
+    (tmp_path / "results.json").write_text(json.dumps(written))
+    trainer.create_model_card()
+    assert results_of_card(tmp_path) == {}
 
 
 def test_a_card_follows_its_weights(tmp_path):

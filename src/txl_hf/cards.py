@@ -36,7 +36,7 @@ def to_results(figures: Mapping[str, Mapping[str, Any]], dataset: str) -> list[E
         )
         for split, values in figures.items()
         for metric, name in METRICS.items()
-        if metric in values
+        if isinstance(values.get(metric), int | float)
     ]
 
 
@@ -74,6 +74,8 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 
 def results_of_folder(folder: Path, dataset: str) -> list[EvalResult]:
-    """What `results.json` says of the model in a folder, as `read_results` finds it."""
+    """What `results.json` says of the model in a folder, as `read_results` finds it; of what another program has
+    written, what has the form of `to_results`."""
     results = read_results(folder)
-    return to_results({split: results[split] for split in ("validation", "test") if split in results}, dataset)
+    splits = {split: results.get(split) for split in ("validation", "test")}
+    return to_results({split: values for split, values in splits.items() if isinstance(values, dict)}, dataset)

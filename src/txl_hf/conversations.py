@@ -13,7 +13,7 @@ from transformers.generation import GenerationMode
 
 from .memory_transfo_xl import MemoryCache, text_length
 from .modeling_transfo_xl import TransfoXLForCausalLM
-from .scoring import default_device, load_config
+from .scoring import find_device, load_config
 
 __all__ = ["Conversations", "serve"]
 
@@ -120,7 +120,7 @@ def serve(options: argparse.Namespace) -> None:
         force_model=options.model,
         host=options.host,
         port=options.port,
-        device=options.device or default_device(),
+        device=find_device(options.device),
         dtype=options.dtype,
         default_seed=options.default_seed,
         enable_cors=options.enable_cors,

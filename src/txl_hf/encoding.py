@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from io import StringIO
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LINE_FEED",
+    "check_symbols_of",
     "document_end_token",
     "encode_bytes",
     "encode_lines",
@@ -85,6 +86,38 @@ def has_tokenizer(name: str | Path) -> bool:
         return any(isinstance(try_to_load_from_cache(str(name), file), str) for file in files)
     except HFValidationError:
         return False
+
+
+def check_symbols_of(model: str | Path, tokenizer: Any, data: Any) -> None:
+    """Check that a text has the symbols that a model learned.
+
+    Args:
+        model: its folder or name on the Hub; without a tokenizer there, nothing is known of its symbols.
+        tokenizer: the text's.
+        data: what the text is called.
+
+    Raises:
+        ValueError: a symbol is another one, which is named; or the model's tokenizer cannot be read.
+    """
+    if (trained_with := find_tokenizer(model)) is None:
+        return
+    symbols, expected = _list_symbols(tokenizer), _list_symbols(trained_with)
+    if symbols == expected:
+        return
+    pairs = enumerate(zip_longest(symbols, expected))
+    index, (found, wanted) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+    raise ValueError(
+        f"{data} has another vocabulary than {model}: {len(symbols)} symbols instead of {len(expected)}, and id "
+        f"{index} is {found!r} instead of {wanted!r}"
+    )
+
+
+def _list_symbols(tokenizer: Any) -> list[str]:
+    if hasattr(tokenizer, "convert_ids_to_tokens"):
+        return tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    # One of MidiTok.
+    vocabulary = tokenizer.vocab_model or tokenizer.vocab
+    return sorted(vocabulary, key=vocabulary.get)
 
 
 def ends_lines(tokenizer: Any) -> bool:
@@ -167,7 +200,8 @@ def reads_streams(tokenizer: Any) -> bool:
         return False
     symbols = set(tokenizer.symbols) - set(tokenizer.all_special_tokens)
     if mode == "bytes":
-        return str(LINE_FEED) not in symbols
+        # A letter of several bytes is lower-cased as a whole.
+        return str(LINE_FEED) not in symbols and not tokenizer.lower_case
     return chr(LINE_FEED) not in symbols and all(len(symbol) == 1 and symbol.isascii() for symbol in symbols)
 
 
@@ -180,11 +214,16 @@ def encode_bytes(tokenizer: "TransfoXLTokenizer", text: bytes) -> np.ndarray:
     Raises:
         ValueError: a byte is not in the vocabulary.
     """
-    table = np.full(256, -1, dtype=np.int32)
     specials = set(tokenizer.all_special_tokens)
-    for index, symbol in enumerate(tokenizer.symbols):
-        if symbol not in specials:
-            table[int(symbol) if tokenizer.mode == "bytes" else ord(symbol.replace("_", " "))] = index
+    ids = {symbol: index for index, symbol in enumerate(tokenizer.symbols) if symbol not in specials}
+    symbols = map(str, range(256))
+    if tokenizer.mode == "characters":
+        # As the tokenizer changes them first: a space of text8 is `_`, and letters may be lower-cased.
+        normalizer = tokenizer.backend_tokenizer.normalizer
+        symbols = map(chr if normalizer is None else lambda byte: normalizer.normalize_str(chr(byte)), range(128))
+    table = np.full(256, -1, dtype=np.int32)
+    for byte, symbol in enumerate(symbols):
+        table[byte] = ids.get(symbol, -1)
     data = np.frombuffer(text, dtype=np.uint8)
     data = data[data != LINE_FEED]
     ids = table[data]

@@ -10,7 +10,6 @@ import platform
 import sys
 import time
 from importlib.metadata import version
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,19 @@ from .cards import RESULTS, read_results
 from .configuration_transfo_xl import TransfoXLConfig
 from .continuous_cache import ContinuousCache
 from .corpora import CorpusError, count_batch, count_stream
-from .encoding import document_end_token, encode_bytes, encode_lines, find_tokenizer, load_tokenizer, reads_streams
+from .encoding import (
+    check_symbols_of,
+    document_end_token,
+    encode_bytes,
+    encode_lines,
+    find_tokenizer,
+    load_tokenizer,
+    reads_streams,
+)
 from .evaluation import LanguageModelEvaluation, evaluate_language_model, figures
 from .files import whole_file, write_text
 from .layout_transfo_xl import is_repo_id
+from .midi import EVENTS
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .prepare import INFORMATION, read_document_end
 from .streams import check_sizes
@@ -65,7 +73,7 @@ def run(options: argparse.Namespace):
     """Score the text with each memory length and each sliding window; each figure is kept when it is there."""
     if not options.progress:
         transformers.logging.disable_progress_bar()
-    options.device = options.device or default_device()
+    options.device = find_device(options.device)
     take_lengths_of_training(options)
     config = load_config(options.model)
     planned = protocols(options, config)
@@ -158,8 +166,18 @@ def find_document_end(options: argparse.Namespace, text: Text) -> int | None:
     return read_document_end(options.data, text.tokenizer, options.document_end)
 
 
-def default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def find_device(name: str | None) -> str:
+    """The device of this name; without one the GPU, or the CPU where there is none.
+
+    Raises:
+        ValueError: there is no such device here.
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    return name
 
 
 # ---- protocols --------------------------------------------------------------------------------------------------
@@ -375,15 +393,22 @@ def read_prepared(folder: Path, split: str) -> Text:
     # Of an extra, which a text file does without.
     from datasets import DatasetDict
 
-    information = json.loads((folder / INFORMATION).read_text(encoding="utf-8"))
-    counts = information["splits"][split]
+    try:
+        information = json.loads((folder / INFORMATION).read_text(encoding="utf-8"))
+        corpus, counts = information["corpus"], information["splits"][split]
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CorpusError(f"{folder / INFORMATION} is damaged ({reason}): prepare the text again") from None
     tokenizer = find_tokenizer(str(folder))
     if tokenizer is None:
         raise CorpusError(f"{folder} has no tokenizer: prepare the text again with txl-prepare")
+    dataset = DatasetDict.load_from_disk(folder)[split]
+    if EVENTS in dataset.column_names:
+        raise CorpusError(f"{folder} has compound tokens, which are no one text: see examples/music/compound.py")
     return Text(
-        token_ids=DatasetDict.load_from_disk(folder)[split].with_format("numpy")["token_ids"],
+        token_ids=dataset.with_format("numpy")["token_ids"],
         tokenizer=tokenizer,
-        corpus=information["corpus"],
+        corpus=corpus,
         words=counts.get("words"),
         characters=counts.get("characters"),
     )
@@ -415,22 +440,4 @@ def check_vocabulary(text: Text, config: TransfoXLConfig, options: argparse.Name
             f"{options.data} has a vocabulary of {len(text.tokenizer)}, which does not fit {options.model} with one "
             f"of {config.vocab_size}"
         )
-    trained_with = find_tokenizer(options.model)
-    if trained_with is None:
-        return
-    symbols, expected = (list_symbols(tokenizer) for tokenizer in (text.tokenizer, trained_with))
-    if symbols == expected:
-        return
-    pairs = zip_longest(symbols, expected)
-    index, (found, wanted) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    raise CorpusError(
-        f"{options.data} has another vocabulary than {options.model}: {len(symbols)} symbols instead of "
-        f"{len(expected)}, and id {index} is {found!r} instead of {wanted!r}"
-    )
-
-
-def list_symbols(tokenizer: Any) -> list[str]:
-    if isinstance(tokenizer, PreTrainedTokenizerBase):
-        return tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    vocabulary = tokenizer.vocab_model or tokenizer.vocab
-    return sorted(vocabulary, key=vocabulary.get)
+    check_symbols_of(options.model, text.tokenizer, options.data)

@@ -437,11 +437,15 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
     def encode_file(self, path, add_eos: bool | None = None) -> np.ndarray:
         """The ids of a UTF-8 text file, as `encode_lines` over its lines.
 
+        As `txl-prepare` reads a file, a byte-order mark is no part of it, and a carriage return ends a line as a line
+        feed does. Mode `"bytes"` has all bytes as they are.
+
         Args:
             path (`str` or `os.PathLike`): the file.
             add_eos (`bool`, *optional*): as for `encode_lines`.
         """
-        with open(path, encoding="utf-8", newline="\n") as lines:
+        reading = {"encoding": "utf-8", "newline": "\n"} if self.mode == "bytes" else {"encoding": "utf-8-sig"}
+        with open(path, **reading) as lines:
             return self.encode_lines(lines, add_eos)
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import WordLevel
 
 from .tokenization_transfo_xl_moses import moses_decoder, moses_normalizers, moses_pre_tokenizer
@@ -112,8 +112,11 @@ def set_normalizer(
         if line_end is not None and not re.fullmatch(r"<\w+>", line_end):
             raise ValueError(f"line_ends in mode 'moses' needs an eos_token such as '<eos>', not {line_end!r}")
         steps += moses_normalizers([] if lower_case else specials, line_end)
-    elif line_end is not None:
-        steps.append(normalizers.Replace("\n", f" {line_end} "))
+    elif mode in ("whitespace", "lm1b"):
+        # Four characters that Python, and so the originals, split at and `WhitespaceSplit` does not.
+        steps.append(normalizers.Replace(Regex("[\x1c-\x1f]"), " "))
+        if line_end is not None:
+            steps.append(normalizers.Replace("\n", f" {line_end} "))
     steps += last
     backend.normalizer = normalizers.Sequence(steps) if steps else None
 

@@ -98,6 +98,8 @@ class TransfoXLTrainer(Trainer):
     * Logs gain `perplexity`, `bits_per_token` (bits per character of a character-level model) and
       `tokens_per_second`, without the time for evaluating and saving; evaluations gain the same and `tokens`. Of a
       classifier of tokens, `tokens` are its labels, and there is neither perplexity nor bits.
+    * With a `compute_loss_func`, `loss` and `eval_loss` are what it gives (in an evaluation as `Trainer` averages it),
+      and the other figures of an evaluation those of the text's likelihood; logs of training have none.
     * `regularization` puts the regularisers of small corpora around the model, as `regularize` does, and adds their
       penalty to what is minimised: its mean over micro-batches and processes. The losses that are logged are without.
     * Checkpoints hold the memory, in the order of the streams so that another number of processes or of accumulation
@@ -368,7 +370,8 @@ class TransfoXLTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             seconds = time.perf_counter() - self._counted_since
-            logs |= self._figures(logs["loss"])
+            if self.compute_loss_func is None:
+                logs |= self._figures(logs["loss"])
             logs["tokens_per_second"] = float(self._tokens) / seconds
             self._tokens, self._counted_since = 0, time.perf_counter()
         super().log(logs, start_time)
@@ -405,7 +408,9 @@ class TransfoXLTrainer(Trainer):
         nll, targets = sums.tolist()
         if targets > 0:
             loss = nll / targets
-            metrics = {"loss": loss, **self._figures(loss), "tokens": int(targets)}
+            metrics = {**self._figures(loss), "tokens": int(targets)}
+            if self.compute_loss_func is None:
+                metrics["loss"] = loss
             metrics["tokens_per_second"] = targets / (time.perf_counter() - start)
             output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output

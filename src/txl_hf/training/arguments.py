@@ -335,25 +335,25 @@ def check_arguments(arguments: Arguments):
         for name, value in (("data", arguments.data.data), ("output", run.output)):
             if value is None:
                 raise ValueError(f"--{name} is missing: name a folder, or try the recipe with --smoke")
-    model = arguments.model
-    if arguments.data.loss == "half":
-        if model.ext_len not in (None, model.tgt_len):
-            raise ValueError(
-                f"--loss half reads tgt_len={model.tgt_len} tokens again: leave out --ext_len {model.ext_len}"
-            )
-        model.ext_len = model.tgt_len
     if run.resume and run.overwrite:
         raise ValueError("choose one of --resume and --overwrite")
 
 
 def check_rates(optimization: OptimizationArguments):
-    """Raise a ValueError for rates out of order, and for what the scheduler or the optimiser does not read."""
+    """Raise a ValueError for rates below 0 or out of order, and for what scheduler or optimiser do not read."""
+    for name in ("learning_rate", "embedding_lr_factor", "muon_lr_factor", "weight_decay"):
+        if not 0 <= (value := getattr(optimization, name)) < math.inf:
+            raise ValueError(f"--{name} is {value:g}, but must be at least 0, and finite")
+    if not optimization.max_grad_norm >= 0:
+        raise ValueError(f"--max_grad_norm is {optimization.max_grad_norm:g}, but must be above 0, or 0 not to clip")
     rate, least = optimization.learning_rate, optimization.min_learning_rate
     if not 0 <= least <= rate:
         raise ValueError(
             f"--min_learning_rate is {least:g}, but must be at least 0 and at most --learning_rate {rate:g}"
         )
     ends = ("cosine", "stable_decay")
+    if rate == 0 and optimization.scheduler in ends:
+        raise ValueError(f"--learning_rate 0 cannot fall as --scheduler {optimization.scheduler} has it: use constant")
     if least and optimization.scheduler not in ends:
         raise ValueError(f"--min_learning_rate {least:g} is of --scheduler {' and '.join(ends)}: set it to 0")
     if optimization.decay_steps is not None and optimization.scheduler != "stable_decay":

@@ -116,7 +116,7 @@ class Training:
         self.arguments = arguments
         model_arguments, data, _, optimization, regularization, run = arguments
         self.tokenizer, corpus = load_data(Path(data.data or ""))
-        config = make_config(model_arguments, len(self.tokenizer), data.data)
+        config = make_config(model_arguments, self.tokenizer, data)
         check_evaluation(config, arguments.evaluation)
         check_texts(corpus, config, arguments)
         self.texts = {split: open_tokens(corpus[split]["token_ids"]) for split in SPLITS}

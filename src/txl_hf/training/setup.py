@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
 from ..attention_transfo_xl_triton import why_not_triton
 from ..configuration_transfo_xl import TransfoXLConfig
-from ..encoding import load_tokenizer
+from ..encoding import check_symbols_of, load_tokenizer
 from ..linear_transfo_xl import bf16_is_faster
 from ..memory_transfo_xl import MemoryLengths
 from ..midi import EVENTS
@@ -35,6 +35,7 @@ from .arguments import (
     SPLITS,
     ArchitectureArguments,
     Arguments,
+    DataArguments,
     EvaluationArguments,
     ModelArguments,
     OptimizationArguments,
@@ -188,14 +189,28 @@ def make_loader(stream: TokenStream, accelerator: Accelerator, batch_chunk: int)
 # --- model and accelerator -------------------------------------------------------------------------------------------
 
 
-def make_config(arguments: ModelArguments, vocab_size: int, data: str | None) -> TransfoXLConfig:
-    """Of a new model, or of a checkpoint with the settings that may change."""
+def make_config(arguments: ModelArguments, tokenizer: Any, data: DataArguments) -> TransfoXLConfig:
+    """Of a new model, or of a checkpoint with the settings that may change; with `loss="half"` it reads as many tokens
+    again as a segment has."""
+    config = find_config(arguments, tokenizer, data)
+    if data.loss == "half":
+        if arguments.ext_len not in (None, config.tgt_len):
+            raise ValueError(
+                f"--loss half reads tgt_len={config.tgt_len} tokens again: leave out --ext_len {arguments.ext_len}"
+            )
+        config.ext_len = config.tgt_len
+    return config
+
+
+def find_config(arguments: ModelArguments, tokenizer: Any, data: DataArguments) -> TransfoXLConfig:
+    """What options say, and the checkpoint, whose vocabulary must be that of the text."""
+    vocab_size = len(tokenizer)
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     source = given.pop("model_name_or_path", None)
     if source is None:
         if given["cutoffs"] and given["cutoffs"][-1] >= vocab_size:
             raise ValueError(
-                f"the vocabulary of --data {data} has {vocab_size} tokens, fewer than the recipe's cutoffs "
+                f"the vocabulary of --data {data.data} has {vocab_size} tokens, fewer than the recipe's cutoffs "
                 f"{given['cutoffs']}: give smaller ones with --cutoffs, or none with --cutoffs alone"
             )
         return TransfoXLConfig(vocab_size=vocab_size, eos_token_id=None, **{"d_embed": arguments.d_model, **given})
@@ -204,9 +219,10 @@ def make_config(arguments: ModelArguments, vocab_size: int, data: str | None) ->
         raise ValueError(f"--model_name_or_path {source} is no Transformer-XL, but a {config.model_type} model")
     if vocab_size > config.vocab_size:
         raise ValueError(
-            f"the vocabulary of --data {data} has {vocab_size} tokens, but --model_name_or_path {source} has "
+            f"the vocabulary of --data {data.data} has {vocab_size} tokens, but --model_name_or_path {source} has "
             f"{config.vocab_size}: prepare the text with the tokenizer of the model"
         )
+    check_symbols_of(source, tokenizer, f"--data {data.data}")
     fixed = {entry.name for entry in fields(ArchitectureArguments)}
     for name, value in given.items():
         if name not in fixed:
