@@ -109,6 +109,19 @@ def test_other_functions_are_refused_by_name(make_model, name):
         make_model().set_attn_implementation(name)
 
 
+@pytest.mark.parametrize("keys", [37, 1 << 14])
+@pytest.mark.parametrize("implementation", ["auto", "eager", "sdpa", "flex_attention"])
+def test_one_query_takes_keys_in_another_order(implementation, keys):
+    """As a static cache has them, whatever the default finds fastest for so many."""
+    tensors, _ = draw((1, 2, 1, keys - 1, 8))
+    tensors = {name: tensor.detach() for name, tensor in tensors.items() if name != "rel_bias"}
+    order = torch.randperm(keys, generator=torch.Generator().manual_seed(1))
+    moved = tensors | {name: tensors[name][:, :, order] for name in ("key", "value")}
+    expected, _ = relative_attention(**tensors, implementation="eager")
+    found, _ = relative_attention(**moved, order=order, implementation=implementation)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("heads", "rows"), [(1, 1), (3, 1), (1, 4), (3, 4)])
 def test_a_row_times_a_matrix_is_no_product_in_a_graph(heads, rows):
     """A compiler joins it to what surrounds it; all else is left to the machine's products."""

@@ -38,6 +38,21 @@ def test_one_graph_serves_all_layers_in_training_and_evaluation_runs_without(mak
     assert graphs.frame_count <= 3
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("initial_memory", ["empty", "zeros"])
+def test_segments_of_several_lengths_go_on_from_a_memory_under_a_mask(make_model, make_ids, initial_memory):
+    """A second length has numbers in the graph's place of lengths."""
+    torch.compiler.reset()
+    model = make_model(mem_len=5, initial_memory=initial_memory)
+    compiled, memory = torch.compile(model, backend="eager"), {}
+    for length in (4, 6, 5, 3):
+        ids, mask = make_ids(2, length, seed=length), torch.ones(2, length, dtype=torch.long)
+        mask[0, 0] = 0
+        expected, found = (each(ids, attention_mask=mask, **memory) for each in (model, compiled))
+        torch.testing.assert_close(found.logits, expected.logits, atol=1e-5, rtol=1e-5)
+        memory = {"mems": expected.mems, "mems_mask": expected.mems_mask}
+
+
 def test_the_compiled_backward_pass_multiplies_no_gradient_of_the_memory(make_model, make_ids):
     """Two rows of 24 tokens after 24 of memory: keys and values have 96 rows, of which 48 take a gradient further."""
     torch.compiler.reset()

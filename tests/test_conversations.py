@@ -69,11 +69,19 @@ def test_what_it_cannot_go_on_from_is_left_to_generate(conversations, make_model
     beams = GenerationConfig(max_new_tokens=4, num_beams=3)
     uncached = GenerationConfig(max_new_tokens=4, do_sample=False, use_cache=False)
     lookup = GenerationConfig(max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=3)
+    padded = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    with torch.no_grad():
+        mems = talk.model(make_ids(1, 5, seed=3)).mems
     for given in (
         {"input_ids": make_ids(2, 6), "generation_config": GREEDY},
         {"input_ids": make_ids(1, 6), "generation_config": beams},
         {"input_ids": make_ids(1, 6), "generation_config": uncached},
         {"input_ids": make_ids(1, 6), "generation_config": lookup},
+        {"input_ids": make_ids(1, 6), "generation_config": GREEDY, "num_beams": 3},
+        {"input_ids": make_ids(1, 6), "generation_config": GREEDY, "cache_implementation": "static"},
+        {"input_ids": make_ids(1, 6), "generation_config": GREEDY, "attention_mask": padded},
+        {"input_ids": make_ids(1, 6), "generation_config": GREEDY, "mems": mems},
+        {"input_ids": make_ids(1, 6), "generation_config": GREEDY, "resets": padded == 0},
     ):
         assert torch.equal(talk.generate(**given), talk.generate_afresh(**given))
     assert not talk.kept

@@ -540,3 +540,135 @@ def test_a_mask_that_hides_nothing_is_given_to_no_step(make_model, make_ids, mon
     monkeypatch.setattr(model.transformer, "forward", look)
     model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=60, eos_token_id=None)
     assert len(masks) == 4 and all((given is not None) == padded for given in masks)
+
+
+@pytest.mark.parametrize(
+    ("told_by", "tokens"), [("resets", "whole text"), ("resets", "new tokens"), ("seq_idx", "whole text")]
+)
+def test_a_document_may_begin_behind_what_a_cache_has_seen(make_model, make_ids, told_by, tokens):
+    model = make_model(mem_len=12)
+    text, new = make_ids(1, 5), make_ids(1, 4, seed=1)
+    whole = torch.cat([text, new], dim=1)
+    begins = torch.zeros(1, 9, dtype=torch.bool)
+    begins[:, 5] = True
+    given = {told_by: begins if told_by == "resets" else begins.cumsum(1)}
+    with torch.no_grad():
+        cache = model(text, use_cache=True).past_key_values
+    ids = whole
+    if tokens == "new tokens":
+        ids, given[told_by] = new, given[told_by][:, -4:]
+        given["attention_mask"] = torch.ones_like(whole)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 60}
+    written = model.generate(ids, past_key_values=cache, **given, **options)[:, -6:]
+    alone = by_hand(model, new, 6)[:, -6:]
+    assert torch.equal(written, alone)
+    assert not torch.equal(alone, by_hand(model, whole, 6)[:, -6:]), "the text before would have been seen"
+
+
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 3}], ids=["cache", "no-cache", "beams"])
+@pytest.mark.parametrize("told_by", ["resets", "seq_idx", "cu_seq_lens_q"])
+def test_documents_of_a_prompt_are_told_apart_at_every_step(make_model, make_ids, told_by, options):
+    model = make_model(mem_len=30)
+    rows = 1 if told_by == "cu_seq_lens_q" else 2
+    ids, begins = make_ids(rows, 9), torch.zeros(rows, 9, dtype=torch.bool)
+    begins[:, 5] = True
+    given = {"resets": begins, "seq_idx": begins.cumsum(1), "cu_seq_lens_q": torch.tensor([0, 5, 9])}
+    given = {told_by: given[told_by]}
+    options = {**options, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 60}
+    written = model.generate(ids, **given, **options)[:, -6:]
+    assert torch.equal(written, model.generate(ids[:, 5:], **options)[:, -6:])
+
+
+def test_what_no_loop_of_generate_reads_is_refused(make_model, make_ids):
+    model, ids = make_model(), make_ids(1, 6)
+    options = {"max_new_tokens": 2, "pad_token_id": 60}
+    with torch.no_grad():
+        output, cache = model(ids), model(ids, use_cache=True).past_key_values
+    whole, mask = torch.cat([ids, ids], dim=1), torch.ones(1, 6, dtype=torch.bool)
+    with pytest.raises(ValueError, match="give mems or past_key_values that hold a memory already, not both"):
+        model.generate(whole, mems=output.mems, past_key_values=cache, **options)
+    with pytest.raises(ValueError, match="give mems_mask or past_key_values that hold a memory already"):
+        model(ids, mems_mask=mask, past_key_values=cache)
+    with pytest.raises(ValueError, match="prefill_chunk_size cuts the text, but not where its documents begin"):
+        model.generate(ids, resets=~mask, prefill_chunk_size=2, **options)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_beams_without_a_cache_start_from_mems(make_model, make_ids, checkpointing):
+    model = make_model(mem_len=30)
+    with torch.no_grad():
+        mems = model(make_ids(2, 5, seed=1)).mems
+    options = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 60}
+    expected = model.generate(make_ids(2, 4), mems=mems, **options)
+    if checkpointing:
+        model.train()
+        model.gradient_checkpointing_enable()
+    else:
+        options["use_cache"] = False
+    assert torch.equal(model.generate(make_ids(2, 4), mems=mems, **options), expected)
+
+
+@pytest.mark.parametrize("memory", ["empty", "zeros", "full"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefill_chunk_size": 2}, {"prompt_lookup_num_tokens": 2}, {"cache_implementation": "static"}],
+    ids=["plain", "chunks", "lookup", "static"],
+)
+def test_one_mask_of_memory_and_text_says_what_two_say(make_model, make_ids, memory, options):
+    model = make_model(mem_len=4 if memory == "full" else 8, initial_memory="zeros" if memory == "zeros" else "empty")
+    ids = make_ids(1, 6)
+    with torch.no_grad():
+        mems = model(make_ids(1, 4, seed=1)).mems
+    hidden = torch.ones(1, mems[0].shape[1], dtype=torch.bool)
+    hidden[:, :2] = False
+    both = torch.cat([hidden.long(), torch.ones_like(ids)], dim=1)
+    options = {**options, "disable_compile": True, "max_new_tokens": 8, "do_sample": False}
+    options |= {"eos_token_id": None, "pad_token_id": 60}
+    expected = model.generate(ids, mems=mems, mems_mask=hidden, **options)
+    assert torch.equal(model.generate(ids, mems=mems, attention_mask=both, **options), expected)
+    if memory == "full":
+        longer = torch.cat([torch.zeros(1, 3, dtype=torch.long), both], dim=1)
+        assert torch.equal(model.generate(ids, mems=mems, attention_mask=longer, **options), expected)
+    with torch.no_grad():
+        static, dynamic = (
+            model(ids, mems=mems, attention_mask=both, past_key_values=cache, use_cache=True).logits
+            for cache in (StaticMemoryCache(model.config), None)
+        )
+    torch.testing.assert_close(static, dynamic, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("trained", ["q_proj", "v_proj"])
+def test_a_cache_is_not_written_to_where_a_gradient_needs_it(make_model, make_ids, trained):
+    """The keys of the first layer need none where only queries or values are trained, as adapters are."""
+    model = make_model(mem_len=16)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
+    ids, gradients = make_ids(1, 8), []
+    for cache in (None, DynamicCache()):
+        losses = []
+        for t in range(5):
+            token = {"shift_labels": ids[:, t + 1 : t + 2], "use_cache": True}
+            output = model(ids[:, t : t + 1], past_key_values=cache, **token)
+            cache = output.past_key_values
+            losses.append(output.loss)
+        torch.stack(losses).sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+    assert type(output.past_key_values) is DynamicCache
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_cache_goes_on_behind_inference_mode_and_autocast(make_model, make_ids):
+    model, ids = make_model(mem_len=16), make_ids(1, 6)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 60}
+    expected = model.generate(ids, **options)
+    with torch.inference_mode():
+        cache = model(ids[:, :4], use_cache=True).past_key_values
+        cache = model(ids[:, 4:5], past_key_values=cache, use_cache=True).past_key_values
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            cache = model(ids[:, :5], use_cache=True).past_key_values
+        found = model(ids[:, 5:], past_key_values=cache, use_cache=True).logits
+        torch.testing.assert_close(found, model(ids).logits[:, 5:], atol=0.1, rtol=0.1)

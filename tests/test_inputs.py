@@ -168,6 +168,45 @@ def test_what_is_behind_the_last_document_is_apart(make_model, make_ids):
     assert found.nonzero().tolist() == [[0, 3], [0, 6]]
 
 
+@pytest.mark.parametrize(
+    ("mask", "documents", "ends", "starts"),
+    [
+        ([1, 1, 1, 1, 0, 0], [0, 0, 0, 0, -1, -1], [0, 4], []),
+        ([0, 0, 1, 1, 1, 1], [-1, -1, 0, 0, 0, 0], [0, 2, 6], []),
+        ([1, 1, 0, 0, 1, 1], [0, 0, 1, 1, 1, 1], [0, 2, 6], [4]),
+        ([1, 1, 0, 0, 1, 1], [0, 0, 0, 0, 1, 1], [0, 4, 6], [4]),
+        ([1, 1, 0, 1, 1, 1], [0, 0, -1, 1, 2, 2], [0, 2, 3, 4, 6], [3, 4]),
+    ],
+    ids=["right", "left", "of the next", "of the one before", "of none"],
+)
+def test_padding_is_no_document(mask, documents, ends, starts):
+    """It would take the memory of a row that goes on; and what begins in it begins at the next real token."""
+    mask, cpu = torch.tensor([mask]), torch.device("cpu")
+    for given in ({"seq_idx": torch.tensor([documents])}, {"cu_seq_lens_q": torch.tensor(ends)}):
+        assert document_starts((1, 6), cpu, mask, **given)[0].nonzero().flatten().tolist() == starts
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("told_by", ["seq_idx", "cu_seq_lens_q"])
+def test_a_row_padded_on_the_right_goes_on_from_what_is_real(make_model, make_ids, told_by):
+    model, mask = make_model(mem_len=8), torch.tensor([[1, 1, 1, 1, 0, 0]])
+    given = {"seq_idx": torch.tensor([[0, 0, 0, 0, -1, -1]]), "cu_seq_lens_q": torch.tensor([0, 4])}
+    output = model(make_ids(1, 6), attention_mask=mask, **{told_by: given[told_by]})
+    assert torch.equal(output.mems_mask, mask.bool())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"cutoffs": [], "div_val": 1}, {"output_logits": True}], ids=str)
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_labels_may_be_any_integers(make_model, make_ids, dtype, changes, name):
+    model, ids = make_model(**changes), make_ids(2, 5)
+    expected = model(ids, **{name: ids}).losses
+    assert torch.equal(model(ids, **{name: ids.to(dtype)}).losses, expected)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager")(ids, **{name: ids.to(dtype)}).losses
+    torch.testing.assert_close(compiled, expected, atol=1e-5, rtol=1e-5)
+
+
 # --- generate and Trainer --------------------------------------------------------------------------------------------
 
 

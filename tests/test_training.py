@@ -10,7 +10,12 @@ from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
 import launcher
-from txl_hf import TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLModel
+from txl_hf import (
+    TransfoXLForCausalLM,
+    TransfoXLForSequenceClassification,
+    TransfoXLModel,
+    TransfoXLPreTrainedModel,
+)
 
 # --- losses ----------------------------------------------------------------------------------------------------------
 
@@ -269,6 +274,24 @@ def test_state_dicts_of_both_layouts_load(make_model, make_ids, tmp_path):
     load_model(fourth, tmp_path / "state.safetensors")
     for name, tensor in model.state_dict().items():
         assert all(torch.equal(loaded.state_dict()[name], tensor) for loaded in (other, third, fourth))
+
+
+def test_a_subclass_may_have_names_that_look_like_those_on_disk(make_config, tmp_path):
+    """`critic` begins like `crit`, the softmax on disk, with any letter in place of the dot."""
+
+    class ActorCritic(TransfoXLPreTrainedModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.transformer = TransfoXLModel(config)
+            self.critic, self.word_embeds = torch.nn.Linear(8, 1), torch.nn.Linear(8, 2)
+            self.post_init()
+
+    model, other = ActorCritic(make_config()), ActorCritic(make_config())
+    other.load_state_dict(model.state_dict())
+    model.save_pretrained(tmp_path)
+    for loaded in (other, ActorCritic.from_pretrained(tmp_path)):
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], tensor), name
 
 
 def test_trainer_fine_tunes_a_classifier(make_model, make_ids, tmp_path):

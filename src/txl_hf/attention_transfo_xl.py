@@ -183,6 +183,8 @@ def _why_not_tiled(inputs: AttentionInputs) -> str | None:
         return "tiles are not computed in torch.float16"
     if inputs.rel_key is None or inputs.rel_bias is not None:
         return "tiles are for sinusoidal relative positions only"
+    if inputs.order is not None:
+        return "tiles take keys in order of time"
     if not is_plain(inputs.query, inputs.key, inputs.value, inputs.rel_key):
         return "a loop over heads and rows is no graph, and nothing for torch.func or forward mode"
     if len({states.dtype for states in (inputs.query, inputs.key, inputs.value, inputs.rel_key)}) > 1:

@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import inspect
 import time
 from collections import OrderedDict
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
+from .inputs_transfo_xl import DOCUMENT_KEYWORDS
 from .memory_transfo_xl import MemoryCache, text_length
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .scoring import find_device, load_config
@@ -32,11 +34,10 @@ class Conversations:
         self.kept: OrderedDict[tuple[int, ...], MemoryCache] = OrderedDict()
 
     def generate(self, input_ids: Tensor, **kwargs) -> Any:
-        """The model's `generate`, which see; where it reads one row of `input_ids`, and the reply token by token, what
-        it reads is remembered."""
+        """The model's `generate`, which see; where it reads one row of `input_ids` and nothing beside, and the reply
+        token by token, what it reads is remembered."""
         kwargs["input_ids"] = input_ids
-        config = kwargs.get("generation_config") or self.model.generation_config
-        if self.limit == 0 or self.model.config.mem_len == 0 or not _is_one_text(input_ids, config):
+        if self.limit == 0 or self.model.config.mem_len == 0 or not self.is_one_text(**kwargs):
             return self.generate_afresh(**kwargs)
         tokens = input_ids[0].tolist()
         cache = self.recall(tokens)
@@ -48,6 +49,25 @@ class Conversations:
         # The last token of the reply has not been read.
         self.keep(sequence[0, : text_length(cache)].tolist(), cache)
         return output
+
+    def is_one_text(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        **kwargs,
+    ) -> bool:
+        """Whether `generate` would read one text token by token, each once, and nothing beside."""
+        beside = {*inspect.signature(self.model.forward).parameters, *DOCUMENT_KEYWORDS} - {"use_cache"}
+        if any(kwargs.get(name) is not None for name in beside):
+            return False
+        if len(input_ids) > 1 or (attention_mask is not None and not bool(attention_mask.all())):
+            return False
+        config = copy.deepcopy(generation_config or self.model.generation_config)
+        config.update(**kwargs)
+        by_token = config.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        alone = (config.num_return_sequences or 1) == 1
+        return alone and by_token and config.use_cache is not False and config.cache_implementation is None
 
     def generate_afresh(self, **kwargs) -> Any:
         return type(self.model).generate(self.model, **kwargs)
@@ -75,13 +95,6 @@ class Conversations:
             self.kept.move_to_end(tuple(tokens))
         while len(self.kept) > 2 * self.limit:
             self.kept.popitem(last=False)
-
-
-def _is_one_text(input_ids: Tensor, config: GenerationConfig) -> bool:
-    """Whether generate reads one text token by token, each once."""
-    alone = len(input_ids) == 1 and (config.num_return_sequences or 1) == 1
-    by_token = config.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-    return alone and by_token and config.use_cache is not False and config.cache_implementation is None
 
 
 def serve(options: argparse.Namespace) -> None:

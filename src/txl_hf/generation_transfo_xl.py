@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache, GenerationMixin, StaticCache
 from transformers.generation import (
@@ -17,17 +18,23 @@ from transformers.generation import (
 )
 
 from .configuration_transfo_xl import TransfoXLConfig
+from .inputs_transfo_xl import document_starts
 from .memory_transfo_xl import (
     MemoryCache,
     MemoryLengths,
     StaticMemoryCache,
     cached_key_mask,
+    check_one_memory,
     clear_hidden,
     is_filled,
+    split_mask,
     text_length,
 )
 
 __all__ = ["TransfoXLGenerationMixin"]
+
+# What tells documents apart and is not cut as a text is; `generate` itself makes position_ids.
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
 class TransfoXLGenerationMixin(GenerationMixin):
@@ -61,6 +68,10 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 raise ValueError(f"{reason} remembers no inputs_embeds from step to step: give generate input_ids")
             generation_config.use_cache = model_kwargs["use_cache"] = False
         cache = model_kwargs.get("past_key_values")
+        if cache is not None and is_filled(cache):
+            check_one_memory(model_kwargs.get("mems"), model_kwargs.get("mems_mask"))
+        if generation_config.prefill_chunk_size is not None and model_kwargs.get("resets") is not None:
+            raise ValueError("prefill_chunk_size cuts the text, but not where its documents begin: leave it out")
         if cache is not None and generation_mode == GenerationMode.ASSISTED_GENERATION and text_length(cache) > 0:
             raise ValueError(
                 f"past_key_values have seen {text_length(cache)} tokens, and assisted decoding and prompt lookup "
@@ -106,10 +117,11 @@ class TransfoXLGenerationMixin(GenerationMixin):
         for name in ("tokenizer", "assistant_tokenizer"):
             # Of generate's stop strings and assistants, which hand them on to every call of the model.
             kwargs.pop(name, None)
-        if past_key_values is not None and is_filled(past_key_values):
+        text = input_ids if inputs_embeds is None or not is_first_iteration else inputs_embeds
+        filled = past_key_values is not None and is_filled(past_key_values)
+        if filled:
             kwargs.pop("mems", None)
             kwargs.pop("mems_mask", None)
-            kwargs.pop("resets", None)
             if is_first_iteration and next_sequence_length is not None:
                 # generate takes the whole cache for text; part of it may be memory from before the text.
                 seen = text_length(past_key_values)
@@ -125,7 +137,6 @@ class TransfoXLGenerationMixin(GenerationMixin):
                     )
             if past_key_values.is_compileable:
                 # One shape at every step, made outside the compiled forward.
-                text = input_ids if inputs_embeds is None or not is_first_iteration else inputs_embeds
                 segment_length = next_sequence_length or text.shape[1]
                 memory_length, key_mask = cached_key_mask(
                     attention_mask,
@@ -140,6 +151,13 @@ class TransfoXLGenerationMixin(GenerationMixin):
                     clear_hidden(past_key_values, key_mask, memory_length)
                 everything = torch.ones(len(input_ids), memory_length + segment_length, device=input_ids.device)
                 attention_mask = everything.bool() if key_mask is None else key_mask
+        if (resets := kwargs.pop("resets", None)) is not None:
+            if is_first_iteration:
+                # Like input_ids, of the whole text or of what the cache has not seen.
+                kwargs["resets"] = resets[:, -(next_sequence_length or text.shape[1]) :] if filled else resets
+            elif not filled:
+                # Every step reads the whole text again, and what has been written goes on its document.
+                kwargs["resets"] = F.pad(resets, (0, text.shape[1] - resets.shape[1]))
         return super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
@@ -174,6 +192,28 @@ class TransfoXLGenerationMixin(GenerationMixin):
     def create_masks_for_generate(attention_mask=None, **kwargs) -> Tensor | None:
         """Masks stay (B, n): what a query may see beside padding, the attention knows."""
         return attention_mask
+
+    def _prepare_model_inputs(self, *args, **kwargs):
+        inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
+        mask, mems = model_kwargs.get("attention_mask"), model_kwargs.get("mems")
+        if mask is not None and mems is not None and mask.dim() == 2 and mask.shape[1] > inputs.shape[1]:
+            # Loops of generate cut a mask as they cut the text.
+            mem_len = self._mem_len(model_kwargs.get("lengths"))
+            model_kwargs["mems_mask"], model_kwargs["attention_mask"] = split_mask(
+                mask, model_kwargs.get("mems_mask"), mems, self.config, mem_len, inputs.shape[1]
+            )
+        if packed := {name: model_kwargs.pop(name) for name in _PACKED if model_kwargs.get(name) is not None}:
+            starts = document_starts(inputs.shape[:2], inputs.device, model_kwargs.get("attention_mask"), **packed)
+            resets = model_kwargs.get("resets")
+            model_kwargs["resets"] = starts if resets is None else resets | starts
+        return inputs, name, model_kwargs
+
+    @staticmethod
+    def _reorder_cache(past_key_values, beam_idx: Tensor):
+        """What beams go on from; mems without a cache, which generate takes for one, are those of the prompt."""
+        if isinstance(past_key_values, Cache):
+            past_key_values.reorder_cache(beam_idx)
+        return past_key_values
 
     def _expand_inputs_for_generation(self, expand_size=1, **kwargs):
         if kwargs.get("mems") is not None:

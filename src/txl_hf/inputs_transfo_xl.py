@@ -3,6 +3,8 @@
 Letters: B batch, L segment.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,28 +74,33 @@ def document_starts(
     Raises:
         ValueError: one of them has another shape or type, or positions leave out some, or ends are out of order.
     """
-    starts = None
+    real = last = None
+    # A mask of another shape is refused where the memory is opened.
+    if attention_mask is not None and attention_mask[..., -shape[1] :].shape == shape:
+        real = attention_mask[:, -shape[1] :].to(device) != 0
+        places = torch.arange(shape[1], device=device)
+        # Of each token but the first, the last real one before it; where there is none, the row has not begun.
+        last = torch.where(real, places, -1).cummax(dim=1).values[:, :-1]
+
+    def where(begins: Callable[[Tensor, Tensor], Tensor], numbers: Tensor) -> Tensor:
+        """(B, L) of what `begins` says of a token's number and of that before it, padding left out."""
+        if real is None or last is None:
+            return _with_start(begins(numbers[:, 1:], numbers[:, :-1]))
+        before = numbers.gather(1, last.clamp(min=0))
+        return _with_start(begins(numbers[:, 1:], before) & real[:, 1:] & (last >= 0))
+
+    found = []
     if position_ids is not None:
         positions = _per_token("position_ids", position_ids, shape, device)
         steps = positions[:, 1:] - positions[:, :-1]
-        restarts = steps < 1
-        # A mask of another shape is refused where the memory is opened.
-        if attention_mask is not None and attention_mask[..., -shape[1] :].shape == shape:
-            real = attention_mask[:, -shape[1] :].to(device) != 0
-            places = torch.arange(shape[1], device=device)
-            # Of each token but the first, the last real one before it; where there is none, the row has not begun.
-            last = torch.where(real, places, -1).cummax(dim=1).values[:, :-1]
-            restarts = positions[:, 1:] <= positions.gather(1, last.clamp(min=0))
-            restarts &= real[:, 1:] & (last >= 0)
+        if real is not None:
             # How far positions are counted on over padding, everyone says differently.
             steps = torch.where(real[:, 1:] & real[:, :-1], steps, 1)
         if not torch.compiler.is_compiling() and bool((steps > 1).any()):
             raise ValueError("position_ids leave out positions: they must count on by one, and may restart")
-        starts = _with_start(restarts)
+        found.append(where(torch.le, positions))
     if seq_idx is not None:
-        documents = _per_token("seq_idx", seq_idx, shape, device)
-        changes = _with_start(documents[:, 1:] != documents[:, :-1])
-        starts = changes if starts is None else starts | changes
+        found.append(where(torch.ne, _per_token("seq_idx", seq_idx, shape, device)))
     for name, lengths in (("cu_seq_lens_q", cu_seq_lens_q), ("cu_seq_lens_k", cu_seq_lens_k)):
         if lengths is None:
             continue
@@ -103,11 +110,11 @@ def document_starts(
                 "(documents + 1,), for a single row"
             )
         _check_ends(name, lengths, shape[1])
-        changes = torch.zeros(shape[1] + 1, dtype=torch.bool, device=device)
+        ends = torch.zeros(shape[1] + 1, dtype=torch.long, device=device)
         # Behind the last end there is padding, if anything.
-        changes = changes.index_fill(0, lengths[1:].to(device, torch.long), True)[None, : shape[1]]
-        starts = changes if starts is None else starts | changes
-    return starts
+        ends = ends.index_fill(0, lengths[1:].to(device, torch.long), 1)[None, : shape[1]]
+        found.append(where(torch.ne, ends.cumsum(1)))
+    return functools.reduce(torch.logical_or, found) if found else None
 
 
 def _check_ends(name: str, ends: Tensor, length: int) -> None:

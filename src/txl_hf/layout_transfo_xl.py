@@ -13,7 +13,7 @@ import shutil
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -285,7 +285,7 @@ class TransfoXLLayoutMixin(PreTrainedModel):
 
         `Trainer` hands such files over as they are when it resumes or loads its best model.
         """
-        return super().load_state_dict(_from_disk_layout(state_dict), *args, **kwargs)
+        return super().load_state_dict(_from_disk_layout(state_dict, self.state_dict().keys()), *args, **kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs):
         """As in `transformers`: weights, configuration, and what loads them where this package is not installed: the
@@ -458,13 +458,17 @@ def _is_generated(path: Path) -> bool:
     return signature == SIGNATURE.format(digest=_digest("".join(card)))
 
 
-def _from_disk_layout(state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names in memory for names on disk; what has its name in memory already stays."""
+def _from_disk_layout(state_dict: Mapping[str, Tensor], own: Container[str]) -> dict[str, Tensor]:
+    """Names in memory for names on disk; what has its name in memory already, one of `own`, stays."""
     mapping = get_checkpoint_conversion_mapping(TransfoXLConfig.model_type)
     renamings = [transform for transform in mapping if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in mapping if isinstance(transform, WeightConverter)]
     converted = {}
     for name, tensor in state_dict.items():
+        if name in own:
+            # A subclass may have names of which a part reads like one on disk.
+            converted[name] = tensor
+            continue
         for renaming in renamings:
             name, _ = renaming.rename_source_key(name)
         converter = next((c for c in converters if c.source_patterns[0] in name), None)

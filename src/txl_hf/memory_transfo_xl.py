@@ -163,8 +163,7 @@ def open_memory(
     batch_size, segment_length, _ = inputs_embeds.shape
     mem_len = lengths.mem_len
     if cache is not None and is_filled(cache):
-        if mems is not None:
-            raise ValueError("give mems or past_key_values that hold a memory already, not both")
+        check_one_memory(mems, mems_mask)
         _check_rows(cache, batch_size)
         length, key_mask = cached_key_mask(attention_mask, cache, mem_len, batch_size, segment_length)
         if attention_mask is not None and not torch.compiler.is_compiling():
@@ -180,22 +179,66 @@ def open_memory(
     if states is None:
         key_mask = make_key_mask(attention_mask, None, batch_size, segment_length, 0, (segment_length,))
         return OpenMemory((None,) * config.n_layer, 0, drop_idle_mask(key_mask))
-    if cache is not None and cache.is_compileable:
-        _check_room(cache, mem_len)
-        states, mems_mask = _fill_up(states, mems_mask, mem_len)
     memory_length = states[0].shape[1]
+    if mems is None:
+        columns = (segment_length, memory_length + segment_length)
+        key_mask = make_key_mask(attention_mask, None, batch_size, segment_length, memory_length, columns)
+    else:
+        if mems_mask is not None:
+            mems_mask = mems_mask.to(inputs_embeds.device)
+        key_mask = mask_of_mems(attention_mask, mems_mask, mems, segment_length, config, mem_len)
     if cache is not None:
+        if cache.is_compileable:
+            _check_room(cache, mem_len)
+            states, key_mask = _fill_up(states, key_mask, mem_len, segment_length)
+            memory_length = mem_len
         attach_state(cache, DecodingState(initial_length=memory_length))
+    return OpenMemory(states, memory_length, drop_idle_mask(key_mask))
+
+
+def check_one_memory(mems: tuple[Tensor, ...] | None, mems_mask: Tensor | None) -> None:
+    """Raise a ValueError for mems, or their mask, beside a cache that is filled."""
+    if mems is not None or mems_mask is not None:
+        name = "mems_mask" if mems is None else "mems"
+        raise ValueError(f"give {name} or past_key_values that hold a memory already, not both")
+
+
+def mask_of_mems(
+    attention_mask: Tensor | None,
+    mems_mask: Tensor | None,
+    mems: tuple[Tensor, ...],
+    segment_length: int,
+    config: TransfoXLConfig,
+    mem_len: int,
+) -> Tensor | None:
+    """`make_key_mask` for a segment that goes on from mems, (B, m, D) each, which a mask may have columns of."""
+    batch_size, memory_length = mems[0].shape[:2]
     columns: Collection[int] = (segment_length, memory_length + segment_length)
-    if attention_mask is not None and mems is not None and config.initial_memory == "zeros":
+    if attention_mask is not None and config.initial_memory == "zeros":
         # What precedes the text are zeros, so that a text that is not as long as the memory has fewer columns. Without
         # a mask nothing asks, and a range would bind an exported graph to one length.
         columns = range(segment_length, memory_length + segment_length + 1)
-    more = 1 + memory_length + segment_length if mems is not None and memory_length == mem_len else None
-    if mems_mask is not None:
-        mems_mask = mems_mask.to(inputs_embeds.device)
-    key_mask = make_key_mask(attention_mask, mems_mask, batch_size, segment_length, memory_length, columns, more)
-    return OpenMemory(states, memory_length, drop_idle_mask(key_mask))
+    more = 1 + memory_length + segment_length if memory_length == mem_len else None
+    return make_key_mask(attention_mask, mems_mask, batch_size, segment_length, memory_length, columns, more)
+
+
+def split_mask(
+    attention_mask: Tensor,
+    mems_mask: Tensor | None,
+    mems: tuple[Tensor, ...],
+    config: TransfoXLConfig,
+    mem_len: int,
+    length: int,
+) -> tuple[Tensor, Tensor]:
+    """The `mems_mask` and the `attention_mask`, (B, length), of a mask that is of mems and text together.
+
+    Raises:
+        ValueError: as in a forward.
+    """
+    _check_mems(mems, mems_mask, config, mem_len, len(attention_mask))
+    key_mask = mask_of_mems(attention_mask, mems_mask, mems, length, config, mem_len)
+    assert key_mask is not None, "made of an attention_mask"
+    return key_mask[:, :-length], key_mask[:, -length:].to(attention_mask.dtype)
 
 
 def initial_memory(
@@ -386,14 +429,17 @@ def _check_room(cache: Cache, mem_len: int):
 
 
 def _fill_up(
-    mems: tuple[Tensor, ...], mems_mask: Tensor | None, length: int
+    mems: tuple[Tensor, ...], key_mask: Tensor | None, length: int, segment_length: int
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """A memory of (B, length, D) with masked states in front of what there is."""
-    missing = length - mems[0].shape[1]
+    """A memory of (B, length, D) with masked states in front of what there is, and the mask of its keys."""
+    batch_size, memory_length, _ = mems[0].shape
+    missing = length - memory_length
     if missing == 0:
-        return mems, mems_mask
-    mems_mask = F.pad(real_states(mems, mems_mask), (missing, 0), value=False)
-    return tuple(F.pad(states, (0, 0, missing, 0)) for states in mems), mems_mask
+        return mems, key_mask
+    if key_mask is None:
+        key_mask = mems[0].new_ones(batch_size, memory_length + segment_length, dtype=torch.bool)
+    key_mask = F.pad(key_mask, (missing, 0), value=False)
+    return tuple(F.pad(states, (0, 0, missing, 0)) for states in mems), key_mask
 
 
 def _can_ask(tensor: Tensor) -> bool:
@@ -447,9 +493,10 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Take (B, H, L, Dh) keys and values; return them behind those of the memory, and remember the last M."""
         length, memory_length = key_states.shape[2], self.sliding_window - 1
-        if length > self._room or self.record_past or key_states.requires_grad:
+        if length > self._room or self.record_past or not self._fits(key_states):
             keys, values = super().update(key_states, value_states, *args, **kwargs)
-            if not self.record_past and not key_states.requires_grad:
+            # What a backward pass may need is never written to, and a buffer would only be copied.
+            if not self.record_past and not torch.is_grad_enabled():
                 self._make_room(memory_length)
             return keys, values
         self.cumulative_length += length
@@ -465,6 +512,10 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
         self._room = room
         keys, values = (buffer.narrow(2, self._end - seen, seen) for buffer in buffers)
         return keys, values
+
+    def _fits(self, key_states: Tensor) -> bool:
+        """Whether keys may be written into the buffer, and are what it holds."""
+        return _may_write(self._key_buffer) and self._key_buffer.dtype == key_states.dtype
 
     def _make_room(self, room: int):
         self._end = self.keys.shape[2]
@@ -780,7 +831,9 @@ def make_key_mask(
         return None if memory_mask is None else F.pad(memory_mask, (0, segment_length), value=True)
     key_length = memory_length + segment_length
     length = attention_mask.shape[-1]
-    fits = length in columns or (more is not None and length >= more)
+    # TorchDynamo does not look for a number in a range whose ends it does not know.
+    fits = columns.start <= length < columns.stop if isinstance(columns, range) else length in columns
+    fits = fits or (more is not None and length >= more)
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size or not fits:
         raise ValueError(
             f"attention_mask is {tuple(attention_mask.shape)}, but a segment of {segment_length} after a memory of "

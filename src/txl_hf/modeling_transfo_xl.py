@@ -422,10 +422,10 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
         """The backend's name; what `transformers` does not know of is ours, the default among them."""
         if requested_attention is None:
             return "auto"
-        if requested_attention not in RELATIVE_ATTENTION_FUNCTIONS:
-            requested_attention = super().get_correct_attn_implementation(requested_attention, is_init_check)
         check_implementation(requested_attention)
-        return requested_attention
+        if requested_attention in RELATIVE_ATTENTION_FUNCTIONS:
+            return requested_attention
+        return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
@@ -1042,13 +1042,14 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
 
 
 def _targets(labels: Tensor | None, shift_labels: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """The targets of the first positions of the segment: (B, L) from shift_labels, (B, L - 1) from labels, or None."""
+    """The targets of the first positions of the segment, int64: (B, L) from shift_labels, (B, L - 1) from labels, or
+    None."""
     for name, given in (("shift_labels", shift_labels), ("labels", labels)):
         if given is not None:
             _check_targets(name, given, shape)
     if shift_labels is not None:
-        return shift_labels
-    return None if labels is None else labels[:, 1:]
+        return shift_labels.long()
+    return None if labels is None else labels[:, 1:].long()
 
 
 def _check_targets(name: str, given: Tensor, shape: torch.Size):

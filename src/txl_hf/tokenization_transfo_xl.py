@@ -444,8 +444,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             path (`str` or `os.PathLike`): the file.
             add_eos (`bool`, *optional*): as for `encode_lines`.
         """
-        reading = {"encoding": "utf-8", "newline": "\n"} if self.mode == "bytes" else {"encoding": "utf-8-sig"}
-        with open(path, **reading) as lines:
+        encoding, newline = ("utf-8", "\n") if self.mode == "bytes" else ("utf-8-sig", None)
+        with open(path, encoding=encoding, newline=newline) as lines:
             return self.encode_lines(lines, add_eos)
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
