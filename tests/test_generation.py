@@ -672,3 +672,19 @@ def test_a_cache_goes_on_behind_inference_mode_and_autocast(make_model, make_ids
             cache = model(ids[:, :5], use_cache=True).past_key_values
         found = model(ids[:, 5:], past_key_values=cache, use_cache=True).logits
         torch.testing.assert_close(found, model(ids).logits[:, 5:], atol=0.1, rtol=0.1)
+
+
+@pytest.mark.skipif(not hasattr(transformers.generation.utils, "DeferredStopCheck"), reason="not done before")
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_what_generate_asks_of_a_cache_it_does_not_ask_of_mems(memory_model, make_ids, monkeypatch, use_cache):
+    """As on Apple's GPUs, where it looks one token later whether to stop, if the cache can go back."""
+    asked = []
+    is_supported = transformers.generation.utils.DeferredStopCheck.is_supported
+
+    def ask(device, cache, *args, **kwargs):
+        asked.append(is_supported(torch.device("mps"), cache, *args, **kwargs))
+        return False
+
+    monkeypatch.setattr(transformers.generation.utils.DeferredStopCheck, "is_supported", staticmethod(ask))
+    memory_model.generate(make_ids(1, 4), max_new_tokens=3, do_sample=False, use_cache=use_cache)
+    assert len(asked) == 1

@@ -208,6 +208,11 @@ class TransfoXLGenerationMixin(GenerationMixin):
             model_kwargs["resets"] = starts if resets is None else resets | starts
         return inputs, name, model_kwargs
 
+    def _prefill(self, *args, **kwargs):
+        """Without mems, which nothing goes on from: on Apple's GPUs generate would ask them what it asks caches."""
+        outputs = super()._prefill(*args, **kwargs)
+        return type(outputs)(**{name: value for name, value in outputs.items() if name != "mems"})
+
     @staticmethod
     def _reorder_cache(past_key_values, beam_idx: Tensor):
         """What beams go on from; mems without a cache, which generate takes for one, are those of the prompt."""
