@@ -70,6 +70,7 @@ def test_what_it_cannot_go_on_from_is_left_to_generate(conversations, make_model
     uncached = GenerationConfig(max_new_tokens=4, do_sample=False, use_cache=False)
     lookup = GenerationConfig(max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=3)
     padded = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    with_padding = {"input_ids": make_ids(1, 6).masked_fill(padded == 0, 60), "pad_token_id": 60}
     with torch.no_grad():
         mems = talk.model(make_ids(1, 5, seed=3)).mems
     for given in (
@@ -82,8 +83,15 @@ def test_what_it_cannot_go_on_from_is_left_to_generate(conversations, make_model
         {"input_ids": make_ids(1, 6), "generation_config": GREEDY, "attention_mask": padded},
         {"input_ids": make_ids(1, 6), "generation_config": GREEDY, "mems": mems},
         {"input_ids": make_ids(1, 6), "generation_config": GREEDY, "resets": padded == 0},
+        {"input_ids": make_ids(1, 6), "generation_config": GREEDY, "assistant_model": make_model(n_layer=1)},
+        {**with_padding, "generation_config": GREEDY},
     ):
         assert torch.equal(talk.generate(**given), talk.generate_afresh(**given))
+    talk.model.generation_config.num_beams = 3
+    assert torch.equal(
+        turn(talk, make_ids(1, 6)), talk.generate_afresh(input_ids=make_ids(1, 6), generation_config=GREEDY)
+    )
+    talk.model.generation_config.num_beams = None
     assert not talk.kept
     forgetful = Conversations(make_model(mem_len=0, eos_token_id=None), limit=2)
     assert turn(forgetful, make_ids(1, 6)).shape == (1, 12) and not forgetful.kept

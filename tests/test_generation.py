@@ -688,3 +688,49 @@ def test_what_generate_asks_of_a_cache_it_does_not_ask_of_mems(memory_model, mak
     monkeypatch.setattr(transformers.generation.utils.DeferredStopCheck, "is_supported", staticmethod(ask))
     memory_model.generate(make_ids(1, 4), max_new_tokens=3, do_sample=False, use_cache=use_cache)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("told_by", ["resets", "seq_idx"])
+@pytest.mark.parametrize("kind", ["assistant", "prompt-lookup"])
+def test_assisted_decoding_tells_documents_apart(make_model, make_ids, kind, told_by):
+    model, ids = make_model(mem_len=30, eos_token_id=None), make_ids(1, 9)
+    begins = torch.zeros(1, 9, dtype=torch.bool)
+    begins[:, 5] = True
+    given = {told_by: begins if told_by == "resets" else begins.cumsum(1)}
+    how = {"prompt_lookup_num_tokens": 3} if kind == "prompt-lookup" else {"assistant_model": make_model(n_layer=1)}
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 60}
+    assert torch.equal(model.generate(ids, **given, **how, **options), model.generate(ids, **given, **options))
+    with pytest.raises(ValueError, match=r"resets are \(1, 5\), but input_ids hold \(1, 9\) tokens"):
+        model.generate(ids, resets=begins[:, 4:], **options)
+
+
+def test_an_assistant_of_other_layers_has_no_memory_of_the_model(make_model, make_ids):
+    model, ids = make_model(mem_len=30, eos_token_id=None), make_ids(1, 6)
+    with torch.no_grad():
+        mems = model(make_ids(1, 5, seed=1)).mems
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 60}
+    assisted = model.generate(ids, mems=mems, assistant_model=make_model(n_layer=1, eos_token_id=None), **options)
+    assert torch.equal(assisted, model.generate(ids, mems=mems, **options))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("states", [0, 4])
+def test_a_mask_may_have_columns_of_all_that_a_static_cache_holds(make_model, make_ids, states):
+    model, ids = make_model(mem_len=12), make_ids(2, 5)
+    mems = model(make_ids(2, states, seed=1)).mems if states else None
+    mask = torch.ones(2, 17, dtype=torch.long)
+    mask[0, : 12 - states + 2] = 0
+    expected = model(ids, mems=mems, attention_mask=mask[:, 12 - states :]).logits[:, 2:]
+    cache = StaticMemoryCache(model.config)
+    found = model(ids, mems=mems, attention_mask=mask, past_key_values=cache, use_cache=True).logits[:, 2:]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_static_cache_begins_from_mems_wherever_they_are(make_model, make_ids):
+    """The model is where nothing is computed, in place of a GPU."""
+    model = make_model(mem_len=12)
+    with torch.no_grad():
+        output = model(make_ids(2, 4))
+    model, ids = model.to("meta"), make_ids(2, 5).to("meta")
+    for mask in (None, output.mems_mask, torch.ones(2, 4, dtype=torch.bool)):
+        model(ids, mems=output.mems, mems_mask=mask, past_key_values=StaticMemoryCache(model.config), use_cache=True)

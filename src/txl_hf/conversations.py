@@ -61,11 +61,13 @@ class Conversations:
         beside = {*inspect.signature(self.model.forward).parameters, *DOCUMENT_KEYWORDS} - {"use_cache"}
         if any(kwargs.get(name) is not None for name in beside):
             return False
-        if len(input_ids) > 1 or (attention_mask is not None and not bool(attention_mask.all())):
+        assistant = kwargs.pop("assistant_model", None)
+        config, _ = self.model._prepare_generation_config(generation_config, **kwargs)
+        # Without a mask generate looks for padding.
+        real = input_ids != config.pad_token_id if attention_mask is None else attention_mask
+        if len(input_ids) > 1 or not bool(torch.as_tensor(real).all()):
             return False
-        config = copy.deepcopy(generation_config or self.model.generation_config)
-        config.update(**kwargs)
-        by_token = config.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        by_token = config.get_generation_mode(assistant) in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         alone = (config.num_return_sequences or 1) == 1
         return alone and by_token and config.use_cache is not False and config.cache_implementation is None
 
@@ -95,6 +97,11 @@ class Conversations:
             self.kept.move_to_end(tuple(tokens))
         while len(self.kept) > 2 * self.limit:
             self.kept.popitem(last=False)
+
+
+def names_no_device(name: str | None) -> bool:
+    """Whether the server itself understands a device of this name: `auto`, or the number of a GPU."""
+    return name is not None and (name == "auto" or name.isdigit())
 
 
 def serve(options: argparse.Namespace) -> None:
@@ -133,7 +140,7 @@ def serve(options: argparse.Namespace) -> None:
         force_model=options.model,
         host=options.host,
         port=options.port,
-        device=find_device(options.device),
+        device=options.device if names_no_device(options.device) else find_device(options.device),
         dtype=options.dtype,
         default_seed=options.default_seed,
         enable_cors=options.enable_cors,

@@ -67,6 +67,10 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 reason = "gradient checkpointing in training mode" if checkpointing else "mem_len=0"
                 raise ValueError(f"{reason} remembers no inputs_embeds from step to step: give generate input_ids")
             generation_config.use_cache = model_kwargs["use_cache"] = False
+        if generation_config.is_assistant:
+            # What the main model remembers is not of the assistant's layers.
+            model_kwargs.pop("mems", None)
+            model_kwargs.pop("mems_mask", None)
         cache = model_kwargs.get("past_key_values")
         if cache is not None and is_filled(cache):
             check_one_memory(model_kwargs.get("mems"), model_kwargs.get("mems_mask"))
@@ -152,11 +156,12 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 everything = torch.ones(len(input_ids), memory_length + segment_length, device=input_ids.device)
                 attention_mask = everything.bool() if key_mask is None else key_mask
         if (resets := kwargs.pop("resets", None)) is not None:
-            if is_first_iteration:
+            if filled and is_first_iteration:
                 # Like input_ids, of the whole text or of what the cache has not seen.
-                kwargs["resets"] = resets[:, -(next_sequence_length or text.shape[1]) :] if filled else resets
+                kwargs["resets"] = resets[:, -(next_sequence_length or text.shape[1]) :]
             elif not filled:
-                # Every step reads the whole text again, and what has been written goes on its document.
+                # Without a cache every step reads the whole text again, and with candidates the first one reads more
+                # than the prompt: what has been written goes on its document.
                 kwargs["resets"] = F.pad(resets, (0, text.shape[1] - resets.shape[1]))
         return super().prepare_inputs_for_generation(
             input_ids,
@@ -206,6 +211,10 @@ class TransfoXLGenerationMixin(GenerationMixin):
             starts = document_starts(inputs.shape[:2], inputs.device, model_kwargs.get("attention_mask"), **packed)
             resets = model_kwargs.get("resets")
             model_kwargs["resets"] = starts if resets is None else resets | starts
+        resets, cache = model_kwargs.get("resets"), model_kwargs.get("past_key_values")
+        is_new = not isinstance(cache, Cache) or not is_filled(cache)
+        if resets is not None and is_new and resets.shape != inputs.shape[:2]:
+            raise ValueError(f"resets are {tuple(resets.shape)}, but {name} hold {tuple(inputs.shape[:2])} tokens")
         return inputs, name, model_kwargs
 
     def _prefill(self, *args, **kwargs):

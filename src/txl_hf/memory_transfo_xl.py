@@ -180,6 +180,10 @@ def open_memory(
         key_mask = make_key_mask(attention_mask, None, batch_size, segment_length, 0, (segment_length,))
         return OpenMemory((None,) * config.n_layer, 0, drop_idle_mask(key_mask))
     memory_length = states[0].shape[1]
+    is_static = cache is not None and cache.is_compileable
+    if is_static and attention_mask is not None and attention_mask.shape[-1] == mem_len + segment_length:
+        # A static cache starts full: a mask may have columns of states that are not there.
+        attention_mask = attention_mask[..., mem_len - memory_length :]
     if mems is None:
         columns = (segment_length, memory_length + segment_length)
         key_mask = make_key_mask(attention_mask, None, batch_size, segment_length, memory_length, columns)
@@ -188,9 +192,9 @@ def open_memory(
             mems_mask = mems_mask.to(inputs_embeds.device)
         key_mask = mask_of_mems(attention_mask, mems_mask, mems, segment_length, config, mem_len)
     if cache is not None:
-        if cache.is_compileable:
+        if is_static:
             _check_room(cache, mem_len)
-            states, key_mask = _fill_up(states, key_mask, mem_len, segment_length)
+            states, key_mask = _fill_up(states, key_mask, mem_len, inputs_embeds)
             memory_length = mem_len
         attach_state(cache, DecodingState(initial_length=memory_length))
     return OpenMemory(states, memory_length, drop_idle_mask(key_mask))
@@ -236,6 +240,8 @@ def split_mask(
         ValueError: as in a forward.
     """
     _check_mems(mems, mems_mask, config, mem_len, len(attention_mask))
+    if mems_mask is not None:
+        mems_mask = mems_mask.to(attention_mask.device)
     key_mask = mask_of_mems(attention_mask, mems_mask, mems, length, config, mem_len)
     assert key_mask is not None, "made of an attention_mask"
     return key_mask[:, :-length], key_mask[:, -length:].to(attention_mask.dtype)
@@ -429,15 +435,16 @@ def _check_room(cache: Cache, mem_len: int):
 
 
 def _fill_up(
-    mems: tuple[Tensor, ...], key_mask: Tensor | None, length: int, segment_length: int
+    mems: tuple[Tensor, ...], key_mask: Tensor | None, length: int, segment: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """A memory of (B, length, D) with masked states in front of what there is, and the mask of its keys."""
-    batch_size, memory_length, _ = mems[0].shape
+    """A memory of (B, length, D) with masked states in front of what there is, and the mask of its keys, which is
+    where the segment, (B, L, D), is."""
+    memory_length = mems[0].shape[1]
     missing = length - memory_length
     if missing == 0:
         return mems, key_mask
     if key_mask is None:
-        key_mask = mems[0].new_ones(batch_size, memory_length + segment_length, dtype=torch.bool)
+        key_mask = segment.new_ones(len(segment), memory_length + segment.shape[1], dtype=torch.bool)
     key_mask = F.pad(key_mask, (missing, 0), value=False)
     return tuple(F.pad(states, (0, 0, missing, 0)) for states in mems), key_mask
 
