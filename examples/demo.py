@@ -44,7 +44,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, help="(%(default)s)")
     parser.add_argument("--width", type=int, default=160, help="d_model, a multiple of 8 (%(default)s)")
     arguments = parser.parse_args()
-    if min(arguments.minutes, arguments.layers, arguments.width, arguments.steps or 1) <= 0 or arguments.width % 8:
+    steps = 1 if arguments.steps is None else arguments.steps
+    if min(arguments.minutes, arguments.layers, arguments.width, steps) <= 0 or arguments.width % 8:
         parser.error("sizes and times must be positive, and the width a multiple of 8")
     return arguments
 

@@ -50,7 +50,7 @@ import tune_lm
 from harness import with_range
 from study import StudyParser
 from txl_hf.command_line import one_line_errors
-from txl_hf.files import write_text
+from txl_hf.files import options_that_differ, write_text
 from txl_hf.training.arguments import RECIPE, Arguments
 from txl_hf.training.arguments import parse_arguments as training_arguments
 from txl_hf.training.results import RESULTS, read_recipe
@@ -243,6 +243,11 @@ def main(argv: list[str] | None = None):
         print(f"{len(runs) - len(left)} of {len(runs)} runs are done in {options.output}", flush=True)
         for row in (done[run.key] for run in runs if run.key in done):
             print(f"  {', '.join(key(row))}: {row['date']}, {row['processor']}", flush=True)
+            if (share := float(row.get("share") or 1)) != options.share:
+                raise ValueError(
+                    f"{options.output} has {', '.join(key(row))} of --share {share:g}, not {options.share:g}: name "
+                    "another --output"
+                )
         for run in left:
             prepare(run, options.texts)
             time_steps(run, options.contenders)
@@ -324,9 +329,8 @@ def check_begun(run: Run):
 
 
 def check_options(path: Path, before: dict[str, Any], today: dict[str, Any]):
-    names = sorted((before.keys() | today.keys()) - PLACES)
-    pairs = ((name, before.get(name), today.get(name)) for name in names)
-    if changed := ", ".join(f"{name} was {old} and is {new}" for name, old, new in pairs if old != new):
+    before, today = ({name: each[name] for name in each.keys() - PLACES} for each in (before, today))
+    if changed := options_that_differ(before, today):
         raise ValueError(f"{path} is of other options: {changed}; delete it, or name another --work")
 
 

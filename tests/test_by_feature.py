@@ -145,6 +145,14 @@ def test_memory_agent(tmp_path):
     assert any(path.name.startswith("events.out.tfevents") for path in folder.iterdir())
 
 
+def test_an_agent_goes_on_with_the_options_that_it_was_begun_with(tmp_path, script, monkeypatch):
+    smoke("memory_agent", tmp_path, "--output", tmp_path / "whole")
+    options = ["--num-envs", "8", "--window", "16", "--width", "24", "--block", "2"]
+    output = ["--env", "recall", "--output", tmp_path / "whole", "--resume"]
+    said = refused(script, monkeypatch, "memory_agent", *output, *options)
+    assert "was begun with other options: num_envs was 4 and is 8, width was 16 and is 24; keep to those" in said
+
+
 # --- what they are made of -------------------------------------------------------------------------------------------
 
 
@@ -340,6 +348,31 @@ def test_data_that_cannot_be_classified(script, monkeypatch, checkpoint, tmp_pat
     assert message in said and "data.csv" in said
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_texts_and_labels_are_as_they_are_written(script, tmp_path, suffix):
+    """A label may be called None or NA, or begin with a nought, and where there is none there is no text."""
+    module, path = script("classification"), tmp_path / f"data{suffix}"
+    rows = [{"text": text, "label": label} for label in ("None", "NA", "01") for text in ("007", "1e5", "NA", "x")]
+    if suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, ["text", "label"])
+            writer.writeheader()
+            writer.writerows([*rows, {"text": "unlabelled", "label": ""}])
+    else:
+        path.write_text("\n".join(map(json.dumps, [*rows, {"text": "unlabelled", "label": None}])))
+    data = module.read(path)
+    names = data["train"].features["label"].names
+    found = [(row["text"], names[row["label"]]) for split in data.values() for row in split]
+    assert sorted(found) == sorted((row["text"], row["label"]) for row in rows)
+
+
+def test_numbers_as_labels_stay_whole_beside_a_missing_one(script, tmp_path):
+    rows = [{"text": f"{i}", "label": i % 2} for i in range(12)] + [{"text": "unlabelled", "label": None}]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = script("classification").read(tmp_path / "data.jsonl")
+    assert data["train"].features["label"].names == ["0", "1"]
+
+
 @pytest.mark.parametrize("content", ["pitch,duration,velocity\n1,2,3\n", "1,2\n3,4\n", "1,2,-3\n"])
 def test_events_that_are_none(script, monkeypatch, tmp_path, content):
     (tmp_path / "events.csv").write_text(content)
@@ -398,6 +431,13 @@ def test_a_base_is_read_as_the_word_that_ends_with_it_and_its_place_in_a_codon(s
     none = module.WORDS - 1
     assert words.tolist() == [none] * 3 + [digits("ACGT")] + [none] * 4 + [digits("ACGT"), digits("CGTA"), none, none]
     assert module.encode("TTTT")[3] == 255 < none
+
+
+def test_a_genome_that_is_cut_off_is_named(script, tmp_path):
+    path = tmp_path / "cut.fna.gz"
+    path.write_bytes(gzip.compress(b">one\n" + b"ACGT" * 1000)[:-20])
+    with pytest.raises(ValueError, match="cut.fna.gz cannot be read"):
+        script("genome_labels").read_sequences(path)
 
 
 def test_every_base_is_labelled_once_later_and_forgotten_where_a_sequence_begins(script, tmp_path):

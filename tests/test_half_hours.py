@@ -113,6 +113,13 @@ def test_a_share_of_the_seconds_is_a_share_of_steps_and_warm_up_and_nothing_is_t
     assert (tmp_path / "README.md").read_text().startswith("# 50% of half an hour on two cores\n")
 
 
+def test_a_run_of_another_share_is_not_taken_for_one(examples, tmp_path):
+    examples()
+    half_hours.main([*COMMAND, "--share", "0.5", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"has ptb, first recipe, 0 of --share 0.5, not 0.2: name another"):
+        half_hours.main([*COMMAND, "--share", "0.2", "--output", str(tmp_path)])
+
+
 def test_a_share_of_the_warm_up(tmp_path):
     contender = FIRST["wikitext-2"]
     run = half_hours.Run("wikitext-2", contender, seed=0, work=tmp_path, smoke=False, share=0.2)

@@ -792,6 +792,16 @@ def test_lora_on_all_linear_layers(name):
     model(IDS, labels=IDS).loss.backward()
 
 
+def test_an_adapter_is_saved_without_the_card_of_a_whole_model(tmp_path):
+    peft = pytest.importorskip("peft")
+    build().save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "adapter")
+    names = {path.name for path in (tmp_path / "adapter").iterdir()}
+    assert "adapter_model.safetensors" in names and "README.md" not in names
+
+
 # ---- the names of the PyTorch original -----------------------------------------------------------------------------
 
 ORIGINALS = ["shaw_attn_type1", "absolute_attn_type2_nomem", "alrfou_attn_type3_nomem", "word_adaptive_div2_proj"]

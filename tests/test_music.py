@@ -261,6 +261,7 @@ def test_a_piece_that_is_cut_off_ends_with_a_whole_event(saved, tmp_path):
         (["--prompt", "none.mid"], "--prompt none.mid cannot be read"),
         (["--wav"], "--wav needs the program fluidsynth: apt install fluidsynth"),
         (["--output", "."], "--output . exists"),
+        (["--prompt", "none.mid", "--memory_length", "0"], "--prompt none.mid cannot be read"),
     ],
 )
 def test_what_cannot_be_written_is_refused_in_one_line(saved, tmp_path, monkeypatch, options, message):
@@ -309,6 +310,30 @@ def test_measures_of_a_piece_that_is_known(tmp_path):
     text = measures.table(found, found)
     assert "| bars without a sound | 25.0 % | 25.0 % |" in text and "| pitch class 3 | 40.0 % | 40.0 % |" in text
     assert "pitch classes 0.0 %, note lengths 0.0 %, notes at once 0.0 %" in text
+
+
+@pytest.mark.parametrize(("numerator", "denominator", "bars"), [(1, 32, 8), (3, 32, 3), (3, 4, 1)])
+def test_bars_may_be_shorter_than_a_sixteenth(tmp_path, numerator, denominator, bars):
+    """A sixteenth sounds in two bars of a thirty-second each."""
+    score = symusic.Score(480)
+    score.time_signatures.append(symusic.TimeSignature(0, numerator, denominator))
+    score.tracks.append(symusic.Track("one", 7))
+    score.tracks[0].notes.append(symusic.Note(0, 480, 62, 64))
+    score.dump_midi(tmp_path / "a.mid")
+    found = measures.measure([tmp_path / "a.mid"])
+    assert (found.bars, found.empty) == (bars, 0)
+
+
+def test_pictures_are_linked_from_where_the_page_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(measures, "check_readers", lambda paths: None)
+    for folder in ("pieces", "pieces/sub", "corpus"):
+        (tmp_path / folder).mkdir()
+        write_piece(tmp_path / folder / "piece-1.mid", 0)
+    page = tmp_path / "reports" / "README.md"
+    page.parent.mkdir()
+    measures.main(["--pieces", str(tmp_path / "pieces"), "--corpus", str(tmp_path / "corpus"), "--output", str(page)])
+    text = page.read_text()
+    assert "](../pieces/piece-1.png)" in text and "](../pieces/sub/piece-1.png)" in text
 
 
 def test_drums_have_no_pitch_class_and_are_no_piano(tmp_path):
@@ -424,6 +449,19 @@ def test_a_run_on_chorales_learns_and_says_what_memory_is_worth(chorales, tmp_pa
     assert all(float(row["nats_per_frame"]) < 0.6 * 5 * math.log(101) for row in rows)
     with pytest.raises(SystemExit, match="exists: go on with --resume"):
         jsb.main(options)
+
+
+def test_a_run_on_chorales_goes_on_with_its_own_options(chorales, tmp_path):
+    given = ["--data", str(chorales), "--output", str(tmp_path / "run"), "--resume"]
+    (tmp_path / "run").mkdir()
+    begun = jsb.parse_arguments([*given, "--dropout", "0.1"])
+    left_out = ("data", "output", "resume", "minutes")
+    options = {name: value for name, value in vars(begun).items() if name not in left_out}
+    (tmp_path / "run" / "options.json").write_text(json.dumps(options))
+    with pytest.raises(
+        SystemExit, match="run was begun with other options: dropout was 0.1 and is 0.9; keep to those"
+    ):
+        jsb.main([*given, "--dropout", "0.9"])
 
 
 def test_chorales_that_are_none_are_refused(tmp_path):

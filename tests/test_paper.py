@@ -188,6 +188,12 @@ def test_ablation_trains_scores_and_tabulates(work, monkeypatch, capsys):
     monkeypatch.setattr(ablation, "train", None)
     ablation.main(command)
     assert "8 of 8 runs are done" in capsys.readouterr().out and len(read(work / "rows.csv")) == 8
+    for changed, said in (
+        (["--steps", "5"], "steps was 3 and is 5"),
+        (["--exact"], "window was quarter and is exact"),
+    ):
+        with pytest.raises(SystemExit, match=f"has recurrence-ours-full, seed 0 of other options: {said}"):
+            ablation.main([*command, *changed])
     lines = (work / "log.txt").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 10 and lines[1].startswith("recurrence-ours-full, seed 0: ")
 
@@ -491,7 +497,7 @@ def test_the_commands_for_a_gpu_are_the_recipes_with_their_options():
     assert len(lines) == len(page.COMMANDS)
     for _, _, recipe, *options in lines:
         arguments = parse_arguments([str(miniature.ROOT / recipe), *options])
-        config = setup.make_config(arguments.model, 800_000, "data")
+        config = setup.make_config(arguments.model, range(800_000), arguments.data)
         name = options[options.index("--output") + 1].removeprefix("runs/")
         if name in contenders.ROWS:
             row = contenders.ROWS[name]

@@ -11,6 +11,7 @@ keeps the padding out. The output folder works with `pipeline("text-classificati
 import argparse
 import ast
 import csv
+import json
 from pathlib import Path
 
 import common
@@ -104,13 +105,19 @@ def main():
 def read(path: Path) -> DatasetDict:
     """The texts, with labels as numbers; a fifth of them, drawn at random, to test."""
     try:
-        frame = pandas.read_csv(path) if path.suffix == ".csv" else pandas.read_json(path, lines=True)
+        # As they are written: pandas takes the label None for none, and 01 for the number 1.
+        if path.suffix == ".csv":
+            frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
+        else:
+            with path.open(encoding="utf-8") as lines:
+                frame = pandas.DataFrame([json.loads(line) for line in lines if line.strip()], dtype=object)
     except ValueError as error:
         kind = "CSV" if path.suffix == ".csv" else "JSON lines"
         raise ValueError(f"{path} cannot be read as {kind}: {error}") from error
     if missing := {"text", "label"} - set(frame.columns):
         raise ValueError(f"{path} has no column {' and no column '.join(sorted(missing))}")
     frame = frame[["text", "label"]].dropna().astype(str)
+    frame = frame[(frame["text"] != "") & (frame["label"] != "")]
     names = sorted(set(frame["label"]))
     if len(names) < 2 or len(frame) < 10:
         raise ValueError(f"{path} has {len(frame)} texts and {len(names)} labels: at least 10 and 2 are needed")

@@ -175,6 +175,7 @@ def append_row(path: Path, figures: dict):
     )
     hardware = f"{names[0].strip()} × {len(names)}" if names else platform.processor()
     origin = {"date": datetime.date.today(), "hardware": hardware, "threads": torch.get_num_threads()}
+    path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*origin, *figures])

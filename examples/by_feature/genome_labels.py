@@ -20,9 +20,11 @@ import argparse
 import gzip
 import json
 import time
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import common
 from txl_hf.command_line import existing_file, new_path, one_line_errors
@@ -83,8 +85,14 @@ class Genome(NamedTuple):
         return Genome(*(each[start:stop] for each in self))
 
 
-def open_text(path: Path):
-    return gzip.open(path, "rt", encoding="ascii") if path.suffix == ".gz" else path.open(encoding="ascii")
+@contextmanager
+def open_text(path: Path) -> Iterator[IO[str]]:
+    """The text of a file, which may be compressed. Raises a ValueError that names it where it is broken."""
+    try:
+        with gzip.open(path, "rt", encoding="ascii") if path.suffix == ".gz" else path.open(encoding="ascii") as file:
+            yield file
+    except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def read_sequences(path: Path) -> dict[str, str]:

@@ -93,13 +93,17 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from txl_hf import TransfoXLConfig, TransfoXLModel
-from txl_hf.files import whole_file, write_text
+from txl_hf.files import keep_options, whole_file, write_text
 from txl_hf.memory_transfo_xl import memory_of
 
 
 def smoke(folder: Path) -> list[str | Path]:
     sizes = ["--num-envs", "4", "--window", "16", "--width", "16", "--steps", "256", "--block", "2", "--episodes", "8"]
     return ["--env", "recall", "--output", folder / "agents", *sizes]
+
+
+# Options that a run may be resumed with another value of.
+MAY_CHANGE = {"steps", "output", "resume", "episodes", "table", "smoke"}
 
 
 # --- tasks -----------------------------------------------------------------------------------------------------------
@@ -328,6 +332,8 @@ class Run:
         self.updates = max(1, options.steps // self.steps_per_update)
         self.update, self.curve, self.seconds = 0, [], 0.0
         checkpoint = self.folder / "checkpoint.pt"
+        given = vars(options).keys() - MAY_CHANGE
+        keep_options(self.folder / "options.json", {name: getattr(options, name) for name in given})
         if options.resume and checkpoint.exists():
             found = torch.load(checkpoint, weights_only=True)
             self.agent.load_state_dict(found["agent"])

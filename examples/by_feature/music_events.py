@@ -163,6 +163,8 @@ def main():
         sizes = (events.max(dim=0).values + 1).tolist()
         lengths = {"mem_len": arguments.memory_length, "tgt_len": arguments.segment_length}
         model = MusicModel(common.small_config(sizes[0], arguments.width, n_layer=arguments.layers, **lengths), sizes)
+    # Where it cannot be made, nothing has been trained for nothing.
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     train(accelerator, model, events, stream, arguments)
 
     accelerator.print(f"Held-out bits per event ({held_out} events)")

@@ -67,6 +67,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--key and --tempo begin a piece: leave them out with --prompt, which has its own")
     if options.prompt_bars and not options.prompt:
         parser.error("--prompt_bars is of --prompt, which is missing")
+    if options.soundfont and not options.wav:
+        parser.error("--soundfont is of --wav, which is missing")
     return options
 
 
@@ -141,8 +143,8 @@ def write_tokens(
     ids = torch.tensor([[begin, *prompt]] * options.count, device=model.device)
     written = model.generate(
         ids,
-        # A prompt of any length is read segment by segment.
-        prefill_chunk_size=model.config.tgt_len,
+        # A prompt of any length is read segment by segment, where there is a memory to keep.
+        prefill_chunk_size=model.config.tgt_len if model.config.mem_len else None,
         attention_mask=torch.ones_like(ids),
         logits_processor=LogitsProcessorList([grammar]),
         do_sample=True,

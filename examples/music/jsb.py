@@ -32,6 +32,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 import txl_hf
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTrainer, token_losses
 from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.files import keep_options, whole_file
 
 SPLITS = {"train": "train", "validation": "valid", "test": "test"}
 LOWEST, PITCHES = 21, 88
@@ -221,6 +222,9 @@ def main(arguments: list[str] | None = None):
         if options.output.exists() and not options.resume:
             raise ValueError(f"--output {options.output} exists: go on with --resume, or choose another folder")
         chorales = read_chorales(options.data)
+        options.output.mkdir(parents=True, exist_ok=True)
+        given = vars(options).keys() - {"data", "output", "resume", "minutes"}
+        keep_options(options.output / "options.json", {name: getattr(options, name) for name in given})
         set_seed(options.seed)
         trainer = make_trainer(options, chorales)
         if options.minutes is not None:
@@ -238,7 +242,7 @@ def main(arguments: list[str] | None = None):
     done = {"seconds": round(time.perf_counter() - start), "steps_done": trainer.state.global_step}
     shared = done | origin(options, model)
     trainer.save_model()
-    with (options.output / "rows.csv").open("w", newline="") as file:
+    with whole_file(options.output / "rows.csv") as aside, aside.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*rows[0], *shared])
         writer.writeheader()
         writer.writerows(row | shared for row in rows)

@@ -9,6 +9,8 @@ corpus that cannot be read are named and left out, as by txl-prepare.
 """
 
 import argparse
+import math
+import os
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
@@ -93,12 +95,13 @@ class Measures:
     def _add_bars(self, score: symusic.Score, rows: list[tuple[int, int, int, str]]):
         """Of a piece in its first metre."""
         metre = score.time_signatures[0] if len(score.time_signatures) else symusic.TimeSignature(0, 4, 4)
-        bar = 16 * metre.numerator // metre.denominator
+        # In sixteenths; a metre of thirty-seconds may have a part of one.
+        bar = 16 * metre.numerator / metre.denominator
         contents: dict[int, set] = {}
         sounding = set()
         for start, length, pitch, name in rows:
-            contents.setdefault(start // bar, set()).add((start % bar, length, pitch, name))
-            sounding |= set(range(start // bar, (start + length - 1) // bar + 1))
+            contents.setdefault(int(start // bar), set()).add((start % bar, length, pitch, name))
+            sounding |= set(range(int(start // bar), math.ceil((start + length) / bar)))
         bars = max(sounding) + 1
         self.bars += bars
         self.empty += bars - len(sounding)
@@ -215,7 +218,8 @@ def main(arguments: list[str] | None = None):
         pieces, corpus = measure(paths), measure(midi_files(options.corpus))
         text = table(pieces, corpus)
         if options.output is not None:
-            pictures = (f"![{path.stem}]({path.with_suffix('.png').name})" for path in paths)
+            pages = (os.path.relpath(path.with_suffix(".png"), options.output.parent) for path in paths)
+            pictures = (f"![{path.stem}]({Path(page).as_posix()})" for path, page in zip(paths, pages, strict=True))
             write_text(options.output, "\n\n".join(["# Pieces beside their corpus", text, *pictures]) + "\n")
     print(f"music21 and pretty_midi read {len(paths)} file(s) of {options.pieces} without complaint.")
     if corpus.left_out:

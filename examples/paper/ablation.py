@@ -46,7 +46,7 @@ from miniature import RESULTS, SHUFFLED, Corpus, MiniatureParser, Sizes, describ
 from txl_hf import TokenStream, TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.command_line import one_line_errors
 from txl_hf.evaluation import perplexity
-from txl_hf.files import whole_file, write_text
+from txl_hf.files import keep_options, options_that_differ, whole_file, write_text
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
@@ -142,9 +142,19 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def run(jobs: list[Job], output: Path, workers: int):
-    """Train and score what is not in the results yet; each run's rows are written when it is done."""
-    done = {(row["row"], row["seed"], row["text"], row["steps"]) for row in harness.read(output / "rows.csv")}
+    """Train and score what is not in the results yet; each run's rows are written when it is done.
+
+    Raises:
+        ValueError: the results have a run that was made with other options.
+    """
+    done = {(row["row"], row["seed"], row["text"]): row for row in harness.read(output / "rows.csv")}
     corpus = jobs[0].corpus()
+    for job in jobs:
+        if found := done.get(key(job, corpus)):
+            today = {name: str(value) for name, value in made_with(job).items()}
+            if changed := options_that_differ({name: found[name] for name in today}, today):
+                run = f"{job.row.name}, seed {job.seed}"
+                raise ValueError(f"{output} has {run} of other options: {changed}; name another --output")
     left = [job for job in jobs if key(job, corpus) not in done]
     say(f"{len(jobs) - len(left)} of {len(jobs)} runs are done", output)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
@@ -162,8 +172,13 @@ def say(line: str, output: Path):
         log.write(f"{line}\n")
 
 
-def key(job: Job, corpus: Corpus) -> tuple[str, str, str, str]:
-    return job.row.name, str(job.seed), corpus.name, str(job.sizes.steps)
+def key(job: Job, corpus: Corpus) -> tuple[str, str, str]:
+    return job.row.name, str(job.seed), corpus.name
+
+
+def made_with(job: Job) -> dict[str, Any]:
+    """The columns of a row that say how it was trained and scored."""
+    return {"shaw": job.row.shaw, "window": "exact" if job.exact else "quarter", **describe(job.sizes)}
 
 
 # ---- training ---------------------------------------------------------------------------------------------------
@@ -210,17 +225,20 @@ def train_and_score(job: Job) -> tuple[dict, list[dict]]:
         "test_best": tested.get(shortest, ""),
         "processor_seconds": round(spent),
         "targets_per_second": round(targets / spent),
-        "shaw": job.row.shaw,
-        "window": "exact" if job.exact else "quarter",
-        **describe(job.sizes),
+        **made_with(job),
     }
     return row, curve
 
 
 def train(job: Job, corpus: Corpus) -> tuple[Any, float]:
-    """The trained model and its seconds of processor time; from where an earlier call was stopped, if one was."""
+    """The trained model and its seconds of processor time; from where an earlier call was stopped, if one was.
+
+    Raises:
+        ValueError: what that one began has other options.
+    """
     row, sizes, folder = job.row, job.sizes, job.folder
     finished, state_path = folder / "seconds.txt", folder / "state.pt"
+    keep_options(folder / "options.json", {"text": corpus.name, "shaw": row.shaw, **describe(sizes)})
     if finished.exists():
         return AutoModelForCausalLM.from_pretrained(folder), float(finished.read_text())
     torch.manual_seed(job.seed)

@@ -6,13 +6,14 @@ that begins with `UNFINISHED_PREFIX` is.
 """
 
 import errno
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 try:
     import fcntl
@@ -23,8 +24,10 @@ __all__ = [
     "LOCK_NAME",
     "UNFINISHED_PREFIX",
     "disk_errors",
+    "keep_options",
     "lock_folder",
     "move_into_place",
+    "options_that_differ",
     "sync",
     "whole_file",
     "whole_folder",
@@ -57,6 +60,26 @@ def write_text(path: str | os.PathLike, text: str) -> None:
     """Write a text file in UTF-8 as a whole or not at all."""
     with whole_file(path) as aside:
         aside.write_text(text, encoding="utf-8")
+
+
+def keep_options(path: Path, options: Mapping[str, Any]) -> None:
+    """Write down what a run is begun with, as JSON; where that has been done, it must be the same.
+
+    Raises:
+        ValueError: with the options that differ.
+    """
+    today = json.loads(json.dumps(options, default=str))
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(today, indent=1) + "\n")
+    elif changed := options_that_differ(json.loads(path.read_text(encoding="utf-8")), today):
+        raise ValueError(f"{path.parent} was begun with other options: {changed}; keep to those, or begin elsewhere")
+
+
+def options_that_differ(before: Mapping[str, Any], today: Mapping[str, Any]) -> str:
+    """Each with both of its values, in the order of their names; "" where all are the same."""
+    pairs = ((name, before.get(name), today.get(name)) for name in sorted(before.keys() | today.keys()))
+    return ", ".join(f"{name} was {old} and is {new}" for name, old, new in pairs if old != new)
 
 
 @contextmanager

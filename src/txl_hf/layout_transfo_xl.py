@@ -313,6 +313,9 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         finally:
             self.__class__ = present_class
+        if self._is_adapted():
+            # What is saved is the adapter, which the card of a whole model would say nothing of.
+            return
         if is_main_process:
             _write_code(save_directory)
         card = Path(save_directory, "README.md")
@@ -323,6 +326,8 @@ class TransfoXLLayoutMixin(PreTrainedModel):
     def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args, **kwargs):
         # `transformers` has put a card there: that of the repository, which is kept where somebody has written in it,
         # or one that does not say how to load the model. It has the tags of the call.
+        if self._is_adapted():
+            return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
         _write_code(working_dir)
         card, token = Path(working_dir, "README.md"), kwargs.get("token")
         if not HfApi(token=token).file_exists(repo_id, "README.md") or _is_generated(card):
@@ -330,6 +335,10 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             given = ModelCard.load(card).data.tags or []
             self.write_model_card(card, repo_id, **known | {"tags": [*known.get("tags", []), *given]})
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
+
+    def _is_adapted(self) -> bool:
+        """Whether transformers saves an adapter of the model, that of `add_adapter`, in place of the model."""
+        return getattr(self, "_hf_peft_config_loaded", False)
 
     def write_model_card(self, path: Path, repo_id: str, tags: Iterable[str] = (), **data):
         """Write a card for the Hub: the model's task and size, and the code that loads it.
