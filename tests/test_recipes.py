@@ -85,7 +85,7 @@ def test_the_whole_model_has_the_published_size(name):
     [recipe] = [path for path in RECIPES if path.stem == name]
     arguments = parse_arguments([str(recipe), "--data", "data", "--output", "output"])
     vocab_size = next(size for corpus, size in VOCABULARIES.items() if name.startswith(corpus))
-    config = setup.make_config(arguments.model, vocab_size, "data")
+    config = setup.make_config(arguments.model, range(vocab_size), arguments.data)
     with torch.device("meta"):
         parameters = TransfoXLForCausalLM(config).num_parameters()
     assert parameters == pytest.approx(PUBLISHED[name] * 1e6, rel=0.005)

@@ -190,23 +190,17 @@ def make_loader(stream: TokenStream, accelerator: Accelerator, batch_chunk: int)
 
 
 def make_config(arguments: ModelArguments, tokenizer: Any, data: DataArguments) -> TransfoXLConfig:
-    """Of a new model, or of a checkpoint with the settings that may change; with `loss="half"` it reads as many tokens
-    again as a segment has."""
-    config = find_config(arguments, tokenizer, data)
-    if data.loss == "half":
-        if arguments.ext_len not in (None, config.tgt_len):
-            raise ValueError(
-                f"--loss half reads tgt_len={config.tgt_len} tokens again: leave out --ext_len {arguments.ext_len}"
-            )
-        config.ext_len = config.tgt_len
-    return config
-
-
-def find_config(arguments: ModelArguments, tokenizer: Any, data: DataArguments) -> TransfoXLConfig:
-    """What options say, and the checkpoint, whose vocabulary must be that of the text."""
-    vocab_size = len(tokenizer)
+    """Of a new model, or of a checkpoint, whose vocabulary must be the text's, with the settings that may change. With
+    `loss="half"` as many tokens are read again as a segment has."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
-    source = given.pop("model_name_or_path", None)
+    source, vocab_size = given.pop("model_name_or_path", None), len(tokenizer)
+    config = TransfoXLConfig() if source is None else AutoConfig.from_pretrained(source)
+    if not isinstance(config, TransfoXLConfig):
+        raise ValueError(f"--model_name_or_path {source} is no Transformer-XL, but a {config.model_type} model")
+    if data.loss == "half":
+        tgt_len = given.get("tgt_len", config.tgt_len)
+        if given.setdefault("ext_len", tgt_len) != tgt_len:
+            raise ValueError(f"--loss half reads {tgt_len=} tokens again: leave out --ext_len {arguments.ext_len}")
     if source is None:
         if given["cutoffs"] and given["cutoffs"][-1] >= vocab_size:
             raise ValueError(
@@ -214,9 +208,6 @@ def find_config(arguments: ModelArguments, tokenizer: Any, data: DataArguments) 
                 f"{given['cutoffs']}: give smaller ones with --cutoffs, or none with --cutoffs alone"
             )
         return TransfoXLConfig(vocab_size=vocab_size, eos_token_id=None, **{"d_embed": arguments.d_model, **given})
-    config = AutoConfig.from_pretrained(source)
-    if not isinstance(config, TransfoXLConfig):
-        raise ValueError(f"--model_name_or_path {source} is no Transformer-XL, but a {config.model_type} model")
     if vocab_size > config.vocab_size:
         raise ValueError(
             f"the vocabulary of --data {data.data} has {vocab_size} tokens, but --model_name_or_path {source} has "
