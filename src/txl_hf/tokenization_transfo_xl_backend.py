@@ -112,7 +112,7 @@ def set_normalizer(
         if line_end is not None and not re.fullmatch(r"<\w+>", line_end):
             raise ValueError(f"line_ends in mode 'moses' needs an eos_token such as '<eos>', not {line_end!r}")
         steps += moses_normalizers([] if lower_case else specials, line_end)
-    elif mode in ("whitespace", "lm1b"):
+    elif mode in WORD_MODES:
         # Four characters that Python, and so the originals, split at and `WhitespaceSplit` does not.
         steps.append(normalizers.Replace(Regex("[\x1c-\x1f]"), " "))
         if line_end is not None:
