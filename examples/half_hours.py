@@ -15,7 +15,7 @@ A model then scores the test text alone, with dynamic evaluation, with a continu
 `tune_lm.py` chooses their settings on the validation text. One of `warandpeace` scores it alone.
 
 `--share 0.2` compares more contenders in less time: each trains for a fifth of those seconds, with a fifth of its
-warm-up, and scores the test text alone.
+warm-up, and scores the test text alone, at one memory length.
 
     python examples/half_hours.py --texts texts --share 0.2 --output examples/results/shares --work build/shares
 
@@ -361,7 +361,7 @@ def steps_of(run: Run) -> list[str]:
     options = ["--max_steps", str(max(1, steps))]
     if run.share < 1:
         warmup = training_arguments(run.training(run.folder)).optimization.warmup_steps
-        options += ["--warmup_steps", str(round(warmup * run.share))]
+        options += ["--warmup_steps", str(round(warmup * run.share)), "--eval_memory_lengths"]
     return options
 
 

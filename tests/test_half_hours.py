@@ -124,7 +124,7 @@ def test_a_share_of_the_warm_up(tmp_path):
     contender = FIRST["wikitext-2"]
     run = half_hours.Run("wikitext-2", contender, seed=0, work=tmp_path, smoke=False, share=0.2)
     half_hours.timed(run).write_text(json.dumps({contender.name: {"seconds": 1.0}}))
-    assert half_hours.steps_of(run) == ["--max_steps", "1000", "--warmup_steps", "40"]
+    assert half_hours.steps_of(run) == ["--max_steps", "1000", "--warmup_steps", "40", "--eval_memory_lengths"]
 
 
 def test_a_row_says_how_many_threads_its_run_had(examples, tmp_path, monkeypatch):
