@@ -15,10 +15,10 @@ over, and `--bars` says which bars they meet.
 """
 
 import argparse
+import ast
 import contextlib
 import importlib.util
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -178,6 +178,8 @@ def tester(seconds: int) -> list[str]:
     Each test is a line when it is done, so that one can see what went wrong before all was stopped.
     """
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-rf", "-p", "no:cacheprovider"]
+    # A file that needs what this machine lacks takes no other with it.
+    command.append("--continue-on-collection-errors")
     # This process and the one that hands out tests need a core.
     count = min(TESTERS, (os.cpu_count() or 1) - 2)
     if count > 1 and importlib.util.find_spec("xdist"):
@@ -190,9 +192,16 @@ def tester(seconds: int) -> list[str]:
 
 def files_of_gpu_tests() -> list[Path]:
     """Those with a test that is marked, or takes the fixture `device`, which marks it; `FIRST` ones first."""
-    pattern = re.compile(r"\bmark\.gpu\b|^def test\w*\([^)]*\bdevice\b", re.MULTILINE)
     paths = sorted(TESTS.glob("test_*.py"), key=lambda path: (path.name not in FIRST, path.name))
-    return [path for path in paths if pattern.search(path.read_text(encoding="utf-8"))]
+    return [path for path in paths if any(map(is_for_gpu, ast.walk(ast.parse(path.read_bytes()))))]
+
+
+def is_for_gpu(node: ast.AST) -> bool:
+    """Whether this is the mark, or a test that takes `device` and has no parameter of that name of its own."""
+    if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
+        own = any("'device'" in ast.unparse(decorator) for decorator in node.decorator_list)
+        return not own and "device" in [argument.arg for argument in node.args.args]
+    return isinstance(node, ast.Attribute) and ast.unparse(node).endswith("mark.gpu")
 
 
 def environment() -> dict[str, str]:

@@ -6,6 +6,8 @@ import operator
 import re
 import shutil
 import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from txl_hf import modeling_transfo_xl as modeling
 from txl_hf.attention_transfo_xl import (
     RELATIVE_ATTENTION_FUNCTIONS,
     AttentionInputs,
+    _attend_on_gpu,
     _fastest,
     attention_terms,
     hidden_keys,
@@ -144,6 +147,13 @@ def test_flex_attention_wants_wide_heads_on_a_gpu():
     with FakeTensorMode(), torch.no_grad():
         assert "8 wide" in why_not("flex_attention", AttentionInputs(*[query(20, 8)] * 3, scaling=1.0))
         assert why_not("flex_attention", AttentionInputs(*[query(8, 16)] * 3, scaling=1.0)) is None
+
+
+def test_flex_attention_is_compiled_for_no_single_query():
+    tensors, _ = draw((1, 1, 1, 6, 16))
+    assert "for each number of keys" in why_not(
+        "flex_attention", AttentionInputs(*(tensors[name] for name in ("query", "key", "value")), scaling=1.0)
+    )
 
 
 @pytest.mark.parametrize("given", [(), ("rel_key",), ("rel_bias",), ("rel_key", "rel_bias")], ids=str)
@@ -433,6 +443,25 @@ def test_dropout_drops_probabilities_and_keeps_their_mean():
     outputs = torch.stack([relative_attention(**tensors, dropout=0.5)[0] for _ in range(500)])
     assert outputs.std(0).min() > 0.1
     assert abs(outputs.mean() - 1) < 0.02
+
+
+def test_threads_choose_a_kernel_one_after_the_other(monkeypatch):
+    """The choice is of the whole process, and puts back what it has found: in the midst of another, the other's."""
+    inside, most = [], []
+
+    def attend(*args, **kwargs):
+        inside.append(args)
+        time.sleep(0.05)
+        most.append(len(inside))
+        return inside.pop()[0]
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", attend)
+    states = torch.zeros(1, 1, 2, 8)
+    with ThreadPoolExecutor(4) as threads:
+        for call in [threads.submit(_attend_on_gpu, states, states, states, states) for _ in range(4)]:
+            call.result()
+    assert most == [1] * 4
+    assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_unknown_backend_is_named():

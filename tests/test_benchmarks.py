@@ -248,7 +248,8 @@ def test_tests_for_a_gpu_are_found_by_their_marks(tmp_path, monkeypatch):
     texts = {
         "test_marked.py": "pytestmark = [\n    pytest.mark.gpu,\n]\n",
         "test_both.py": "def test_one(\n    make_model, device\n):\n    pass\n",
-        "test_without.py": "def test_one(devices):\n    device = 1\n",
+        "test_without.py": "def test_one(devices):\n    device = 'pytest.mark.gpu'\n",
+        "test_own.py": "@pytest.mark.parametrize(('a', 'device'), [(1, 2)])\ndef test_one(a, device):\n    pass\n",
         "helper.py": "@pytest.mark.gpu\n",
     }
     for name, text in texts.items():

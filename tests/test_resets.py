@@ -245,6 +245,17 @@ def test_a_vector_that_is_not_finite_stays_in_its_document(make_model, make_ids)
     close(found.logits[:, 6:], model(ids[:, 6:]).logits)
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "txl_tiles"])
+def test_queries_that_are_not_finite_change_none_before_them(make_model, make_ids, backend):
+    """The shift reads the beginning of the next query's scores, which is hidden, whatever is there."""
+    model, ids = make_model(backend, n_layer=3), make_ids(1, 9)
+    frames = model.get_input_embeddings()(ids).detach()
+    frames[0, 4] = torch.inf
+    found = model(inputs_embeds=frames, resets=resets_of([4, 5], 9)).logits
+    close(found[:, :4], model(ids[:, :4]).logits)
+    assert found[:, 4:].isnan().all()
+
+
 @torch.no_grad()
 def test_without_a_beginning_nothing_is_different(make_model, make_ids, monkeypatch):
     model, ids, seen = make_model(), make_ids(2, 6), []

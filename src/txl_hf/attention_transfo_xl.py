@@ -12,7 +12,9 @@ shifted into place (Appendix B).
 Shapes: B batch, H heads, Dh head width, L queries (the segment), K = m + L keys (memory, then segment).
 """
 
+import contextlib
 import functools
+import threading
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -139,6 +141,9 @@ def sdpa_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
     return attend(query, inputs.key, inputs.value, mask, dropout_p=inputs.dropout, scale=inputs.scaling), None
 
 
+_CHOOSING_KERNEL = threading.Lock()
+
+
 def _attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options) -> Tensor:
     """PyTorch's attention by the kernel that takes an additive mask as it comes.
 
@@ -148,7 +153,9 @@ def _attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **op
     width = query.shape[-1]
     if missing := -width % 8:
         query, key, value = (F.pad(states, (0, missing)) for states in (query, key, value))
-    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+    # PyTorch keeps the choice for the whole process, and puts back what it found at the end. A graph has it inside.
+    choosing = contextlib.nullcontext() if torch.compiler.is_compiling() else _CHOOSING_KERNEL
+    with choosing, sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         attended = F.scaled_dot_product_attention(query, key, value, mask, **options)
     return attended[..., :width] if missing else attended
 
@@ -214,6 +221,8 @@ def _compiled_flex_attention() -> Callable[..., Tensor]:
 def _why_not_flex(inputs: AttentionInputs) -> str | None:
     if inputs.dropout > 0:
         return "FlexAttention has no dropout of probabilities"
+    if inputs.query.shape[2] == 1:
+        return "it compiles for each number of keys, and of a single query there is a new one at each token"
     if inputs.query.device.type == "cpu" and _needs_gradient(inputs.query):
         return "FlexAttention has no backward on CPU"
     if inputs.query.device.type == "cuda" and inputs.query.shape[-1] < 16:

@@ -5,6 +5,7 @@ shift is another view of the scores of position, and in the backward pass the gr
 into a buffer that is the shifted tile and the unshifted one at the same time.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -82,6 +83,8 @@ def _attend(content_query, position_query, key, value, rel_key, hidden, dropout,
     # In memory it lies as the output projection reads it.
     attended = content_query.new_empty(B, L, H, Dh).transpose(1, 2)
     single = _is_single(content_query, key)
+    # A sum reads each number once. One of finite numbers that is not finite itself only costs the time.
+    finite = math.isfinite(position_query.detach().sum())
     for heads, b, queries, keys in _tiles(B, H, L, K, single):
         if keys == K:
             tile_key, tile_value, distances = (
@@ -93,7 +96,12 @@ def _attend(content_query, position_query, key, value, rel_key, hidden, dropout,
         scores += _shifted(by_distance)
         # Of the last n keys, these are the ones that belong to the tile.
         seen = hidden[b % len(hidden), queries, : max(0, hidden.shape[-1] - (L - queries.stop))]
-        scores[..., keys - seen.shape[-1] :] += seen
+        hideable = scores[..., keys - seen.shape[-1] :]
+        if finite:
+            hideable += seen
+        else:
+            # NaN stays NaN whatever is added, and the shift brings it from the next query. It takes ten times longer.
+            hideable.masked_fill_(seen != 0, -torch.inf)
         # New memory is slow at the first touch, and the scores by distance are done with.
         probabilities = dropped = torch.softmax(scores, dim=-1, out=by_distance)
         kept = None

@@ -50,6 +50,7 @@ from torch.nn import functional as F
 
 from .attention_transfo_xl_inputs import AttentionInputs
 from .linear_transfo_xl import working_dtype
+from .operators_transfo_xl import namespace_of
 
 try:
     import triton
@@ -830,7 +831,7 @@ if triton is not None:
         )
 
     # The package and copies of this file that came with a checkpoint can live in one process, each with its operators.
-    _NAMESPACE = __name__.replace(".", "_")
+    _NAMESPACE = namespace_of(__name__)
     _SCHEMA = (
         "Tensor query, Tensor key, Tensor value, Tensor? rel_key, Tensor? content_bias, Tensor? position_bias, "
         "Tensor? rel_bias, Tensor? key_mask, Tensor? first_key, Tensor? kept, SymInt? window, float scaling, "

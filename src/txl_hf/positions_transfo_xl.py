@@ -87,14 +87,14 @@ class KeptDistances:
             if before is None or before[0]() is not weight or before[1] != version:
                 known, self.weights[layer] = False, (weakref.ref(weight), version)
         if not known:
-            self.rel_keys[layer] = project().contiguous()
+            self.rel_keys[layer] = _in_place(project())
         return self.rel_keys[layer]
 
     def crop(self, length: int):
         """Keep the nearest `length` distances, of a static cache, whose graph knows them by their number."""
         if self.positions is not None and len(self.positions) > length:
             self.positions = self.positions[-length:].contiguous()
-            self.rel_keys = {layer: keys[:, -length:].contiguous() for layer, keys in self.rel_keys.items()}
+            self.rel_keys = {layer: _in_place(keys[:, -length:]) for layer, keys in self.rel_keys.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KeptDistances":
         # Nothing writes to what has been projected, so that the texts that go on from one cache share it.
@@ -103,6 +103,14 @@ class KeptDistances:
     def __getstate__(self) -> dict[str, Any]:
         # A cache is pickled without the model's weights.
         return self.__dict__ | {"weights": {}}
+
+
+def _in_place(keys: Tensor) -> Tensor:
+    """Contiguous, and known to a CUDA graph by where they lie: it would copy others each time that it is replayed."""
+    keys = keys.contiguous()
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(keys)
+    return keys
 
 
 class Distances(NamedTuple):
