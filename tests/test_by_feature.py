@@ -559,6 +559,18 @@ def test_an_agent_that_was_finished_within_a_block_learns_further(script, tmp_pa
     module.Run(agent_options(module, tmp_path, "--steps", "120")).train()
     run = module.Run(agent_options(module, tmp_path, "--steps", "200", "--resume"))
     assert run.update == 3 and run.options.block == 2
+    result, save = run.folder / "result.json", run.save
+    assert result.exists()
+
+    def save_and_stop():
+        save()
+        raise KeyboardInterrupt
+
+    run.save = save_and_stop
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert not result.exists(), "it is not done any more"
+    run = module.Run(agent_options(module, tmp_path, "--steps", "200", "--resume"))
     run.train()
     result = json.loads((run.folder / "result.json").read_text())
     assert run.update == 5 and result["steps"] == 200

@@ -228,6 +228,19 @@ def test_several_workers_are_refused(tokenizer):
         list(DataLoader(TextStream(TEXTS, tokenizer, S, G), batch_size=G, num_workers=2))
 
 
+def test_other_texts_are_not_gone_on_with(tokenizer, make_model, tmp_path):
+    arguments = TrainingArguments(
+        tmp_path, max_steps=2, per_device_train_batch_size=G, save_steps=1, report_to="none", use_cpu=True
+    )
+    model = make_model(vocab_size=len(tokenizer), cutoffs=[], div_val=1)
+    TransfoXLTrainer(model, arguments, train_dataset=TextStream(TEXTS, tokenizer, S, G)).train()
+    other = TextStream(TEXTS[1:], tokenizer, S, G)
+    with pytest.raises(ValueError, match="resume with the same text"):
+        TransfoXLTrainer(model, arguments, train_dataset=other).train(
+            resume_from_checkpoint=str(tmp_path / "checkpoint-1")
+        )
+
+
 def test_trainer_trains_with_memory_and_resumes(tokenizer, make_model, tmp_path):
     """The losses of a run that was interrupted are those of one that was not."""
     losses = {}

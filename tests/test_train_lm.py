@@ -527,6 +527,41 @@ def test_killed_and_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path, corpu
     assert [line["step"] for line in comparable_log(whole)] == [2, 3, 4, 4, 6, 8, 8, 9, 10, 12, 12]
 
 
+def test_settings_of_an_optimiser_are_those_that_are_asked_for(tmp_path, corpus, capsys):
+    """A checkpoint has its own in it; what a run is told and writes down is what it does."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_every=4)
+    losses = {}
+    for name, options in {"same": [], "other": ["--weight_decay", "9", "--seed", "7"]}.items():
+        train(recipe, "--data", corpus, "--output", tmp_path / name)
+        train(recipe, "--data", corpus, "--output", tmp_path / name, "--resume", "--max_steps", "8", *options)
+        losses[name] = read_log(tmp_path / name)
+    assert losses["same"][:5] == losses["other"][:5] and len(losses["other"]) == 8
+    assert losses["same"][5] != losses["other"][5]
+    said = capsys.readouterr().err
+    assert "from step 4 on weight_decay is 9.0, until then" in said
+    assert "the run goes on: seed stays 1111, and 7 changes nothing" in said
+    written = yaml.safe_load((tmp_path / "other" / "recipe.yaml").read_text())
+    assert (written["weight_decay"], written["seed"], written["max_steps"]) == (9.0, 1111, 8)
+
+
+def test_a_shorter_memory_goes_on_from_the_end_of_the_longer_one(tmp_path, corpus):
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_every=4)
+    for mem_len in ("3", "0"):
+        output = tmp_path / f"to-{mem_len}"
+        train(recipe, "--data", corpus, "--output", output)
+        train(recipe, "--data", corpus, "--output", output, "--resume", "--max_steps", "6", "--mem_len", mem_len)
+        assert len(read_log(output)) == 6 and (output / "results.json").exists()
+
+
+def test_fewer_steps_than_were_done(tmp_path, recipe, corpus, capsys):
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output"]
+    train(*argv, "--max_steps", "6")
+    files = {name: (tmp_path / "output" / name).read_bytes() for name in ("recipe.yaml", "results.json", "log.jsonl")}
+    message = refused(capsys, *argv, "--resume", "--max_steps", "4")
+    assert "4 steps are fewer than the 6 that" in message and message.endswith("give 6 or more")
+    assert files == {name: (tmp_path / "output" / name).read_bytes() for name in files}
+
+
 def test_resuming_what_is_done_or_was_never_begun(tmp_path, recipe, corpus, capsys):
     argv = [recipe, "--data", corpus, "--output", tmp_path / "output", "--resume"]
     train(*argv)

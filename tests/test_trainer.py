@@ -51,6 +51,7 @@ from trainer_process import (
 )
 from txl_hf import (
     TokenStream,
+    TransfoXLForCausalLM,
     TransfoXLForTokenClassification,
     TransfoXLTokenizer,
     TransfoXLTrainer,
@@ -449,6 +450,62 @@ def test_items_without_targets_are_no_evaluation(tmp_path):
     assert trainer.get_eval_dataloader().dataset is held_out
     with pytest.raises(ValueError, match="items with shift_labels or labels"):
         trainer.evaluate()
+
+
+@pytest.mark.parametrize("label", ["shift_labels", "labels"])
+def test_items_without_the_labels_that_are_named_are_no_evaluation(tmp_path, label):
+    """Trainer would predict without a loss then, and so without the memory."""
+
+    class Unlabelled(TokenStream):
+        def __getitem__(self, index):
+            return {"input_ids": super().__getitem__(index)["input_ids"]}
+
+    trainer = make_trainer(tmp_path, label_names=[label])
+    with pytest.raises(ValueError, match=rf"label_names=\['{label}'\], but the items have input_ids, and no {label}"):
+        trainer.predict(Unlabelled(make_text(81), 5, 4))
+
+
+def test_outputs_without_names_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="config.return_dict=False.*set it to True"):
+        make_trainer(tmp_path, model_changes={"return_dict": False})
+
+
+@pytest.mark.parametrize("trainer_class", [TransfoXLTrainer, Trainer])
+def test_a_model_of_a_derived_class_has_the_loss_of_its_base(tmp_path, trainer_class):
+    """Trainer tells by the name of a class whether the first label of a row is a target."""
+
+    class Mine(TransfoXLForCausalLM):
+        pass
+
+    class Labelled(TokenStream):
+        def __getitem__(self, index):
+            ids = super().__getitem__(index)["input_ids"]
+            return {"input_ids": ids, "labels": ids}
+
+    found = []
+    for model_class in (TransfoXLForCausalLM, Mine):
+        model = model_class(make_model().config)
+        model.load_state_dict(make_model().state_dict())
+        trainer = trainer_class(
+            model, make_arguments(tmp_path, max_steps=2), train_dataset=Labelled(make_text(81), 5, 4)
+        )
+        trainer.train()
+        found.append(logged(trainer))
+    assert found[0] == found[1] and len(found[0]) == 2
+
+
+def test_a_memory_that_becomes_shorter(tmp_path):
+    """The states that it can no longer hold are left out, whoever has made it so."""
+
+    class ShrinkingMemory(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            model.reset_memory_length(max(0, 6 - 2 * state.global_step))
+
+    trainer = make_trainer(
+        tmp_path, max_steps=5, model_changes={"mem_len": 6}, trainer={"callbacks": [ShrinkingMemory()]}
+    )
+    trainer.train()
+    assert len(logged(trainer)) == 5 and trainer.model.config.mem_len == 0
 
 
 def test_a_loader_of_a_subclass_that_shuffles(tmp_path, monkeypatch):

@@ -103,6 +103,7 @@ def smoke(folder: Path) -> list[str | Path]:
 
 
 # Options that a run may be resumed with another value of.
+RESULT = "result.json"
 MAY_CHANGE = {"steps", "output", "resume", "episodes", "table", "smoke"}
 
 
@@ -343,6 +344,9 @@ class Run:
     def train(self):
         options = self.options
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self.update < self.updates:
+            # Of a run that goes on: its presence says that all is done.
+            (self.folder / RESULT).unlink(missing_ok=True)
         writer = SummaryWriter(self.folder, purge_step=self.update * self.steps_per_update)
         total = self.updates * self.steps_per_update
         bar = tqdm(total=total, initial=self.update * self.steps_per_update, unit="step", desc=self.folder.name)
@@ -375,7 +379,7 @@ class Run:
             "parameters": count(self.agent), "held_out": held_out, "episodes": options.episodes,
             "seconds": round(self.seconds, 1), "curve": self.curve,
         }  # fmt: skip
-        write_text(self.folder / "result.json", json.dumps(result) + "\n")
+        write_text(self.folder / RESULT, json.dumps(result) + "\n")
         print(f"{self.folder.name}: {held_out:.3f} on {options.episodes} held-out episodes")
 
     def begin_block(self):
@@ -473,11 +477,11 @@ def tabulate(folder: Path):
     import matplotlib.pyplot as plt
 
     for path in sorted(folder.glob("*/checkpoint.pt")):
-        if not (path.parent / "result.json").exists():
+        if not (path.parent / RESULT).exists():
             found = torch.load(path, weights_only=True)
             reached = f", return {found['curve'][-1][1]:.3f}" if found["curve"] else ""
             print(f"{path.parent.name} goes on with --resume: {found['update']} updates{reached}")
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*/result.json"))]
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"*/{RESULT}"))]
     if not results:
         raise ValueError(f"--table {folder} holds no finished run")
     with whole_file(folder / "agents.csv") as aside, aside.open("w", newline="", encoding="utf-8") as file:

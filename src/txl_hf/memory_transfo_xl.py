@@ -41,6 +41,7 @@ __all__ = [
     "hide_states",
     "initial_memory",
     "is_filled",
+    "latest_states",
     "mask_overflow",
     "memory_of",
     "open_memory",
@@ -329,6 +330,19 @@ def memory_of(outputs: Mapping[str, Any]) -> dict[str, Any]:
     if mems is None:
         return {}
     return {"mems": mems, "mems_mask": real_states(mems, mems_mask) if _can_ask(mems[0]) else mems_mask}
+
+
+def latest_states(memory: dict[str, Any], mem_len: int) -> dict[str, Any]:
+    """What `memory_of` returned, cut to the last `mem_len` states, which is all that a shorter memory holds."""
+    mems, mems_mask = memory.get("mems"), memory.get("mems_mask")
+    if mems is None or mems[0].shape[1] <= mem_len:
+        return memory
+    if mem_len == 0:
+        return {}
+    return {
+        "mems": tuple(states[:, -mem_len:] for states in mems),
+        "mems_mask": None if mems_mask is None else mems_mask[:, -mem_len:],
+    }
 
 
 def real_states(mems: tuple[Tensor, ...], mems_mask: Tensor | None = None) -> Tensor:

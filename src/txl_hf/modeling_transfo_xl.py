@@ -462,7 +462,8 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
             new = self._get_resized_lm_head(old.to_linear(), tokens, mean_resizing=mean_resizing)
             self.lm_head.out_layers[-1] = OutputLayer(new.weight, new.bias).requires_grad_(old.weight.requires_grad)
         self.config.vocab_size = vocab_size
-        self.tie_weights()
+        # As they are tied, which a checkpoint with tensors that differ has not as the configuration says.
+        self.tie_weights(recompute_mapping=False)
         return embeddings
 
     def reset_memory_length(self, mem_len: int):
@@ -747,6 +748,9 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
                 "TransfoXLModel or a classifier, or give the model a vocabulary"
             )
         super().__init__(config)
+        # By the class's name a class derived from this one would be taken for another, and Trainer would count a label
+        # too many in each row.
+        self.loss_type = "ForCausalLM"
         self.transformer = TransfoXLModel(config)
         self.lm_head = AdaptiveLogSoftmax(config)
         self._tied_weights_keys = self.get_expanded_tied_weights_keys()
@@ -875,6 +879,8 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
 
     def __init__(self, config: TransfoXLConfig):
         super().__init__(config)
+        # By a derived class's name it would be another.
+        self.loss_type = "ForSequenceClassification"
         self.num_labels = config.num_labels
         self.transformer = TransfoXLModel(config)
         self.score = nn.Linear(config.d_model, config.num_labels, bias=False)

@@ -1,6 +1,7 @@
 """A text that is tokenised and packed into rows while it is read: for corpora larger than the disk or the memory."""
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -12,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from .encoding import encode_text
-from .streams import check_sizes
+from .streams import check_sizes, text_fingerprint
 
 __all__ = ["TextStream"]
 
@@ -127,6 +128,12 @@ class TextStream(IterableDataset):
             copied.texts = copy.copy(self.texts)
         copied._begin()
         return copied
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """What the first document is known by, which is read for it: other texts or symbols have another one."""
+        [[_, text]] = islice(copy.copy(self)._read_documents(), 1)
+        return text_fingerprint(self._encode(text))
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration's first reading of the texts counts as epoch `epoch`; `Trainer` calls this.

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import EvalResult
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
-from transformers import Trainer, TrainingArguments, default_data_collator
+from transformers import PreTrainedModel, Trainer, TrainingArguments, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy
@@ -34,7 +34,7 @@ from .checkpoints import (
     save_mems,
 )
 from .evaluation import figures
-from .memory_transfo_xl import mask_overflow, memory_of, real_states
+from .memory_transfo_xl import latest_states, mask_overflow, memory_of, real_states
 from .regularization import Regularizer, regularize
 from .regularization_arguments import RegularizationArguments
 from .streams import check_loader
@@ -129,7 +129,7 @@ class TransfoXLTrainer(Trainer):
             self.args.dataloader_pin_memory = False
         if regularization is not None and self._regularizer is None:
             self._regularizer = regularize(self.model, regularization)
-        _check_arguments(self.args)
+        _check_arguments(self.args, self.model)
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, JITCheckpointCallback):
                 # The memory has read a segment then that the weights are yet to learn from. The step's end saves both.
@@ -328,7 +328,9 @@ class TransfoXLTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As in `Trainer`, with the memory of these rows, which the call replaces by what it returns."""
-        inputs = {**inputs, **self._memory.memories[self._memory.micro_batch]}
+        # A callback, or who resumes, may have made the memory shorter.
+        memory = latest_states(self._memory.memories[self._memory.micro_batch], self.model.config.mem_len)
+        inputs = {**inputs, **memory}
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         memory = memory_of(outputs)
         if memory and self.args.torch_compile:
@@ -423,8 +425,14 @@ class TransfoXLTrainer(Trainer):
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         if self.args.label_names is None:
             self.label_names = [name for name in ("shift_labels", "labels") if name in inputs][:1]
-            if not self.label_names:
-                raise ValueError("an evaluation with memory needs items with shift_labels or labels")
+        if missing := [name for name in self.label_names if inputs.get(name) is None]:
+            # Trainer would leave out the loss, and with it the memory.
+            raise ValueError(
+                f"label_names={self.label_names}, but the items have {', '.join(inputs)}, and no "
+                f"{', '.join(missing)}: an evaluation with memory needs labels"
+            )
+        if not self.label_names:
+            raise ValueError("an evaluation with memory needs items with shift_labels or labels")
         self._set_signature_columns_if_needed()
         if not prediction_loss_only and "output_logits" in self._signature_columns:
             # With labels, a model with cutoffs would compute the loss alone.
@@ -608,7 +616,7 @@ def _check_ends(name: str, dataset):
         raise ValueError(f"{name} is a TextStream with epochs=None, which never ends: make it with epochs=1")
 
 
-def _check_arguments(args: TrainingArguments):
+def _check_arguments(args: TrainingArguments, model: PreTrainedModel):
     if args.train_sampling_strategy not in ("random", "sequential"):
         raise ValueError(
             f"train_sampling_strategy={str(args.train_sampling_strategy)!r} reorders segments that continue one "
@@ -626,6 +634,8 @@ def _check_arguments(args: TrainingArguments):
             f"DataParallel over {args.n_gpu} GPUs mixes the rows of streams: start one process per GPU with torchrun "
             "or accelerate launch, or show one GPU with CUDA_VISIBLE_DEVICES"
         )
+    if getattr(model.config, "return_dict", True) is False:
+        raise ValueError("config.return_dict=False leaves the memory without a name: set it to True")
     if args.label_smoothing_factor:
         raise ValueError(
             f"label_smoothing_factor={args.label_smoothing_factor} does not reach shift_labels: set it to 0"

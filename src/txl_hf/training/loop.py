@@ -32,7 +32,7 @@ from ..columns import open_tokens
 from ..encoding import fill_special_tokens
 from ..evaluation import figures
 from ..files import disk_errors, whole_folder
-from ..memory_transfo_xl import mask_overflow, memory_of, real_states
+from ..memory_transfo_xl import latest_states, mask_overflow, memory_of, real_states
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..regularization import regularize
 from ..streams import check_loader
@@ -133,6 +133,9 @@ class Training:
 
         set_seed(run.seed)
         model = make_model(config, model_arguments, run)
+        if self.accelerator.num_processes > 1:
+            # The same weights everywhere, but a dropout of each process's own.
+            set_seed(run.seed, device_specific=True)
         # A checkpoint brings its own.
         fill_special_tokens(model.generation_config, self.tokenizer, self.document_end)
         self.averaged = make_average(model, optimization, self.max_steps, self.accelerator)
@@ -426,6 +429,8 @@ class Training:
         accelerator.wait_for_everyone()
 
     def load_checkpoint(self, folder: Path):
+        # An optimiser takes its settings from its checkpoint too, but those of today are asked for.
+        asked = [{name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups]
         try:
             with data_only():
                 self.accelerator.load_state(str(folder))
@@ -439,7 +444,14 @@ class Training:
             raise ValueError(
                 f"{folder} has another model or optimiser: resume with the recipe and options of the run ({reason})"
             ) from error
+        for group, settings in zip(self.optimizer.param_groups, asked, strict=True):
+            group.update(settings)
         self.load_state(folder / STATE_NAME)
+        if self.step > self.max_steps:
+            raise ValueError(
+                f"{self.max_steps} steps are fewer than the {self.step} that {folder} has done (--max_steps or "
+                f"--max_epochs): give {self.step} or more"
+            )
         # The checkpoint was written before the validation after its step.
         log = [line for line in read_log(self.output / LOG) if line["step"] <= self.step]
         losses = {line["step"]: line["validation_loss"] for line in log if "validation_loss" in line}
@@ -449,7 +461,8 @@ class Training:
         share = self.stream.batch_size // self.accelerator.num_processes
         first, rows = self.accelerator.process_index * share, share // len(self.memories)
         starts = range(first, first + share, rows)
-        self.memories = load_mems(folder, self.position(), starts, rows, self.accelerator.device)
+        memories = load_mems(folder, self.position(), starts, rows, self.accelerator.device)
+        self.memories = [latest_states(memory, self.plain_model().config.mem_len) for memory in memories]
 
     def load_state(self, path: Path):
         """How far the run is; nothing else that the file may hold is taken."""

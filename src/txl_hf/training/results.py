@@ -20,7 +20,7 @@ import txl_hf
 
 from ..cards import RESULTS, results_of_folder, weights_digest
 from ..evaluation import LanguageModelEvaluation, evaluate_language_model, figures
-from ..files import LOCK_NAME, lock_folder, whole_file, write_text
+from ..files import LOCK_NAME, lock_folder, options_that_differ, whole_file, write_text
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from .arguments import (
     RECIPE,
@@ -35,6 +35,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
 
 LOG, PLOT, BEST = "log.jsonl", "training.png", "best"
+# Options that nothing but the beginning of a run reads.
+DRAWN = ("seed", "init", "init_range", "init_std", "proj_init_std")
 
 # --- folder ----------------------------------------------------------------------------------------------------------
 
@@ -66,13 +68,17 @@ def open_output(output: Path, arguments: Arguments, step: int, left: int):
     given = {name: value for name, value in arguments.as_dict().items() if name not in ("resume", "overwrite")}
     before = read_recipe(output / RECIPE) if step else given
     settings = given
+    if step:
+        # What a checkpoint has drawn already, and goes on with.
+        settings = given | {name: before[name] for name in DRAWN if name in before}
     if not left:
         scored = () if (output / RESULTS).exists() else vars(arguments.evaluation)
         settings = before | {name: given[name] for name in scored if name in given}
     for name in sorted((given.keys() | before.keys()) - {"output"}):
         old, new = before.get(name), given.get(name)
         if settings.get(name) != new:
-            print(f"the run is done: {name} stays {old}, and {new} changes nothing", file=sys.stderr)
+            state = "goes on" if left else "is done"
+            print(f"the run {state}: {name} stays {old}, and {new} changes nothing", file=sys.stderr)
         elif old != new:
             print(f"from step {step} on {name} is {new}, until then {old}", file=sys.stderr)
     if left:
@@ -83,10 +89,12 @@ def open_output(output: Path, arguments: Arguments, step: int, left: int):
 def changed_settings(output: Path, arguments: Arguments) -> str:
     """What makes another model or optimiser than that of the run in a folder, as its recipe has it; "" if nothing."""
     before, given = read_recipe(output / RECIPE), arguments.as_dict()
+    if not before:
+        return ""
     made = [entry.name for entry in dataclasses.fields(ArchitectureArguments)]
     made += ["model_name_or_path", "optimizer", "average"]
-    values = ((name, before.get(name, "not set"), given.get(name, "not set")) for name in made)
-    return ", ".join(f"{name} was {old} and is {new}" for name, old, new in values if before and old != new)
+    before, given = ({name: each.get(name) for name in made} for each in (before, given))
+    return options_that_differ(before, given)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
