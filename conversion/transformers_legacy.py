@@ -59,7 +59,9 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     ):
         return Checkpoint({}, {}, origin=f"the tokenizer {code_span(folder.resolve().name)}", size=0, tokenizer=folder)
     fields = _read_config(folder)
-    path = find_file(folder, WEIGHTS_FILES + INDEX_FILES, EXPECTED)
+    # In the order of `from_pretrained`.
+    each = tuple(name for pair in zip(WEIGHTS_FILES, INDEX_FILES, strict=True) for name in pair)
+    path = find_file(folder, each, EXPECTED)
     files = _indexed_files(path) if path.name in INDEX_FILES else [path]
     sources = [source for file in files for source in _sources(file)]
     if all(not source.name.startswith("transformer.") for source in sources):  # saved by TransfoXLModel

@@ -75,9 +75,10 @@ def from_stand_in(vocab: object, dataset: str | None, where: str) -> Vocabulary:
         raise ConversionError(f"{where} holds a vocabulary without a list of symbols (idx2sym)")
     if len(set(symbols)) != len(symbols):
         raise ConversionError(f"{where} holds a vocabulary with the same symbol twice")
-    return Vocabulary(
-        repair_symbols(symbols), MODES.get(dataset or "", "whitespace"), attributes.get("lower_case") is True
-    )
+    mode = MODES.get(dataset or "", "whitespace")
+    # The originals' default is True; of enwik8 they read the decimal numbers of bytes, which have no case.
+    lower_case = mode != "bytes" and attributes.get("lower_case") is True
+    return Vocabulary(repair_symbols(symbols), mode, lower_case)
 
 
 def read_corpus_info(folders: list[Path]) -> dict:

@@ -79,6 +79,14 @@ def push_another_model(folder: Path):
     classifier.push_to_hub("user/changed")
 
 
+def push_a_card_of_ones_own(folder: Path):
+    (folder / "carded").mkdir()
+    card = folder / "carded" / "README.md"
+    card.write_text("# By hand\n", encoding="utf-8")
+    build()[0].save_pretrained(folder / "carded", push_to_hub=True, repo_id="user/carded")
+    return card.read_text(encoding="utf-8")
+
+
 def push_while_saving(folder: Path):
     # The token comes as an argument alone, as where nobody is logged in.
     token = os.environ.pop("HF_TOKEN")
@@ -222,6 +230,7 @@ ROLES = {
         push_tokenizer,
         push_over_an_edited_card,
         push_another_model,
+        push_a_card_of_ones_own,
         push_while_saving,
         push_a_derived_class,
         push_in_shards,

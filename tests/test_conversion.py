@@ -359,14 +359,16 @@ TEXTS = {
     "wt103": (["<eos>", "a", "b", "<unk>"], "a b x", [1, 2, 3], 0),
     "lm1b": (["</S>", "<S>", "<UNK>", "a", "b"], "a b x", [1, 3, 4, 2, 1], 1),
     "text8": (["_", "a", "b", "c"], "a bc", [1, 0, 2, 3], None),
-    "enwik8": (["32", "97", "98"], "a b", [1, 0, 2], None),
+    "enwik8": (["32", "97", "98", "65"], "a bA", [1, 0, 2, 3], None),
 }
 
 
+@pytest.mark.parametrize("lower_case", [False, True])
 @pytest.mark.parametrize("dataset", TEXTS)
-def test_tokenizer_of_each_corpus(dataset, tmp_path, monkeypatch):
+def test_tokenizer_of_each_corpus(dataset, lower_case, tmp_path, monkeypatch):
+    """Lower case is the originals' default, also of enwik8, whose symbols are the numbers of bytes to them."""
     symbols, text, ids, eos_token_id = TEXTS[dataset]
-    write_corpus(tmp_path / "cache.pt", monkeypatch, symbols, dataset)
+    write_corpus(tmp_path / "cache.pt", monkeypatch, symbols, dataset, lower_case)
     write_module(tmp_path / "model.pt", monkeypatch, n_token=len(symbols))
     arguments = ["--checkpoint", str(tmp_path), "--corpus", str(tmp_path), "--output", str(tmp_path / "out")]
     assert command_line.main(["--from", "kimiyoung-pytorch", *arguments]) == 0
@@ -430,12 +432,12 @@ def pickle_class(monkeypatch, module, name):
     return made
 
 
-def write_corpus(path, monkeypatch, symbols, dataset):
+def write_corpus(path, monkeypatch, symbols, dataset, lower_case=False):
     """Pickle a corpus as the originals do; `path` is cache.pt or cache.pkl."""
     corpus = pickle_class(monkeypatch, "data_utils", "Corpus")()
     corpus.vocab = pickle_class(monkeypatch, "vocabulary_of_the_original", "Vocab")()
     corpus.dataset = dataset
-    corpus.vocab.idx2sym, corpus.vocab.lower_case = symbols, False
+    corpus.vocab.idx2sym, corpus.vocab.lower_case = symbols, lower_case
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(corpus, path) if path.suffix == ".pt" else path.write_bytes(pickle.dumps(corpus, protocol=2))
 

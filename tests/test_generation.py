@@ -579,6 +579,24 @@ def test_documents_of_a_prompt_are_told_apart_at_every_step(make_model, make_ids
     assert torch.equal(written, model.generate(ids[:, 5:], **options)[:, -6:])
 
 
+def test_documents_that_positions_tell_of_are_not_lost_in_parts(make_model, make_ids):
+    """A restart at the first token of a part of the prompt is a restart for nobody who sees that part alone."""
+    model, ids = make_model(mem_len=30), make_ids(1, 8)
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 60}
+    positions = torch.arange(8)[None] % 4
+    written = model.generate(ids, position_ids=positions, **options)[:, 8:]
+    assert torch.equal(written, model.generate(ids[:, 4:], **options)[:, 4:])
+    with pytest.raises(ValueError, match="prefill_chunk_size cuts the text, but not where its documents begin"):
+        model.generate(ids, position_ids=positions, prefill_chunk_size=4, **options)
+    counted = model.generate(ids, position_ids=torch.arange(8)[None], prefill_chunk_size=4, **options)
+    assert torch.equal(counted, model.generate(ids, **options))
+    embeds = model.get_input_embeddings()(ids)
+    with pytest.raises(ValueError, match="prefill_chunk_size cuts input_ids, but no inputs_embeds"):
+        model.generate(inputs_embeds=embeds, prefill_chunk_size=4, **options)
+    with pytest.raises(ValueError, match="resets must be a torch.Tensor, not builtins.list"):
+        model.generate(ids, resets=[[False] * 8], **options)
+
+
 def test_what_no_loop_of_generate_reads_is_refused(make_model, make_ids):
     model, ids = make_model(), make_ids(1, 6)
     options = {"max_new_tokens": 2, "pad_token_id": 60}

@@ -177,6 +177,11 @@ def test_second_push_keeps_an_edited_card(author, hub):
     assert before != after
 
 
+def test_a_card_in_the_folder_that_is_pushed_stays_and_comes_along(author, hub):
+    assert author("push_a_card_of_ones_own") == "# By hand\n"
+    assert hub.repos["user/carded"].files()["README.md"] == b"# By hand\n"
+
+
 def test_another_model_in_a_repository_has_its_own_card(author, hub):
     """Of the first one nothing stays but its tags."""
     author("push_another_model")

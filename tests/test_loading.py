@@ -30,6 +30,7 @@ from txl_hf import (
     layout_transfo_xl,
 )
 from txl_hf.layout_transfo_xl import CheckpointError
+from txl_hf.operators_transfo_xl import namespace_of
 from txl_hf.unpickle_transfo_xl import UnsafePickleError
 from txl_hf.unpickle_transfo_xl import load as load_pickle
 
@@ -399,6 +400,19 @@ def test_missing_tensor_is_named(damage, loader, tensor, named):
             loader.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("architectures", [["TransfoXLForCausalLM"], ["TransfoXLLMHeadModel"], None])
+def test_a_softmax_that_lacks_its_only_tensor_of_its_own_is_named(damage, architectures):
+    """All else is tied. It is no new head, unless nothing says that there was one."""
+    folder = damage(lambda tensors: tensors.pop("crit.out_layers.0.bias"), "no-cutoffs")
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": architectures}
+    (folder / "config.json").write_text(json.dumps(config))
+    if architectures is None:
+        assert AutoModelForCausalLM.from_pretrained(folder).lm_head.out_layers[0].bias.count_nonzero() == 0
+    else:
+        with pytest.raises(CheckpointError, match=r"lacks lm_head\.out_layers\.0\.bias"):
+            AutoModelForCausalLM.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loader.__name__)
 @pytest.mark.parametrize("tensor, named", TENSORS[:4], ids=[name for name, _ in TENSORS[:4]])
 def test_misshapen_tensor_is_named(damage, loader, tensor, named):
@@ -638,6 +652,59 @@ def test_truncated_shard_is_named(tmp_path):
     path.unlink()
     with pytest.raises(OSError, match=path.name):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": {}}', '{"metadata": {}, "weight_map": []}'])
+def test_a_damaged_index_of_shards_is_named(tmp_path, content):
+    build().save_pretrained(tmp_path, max_shard_size="20KB")
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json: (truncated|no index of weights)"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("variant", [None, "ema"])
+def test_shards_take_the_place_of_one_file(tmp_path, variant):
+    """Which would be loaded in place of them."""
+    old, new = build(), build()
+    torch.nn.init.normal_(old.transformer.embed_tokens.emb_layers[0].weight)
+    old.save_pretrained(tmp_path, variant=variant)
+    new.save_pretrained(tmp_path, variant=variant, max_shard_size="20KB")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path, variant=variant)
+    torch.testing.assert_close(outputs_of(found), outputs_of(new), **LAST_BIT)
+    old.save_pretrained(tmp_path, variant=variant)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path, variant=variant)
+    torch.testing.assert_close(outputs_of(found), outputs_of(old), **LAST_BIT)
+
+
+def test_tensors_that_are_not_tied_stay_so_when_the_vocabulary_grows(damage):
+    """A checkpoint may have both of what its configuration ties, and they may differ."""
+    name = "transformer.word_emb.emb_layers.0.weight"
+    folder = damage(lambda tensors: tensors.update({"crit.out_layers.0.weight": tensors[name] + 1}), "no-cutoffs")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    expected = model.lm_head.out_layers[0].weight.detach().clone()
+    model.resize_token_embeddings(len(expected) + 2)
+    assert torch.equal(model.lm_head.out_layers[0].weight[: len(expected)], expected)
+
+
+def test_code_is_read_from_a_folder_of_any_name(tmp_path):
+    """Of which PyTorch's names of operators are made."""
+    folder = tmp_path / "my größe (copy)'s"
+    build().save_pretrained(folder)
+    script = (
+        "import sys; sys.modules['txl_hf'] = None\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
+        "print(model.dummy_inputs['input_ids'].shape, type(model).__name__)"
+    )
+    process = run_script("-c", script, folder, HF_HOME=str(tmp_path / "home"))
+    assert process.stdout.endswith("TransfoXLForCausalLM\n"), process.stderr
+
+
+def test_namespaces_of_operators_are_one_for_each_module():
+    names = ["a.b", "a b.c", "a_b.c", "größe", "a(b)", "a_28_b_29_"]
+    assert namespace_of("txl_hf.adaptive_transfo_xl") == "txl_hf_adaptive_transfo_xl"
+    spaces = [namespace_of(name) for name in names]
+    assert all(space.isidentifier() and space.isascii() for space in spaces) and len({*spaces[:5]}) == 5
 
 
 def test_a_whole_head_may_be_missing(tmp_path):

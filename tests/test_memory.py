@@ -298,6 +298,29 @@ def test_padded_rows_equal_unpadded_ones(make_model, make_ids, variant, backend,
     close(padded.logits[:, real], alone)
 
 
+@pytest.mark.parametrize("label", ["labels", "shift_labels"])
+@pytest.mark.parametrize("changes", [{}, {"cutoffs": [], "div_val": 1}], ids=str)
+def test_what_padding_would_predict_is_no_loss(make_model, make_ids, changes, label):
+    """A row's losses are those that it has alone, wherever it is padded: its first token has nothing before it."""
+    model, ids = make_model(**changes), make_ids(3, 7)
+    mask = torch.ones_like(ids)
+    mask[0, :3], mask[1, :1], mask[2, 5:] = 0, 0, 0
+    labels = ids.masked_fill(mask == 0, -100)
+    if label == "shift_labels":
+        labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    found = model(ids, attention_mask=mask, **{label: labels})
+    expected = []
+    for row, real in zip(ids, mask.bool(), strict=True):
+        alone = model(row[real][None], labels=row[real][None])
+        losses = torch.zeros(found.losses.shape[1])
+        begins = int(real.int().argmax())
+        losses[begins : begins + alone.losses.shape[1]] = alone.losses[0]
+        expected.append(losses)
+    expected = torch.stack(expected)
+    torch.testing.assert_close(found.losses, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.loss, expected.sum() / (3 + 5 + 4), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("how", ["segment", "memory+segment", "whole", "none"])
 @torch.no_grad()
 def test_padding_never_leaks_from_the_memory(make_model, make_ids, backend, how):

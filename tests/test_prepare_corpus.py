@@ -429,6 +429,22 @@ def test_a_row_that_is_no_text_is_named(tmp_path, corpus, rows, message):
     assert "\n" not in refused.value.code
 
 
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        (["train", "test"], "has no split validation; it has train, test: give one with train, validation, test, or"),
+        (["train", "validation"], "has no split test; it has train, validation: give one with"),
+    ],
+)
+def test_a_text_that_is_held_out_is_not_left_out(tmp_path, splits, message):
+    for split in splits:
+        Dataset.from_dict({"text": [f"{split} {n}" for n in range(60)]}).to_parquet(
+            tmp_path / "dataset" / f"{split}.parquet"
+        )
+    with pytest.raises(SystemExit, match=message):
+        prepare(tmp_path, "text", "--dataset", tmp_path / "dataset", "--mode", "whitespace")
+
+
 def test_processes_and_a_stream_of_segments(tmp_path, monkeypatch):
     """The command as typed; several processes give the tokens of one, and TokenStream reads them from the disk."""
     text = {split: "".join(f"line {n % 7} of {split}\n" for n in range(9000)) for split in SPLITS}

@@ -158,6 +158,43 @@ def test_the_auto_classes_know_the_model_whatever_comes_first(order):
     assert process.returncode == 0, process.stderr[-2000:]
 
 
+THREADS = """
+import sys, threading
+import transformers, txl_hf
+
+failed = []
+
+def ask(name):
+    try:
+        getattr(txl_hf if name.startswith("Transfo") else transformers, name)
+    except BaseException as error:
+        failed.append((name, repr(error)))
+
+threads = [threading.Thread(target=ask, args=[name]) for name in sys.argv[1:]]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not failed, failed
+"""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["AutoModelForCausalLM", "AutoTokenizer"],
+        ["Trainer", "AutoTokenizer"],
+        ["AutoTokenizer", "TransfoXLForCausalLM"],
+        ["AutoModelForCausalLM", "AutoTokenizer", "Trainer", "AutoConfig"],
+    ],
+    ids="-".join,
+)
+def test_threads_that_import_do_not_wait_for_each_other_for_ever(names):
+    """As a server loads a model and its tokenizer: none waits, with what another needs, for what that one has."""
+    process = run(THREADS + KNOWN, *names)
+    assert process.returncode == 0, process.stderr
+
+
 @pytest.mark.parametrize("order", ["import transformers.trainer, txl_hf", "import txl_hf.trainer"])
 def test_trainer_asks_for_cards_whatever_comes_first(order):
     """Once, however much is imported then."""

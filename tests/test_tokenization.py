@@ -7,13 +7,20 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, pipeline
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, TextStreamer, pipeline
 
 from goldens import golden
 from scripts import run_script
-from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer
+from txl_hf import (
+    TransfoXLConfig,
+    TransfoXLForCausalLM,
+    TransfoXLForSequenceClassification,
+    TransfoXLModel,
+    TransfoXLTokenizer,
+)
 from txl_hf.tokenization_transfo_xl_backend import MODES
 
 GOLDENS = golden("tokenizer")
@@ -361,13 +368,74 @@ def test_padding_and_truncation():
     assert len(tokenizer("the cat 's 5", truncation=True, max_length=2)["input_ids"]) == 2
 
 
+def test_other_files_may_have_token_in_their_names(tmp_path):
+    small("whitespace").save_pretrained(tmp_path)
+    (tmp_path / "stop_tokens.json").write_text('["a"]')
+    assert AutoTokenizer.from_pretrained(tmp_path).get_vocab() == small("whitespace").get_vocab()
+
+
 def test_text_generation_pipeline():
-    tokenizer = small("moses")
+    tokenizer = small("whitespace")
     sizes = {"d_model": 8, "d_embed": 8, "n_head": 2, "d_head": 4, "d_inner": 8, "n_layer": 1, "mem_len": 4}
     config = TransfoXLConfig(vocab_size=len(tokenizer), cutoffs=[], div_val=1, eos_token_id=0, **sizes)
-    generator = pipeline("text-generation", model=TransfoXLForCausalLM(config), tokenizer=tokenizer)
-    results = generator(["the cat", "the end of the cat"], max_new_tokens=3, batch_size=2, do_sample=False)
-    assert results[0][0]["generated_text"].startswith("the cat")
+    generator = pipeline("text-generation", model=TransfoXLForCausalLM(config).eval(), tokenizer=tokenizer)
+    results = generator(["the cat ", "the end the cat "], max_new_tokens=3, batch_size=2, do_sample=False)
+    for prompt, [result] in zip(("the cat", "the end the cat"), results, strict=True):
+        written = generator.model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=3, do_sample=False)
+        assert result["generated_text"] == tokenizer.decode(written[0])
+    # transformers joins the prompt and what follows: words are apart where the prompt ends in a space.
+    [result] = generator("the cat", max_new_tokens=1, do_sample=False)
+    assert result["generated_text"].startswith("the cat") and not result["generated_text"].startswith("the cat ")
+
+
+@pytest.mark.parametrize("task", ["text-classification", "feature-extraction"])
+def test_pipelines_of_more_rows_than_layers(task):
+    """Which deal out what a model returned by rows; mems are by layers."""
+    tokenizer = small("whitespace")
+    sizes = {"d_model": 8, "d_embed": 8, "n_head": 2, "d_head": 4, "d_inner": 8, "n_layer": 2, "mem_len": 4}
+    config = TransfoXLConfig(vocab_size=len(tokenizer), cutoffs=[], div_val=1, pad_token_id=0, **sizes)
+    model_class = TransfoXLForSequenceClassification if task == "text-classification" else TransfoXLModel
+    read = pipeline(task, model=model_class(config).eval(), tokenizer=tokenizer)
+    texts = ["the cat", "the end", "of the", "cat the", "end of"]
+    together, alone = (read(texts, batch_size=size) for size in (5, 1))
+    if task == "text-classification":
+        assert [result["label"] for result in together] == [result["label"] for result in alone]
+        together, alone = ([result["score"] for result in results] for results in (together, alone))
+    torch.testing.assert_close(torch.tensor(together), torch.tensor(alone))
+
+
+def test_what_is_put_around_a_text_is_saved(tmp_path):
+    symbols = ["<eos>", "<unk>", "<s>", "the", "cat"]
+    for options, ids in (
+        ({"add_bos_token": True}, [2, 3, 4]),
+        ({"add_eos_token": True}, [3, 4, 0]),
+        ({"add_bos_token": True, "add_eos_token": True}, [2, 3, 4, 0]),
+        ({}, [3, 4]),
+    ):
+        made = TransfoXLTokenizer.from_symbols(symbols, mode="whitespace", bos_token="<s>", **options)
+        later = TransfoXLTokenizer.from_symbols(symbols, mode="whitespace", bos_token="<s>")
+        for name, value in options.items():
+            setattr(later, name, value)
+        for tokenizer in (made, later):
+            tokenizer.save_pretrained(tmp_path)
+            for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+                assert each("the cat")["input_ids"] == ids
+                assert (each.add_bos_token, each.add_eos_token) == (2 in ids, 0 in ids)
+                assert each.encode_lines(["the cat"]).tolist() == [3, 4] + [0] * (0 in ids)
+        later = TransfoXLTokenizer.from_pretrained(tmp_path, add_bos_token=True)
+        assert later("the cat")["input_ids"] == [2, *ids[2 in ids :]]
+
+
+@pytest.mark.parametrize("words", ["1 @,@ 234 and 3 @.@ 5 the cat", "the cat 1 @,@ 2", "5 @.@ 1 @.@ 2"])
+def test_a_streamer_shows_what_decoding_gives(words, capsys):
+    """A number that goes on in the next word: what has been shown stays as it is."""
+    tokenizer = TransfoXLTokenizer.from_symbols(["<eos>", "<unk>", *sorted(set(words.split()))], mode="moses")
+    ids = tokenizer.convert_tokens_to_ids(words.split())
+    streamer = TextStreamer(tokenizer)
+    for index in ids:
+        streamer.put(torch.tensor([index]))
+    streamer.end()
+    assert capsys.readouterr().out == tokenizer.decode(ids) + "\n"
 
 
 def test_remote_code_needs_no_package(tmp_path):

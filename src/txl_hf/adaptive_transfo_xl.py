@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from .adaptive_transfo_xl_triton import add_statistics, fuses, padded_empty, padded_product, write_gradient
 from .configuration_transfo_xl import TransfoXLConfig
 from .linear_transfo_xl import product, working_dtype
+from .operators_transfo_xl import namespace_of
 
 __all__ = [
     "AdaptiveEmbedding",
@@ -625,7 +626,7 @@ def _column(targets: Tensor, first: int, block: Tensor) -> tuple[Tensor, Tensor]
 
 
 # The package and copies of this file that came with a checkpoint can live in one process, each with its operators.
-_NAMESPACE = __name__.replace(".", "_")
+_NAMESPACE = namespace_of(__name__)
 _INPUTS = (
     "Tensor weight, Tensor bias, Tensor[] hidden_states, Tensor targets, Tensor? head_targets, Tensor? clusters, "
     "Tensor order, Tensor ends, int[] bins, int[] ranges, int[] starts"

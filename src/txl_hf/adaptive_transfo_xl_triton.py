@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .attention_transfo_xl_triton import LOG2_E, why_not_triton
+from .operators_transfo_xl import namespace_of
 
 try:
     import triton
@@ -120,7 +121,7 @@ if triton is not None:
         if bias_sums is not None:
             tl.store(bias_sums + tl.program_id(1).to(tl.int64) * columns + column, sums, mask=inside)
 
-    _NAMESPACE = __name__.replace(".", "_")
+    _NAMESPACE = namespace_of(__name__)
 
     # Operators to PyTorch, so that whoever counts what is launched sees them.
     @torch.library.custom_op(f"{_NAMESPACE}::add_statistics", mutates_args=("statistics",))

@@ -176,6 +176,9 @@ class TransfoXLConfig(PreTrainedConfig):
         elif len(self.tie_projs) == 1:
             # What the originals start from; they leave the bins behind its end untied.
             self.tie_projs = self.tie_projs + [False] * len(self.cutoffs)
+        elif self.div_val == 1 and self.d_embed == self.d_model:
+            # Nothing is projected: what is left of other cutoffs says nothing.
+            self.tie_projs = self.tie_projs[: len(self.cutoffs) + 1]
         for name in kwargs:
             found = getattr(type(self), name, None)
             if isinstance(found, property) and found.fset is None:

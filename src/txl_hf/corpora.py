@@ -250,7 +250,8 @@ def unpack(archive: Path, folder: Path) -> Path:
                 for member in members:
                     if not member.isdir():
                         unpack_member(members, member, folder)
-    except (shutil.ReadError, zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error) as error:
+    # A zip file that is encrypted, or packed in a way that Python does not know, is one of the last two.
+    except (shutil.ReadError, zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, RuntimeError) as error:
         raise CorpusError(f"{archive} cannot be unpacked: {error}") from None
     return folder
 
@@ -318,9 +319,16 @@ def read_rows(
         found = load_dataset(name, config)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise CorpusError(f"the data set {name} does not load: {error}") from None
-    splits = SPLITS if set(SPLITS) <= set(found) or convention.whole is None else SPLITS[:1]
+    named = {SPLIT_WORDS.get(split, split): texts for split, texts in found.items()}
+    found = datasets.DatasetDict(named) if len(named) == len(found) else found
+    # A text that may be held out is never trained on, nor left out: one split alone is cut.
+    splits = SPLITS[:1] if convention.whole is not None and set(found) & set(SPLITS) <= {"train"} else SPLITS
     if missing := [split for split in splits if split not in found]:
-        raise CorpusError(f"the data set {name} has no split {', '.join(missing)}; it has {', '.join(found)}")
+        alone = ", or with train alone, which is cut" if convention.whole is not None else ""
+        raise CorpusError(
+            f"the data set {name} has no split {', '.join(missing)}; it has {', '.join(found)}: give one with "
+            f"{', '.join(SPLITS)}{alone}"
+        )
     rows = {split: found[split] for split in splits}
     for split, texts in rows.items():
         if column not in texts.column_names:

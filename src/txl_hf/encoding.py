@@ -157,7 +157,8 @@ def encode_lines(
 
     Args:
         tokenizer: that of a Transformer-XL, or any other of transformers.
-        lines: the lines, each with its end.
+        lines: the lines, each with its end. Each is tokenised by itself: a tokenizer that puts a space before a text
+            puts one before each line.
         add_eos: end each line with `eos_token`; for a `TransfoXLTokenizer` only. None: where `ends_lines` says so.
 
     Returns:
@@ -184,8 +185,13 @@ def document_end_token(tokenizer: Any, token: str) -> int:
         ValueError: it is not in the vocabulary.
     """
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else tokenizer.vocab
+    if getattr(tokenizer, "mode", None) == "bytes":
+        # By its number, as among the symbols, or as the character that it is.
+        vocabulary = {symbol: index for index, symbol in enumerate(tokenizer.symbols)}
+        if token not in vocabulary and len(token) == 1 and token.isascii():
+            token = str(ord(token))
     if token not in vocabulary:
-        raise ValueError(f"--document_end {token} is no token of the vocabulary")
+        raise ValueError(f"--document_end {token!r} is no token of the vocabulary")
     return vocabulary[token]
 
 

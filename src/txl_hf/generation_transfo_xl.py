@@ -18,7 +18,7 @@ from transformers.generation import (
 )
 
 from .configuration_transfo_xl import TransfoXLConfig
-from .inputs_transfo_xl import document_starts
+from .inputs_transfo_xl import check_tensors, document_starts
 from .memory_transfo_xl import (
     MemoryCache,
     MemoryLengths,
@@ -74,8 +74,11 @@ class TransfoXLGenerationMixin(GenerationMixin):
         cache = model_kwargs.get("past_key_values")
         if cache is not None and is_filled(cache):
             check_one_memory(model_kwargs.get("mems"), model_kwargs.get("mems_mask"))
-        if generation_config.prefill_chunk_size is not None and model_kwargs.get("resets") is not None:
-            raise ValueError("prefill_chunk_size cuts the text, but not where its documents begin: leave it out")
+        if generation_config.prefill_chunk_size is not None:
+            if model_kwargs.get("resets") is not None:
+                raise ValueError("prefill_chunk_size cuts the text, but not where its documents begin: leave it out")
+            if model_kwargs.get("inputs_embeds") is not None:
+                raise ValueError("prefill_chunk_size cuts input_ids, but no inputs_embeds: leave it out")
         if cache is not None and generation_mode == GenerationMode.ASSISTED_GENERATION and text_length(cache) > 0:
             raise ValueError(
                 f"past_key_values have seen {text_length(cache)} tokens, and assisted decoding and prompt lookup "
@@ -200,6 +203,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
 
     def _prepare_model_inputs(self, *args, **kwargs):
         inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
+        check_tensors(**{name: model_kwargs.get(name) for name in ("resets", "position_ids", *_PACKED)})
         mask, mems = model_kwargs.get("attention_mask"), model_kwargs.get("mems")
         if mask is not None and mems is not None and mask.dim() == 2 and mask.shape[1] > inputs.shape[1]:
             # Loops of generate cut a mask as they cut the text.
@@ -207,12 +211,22 @@ class TransfoXLGenerationMixin(GenerationMixin):
             model_kwargs["mems_mask"], model_kwargs["attention_mask"] = split_mask(
                 mask, model_kwargs.get("mems_mask"), mems, self.config, mem_len, inputs.shape[1]
             )
+        cache = model_kwargs.get("past_key_values")
+        is_new = not isinstance(cache, Cache) or not is_filled(cache)
+        positions = model_kwargs.get("position_ids")
+        if positions is not None and is_new:
+            mask = model_kwargs.get("attention_mask")
+            starts = document_starts(inputs.shape[:2], inputs.device, mask, position_ids=positions)
+            if bool(starts.any()):
+                # Where a part of the text begins, nobody could tell by its positions; generate counts on by itself.
+                del model_kwargs["position_ids"]
+                resets = model_kwargs.get("resets")
+                model_kwargs["resets"] = starts if resets is None else resets | starts
         if packed := {name: model_kwargs.pop(name) for name in _PACKED if model_kwargs.get(name) is not None}:
             starts = document_starts(inputs.shape[:2], inputs.device, model_kwargs.get("attention_mask"), **packed)
             resets = model_kwargs.get("resets")
             model_kwargs["resets"] = starts if resets is None else resets | starts
-        resets, cache = model_kwargs.get("resets"), model_kwargs.get("past_key_values")
-        is_new = not isinstance(cache, Cache) or not is_filled(cache)
+        resets = model_kwargs.get("resets")
         if resets is not None and is_new and resets.shape != inputs.shape[:2]:
             raise ValueError(f"resets are {tuple(resets.shape)}, but {name} hold {tuple(inputs.shape[:2])} tokens")
         return inputs, name, model_kwargs

@@ -223,7 +223,8 @@ class TransfoXLLayoutMixin(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
         """As in `transformers`, but a checkpoint that lacks a tensor of the model is an error.
 
-        A head that the checkpoint lacks as a whole is new and is initialised, as usual. With `output_loading_info` the
+        A head that the checkpoint lacks as a whole is new and is initialised, as usual, unless `config.architectures`
+        says that it was saved with one. With `output_loading_info` the
         missing tensors are listed there and are no error, nor are they where there is no checkpoint at all
         (`state_dict={}`).
 
@@ -245,8 +246,10 @@ class TransfoXLLayoutMixin(PreTrainedModel):
                 raise
             raise CheckpointError("; ".join(problems)) from None  # torch would advise to load it unsafely
         missing = set(info["missing_keys"])
-        for head in ("lm_head", "score"):
-            if hasattr(model, head):
+        saved_as = set(model.config.architectures or ())
+        for head, alias in (("lm_head", "TransfoXLLMHeadModel"), ("score", None)):
+            # What was saved with its head has lost what is not there now.
+            if hasattr(model, head) and not saved_as & {type(model).__name__, alias}:
                 names = {f"{head}.{name}" for name, _ in getattr(model, head).named_parameters()}
                 names -= set(model.all_tied_weights_keys)
                 missing -= names if names <= missing else set()
@@ -306,6 +309,13 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         if getattr(self, "hf_quantizer", None) is not None:
             # Quantised matrices have scales and more beside them, which joining q, k and v would leave behind.
             kwargs["save_original_format"] = False
+        card = Path(save_directory, "README.md")
+        # Where it pushes too, transformers writes a card of its own in its place.
+        self._own_card = card.read_bytes() if card.exists() and not _is_generated(card) else None
+        variant = f".{kwargs['variant']}" if kwargs.get("variant") else ""
+        whole = Path(save_directory, f"model{variant}.safetensors")
+        index = Path(save_directory, f"model.safetensors.index{variant}.json")
+        before = whole.stat().st_mtime_ns if whole.exists() else None
         present_class = type(self)
         # torch gives a sharded model a class of its own, whose code would be saved in place of ours.
         self.__class__ = next(cls for cls in present_class.__mro__ if not cls.__module__.startswith("torch."))
@@ -313,12 +323,17 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         finally:
             self.__class__ = present_class
+            if self._own_card is not None:
+                card.write_bytes(self._own_card)
+            del self._own_card
+        if is_main_process and before is not None and whole.stat().st_mtime_ns == before and index.exists():
+            # It is of an earlier model, and would be loaded in place of the files that have just been written.
+            whole.unlink()
         if self._is_adapted():
             # What is saved is the adapter, which the card of a whole model would say nothing of.
             return
         if is_main_process:
             _write_code(save_directory)
-        card = Path(save_directory, "README.md")
         if is_main_process and (not card.exists() or _is_generated(card)):
             name = kwargs.get("repo_id") or Path(save_directory).name
             self.write_model_card(card, name, **self._known_of_weights(card.parent, name))
@@ -330,7 +345,12 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
         _write_code(working_dir)
         card, token = Path(working_dir, "README.md"), kwargs.get("token")
-        if not HfApi(token=token).file_exists(repo_id, "README.md") or _is_generated(card):
+        on_hub = HfApi(token=token).file_exists(repo_id, "README.md")
+        # Of the folder that `save_pretrained` pushes; `push_to_hub` has one of its own, without a card.
+        own_card = getattr(self, "_own_card", None)
+        if own_card is not None and (not on_hub or _is_generated(card)):
+            card.write_bytes(own_card)
+        elif not on_hub or _is_generated(card):
             known = self._known_of_weights(card.parent, repo_id)
             given = ModelCard.load(card).data.tags or []
             self.write_model_card(card, repo_id, **known | {"tags": [*known.get("tags", []), *given]})
@@ -504,7 +524,8 @@ def _weight_files(name: str | os.PathLike | None, subfolder: str) -> list[str]:
     if name is None or not os.path.isdir(name):
         return []
     folder = Path(name, subfolder)
-    return sorted(map(str, (*folder.glob("pytorch_model*.bin"), *folder.glob("*.safetensors"))))
+    patterns = ("pytorch_model*.bin", "*.safetensors", "*.index*.json")
+    return sorted(str(path) for pattern in patterns for path in folder.glob(pattern))
 
 
 def _file_problems(files: Iterable[str]) -> list[str]:
@@ -516,6 +537,8 @@ def _file_problem(file: str) -> str | None:
     if not Path(file).exists():
         # Whoever looked for it says so, by its name.
         return None
+    if file.endswith(".json"):
+        return _index_problem(file)
     if file.endswith(".safetensors"):
         try:
             with safe_open(file, "pt"):
@@ -536,6 +559,18 @@ def _file_problem(file: str) -> str | None:
         return f"truncated or damaged, or no checkpoint: {reason}"
     if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
         return "no checkpoint, which is a dictionary of tensors"
+    return None
+
+
+def _index_problem(file: str) -> str | None:
+    """What is wrong with the list of weights in several files."""
+    try:
+        index = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        return f"truncated or damaged ({error}): copy or download it again"
+    parts = [index.get(name) for name in ("metadata", "weight_map")] if isinstance(index, dict) else []
+    if not all(isinstance(part, dict) for part in parts) or not parts:
+        return "no index of weights, which is a JSON object with the objects metadata and weight_map"
     return None
 
 

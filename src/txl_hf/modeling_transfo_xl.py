@@ -793,7 +793,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         Args:
             input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets: see
                 `TransfoXLModel.forward`.
-            labels: (B, L), shifted inside: token i predicts label i + 1. -100 is ignored.
+            labels: (B, L), shifted inside: token i predicts label i + 1. -100 is ignored, and so is what a position
+                that `attention_mask` masks would predict: the first token behind padding.
             shift_labels (in kwargs): (B, L), targets aligned with the inputs already, so that the last token of a
                 segment predicts the first of the next. Takes precedence over `labels`.
             num_items_in_batch (in kwargs): what the sum of the losses is divided by, instead of the number of targets.
@@ -817,7 +818,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         if output_logits is None:
             output_logits = self.config.output_logits or not self.config.cutoffs
         # Before the layers, so that a GPU has the numbers ready when the host asks for them.
-        by_bin = None if output_logits else self._sort_early(labels, shift_labels)
+        by_bin = None if output_logits else self._sort_early(labels, shift_labels, attention_mask)
         outputs = self.transformer(
             input_ids,
             mems=mems,
@@ -835,6 +836,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         for listener in state_listeners:
             listener(hidden_states, attention_mask)
         targets = _targets(labels, shift_labels, hidden_states.shape[:2])
+        if targets is not None:
+            targets = without_padding(targets, attention_mask, hidden_states.shape[1])
 
         loss, losses, logits = None, None, None
         if targets is None:
@@ -860,12 +863,14 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             mems_mask=outputs.mems_mask,
         )
 
-    def _sort_early(self, labels: Tensor | None, shift_labels: Tensor | None) -> TargetsByBin | None:
+    def _sort_early(
+        self, labels: Tensor | None, shift_labels: Tensor | None, attention_mask: Tensor | None
+    ) -> TargetsByBin | None:
         """The targets of labels that are (B, L), sorted by bin; of others their check will tell."""
         given = labels if shift_labels is None else shift_labels
         if given is None or given.dim() != 2 or given.is_floating_point() or torch.jit.is_tracing():
             return None
-        targets = given[:, 1:] if shift_labels is None else given
+        targets = without_padding(given[:, 1:] if shift_labels is None else given, attention_mask, given.shape[1])
         return self.lm_head.sort_targets(targets.flatten())
 
 
@@ -905,18 +910,22 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         Args:
             input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets: see
                 `TransfoXLModel.forward`. The last real token is the last one that `attention_mask` marks, or else that
-                is not `config.pad_token_id`; padding may stand on either side. A row without any, as a text that ended
-                in an earlier segment, has logits of NaN.
+                is not `config.pad_token_id`, or else the last one of `inputs_embeds`. Padding may stand on either side
+                with a mask, and behind the text without one, which alone would hide it. A row without any real token,
+                as a text that ended in an earlier segment, has logits of NaN.
             labels: (B,) classes, or (B,) or (B, num_labels) numbers for regression or multi-label classification. Of
                 classes -100 is ignored, as a row without real tokens needs it.
             num_items_in_batch (in kwargs): what the sum of the losses of the labels that count is divided by, instead
                 of their number.
 
         Raises:
-            ValueError: a batch of several rows with neither a mask nor a `pad_token_id`, or labels of another shape.
+            ValueError: a batch of several rows with neither a mask nor a `pad_token_id`, or labels of another shape,
+                or classes that are neither -100 nor in [0, num_labels).
         """
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         check_tensors(labels=labels)
+        if input_ids is not None:
+            self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
         outputs = self.transformer(
             input_ids,
             mems=mems,
@@ -934,7 +943,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         logits = self._of_last_real_token(scores, input_ids, attention_mask)
         loss = None
         if labels is not None:
-            _check_classes(labels, len(scores), self.num_labels)
+            _check_classes(labels, len(scores), self.config)
             count = (labels != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             loss = self.loss_function(
                 logits=scores, labels=labels, pooled_logits=logits, config=self.config, num_items_in_batch=count
@@ -1058,6 +1067,18 @@ def _targets(labels: Tensor | None, shift_labels: Tensor | None, shape: torch.Si
     return None if labels is None else labels[:, 1:].long()
 
 
+def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_length: int) -> Tensor:
+    """(B, n) targets of the first n positions of a segment, -100 where the position that predicts is padding: what it
+    computes is nobody's."""
+    if attention_mask is None or attention_mask.dim() != 2:
+        return targets
+    mask = attention_mask[:, -segment_length:][:, : targets.shape[1]]
+    if mask.shape != targets.shape:
+        # What opens the memory says what is wrong with it.
+        return targets
+    return targets.masked_fill(mask.to(targets.device) == 0, -100)
+
+
 def _check_targets(name: str, given: Tensor, shape: torch.Size):
     if given.shape != shape:
         raise ValueError(f"{name} are {tuple(given.shape)}, but the inputs are {tuple(shape)}")
@@ -1065,12 +1086,17 @@ def _check_targets(name: str, given: Tensor, shape: torch.Size):
         raise ValueError(f"{name} are {given.dtype}, not token ids or classes")
 
 
-def _check_classes(labels: Tensor, rows: int, num_labels: int):
+def _check_classes(labels: Tensor, rows: int, config: TransfoXLConfig):
+    num_labels = config.num_labels
     if labels.shape not in ((rows,), (rows, 1), (rows, num_labels)):
         raise ValueError(
             f"labels are {tuple(labels.shape)}, but {rows} rows need ({rows},), or ({rows}, {num_labels}) where "
             "several classes or numbers are to be told of each"
         )
+    # As transformers' loss decides what the labels are.
+    are_classes = config.problem_type in (None, "single_label_classification") and num_labels > 1
+    if are_classes and labels.dtype in (torch.long, torch.int):
+        check_labels(labels, num_labels)
 
 
 def _pick_losses(log_probs: Tensor, targets: Tensor) -> Tensor:

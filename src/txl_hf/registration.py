@@ -1,4 +1,4 @@
-"""Registers Transformer-XL with the Auto classes of `transformers`, and its card with Trainer, once they come.
+"""Registers Transformer-XL with the Auto classes, Trainer and pipelines of `transformers`, once they come.
 
 The Auto classes take real classes alone, and to import these takes seconds: torch, and transformers' modelling code.
 Whoever asks for `txl-train --help`, or needs a tokenizer alone, should not wait for them. So a finder, first among
@@ -7,7 +7,8 @@ module is there by half, the classes are registered with those Auto classes that
 them. Auto classes that were there before this package are served at once.
 
 `Trainer` has no place to register a card, so its `create_model_card` asks this package first, whose card says how to
-load the model. Whatever else it trains, adapters of PEFT too, has the card that it always had.
+load the model. Whatever else it trains, adapters of PEFT too, has the card that it always had. Pipelines deal out what
+a model returned for a batch row by row, and know of no `mems`, which are a tensor for each layer: they leave them out.
 """
 
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
+from importlib._bootstrap import _DeadlockError
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -23,7 +25,6 @@ from types import ModuleType
 __all__ = ["register_when_imported"]
 
 _PACKAGE = __name__.partition(".")[0]
-_TRAINER = "transformers.trainer"
 # The modules of this package, where their Auto classes are, and which of these is for which class.
 _AUTO_CLASSES = {
     f"{_PACKAGE}.configuration_transfo_xl": (
@@ -80,6 +81,9 @@ class _Finder(MetaPathFinder):
             del loader.exec_module
             with self.importing():
                 loader.exec_module(module)
+                if module.__spec__ is not None and getattr(self.here, "depth", 0) == 1:
+                    # It is done: a thread that waited for it, with modules that are needed here, would wait for ever.
+                    module.__spec__._initializing = False  # type: ignore[attr-defined]
 
         loader.exec_module = exec_module
 
@@ -93,30 +97,43 @@ class _Finder(MetaPathFinder):
             # One thing may bring another.
             while depth == 0 and self.register_next():
                 pass
+        except _DeadlockError:
+            # Another thread imports one of the modules and waits for one of this thread's: it registers at its end.
+            if depth > 0:
+                raise
         finally:
             self.here.depth = depth
 
     def register_next(self) -> bool:
-        """Whether there was something to do for a module."""
+        """Whether there was something to do for a module. One that is under way is left to the thread that imports it:
+        a thread that waited for another's modules, which may wait for its own, would end in an error."""
         for name, (auto, classes) in _AUTO_CLASSES.items():
-            if auto in sys.modules and name not in self.registered:
-                self.registered.add(name)
-                # Each may be under way in another thread, which is waited for.
-                _register(import_module(name), import_module(auto), classes)
-                return True
-            if name in sys.modules and name not in self.named:
-                self.named.add(name)
+            if _is_whole(auto) and name not in self.registered and (_is_whole(name) or name not in sys.modules):
                 module = import_module(name)
+                if name not in self.registered:
+                    self.registered.add(name)
+                    _register(module, sys.modules[auto], classes)
+                return True
+            if _is_whole(name) and name not in self.named:
+                module = sys.modules[name]
+                self.named.add(name)
                 for auto_class, own in classes.items():
                     # So that `save_pretrained` writes the code beside the weights, and which Auto class loads it.
                     # `register_for_auto_class` sets no more, but imports the Auto classes, and with them torch.
                     getattr(module, own)._auto_class = auto_class
                 return True
-        if _TRAINER in sys.modules and _TRAINER not in self.registered:
-            self.registered.add(_TRAINER)
-            _give_cards(import_module(_TRAINER).Trainer)
-            return True
+        for name, prepare in _PREPARED.items():
+            if _is_whole(name) and name not in self.registered:
+                self.registered.add(name)
+                prepare(sys.modules[name])
+                return True
         return False
+
+
+def _is_whole(name: str) -> bool:
+    """Whether a module has been executed to its end, in this thread or another."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(module.__spec__, "_initializing", False)
 
 
 def _register(module: ModuleType, auto: ModuleType, classes: dict[str, str]) -> None:
@@ -132,7 +149,8 @@ def _register(module: ModuleType, auto: ModuleType, classes: dict[str, str]) -> 
             register(TransfoXLConfig, found)
 
 
-def _give_cards(trainer_class) -> None:
+def _give_cards(module: ModuleType) -> None:
+    trainer_class = module.Trainer
     theirs = trainer_class.create_model_card
 
     @wraps(theirs)
@@ -148,3 +166,22 @@ def _give_cards(trainer_class) -> None:
         return theirs(self, *args, **kwargs)
 
     trainer_class.create_model_card = create_model_card
+
+
+def _leave_mems_whole(module: ModuleType) -> None:
+    theirs = module.PipelineIterator.loader_batch_item
+
+    @wraps(theirs)
+    def loader_batch_item(self):
+        # A batch is dealt out row by row, and `mems` would be by layer: of a pipeline nothing goes on from them.
+        data = self._loader_batch_data
+        if isinstance(data, dict) and isinstance(data.get("mems"), tuple):
+            kept = {name: value for name, value in data.items() if name not in ("mems", "mems_mask")}
+            self._loader_batch_data = type(data)(kept)
+        return theirs(self)
+
+    module.PipelineIterator.loader_batch_item = loader_batch_item
+
+
+# What is done to modules of transformers once they are there.
+_PREPARED = {"transformers.trainer": _give_cards, "transformers.pipelines.pt_utils": _leave_mems_whole}

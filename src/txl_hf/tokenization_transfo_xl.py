@@ -57,6 +57,9 @@ _TRAINING_SPECIALS: dict[str, dict[str, str | None]] = {
     "bytes": {"eos_token": None, "unk_token": None},
 }
 
+# What transformers reads of a tokenizer beside its vocabulary.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json")
+
 # What the legacy tokenizer kept beside its vocabulary and this one has no use for.
 _LEGACY_ARGUMENTS = ("special", "min_freq", "max_size", "do_lower_case")
 # What it kept whole by default: its special tokens, which a saved `never_split` lists, in the vocabulary or not.
@@ -78,6 +81,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         line_ends (`bool`, *optional*): in the modes `"moses"` and `"whitespace"`, read a line feed as `eos_token` and
             each line by itself, so that a text's ids are those of `encode_lines` over its lines. Defaults to what was
             saved, else to `False`: the legacy tokenizer drops line feeds.
+        add_bos_token (`bool`, *optional*): begin every encoded text with `bos_token`. Defaults to what was saved, else
+            as `add_eos_token` in mode `"lm1b"`, and False in others.
         add_eos_token (`bool`, *optional*): end every encoded text with `eos_token`. Defaults to what was saved, else
             to `False` (`True` in mode `"lm1b"`, whose texts also start with it).
         kwargs: as for any fast tokenizer. `pad_token` defaults to `eos_token`, `padding_side` to `"left"`, which is
@@ -157,10 +162,13 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         if mode == "lm1b":
             kwargs.setdefault("bos_token", eos_token)
         kwargs.setdefault("pad_token", eos_token)
-        if add_eos_token is None:
-            add_eos_token = mode == "lm1b" if backend.post_processor is None else None
-        if add_eos_token is not None:
-            kwargs.update(add_eos_token=add_eos_token, add_bos_token=add_eos_token and mode == "lm1b")
+        if add_eos_token is None and backend.post_processor is None:
+            add_eos_token = mode == "lm1b"
+        if add_eos_token is not None or kwargs.get("add_bos_token") is not None:
+            begins, ends = _added_around(backend)
+            add_eos_token = ends if add_eos_token is None else add_eos_token
+            kwargs.setdefault("add_bos_token", add_eos_token if mode == "lm1b" else begins)
+            kwargs["add_eos_token"] = add_eos_token
         # The decoder cleans up by itself, so that every reader of tokenizer.json decodes alike.
         kwargs["clean_up_tokenization_spaces"] = False
         super().__init__(
@@ -183,9 +191,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             self.init_kwargs.pop(name, None)
         self.mode = mode
         self.lower_case = lower_case
-        if add_eos_token is None:
-            self._add_eos_token = self.num_special_tokens_to_add() > 0
-            self._add_bos_token = self._add_eos_token and mode == "lm1b"
+        if "add_eos_token" not in kwargs:
+            self._add_bos_token, self._add_eos_token = _added_around(backend)
 
     @classmethod
     def convert_to_native_format(cls, trust_remote_code: bool = False, **kwargs) -> dict:
@@ -196,8 +203,10 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """As for any tokenizer of transformers. Raises ValueError, too, for damaged files, which it names, and for
         another `mode` or `lower_case` than the tokenizer was saved with."""
-        for path in Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "").glob("*token*.json"):
-            _check_json(path)
+        folder = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
+        for path in (folder / name for name in _TOKENIZER_FILES):
+            if path.is_file():
+                _check_json(path)
         if steps := {name: kwargs[name] for name in ("mode", "lower_case") if name in kwargs}:
             # Here, because it imports the Auto classes, which register this one.
             from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -536,6 +545,14 @@ def _set_line_ends(backend: Tokenizer, mode: str, lower_case: bool, eos_token, l
     specials = [str(token) for token in backend.get_added_tokens_decoder().values()]
     set_normalizer(backend, mode, lower_case, specials, str(eos_token) if line_ends else None)
     return line_ends
+
+
+def _added_around(backend: Tokenizer) -> tuple[bool, bool]:
+    """Whether a tokenizer puts a token before a text, and one behind it."""
+    processor = backend.post_processor
+    parts = [] if processor is None else json.loads(processor.__getstate__()).get("single", [])
+    before, behind = parts[:1], parts[1:][-1:]
+    return any("SpecialToken" in part for part in before), any("SpecialToken" in part for part in behind)
 
 
 def _extra_tokens(extra: dict | list | tuple | None) -> list:

@@ -324,8 +324,9 @@ def moses_decoder(symbols: list[str], outside: list[str]):
         decoders.Replace(_MARK, ""),
         decoders.Replace(Regex(rf"(?<! ) *+{_BORDER}[ {_BORDER}]*+"), _BORDER),
         decoders.Replace(Regex(rf"\A[ {_BORDER}]+|(?<![ {_BORDER}])[ {_BORDER}]++\z"), ""),
-        decoders.Replace(" @,@ ", ","),
-        decoders.Replace(" @.@ ", "."),
+        # At the end of a text, too: a streamer has then shown what the next word only adds to.
+        decoders.Replace(Regex(r" @,@(?: |\z)"), ","),
+        decoders.Replace(Regex(r" @\.@(?: |\z)"), "."),
         decoders.Replace(_BORDER, " "),
     ]
     steps += [decoders.Replace(before, after) for before, after in _CLEAN_UP]

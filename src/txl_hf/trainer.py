@@ -35,6 +35,7 @@ from .checkpoints import (
 )
 from .evaluation import figures
 from .memory_transfo_xl import latest_states, mask_overflow, memory_of, real_states
+from .modeling_transfo_xl import without_padding
 from .regularization import Regularizer, regularize
 from .regularization_arguments import RegularizationArguments
 from .streams import check_loader
@@ -348,7 +349,11 @@ class TransfoXLTrainer(Trainer):
             self._classifies = "shift_labels" not in inputs and losses.shape == targets.shape
             if not model.training:
                 self._sums.nll.append(losses.detach().sum())
-                self._sums.targets.append((targets[:, targets.shape[1] - losses.shape[1] :] != -100).sum())
+                length = targets.shape[1]
+                targets = targets[:, length - losses.shape[1] :]
+                if not self._classifies:
+                    targets = without_padding(targets, inputs.get("attention_mask"), length)
+                self._sums.targets.append((targets != -100).sum())
         return (loss, outputs) if return_outputs else loss
 
     def _detach(self, memory: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ Three kinds of file are understood, as the originals wrote them over the years: 
 `cache.pkl`), the zip archives of torch >= 1.6, and the concatenated pickles that torch wrote before that.
 """
 
+import codecs
 import functools
 import mmap
 import os
@@ -355,6 +356,20 @@ def _is_known(name: str) -> bool:
 _Instructions: TypeAlias = dict[int, tuple[str, Callable | None, Callable | None, int | None]]
 
 
+def _read_string(file: Any) -> str:
+    """A string of Python 2 in the protocol of text, as Latin-1 like those of the other protocols: `pickletools` takes
+    ASCII alone.
+
+    Raises:
+        ValueError: it is not in quotes, or the line does not end.
+    """
+    line = file.readline()
+    text = line[:-1].rstrip(b"\r")
+    if line[-1:] != b"\n" or len(text) < 2 or text[:1] not in (b"'", b'"') or text[:1] != text[-1:]:
+        raise ValueError("a string without its quotes or the end of its line")
+    return codecs.escape_decode(text[1:-1])[0].decode("latin-1")
+
+
 def _instructions(kind: type["Machine"]) -> _Instructions:
     """What a machine does for each byte that begins an instruction: (name, reader of the argument, method, width of
     the length that the argument begins with).
@@ -363,6 +378,8 @@ def _instructions(kind: type["Machine"]) -> _Instructions:
     for opcode in pickletools.opcodes:
         method = "push_new" if opcode.name in _CONSTANTS else f"op_{opcode.name.lower()}"
         reader = opcode.arg.reader if opcode.arg is not None else None
+        if opcode.name == "STRING":
+            reader = _read_string
         table[ord(opcode.code)] = (opcode.name, reader, getattr(kind, method, None), _LENGTHS.get(opcode.name))
     return table
 
