@@ -12,7 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 import adaptation_process
 import launcher
-from txl_hf import DynamicEvaluation, TransfoXLForCausalLM, evaluate_language_model, token_losses
+from txl_hf import DynamicEvaluation, TransfoXLForCausalLM, adaptation, evaluate_language_model, token_losses
+from txl_hf.adaptation import Diverged
 from txl_hf.reading import evaluating
 
 RATE = 0.05
@@ -395,6 +396,39 @@ def test_where_one_process_diverges_none_waits_for_it(tmp_path):
 def test_bad_settings_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         DynamicEvaluation(**settings)
+
+
+@pytest.mark.parametrize("rate", [0.0, RATE])
+def test_a_model_that_computes_nothing_finite_is_not_blamed_on_the_rate(make_model, make_ids, rate):
+    model = make_model()
+    model.lm_head.out_layers[0].bias.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="at token 0 of the text, with the weights as they began") as raised:
+        token_losses(model, make_ids(1, 20)[0], 5, dynamic=DynamicEvaluation(rate))
+    assert not isinstance(raised.value, Diverged)
+
+
+@pytest.mark.parametrize("saved", [None, ["lm_head"]], ids=["adapter", "adapter and head"])
+def test_an_adapter_that_takes_no_part_is_refused(make_model, make_ids, saved):
+    """Its figure would be that of a static evaluation."""
+    peft = pytest.importorskip("peft")
+    options = {"target_modules": ["q_proj"], "modules_to_save": saved}
+    adapted = peft.get_peft_model(make_model(), peft.LoraConfig(**options))
+    adapted.merge_adapter()
+    with pytest.raises(ValueError, match="losses depend on none of the .* parameters .*parameters='lora'.* is merged"):
+        token_losses(adapted, make_ids(1, 20)[0], 5, dynamic=DynamicEvaluation(RATE, parameters="lora"))
+
+
+def test_layers_in_parts_are_refused(make_model, make_ids, monkeypatch):
+    """Also where the whole model is in none, so that a static evaluation needs nothing of it."""
+
+    class Sharded(torch.nn.LayerNorm):
+        pass
+
+    model = make_model()
+    model.transformer.layers[1].__class__ = type("Layer", (type(model.transformer.layers[1]), Sharded), {})
+    monkeypatch.setattr(adaptation, "FSDPModule", Sharded)
+    with pytest.raises(ValueError, match="which FSDP keeps in parts"):
+        token_losses(model, make_ids(1, 20)[0], 5, dynamic=DynamicEvaluation(RATE))
 
 
 def test_layers_that_pass_no_gradient_are_refused(make_model, make_ids):

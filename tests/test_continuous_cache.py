@@ -215,6 +215,38 @@ def test_padding_behind_a_gap_in_the_mask_follows_nothing(make_model, make_ids):
     torch.testing.assert_close(scores[0].exp(), expected)
 
 
+def test_what_a_later_mask_hides_is_looked_at_no_more(make_model, make_ids):
+    """As where the reply of one row ended before that of another, and generate padded it."""
+    model, prompt, cache = make_model(mem_len=100), make_ids(2, 9), ContinuousCache(100, 0.6, 0.2)
+    prompt[0, 6:] = 60
+    text = torch.cat([prompt, make_ids(2, 3, seed=1)], dim=1)
+    mask = torch.ones_like(text)
+    mask[0, 6:9] = 0
+    found = []
+    for read_before in (True, False):
+        memory = MemoryCache(model.config)
+        with cache.processor(model) as processor:
+            if read_before:
+                next_scores(model, prompt, processor, past_key_values=memory)
+            found.append(next_scores(model, text, processor, attention_mask=mask, past_key_values=memory))
+    # What the model has read without the mask it remembers; what is looked up does not depend on it.
+    before, fresh = (scores[0, 60].exp() for scores in found)
+    assert before < 0.1 and fresh < 0.1
+
+
+def test_a_state_that_is_not_finite_is_looked_at_by_none(make_model, make_ids):
+    """As an overflow leaves it, in a document before this one."""
+    model, ids = make_model(tie_word_embeddings=False), make_ids(1, 30)[0] % 50
+    ids[4], ids[7] = 60, 55
+    with torch.no_grad():
+        model.transformer.embed_tokens.emb_layers[-1].weight[-1] = torch.nan
+    caches = [None, ContinuousCache(30, 0.5, 0.1)]
+    static, mixed = (token_losses(model, ids, 5, cache=cache, document_end=55) for cache in caches)
+    broken = static.isnan()
+    assert broken[:8].any() and not broken[8:].any()
+    assert torch.equal(mixed.isnan(), broken) and (static[9:] != mixed[9:]).all()
+
+
 def test_beams_keep_their_states(make_model, make_ids):
     """The score of the sequence found is the sum of its log-probabilities in the mixture."""
     model, prompt, cache = make_model(mem_len=100), make_ids(2, 12, vocab_size=8), ContinuousCache(50, 0.6, 0.2)

@@ -39,6 +39,12 @@ def test_a_turn_reads_what_is_new_and_writes_what_a_whole_reading_writes(convers
         ids = found
 
 
+def test_no_cache_that_is_named_is_no_cache(conversations, make_ids):
+    talk, _ = conversations
+    ids = make_ids(1, 9)
+    assert torch.equal(turn(talk, ids, past_key_values=None), turn(talk, ids))
+
+
 def test_another_reply_to_the_same_prompt_goes_on_from_the_prompt(conversations, make_ids):
     talk, reads = conversations
     ids = make_ids(1, 30)

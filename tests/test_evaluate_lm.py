@@ -292,6 +292,15 @@ def test_all_lengths_are_checked_before_the_text_is_read_with_any(corpus, model,
     assert "segment_length=-1" in fails("--model", model, "--data", corpus, "--segment_length", "-1")
 
 
+@pytest.mark.parametrize("option", [("segment_length", "3"), ("ext_len", "5"), ("same_length", "true")], ids=str)
+def test_lengths_that_a_window_alone_does_not_have(corpus, model, option, capsys):
+    name, value = option
+    options = ["--model", model, "--data", corpus, "--sliding_window", "8", f"--{name}", value]
+    with pytest.raises(SystemExit):
+        evaluate_lm.main([str(each) for each in options])
+    assert f"--{name} is of an evaluation with memory: name its lengths too" in capsys.readouterr().err
+
+
 def test_a_library_that_is_missing_is_named_with_what_to_install(corpus, model, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     message = fails("--model", model, "--data", corpus, "--plot", tmp_path / "curve.png")

@@ -3,13 +3,14 @@ https://arxiv.org/abs/1904.08378): weights that follow the text being read, and 
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from tqdm.auto import tqdm
 
 from .memory_transfo_xl import MemoryLengths
@@ -114,6 +115,9 @@ class DynamicEvaluation:
         Raises:
             ValueError, RuntimeError: see `evaluate_language_model`.
         """
+        if isinstance(token_ids, Tensor):
+            # As `generate` has it, where the model is.
+            token_ids = token_ids.cpu()
         text = Text(token_ids, segment_length, 1, 0, None, model.config.vocab_size)
         lengths = MemoryLengths(mem_len=memory_length)
         with adapting(model, self, text, lengths, None, progress) as adaptation:
@@ -153,16 +157,23 @@ class Adaptation:
         Raises:
             Diverged: a loss is not finite, in whichever process: all of them raise it.
         """
+        has_stepped = False
         for segment, hidden_states, losses in self._read(text):
             lost = (~losses.isfinite()).sum()
             # Before the gradients, for which the others would wait for ever.
             if (lost if self._accelerator is None else self._accelerator.reduce(lost, "sum")) > 0:
+                if not has_stepped or self._dynamic.learning_rate == 0:
+                    raise ValueError(
+                        f"no finite loss in the segment at token {segment.begin} of the text, with the weights as "
+                        "they began: the model itself computes none"
+                    )
                 instead = "a smaller one" if self._roots is None else "a smaller one or a larger epsilon"
                 raise Diverged(
                     f"no finite loss in the segment at token {segment.begin} of the text: with "
                     f"learning_rate={self._dynamic.learning_rate:g} the weights have diverged, so give {instead}"
                 )
             self._step(self._gradients(losses, segment))
+            has_stepped = True
             unscored = segment.targets.to(losses.device) == -100
             yield segment, hidden_states.detach(), losses.detach().masked_fill(unscored, 0)
 
@@ -211,7 +222,7 @@ class Adaptation:
         """As `Reader.losses`, with the losses of all labels, those of a warm-up too."""
         # Projected keys and values would be those of other weights.
         reader = Reader(self._model, self._lengths, self._accelerator, projected=False)
-        if reader.whole:
+        if any(isinstance(module, FSDPModule) for module in self._model.modules()):
             raise ValueError(
                 "dynamic evaluation changes whole weights, which FSDP keeps in parts: evaluate the model that was "
                 "saved, with one copy in each process"
@@ -222,7 +233,14 @@ class Adaptation:
 
     def _gradients(self, losses: Tensor, segment: Segment) -> list[Tensor]:
         """Of the mean over the segment's labels in all streams and processes."""
-        found = torch.autograd.grad(losses.sum() / segment.labels_of_all, self._parameters, allow_unused=True)
+        found: Sequence[Tensor | None] = [None] * len(self._parameters)
+        if losses.requires_grad:
+            found = torch.autograd.grad(losses.sum() / segment.labels_of_all, self._parameters, allow_unused=True)
+        if all(gradient is None for gradient in found) and bool((segment.labels != -100).any()):
+            raise ValueError(
+                f"the losses depend on none of the {len(found)} parameters that are to follow the text (parameters="
+                f"{self._dynamic.parameters!r}): those of an adapter that is merged or switched off take no part"
+            )
         gradients = [
             torch.zeros_like(weight) if gradient is None else gradient.to(weight.dtype)
             for gradient, weight in zip(found, self._weights, strict=True)

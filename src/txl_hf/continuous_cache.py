@@ -100,11 +100,12 @@ class History:
             self._states, self._tokens = states[:, :0], labels[:, :0]
         keys = torch.cat([self._states, states], dim=1)
         tokens = torch.cat([self._tokens, labels], dim=1)
+        looked_at, finite = _finite(keys)
         with _full_precision(states):
-            products = states @ keys.transpose(1, 2)
+            products = states @ looked_at.transpose(1, 2)
         followed = tokens[:, None] == labels[..., None]
         log_probs = {
-            (size, temperature): _log_cache(products * temperature, followed, size)
+            (size, temperature): _log_cache(products * temperature, followed, finite, size)
             for size, temperature in {(cache.size, cache.temperature) for cache in self._caches}
         }
         self._states, self._tokens = keys[:, -self._size :], tokens[:, -self._size :]
@@ -120,18 +121,25 @@ def _full_precision(states: Tensor) -> torch.autocast:
     return torch.autocast(states.device.type, enabled=False)
 
 
-def _log_cache(scores: Tensor, followed: Tensor, size: int) -> Tensor:
+def _finite(states: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, n, D) states with zeros for those that are not finite, as an overflow leaves them; and (B, n), which are."""
+    finite = states.isfinite().all(-1)
+    return states.masked_fill(~finite[..., None], 0), finite
+
+
+def _log_cache(scores: Tensor, followed: Tensor, finite: Tensor, size: int) -> Tensor:
     """log p_cache of the target of each query, (B, L); NaN where there is nothing to look at.
 
     Args:
         scores: (B, L, n + L), of the L queries with the n positions before them and with one another.
         followed: the same shape, bool: whether the position was followed by the query's target.
+        finite: (B, n + L) bool, the positions that can be looked at.
     """
     length, before = scores.shape[1], scores.shape[2] - scores.shape[1]
     # Query l is position n + l and looks at those from n + l - size to n + l - 1.
     band = torch.ones(length, before + length, dtype=torch.bool, device=scores.device)
     band = band.tril(before - 1).triu(before - size)
-    scores = scores.masked_fill(~band, -math.inf)
+    scores = scores.masked_fill(~(band & finite[:, None]), -math.inf)
     return scores.masked_fill(~followed, -math.inf).logsumexp(-1) - scores.logsumexp(-1)
 
 
@@ -173,7 +181,7 @@ class CacheLogitsProcessor(LogitsProcessor):
                 "continuous cache does not go with assisted generation"
             )
         # What a loop that was stopped between a forward and its token has left.
-        self._here.heard, self._here.count, self._here.beams = None, 0, beams
+        self._here.heard, self._here.mask, self._here.count, self._here.beams = None, None, 0, beams
         return self._hear
 
     # A compiled forward would not write to what belongs to a thread.
@@ -184,8 +192,9 @@ class CacheLogitsProcessor(LogitsProcessor):
         # A copy, as a captured graph writes what it returns to the same place at every call.
         states = hidden_states[:, -keep:].detach().to(torch.float32, copy=True)
         real = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
-        if attention_mask is not None:
-            real = attention_mask[:, -states.shape[1] :].to(states.device).bool()
+        here.mask = None if attention_mask is None else attention_mask[:, -keep:].to(states.device).bool()
+        if here.mask is not None:
+            real = here.mask[:, -states.shape[1] :]
         here.count += length
         if here.heard is not None:
             states, real = (torch.cat(parts, dim=1) for parts in zip(here.heard, (states, real), strict=True))
@@ -201,7 +210,9 @@ class CacheLogitsProcessor(LogitsProcessor):
         """
         states, real = self._catch_up(input_ids)
         log_model = scores.log_softmax(-1)
-        looked_at = real[:, :-1] & real[:, 1:]
+        # At what an overflow has left nothing can be looked up.
+        states, finite = _finite(states)
+        looked_at = real[:, :-1] & real[:, 1:] & finite[:, :-1]
         if looked_at.shape[1] == 0:
             return log_model
         with _full_precision(states):
@@ -221,7 +232,7 @@ class CacheLogitsProcessor(LogitsProcessor):
                 "the processor has not heard the model: generate tells it the states where it samples or searches by "
                 "beams, but a continuous cache does not go with assisted generation or a loop of one's own"
             )
-        (states, real), count = here.heard, here.count
+        (states, real), count, mask = here.heard, here.count, here.mask
         here.heard, here.count = None, 0
         if count > input_ids.shape[1]:
             raise ValueError(
@@ -231,9 +242,15 @@ class CacheLogitsProcessor(LogitsProcessor):
         for before in (here.read, self._last):
             rows = None if before is None else _rows_of(input_ids[:, :-count], before.text, here.beams)
             if before is not None and rows is not None:
-                states = torch.cat([before.states.index_select(0, rows), states], dim=1)
-                real = torch.cat([before.real.index_select(0, rows), real], dim=1)
+                states = torch.cat([before.states.index_select(0, rows).to(states.device), states], dim=1)
+                real = torch.cat([before.real.index_select(0, rows).to(real.device), real], dim=1)
                 break
+        if mask is not None:
+            # It may hide what was real to an earlier call, as the padding that ends a reply before others do.
+            known = min(mask.shape[1], real.shape[1])
+            real = torch.cat([real[:, : real.shape[1] - known], real[:, -known:] & mask[:, -known:]], dim=1)
+        # Of a model on several devices, the last layer may lie elsewhere.
+        states, real = states.to(input_ids.device), real.to(input_ids.device)
         here.read = self._last = _Read(input_ids, states[:, -keep:], real[:, -keep:])
         return here.read.states, here.read.real
 
@@ -247,11 +264,13 @@ class _Read(NamedTuple):
 
 
 class _Hearing(threading.local):
-    """What one thread has heard since its last token: `count` states, of which the last are kept; and what it read.
+    """What one thread has heard since its last token: `count` states, of which the last are kept, with the end of the
+    last mask; and what it read.
     Its loop reorders rows among `beams` side by side."""
 
     def __init__(self) -> None:
         self.heard: tuple[Tensor, Tensor] | None = None
+        self.mask: Tensor | None = None
         self.count = 0
         self.beams = 1
         self.read: _Read | None = None

@@ -37,6 +37,8 @@ class Conversations:
         """The model's `generate`, which see; where it reads one row of `input_ids` and nothing beside, and the reply
         token by token, what it reads is remembered."""
         kwargs["input_ids"] = input_ids
+        if kwargs.get("past_key_values") is None:
+            kwargs.pop("past_key_values", None)
         if self.limit == 0 or self.model.config.mem_len == 0 or not self.is_one_text(**kwargs):
             return self.generate_afresh(**kwargs)
         tokens = input_ids[0].tolist()

@@ -91,6 +91,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     for name in ("decay", "epsilon", "statistics", "parameters"):
         if options.dynamic is None and getattr(options, name) is not None:
             parser.error(f"--{name} is of dynamic evaluation: give its rate too, with --dynamic")
+    if options.sliding_window and not options.memory_length:
+        for name in ("segment_length", "ext_len", "same_length"):
+            if getattr(options, name) is not None:
+                parser.error(f"--{name} is of an evaluation with memory: name its lengths too, with --memory_length")
     if options.epsilon is not None and options.statistics is None:
         parser.error("--epsilon does nothing without --statistics")
     if options.split is not None and options.data.is_file():

@@ -186,6 +186,11 @@ def evaluate_language_model(
     )[0]
 
 
+def _sum(losses: Tensor) -> Tensor:
+    """In fp64, which Apple's GPUs do not have."""
+    return (losses.cpu() if losses.device.type == "mps" else losses).double().sum()
+
+
 def evaluate_caches(
     model: TransfoXLForCausalLM,
     token_ids,
@@ -210,7 +215,7 @@ def evaluate_caches(
     with _reading(model, text, lengths, dynamic, caches, accelerator, progress) as losses:
         # Not read before the end, so that an accelerator need not wait for the processor.
         totals = sum(
-            (torch.stack([part.double().sum() for part in parts]) for _, parts in losses),
+            (torch.stack([_sum(part) for part in parts]) for _, parts in losses),
             start=torch.zeros((), dtype=torch.float64),
         )
         if accelerator is not None:

@@ -128,5 +128,6 @@ def _entries(name: str, values, length: tuple[int, ...]) -> np.ndarray:
 def _on_cpu(values):
     if not isinstance(values, torch.Tensor):
         return values
-    # numpy has no bfloat16.
-    return (values.detach().double() if values.is_floating_point() else values).cpu().numpy()
+    # numpy has no bfloat16, and not every device fp64.
+    values = values.detach().cpu()
+    return (values.double() if values.is_floating_point() else values).numpy()

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
-from importlib._bootstrap import _DeadlockError
+from importlib._bootstrap import _DeadlockError  # type: ignore[attr-defined]
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType

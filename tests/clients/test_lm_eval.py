@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager
 from transformers import LogitsProcessor
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from txl_hf import TransfoXLTokenizer, evaluate_language_model, token_losses
+from txl_hf import TransfoXLTokenizer, evaluate_language_model, lm_eval_model, token_losses
 from txl_hf.encoding import encode_text
 from txl_hf.lm_eval import TransfoXLLM
 
@@ -258,6 +258,21 @@ def test_its_own_wrapper_cuts_windows_as_long_as_what_the_model_was_trained_to_s
     # Its rolling text ends without the end of its line.
     [(with_memory, _)] = TransfoXLLM(str(saved), segment_length=lm.max_length).loglikelihood([Request("", text)])
     assert found == pytest.approx(with_memory, rel=1e-5), "one window is one segment"
+
+
+def test_many_continuations_of_one_context_are_read_in_groups(saved, monkeypatch):
+    """As the sentences of a task without contexts, whose logits would not be held side by side."""
+    model = TransfoXLLM(str(saved), segment_length=SEGMENT)
+    context, generator = list(range(3, 20)), torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 9, (11,), generator=generator).tolist()
+    continuations = [torch.randint(30, (length,), generator=generator).tolist() for length in lengths]
+    together = model._score(context, continuations)
+    monkeypatch.setattr(lm_eval_model, "MOST_LOGITS", 3 * SEGMENT * model.config.vocab_size)
+    rows, forward = [], model.model.transformer.forward
+    monkeypatch.setattr(model.model.transformer, "forward", lambda *a, **k: rows.append(len(a[0])) or forward(*a, **k))
+    apart = model._score(context, continuations)
+    assert max(rows) == 3 and [greedy for _, greedy in together] == [greedy for _, greedy in apart]
+    torch.testing.assert_close([loss for loss, _ in together], [loss for loss, _ in apart])
 
 
 def test_whether_a_continuation_is_greedy(saved):
