@@ -225,6 +225,13 @@ def test_a_cache_of_another_number_of_rows_is_refused(make_model, make_ids, make
     assert model(make_ids(batch, 1), past_key_values=cache).logits.shape == (batch, 1, 61)
 
 
+def test_classes_that_a_classifier_does_not_have(make_model, make_ids):
+    model = make_model(model_class=TransfoXLForSequenceClassification, num_labels=3, pad_token_id=60)
+    with pytest.raises(ValueError, match=r"labels .*5.*\[0, 3\)"):
+        model(make_ids(2, 4), labels=torch.tensor([1, 5]))
+    assert model(make_ids(2, 4), labels=torch.tensor([1, -100])).loss.isfinite()
+
+
 def test_classifier_without_a_way_to_see_padding(make_model, make_ids):
     model = make_model(model_class=TransfoXLForSequenceClassification)
     assert model(make_ids(1, 5)).logits.shape == (1, 2)

@@ -9,6 +9,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from txl_hf import TransfoXLConfig, TransfoXLTokenizer
 from txl_hf.encoding import (
+    document_end_token,
     encode_bytes,
     encode_lines,
     encode_text,
@@ -130,3 +131,11 @@ def test_a_tokenizer_that_cannot_be_read_is_not_none(tmp_path, monkeypatch, wher
     assert find_tokenizer(names["bare"]) is None
     with pytest.raises(ValueError, match=f"the tokenizer of {names['broken']} cannot be read"):
         find_tokenizer(names["broken"])
+
+
+@pytest.mark.parametrize("token", ["10", "\n"])
+def test_a_byte_ends_documents_by_its_number_or_as_it_is(token):
+    tokenizer = TransfoXLTokenizer.train_from_iterator(["ab\n"], mode="bytes")
+    assert document_end_token(tokenizer, token) == tokenizer.symbols.index("10")
+    with pytest.raises(ValueError, match="--document_end '\\\\t' is no token of the vocabulary"):
+        document_end_token(tokenizer, "\t")

@@ -445,6 +445,19 @@ def test_a_text_that_is_held_out_is_not_left_out(tmp_path, splits, message):
         prepare(tmp_path, "text", "--dataset", tmp_path / "dataset", "--mode", "whitespace")
 
 
+def test_an_encrypted_archive_is_named(tmp_path):
+    archive = tmp_path / "texts.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("train.txt", "a b\n")
+    data = bytearray(archive.read_bytes())
+    # The flag, in the file's own header and in the directory.
+    for header, place in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        data[data.index(header) + place] |= 1
+    archive.write_bytes(data)
+    with pytest.raises(SystemExit, match=r"texts.zip cannot be unpacked: .*encrypted"):
+        prepare(tmp_path, "text", "--input", archive)
+
+
 def test_processes_and_a_stream_of_segments(tmp_path, monkeypatch):
     """The command as typed; several processes give the tokens of one, and TokenStream reads them from the disk."""
     text = {split: "".join(f"line {n % 7} of {split}\n" for n in range(9000)) for split in SPLITS}

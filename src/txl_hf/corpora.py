@@ -250,7 +250,7 @@ def unpack(archive: Path, folder: Path) -> Path:
                 for member in members:
                     if not member.isdir():
                         unpack_member(members, member, folder)
-    # A zip file that is encrypted, or packed in a way that Python does not know, is one of the last two.
+    # A zip file that is encrypted, or packed in a way that Python does not know, raises the last.
     except (shutil.ReadError, zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, RuntimeError) as error:
         raise CorpusError(f"{archive} cannot be unpacked: {error}") from None
     return folder

@@ -188,8 +188,7 @@ def document_end_token(tokenizer: Any, token: str) -> int:
     if getattr(tokenizer, "mode", None) == "bytes":
         # By its number, as among the symbols, or as the character that it is.
         vocabulary = {symbol: index for index, symbol in enumerate(tokenizer.symbols)}
-        if token not in vocabulary and len(token) == 1 and token.isascii():
-            token = str(ord(token))
+        vocabulary |= {chr(byte): vocabulary[str(byte)] for byte in range(128) if str(byte) in vocabulary} | vocabulary
     if token not in vocabulary:
         raise ValueError(f"--document_end {token!r} is no token of the vocabulary")
     return vocabulary[token]

@@ -310,8 +310,9 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             # Quantised matrices have scales and more beside them, which joining q, k and v would leave behind.
             kwargs["save_original_format"] = False
         card = Path(save_directory, "README.md")
-        # Where it pushes too, transformers writes a card of its own in its place.
-        self._own_card = card.read_bytes() if card.exists() and not _is_generated(card) else None
+        # Where it pushes too, transformers writes a card of its own in the place of somebody's.
+        pushes = kwargs.get("push_to_hub") and is_main_process
+        self._own_card = card.read_bytes() if pushes and card.exists() and not _is_generated(card) else None
         variant = f".{kwargs['variant']}" if kwargs.get("variant") else ""
         whole = Path(save_directory, f"model{variant}.safetensors")
         index = Path(save_directory, f"model.safetensors.index{variant}.json")
@@ -326,7 +327,8 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             if self._own_card is not None:
                 card.write_bytes(self._own_card)
             del self._own_card
-        if is_main_process and before is not None and whole.stat().st_mtime_ns == before and index.exists():
+        is_old = before is not None and whole.exists() and whole.stat().st_mtime_ns == before
+        if is_main_process and is_old and index.exists():
             # It is of an earlier model, and would be loaded in place of the files that have just been written.
             whole.unlink()
         if self._is_adapted():

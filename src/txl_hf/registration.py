@@ -133,7 +133,7 @@ class _Finder(MetaPathFinder):
 def _is_whole(name: str) -> bool:
     """Whether a module has been executed to its end, in this thread or another."""
     module = sys.modules.get(name)
-    return module is not None and not getattr(module.__spec__, "_initializing", False)
+    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
 def _register(module: ModuleType, auto: ModuleType, classes: dict[str, str]) -> None:

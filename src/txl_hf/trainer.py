@@ -318,12 +318,12 @@ class TransfoXLTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device):
         # Trainer counts nothing in batches without `labels`, and then takes the mean of means.
-        batches = [
-            {"labels": batch["shift_labels"], "shift_labels": batch["shift_labels"]}
-            if "shift_labels" in batch
-            else batch
-            for batch in batch_samples
-        ]
+        batches = []
+        for batch in batch_samples:
+            if (labels := batch.get("shift_labels")) is not None:
+                labels = without_padding(labels, batch.get("attention_mask"), labels.shape[1])
+                batch = {"labels": labels, "shift_labels": labels}
+            batches.append(batch)
         targets = super()._get_num_items_in_batch(batches, device)
         return None if targets is None else targets.clamp(min=1)
 
