@@ -139,9 +139,10 @@ def run(options: argparse.Namespace):
             options.cache_size, options.cache_weight, options.cache_temperature
         )
     ]
-    report = describe(model, texts["validation"], options)
+    read_of_validation = texts["validation"].beginning(options.max_tokens)
+    report = describe(model, read_of_validation, options)
     report |= {"complete": False, "options": asked, "validation": [], "test": [], "diverged": []}
-    validation = texts["validation"].token_ids[: options.max_tokens]
+    validation = read_of_validation.token_ids
     test = texts["test"].token_ids[: options.max_test_tokens]
     points = []
     for dynamic in ways:

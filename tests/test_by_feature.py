@@ -574,6 +574,10 @@ def test_an_agent_that_was_finished_within_a_block_learns_further(script, tmp_pa
     run.train()
     result = json.loads((run.folder / "result.json").read_text())
     assert run.update == 5 and result["steps"] == 200
+    # A run in which no episode has ended.
+    (run.folder / "result.json").write_text(json.dumps(result | {"curve": []}))
+    module.tabulate(run.folder.parent)
+    assert (run.folder.parent / "agents.png").exists()
 
 
 def test_tasks_that_are_not_installed_are_named(script, tmp_path, monkeypatch):

@@ -32,9 +32,17 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from host_reads import count_host_reads
+from models import small_config
 from scripts import run_script
 from train_lm_process import run
-from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model
+from txl_hf import (
+    TokenStream,
+    TransfoXLConfig,
+    TransfoXLForCausalLM,
+    TransfoXLModel,
+    TransfoXLTokenizer,
+    evaluate_language_model,
+)
 from txl_hf.checkpoints import last_checkpoint
 from txl_hf.memory_transfo_xl import memory_of
 from txl_hf.training import command, loop, setup
@@ -415,6 +423,14 @@ def test_adam_has_its_decay_in_the_gradient_and_adamw_beside_it(tmp_path, make_m
     for group in optimizer.param_groups:
         assert (group["weight_decay"], group["betas"], group["eps"]) == (0.1, (0.9, 0.98), 1e-5)
         assert group["fused"]
+    parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    assert sorted(parameters) == sorted(map(id, model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_model_of_vectors_has_an_optimiser_too(tmp_path, name):
+    model = TransfoXLModel(small_config(vocab_size=0, input_size=5))
+    optimizer = setup.make_optimizer(model, optimization(tmp_path, optimizer=name))
     parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     assert sorted(parameters) == sorted(map(id, model.parameters()))
 

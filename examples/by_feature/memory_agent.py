@@ -495,10 +495,12 @@ def tabulate(folder: Path):
     for axis, (env, memories) in zip(axes[0], runs.items(), strict=True):
         for memory, each in memories.items():
             steps = np.linspace(0, max(result["steps"] for result in each), 60)[1:]
-            curves = [np.interp(steps, *np.array(result["curve"]).T) for result in each]
-            mean, spread = np.mean(curves, 0), np.std(curves, 0)
-            axis.plot(steps, mean, label=f"{memory} ({len(each)} seeds)")
-            axis.fill_between(steps, mean - spread, mean + spread, alpha=0.2)
+            # Where no episode has ended there is none.
+            curves = [np.interp(steps, *np.array(result["curve"]).T) for result in each if result["curve"]]
+            if curves:
+                mean, spread = np.mean(curves, 0), np.std(curves, 0)
+                axis.plot(steps, mean, label=f"{memory} ({len(curves)} seeds)")
+                axis.fill_between(steps, mean - spread, mean + spread, alpha=0.2)
             held_out = [result["held_out"] for result in each]
             print(f"{env:>18} {memory:>11} {np.mean(held_out):7.3f} ± {np.std(held_out):.3f} of {len(each)} seeds")
         axis.set_title(env)

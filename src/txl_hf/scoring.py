@@ -68,6 +68,12 @@ class Text:
     characters: int | None = None
     document_end: int | None = None
 
+    def beginning(self, tokens: int | None) -> "Text":
+        """The first so many tokens, of which words and characters were not counted; None: the whole."""
+        if tokens is None or tokens >= len(self.token_ids):
+            return self
+        return dataclasses.replace(self, token_ids=self.token_ids[:tokens], words=None, characters=None)
+
 
 def run(options: argparse.Namespace):
     """Score the text with each memory length and each sliding window; each figure is kept when it is there."""
@@ -84,8 +90,7 @@ def run(options: argparse.Namespace):
     if len(text.token_ids) == 0:
         raise CorpusError(f"{options.data} is empty: it has no token")
     check_vocabulary(text, config, options)
-    if options.max_tokens is not None and options.max_tokens < len(text.token_ids):
-        text = dataclasses.replace(text, token_ids=text.token_ids[: options.max_tokens], words=None, characters=None)
+    text = text.beginning(options.max_tokens)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
     model.to(options.device)
     report = {**describe(model, text, options), "results": [], "curves": {}}

@@ -315,12 +315,12 @@ def precision_of(run: RunArguments) -> str:
 
 def make_optimizer(model: TransfoXLForCausalLM, arguments: OptimizationArguments) -> torch.optim.Optimizer:
     """Adam with L2 regularisation, AdamW, NVIDIA's LAMB or Muon. Tables of embeddings can have a rate of their own."""
-    tables = list(model.get_input_embeddings().emb_layers.parameters())
+    # A model of vectors has none.
+    tables = list(model.get_input_embeddings().emb_layers.parameters()) if model.config.vocab_size else []
     others = [parameter for parameter in model.parameters() if all(parameter is not table for table in tables)]
-    groups: list[dict[str, Any]] = [
-        {"params": others},
-        {"params": tables, "lr": arguments.learning_rate * arguments.embedding_lr_factor},
-    ]
+    groups: list[dict[str, Any]] = [{"params": others}]
+    if tables:
+        groups.append({"params": tables, "lr": arguments.learning_rate * arguments.embedding_lr_factor})
     settings: dict[str, Any] = {
         "lr": arguments.learning_rate,
         "betas": (arguments.beta1, arguments.beta2),
@@ -353,7 +353,7 @@ def make_muon(
     """
     from pytorch_optimizer import Muon
 
-    layers = {id(parameter) for parameter in model.transformer.layers.parameters() if parameter.dim() == 2}
+    layers = {id(parameter) for parameter in getattr(model, "transformer", model).layers.parameters() if parameter.dim() == 2}
     # The biases u and v are no matrices, though they have two dimensions.
     layers -= {id(parameter) for name, parameter in model.named_parameters() if name.endswith("_bias")}
     matrices = [parameter for group in groups for parameter in group["params"] if id(parameter) in layers]
