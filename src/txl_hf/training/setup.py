@@ -353,7 +353,7 @@ def make_muon(
     """
     from pytorch_optimizer import Muon
 
-    transformer = getattr(model, "transformer", model)
+    transformer: Any = getattr(model, "transformer", model)
     layers = {id(parameter) for parameter in transformer.layers.parameters() if parameter.dim() == 2}
     # The biases u and v are no matrices, though they have two dimensions.
     layers -= {id(parameter) for name, parameter in model.named_parameters() if name.endswith("_bias")}
