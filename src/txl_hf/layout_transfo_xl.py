@@ -312,7 +312,7 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         card = Path(save_directory, "README.md")
         # Where it pushes too, transformers writes a card of its own in the place of somebody's.
         pushes = kwargs.get("push_to_hub") and is_main_process
-        self._own_card = card.read_bytes() if pushes and card.exists() and not _is_generated(card) else None
+        self._own_card = card.read_bytes() if pushes and card.is_file() and not _is_generated(card) else None
         variant = f".{kwargs['variant']}" if kwargs.get("variant") else ""
         whole = Path(save_directory, f"model{variant}.safetensors")
         index = Path(save_directory, f"model.safetensors.index{variant}.json")
