@@ -188,7 +188,7 @@ def prepared(tmp_path_factory) -> Path:
         (folder / f"{name}.txt").write_text("".join(part), encoding="utf-8")
     options = ["--corpus", "text", "--input", str(folder), "--num_proc", "1"]
     prepare.main([*options, "--output", str(folder / "data"), "--document_end", "<eos>"])
-    with pytest.raises(SystemExit, match="'<never>' is no token of the vocabulary"):
+    with pytest.raises(SystemExit, match="<never> is no token of the vocabulary"):
         prepare.main([*options, "--output", str(folder / "none"), "--document_end", "<never>"])
     with pytest.raises(SystemExit, match="<pad> is not in the train text"):
         prepare.main([*options, "--output", str(folder / "none"), "--document_end", "<pad>"])

@@ -190,7 +190,8 @@ def document_end_token(tokenizer: Any, token: str) -> int:
         vocabulary = {symbol: index for index, symbol in enumerate(tokenizer.symbols)}
         vocabulary |= {chr(byte): vocabulary[str(byte)] for byte in range(128) if str(byte) in vocabulary} | vocabulary
     if token not in vocabulary:
-        raise ValueError(f"--document_end {token!r} is no token of the vocabulary")
+        shown = token if token.isprintable() else repr(token)
+        raise ValueError(f"--document_end {shown} is no token of the vocabulary")
     return vocabulary[token]
 
 
