@@ -521,19 +521,24 @@ def test_an_agent_learns_from_windows_what_it_did_step_by_step(script, tmp_path,
     assert abs(module.count(run.agent) - wanted) < 0.05 * wanted
 
 
-def test_an_agent_goes_on_as_if_it_had_not_been_stopped(script, tmp_path, capsys):
-    module = script("memory_agent")
-    module.Run(agent_options(module, tmp_path / "whole")).train()
-    stopped = module.Run(agent_options(module, tmp_path / "stopped"))
-    save = stopped.save
+def train_until_saved(run):
+    """As Ctrl-C ends it, behind its first checkpoint."""
+    save = run.save
 
     def save_and_stop():
         save()
         raise KeyboardInterrupt
 
-    stopped.save = save_and_stop
+    run.save = save_and_stop
     with pytest.raises(KeyboardInterrupt):
-        stopped.train()
+        run.train()
+
+
+def test_an_agent_goes_on_as_if_it_had_not_been_stopped(script, tmp_path, capsys):
+    module = script("memory_agent")
+    module.Run(agent_options(module, tmp_path / "whole")).train()
+    stopped = module.Run(agent_options(module, tmp_path / "stopped"))
+    train_until_saved(stopped)
     assert stopped.update == 2
     with pytest.raises(ValueError, match="holds no finished run"):
         module.tabulate(tmp_path / "stopped")
@@ -559,16 +564,9 @@ def test_an_agent_that_was_finished_within_a_block_learns_further(script, tmp_pa
     module.Run(agent_options(module, tmp_path, "--steps", "120")).train()
     run = module.Run(agent_options(module, tmp_path, "--steps", "200", "--resume"))
     assert run.update == 3 and run.options.block == 2
-    result, save = run.folder / "result.json", run.save
+    result = run.folder / "result.json"
     assert result.exists()
-
-    def save_and_stop():
-        save()
-        raise KeyboardInterrupt
-
-    run.save = save_and_stop
-    with pytest.raises(KeyboardInterrupt):
-        run.train()
+    train_until_saved(run)
     assert not result.exists(), "it is not done any more"
     run = module.Run(agent_options(module, tmp_path, "--steps", "200", "--resume"))
     run.train()

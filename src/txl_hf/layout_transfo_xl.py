@@ -224,9 +224,8 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         """As in `transformers`, but a checkpoint that lacks a tensor of the model is an error.
 
         A head that the checkpoint lacks as a whole is new and is initialised, as usual, unless `config.architectures`
-        says that it was saved with one. With `output_loading_info` the
-        missing tensors are listed there and are no error, nor are they where there is no checkpoint at all
-        (`state_dict={}`).
+        says that it was saved with one. With `output_loading_info` the missing tensors are listed there and are no
+        error, nor are they where there is no checkpoint at all (`state_dict={}`).
 
         Raises:
             CheckpointError: tensors are missing or have another shape, or a file is damaged, packed or holds more than

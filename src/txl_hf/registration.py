@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
-from importlib._bootstrap import _DeadlockError  # type: ignore[attr-defined]
+from importlib._bootstrap import _DeadlockError  # type: ignore[attr-defined]  # of Python itself: no stub has it
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -83,6 +83,7 @@ class _Finder(MetaPathFinder):
                 loader.exec_module(module)
                 if module.__spec__ is not None and getattr(self.here, "depth", 0) == 1:
                     # It is done: a thread that waited for it, with modules that are needed here, would wait for ever.
+                    # Python asks this before it waits; it is its own, so that no stub has it.
                     module.__spec__._initializing = False  # type: ignore[attr-defined]
 
         loader.exec_module = exec_module
