@@ -164,7 +164,11 @@ class _TileByTile(torch.autograd.Function):
                 grad_probabilities *= scale
                 dropped = probabilities * scale
             grad_scores, grad_position_scores = _scores_and_by_distance(grad_probabilities)
-            grad_scores.copy_(torch._softmax_backward_data(grad_probabilities, probabilities, -1, probabilities.dtype))
+            # In place: new memory of this size is slow at the first touch.
+            torch._softmax_backward_data(
+                grad_probabilities, probabilities, -1, probabilities.dtype, grad_input=grad_probabilities
+            )
+            grad_scores.copy_(grad_probabilities)
             queried = content_query[b, heads, queries].transpose(1, 2)
             add_products(of_value[..., :keys], grad_attended.transpose(1, 2), dropped.transpose(1, 2))
             add_products(of_key[..., :keys], queried, grad_scores.transpose(1, 2))
