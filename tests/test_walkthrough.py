@@ -11,6 +11,7 @@ from glob import glob
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytest.importorskip("accelerate")
 pytest.importorskip("datasets")
@@ -92,6 +93,7 @@ def test_examples(clone):
     for output in (
         "runs/wikitext-2",
         "runs/book",
+        "runs/book-words",
         "book-lora",
         "classifier",
         "melody-model.pt",
@@ -113,7 +115,10 @@ def test_launches(monkeypatch):
     for words in typed:
         launch = launch_command_parser().parse_args(words[2:])
         assert Path(launch.config_file).is_file() and Path(launch.training_script).name == "train_lm.py"
-        outputs.append(parse_arguments(launch.training_script_args).run.output)
+        arguments = parse_arguments(launch.training_script_args)
+        outputs.append(arguments.run.output)
+        processes = launch.num_processes or yaml.safe_load(Path(launch.config_file).read_text())["num_processes"]
+        assert arguments.data.batch_size % processes == 0, "the streams of a step are shared out among processes"
     alone = [
         words[words.index("--output") + 1]
         for words in commands("examples/README.md")

@@ -89,12 +89,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical
-from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from txl_hf import TransfoXLConfig, TransfoXLModel
 from txl_hf.files import keep_options, whole_file, write_text
 from txl_hf.memory_transfo_xl import memory_of
+
+with one_line_errors():
+    from torch.utils.tensorboard import SummaryWriter
 
 
 def smoke(folder: Path) -> list[str | Path]:
