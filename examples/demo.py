@@ -37,7 +37,11 @@ PLOT = "memory_length.png"
 
 def parse_arguments() -> argparse.Namespace:
     parser = CommandParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--text", type=Path, help="a UTF-8 text file; default: Python's standard library")
+    parser.add_argument(
+        "--text",
+        type=Path,
+        help="a UTF-8 text file, of which 10 million characters are read; default: Python's standard library",
+    )
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder to write (%(default)s)")
     parser.add_argument("--minutes", type=float, default=3.0, help="training time (%(default)s)")
     parser.add_argument("--steps", type=int, help="train for so many steps instead of --minutes")

@@ -11,7 +11,6 @@ remembered.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from txl_hf import TransfoXLConfig, TransfoXLModel
-from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.command_line import CommandParser, new_path, one_line_errors
 
 with one_line_errors():
     import gymnasium
@@ -105,7 +104,7 @@ def positions_of_cartpole() -> gymnasium.Env:
 def main():
     parser = CommandParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100_000, help="of all environments (%(default)s)")
-    parser.add_argument("--output", type=Path, required=True, help="where the agent is written")
+    parser.add_argument("--output", type=new_path, required=True, help="where the agent is written")
     options = parser.parse_args()
     agent = RecurrentPPO(
         TransfoXLPolicy,

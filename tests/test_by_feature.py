@@ -578,6 +578,70 @@ def test_an_agent_that_was_finished_within_a_block_learns_further(script, tmp_pa
     assert (run.folder.parent / "agents.png").exists()
 
 
+def test_fewer_steps_than_an_agent_has_done_are_refused(script, tmp_path):
+    module = script("memory_agent")
+    module.Run(agent_options(module, tmp_path, "--steps", "120")).train()
+    with pytest.raises(ValueError, match="--steps 40 are fewer than the 120 that .*recall-transfo-xl-1 has done"):
+        module.Run(agent_options(module, tmp_path, "--steps", "40", "--resume"))
+
+
+def test_agents_of_other_settings_are_no_seeds_of_one(script, tmp_path):
+    module = script("memory_agent")
+    module.Run(agent_options(module, tmp_path, "--seed", "1")).train()
+    module.Run(agent_options(module, tmp_path, "--seed", "2", "--gamma", "0.9")).train()
+    with pytest.raises(ValueError, match="recall-transfo-xl with gamma 0.99 and 0.9, which are no seeds of one agent"):
+        module.tabulate(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--minibatches", "0"], "argument --minibatches: '0' has to be a whole number, at least 1"),
+        (["--episodes", "none"], "argument --episodes: 'none' has to be a whole number"),
+        (["--window", "1", "--num-envs", "4"], "--window 1 leaves a minibatch one observation"),
+    ],
+)
+def test_sizes_of_an_agent_are_checked(script, capsys, tmp_path, options, message):
+    module = script("memory_agent")
+    given = ["--env", "recall", "--output", str(tmp_path / "agents"), *options]
+    try:
+        module.check(module.PARSER.parse_args(given))
+    except (ValueError, SystemExit) as error:
+        assert message in f"{error} {capsys.readouterr().err}"
+    else:
+        pytest.fail("nothing was refused")
+
+
+def test_what_is_added_to_a_checkpoint_has_a_seed(script, monkeypatch, checkpoint, tmp_path):
+    """The classifier and the adapter, whose weights Trainer does not draw."""
+    data = tmp_path / "data.CSV"
+    data.write_text("text,label\n" + "".join(f"word {i},{i % 2}\n" for i in range(20)) + "   ,0\n")
+    drawn = []
+
+    class Drawn(Exception):
+        pass
+
+    def keep(model, *arguments, **options):
+        drawn.append({name: weights.clone() for name, weights in model.named_parameters()})
+        raise Drawn
+
+    for name, trainer, options in (
+        ("classification", "Trainer", ["--data", data]),
+        ("lora", "TransfoXLTrainer", ["--text", data, "--segment-length", "4", "--batch-size", "1"]),
+    ):
+        for attempt in ("one", "two"):
+            module = script(name)
+            torch.manual_seed(len(drawn))
+            monkeypatch.setattr(module, trainer, keep)
+            given = [name, "--model", checkpoint, *options, "--output", tmp_path / attempt]
+            monkeypatch.setattr(sys, "argv", [str(word) for word in given])
+            with pytest.raises(Drawn):
+                module.main()
+        one, two = drawn[-2:]
+        assert all(torch.equal(weights, two[name]) for name, weights in one.items()), name
+    assert len(script("classification").read(data)["train"]) == 16, "a text of spaces alone is none"
+
+
 def test_tasks_that_are_not_installed_are_named(script, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "popgym", None)
     monkeypatch.setitem(sys.modules, "popgym.envs", None)

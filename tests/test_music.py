@@ -1,8 +1,10 @@
 """The path of examples/music in miniature: MIDI files in, a model, MIDI files out that are valid and can be seen."""
 
+import argparse
 import json
 import math
 import os
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -273,6 +275,13 @@ def test_what_cannot_be_written_is_refused_in_one_line(saved, tmp_path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("option", ["--count", "--bars", "--prompt_bars"])
+def test_of_no_bars_and_pieces_nothing_is_made(capsys, option):
+    with pytest.raises(SystemExit):
+        generate.parse_arguments(["--model", "model", "--output", "pieces", "--prompt", "none.mid", option, "0"])
+    assert f"{option} must be at least 1" in capsys.readouterr().err
+
+
 def test_a_recording_is_that_of_fluidsynth(saved, tmp_path, monkeypatch):
     """By a stand-in, which writes down what it was asked for."""
     program = tmp_path / "bin" / "fluidsynth"
@@ -464,10 +473,20 @@ def test_a_run_on_chorales_goes_on_with_its_own_options(chorales, tmp_path):
         jsb.main([*given, "--dropout", "0.9"])
 
 
+def test_a_run_on_chorales_that_has_no_checkpoint_begins_anew(chorales, tmp_path):
+    given = ["--data", str(chorales), "--output", str(tmp_path / "run"), "--width", "32", "--layers", "1"]
+    jsb.main([*given, "--steps", "3", "--memory", "64"])
+    for path in [*(tmp_path / "run").glob("checkpoint-*"), tmp_path / "run" / "rows.csv"]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    jsb.main([*given, "--steps", "3", "--memory", "64", "--resume"])
+    assert "steps_done" in (tmp_path / "run" / "rows.csv").read_text()
+
+
 def test_chorales_that_are_none_are_refused(tmp_path):
     for text, message in (
         ("[]", "must hold lists of frames"),
         ('{"train": [[[20]]], "valid": [], "test": []}', "pitch 20"),
+        ('{"train": [[[104]]], "valid": [], "test": []}', "pitch 104: in all keys, a piano has those from 27 to 103"),
     ):
         (tmp_path / "jsb.json").write_text(text)
         with pytest.raises(SystemExit, match=message):
@@ -536,6 +555,10 @@ def test_events_are_written_that_midi_tok_finds_no_fault_with(events, tmp_path, 
     boundaries = compound.boundary_tokens(tokenizer)
     grammar = compound.EventGrammar(tokenizer, set())
     shapes = {grammar.shape(event) for event in splits["train"].tolist() if event not in boundaries}
+    torch.manual_seed(1)
+    likeliest = argparse.Namespace(**vars(arguments) | {"temperature": 0.0})
+    first, second = (compound.write(model, tokenizer, shapes, likeliest, longest=30) for _ in range(2))
+    assert first == second and first
     torch.manual_seed(1)
     written = compound.write(model, tokenizer, shapes, arguments, longest=300)
     assert {grammar.shape(event) for event in written} <= shapes

@@ -109,7 +109,9 @@ def read_sequences(path: Path) -> dict[str, str]:
                 if not sequences or not line.strip().isalpha():
                     raise ValueError(f"{path}:{number}: {line.strip()[:20]!r} is neither a name (>…) nor bases")
                 sequences[name].append(line.strip().upper())
-    if not any(sequences.values()):
+    if empty := [name for name, lines in sequences.items() if not lines]:
+        raise ValueError(f"{path} holds no bases of {empty[0]}")
+    if not sequences:
         raise ValueError(f"{path} holds no bases")
     return {name: "".join(lines) for name, lines in sequences.items()}
 

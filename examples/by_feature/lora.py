@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 import common
-from txl_hf.command_line import existing_file, hub_or_folder, new_path, one_line_errors
+from txl_hf.command_line import at_least_one, existing_file, hub_or_folder, new_path, one_line_errors
 
 PARSER = common.Parser(__doc__)
 PARSER.add_argument("--model", type=hub_or_folder, required=True, help="a checkpoint: a folder, or a name on the Hub")
@@ -21,14 +21,14 @@ PARSER.add_argument("--output", type=new_path, required=True, help="a new folder
 PARSER.add_argument("--rank", type=int, default=8, help="of the adapters' matrices (%(default)s)")
 PARSER.add_argument("--steps", type=int, default=500, help="(%(default)s)")
 PARSER.add_argument("--batch-size", type=int, default=8, help="parallel streams of text (%(default)s)")
-PARSER.add_argument("--segment-length", type=int, help="by default the checkpoint's")
+PARSER.add_argument("--segment-length", type=at_least_one, help="by default the checkpoint's")
 PARSER.add_argument("--learning-rate", type=float, default=1e-3, help="(%(default)s)")
 
 if __name__ == "__main__":
     PARSER.refuse_first()
 
 import torch
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
 
 from txl_hf import TokenStream, TransfoXLTrainer
 from txl_hf.encoding import encode_text
@@ -46,6 +46,8 @@ def smoke(folder: Path) -> list[str | Path]:
 
 def main():
     arguments = common.parse_arguments(PARSER, smoke)
+    # The adapter's weights are drawn before Trainer takes a seed.
+    set_seed(0)
     with one_line_errors():
         text = common.read_text(arguments.text)
         model, tokenizer = common.load(AutoModelForCausalLM, arguments.model)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import common
-from txl_hf.command_line import one_line_errors
+from txl_hf.command_line import at_least_one, one_line_errors
 
 MEMORIES = ("transfo-xl", "gru", "none")
 # No training has this seed.
@@ -38,23 +38,23 @@ PARSER = common.Parser(__doc__)
 PARSER.add_argument("--env", choices=["repeat_previous", "position_cartpole", "autoencode", "recall"])
 PARSER.add_argument("--memory", choices=MEMORIES, default=MEMORIES[0], help="(%(default)s)")
 PARSER.add_argument("--seed", type=int, default=1, help="(%(default)s)")
-PARSER.add_argument("--steps", type=int, default=100_000, help="of all environments together (%(default)s)")
+PARSER.add_argument("--steps", type=at_least_one, default=100_000, help="of all environments together (%(default)s)")
 PARSER.add_argument("--output", type=Path, help="folder for this run's folder, ENV-MEMORY-SEED")
 PARSER.add_argument("--resume", action="store_true", help="go on from the checkpoint of this run, if there is one")
-PARSER.add_argument("--num-envs", type=int, default=32, help="(%(default)s)")
-PARSER.add_argument("--window", type=int, default=64, help="steps between updates (%(default)s)")
+PARSER.add_argument("--num-envs", type=at_least_one, default=32, help="(%(default)s)")
+PARSER.add_argument("--window", type=at_least_one, default=64, help="steps between updates (%(default)s)")
 PARSER.add_argument("--memory-length", type=int, default=16, help="observations remembered (%(default)s)")
 PARSER.add_argument("--width", type=int, default=64, help="of the Transformer-XL (%(default)s)")
-PARSER.add_argument("--layers", type=int, default=1, help="(%(default)s)")
-PARSER.add_argument("--epochs", type=int, default=4, help="passes over a window (%(default)s)")
-PARSER.add_argument("--minibatches", type=int, default=4, help="updates in a pass (%(default)s)")
+PARSER.add_argument("--layers", type=at_least_one, default=1, help="(%(default)s)")
+PARSER.add_argument("--epochs", type=at_least_one, default=4, help="passes over a window (%(default)s)")
+PARSER.add_argument("--minibatches", type=at_least_one, default=4, help="updates in a pass (%(default)s)")
 PARSER.add_argument("--learning-rate", type=float, default=1e-3, help="at the start; it falls to 0 (%(default)s)")
 PARSER.add_argument("--gamma", type=float, default=0.99, help="discount (%(default)s)")
 PARSER.add_argument("--gae-lambda", type=float, default=0.95, help="(%(default)s)")
 PARSER.add_argument("--clip", type=float, default=0.2, help="of the ratio (%(default)s)")
 PARSER.add_argument("--entropy", type=float, default=0.01, help="factor of the entropy (%(default)s)")
-PARSER.add_argument("--block", type=int, default=10, help="updates between checkpoints (%(default)s)")
-PARSER.add_argument("--episodes", type=int, default=128, help="held out, at the end (%(default)s)")
+PARSER.add_argument("--block", type=at_least_one, default=10, help="updates between checkpoints (%(default)s)")
+PARSER.add_argument("--episodes", type=at_least_one, default=128, help="held out, at the end (%(default)s)")
 PARSER.add_argument("--table", type=Path, metavar="OUTPUT", help="instead: agents.csv and agents.png of runs there")
 
 
@@ -71,6 +71,11 @@ def check(options: argparse.Namespace):
         raise ValueError(f"--seed {options.seed} must lie between 0 and {HELD_OUT - 1}")
     if options.num_envs < options.minibatches:
         raise ValueError(f"--minibatches {options.minibatches} are more than --num-envs {options.num_envs}")
+    if options.num_envs // options.minibatches * options.window < 2:
+        raise ValueError(
+            f"--window {options.window} leaves a minibatch one observation, whose advantage has no deviation: "
+            "at least 2"
+        )
     find_folder(options)
 
 
@@ -342,6 +347,9 @@ class Run:
             self.agent.load_state_dict(found["agent"])
             self.optimizer.load_state_dict(found["optimizer"])
             self.update, self.curve, self.seconds = found["update"], found["curve"], found["seconds"]
+            if self.update > self.updates:
+                done = self.update * self.steps_per_update
+                raise ValueError(f"--steps {options.steps} are fewer than the {done} that {self.folder} has done")
 
     def train(self):
         options = self.options
@@ -436,7 +444,7 @@ class Run:
         clip, figures = self.options.clip, dict[str, float]()
         targets = rollout.values + rollout.advantages
         for _ in range(self.options.epochs):
-            for rows in torch.randperm(self.options.num_envs).chunk(self.options.minibatches):
+            for rows in torch.randperm(self.options.num_envs).tensor_split(self.options.minibatches):
                 state = self.agent.memory.rows(rollout.state, rows)
                 # (3) the whole window at once.
                 policy, values, _ = self.agent(rollout.observations[rows], rollout.resets[rows], state)
@@ -486,6 +494,18 @@ def tabulate(folder: Path):
     results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"*/{RESULT}"))]
     if not results:
         raise ValueError(f"--table {folder} holds no finished run")
+    settings: dict[tuple[str, str], dict[str, Any]] = {}
+    for result in results:
+        name = f"{result['env']}-{result['memory']}-{result['seed']}"
+        found = json.loads((folder / name / "options.json").read_text(encoding="utf-8"))
+        found = {name: value for name, value in found.items() if name != "seed"}
+        found |= {name: result[name] for name in ("steps", "episodes")}
+        first = settings.setdefault((result["env"], result["memory"]), found)
+        if other := [name for name in found if found[name] != first.get(name)]:
+            raise ValueError(
+                f"--table {folder} holds {result['env']}-{result['memory']} with {other[0]} {first.get(other[0])} and "
+                f"{found[other[0]]}, which are no seeds of one agent: keep them in folders of their own"
+            )
     with whole_file(folder / "agents.csv") as aside, aside.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [name for name in results[0] if name != "curve"])
         writer.writeheader()

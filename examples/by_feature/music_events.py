@@ -160,6 +160,8 @@ def main():
         held_out = len(events) // 10
         rows = arguments.batch_size * accelerator.num_processes
         stream = TokenStream(np.arange(len(events) - held_out), arguments.segment_length, rows)
+        if held_out < 2:
+            raise ValueError(f"{arguments.events} has {len(events)} events: at least 20, of which a tenth is held out")
         sizes = (events.max(dim=0).values + 1).tolist()
         lengths = {"mem_len": arguments.memory_length, "tgt_len": arguments.segment_length}
         model = MusicModel(common.small_config(sizes[0], arguments.width, n_layer=arguments.layers, **lengths), sizes)

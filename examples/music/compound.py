@@ -49,9 +49,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning_rate", type=float, default=2e-3, help="(%(default)s)")
     parser.add_argument("--pieces", type=int, default=1, help="to write (%(default)s)")
     parser.add_argument("--bars", type=int, default=16, help="of each (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="(%(default)s)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not 0 <= options.temperature < math.inf:
+        parser.error(f"--temperature {options.temperature} has to be 0 or more")
+    return options
 
 
 class CompoundModel(nn.Module):
@@ -84,12 +87,14 @@ class CompoundModel(nn.Module):
         return torch.stack(found)
 
     def choose(self, state: Tensor, allowed, temperature: float) -> list[int]:
-        """An event, attribute after attribute, from a state (D,); `allowed` masks the ids of the next attribute."""
+        """An event, attribute after attribute, from a state (D,); `allowed` masks the ids of the next attribute. At
+        temperature 0 the likeliest is taken."""
         event: list[int] = []
         for table, head in zip(self.tables, self.heads, strict=True):
-            scores = head(self.norm(state)) / temperature
+            scores = head(self.norm(state))
             scores = scores.masked_fill(~allowed(event).to(scores.device), -math.inf)
-            event.append(int(torch.multinomial(scores.softmax(0), 1)))
+            chosen = scores.argmax() if temperature == 0 else torch.multinomial((scores / temperature).softmax(0), 1)
+            event.append(int(chosen))
             state = state + table(torch.tensor(event[-1], device=state.device))
         return event
 

@@ -61,7 +61,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--soundfont", type=Path, help="a file .sf2 or .sf3")
     options = parser.parse_args(arguments)
     for name in ("count", "bars", "prompt_bars", "max_tokens"):
-        if (getattr(options, name) or 1) < 1:
+        value = getattr(options, name)
+        if value is not None and value < 1:
             parser.error(f"--{name} must be at least 1")
     if options.prompt and (options.key or options.tempo):
         parser.error("--key and --tempo begin a piece: leave them out with --prompt, which has its own")

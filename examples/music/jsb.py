@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import transformers
 from transformers import TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
 
 import txl_hf
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTrainer, token_losses
@@ -80,8 +81,10 @@ def read_chorales(path: Path) -> dict[str, list[Chorale]]:
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} must hold lists of frames under train, valid and test: {error!r}") from error
     pitches = {pitch for split in chorales.values() for chorale in split for frame in chorale for pitch in frame}
-    if outside := [pitch for pitch in pitches if not LOWEST <= pitch < LOWEST + PITCHES]:
-        raise ValueError(f"{path} has pitch {outside[0]}, but a piano's are {LOWEST} to {LOWEST + PITCHES - 1}")
+    # All keys of a piano but those that transpositions need.
+    lowest, highest = LOWEST - SHIFTS[0], LOWEST + PITCHES - 1 - SHIFTS[-1]
+    if outside := [pitch for pitch in pitches if not lowest <= pitch <= highest]:
+        raise ValueError(f"{path} has pitch {outside[0]}: in all keys, a piano has those from {lowest} to {highest}")
     return chorales
 
 
@@ -100,7 +103,7 @@ def join(documents: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def training_text(chorales: list[Chorale], length: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """All chorales in a new order again and again until there are `length` symbols, every other one in another key."""
+    """All chorales in a new order again and again until there are `length` symbols; half of them in a drawn key."""
     generator, documents, total = np.random.default_rng(seed), [], 0
     while total < length:
         for i in generator.permutation(len(chorales)):
@@ -230,7 +233,8 @@ def main(arguments: list[str] | None = None):
         if options.minutes is not None:
             trainer.add_callback(StopAfter(options.minutes))
         start = time.perf_counter()
-        trainer.train(resume_from_checkpoint=options.resume or None)
+        # A run that was stopped before its first checkpoint begins anew.
+        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(options.output)))
     model = trainer.model.eval()
     rows = []
     for split in ("validation", "test"):

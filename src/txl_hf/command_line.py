@@ -14,6 +14,7 @@ from pathlib import Path
 __all__ = [
     "CommandParser",
     "add_scoring_options",
+    "at_least_one",
     "check_files",
     "existing_file",
     "hub_or_folder",
@@ -128,6 +129,17 @@ def hub_or_folder(name: str) -> str:
     if (begins_as_path or separated_as_path or beside_another) and not path.exists():
         raise FileNotFoundError(f"{name} does not exist: give a folder, or a name on the Hub")
     return name
+
+
+def at_least_one(text: str) -> int:
+    """The type of an option that counts things. Raises an ArgumentTypeError for what is no number from 1 on."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} has to be a whole number, at least 1")
+    return number
 
 
 def existing_file(name: str) -> Path:

@@ -160,7 +160,8 @@ class RunArguments:
     attn_implementation: str | None = option("Attention backend. By default txl_triton on a GPU that can take it.")
     gradient_checkpointing: bool = option("Compute activations twice, to need less memory.", False)
     mixed_precision: Literal["no", "fp16", "bf16"] | None = option(
-        "By default what accelerate launch says; if nothing, bf16 on a GPU that has it, a CPU with AMX, or one of AMD's with AVX512_BF16."
+        "By default what accelerate launch says; if nothing, bf16 on a GPU that has it, a CPU with AMX, or one of "
+        "AMD's with AVX512_BF16."
     )
     dynamo_backend: str | None = option(
         "Compile the whole model, e.g. with inductor. By default what accelerate launch says."
