@@ -273,7 +273,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_study(argv)
     if not 0 < options.share <= 1:
         parser.error(f"--share {options.share:g} must be above 0 and at most 1")
-    if options.share < 1 and (options.output == OUTPUT or options.work == WORK):
+    if options.share < 1 and (options.output.resolve() == OUTPUT or options.work.resolve() == WORK):
         parser.error(f"--share {options.share:g} is not the whole time: name other folders with --output and --work")
     names = sorted({contender.name for text in options.only for contender in TEXTS[text].contenders})
     options.contenders = options.contenders or names

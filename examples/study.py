@@ -26,8 +26,13 @@ class StudyParser(CommandParser):
 
     def parse_study(self, argv: list[str] | None) -> argparse.Namespace:
         options = self.parse_args(argv)
-        if options.smoke and options.output == self.kept:
-            self.error("--smoke measures nothing worth keeping: name another folder with --output")
+        if options.smoke:
+            self.keep_out(options.output, "--smoke measures nothing worth keeping")
         options.work = options.work or (options.output / "work" if options.smoke else self.work)
         vars(options).update(self.smoke if options.smoke else {})
         return options
+
+    def keep_out(self, output: Path, why: str):
+        """End with an error if results would go where others are kept, however that folder is spelled."""
+        if output.resolve() == self.kept.resolve():
+            self.error(f"{why}: name another folder with --output")

@@ -85,6 +85,25 @@ def test_articles_are_read_from_the_folder_that_the_environment_names(library, m
         library()
 
 
+def test_two_folders_of_one_name_are_two_texts(library, monkeypatch, tmp_path):
+    """Neither the text that was kept nor a model of it is taken for those of the other."""
+    folders = [tmp_path / place / "articles" for place in ("here", "there")]
+    for folder, word in zip(folders, ("one", "another"), strict=True):
+        folder.mkdir(parents=True)
+        for name in miniature.FILES:
+            (folder / name).write_bytes(lzma.compress(f"{word} line.\n".encode() * 200))
+    row, work = contenders.ROWS["recurrence-ours-full"], tmp_path / "work"
+    for folder, word in zip(folders, ("one", "another"), strict=True):
+        monkeypatch.setattr(miniature, "find_articles", lambda folder=folder: folder)
+        corpus = miniature.prepare(work / "corpus", TINY)
+        assert corpus.name == "articles" and word in corpus.tokenizer.get_vocab()
+        if word == "one":
+            ablation.keep_options(work / f"{row.name}-0" / "options.json", ablation.begun_with(row, TINY, corpus))
+    with pytest.raises(ValueError, match="was begun with other options: files was .* and is "):
+        ablation.train(ablation.Job(row, 0, TINY, work), corpus)
+    assert str(tmp_path) not in (work / "corpus" / "corpus.json").read_text()
+
+
 def test_shuffled_sentences_are_the_same_sentences(work):
     corpus = miniature.prepare(work / "corpus", TINY)
     shuffled = miniature.shuffle_sentences(corpus)
@@ -194,6 +213,9 @@ def test_ablation_trains_scores_and_tabulates(work, monkeypatch, capsys):
     ):
         with pytest.raises(SystemExit, match=f"has recurrence-ours-full, seed 0 of other options: {said}"):
             ablation.main([*command, *changed])
+    # A seed that is not there yet would be averaged with those that are.
+    with pytest.raises(SystemExit, match="has recurrence-ours-full, seed 0 of other options: steps was 3 and is 5"):
+        ablation.main([*command, "--seeds", "2", "--steps", "5"])
     lines = (work / "log.txt").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 10 and lines[1].startswith("recurrence-ours-full, seed 0: ")
 
@@ -207,6 +229,61 @@ class InProcess:
 
     def __exit__(self, *_):
         pass
+
+
+def test_rows_of_different_options_are_not_averaged():
+    rows = committed_rows("recurrence-ours-full", seeds="01")
+    assert "| recurrence-ours-full | 2 |" in ablation.table(ablation.of(rows, rows[0]["text"]))
+    rows[1]["window"] = "exact"
+    with pytest.raises(ValueError, match="seeds 0 and 1 of different options: window was quarter and is exact"):
+        ablation.of(rows, rows[0]["text"])
+
+
+def committed_rows(*names: str, seeds: str = "0") -> list[dict[str, str]]:
+    """Rows of Tables 6 and 10 as they are committed."""
+    rows = read(ablation.RESULTS / "rows.csv")
+    return [
+        row for row in rows if row["row"] in names and row["seed"] in seeds and miniature.SHUFFLED not in row["text"]
+    ]
+
+
+def test_all_lengths_and_both_texts_score_the_same_tokens(work, monkeypatch):
+    """Al-Rfou's windows end where its segments do, before the longest length."""
+    evaluate, warm_ups = ablation.evaluate_language_model, set()
+
+    def recorded(*args, warm_up, **kwargs):
+        warm_ups.add(warm_up)
+        return evaluate(*args, warm_up=warm_up, **kwargs)
+
+    monkeypatch.setattr(ablation, "evaluate_language_model", recorded)
+    ablation.train_and_score(ablation.Job(contenders.ROWS["none-al-rfou-half"], 0, TINY, work))
+    assert warm_ups == {TINY.longest}
+
+
+def test_rows_with_longer_segments_have_no_perplexity_at_the_length_of_training(work):
+    rows = committed_rows("none-ours-full", "none-ours-full-176")
+    plain, longer = (line.split(" | ") for line in ablation.table(rows).splitlines()[2:])
+    assert (plain[3], longer[3]) == ("73.44", "–")
+    said = ablation.orders(rows)
+    assert "none-ours-full gains beyond the length of training: 1 of 1 seeds (+0.19)" in said
+    assert "none-ours-full-176 gains beyond the length of training: 1 of 1 seeds (–)" in said
+    row, _ = ablation.train_and_score(ablation.Job(contenders.ROWS["none-ours-full-176"], 0, TINY, work))
+    assert row["init"] == row["test_init"] == "" and row["best"] and row["test_best"]
+
+
+def test_a_row_that_table_7_has_not_is_in_the_control_all_the_same():
+    [line] = ablation.table(committed_rows("none-shaw-full"), ablation.TABLE_7).splitlines()[2:]
+    assert line.startswith("| none-shaw-full | 1 |") and line.endswith("| – |")
+
+
+def test_a_row_without_attention_lengths_alone_leaves_no_picture(work, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ablation, "ProcessPoolExecutor", InProcess)
+    ablation.main(["--smoke", "--output", str(tmp_path), "--work", str(work), "--seeds", "0", "--rows", "lstm"])
+    assert "lstm, seed 0: –, best – @ –" in capsys.readouterr().out
+    assert [row["row"] for row in read(tmp_path / "rows.csv")] == ["lstm"]
+    page.main(["--results", str(tmp_path)])
+    assert not (tmp_path / "curves.png").exists()
+    assert "curves.png" not in (tmp_path / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_run_that_was_stopped_goes_on_where_it_was(work, tmp_path, monkeypatch):
@@ -278,6 +355,25 @@ def test_smoke_leaves_the_committed_results_alone(capsys):
     with pytest.raises(SystemExit):
         ablation.main(["--smoke"])
     assert "name another folder with --output" in capsys.readouterr().err
+
+
+def test_smoke_knows_the_committed_results_however_they_are_spelled(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(miniature.ROOT)
+    (tmp_path / "link").symlink_to(ablation.RESULTS)
+    for spelled in ("examples/results/paper", ablation.RESULTS / ".." / "paper", tmp_path / "link"):
+        with pytest.raises(SystemExit):
+            ablation.parse_arguments(["--smoke", "--output", str(spelled)])
+        assert "name another folder with --output" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("study, option", [(context_length, "--models"), (attention_maps, "--model")])
+def test_models_that_are_not_the_miniature_leave_its_results_alone(study, option, tmp_path, capsys):
+    command = [option, str(tmp_path), "--data", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        study.parse_arguments(command)
+    error = capsys.readouterr().err
+    assert f"{option} " in error and "not the miniature" in error and "name another folder with --output" in error
+    assert study.parse_arguments([*command, "--output", str(tmp_path)]).output == tmp_path
 
 
 # ---- effective context length -----------------------------------------------------------------------------------
@@ -430,6 +526,13 @@ def test_pictures_and_article_of_a_converted_checkpoint(corpus_folder, tmp_path)
     assert "### Article 1" in (tmp_path / "articles.md").read_text(encoding="utf-8")
 
 
+def test_no_span_is_refused_and_not_replaced_by_the_models_own(corpus_folder, tmp_path):
+    make_heads().save_pretrained(tmp_path)
+    options = ["--model", str(tmp_path), "--data", str(corpus_folder), "--output", str(tmp_path)]
+    with pytest.raises(SystemExit, match="--memory_length 0 is no span to look at: give 10 or more"):
+        attention_maps.main([*options, "--memory_length", "0"])
+
+
 def test_a_model_without_the_four_terms_is_refused(corpus_folder, tmp_path):
     contenders.make_model(contenders.ROWS["none-shaw-full"], TINY, 200).save_pretrained(tmp_path)
     with pytest.raises(SystemExit, match="has no relative encoding with the terms"):
@@ -453,6 +556,15 @@ def test_an_article_has_its_context_continuation_and_reference(work, tmp_path):
     assert (tmp_path / "articles.md").read_text() == text
 
 
+def test_the_lengths_of_an_article_are_those_that_are_given():
+    def lengths(*options):
+        parsed = article.parse_arguments([*options])
+        return parsed.context, parsed.new_tokens
+
+    assert lengths() == (80, 80) and lengths("--context", "300", "--new_tokens", "200") == (300, 200)
+    assert lengths("--model", ".", "--data", ".") == (512, 500)
+
+
 def test_a_text_that_is_too_short_for_an_article_is_refused():
     options = argparse.Namespace(context=9, new_tokens=7, seed=0, articles=1)
     with pytest.raises(ValueError, match="16 tokens has no room for --context 9 and --new_tokens 7"):
@@ -467,6 +579,23 @@ def test_the_page_is_what_the_results_say():
     assert committed.read_text(encoding="utf-8") == page.page(ablation.RESULTS), "run examples/paper/page.py"
     pictures = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", committed.read_text(encoding="utf-8"))
     assert pictures and all((ablation.RESULTS / name).is_file() for name in pictures)
+
+
+def test_the_page_has_the_sizes_of_its_rows(tmp_path):
+    rows = committed_rows("recurrence-ours-full", "none-vaswani-half-longer")
+    for row in rows:
+        row["layers"] = "7"
+    page.harness.append(tmp_path / "rows.csv", rows)
+    text = page.page(tmp_path)
+    assert "The miniature has 7 layers\nof 128," in text and "3,000 steps" in text
+    # None has the table's own steps.
+    others = committed_rows("none-vaswani-half-longer", "none-ours-full-176-shorter")
+    assert {row["steps"] for row in others} == {"6000", "2182"} and page.sizes_of(others, tmp_path)["steps"] == 3000
+    rows[1]["layers"] = "3"
+    (tmp_path / "rows.csv").unlink()
+    page.harness.append(tmp_path / "rows.csv", rows)
+    with pytest.raises(ValueError, match="rows.csv has runs with layers 3 and 7: one page needs runs of one size"):
+        page.page(tmp_path)
 
 
 def test_a_page_of_all_results_has_every_table(work, tmp_path, monkeypatch):

@@ -145,6 +145,37 @@ def test_a_checkpoint_is_fetched_converted_and_evaluated_over_broken_connections
     assert server.requests == []
 
 
+def test_a_result_of_other_options_is_not_printed_as_todays(server, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(published, "download", lambda *_: None)
+    monkeypatch.setattr(published, "convert", lambda *_: None)
+    asked = []
+    row = {"perplexity": 20.0, "tokens": 9, "segment_length": 1, "memory_length": 2, "clamp_len": 3, "same_length": 1}
+
+    def evaluate(command):
+        asked.append(command)
+        result.write_text(json.dumps({"results": [row], "data": "test.tokens"}))
+
+    monkeypatch.setattr("txl_hf.evaluate.main", evaluate)
+    result = tmp_path / "checkpoints" / "wt103" / "result.json"
+    result.parent.mkdir(parents=True)
+    # One of which nobody knows what it was evaluated with is made again.
+    result.write_text("{}")
+    text = tmp_path / "test.tokens"
+    for _ in range(2):
+        main(server, tmp_path, "--data", text)
+        assert "wt103: perplexity 20.0000" in capsys.readouterr().out and len(asked) == 1
+    for changed, said in (
+        (["--data", tmp_path / "other.tokens"], "data was .*test.tokens and is .*other.tokens"),
+        (["--data", text, "--batch_size", "4"], "batch_size was 1 and is 4"),
+        (["--data", text, "--max_tokens", "50"], "max_tokens was None and is 50"),
+    ):
+        with pytest.raises(SystemExit, match=f"^error: .*result.json is of other options: {said}; delete it"):
+            main(server, tmp_path, *changed)
+    result.unlink()
+    main(server, tmp_path, "--data", text, "--batch_size", "4")
+    assert len(asked) == 2
+
+
 def test_a_file_that_is_not_what_was_recorded_is_refused(server, tmp_path, monkeypatch):
     monkeypatch.setattr(published, "convert", lambda *_: None)
     main(server, tmp_path)

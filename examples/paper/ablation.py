@@ -42,7 +42,17 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import harness
 from contenders import ROWS, Row, count_parameters, losses_of, make_model, segments, sizes_of
-from miniature import RESULTS, SHUFFLED, Corpus, MiniatureParser, Sizes, describe, prepare, shuffle_sentences
+from miniature import (
+    MINIATURE,
+    RESULTS,
+    SHUFFLED,
+    Corpus,
+    MiniatureParser,
+    Sizes,
+    describe,
+    prepare,
+    shuffle_sentences,
+)
 from txl_hf import TokenStream, TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.command_line import one_line_errors
 from txl_hf.evaluation import perplexity
@@ -79,6 +89,8 @@ ORDERS = [
     ("none-al-rfou-half-longer", "none-al-rfou-full"),
     ("none-vaswani-full", "recurrence-vaswani-full"),
 ]
+# Columns of `made_with`.
+OPTIONS = ("shaw", "window", *describe(MINIATURE))
 SAVE_EVERY = 60
 
 
@@ -145,15 +157,17 @@ def run(jobs: list[Job], output: Path, workers: int):
     """Train and score what is not in the results yet; each run's rows are written when it is done.
 
     Raises:
-        ValueError: the results have a run that was made with other options.
+        ValueError: the results have a run that was made with other options, of whatever seed: a table has the mean.
     """
-    done = {(row["row"], row["seed"], row["text"]): row for row in harness.read(output / "rows.csv")}
+    rows = harness.read(output / "rows.csv")
+    done = {(row["row"], row["seed"], row["text"]) for row in rows}
     corpus = jobs[0].corpus()
     for job in jobs:
-        if found := done.get(key(job, corpus)):
-            today = {name: str(value) for name, value in made_with(job).items()}
-            if changed := options_that_differ({name: found[name] for name in today}, today):
-                run = f"{job.row.name}, seed {job.seed}"
+        today = {name: str(value) for name, value in made_with(job).items()}
+        for found in rows:
+            alike = (found["row"], found["text"]) == (job.row.name, corpus.name)
+            if alike and (changed := options_that_differ({name: found[name] for name in today}, today)):
+                run = f"{job.row.name}, seed {found['seed']}"
                 raise ValueError(f"{output} has {run} of other options: {changed}; name another --output")
     left = [job for job in jobs if key(job, corpus) not in done]
     say(f"{len(jobs) - len(left)} of {len(jobs)} runs are done", output)
@@ -161,7 +175,8 @@ def run(jobs: list[Job], output: Path, workers: int):
         for row, curve in pool.map(train_and_score, left):
             harness.append(output / "curves.csv", curve)
             harness.append(output / "rows.csv", [row])
-            say(f"{row['row']}, seed {row['seed']}: {row['init']}, best {row['best']} @ {row['length']}", output)
+            init, best, length = (row[name] or "–" for name in ("init", "best", "length"))
+            say(f"{row['row']}, seed {row['seed']}: {init}, best {best} @ {length}", output)
 
 
 def say(line: str, output: Path):
@@ -204,9 +219,10 @@ def train_and_score(job: Job) -> tuple[dict, list[dict]]:
     best = min(points.values(), default=math.nan)
     # As the paper: the shortest length that is as good as the best, to the decimals that are printed.
     shortest = min((n for n in points if round(points[n], 2) == round(best, 2)), default=0)
+    init = tgt_len + ext_len if has_init(job.row, job.sizes.segment) else 0
     tested = {
-        n: perplexity_at(model, corpus.texts["test"], protocol(job.row), n, max(points), job)
-        for n in {shortest, job.sizes.segment} & set(points)
+        n: perplexity_at(model, corpus.texts["test"], protocol(job.row), n, job)
+        for n in {shortest, init} & set(points)
     }
     row = {
         **harness.origin("cpu", "fp32", torch.get_num_threads()),
@@ -218,10 +234,10 @@ def train_and_score(job: Job) -> tuple[dict, list[dict]]:
         "tgt_len": tgt_len,
         "ext_len": ext_len,
         "targets": targets,
-        "init": points.get(job.sizes.segment, ""),
+        "init": points.get(init, ""),
         "best": best if points else "",
         "length": shortest or "",
-        "test_init": tested.get(job.sizes.segment, ""),
+        "test_init": tested.get(init, ""),
         "test_best": tested.get(shortest, ""),
         "processor_seconds": round(spent),
         "targets_per_second": round(targets / spent),
@@ -238,7 +254,7 @@ def train(job: Job, corpus: Corpus) -> tuple[Any, float]:
     """
     row, sizes, folder = job.row, job.sizes, job.folder
     finished, state_path = folder / "seconds.txt", folder / "state.pt"
-    keep_options(folder / "options.json", {"text": corpus.name, "shaw": row.shaw, **describe(sizes)})
+    keep_options(folder / "options.json", begun_with(row, sizes, corpus))
     if finished.exists():
         return AutoModelForCausalLM.from_pretrained(folder), float(finished.read_text())
     torch.manual_seed(job.seed)
@@ -281,6 +297,11 @@ def train(job: Job, corpus: Corpus) -> tuple[Any, float]:
     return model, spent
 
 
+def begun_with(row: Row, sizes: Sizes, corpus: Corpus) -> dict[str, Any]:
+    """What a run that is gone on with must have in common with the one that was stopped."""
+    return {"text": corpus.name, "files": corpus.files, "shaw": row.shaw, **describe(sizes)}
+
+
 def schedule(done: float) -> float:
     """Warm-up over the first tenth of training, then cosine decay to a twentieth."""
     return min(1, 10 * done + 0.001) * (0.05 + 0.95 * math.cos(math.pi / 2 * done) ** 2)
@@ -314,7 +335,7 @@ def score(model: TransfoXLForCausalLM, job: Job, corpus: Corpus) -> list[dict]:
             "steps": sizes.steps,
             "protocol": kind,
             "length": length,
-            "perplexity": perplexity_at(model, corpus.texts["validation"], kind, length, max(lengths), job),
+            "perplexity": perplexity_at(model, corpus.texts["validation"], kind, length, job),
         }
         for kind in protocols
         for length in lengths
@@ -322,8 +343,8 @@ def score(model: TransfoXLForCausalLM, job: Job, corpus: Corpus) -> list[dict]:
     ]
 
 
-def perplexity_at(model: TransfoXLForCausalLM, token_ids, kind: str, length: int, longest: int, job: Job) -> float:
-    """Perplexity of the tokens after the first `longest` of each stream, to four decimals."""
+def perplexity_at(model: TransfoXLForCausalLM, token_ids, kind: str, length: int, job: Job) -> float:
+    """Perplexity to four decimals, of the same tokens whatever the length: those after the longest one in a stream."""
     sizes, settings = job.sizes, dict[str, Any]()
     if kind == "memory":
         # Absolute positions with recurrence count within a segment, which must be as long as in training.
@@ -334,7 +355,7 @@ def perplexity_at(model: TransfoXLForCausalLM, token_ids, kind: str, length: int
         segment = 1 if job.exact else max(1, length // 4)
         settings = {"segment_length": segment, "memory_length": 0, "ext_len": length - segment, "same_length": False}
     result = evaluate_language_model(
-        model, token_ids, batch_size=sizes.evaluation_streams, warm_up=longest, clamp_len=-1, **settings
+        model, token_ids, batch_size=sizes.evaluation_streams, warm_up=sizes.longest, clamp_len=-1, **settings
     )
     return round(perplexity(result.nll), 4)
 
@@ -352,18 +373,50 @@ def report(output: Path):
         if (chosen := of(rows, text))
     ]
     print("\n".join(parts))
-    plot(harness.read(output / "curves.csv"), output / "curves.png")
+    # An LSTM and a GPT-2 have none.
+    if curves := harness.read(output / "curves.csv"):
+        plot(curves, output / "curves.png")
 
 
 def of(rows: list[dict[str, str]], text: str) -> list[dict[str, str]]:
-    """The rows of one text that have an attention length, in the order of the tables."""
+    """The rows of one text that have an attention length, in the order of the tables.
+
+    Raises:
+        ValueError: rows of one name, whose mean a table has, were made with different options.
+    """
     names = list(ROWS)
     chosen = [row for row in rows if row["text"] == text and row["best"]]
+    firsts: dict[str, dict[str, str]] = {}
+    for row in chosen:
+        first = firsts.setdefault(row["row"], row)
+        if changed := options_that_differ(*({name: each[name] for name in OPTIONS} for each in (first, row))):
+            seeds = f"seeds {first['seed']} and {row['seed']}"
+            raise ValueError(
+                f"{row['row']} has {seeds} of different options: {changed}; remove the rows of one of them"
+            )
     return sorted(chosen, key=lambda row: (names.index(row["row"]), int(row["seed"])))
 
 
 def values(rows: Iterable[dict[str, str]], name: str, column: str) -> list[float]:
     return [float(row[column]) for row in rows if row["row"] == name and row[column]]
+
+
+def inits(rows: Iterable[dict[str, str]], name: str) -> list[float]:
+    """The perplexities at the attention length of training; none where it is not among the lengths, as in the paper.
+
+    Committed rows of such a name still have there what they reach at the length of the other rows.
+    """
+    return values((row for row in rows if has_init(ROWS[name], int(row["segment"]))), name, "init")
+
+
+def has_init(row: Row, segment: int) -> bool:
+    """Whether a row is trained at the length of the others, which is among those that are scored."""
+    return training_length(row, segment) == segment
+
+
+def training_length(row: Row, segment: int) -> int:
+    """Words of a row's own segments, where those of the table have so many."""
+    return sum(segments(row, dataclasses.replace(MINIATURE, segment=segment)))
 
 
 def mean(numbers: list[float]) -> float:
@@ -379,10 +432,10 @@ def table(rows: list[dict[str, str]], papers: Mapping[str, str] = TABLE_6) -> st
             name,
             str(len(chosen)),
             f"{int(chosen[0]['targets']):,}",
-            harness.with_range(values(chosen, name, "init"), 2),
+            harness.with_range(inits(chosen, name), 2),
             harness.with_range(values(chosen, name, "best"), 2),
             ", ".join(dict.fromkeys(row["length"] for row in chosen)),
-            papers[name],
+            papers.get(name, "–"),
         ]
         # Within a figure no line breaks.
         cells = [cell if ", " in cell else cell.replace(" ", "\u202f") for cell in cells]
@@ -404,16 +457,12 @@ def orders(rows: list[dict[str, str]]) -> str:
             difference = mean(others) - mean(ours)
             said = verdict(difference, spread_of(ours, others))
             lines.append(f"* {better} before {worse}: {said} ({difference:+.2f})")
-    gains = {
-        name: mean(values(rows, name, "init")) - mean(values(rows, name, "best"))
-        for name in dict.fromkeys(row["row"] for row in rows)
-        if values(rows, name, "init")
-    }
-    for name, gain in gains.items():
-        longer = [int(row["length"]) > int(row["segment"]) for row in rows if row["row"] == name]
-        lines.append(
-            f"* {name} gains beyond the length of training: {sum(longer)} of {len(longer)} seeds ({gain:+.2f})"
-        )
+    for name in dict.fromkeys(row["row"] for row in rows):
+        chosen = [row for row in rows if row["row"] == name]
+        first = inits(chosen, name)
+        gain = f"{mean(first) - mean(values(chosen, name, 'best')):+.2f}" if first else "–"
+        longer = [int(row["length"]) > training_length(ROWS[name], int(row["segment"])) for row in chosen]
+        lines.append(f"* {name} gains beyond the length of training: {sum(longer)} of {len(longer)} seeds ({gain})")
     return (
         "Orders of the paper, by the best perplexity. An order holds where the means differ by more than the seeds of "
         "either row do:\n\n"

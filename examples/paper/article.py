@@ -50,16 +50,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, help="folder of prepare_corpus.py, with --model")
     parser.add_argument("--memory_length", type=int, help="(the model's mem_len)")
-    parser.add_argument("--context", type=int, default=512, help="tokens read first (%(default)s; miniature: 80)")
-    parser.add_argument("--new_tokens", type=int, default=500, help="tokens written (%(default)s; miniature: 80)")
+    parser.add_argument("--context", type=int, help="tokens read first (512; miniature: 80)")
+    parser.add_argument("--new_tokens", type=int, help="tokens written (500; miniature: 80)")
     parser.add_argument("--top_k", type=int, default=40, help="(%(default)s)")
     parser.add_argument("--articles", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the places and of the words (%(default)s)")
     options = parser.parse_study(argv)
     if bool(options.model) != bool(options.data):
         parser.error("--model and --data go together")
-    if options.model is None:
-        options.context, options.new_tokens = min(options.context, 80), min(options.new_tokens, 80)
+    if options.context is None:
+        options.context = 80 if options.model is None else 512
+    if options.new_tokens is None:
+        options.new_tokens = 80 if options.model is None else 500
     return options
 
 

@@ -1,7 +1,8 @@
 """Where the heads look (Figures 5 to 7, Appendix D): by distance, over a text, and what each term of the score adds.
 
     python examples/paper/attention_maps.py                       # the miniature's model with recurrence
-    python examples/paper/attention_maps.py --model wt103 --data data/wikitext-103 --memory_length 640
+    python examples/paper/attention_maps.py --model wt103 --data data/wikitext-103 --memory_length 640 \
+        --output build/maps
     python examples/paper/attention_maps.py --smoke --output build/maps
 
 Any checkpoint with the relative encoding will do, a converted one too. Every query sees as many keys as the memory is
@@ -108,6 +109,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_study(argv)
     if bool(options.model) != bool(options.data):
         parser.error("--model and --data go together")
+    if options.model:
+        parser.keep_out(options.output, "--model is not the miniature, whose results are kept there")
     return options
 
 
@@ -120,13 +123,13 @@ def load(options: argparse.Namespace) -> tuple[TransfoXLForCausalLM, Any, str]:
     if options.model is None:
         model, corpus, name = ablation.trained("recurrence-ours-full", options)
         token_ids = corpus.texts["validation"]
-        options.memory_length = options.memory_length or options.sizes.longest
     else:
         model, name = AutoModelForCausalLM.from_pretrained(options.model), options.model
         token_ids = read_prepared(options.data, "validation").token_ids
     if not isinstance(model, TransfoXLForCausalLM) or model.config.attn_type != 0:
         raise ValueError(f"{name} has no relative encoding with the terms (a) to (d), which attn_type=0 alone has")
-    options.memory_length = options.memory_length or model.config.mem_len
+    if options.memory_length is None:
+        options.memory_length = options.sizes.longest if options.model is None else model.config.mem_len
     if options.memory_length < 10:
         raise ValueError(f"--memory_length {options.memory_length} is no span to look at: give 10 or more")
     return model.eval(), token_ids[: options.max_tokens], name

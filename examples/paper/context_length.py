@@ -2,7 +2,7 @@
 
     python examples/paper/context_length.py                # the group of the miniature, trained where it is missing
     python examples/paper/context_length.py --models runs/wt103 runs/lstm --data data/wikitext-103 --contexts 1000 \
-        --step 100
+        --step 100 --output build/context
     python examples/paper/context_length.py --smoke --output build/context
 
 A group is any causal models of `transformers` with one vocabulary: ours, GPT-2, an LSTM. With c tokens of context
@@ -86,6 +86,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_study(argv)
     if bool(options.models) != bool(options.data):
         parser.error("--models and --data go together")
+    if options.models:
+        parser.keep_out(options.output, "--models are not the miniature, whose results are kept there")
     if options.contexts < 2 * options.step:
         parser.error(f"--contexts {options.contexts} leaves no second context after --step {options.step}")
     return options

@@ -11,7 +11,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "examples" / "results" / "paper"
 WORK = ROOT / "build" / "paper"
 SPLITS = ("train", "validation", "test")
+FILES = ("train.txt.xz", "valid.txt.xz", "test.txt.xz")
 SHUFFLED = "sentences shuffled"
 SENTENCE_ENDS = (".", "?", "!", "<eos>")
 
@@ -90,18 +91,24 @@ class MiniatureParser(StudyParser):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token ids of the three texts, (N,) int64 each, their tokenizer, and what they are."""
+    """Token ids of the three texts, (N,) int64 each, their tokenizer, and what they are.
+
+    Attributes:
+        files: bytes of each file that was read, which tell two folders of one name apart.
+    """
 
     texts: dict[str, np.ndarray]
     tokenizer: TransfoXLTokenizer
     name: str
+    files: dict[str, int]
 
 
 def prepare(folder: Path, sizes: Sizes) -> Corpus:
-    """The texts as token ids; kept in `folder`, where a later call with the same sizes finds them."""
+    """The texts as token ids; kept in `folder`, where a later call finds them, of the same files and sizes."""
     articles = find_articles()
     name = "the standard library" if articles is None else articles.name
-    wanted = {"text": name, "characters": list(sizes.characters), "vocabulary": sizes.vocabulary}
+    files = {} if articles is None else {path.name: path.stat().st_size for path in map(articles.joinpath, FILES)}
+    wanted = {"text": name, "files": files, "characters": list(sizes.characters), "vocabulary": sizes.vocabulary}
     kept = folder / "corpus.json"
     if not kept.exists() or json.loads(kept.read_text()) != wanted:
         lines = {
@@ -117,7 +124,7 @@ def prepare(folder: Path, sizes: Sizes) -> Corpus:
             np.save(folder / f"{split}.npy", np.asarray(tokenizer.encode_lines(lines[split], add_eos=True)))
         kept.write_text(json.dumps(wanted))
     texts = {split: np.load(folder / f"{split}.npy") for split in SPLITS}
-    return Corpus(texts, TransfoXLTokenizer.from_pretrained(folder), name)
+    return Corpus(texts, TransfoXLTokenizer.from_pretrained(folder), name, files)
 
 
 def find_articles() -> Path | None:
@@ -139,7 +146,7 @@ def read_lines(articles: Path | None, split: str, characters: int) -> Iterator[s
     if articles is None:
         lines = standard_library(split)
     else:
-        lines = lzma.open(articles / f"{'valid' if split == 'validation' else split}.txt.xz", "rt", encoding="utf-8")
+        lines = lzma.open(articles / FILES[SPLITS.index(split)], "rt", encoding="utf-8")
     read = 0
     for line in lines:
         if line.strip():
@@ -165,7 +172,7 @@ def shuffle_sentences(corpus: Corpus, seed: int = 0) -> Corpus:
         sentences = np.split(ids, np.flatnonzero(np.isin(ids, ends))[:-1] + 1)
         order = np.random.default_rng(seed).permutation(len(sentences))
         texts[split] = np.concatenate([sentences[i] for i in order])
-    return Corpus(texts, corpus.tokenizer, f"{corpus.name}, {SHUFFLED}")
+    return replace(corpus, texts=texts, name=f"{corpus.name}, {SHUFFLED}")
 
 
 def describe(sizes: Sizes) -> dict:

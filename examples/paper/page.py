@@ -15,7 +15,8 @@ import ablation
 import attention_maps
 import context_length
 import harness
-from miniature import MINIATURE, RESULTS, SHUFFLED
+from contenders import ROWS
+from miniature import RESULTS, SHUFFLED
 from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.files import write_text
 
@@ -52,12 +53,13 @@ A row's name says whether there is recurrence, whose encoding, and the loss. Equ
 order: a row with half losses learns from half as many targets, and one with longer segments from more. Rows named
 `-longer` and `-shorter` have other steps and equal targets. `init` is the perplexity at the attention length of
 training, `best` the lowest over the lengths and `at` the shortest where it is reached, each by validation text; after
-± is half of what lies between the lowest and the highest seed. The last column has the paper's init / best @ attention
+± is half of what lies between the lowest and the highest seed. Rows named `-176` and `-172` have no `init`, here as in
+the paper: no length that is scored is that of their segments. The last column has the paper's init / best @ attention
 length, of far larger models. {done} of {planned} runs are done.
 
 Some pairs stand twice in the list of orders, the second time with equal targets: what holds only there is a matter of
-how much a row has read. What holds in neither, this miniature denies; its segments have 16 words and its models have
-read less than a million, and which of the two is the reason we have not found out.
+how much a row has read. What holds in neither, this miniature denies; its segments have {segment} words and its models
+have read about a million at most, and which of the two is the reason we have not found out.
 """
 CONTROL = """\
 ## Control
@@ -109,7 +111,7 @@ converts, evaluates with the published settings, and prints the figure beside th
 yours. The suite proves the way on a server of its own; `pytest -m network` goes the real one.
 
 ```bash
-python examples/paper/published.py wt103 --output checkpoints --data data/wikitext-103/wiki.test.tokens
+python examples/paper/published.py wt103 --output checkpoints --data wikitext-103/wiki.test.tokens
 python examples/paper/published.py transfo-xl-wt103 --output checkpoints
 ```
 """
@@ -149,17 +151,21 @@ def page(results: Path) -> str:
 
     Raises:
         FileNotFoundError: no run is done.
+        ValueError: the runs do not belong on one page, as they have different sizes.
     """
     rows = harness.read(results / "rows.csv")
     if not rows:
         raise FileNotFoundError(f"{results} has no rows.csv: run examples/paper/ablation.py first")
     texts = list(dict.fromkeys(row["text"] for row in rows))
     plain = [text for text in texts if SHUFFLED not in text]
-    parts = [introduction(plain[0] if plain else texts[0])]
+    sizes = sizes_of(rows, results)
+    parts = [introduction(plain[0] if plain else texts[0], sizes)]
     planned = len(ablation.TABLE) * 3
     for text in plain:
-        chosen = ablation.of(rows, text)
-        parts.append(ABLATION.format(done=len(chosen), planned=planned))
+        # An LSTM and a GPT-2 have no attention length, and no row.
+        if not (chosen := ablation.of(rows, text)):
+            continue
+        parts.append(ABLATION.format(done=len(chosen), planned=planned, segment=sizes["segment"]))
         parts.append(f"{ablation.table(chosen)}\n\n{ablation.orders(chosen)}\n\n![{text}](curves.png)\n")
     for text in texts:
         if SHUFFLED in text and (chosen := ablation.of(rows, text)):
@@ -178,18 +184,28 @@ def page(results: Path) -> str:
 FILES = {"context": "context_length.csv", "attention": "attention.csv"}
 
 
-def introduction(text: str) -> str:
-    sizes = MINIATURE
+def sizes_of(rows: list[dict[str, str]], results: Path) -> dict[str, int]:
+    """The sizes that the introduction names, as the rows have them.
+
+    Raises:
+        ValueError: rows have different ones.
+    """
+    sizes = {}
+    for name in ("layers", "width", "segment", "vocabulary", "steps", "streams"):
+        # Rows named -longer and -shorter are meant to have other steps, about a multiple of the table's.
+        shares = [ROWS[row["row"]].steps if name == "steps" else 1 for row in rows]
+        exact = [int(row[name]) for row, share in zip(rows, shares, strict=True) if share == 1]
+        found = sorted(set(exact or [round(int(row[name]) / share) for row, share in zip(rows, shares, strict=True)]))
+        if len(found) > 1:
+            values = " and ".join(map(str, found))
+            raise ValueError(f"{results / 'rows.csv'} has runs with {name} {values}: one page needs runs of one size")
+        sizes[name] = found[0]
+    return sizes
+
+
+def introduction(text: str, sizes: dict[str, int]) -> str:
     lines = [f"| {what} | `python {command}` | {where} |\n" for what, command, where in CONTENTS]
-    return "".join([INTRODUCTION, *lines]).format(
-        layers=sizes.layers,
-        width=sizes.width,
-        segment=sizes.segment,
-        vocabulary=sizes.vocabulary,
-        steps=sizes.steps,
-        streams=sizes.streams,
-        text=text,
-    )
+    return "".join([INTRODUCTION, *lines]).format(text=text, **sizes)
 
 
 def control(rows: list[dict[str, str]]) -> str:

@@ -7,10 +7,10 @@ NAME is wt103, enwik8, text8 or lm1b, of the authors' TensorFlow release, or tra
 in legacy transformers' layout. `--data` is the test text as it was published (WikiText-103's `wiki.test.tokens`,
 enwik8's and text8's `test.txt.raw`), or a folder of `prepare_corpus.py`; without it, nothing is evaluated.
 
-`--output` then holds NAME/download with the files, NAME/model with the converted model, and NAME/result.json. A
-download that was interrupted goes on where it was; the files' checksums are recorded when they first are whole
-(`SHA256SUMS`, which `sha256sum -c` reads), and a file that is not what was recorded is refused. What is there is not
-made again.
+`--output` then holds NAME/download with the files, NAME/model with the converted model, and NAME/result.json, beside
+which result_options.json says what it was evaluated with. A download that was interrupted goes on where it was; the
+files' checksums are recorded when they first are whole (`SHA256SUMS`, which `sha256sum -c` reads), and a file that is
+not what was recorded is refused. What is there is not made again, and a result of other options is refused.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 import txl_hf
 from txl_hf.command_line import CommandParser, one_line_errors
-from txl_hf.files import write_text
+from txl_hf.files import options_that_differ, write_text
 
 AUTHORS = "http://curtis.ml.cmu.edu/datasets/pretrained_xl"
 HUB = "https://huggingface.co/transfo-xl/transfo-xl-wt103/resolve/main"
@@ -256,15 +256,26 @@ def convert(release: Published, folder: Path):
 
 
 def evaluate(folder: Path, options: argparse.Namespace) -> dict:
-    """evaluate_lm's result with the lengths of the published evaluation, which the converted model has."""
+    """evaluate_lm's result with the lengths of the published evaluation, which the converted model has.
+
+    Raises:
+        ValueError: the result that is there is of other options.
+    """
     from txl_hf.evaluate import main as evaluate_lm
 
-    result = folder / "result.json"
-    if not result.exists():
+    result, kept = folder / "result.json", folder / "result_options.json"
+    today = {"data": str(options.data.resolve()), "batch_size": options.batch_size, "max_tokens": options.max_tokens}
+    if result.exists() and kept.exists():
+        if changed := options_that_differ(json.loads(kept.read_text(encoding="utf-8")), today):
+            raise ValueError(f"{result} is of other options: {changed}; delete it to evaluate with these")
+    else:
+        # Written after the result: one without the other was stopped in between, and is made again.
+        kept.unlink(missing_ok=True)
         command = ["--model", folder / "model", "--data", options.data, "--batch_size", options.batch_size, "--json"]
         if options.max_tokens is not None:
             command += ["--max_tokens", options.max_tokens]
         evaluate_lm([*map(str, command), "--output", str(result)])
+        write_text(kept, json.dumps(today, indent=1) + "\n")
     return json.loads(result.read_text(encoding="utf-8"))
 
 
