@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--peer", nargs=3, metavar=("VOCABULARY", "TEXT", "REPEATS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.threads < 1:
-        parser.error(f"--threads is {arguments.threads}: has to be at least 1.")
+        parser.error(f"--threads {arguments.threads} must be at least 1")
     os.environ.update(
         RAYON_NUM_THREADS=str(arguments.threads),
         TOKENIZERS_PARALLELISM=str(arguments.threads > 1).lower(),

@@ -40,7 +40,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--text",
         type=Path,
-        help="a UTF-8 text file, of which 10 million characters are read; default: Python's standard library",
+        help=f"a UTF-8 text file, of which {MAXIMUM_TEXT:,} characters are read; default: Python's standard library",
     )
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="folder to write (%(default)s)")
     parser.add_argument("--minutes", type=float, default=3.0, help="training time (%(default)s)")

@@ -107,15 +107,15 @@ def main():
 
 def read(path: Path) -> DatasetDict:
     """The texts, with labels as numbers; a fifth of them, drawn at random, to test."""
+    kind = "CSV" if path.suffix.lower() == ".csv" else "JSON lines"
     try:
         # As they are written: pandas takes the label None for none, and 01 for the number 1.
-        if path.suffix.lower() == ".csv":
+        if kind == "CSV":
             frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
         else:
             with path.open(encoding="utf-8") as lines:
                 frame = pandas.DataFrame([json.loads(line) for line in lines if line.strip()], dtype=object)
     except ValueError as error:
-        kind = "CSV" if path.suffix.lower() == ".csv" else "JSON lines"
         raise ValueError(f"{path} cannot be read as {kind}: {error}") from error
     if missing := {"text", "label"} - set(frame.columns):
         raise ValueError(f"{path} has no column {' and no column '.join(sorted(missing))}")

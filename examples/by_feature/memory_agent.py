@@ -491,13 +491,13 @@ def tabulate(folder: Path):
             found = torch.load(path, weights_only=True)
             reached = f", return {found['curve'][-1][1]:.3f}" if found["curve"] else ""
             print(f"{path.parent.name} goes on with --resume: {found['update']} updates{reached}")
-    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"*/{RESULT}"))]
+    paths = sorted(folder.glob(f"*/{RESULT}"))
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
     if not results:
         raise ValueError(f"--table {folder} holds no finished run")
     settings: dict[tuple[str, str], dict[str, Any]] = {}
-    for result in results:
-        name = f"{result['env']}-{result['memory']}-{result['seed']}"
-        found = json.loads((folder / name / "options.json").read_text(encoding="utf-8"))
+    for path, result in zip(paths, results, strict=True):
+        found = json.loads(path.with_name("options.json").read_text(encoding="utf-8"))
         found = {name: value for name, value in found.items() if name != "seed"}
         found |= {name: result[name] for name in ("steps", "episodes")}
         first = settings.setdefault((result["env"], result["memory"]), found)

@@ -28,10 +28,10 @@ import numpy as np
 import torch
 import transformers
 from transformers import TrainerCallback, TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 import txl_hf
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTrainer, token_losses
+from txl_hf.checkpoints import last_checkpoint
 from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.files import keep_options, whole_file
 
@@ -234,7 +234,7 @@ def main(arguments: list[str] | None = None):
             trainer.add_callback(StopAfter(options.minutes))
         start = time.perf_counter()
         # A run that was stopped before its first checkpoint begins anew.
-        trainer.train(resume_from_checkpoint=get_last_checkpoint(str(options.output)))
+        trainer.train(resume_from_checkpoint=last_checkpoint(options.output))
     model = trainer.model.eval()
     rows = []
     for split in ("validation", "test"):
