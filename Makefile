@@ -11,7 +11,7 @@ FUZZ_MINUTES ?= 5
 MUSIC ?= build/music
 # The newest torch and the newest transformers, unless told otherwise: see test-oldest.
 CONSTRAINTS ?= constraints.txt
-TRANSFORMERS ?= transformers
+TRANSFORMERS ?= "transformers<5.24"
 # Triton decides when it is imported whether its interpreter runs the kernels, so these tests have processes of their own.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=10 --durations-min=1
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST)
