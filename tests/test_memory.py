@@ -23,7 +23,7 @@ from txl_hf.attention_transfo_xl import (
     relative_attention,
     why_not,
 )
-from txl_hf.memory_transfo_xl import MemoryCache, StaticMemoryCache
+from txl_hf.memory_transfo_xl import CACHE_NAME, MemoryCache, StaticMemoryCache
 from txl_hf.positions_transfo_xl import sinusoids_of_distances
 
 VARIANTS = {
@@ -1049,3 +1049,23 @@ def test_a_segment_that_is_the_memory_is_not_copied_but_for_what_may_be_the_call
     embeds.zero_()
     for states, before in zip(first.mems, expected, strict=True):
         assert torch.equal(states, before)
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+def test_a_call_takes_the_cache_by_either_name(name):
+    """transformers 5.24 calls `cache` what was `past_key_values`."""
+    model = TransfoXLForCausalLM(small_config()).eval()
+    ids = torch.arange(24).view(2, 12) % model.config.vocab_size
+    first = model(ids[:, :7], use_cache=True)
+    second = model(ids[:, 7:], **{name: first[CACHE_NAME]})
+    with_mems = model(ids[:, 7:], mems=model(ids[:, :7]).mems)
+    torch.testing.assert_close(second.logits, with_mems.logits)
+    assert second[CACHE_NAME] is first[CACHE_NAME]
+
+
+def test_one_cache_by_two_names_is_refused():
+    model = TransfoXLForCausalLM(small_config()).eval()
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    cache = MemoryCache(model.config)
+    with pytest.raises(ValueError, match="two names of one thing: give one of them"):
+        model(ids, past_key_values=cache, cache=cache)

@@ -107,7 +107,7 @@ class TransfoXLConfig(PreTrainedConfig):
     """
 
     model_type = "transfo-xl"
-    keys_to_ignore_at_inference = ["mems", "mems_mask", "past_key_values", "losses"]
+    keys_to_ignore_at_inference = ["mems", "mems_mask", "past_key_values", "cache", "losses"]
     attribute_map = {
         "n_token": "vocab_size",
         "hidden_size": "d_model",

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
 from .inputs_transfo_xl import DOCUMENT_KEYWORDS
-from .memory_transfo_xl import MemoryCache, text_length
+from .memory_transfo_xl import CACHE_NAME, MemoryCache, text_length
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .scoring import find_device, load_config
 
@@ -37,8 +37,9 @@ class Conversations:
         """The model's `generate`, which see; where it reads one row of `input_ids` and nothing beside, and the reply
         token by token, what it reads is remembered."""
         kwargs["input_ids"] = input_ids
-        if kwargs.get("past_key_values") is None:
-            kwargs.pop("past_key_values", None)
+        for name in ("past_key_values", "cache"):
+            if kwargs.get(name) is None:
+                kwargs.pop(name, None)
         if self.limit == 0 or self.model.config.mem_len == 0 or not self.is_one_text(**kwargs):
             return self.generate_afresh(**kwargs)
         tokens = input_ids[0].tolist()
@@ -46,7 +47,7 @@ class Conversations:
         self.read(input_ids, cache)
         # The last token is left to generate, which needs its logits.
         self.keep(tokens[:-1], copy.deepcopy(cache))
-        output = self.generate_afresh(past_key_values=cache, **kwargs)
+        output = self.generate_afresh(**{CACHE_NAME: cache}, **kwargs)
         sequence = output if isinstance(output, Tensor) else output.sequences
         # The last token of the reply has not been read.
         self.keep(sequence[0, : text_length(cache)].tolist(), cache)
@@ -60,7 +61,7 @@ class Conversations:
         **kwargs,
     ) -> bool:
         """Whether `generate` would read one text token by token, each once, and nothing beside."""
-        beside = {*inspect.signature(self.model.forward).parameters, *DOCUMENT_KEYWORDS} - {"use_cache"}
+        beside = {*inspect.signature(self.model.forward).parameters, *DOCUMENT_KEYWORDS, "cache"} - {"use_cache"}
         if any(kwargs.get(name) is not None for name in beside):
             return False
         assistant = kwargs.pop("assistant_model", None)

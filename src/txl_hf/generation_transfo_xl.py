@@ -20,11 +20,13 @@ from transformers.generation import (
 from .configuration_transfo_xl import TransfoXLConfig
 from .inputs_transfo_xl import check_tensors, document_starts
 from .memory_transfo_xl import (
+    CACHE_NAME,
     MemoryCache,
     MemoryLengths,
     StaticMemoryCache,
     cached_key_mask,
     check_one_memory,
+    chosen_cache,
     clear_hidden,
     is_filled,
     split_mask,
@@ -71,7 +73,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
             # What the main model remembers is not of the assistant's layers.
             model_kwargs.pop("mems", None)
             model_kwargs.pop("mems_mask", None)
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE_NAME)
         if cache is not None and is_filled(cache):
             check_one_memory(model_kwargs.get("mems"), model_kwargs.get("mems_mask"))
         if generation_config.prefill_chunk_size is not None:
@@ -87,13 +89,13 @@ class TransfoXLGenerationMixin(GenerationMixin):
         # A static cache holds all of the memory from the first step on: its shapes never change.
         max_length = max(max_length, mem_len + 1)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, batch_size, max_length)
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE_NAME)
         if type(cache) not in (DynamicCache, StaticCache) or cache.offloading or hasattr(cache, "_is_user_defined"):
             return
         if type(cache) is StaticCache:
-            model_kwargs["past_key_values"] = StaticMemoryCache(self.config, mem_len)
+            model_kwargs[CACHE_NAME] = StaticMemoryCache(self.config, mem_len)
         else:
-            cache = model_kwargs["past_key_values"] = MemoryCache(self.config, mem_len)
+            cache = model_kwargs[CACHE_NAME] = MemoryCache(self.config, mem_len)
             mask = model_kwargs.get("attention_mask")
             if mask is not None and not generation_config.is_assistant and bool(mask.all()):
                 # Newer transformers drop it too. Asked once: where it stayed, every layer would hide by it at every
@@ -119,8 +121,10 @@ class TransfoXLGenerationMixin(GenerationMixin):
         attention_mask=None,
         inputs_embeds=None,
         is_first_iteration=False,
+        cache=None,
         **kwargs,
     ):
+        past_key_values = chosen_cache(past_key_values, cache)
         for name in ("tokenizer", "assistant_tokenizer"):
             # Of generate's stop strings and assistants, which hand them on to every call of the model.
             kwargs.pop(name, None)
@@ -169,10 +173,10 @@ class TransfoXLGenerationMixin(GenerationMixin):
         return super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
-            past_key_values=past_key_values,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
             is_first_iteration=is_first_iteration,
+            **{CACHE_NAME: past_key_values},
             **kwargs,
         )
 
@@ -211,7 +215,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
             model_kwargs["mems_mask"], model_kwargs["attention_mask"] = split_mask(
                 mask, model_kwargs.get("mems_mask"), mems, self.config, mem_len, inputs.shape[1]
             )
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE_NAME)
         is_new = not isinstance(cache, Cache) or not is_filled(cache)
         positions = model_kwargs.get("position_ids")
         if positions is not None and is_new:
@@ -251,8 +255,8 @@ class TransfoXLGenerationMixin(GenerationMixin):
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, **kwargs):
         model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs)
         # Without a cache every step reads the whole text again; generate would take the mems for a cache.
-        if not isinstance(model_kwargs.get("past_key_values"), Cache):
-            model_kwargs.pop("past_key_values", None)
+        if not isinstance(model_kwargs.get(CACHE_NAME), Cache):
+            model_kwargs.pop(CACHE_NAME, None)
         return model_kwargs
 
 

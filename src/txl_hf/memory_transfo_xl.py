@@ -9,6 +9,7 @@ Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m +
 Dh = `d_head`.
 """
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Cache, DynamicCache, StaticCache
+from transformers import Cache, DynamicCache, GenerationMixin, StaticCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from .configuration_transfo_xl import TransfoXLConfig
@@ -26,6 +27,7 @@ from .positions_transfo_xl import KeptDistances
 from .ring_transfo_xl import Ring, RingLayer
 
 __all__ = [
+    "CACHE_NAME",
     "DecodingState",
     "FilledLengths",
     "MemoryCache",
@@ -35,6 +37,7 @@ __all__ = [
     "StaticMemoryCache",
     "begin_documents",
     "cached_key_mask",
+    "chosen_cache",
     "clear_hidden",
     "decoding_state_of",
     "forget",
@@ -51,6 +54,21 @@ __all__ = [
     "remember_key_mask",
     "text_length",
 ]
+
+# What `generate` calls a model's cache, in calls and in outputs: from transformers 5.24 on `cache`.
+_BY_GENERATE = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE_NAME = "cache" if "cache" in _BY_GENERATE else "past_key_values"
+
+
+def chosen_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
+    """The cache that a call was given, by either of its names.
+
+    Raises:
+        ValueError: it was given by both.
+    """
+    if past_key_values is not None and cache is not None:
+        raise ValueError("past_key_values and cache are two names of one thing: give one of them")
+    return past_key_values if cache is None else cache
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,12 @@ from .inputs_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, check_tensors,
 from .layout_transfo_xl import TransfoXLLayoutMixin
 from .linear_transfo_xl import project, project_after, rounded, working_dtype
 from .memory_transfo_xl import (
+    CACHE_NAME,
     FilledLengths,
     MemoryCache,
     MemoryLengths,
     begin_documents,
+    chosen_cache,
     decoding_state_of,
     hide_states,
     initial_memory,
@@ -81,7 +83,8 @@ class TransfoXLModelOutput(ModelOutput):
         last_hidden_state: (B, L, D), the output of the last layer.
         mems: tuple of n_layer tensors (B, min(m + L, M), D), the memory after this segment, detached; in the type
             of autocast where that is on, but with `pre_lnorm`. States that are padding are NaN.
-        past_key_values: the memory as projected keys and values, instead of `mems` with `use_cache=True`.
+        past_key_values: the memory as projected keys and values, instead of `mems` with `use_cache=True`. From
+            transformers 5.24 on the field is `cache`, and this its old name.
         hidden_states: tuple of n_layer + 1 tensors (B, L, D), with `output_hidden_states=True`.
         attentions: tuple of n_layer tensors (B, H, L, m + L), with `output_attentions=True`.
         mems_mask: (B, min(m + L, M)) bool, which states of `mems` are real; None: all of them. To be handed back with
@@ -90,7 +93,10 @@ class TransfoXLModelOutput(ModelOutput):
 
     last_hidden_state: Tensor | None = None
     mems: tuple[Tensor, ...] | None = None
-    past_key_values: Cache | None = None
+    if CACHE_NAME == "cache":
+        cache: Cache | None = None
+    else:
+        past_key_values: Cache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     mems_mask: Tensor | None = None
@@ -110,7 +116,10 @@ class TransfoXLCausalLMOutput(ModelOutput):
     loss: Tensor | None = None
     logits: Tensor | None = None
     mems: tuple[Tensor, ...] | None = None
-    past_key_values: Cache | None = None
+    if CACHE_NAME == "cache":
+        cache: Cache | None = None
+    else:
+        past_key_values: Cache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     mems_mask: Tensor | None = None
@@ -129,7 +138,10 @@ class TransfoXLSequenceClassifierOutput(ModelOutput):
     loss: Tensor | None = None
     logits: Tensor | None = None
     mems: tuple[Tensor, ...] | None = None
-    past_key_values: Cache | None = None
+    if CACHE_NAME == "cache":
+        cache: Cache | None = None
+    else:
+        past_key_values: Cache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     mems_mask: Tensor | None = None
@@ -148,7 +160,10 @@ class TransfoXLTokenClassifierOutput(ModelOutput):
     loss: Tensor | None = None
     logits: Tensor | None = None
     mems: tuple[Tensor, ...] | None = None
-    past_key_values: Cache | None = None
+    if CACHE_NAME == "cache":
+        cache: Cache | None = None
+    else:
+        past_key_values: Cache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
     mems_mask: Tensor | None = None
@@ -367,7 +382,7 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
     supports_gradient_checkpointing = True
     # Tables that are tied go together: a device map cannot follow ties between parts of modules.
     _no_split_modules = ["TransfoXLLayer", "AdaptiveEmbedding", "AdaptiveLogSoftmax"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
     _supports_sdpa = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
@@ -562,6 +577,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 `mems`, or from the initial memory. A mask of the whole text begins behind those. Weights that are
                 written to, or others, are used from the next call on that is not compiled; an adapter of `r_proj` that
                 learns, comes or goes needs `past_key_values.reset()`, and so does what writes through `.data`.
+            cache (in kwargs): `past_key_values` by the name that it has from transformers 5.24 on.
             inputs_embeds: (B, L, D), instead of `input_ids`, on the scale of `get_input_embeddings()(input_ids)`; all
                 that a model without tokens takes (`vocab_size=0`), (B, L, `input_size`) if that is set.
             use_cache: return `past_key_values` instead of `mems`.
@@ -585,6 +601,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             TypeError: keyword arguments that nothing reads; but those that `transformers` hands to every model may be
                 there.
         """
+        past_key_values = chosen_cache(past_key_values, kwargs.pop("cache", None))
         check_keywords(kwargs)
         documents = {name: kwargs[name] for name in DOCUMENT_KEYWORDS if kwargs.get(name) is not None}
         check_tensors(
@@ -660,7 +677,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         return TransfoXLModelOutput(
             last_hidden_state=drop(hidden_states, self.output_dropout),
             mems=new_mems,
-            past_key_values=past_key_values,
+            **{CACHE_NAME: past_key_values},
             mems_mask=new_mask,
         )
 
@@ -856,7 +873,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             loss=loss,
             logits=logits,
             mems=outputs.mems,
-            past_key_values=outputs.past_key_values,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             losses=losses,
@@ -955,7 +972,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
             loss=loss,
             logits=logits,
             mems=outputs.mems,
-            past_key_values=outputs.past_key_values,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             mems_mask=outputs.mems_mask,
@@ -1048,7 +1065,7 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
             loss=loss,
             logits=logits,
             mems=outputs.mems,
-            past_key_values=outputs.past_key_values,
+            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             mems_mask=outputs.mems_mask,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from .columns import open_tokens
-from .memory_transfo_xl import MemoryLengths, memory_of
+from .memory_transfo_xl import CACHE_NAME, MemoryLengths, memory_of
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .streams import check_document_end, check_sizes, check_tokens, document_starts, read_tokens
 
@@ -245,8 +245,8 @@ class Reader:
         return {**options, "resets": segment.resets, **self._memory}
 
     def _remember(self, outputs: Any):
-        cache = outputs.get("past_key_values")
-        self._memory = memory_of(outputs) if cache is None else {"past_key_values": cache}
+        cache = outputs.get(CACHE_NAME)
+        self._memory = memory_of(outputs) if cache is None else {CACHE_NAME: cache}
 
     def _autocast(self) -> AbstractContextManager:
         """Anew for each call: within one, casts of weights are kept, and these may change between segments."""
