@@ -23,7 +23,7 @@ from txl_hf.attention_transfo_xl import (
     relative_attention,
     why_not,
 )
-from txl_hf.memory_transfo_xl import CACHE_NAME, MemoryCache, StaticMemoryCache
+from txl_hf.memory_transfo_xl import CACHE_NAME, MemoryCache, StaticMemoryCache, text_length
 from txl_hf.positions_transfo_xl import sinusoids_of_distances
 
 VARIANTS = {
@@ -1061,6 +1061,9 @@ def test_a_call_takes_the_cache_by_either_name(name):
     with_mems = model(ids[:, 7:], mems=model(ids[:, :7]).mems)
     torch.testing.assert_close(second.logits, with_mems.logits)
     assert second[CACHE_NAME] is first[CACHE_NAME]
+    cache = MemoryCache(model.config)
+    model.generate(ids, **{name: cache}, attention_mask=torch.ones_like(ids), max_new_tokens=3, min_new_tokens=3)
+    assert text_length(cache) == ids.shape[1] + 2
 
 
 def test_one_cache_by_two_names_is_refused():

@@ -207,6 +207,8 @@ class TransfoXLGenerationMixin(GenerationMixin):
 
     def _prepare_model_inputs(self, *args, **kwargs):
         inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
+        if (cache := model_kwargs.pop("cache", None)) is not None:
+            model_kwargs[CACHE_NAME] = chosen_cache(model_kwargs.get("past_key_values"), cache)
         check_tensors(**{name: model_kwargs.get(name) for name in ("resets", "position_ids", *_PACKED)})
         mask, mems = model_kwargs.get("attention_mask"), model_kwargs.get("mems")
         if mask is not None and mems is not None and mask.dim() == 2 and mask.shape[1] > inputs.shape[1]:
