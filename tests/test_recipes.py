@@ -2,6 +2,8 @@
 
 import json
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("datasets")
 
 from accelerate.state import AcceleratorState, GradientState
+from transformers import HfArgumentParser
 
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.training import command, loop, setup
@@ -124,3 +127,22 @@ def test_an_empty_list_on_the_command_line_takes_back_the_recipes():
     recipe = next(str(path) for path in RECIPES if path.stem == "wt103_base")
     assert parse_arguments([recipe, "--smoke"]).model.cutoffs
     assert parse_arguments([recipe, "--smoke", "--cutoffs"]).model.cutoffs == []
+
+
+def test_threads_read_options_one_after_the_other(monkeypatch):
+    """As `half_hours.py` does: the parser of transformers writes to the groups' fields, which all share."""
+    add_group, inside, most = HfArgumentParser._add_dataclass_arguments, [], []
+
+    def add(self, group):
+        inside.append(group)
+        most.append(len(inside))
+        time.sleep(0.01)
+        add_group(self, group)
+        inside.remove(group)
+
+    monkeypatch.setattr(HfArgumentParser, "_add_dataclass_arguments", add)
+    argv = [str(RECIPES[0]), "--data", "data", "--output", "run"]
+    with ThreadPoolExecutor(4) as threads:
+        found = [each.result() for each in [threads.submit(parse_arguments, argv) for _ in range(4)]]
+    assert set(most) == {1}
+    assert all(each.as_dict() == found[0].as_dict() for each in found)

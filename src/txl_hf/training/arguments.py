@@ -9,6 +9,7 @@ import difflib
 import json
 import math
 import sys
+import threading
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
@@ -198,13 +199,18 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
         return f"{text} (default: {str(shown).replace('%', '%%')})"
 
 
+# transformers' parser writes into the fields of the groups while it reads them, and threads share these.
+_READING_FIELDS = threading.Lock()
+
+
 class Parser(HfArgumentParser, CommandParser):
     """Options in groups."""
 
     def __init__(self, groups: list[type], **settings):
         usage = "%(prog)s RECIPE [options]"
         settings |= {"formatter_class": Formatter, "allow_abbrev": False, "usage": usage}
-        super().__init__(groups, **settings)  # type: ignore[arg-type]  # Those of HfArgumentParser, which mypy skips.
+        with _READING_FIELDS:
+            super().__init__(groups, **settings)  # type: ignore[arg-type]  # HfArgumentParser's, which mypy skips.
         for action in self._actions:
             if action.option_strings != ["-h", "--help"]:
                 # The other spelling is understood, and not shown.
