@@ -216,7 +216,8 @@ def matmul_peak(device: str, dtype: str) -> float:
 FLOP_FORMULA = """\
 FLOPs of a token, forward: twice the multiply-adds of the matrix products that the model needs, whoever computes it.
   n_layer × [ 2·D·(4·H·Dh + 2·d_inner)         projections and feed-forward
-            + 2·H·Dh·products·(m + (L+1)/2)    visible pairs; content, position, value (2 without positions)
+            + 4·H·Dh·(m + (L+1)/2)             visible pairs; content, value
+            + 2·H·Dh·(m + (L+1)/2)             position, of clamp_len + 1 distances at most; without positions none
             + 4·D·H·Dh·m/L                     keys and values of a memory that is given as states (training)
             + 2·D·H·Dh·(m+L)/(B·L) ]           W_R R (training; otherwise it is projected once)
   + 2·d_embed·(D + head)                       head of the softmax; no D without a projection
@@ -225,16 +226,18 @@ Training: three times that, twice where no gradient flows to the input (memory, 
 
 
 def flops_per_token(
-    config: dict, segment: int, memory: int, batch: int, task: str, shares: list[float], products: int = 3
+    config: dict, segment: int, memory: int, batch: int, task: str, shares: list[float], relative: bool = True
 ) -> float:
-    """See `FLOP_FORMULA`. `shares`: of the targets, those in each bin; `products` 2: no relative positions."""
+    """See `FLOP_FORMULA`. `shares`: of the targets, those in each bin; `relative`: positions are."""
     D, width = config["d_model"], config["n_head"] * config["d_head"]
     layer = 2 * D * (4 * width + 2 * config["d_inner"])
-    layer += 2 * width * products * (memory + (segment + 1) / 2)
+    pairs = memory + (segment + 1) / 2
+    distances = min(pairs, config["clamp_len"] + 1) if config["clamp_len"] > 0 else pairs
+    layer += 2 * width * (2 * pairs + (distances if relative else 0))
     fixed = 0.0
     if task == "train":
         fixed = 4 * D * width * memory / segment
-        if products == 3:
+        if relative:
             fixed += 2 * D * width * (memory + segment) / (batch * segment)
     ends = [0, *config["cutoffs"], config["vocab_size"]]
     softmax = 0.0

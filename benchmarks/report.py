@@ -317,6 +317,8 @@ def what(row: Row) -> str:
     lengths = f"M = {int(row['memory']):,}" if row.get("memory") else ""
     if row.get("segment") and not row["workload"].startswith("decode"):
         lengths += f", L = {int(row['segment']):,}"
+    if row.get("clamp"):
+        lengths += f", clamped at {int(row['clamp']):,}"
     return f"{row['workload']} ({lengths}, B = {row['batch']})" if lengths else row["workload"]
 
 

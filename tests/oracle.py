@@ -52,18 +52,21 @@ def relative_attention(
 
 
 def attention_of(tensors, key_mask=None, window=None):
-    """The same from what a backend is given: tensors by name, rel_key (H, K, Dh) and rel_bias (H, K) with the furthest
-    distance first, either of which may be missing."""
-    rel_key, rel_bias = tensors.get("rel_key"), tensors.get("rel_bias")
-    last = tensors["key"].shape[2] - 1
+    """The same from what a backend is given: tensors by name, rel_key (H, n, Dh) and rel_bias (H, n) with the furthest
+    distance first, whose row is also that of any that is further; either may be missing."""
+
+    def row_of(name):
+        rows = tensors.get(name)
+        return None if rows is None else lambda h, distance: rows[h, max(0, rows.shape[1] - 1 - distance)]
+
     return relative_attention(
         tensors["query"],
         tensors["key"],
         tensors["value"],
-        None if rel_key is None else lambda h, distance: rel_key[h, last - distance],
+        row_of("rel_key"),
         tensors.get("content_bias"),
         tensors.get("position_bias"),
-        None if rel_bias is None else lambda h, distance: rel_bias[h, last - distance],
+        row_of("rel_bias"),
         key_mask,
         window,
     )

@@ -46,9 +46,11 @@ SHAPES = {
 }
 
 
-def draw(shape, dtype=torch.float32, seed=0, masked=False):
+def draw(shape, dtype=torch.float32, seed=0, masked=False, distances=None):
+    """What a backend is given; of so many distances, by default K, all further ones share the first row."""
     B, H, L, M, D = shape
     K = M + L
+    n = K if distances is None else min(K, distances)
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size):
@@ -58,20 +60,21 @@ def draw(shape, dtype=torch.float32, seed=0, masked=False):
         "query": normal(B, H, L, D),
         "key": normal(B, H, K, D),
         "value": normal(B, H, K, D),
-        "rel_key": normal(H, K, D),
+        "rel_key": normal(H, n, D),
         "content_bias": normal(H, D),
         "position_bias": normal(H, D),
-        "rel_bias": normal(H, K),
+        "rel_bias": normal(H, n),
     }
     key_mask = (torch.rand(B, K, generator=generator) > 0.3) if masked else None
     return tensors, key_mask
 
 
+@pytest.mark.parametrize("distances", [None, 1, 4], ids=lambda n: f"distances{n}")
 @pytest.mark.parametrize("window", [None, 0, 4], ids=lambda w: f"window{w}")
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_eager_is_the_loop_over_i_and_j(shape, masked, window):
-    tensors, key_mask = draw(shape, torch.float64, masked=masked)
+def test_eager_is_the_loop_over_i_and_j(shape, masked, window, distances):
+    tensors, key_mask = draw(shape, torch.float64, masked=masked, distances=distances)
     expected, expected_probabilities = oracle.attention_of(tensors, key_mask, window)
     output, probabilities = relative_attention(**tensors, key_mask=key_mask, window=window)
     torch.testing.assert_close(output, expected, atol=1e-12, rtol=1e-12)
@@ -218,8 +221,9 @@ def test_backend_agrees_with_eager_in_outputs_and_gradients(
     backend cannot take these inputs, its own reason is why the test is skipped.
     """
     errors = collections.defaultdict(list)
-    for shape, seed in itertools.product((SHAPES if device == "cpu" else GPU_SHAPES).values(), (0, 1)):
-        tensors, key_mask = draw(shape, dtype, seed, masked)
+    shapes = (SHAPES if device == "cpu" else GPU_SHAPES).values()
+    for shape, seed, distances in itertools.product(shapes, (0, 1), (None, 4)):
+        tensors, key_mask = draw(shape, dtype, seed, masked, distances)
         tensors = {name: tensor.to(device) for name, tensor in tensors.items() if name not in without}
         options = {"key_mask": None if key_mask is None else key_mask.to(device), "window": window}
         if reason := why_not(implementation, AttentionInputs(**tensors, **options, scaling=1.0)):
@@ -270,25 +274,27 @@ def test_the_default_on_a_gpu_is_sdpa(ran):
     assert ran == ["auto", "sdpa"]
 
 
+@pytest.mark.parametrize("distances", [None, 4], ids=lambda n: f"distances{n}")
 @pytest.mark.parametrize("missing", [(), ("rel_bias",), ("position_bias",), ("rel_key", "rel_bias")], ids=str)
 @pytest.mark.parametrize("window", [None, 4], ids=lambda w: f"window{w}")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_terms_are_the_four_of_the_equation(shape, window, missing):
+def test_terms_are_the_four_of_the_equation(shape, window, missing, distances):
     """Each entry by the loop over i and j, and their sum is what eager's softmax sees."""
-    tensors, key_mask = draw(shape, torch.float64, masked=True)
+    tensors, key_mask = draw(shape, torch.float64, masked=True, distances=distances)
     tensors = {name: tensor.detach() for name, tensor in tensors.items() if name not in missing}
     query, key = tensors["query"], tensors["key"]
     (B, H, L, Dh), K = query.shape, key.shape[2]
     terms = attention_terms(AttentionInputs(**tensors, scaling=Dh**-0.5, key_mask=key_mask, window=window))
-    zero = torch.zeros(H, max(K, Dh), dtype=torch.float64)
+    zero, n = torch.zeros(H, max(K, Dh), dtype=torch.float64), K if distances is None else min(K, distances)
     for b, h, i, j in itertools.product(range(B), range(H), range(L), range(K)):
         distance = K - L + i - j
         if distance < 0 or (window is not None and distance > window) or not (key_mask[b, j] or distance == 0):
             expected = [0.0] * 4
         else:
-            k, r = key[b, h, j], tensors["rel_key"][h, K - 1 - distance] if "rel_key" in tensors else zero[h, :Dh]
+            row = max(0, n - 1 - distance)
+            k, r = key[b, h, j], tensors["rel_key"][h, row] if "rel_key" in tensors else zero[h, :Dh]
             u, v = tensors["content_bias"][h], tensors.get("position_bias", zero[:, :Dh])[h]
-            learned = tensors.get("rel_bias", zero)[h, K - 1 - distance]
+            learned = tensors.get("rel_bias", zero)[h, row]
             q = query[b, h, i]
             expected = [x.item() / Dh**0.5 for x in (q @ k, q @ r, u @ k, v @ r + learned)]
         actual = [term[b, h, i, j].item() for term in terms[:4]]
@@ -318,16 +324,20 @@ def tile_by_tile(tensors, key_mask=None, window=None, dropout=0.0):
     return tiled_relative_attention(inputs)[0]
 
 
+@pytest.mark.parametrize("distances", [None, 1, 4], ids=lambda n: f"distances{n}")
 @pytest.mark.parametrize("window", [None, 0, 4], ids=lambda w: f"window{w}")
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
 @pytest.mark.parametrize("shape", CPU_SHAPES.values(), ids=CPU_SHAPES)
-def test_tiles_are_the_loop_over_i_and_j(shape, masked, window, tiles):
-    """In fp64 to the last digits, outputs and every gradient; a few queries see nothing but themselves."""
-    tensors, key_mask = draw(shape, torch.float64, masked=masked)
+def test_tiles_are_the_loop_over_i_and_j(shape, masked, window, distances, tiles):
+    """In fp64 to the last digits, outputs, without a gradient too, and every gradient; a few queries see nothing but
+    themselves."""
+    tensors, key_mask = draw(shape, torch.float64, masked=masked, distances=distances)
     del tensors["rel_bias"]
     expected, _ = oracle.attention_of(tensors, key_mask, window)
     actual = tile_by_tile(tensors, key_mask, window)
     torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(tile_by_tile(tensors, key_mask, window), expected, atol=1e-12, rtol=1e-12)
     cotangent = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     leaves = list(tensors.values())
     of_expected = torch.autograd.grad(expected, leaves, cotangent, materialize_grads=True)
@@ -340,13 +350,14 @@ def test_tiles_are_the_loop_over_i_and_j(shape, masked, window, tiles):
 @pytest.mark.parametrize(("L", "m"), [(591, 400), (131, 1000), (131, 2000)])
 @pytest.mark.parametrize("products", ["onednn", "mkl"])
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
-def test_large_tiles_agree_with_eager(products, masked, L, m, monkeypatch):
+@pytest.mark.parametrize("distances", [None, 300], ids=lambda n: f"distances{n}")
+def test_large_tiles_agree_with_eager(distances, products, masked, L, m, monkeypatch):
     """The sizes at which the default takes them: with gradient and without, with oneDNN's products and MKL's."""
     if products == "onednn" and not linear_transfo_xl._has_onednn():
         pytest.skip("this build of PyTorch has no product by oneDNN")
     monkeypatch.setattr(linear_transfo_xl, "_onednn_is_faster", lambda: products == "onednn")
     monkeypatch.setattr(linear_transfo_xl, "_takes_two_turns", lambda: False)
-    tensors, key_mask = draw((2, 3, L, m, 41), masked=masked)
+    tensors, key_mask = draw((2, 3, L, m, 41), masked=masked, distances=distances)
     one_head_at_a_time = attention_transfo_xl_cpu._is_single(tensors["query"], tensors["key"])
     assert one_head_at_a_time == (products == "onednn" and L * (m + L) > 1 << 18)
     del tensors["rel_bias"]
@@ -364,6 +375,27 @@ def test_large_tiles_agree_with_eager(products, masked, L, m, monkeypatch):
     with torch.no_grad():
         output, _ = relative_attention(**tensors, **arguments, implementation="auto")
     torch.testing.assert_close(output, results["auto"][0])
+
+
+@pytest.mark.parametrize(("L", "distances", "multiplied"), [(1, 4, 4), (3, 4, 6), (3, 8, 9), (9, 4, 9)])
+def test_a_score_that_distances_share_is_computed_once(L, distances, multiplied, monkeypatch):
+    """For a single query by the default, for more by tiles, which shift them by up to L - 1 keys."""
+    tensors, _ = draw((1, 2, L, 9 - L, 8), distances=distances)
+    tensors = {name: tensor.detach() for name, tensor in tensors.items() if name != "rel_bias"}
+    expected, _ = relative_attention(**tensors, implementation="eager")
+    columns = []
+
+    def watch(module, name, of):
+        whole = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda a, b: columns.append(of(b)) or whole(a, b))
+
+    watch(attention, "_product", lambda b: b.shape[-1])
+    watch(attention_transfo_xl_cpu, "products", lambda b: b.shape[-2])
+    implementation = "auto" if L == 1 else "txl_tiles"
+    found, _ = relative_attention(**tensors, implementation=implementation)
+    torch.testing.assert_close(found, expected)
+    # Of a tile: by distance, by key, and of the values.
+    assert columns == ([multiplied] if L == 1 else [multiplied, 9, 8])
 
 
 def test_tiles_drop_probabilities_like_eager_and_replay(tiles):

@@ -764,6 +764,33 @@ def test_a_cache_takes_the_distances_of_each_call(make_model, make_ids):
     close(model(more, past_key_values=cache, lengths=clamped).logits, expected)
 
 
+@pytest.mark.parametrize("use_cache", [False, True], ids=["mems", "cache"])
+@torch.no_grad()
+def test_distances_that_share_a_key_are_projected_once(make_model, make_ids, use_cache):
+    model, lengths = make_model(mem_len=30), MemoryLengths(clamp_len=4)
+    rows, past = [], {}
+    model.transformer.layers[1].self_attn.r_proj.register_forward_hook(
+        lambda _, inputs, __: rows.append(len(inputs[0]))
+    )
+    for ids in make_ids(2, 40).split([2, 20, 18], dim=1):
+        outputs = model(ids, lengths=lengths, use_cache=use_cache, **past)
+        past = {name: outputs[name] for name in ("mems", "past_key_values") if name in outputs}
+    assert rows == ([5] if use_cache else [2, 5, 5])
+
+
+@torch.no_grad()
+def test_dropout_draws_for_each_distance_even_where_they_share_a_key(make_model, make_ids):
+    """In training, and where the dropouts alone are, to draw several answers."""
+    model, rows = make_model(clamp_len=4, dropout=0.5), []
+    model.transformer.layers[1].self_attn.r_proj.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0]))
+    for part in (model, model.transformer.position_dropout):
+        model.eval()
+        part.train()
+        model(make_ids(2, 20))
+    for positions in rows:
+        assert len(positions) == 20 and len(positions.unique(dim=0)) > 10
+
+
 @pytest.mark.parametrize("make_cache", [MemoryCache, lambda config: DynamicCache(), StaticMemoryCache])
 @pytest.mark.parametrize("how", ["written to", "others", "copied", "pickled"])
 @torch.no_grad()

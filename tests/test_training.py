@@ -402,6 +402,32 @@ def test_export_of_one_decoding_step(make_model, make_ids):
             torch.testing.assert_close(logits, expected.logits)
 
 
+@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="this torch cannot tell an export")
+@pytest.mark.parametrize("strict", [False, True])
+@torch.no_grad()
+def test_an_export_serves_memories_on_both_sides_of_the_clamp(make_model, make_ids, strict):
+    """A graph of as many distances as differ would serve but one of them."""
+    model = make_model("eager", mem_len=20, clamp_len=4)
+
+    class Step(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, token, mems):
+            return self.model(token, mems=tuple(mems), use_cache=False).logits
+
+    def past(length):
+        return list(model(make_ids(3, length)).mems)
+
+    auto = torch.export.Dim.AUTO
+    sizes = ({0: auto}, [{0: auto, 1: auto}] * model.config.n_layer)
+    exported = torch.export.export(Step(), (make_ids(3, 1), past(3)), dynamic_shapes=sizes, strict=strict).module()
+    for length in (2, 3, 5, 9, 15):
+        token, mems = make_ids(3, 1, seed=length), past(length)
+        torch.testing.assert_close(exported(token, mems), Step()(token, mems))
+
+
 def test_what_is_traced_serves_other_batches_and_masks(make_model, make_ids):
     """Nothing of the example is built into the trace: not its rows, nor that its mask hid nothing, nor its bins."""
 

@@ -27,7 +27,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from .attention_transfo_xl_cpu import attend_tile_by_tile
-from .attention_transfo_xl_inputs import AttentionInputs, hidden_keys, keep_documents_apart, visible_keys
+from .attention_transfo_xl_inputs import (
+    AttentionInputs,
+    first_repeated,
+    hidden_keys,
+    keep_documents_apart,
+    visible_keys,
+)
 from .attention_transfo_xl_triton import triton_relative_attention, why_not_triton
 from .linear_transfo_xl import is_by_intel, is_plain
 
@@ -109,6 +115,7 @@ def attention_terms(inputs: AttentionInputs) -> AttentionTerms:
 
     A model's inputs are what a backend of one's own is called with: enter it in `RELATIVE_ATTENTION_FUNCTIONS`.
     """
+    inputs = inputs.of_every_distance()
     query, key, rel_key = inputs.query, inputs.key, inputs.rel_key
     (B, H, L, _), K = query.shape, key.shape[2]
     visible = visible_keys(L, K, inputs.window, inputs.key_mask, query.device, inputs.first_key)
@@ -278,22 +285,25 @@ def _add_bias(query: Tensor, bias: Tensor | None, scaling: float = 1.0) -> Tenso
 def _position_scores(inputs: AttentionInputs) -> Tensor | None:
     """(b) + (d), or (b) and a score per distance, or that alone: (B, H, L, K). None: nothing tells of distances."""
     query, rel_key, rel_bias = inputs.query, inputs.rel_key, inputs.rel_bias
-    B, _, L, _ = query.shape
+    (B, _, L, _), K = query.shape, inputs.key.shape[2]
     if rel_key is None:
         if rel_bias is None:
             return None
-        scores = F.pad(rel_bias.to(query.dtype), (1, 0))[:, None].expand(-1, L, -1) * inputs.scaling
+        scores = first_repeated(rel_bias, K + 1).to(query.dtype)[:, None].expand(-1, L, -1) * inputs.scaling
         return _in_order(relative_shift(scores), inputs).repeat(B, 1, 1, 1)
     if L > 1:
         # Whatever the spare column holds: a row that is there already takes less time than zeros.
-        rel_key = torch.cat([rel_key[:, :1], rel_key], dim=1)
-        rel_bias = None if rel_bias is None else F.pad(rel_bias, (1, 0))
+        rel_key = first_repeated(rel_key, K + 1)
+        rel_bias = None if rel_bias is None else first_repeated(rel_bias, K + 1)
     # One product for each head, whatever the batch: the distances are everybody's.
     queries = (_add_bias(query, inputs.position_bias) * inputs.scaling).transpose(0, 1).flatten(1, 2)
     scores = _product(queries, rel_key.transpose(1, 2)).unflatten(1, (B, L))
     if rel_bias is not None:
         scores = scores + rel_bias[:, None, None].to(scores.dtype) * inputs.scaling
-    return (relative_shift(scores) if L > 1 else _in_order(scores, inputs)).transpose(0, 1)
+    if L > 1:
+        return relative_shift(scores).transpose(0, 1)
+    # Of a single query it is the scores that are repeated: reading a row takes longer than its product.
+    return _in_order(first_repeated(scores, K, dim=-1), inputs).transpose(0, 1)
 
 
 def _in_order(by_time: Tensor, inputs: AttentionInputs) -> Tensor:
@@ -332,6 +342,9 @@ RELATIVE_ATTENTION_FUNCTIONS: dict[str, Callable[[AttentionInputs], tuple[Tensor
     "flex_attention": flex_relative_attention,
     "txl_triton": triton_relative_attention,
 }
+
+# Under these names backends take fewer distances than keys; those that users enter are given all.
+_OURS = tuple(RELATIVE_ATTENTION_FUNCTIONS)
 
 _WHY_NOT: dict[str, Callable[[AttentionInputs], str | None]] = {
     "txl_tiles": _why_not_tiled,
@@ -405,10 +418,11 @@ def relative_attention(
 
     Args:
         query: (B, H, L, Dh). key, value: (B, H, K, Dh), K ≥ L.
-        rel_key: (H, K, Dh), W_R R with the furthest distance first: row c belongs to distance K - 1 - c.
-            None: attention without positions (the absolute baselines add theirs to the hidden states).
+        rel_key: (H, n, Dh), n ≤ K, W_R R with the furthest distance first: row c belongs to distance n - 1 - c, and
+            the first one to all that are further too, as `clamp_len` has it. None: attention without positions (the
+            absolute baselines add theirs to the hidden states).
         content_bias: (H, Dh), u. position_bias: (H, Dh), v.
-        rel_bias: (H, K), a learned score per distance, rows as in `rel_key`; takes the place of v·W_R R in
+        rel_bias: (H, n), a learned score per distance, rows as in `rel_key`; takes the place of v·W_R R in
             `attn_type=1`, as in the authors' code; the paper gives the encoding of Shaw et al. (a) and (b) alone.
         key_mask: (B, K) bool, False where a key is padding.
         window: the furthest distance a query sees; None: all keys up to itself.
@@ -465,4 +479,6 @@ def _attend(implementation: str, inputs: AttentionInputs, module: nn.Module | No
     if reason := why_not(implementation, inputs):
         logger.warning_once(f"attn_implementation={implementation!r} falls back to 'auto': {reason}")
         implementation = "auto"
+    if implementation not in _OURS:
+        inputs = inputs.of_every_distance()
     return RELATIVE_ATTENTION_FUNCTIONS[implementation](inputs)

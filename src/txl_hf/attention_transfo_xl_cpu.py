@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .attention_transfo_xl_inputs import first_repeated
 from .dropout_transfo_xl import draw_and_drop, scale_of
 from .linear_transfo_xl import add_products, products, products_are_single
 
@@ -38,17 +39,19 @@ def attend_tile_by_tile(
     Args:
         content_query, position_query: (B, H, L, Dh), q + u and q + v, scaled.
         key, value: (B, H, K, Dh).
-        rel_key: (H, K, Dh), W_R R with the furthest distance first.
+        rel_key: (H, n, Dh), n ≤ K, W_R R with the furthest distance first, which all that are further share.
         hidden: (B or 1, L, n), n ≤ K: minus infinity where a query does not see one of the last n keys, else 0.
         dropout: probability of dropping an attention probability.
 
     Returns:
         (B, H, L, Dh). It can be differentiated once; with `create_graph=True` the backward pass is a RuntimeError.
     """
-    inputs = (content_query, position_query, key, value, rel_key)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-        return _TileByTile.apply(*inputs, hidden, dropout)
-    return _attend(*inputs, hidden, dropout)
+    inputs = (content_query, position_query, key, value)
+    K, L = key.shape[2], content_query.shape[2]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, rel_key)):
+        return _TileByTile.apply(*inputs, first_repeated(rel_key, K), hidden, dropout)
+    # The shift moves a row by up to L - 1 places.
+    return _attend(*inputs, first_repeated(rel_key, min(K, rel_key.shape[1] + L - 1)), hidden, dropout)
 
 
 class _Tile(NamedTuple):
@@ -78,8 +81,11 @@ def _tiles(B: int, H: int, L: int, K: int, single: bool) -> Iterator[_Tile]:
 
 
 def _attend(content_query, position_query, key, value, rel_key, hidden, dropout, saved: list | None = None) -> Tensor:
-    """What `attend_tile_by_tile` returns; for each tile, `saved` takes the probabilities and what dropout kept."""
-    (B, H, L, Dh), K = content_query.shape, key.shape[2]
+    """What `attend_tile_by_tile` returns; for each tile, `saved` takes the probabilities and what dropout kept.
+
+    Of fewer distances than keys, the first L are all the same.
+    """
+    (B, H, L, Dh), K, n = content_query.shape, key.shape[2], rel_key.shape[1]
     # In memory it lies as the output projection reads it.
     attended = content_query.new_empty(B, L, H, Dh).transpose(1, 2)
     single = _is_single(content_query, key)
@@ -91,9 +97,12 @@ def _attend(content_query, position_query, key, value, rel_key, hidden, dropout,
                 _to_be_read(states, L, single) for states in (key[b, heads], value[b, heads], rel_key[heads])
             )
             tile_value = tile_value.transpose(1, 2)
-        by_distance = products(position_query[b, heads, queries], distances[:, K - keys :])
+        near = min(n, keys)
+        by_distance = products(position_query[b, heads, queries], distances[:, n - near :])
         scores = products(content_query[b, heads, queries], tile_key[:, :keys])
-        scores += _shifted(by_distance)
+        if near < keys:
+            scores[..., :-near] += by_distance[..., :1]
+        scores[..., -near:] += _shifted(by_distance)
         # Of the last n keys, these are the ones that belong to the tile.
         seen = hidden[b % len(hidden), queries, : max(0, hidden.shape[-1] - (L - queries.stop))]
         hideable = scores[..., keys - seen.shape[-1] :]
@@ -102,8 +111,8 @@ def _attend(content_query, position_query, key, value, rel_key, hidden, dropout,
         else:
             # NaN stays NaN whatever is added, and the shift brings it from the next query. It takes ten times longer.
             hideable.masked_fill_(seen != 0, -torch.inf)
-        # New memory is slow at the first touch, and the scores by distance are done with.
-        probabilities = dropped = torch.softmax(scores, dim=-1, out=by_distance)
+        # New memory is slow at the first touch.
+        probabilities = dropped = torch.softmax(scores, dim=-1, out=scores)
         kept = None
         if dropout > 0:
             dropped, kept = draw_and_drop(probabilities, dropout)

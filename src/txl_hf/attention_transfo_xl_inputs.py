@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .linear_transfo_xl import is_plain
 
-__all__ = ["AttentionInputs", "hidden_keys", "keep_documents_apart", "visible_keys"]
+__all__ = ["AttentionInputs", "first_repeated", "hidden_keys", "keep_documents_apart", "visible_keys"]
 
 
 class AttentionInputs(NamedTuple):
@@ -21,10 +21,10 @@ class AttentionInputs(NamedTuple):
         query: (B, H, L, Dh). key, value: (B, H, K, Dh), K ≥ L; the queries are the last L of the K keys' positions.
         scaling: factor of all scores.
         dropout: probability of dropping an attention probability.
-        rel_key: (H, K, Dh), W_R R with the furthest distance first: row c belongs to distance K - 1 - c.
-            None: no term depends on the distance.
+        rel_key: (H, n, Dh), n ≤ K, W_R R with the furthest distance first: row c belongs to distance n - 1 - c, and
+            the first one to all that are further too, as `clamp_len` has it. None: no term depends on the distance.
         content_bias: (H, Dh), u. position_bias: (H, Dh), v.
-        rel_bias: (H, K), a learned score per distance, rows as in `rel_key`.
+        rel_bias: (H, n), a learned score per distance, rows as in `rel_key`.
         key_mask: (B, K) bool, False where a key is padding.
         window: the furthest distance a query sees; None: all keys up to itself.
         first_key: (B, L) int, the first key that a query sees: where its document begins. It never decreases along a
@@ -55,6 +55,23 @@ class AttentionInputs(NamedTuple):
             return self.hidden
         lengths = self.query.shape[2], self.key.shape[2]
         return hidden_keys(*lengths, self.window, self.key_mask, self.query.device, self.first_key, self.order)
+
+    def of_every_distance(self) -> "AttentionInputs":
+        """The same with a row for each of the K distances in `rel_key` and `rel_bias`."""
+        K = self.key.shape[2]
+        both = (self.rel_key, self.rel_bias)
+        rel_key, rel_bias = (None if rows is None else first_repeated(rows, K) for rows in both)
+        return self._replace(rel_key=rel_key, rel_bias=rel_bias)
+
+
+def first_repeated(states: Tensor, length: int, dim: int = 1) -> Tensor:
+    """(…, n, …) with the first of the n repeated until there are `length`, or as it is where there are."""
+    missing = length - states.shape[dim]
+    if missing <= 0:
+        return states
+    shape = list(states.shape)
+    shape[dim] = missing
+    return torch.cat([states.narrow(dim, 0, 1).expand(shape), states], dim)
 
 
 def visible_keys(

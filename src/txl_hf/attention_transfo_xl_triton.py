@@ -102,6 +102,7 @@ def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
     """
     if inputs.scaling <= 0:
         raise ValueError(f"txl_triton cannot be used: scaling is {inputs.scaling}, not a positive number")
+    inputs = inputs.of_every_distance()
     query, rel_key = inputs.query, inputs.rel_key
     dtype = working_dtype(query)
     if reason := why_not_triton(query.to(dtype)):

@@ -266,7 +266,7 @@ class TransfoXLAttention(nn.Module):
         return drop(project(self.o_proj, attended.transpose(1, 2).flatten(2)), self.dropout), probabilities
 
     def _rel_key(self, distances: Distances, key_length: int, dtype: torch.dtype) -> Tensor | None:
-        """W_R R of the paper for the K distances, (H, K, Dh), or None without relative positions."""
+        """W_R R of the paper for the K distances, (H, n, Dh) with n ≤ K, or None without relative positions."""
         positions = distances.positions
         if positions is None:
             return None
@@ -275,7 +275,7 @@ class TransfoXLAttention(nn.Module):
         else:
             weight = getattr(self.r_proj, "weight", None)
             rel_key = distances.kept.rel_key(self.layer_idx, weight, lambda: self._project(positions))
-        return _last(rel_key, 1, key_length).to(dtype)
+        return _last(rel_key, 1, min(key_length, rel_key.shape[1])).to(dtype)
 
     def _project(self, positions: Tensor) -> Tensor:
         """(n, D) sinusoids or (n, H, Dh) learned keys → (H, n, Dh)."""

@@ -46,6 +46,15 @@ def sinusoids_of_distances(key_length: int, embeds: Tensor, clamp_len: int) -> T
     return sinusoid(distances, embeds.shape[-1]).to(embeds.dtype)
 
 
+def _different(key_length: int, most: int | None) -> int:
+    """How many of the distances K - 1, …, 0 have a key of their own, if `most` differ; None: all do.
+
+    All have in a graph for any K, an export's or a trace's, where K is no number.
+    """
+    graph = torch.jit.is_tracing() or getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()
+    return key_length if most is None or graph else min(key_length, most)
+
+
 # How many steps optimisers have taken, all together: a fused one writes to weights whose versions do not tell.
 _optimizer_steps = 0
 
@@ -117,7 +126,8 @@ class Distances(NamedTuple):
     """What tells the attention of a layer of distances.
 
     Attributes:
-        positions: (≥ K, D) sinusoids or (≥ K, H, Dh) learned keys, furthest distance first.
+        positions: (n, D) sinusoids or (n, H, Dh) learned keys, furthest distance first. With fewer than K, all further
+            distances share the first one.
         content_bias, position_bias, rel_bias: see `relative_attention`.
         kept: keeps the sinusoids as each layer has projected them, for later calls. None: they are of this call.
     """
@@ -172,7 +182,8 @@ class Positions:
     def distances(
         model: Any, key_length: int, embeds: Tensor, kept: KeptDistances | None, clamp_len: int, mem_len: int
     ) -> list[Distances]:
-        """For each layer what tells its attention of the distances K - 1, …, 0.
+        """For each layer what tells its attention of the distances K - 1, …, 0. Those that share a key by `clamp_len`
+        need but one.
 
         Args:
             key_length: K.
@@ -203,12 +214,18 @@ class RelativeSinusoids(Positions):
     def distances(
         model: Any, key_length: int, embeds: Tensor, kept: KeptDistances | None, clamp_len: int, mem_len: int
     ) -> list[Distances]:
+        most = clamp_len + 1 if clamp_len > 0 else None
         if kept is None:
-            positions = model.position_dropout(sinusoids_of_distances(key_length, embeds, clamp_len))
+            if model.training or model.position_dropout.training:
+                # Dropout draws for each distance by itself.
+                most = None
+            length = _different(key_length, most)
+            positions = model.position_dropout(sinusoids_of_distances(length, embeds, clamp_len))
         else:
-            if kept.positions is None or len(kept.positions) < key_length or kept.clamp_len != clamp_len:
-                # At once as many as a full memory needs, so that a growing one asks for them only once.
-                kept.positions = sinusoids_of_distances(max(key_length, mem_len + 1), embeds, clamp_len)
+            # At once as many as a full memory needs, so that a growing one asks for them only once.
+            length = _different(max(key_length, mem_len + 1), most)
+            if kept.positions is None or len(kept.positions) < length or kept.clamp_len != clamp_len:
+                kept.positions = sinusoids_of_distances(length, embeds, clamp_len)
                 kept.rel_keys, kept.clamp_len = {}, clamp_len
             positions = kept.positions
         shared = Distances(positions, kept=kept)
@@ -235,8 +252,8 @@ class RelativeLearned(Positions):
     ) -> list[Distances]:
         learned = model.config.learned_positions
         furthest = min(clamp_len, learned) if clamp_len > 0 else learned
-        steps = torch.arange(key_length - 1, -1, -1, device=embeds.device).clamp(max=furthest - 1)
-        rows = learned - 1 - steps
+        length = _different(key_length, furthest)
+        rows = learned - 1 - torch.arange(length - 1, -1, -1, device=embeds.device).clamp(max=furthest - 1)
         return [
             Distances(model.r_emb[i, rows], model.content_bias[i], rel_bias=model.r_bias[i, rows].T)
             for i in range(model.config.n_layer)
