@@ -497,6 +497,7 @@ def plot_speed() -> None:
         panel.legend(handles, colors)
         panel.set_yticks([position + 0.3 for position in range(len(runs))], list(runs))
         panel.invert_yaxis()
+        panel.margins(x=0.12)
         panel.set(xlabel="tokens per second, times legacy transformers 4.35.2 in the same run", title=where[0])
 
     windows: dict[tuple, list[Row]] = {}
