@@ -122,7 +122,9 @@ WORKLOADS = {
     "large-train-autocast": Workload("train", LARGE, 128, 384, 384, autocast=True),
     "large-softmax": Workload("softmax", LARGE, 128, 384, 0),
     "base-evaluate": Workload("evaluate", BASE, 32, 64, 640),
+    "base-evaluate-long": Workload("evaluate", BASE, 1, 1024, 640),
     "base-decode": Workload("decode", BASE, 1, 1, 640),
+    "base-decode-32": Workload("decode", BASE, 32, 1, 640),
     "base-decode-static": Workload("decode_static", BASE, 1, 1, 640),
 }
 SMALL_WORKLOADS = {
