@@ -5,7 +5,7 @@ Whatever keeps a command from going on, a package that is missing or Ctrl-C whil
 
 from importlib import import_module
 
-from .command_line import one_line_errors
+from .command_line import one_line_errors, wait_briefly
 
 __all__ = ["evaluate", "export", "prepare", "serve", "train"]
 
@@ -36,5 +36,6 @@ def train(argv: list[str] | None = None) -> None:
 
 
 def _run(module: str, argv: list[str] | None) -> None:
+    wait_briefly()
     with one_line_errors():
         import_module(f".{module}", __package__).main(argv)
