@@ -31,6 +31,7 @@ KEYS = {
     "attention_kernel.csv": ("shape mode", "contender", "of_sdpa"),
     "growth.csv": ("model axis task", "length", None),
     "tokenizer.csv": ("text way", "peer_transformers", None),
+    "threads.csv": ("model busy", "setting", None),
 }
 DRIFT = 0.1
 
@@ -415,6 +416,18 @@ def attention_table(runs: dict[str, dict[str, Row]]) -> str:
     return markdown(headers, lines)
 
 
+def threads_table(runs: dict[str, dict[str, Row]]) -> str:
+    settings = ("one thread", "as torch", "passive", "as txl-train")
+    lines = []
+    for run in runs.values():
+        row = run["as txl-train"]
+        speeds = [
+            f"{rate(run[name])} ({number(run[name]['lowest'])} – {number(run[name]['highest'])})" for name in settings
+        ]
+        lines.append([row["model"], row["busy"], *speeds])
+    return markdown(["model", "programs beside", *settings], lines)
+
+
 def softmax_table(runs: dict[str, dict[str, Row]]) -> str:
     lines = [
         [row["size"], row["tokens"], row["contender"], number(row["ms_p50"]), times(row.get("times_legacy_p50"))]
@@ -467,6 +480,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention": lambda: by_machine("attention_kernel.csv", attention_table),
     "softmax": lambda: by_machine("softmax.csv", softmax_table),
     "tokenizer": lambda: by_machine("tokenizer.csv", tokenizer_table),
+    "threads": lambda: by_machine("threads.csv", threads_table),
 }
 
 

@@ -672,11 +672,24 @@ def test_softmax(tmp_path, forked):
     assert [row["contender"] for row in read(tmp_path / "softmax.csv")] == ["ours", "full"]
 
 
-def test_smoke_figures_never_reach_the_results():
+def test_threads_beside_another_program(tmp_path):
+    import threads
+
+    threads.main(["--smoke", "--busy", "1", "--output", str(tmp_path / "threads.csv")])
+    rows = read(tmp_path / "threads.csv")
+    assert [row["setting"] for row in rows] == ["one thread", "as torch", "passive", "as txl-train"]
+    assert all(float(row["tokens_per_second_p50"]) > 0 and row["busy"] == "1" for row in rows)
+
+
+def test_smoke_figures_never_reach_the_results(capsys):
     import growth
+    import threads
 
     with pytest.raises(SystemExit, match="name another file with --output"):
         growth.main(["--smoke", *CPU])
+    with pytest.raises(SystemExit):
+        threads.main(["--smoke"])
+    assert "name another file with --output" in capsys.readouterr().err
 
 
 def test_flops_are_those_of_the_recipes():
