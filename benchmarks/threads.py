@@ -1,7 +1,7 @@
 """How threads that wait for one another should do so: a small model's training alone and beside other programs.
 
     python benchmarks/threads.py             # where nothing else runs
-    python benchmarks/threads.py --busy 8    # beside eight processes that compute
+    python benchmarks/threads.py --busy 2    # beside two other trainings
 
 Each setting trains in processes of its own, in turns; before a turn counts, its losses must be those of one thread.
 `as txl-train` is what the installed commands and `make demo` set. Rows go to `benchmarks/results/threads.csv`.
@@ -24,6 +24,7 @@ from txl_hf.command_line import SPIN_COUNT
 # Layers are four; (width, rows, tokens of a segment).
 MODELS = {"width 128, 12 × 64 tokens": (128, 12, 64), "width 256, 32 × 100 tokens": (256, 32, 100)}
 SMOKE = {"smoke": (16, 2, 8)}
+OTHER = (128, 12, 64)
 SETTINGS = {
     "one thread": {"OMP_NUM_THREADS": "1"},
     "as torch": {},
@@ -64,7 +65,10 @@ def train(width: int, rows: int, length: int, seconds: float) -> dict[str, list[
 
 @contextlib.contextmanager
 def other_programs(count: int) -> Iterator[None]:
-    programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    """Trainings of the smaller model, each in one thread, which go on until the block ends."""
+    command = [sys.executable, str(Path(__file__)), "--turn", *map(str, OTHER), "1e9"]
+    environment = os.environ | SETTINGS["one thread"]
+    programs = [subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) for _ in range(count)]
     try:
         yield
     finally:
@@ -84,7 +88,7 @@ def turn(sizes: tuple[int, int, int], seconds: float, setting: dict[str, str]) -
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--busy", type=int, default=0, help="processes beside that only compute (%(default)s)")
+    parser.add_argument("--busy", type=int, default=0, help="other trainings beside, of one thread each (%(default)s)")
     parser.add_argument("--turns", type=int, default=3, help="(%(default)s)")
     parser.add_argument("--seconds", type=float, default=10.0, help="of one turn (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, one short turn: try the script itself")
