@@ -106,7 +106,6 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("--smoke: name another file with --output")
     models, turns, seconds = (SMOKE, 1, 0.0) if options.smoke else (MODELS, options.turns, options.seconds)
     origin = {**harness.origin("cpu", "fp32", os.cpu_count() or 1), **harness.versions(), "busy": options.busy}
-    rows = []
     with other_programs(options.busy):
         for name, sizes in models.items():
             found: dict[str, list[float]] = {setting: [] for setting in SETTINGS}
@@ -119,13 +118,14 @@ def main(argv: list[str] | None = None) -> None:
                     if max(abs(a - b) for a, b in zip(losses, expected, strict=True)) > 1e-4:
                         sys.exit(f"{name}, {setting}: losses of {losses} where one thread has {expected}")
                     found[setting].append(sizes[1] * sizes[2] / statistics.median(result["seconds"]))
+            rows = []
             for setting, speeds in found.items():
                 median = statistics.median(speeds)
                 print(f"{name:28} {setting:12} {median:8,.0f} tokens/s ({min(speeds):,.0f} to {max(speeds):,.0f})")
                 speed = {"lowest": min(speeds), "tokens_per_second_p50": median, "highest": max(speeds)}
                 numbers = {column: harness.significant(value) for column, value in speed.items()}
                 rows.append({**origin, "model": name, "setting": setting, "turns": turns, **numbers})
-    harness.append(options.output, rows)
+            harness.append(options.output, rows)
 
 
 if __name__ == "__main__":
