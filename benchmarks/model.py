@@ -486,6 +486,8 @@ def load(contender: str, workload: Workload, folder: str, arguments: argparse.Na
         model = gpt2(config, workload.memory + workload.segment)
     elif contender == "floor":
         model = floor(config)
+        if workload.sampled:
+            learn_frequencies(model)
     else:
         from txl_hf import TransfoXLForCausalLM
         from txl_hf.training.compilation import compile_layers

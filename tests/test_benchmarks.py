@@ -115,6 +115,22 @@ def test_every_contender(task, tmp_path):
         assert wrong.keys() == {"ours"} and "other losses" in wrong["ours"]
 
 
+@pytest.mark.parametrize("contender", ["ours", "floor"])
+def test_the_softmax_of_a_sampled_workload_knows_how_frequent_words_are(contender, tmp_path):
+    """Of the floor too: a softmax that does not would leave out clusters that the others compute."""
+    import dataclasses
+
+    import harness
+    import model
+
+    workload = dataclasses.replace(model.SMOKE["smoke-decode"], sampled=True)
+    model.save(workload, str(tmp_path))
+    loaded = model.load(contender, workload, str(tmp_path), argparse.Namespace(device="cpu", dtype="fp32"))
+    frequencies = harness.token_frequencies(loaded.config.vocab_size).float()
+    found = torch.cat([layer.bias for layer in loaded.lm_head.out_layers])
+    torch.testing.assert_close(found.detach(), frequencies.log())
+
+
 def test_everything_on_a_gpu_outlives_a_step_that_hangs(tmp_path, monkeypatch, capsys):
     """Every step is given options that its script knows, and one that is stopped takes no other with it."""
     import gpu
