@@ -20,9 +20,9 @@ warm-up, and scores the test text alone, at one memory length.
     python examples/half_hours.py --texts texts --share 0.2 --output examples/results/shares --work build/shares
 
 A run that was stopped goes on where it was, and what is done is not done again, whatever machine did it: the same
-command. To do it again on this one, name another --output. What was begun with other options than those of today is
-refused. Models are kept in `--work`, results in `--output`: `rows.csv`, with the commit and the command of each run,
-and the page `README.md`.
+command. To do it again on this one, name another --output. What was begun or done with other options than those of
+today is refused, and so are seconds of a step that another machine took. Models are kept in `--work`, results in
+`--output`: `rows.csv`, with the commit and the command of each run, and the page `README.md`.
 """
 
 import argparse
@@ -248,6 +248,9 @@ def main(argv: list[str] | None = None):
                     f"{options.output} has {', '.join(key(row))} of --share {share:g}, not {options.share:g}: name "
                     "another --output"
                 )
+        for run in runs:
+            if run.key in done:
+                check_done(run, done[run.key], options.output)
         for run in left:
             prepare(run, options.texts)
             time_steps(run, options.contenders)
@@ -311,6 +314,27 @@ def train(run: Run, threads: int):
     if run.tuning() and not read_tuned(run).get("complete"):
         (run.folder / TUNED).unlink(missing_ok=True)
         start("tune_lm.py", run.tuning(), threads)
+
+
+def check_done(run: Run, row: dict[str, str], output: Path):
+    """Refuse a row of a contender that had other options than today's. Of what its recipe's file said it says nothing.
+
+    Raises:
+        ValueError: with the command of the row.
+    """
+    (_, recipe, *given), (today, *options) = shlex.split(row["command"]), run.training(run.folder)
+    given, options = (each[each.index("--seed") + 2 :] for each in (given, options))
+    # Behind them stand the steps and what a share adds.
+    steps = given[len(options) :]
+    if (
+        Path(recipe).name != Path(today).name
+        or given[: len(options)] != options
+        or steps[:1] not in ([], ["--max_steps"])
+    ):
+        raise ValueError(
+            f"{output} has {', '.join(run.key)} of other options, {shlex.join(given)}: name another --output, or take "
+            "its rows out"
+        )
 
 
 def check_begun(run: Run):
@@ -407,7 +431,9 @@ def time_steps(run: Run, names: list[str]):
 def timing_options(run: Run, contender: Contender) -> dict[str, Any]:
     """What a contender is timed with, but for the places that depend on the run."""
     arguments = training_arguments(replace(run, contender=contender).training(run.work / "timed", *TIMING))
-    return {name: value for name, value in arguments.as_dict().items() if name not in PLACES}
+    options = {name: value for name, value in arguments.as_dict().items() if name not in PLACES}
+    # Seconds of one machine are not those of another.
+    return {"processor": harness.processor(), **options}
 
 
 def timed(run: Run) -> Path:
@@ -542,8 +568,9 @@ def about(rows: list[dict[str, str]]) -> str:
 
 def commands(rows: list[dict[str, str]]) -> list[str]:
     """Those of the first seed of each contender."""
-    first = rows[0]["seed"]
-    return [row[name] for row in rows if row["seed"] == first for name in ("command", "tuning") if row.get(name)]
+    seeds: dict[str, str] = {}
+    first = [row for row in rows if seeds.setdefault(row["contender"], row["seed"]) == row["seed"]]
+    return [row[name] for row in first for name in ("command", "tuning") if row.get(name)]
 
 
 if __name__ == "__main__":

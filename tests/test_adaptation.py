@@ -12,7 +12,14 @@ from torch.overrides import TorchFunctionMode
 
 import adaptation_process
 import launcher
-from txl_hf import DynamicEvaluation, TransfoXLForCausalLM, adaptation, evaluate_language_model, token_losses
+from txl_hf import (
+    ContinuousCache,
+    DynamicEvaluation,
+    TransfoXLForCausalLM,
+    adaptation,
+    evaluate_language_model,
+    token_losses,
+)
 from txl_hf.adaptation import Diverged
 from txl_hf.reading import evaluating
 
@@ -120,9 +127,20 @@ def test_the_weights_follow_a_warm_up(make_model, make_ids, batch_size, warm_up)
     assert result.nll == pytest.approx(warmed.double().mean().item(), rel=1e-6)
 
 
+def test_ctrl_c_before_an_adaptation_begins(make_model, make_ids, monkeypatch):
+    class Interrupted(list):
+        def append(self, _):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(adaptation, "_begun", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        token_losses(make_model(), make_ids(1, 30)[0], 5, dynamic=DynamicEvaluation(RATE))
+
+
 @pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("cache", [None, ContinuousCache(12, 0.3, 0.5)], ids=["alone", "cache"])
 @pytest.mark.parametrize("with_statistics", [False, True])
-def test_no_token_changes_its_own_loss_or_an_earlier_one(make_model, make_ids, with_statistics, batch_size):
+def test_no_token_changes_its_own_loss_or_an_earlier_one(make_model, make_ids, with_statistics, cache, batch_size):
     """Nor one of its segment but through the memory and the text, as ever: those that are later change nothing. In
     another stream it changes what comes after its segment."""
     model, ids = make_model(), make_ids(1, 41 * batch_size)[0]
@@ -130,7 +148,8 @@ def test_no_token_changes_its_own_loss_or_an_earlier_one(make_model, make_ids, w
     dynamic = DynamicEvaluation(RATE, epsilon=1.0, statistics=statistics)
 
     def losses(streams):
-        return token_losses(model, streams.flatten(), 8, batch_size=batch_size, dynamic=dynamic).view(batch_size, -1)
+        found = token_losses(model, streams.flatten(), 8, batch_size=batch_size, dynamic=dynamic, cache=cache)
+        return found.view(batch_size, -1)
 
     streams = ids.view(batch_size, -1)
     expected, own = losses(streams), batch_size // 2

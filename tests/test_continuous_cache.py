@@ -1,5 +1,6 @@
 """The continuous cache against its formula, token by token in fp64, in evaluation and in generate."""
 
+import copy
 import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +19,11 @@ from txl_hf.memory_transfo_xl import MemoryCache
 
 
 @torch.no_grad()
-def states_of(model: TransfoXLForCausalLM, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def states_of(model: TransfoXLForCausalLM, ids: torch.Tensor, mems=None) -> tuple[torch.Tensor, torch.Tensor]:
     """(n, D) states that enter the softmax and (n, V) log-probabilities after each token of one text."""
     entered = []
     hook = model.lm_head.register_forward_pre_hook(lambda _, args: entered.append(args[0]))
-    logits = model.eval()(ids[None]).logits[0]
+    logits = model.eval()(ids[None], mems=mems).logits[0]
     hook.remove()
     return entered[0][0].double(), logits.double()
 
@@ -140,15 +141,37 @@ def test_with_dynamic_evaluation(make_model, make_ids):
     torch.testing.assert_close(without, alone)
 
 
-def test_two_processes_agree_with_one(tmp_path):
+def test_with_dynamic_evaluation_by_hand(make_model, make_ids):
+    """States of the past are those that the weights of their time computed; no step follows the cache's share."""
+    model, ids, length = make_model().double(), make_ids(1, 60, vocab_size=12)[0], 6
+    dynamic, cache = DynamicEvaluation(0.05), ContinuousCache(20, 0.3, 0.1)
+    following, mems, read = copy.deepcopy(model).eval(), None, []
+    for start in range(0, 59, length):
+        part = ids[None, start : start + length + 1]
+        read.append(states_of(following, part[0, :-1], mems))
+        outputs = following(part[:, :-1], shift_labels=part[:, 1:], mems=mems)
+        outputs.losses.mean().backward()
+        with torch.no_grad():
+            for parameter in following.parameters():
+                parameter -= 0.05 * parameter.grad
+        following.zero_grad()
+        mems = outputs.mems
+    states, log_probs = map(torch.cat, zip(*read, strict=True))
+    expected = -by_hand(states, log_probs, ids[:59], cache).gather(1, ids[1:, None])[:, 0].log()
+    found = token_losses(model, ids, length, dynamic=dynamic, cache=cache)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamic", [None, DynamicEvaluation(0.02)], ids=["static", "dynamic"])
+def test_two_processes_agree_with_one(tmp_path, dynamic):
     """Each looks at its own streams alone, whose pasts are those of one process that reads all."""
-    settings = {"cache": ContinuousCache(12, 0.4, 0.3)}
+    settings = {"cache": ContinuousCache(12, 0.4, 0.3), "dynamic": dynamic}
     started = launcher.start(adaptation_process.save_losses, 2, folder=tmp_path, **settings)
     assert launcher.join(started) == [0, 0]
     expected = adaptation_process.losses(**settings)
     for rank in (0, 1):
         torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), expected)
-    assert (expected - adaptation_process.losses(cache=None)).abs().max() > 0.1
+    assert (expected - adaptation_process.losses(cache=None, dynamic=dynamic)).abs().max() > 0.1
 
 
 # --- generate --------------------------------------------------------------------------------------------------------

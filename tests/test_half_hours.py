@@ -197,6 +197,44 @@ def test_what_was_begun_with_other_options_is_refused(examples, tmp_path, monkey
     assert not started, "refused before anything is done again"
 
 
+def test_a_row_of_other_options_is_refused(examples, tmp_path, monkeypatch):
+    examples()
+    command = ["--smoke", "--seeds", "0", "--only", "ptb", "--output", str(tmp_path)]
+    half_hours.main(command)
+    half_hours.main(command)
+    text = half_hours.TEXTS["ptb"]
+    for options in ("--dropout 0.3", "--dropout 0.45 --weight_decay 0.3"):
+        changed = half_hours.replace(text.contenders[1], options=options)
+        contenders = (text.contenders[0], changed)
+        monkeypatch.setitem(half_hours.TEXTS, "ptb", half_hours.replace(text, contenders=contenders))
+        with pytest.raises(SystemExit, match="has ptb, recipe, 0 of other options, --dropout 0.3 --weight_decay 0.3"):
+            half_hours.main(command)
+
+
+def test_the_rows_that_are_committed_are_of_today_s_options():
+    for output in (half_hours.OUTPUT, half_hours.OUTPUT.with_name("shares")):
+        for row in half_hours.harness.read(output / "rows.csv"):
+            for contender in half_hours.TEXTS[row["text"]].contenders:
+                if contender.name == row["contender"]:
+                    run = half_hours.Run(row["text"], contender, int(row["seed"]), output, False)
+                    half_hours.check_done(run, row, output)
+
+
+def test_times_of_another_machine_are_refused(examples, tmp_path, monkeypatch):
+    examples()
+    command = ["--smoke", "--seeds", "0", "--only", "ptb", "--output", str(tmp_path)]
+    half_hours.main(command)
+    (tmp_path / "rows.csv").unlink()
+    monkeypatch.setattr(half_hours.harness, "processor", lambda: "another")
+    with pytest.raises(SystemExit, match=r"ptb\.json is of other options: processor was .* and is another; delete it"):
+        half_hours.main(command)
+
+
+def test_each_contender_s_command_is_on_the_page_whatever_its_seed():
+    rows = [{"contender": name, "seed": seed, "command": f"{name} {seed}"} for name, seed in ("a1", "a2", "b2")]
+    assert half_hours.commands(rows) == ["a 1", "b 2"]
+
+
 def test_a_part_of_a_tuning_is_done_again(examples, tmp_path):
     examples()
     command = ["--smoke", "--seeds", "0", "--only", "ptb", "--contenders", "recipe", "--output", str(tmp_path)]

@@ -195,6 +195,9 @@ class Adaptation:
         raised = None
         # A copy, as other threads adapt other models meanwhile.
         begun = list(_begun)
+        if self not in begun:
+            # Ctrl-C came before it began: no weight has changed.
+            return
         later = begun[begun.index(self) + 1 :]
         left = list(self._start.items())
         while left:
