@@ -371,9 +371,13 @@ def complete(arguments) -> None:
         raise SystemExit("error: --device cuda, but torch sees no GPU")
     if arguments.smoke:
         arguments.seconds, arguments.repeats = 0.0, (2, 2)
-        if arguments.output.parent == RESULTS:
-            raise SystemExit("error: --smoke measures nothing worth keeping: name another file with --output")
+        keep_smoke_out(arguments.output)
     prepare(arguments)
+
+
+def keep_smoke_out(output: Path) -> None:
+    if output.parent == RESULTS:
+        raise SystemExit("error: --smoke measures nothing worth keeping: name another file with --output")
 
 
 def prepare(arguments) -> None:

@@ -24,14 +24,14 @@ RESULTS = Path(__file__).parent / "results" / "threads.csv"
 # Layers are four; (width, rows, tokens of a segment).
 MODELS = {"width 128, 12 × 64 tokens": (128, 12, 64), "width 256, 32 × 100 tokens": (256, 32, 100)}
 SMOKE = {"smoke": (16, 2, 8)}
-OTHER = (128, 12, 64)
+OTHER = next(iter(MODELS.values()))
 SETTINGS = {
     "one thread": {"OMP_NUM_THREADS": "1"},
     "as torch": {},
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
     "as txl-train": {"GOMP_SPINCOUNT": str(SPIN_COUNT)},
 }
-CHOSEN_ELSEWHERE = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
+VARIABLES = {name for setting in SETTINGS.values() for name in setting}
 WARM_UP = 2
 
 
@@ -78,7 +78,7 @@ def other_programs(count: int) -> Iterator[None]:
 
 
 def turn(sizes: tuple[int, int, int], seconds: float, setting: dict[str, str]) -> dict[str, list[float]]:
-    environment = {name: value for name, value in os.environ.items() if name not in CHOSEN_ELSEWHERE}
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     command = [sys.executable, str(Path(__file__)), "--turn", *map(str, sizes), str(seconds)]
     process = subprocess.run(command, env=environment | setting, capture_output=True, text=True)
     if process.returncode:
@@ -102,8 +102,8 @@ def main(argv: list[str] | None = None) -> None:
     # It lets threads wait as suits the other benchmarks, and so is kept from the turns.
     import harness
 
-    if options.smoke and options.output == RESULTS:
-        parser.error("--smoke: name another file with --output")
+    if options.smoke:
+        harness.keep_smoke_out(options.output)
     models, turns, seconds = (SMOKE, 1, 0.0) if options.smoke else (MODELS, options.turns, options.seconds)
     origin = {**harness.origin("cpu", "fp32", os.cpu_count() or 1), **harness.versions(), "busy": options.busy}
     with other_programs(options.busy):

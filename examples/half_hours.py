@@ -241,16 +241,10 @@ def main(argv: list[str] | None = None):
         done = {key(row): row for row in harness.read(options.output / "rows.csv")}
         left = [run for run in runs if run.key not in done]
         print(f"{len(runs) - len(left)} of {len(runs)} runs are done in {options.output}", flush=True)
-        for row in (done[run.key] for run in runs if run.key in done):
-            print(f"  {', '.join(key(row))}: {row['date']}, {row['processor']}", flush=True)
-            if (share := float(row.get("share") or 1)) != options.share:
-                raise ValueError(
-                    f"{options.output} has {', '.join(key(row))} of --share {share:g}, not {options.share:g}: name "
-                    "another --output"
-                )
         for run in runs:
-            if run.key in done:
-                check_done(run, done[run.key], options.output)
+            if row := done.get(run.key):
+                print(f"  {', '.join(run.key)}: {row['date']}, {row['processor']}", flush=True)
+                check_done(run, row, options.output)
         for run in left:
             prepare(run, options.texts)
             time_steps(run, options.contenders)
@@ -317,11 +311,14 @@ def train(run: Run, threads: int):
 
 
 def check_done(run: Run, row: dict[str, str], output: Path):
-    """Refuse a row of a contender that had other options than today's. Of what its recipe's file said it says nothing.
+    """Refuse a row of another share, or of other options than today's. Of what its recipe's file said it says nothing.
 
     Raises:
-        ValueError: with the command of the row.
+        ValueError: with the share or the options of the row.
     """
+    name = ", ".join(run.key)
+    if (share := float(row.get("share") or 1)) != run.share:
+        raise ValueError(f"{output} has {name} of --share {share:g}, not {run.share:g}: name another --output")
     (_, recipe, *given), (today, *options) = shlex.split(row["command"]), run.training(run.folder)
     given, options = (each[each.index("--seed") + 2 :] for each in (given, options))
     # Behind them stand the steps and what a share adds.
@@ -332,8 +329,7 @@ def check_done(run: Run, row: dict[str, str], output: Path):
         or steps[:1] not in ([], ["--max_steps"])
     ):
         raise ValueError(
-            f"{output} has {', '.join(run.key)} of other options, {shlex.join(given)}: name another --output, or take "
-            "its rows out"
+            f"{output} has {name} of other options, {shlex.join(given)}: name another --output, or take its rows out"
         )
 
 

@@ -216,7 +216,8 @@ def test_the_rows_that_are_committed_are_of_today_s_options():
         for row in half_hours.harness.read(output / "rows.csv"):
             for contender in half_hours.TEXTS[row["text"]].contenders:
                 if contender.name == row["contender"]:
-                    run = half_hours.Run(row["text"], contender, int(row["seed"]), output, False)
+                    share = float(row.get("share") or 1)
+                    run = half_hours.Run(row["text"], contender, int(row["seed"]), output, False, share)
                     half_hours.check_done(run, row, output)
 
 
