@@ -6,8 +6,8 @@
 
 --texts holds the folders `wikitext-2`, `ptb` and `wikipedia-long`, with the files that `txl-prepare` reads, and
 `warandpeace` with `warandpeace.txt`. Before a text is begun, steps of its first contender and of those that are to run
-are timed, each in a process of its own, in turn, and the fastest turn of each counts; the machine should then have
-nothing else to do. The first contender trains for the steps of its recipe, the others for as many as take the same
+are timed, each in a process of its own, in turn, and the fastest turn of each counts, or of all whose steps are the
+same work (with another schedule, say); the machine should then have nothing else to do. The first contender trains for the steps of its recipe, the others for as many as take the same
 seconds (in `warandpeace` for the steps of theirs). Seconds are of training alone, without validation and checkpoints.
 Once the steps are known it does not matter how fast they are done: several runs can go on at once (`--jobs`).
 
@@ -67,6 +67,8 @@ KINDS = ("static", "dynamic", "cache", "both")
 # counts: a virtual machine's neighbours only slow a step down, and may do so in most of one contender's turns.
 TURNS, TIMED, UNTIMED = 5, 30, 5
 TUNED = "tuned.json"
+# Options that change nothing of what a step computes: contenders that differ in them alone are equally fast.
+FREE = {"learning_rate", "weight_decay", "scheduler"}
 # Options of a run that its figures do not depend on, or that its folder is named after.
 PLACES = {"data", "output", "seed", "resume", "overwrite"}
 # Without a warm-up, which may be longer.
@@ -437,8 +439,13 @@ def timed(run: Run) -> Path:
 
 
 def step_seconds(run: Run) -> dict[str, float]:
-    """Of the contenders of a run's text, as they were timed."""
-    return {name: found["seconds"] for name, found in json.loads(timed(run).read_text()).items()}
+    """Of the contenders of a run's text: the fastest turn of all whose steps are the same work."""
+    found = json.loads(timed(run).read_text())
+    works = {name: {key: each["options"][key] for key in each["options"].keys() - FREE} for name, each in found.items()}
+    return {
+        name: min(each["seconds"] for other, each in found.items() if works[other] == work)
+        for name, work in works.items()
+    }
 
 
 def seconds_of_step(run: Run) -> float:
