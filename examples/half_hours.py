@@ -63,9 +63,9 @@ Written by `examples/half_hours.py`, which says how, from `rows.csv`. Seconds of
 took with all threads and nothing else running: half an hour where the first recipes were made, more on a slower
 machine."""
 KINDS = ("static", "dynamic", "cache", "both")
-# How often it is a contender's turn to be timed, and by how many steps; the first ones are slower. The fastest turn
+# How often it is a contender's turn to be timed, and by how many steps, behind some that are slower. The fastest turn
 # counts: a virtual machine's neighbours only slow a step down, and may do so in most of one contender's turns.
-TURNS, TIMED, UNTIMED = 5, 30, 5
+TURNS, TIMED, UNTIMED = 5, 25, 5
 TUNED = "tuned.json"
 # Options that change nothing of what a step computes: contenders that differ in them alone are equally fast.
 FREE = {"learning_rate", "weight_decay", "scheduler"}
@@ -138,6 +138,7 @@ TEXTS = {
             Contender("with 16 streams", "wikitext2_small", "--batch_size 16 --learning_rate 2e-3"),
             Contender("with a weight decay of 0.01", "wikitext2_small", "--weight_decay 0.01"),
             Contender("stable, then down", "wikitext2_small", "--scheduler stable_decay"),
+            Contender("memory that grows", "wikitext2_small", "--mem_warmup_ratio 0.5"),
         ),
         tuning=MORE_WORDS,
     ),
@@ -160,6 +161,9 @@ TEXTS = {
                 "Muon, 32 streams, stable, then down",
                 "characters_small",
                 f"{LONG} {MORE_CHARACTERS} --scheduler stable_decay",
+            ),
+            Contender(
+                "Muon, 32 streams, memory that grows", "characters_small", f"{LONG} {MORE_CHARACTERS} --mem_warmup_ratio 0.5"
             ),
         ),
         characters=True,
@@ -449,19 +453,22 @@ def step_seconds(run: Run) -> dict[str, float]:
 
 
 def seconds_of_step(run: Run) -> float:
-    """The median of steps of training alone, in a process that does nothing else."""
+    """The mean of all steps of a short training alone, in a process that does nothing else.
+
+    The mean, and all of them: what changes in the course of a training changes here.
+    """
     from txl_hf.training.loop import Training
 
-    seconds = []
+    seconds: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
         training = Training(training_arguments(run.training(Path(scratch) / "timed", *TIMING)))
         training.model.train()
         for batch in training.batches():
             since = time.perf_counter()
             training.train_step(batch)
-            training.step += 1
             seconds.append(time.perf_counter() - since)
-    return statistics.median(seconds[UNTIMED:])
+            training.step = max(0, len(seconds) - UNTIMED)
+    return statistics.fmean(seconds[UNTIMED:])
 
 
 # --- results ---------------------------------------------------------------------------------------------------------

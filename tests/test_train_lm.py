@@ -311,6 +311,26 @@ def test_learning_rates_of_embeddings_and_of_short_segments(tmp_path, corpus, mo
     np.testing.assert_allclose([rate[1] for rate in rates], [2 * rate[0] for rate in rates])
 
 
+@pytest.mark.parametrize("initial_memory", ["zeros", "empty"])
+def test_a_memory_that_grows(tmp_path, corpus, monkeypatch, initial_memory):
+    """From one state, over the first two thirds of 9 steps, to all 12; what is saved remembers as many."""
+    lengths = []
+    step = loop.Training.train_step
+
+    def recorded(self, batch):
+        found = step(self, batch)
+        lengths.append([memory["mems"][0].shape[1] for memory in self.memories])
+        return found
+
+    monkeypatch.setattr(loop.Training, "train_step", recorded)
+    settings = {"mem_len": 12, "tgt_len": 8, "max_steps": 9, "eval_every": 3, "initial_memory": initial_memory}
+    recipe = write_recipe(tmp_path / "recipe.yaml", batch_chunk=2, mem_warmup_ratio=2 / 3, **settings)
+    output = tmp_path / "output"
+    train(recipe, "--data", corpus, "--output", output)
+    assert lengths == [[length] * 2 for length in (1, 2, 4, 6, 8, 10, 12, 12, 12)]
+    assert TransfoXLConfig.from_pretrained(output).mem_len == 12
+
+
 def test_a_step_reads_no_number_of_a_tensor(tmp_path, corpus, monkeypatch):
     """On a GPU the host would wait for it."""
     counts = count_host_reads(monkeypatch, loop.Training, "train_step")
@@ -501,7 +521,14 @@ def test_a_trial_shrinks_all_of_a_schedule(tmp_path):
 
 # --- resuming --------------------------------------------------------------------------------------------------------
 
-MEMORY = {"roll": True, "average": "ema", "ema_decay": 0.7, "optimizer": "lamb", "batch_chunk": 2}
+MEMORY = {
+    "roll": True,
+    "mem_warmup_ratio": 0.8,
+    "average": "ema",
+    "ema_decay": 0.7,
+    "optimizer": "lamb",
+    "batch_chunk": 2,
+}
 EXTENDED = {
     "varlen": True,
     "ext_len": 4,
@@ -1006,6 +1033,8 @@ def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
         ({"word_dropout": 1.5}, "word_dropout=1.5 must be at least 0 and less than 1"),
         ({"cutoffs": [100, 600]}, "has 502 tokens, fewer than the recipe's cutoffs [100, 600]"),
         ({"batch_chunk": 3}, "--batch_size 4 must be a multiple of 1 process(es) × --batch_chunk 3"),
+        ({"mem_warmup_ratio": 1.5}, "--mem_warmup_ratio is 1.5, but must be from 0 to 1"),
+        ({"mem_warmup_ratio": 0.5, "mem_len": 0}, "--mem_warmup_ratio 0.5 grows no memory, as --mem_len is 0"),
         ({"roll": True, "varlen": True}, "--roll goes together with neither --varlen nor --ext_len"),
         ({"tgt_len": 80}, "the text has 289 tokens, but batch_size=4 streams of at least one segment"),
         ({"learning_rate": 1e-3, "min_learning_rate": 2e-3}, "at least 0 and at most --learning_rate 0.001"),

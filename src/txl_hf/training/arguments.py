@@ -89,6 +89,7 @@ class DataArguments:
     batch_size: int = option("Streams of one step, of all processes together.", 16)
     batch_chunk: int = option("Parts in which a process computes its streams, to need less memory.", 1)
     varlen: bool = option("Segment lengths that vary from step to step, around tgt_len.", False)
+    mem_warmup_ratio: float = option("Part of all steps over which the memory grows from 1 to mem_len.", 0.0)
     loss: Literal["full", "half"] = option(
         "full: each token of a segment is predicted; half: those of its second half, after tgt_len tokens that are "
         "read again (ext_len = tgt_len), as the paper's baselines need.",
@@ -337,6 +338,8 @@ def check_arguments(arguments: Arguments):
         raise ValueError("set one of --max_steps and --max_epochs")
     if optimization.max_epochs is not None and not 0 < optimization.max_epochs < math.inf:
         raise ValueError(f"--max_epochs is {optimization.max_epochs:g}, but must be above 0, and finite")
+    if not 0 <= arguments.data.mem_warmup_ratio <= 1:
+        raise ValueError(f"--mem_warmup_ratio is {arguments.data.mem_warmup_ratio:g}, but must be from 0 to 1")
     check_rates(optimization)
     if not run.smoke:
         for name, value in (("data", arguments.data.data), ("output", run.output)):

@@ -55,6 +55,7 @@ from .setup import (
     PRECISIONS,
     RolledStream,
     check_evaluation,
+    check_memory,
     check_texts,
     find_document_end,
     foreign_metric,
@@ -117,6 +118,7 @@ class Training:
         model_arguments, data, _, optimization, regularization, run = arguments
         self.tokenizer, corpus = load_data(Path(data.data or ""))
         config = make_config(model_arguments, self.tokenizer, data)
+        check_memory(config, data)
         check_evaluation(config, arguments.evaluation)
         check_texts(corpus, config, arguments)
         self.texts = {split: open_tokens(corpus[split]["token_ids"]) for split in SPLITS}
@@ -281,7 +283,7 @@ class Training:
             with accelerator.accumulate(self.model):
                 with self.autocast():
                     outputs = self.model(**inputs, **self.memories[i])
-                self.memories[i] = memory_of(outputs)
+                self.memories[i] = latest_states(memory_of(outputs), self.memory_length())
                 if accelerator.mixed_precision == "fp16" and self.memories[i]:
                     # A stream would go on from what overflowed until the text ends, whatever the scaler skips.
                     self.memories[i]["mems_mask"] = mask_overflow(**self.memories[i])
@@ -305,6 +307,15 @@ class Training:
         if self.averaged is not None and self.step >= self.arguments.optimization.average_start:
             self.averaged.update_parameters(self.plain_model())
         return grad_norm
+
+    def memory_length(self) -> int:
+        """How many states the next step remembers, at most."""
+        mem_len = self.plain_model().config.mem_len
+        growing = self.arguments.data.mem_warmup_ratio * self.max_steps
+        if not mem_len or self.step >= growing:
+            return mem_len
+        # One at least: without any, a step would begin the text anew, with zeros where the memory begins as zeros.
+        return max(1, int(mem_len * self.step / growing))
 
     def scale_learning_rate(self):
         """A segment that is shorter than others counts less."""

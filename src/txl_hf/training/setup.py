@@ -82,6 +82,14 @@ def check_texts(corpus: datasets.DatasetDict, config: TransfoXLConfig, arguments
             )
 
 
+def check_memory(config: TransfoXLConfig, data: DataArguments):
+    """Raise a ValueError for a memory that is to grow where there is none."""
+    if data.mem_warmup_ratio and not config.mem_len:
+        raise ValueError(
+            f"--mem_warmup_ratio {data.mem_warmup_ratio:g} grows no memory, as --mem_len is 0: leave it out"
+        )
+
+
 def check_evaluation(config: TransfoXLConfig, evaluation: EvaluationArguments):
     """Raise a ValueError for lengths with which the first validation, hours later, or the last would end."""
     for memory_length in [evaluation.eval_mem_len, *evaluation.eval_memory_lengths]:
