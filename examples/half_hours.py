@@ -6,10 +6,11 @@
 
 --texts holds the folders `wikitext-2`, `ptb` and `wikipedia-long`, with the files that `txl-prepare` reads, and
 `warandpeace` with `warandpeace.txt`. Before a text is begun, steps of its first contender and of those that are to run
-are timed, each in a process of its own, in turn, and the fastest turn of each counts, or of all whose steps are the
-same work (with another schedule, say); the machine should then have nothing else to do. The first contender trains for the steps of its recipe, the others for as many as take the same
-seconds (in `warandpeace` for the steps of theirs). Seconds are of training alone, without validation and checkpoints.
-Once the steps are known it does not matter how fast they are done: several runs can go on at once (`--jobs`).
+are timed, each in a process of its own, in turn; those whose steps are the same work, with another schedule, say, as
+one. Of each step its fastest turn counts; the machine should then have nothing else to do. The first contender trains
+for the steps of its recipe, the others for as many as take the same seconds (in `warandpeace` for the steps of
+theirs). Seconds are of training alone, without validation and checkpoints. Once the steps are known it does not matter
+how fast they are done: several runs can go on at once (`--jobs`).
 
 A model then scores the test text alone, with dynamic evaluation, with a continuous cache and with both, in one stream;
 `tune_lm.py` chooses their settings on the validation text. One of `warandpeace` scores it alone.
@@ -63,11 +64,11 @@ Written by `examples/half_hours.py`, which says how, from `rows.csv`. Seconds of
 took with all threads and nothing else running: half an hour where the first recipes were made, more on a slower
 machine."""
 KINDS = ("static", "dynamic", "cache", "both")
-# How often it is a contender's turn to be timed, and by how many steps, behind some that are slower. The fastest turn
-# counts: a virtual machine's neighbours only slow a step down, and may do so in most of one contender's turns.
+# How often it is a contender's turn to be timed, and by how many steps, behind some that are slower. Of each step the
+# fastest turn counts: a virtual machine's neighbours only slow it down, and may do so in most of a contender's turns.
 TURNS, TIMED, UNTIMED = 5, 25, 5
 TUNED = "tuned.json"
-# Options that change nothing of what a step computes: contenders that differ in them alone are equally fast.
+# Options that change nothing of what a step computes: contenders that differ in them alone are timed as one.
 FREE = {"learning_rate", "weight_decay", "scheduler"}
 # Options of a run that its figures do not depend on, or that its folder is named after.
 PLACES = {"data", "output", "seed", "resume", "overwrite"}
@@ -163,7 +164,9 @@ TEXTS = {
                 f"{LONG} {MORE_CHARACTERS} --scheduler stable_decay",
             ),
             Contender(
-                "Muon, 32 streams, memory that grows", "characters_small", f"{LONG} {MORE_CHARACTERS} --mem_warmup_ratio 0.5"
+                "Muon, 32 streams, memory that grows",
+                "characters_small",
+                f"{LONG} {MORE_CHARACTERS} --mem_warmup_ratio 0.5",
             ),
         ),
         characters=True,
@@ -408,18 +411,16 @@ def time_steps(run: Run, names: list[str]):
     contenders = [first, *(each for each in others if each.name in names)]
     measured = timed(run)
     if not measured.exists():
-        turns: dict[str, list[float]] = {each.name: [] for each in contenders}
-        for each in contenders * TURNS:
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                turns[each.name].append(process.submit(seconds_of_step, replace(run, contender=each)).result())
-        found = {
-            each.name: {
-                "seconds": min(turns[each.name]),
-                "turns": turns[each.name],
-                "options": timing_options(run, each),
-            }
-            for each in contenders
+        options = {each.name: timing_options(run, each) for each in contenders}
+        works = {
+            name: json.dumps({key: given[key] for key in given if key not in FREE}) for name, given in options.items()
         }
+        turns: dict[str, list[list[float]]] = {work: [] for work in works.values()}
+        for work in [*turns] * TURNS:
+            each = next(each for each in contenders if works[each.name] == work)
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                turns[work].append(process.submit(seconds_of_steps, replace(run, contender=each)).result())
+        found = {name: {"turns": turns[works[name]], "options": given} for name, given in options.items()}
         write_text(measured, json.dumps(found, indent=1) + "\n")
     found = json.loads(measured.read_text())
     if missing := [each.name for each in contenders if not isinstance(found.get(each.name), dict)]:
@@ -443,20 +444,13 @@ def timed(run: Run) -> Path:
 
 
 def step_seconds(run: Run) -> dict[str, float]:
-    """Of the contenders of a run's text: the fastest turn of all whose steps are the same work."""
+    """Of the contenders of a run's text: the mean of the steps, each as in its fastest turn."""
     found = json.loads(timed(run).read_text())
-    works = {name: {key: each["options"][key] for key in each["options"].keys() - FREE} for name, each in found.items()}
-    return {
-        name: min(each["seconds"] for other, each in found.items() if works[other] == work)
-        for name, work in works.items()
-    }
+    return {name: statistics.fmean(map(min, zip(*each["turns"], strict=True))) for name, each in found.items()}
 
 
-def seconds_of_step(run: Run) -> float:
-    """The mean of all steps of a short training alone, in a process that does nothing else.
-
-    The mean, and all of them: what changes in the course of a training changes here.
-    """
+def seconds_of_steps(run: Run) -> list[float]:
+    """Of all steps of a short training, in which changes what would in the whole one."""
     from txl_hf.training.loop import Training
 
     seconds: list[float] = []
@@ -468,7 +462,7 @@ def seconds_of_step(run: Run) -> float:
             training.train_step(batch)
             seconds.append(time.perf_counter() - since)
             training.step = max(0, len(seconds) - UNTIMED)
-    return statistics.fmean(seconds[UNTIMED:])
+    return seconds[UNTIMED:]
 
 
 # --- results ---------------------------------------------------------------------------------------------------------

@@ -74,7 +74,8 @@ def examples(monkeypatch):
         return examples
 
     monkeypatch.setattr(half_hours, "ProcessPoolExecutor", InProcess)
-    monkeypatch.setattr(half_hours, "seconds_of_step", lambda run: 2.0 if run.contender == FIRST[run.text] else 4.0)
+    seconds = {each: 2.0 for each in FIRST.values()}
+    monkeypatch.setattr(half_hours, "seconds_of_steps", lambda run: [seconds.get(run.contender, 4.0)] * 2)
     return use
 
 
@@ -123,7 +124,7 @@ def test_a_run_of_another_share_is_not_taken_for_one(examples, tmp_path):
 def test_a_share_of_the_warm_up(tmp_path):
     contender = FIRST["wikitext-2"]
     run = half_hours.Run("wikitext-2", contender, seed=0, work=tmp_path, smoke=False, share=0.2)
-    half_hours.timed(run).write_text(json.dumps({contender.name: {"seconds": 1.0, "options": {}}}))
+    half_hours.timed(run).write_text(json.dumps({contender.name: {"turns": [[1.0]], "options": {}}}))
     assert half_hours.steps_of(run) == ["--max_steps", "1000", "--warmup_steps", "40", "--eval_memory_lengths"]
 
 
@@ -161,19 +162,21 @@ def test_some_contenders_are_run_and_timed_beside_the_first(examples, tmp_path):
 
 
 def test_contenders_whose_steps_are_the_same_work_are_equally_fast(examples, tmp_path, monkeypatch):
-    """Noise gave one schedule 8 % more steps than another, and the better figure."""
+    """Noise gave one schedule 8 % more steps than another, and the better figure; it is in four of five turns."""
     names = ["recipe", "without Muon", "with a weight decay of 0.01", "stable, then down"]
-    seconds = dict(zip(names, (2.0, 1.25, 1.5, 1.75), strict=True))
+    turns = iter([[2.0, 1.0], [3.0, 3.0], [1.5, 3.0], [1.5, 1.5], [2.0, 2.0]])
     examples()
-    monkeypatch.setattr(half_hours, "seconds_of_step", lambda run: seconds.get(run.contender.name, 1.5))
+    monkeypatch.setattr(
+        half_hours, "seconds_of_steps", lambda run: next(turns) if run.contender.name == "recipe" else [1.5, 1.5]
+    )
     command = ["--smoke", "--seeds", "0", "--only", "wikitext-2", "--contenders", *names]
     half_hours.main([*command, "--output", str(tmp_path)])
     rows = half_hours.harness.read(tmp_path / "rows.csv")
     assert {row["contender"]: (row["seconds_of_step"], row["steps"]) for row in rows} == {
-        "recipe": ("1.5", "8"),
-        "without Muon": ("1.25", "10"),
-        "with a weight decay of 0.01": ("1.5", "8"),
-        "stable, then down": ("1.5", "8"),
+        "recipe": ("1.25", "10"),
+        "without Muon": ("1.5", "8"),
+        "with a weight decay of 0.01": ("1.25", "10"),
+        "stable, then down": ("1.25", "10"),
     }
 
 
