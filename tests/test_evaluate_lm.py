@@ -110,7 +110,7 @@ def test_the_command_as_typed(corpus, model, tmp_path):
     assert written["results"][0]["nll"] != written["results"][1]["nll"]
     assert (written["model"], written["split"], written["corpus"]) == (str(model), "validation", "wikitext-2")
     assert (written["dtype"], written["initial_memory"]) == ("float32", "empty")
-    assert {"txl-hf", "transformers", "torch"} == set(written["versions"])
+    assert {"txl-hf", "transformers", "torch"} == set(written["versions"]) and "commit" in written
 
 
 def test_prepared_and_raw_text_give_the_same_figures(text, corpus, model, capsys):

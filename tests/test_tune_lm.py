@@ -35,6 +35,7 @@ def test_chooses_on_validation_and_tests_once(corpus, model, tmp_path, capsys, m
     assert (tmp_path / "tuned.png").stat().st_size > 10_000
 
     assert report["words"] is None and report["characters"] is None, "of the beginning they are not known"
+    assert "commit" in report, "what code gave the figures"
     # One reading for each way to step, before the first look at the test text; of that, one for each kind.
     assert read == ["validation"] * 13 + ["test"] * 4
     assert len({row["seconds"] for row in report["test"]}) == 4, "seconds of one are another's"

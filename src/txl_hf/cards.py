@@ -2,13 +2,15 @@
 
 import hashlib
 import json
+import subprocess
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult
 
-__all__ = ["RESULTS", "read_results", "results_of_folder", "to_results", "weights_digest"]
+__all__ = ["RESULTS", "origin", "read_results", "results_of_folder", "to_results", "weights_digest"]
 
 # What `txl-train` leaves beside the model.
 RESULTS = "results.json"
@@ -79,3 +81,18 @@ def results_of_folder(folder: Path, dataset: str) -> list[EvalResult]:
     results = read_results(folder)
     splits = {split: results.get(split) for split in ("validation", "test")}
     return to_results({split: values for split, values in splits.items() if isinstance(values, dict)}, dataset)
+
+
+def origin() -> dict[str, Any]:
+    """With what something was computed: versions, and the commit where the package runs from a repository."""
+    versions = {name: version(name) for name in ("txl-hf", "transformers", "torch")}
+    package = Path(__file__).parent
+    try:
+        found = subprocess.run(
+            ["git", "-C", package, "describe", "--always", "--dirty", "--exclude=*"], capture_output=True, text=True
+        )
+        tracked = subprocess.run(["git", "-C", package, "ls-files", "--error-unmatch", __file__], capture_output=True)
+    except OSError:
+        return {"versions": versions, "commit": None}
+    known = found.returncode == 0 and tracked.returncode == 0
+    return {"versions": versions, "commit": found.stdout.strip() if known else None}

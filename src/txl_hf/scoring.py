@@ -9,7 +9,6 @@ import math
 import platform
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from .adaptation import DynamicEvaluation
-from .cards import RESULTS, read_results
+from .cards import RESULTS, origin, read_results
 from .configuration_transfo_xl import TransfoXLConfig
 from .continuous_cache import ContinuousCache
 from .corpora import CorpusError, count_batch, count_stream
@@ -132,7 +131,7 @@ def describe(model: TransfoXLForCausalLM, text: Text, options: argparse.Namespac
         else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),
         "dtype": options.dtype,
-        "versions": {name: version(name) for name in ("txl-hf", "transformers", "torch")},
+        **origin(),
         "date": datetime.date.today().isoformat(),
     }
 

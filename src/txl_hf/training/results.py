@@ -4,21 +4,17 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import IO, Any
 
 import matplotlib
 import torch
-import transformers
 import yaml  # type: ignore[import-untyped]
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
-import txl_hf
-
-from ..cards import RESULTS, results_of_folder, weights_digest
+from ..cards import RESULTS, origin, results_of_folder, weights_digest
 from ..evaluation import LanguageModelEvaluation, evaluate_language_model, figures
 from ..files import LOCK_NAME, lock_folder, options_that_differ, whole_file, write_text
 from ..modeling_transfo_xl import TransfoXLForCausalLM
@@ -177,22 +173,6 @@ def score(model: TransfoXLForCausalLM, texts: dict, arguments: Arguments, docume
         "loss": arguments.data.loss,
     }
     return results | origin()
-
-
-def origin() -> dict[str, Any]:
-    """With what something was computed: versions, and the commit where the package runs from a repository."""
-    names = ("txl-hf", "transformers", "torch")
-    versions = {name: module.__version__ for name, module in zip(names, (txl_hf, transformers, torch), strict=True)}
-    package = Path(__file__).parent
-    try:
-        found = subprocess.run(
-            ["git", "-C", package, "describe", "--always", "--dirty", "--exclude=*"], capture_output=True, text=True
-        )
-        tracked = subprocess.run(["git", "-C", package, "ls-files", "--error-unmatch", __file__], capture_output=True)
-    except OSError:
-        return {"versions": versions, "commit": None}
-    known = found.returncode == 0 and tracked.returncode == 0
-    return {"versions": versions, "commit": found.stdout.strip() if known else None}
 
 
 def describe(evaluation: LanguageModelEvaluation) -> dict[str, float]:
