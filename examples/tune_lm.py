@@ -6,16 +6,17 @@
 
 `--data` is a folder of `prepare_corpus.py`. Every rate, decay and epsilon is tried on the validation text, and in each
 of these readings every cache: all sizes, weights and temperatures with one another. With `--statistics N` the steps
-are divided by what the gradients are on N tokens of the training text; without, they are those of plain gradient
-descent, whose rates are larger. A value at the end of the ones tried may not be the best there is, which is said.
+are divided by what the gradients are on N tokens of the training text, which are read once; without, they are those of
+plain gradient descent, whose rates are larger. A value at the end of the ones tried may not be the best there is,
+which is said.
 
 Lengths, streams and documents are as in `evaluate_lm.py`: what is not given is as the model was scored in training, or
 as the data was prepared.
 
 Then the model alone, the best rate, the best cache and the best pair of both score the test text, each once and in a
 reading of its own. The perplexities are shown and plotted; `--output` has all points, with the settings and seconds of
-each, as JSON: what is known after each reading, and `complete` after the last. Where the weights diverge there is no
-point; `diverged` says where that was.
+each (those of the statistics apart, as `statistics_seconds`), as JSON: what is known after each reading, and
+`complete` after the last. Where the weights diverge there is no point; `diverged` says where that was.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from txl_hf import ContinuousCache, DynamicEvaluation, TransfoXLForCausalLM
+from txl_hf import ContinuousCache, DynamicEvaluation, GradientStatistics, TransfoXLForCausalLM
 from txl_hf.adaptation import Diverged
 from txl_hf.command_line import CommandParser, add_scoring_options, check_files, one_line_errors
 from txl_hf.evaluation import LanguageModelEvaluation, evaluate_caches
@@ -128,7 +129,11 @@ def run(options: argparse.Namespace):
         "clamp_len": options.clamp_len,
         "document_end": find_document_end(options, texts["validation"]),
     }
-    statistics = None if options.statistics is None else texts["train"].token_ids[: options.statistics]
+    statistics, statistics_seconds = None, None
+    if options.statistics is not None:
+        started, training = time.perf_counter(), texts["train"].token_ids[: options.statistics]
+        statistics = GradientStatistics.of(model, training, **protocol, parameters=options.parameters)
+        statistics_seconds = time.perf_counter() - started
     ways = [None] + [
         DynamicEvaluation(rate, decay, epsilon, statistics, options.parameters)
         for rate, decay, epsilon in itertools.product(options.rate, options.decay, options.epsilon)
@@ -141,7 +146,14 @@ def run(options: argparse.Namespace):
     ]
     read_of_validation = texts["validation"].beginning(options.max_tokens)
     report = describe(model, read_of_validation, options)
-    report |= {"complete": False, "options": asked, "validation": [], "test": [], "diverged": []}
+    report |= {
+        "complete": False,
+        "options": asked,
+        "statistics_seconds": statistics_seconds,
+        "validation": [],
+        "test": [],
+        "diverged": [],
+    }
     validation = read_of_validation.token_ids
     test = texts["test"].token_ids[: options.max_test_tokens]
     points = []

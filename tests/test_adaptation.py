@@ -15,6 +15,7 @@ import launcher
 from txl_hf import (
     ContinuousCache,
     DynamicEvaluation,
+    GradientStatistics,
     TransfoXLForCausalLM,
     adaptation,
     evaluate_language_model,
@@ -91,6 +92,40 @@ def test_the_formulas(make_model, make_ids, settings, with_statistics, batch_siz
     result = evaluate_language_model(model, ids, 5, batch_size=batch_size, dynamic=dynamic)
     assert result.nll == pytest.approx(found.double().mean().item(), rel=1e-6)
     assert result.dynamic == dynamic.describe()
+
+
+@pytest.mark.parametrize("settings", [{}, {"parameters": r"layers\.1\."}, {"dtype": torch.bfloat16}], ids=str)
+def test_statistics_are_taken_once_for_many_readings(make_model, make_ids, settings):
+    """Those of all parameters serve some of them too."""
+    model, ids, training = make_model(), make_ids(1, 66)[0], make_ids(1, 45, seed=1)[0]
+    model.to(settings.get("dtype", torch.float32))
+    lengths = {"segment_length": 5, "memory_length": 7, "batch_size": 3, "clamp_len": 4}
+    weights = parameters_of(model)
+    taken = GradientStatistics.of(model, training, **lengths)
+    assert_restored(model, weights)
+    for rate in (RATE, RATE / 3):
+        chosen = {"decay": 0.3, "epsilon": 0.5, "parameters": settings.get("parameters")}
+        expected = DynamicEvaluation(rate, **chosen, statistics=training)
+        dynamic = DynamicEvaluation(rate, **chosen, statistics=taken)
+        losses = token_losses(model, ids, **lengths, dynamic=dynamic)
+        assert torch.equal(losses, token_losses(model, ids, **lengths, dynamic=expected))
+        assert dynamic.describe() == expected.describe() and dynamic.describe()["statistics"] == 45
+    assert_restored(model, weights)
+
+
+def test_statistics_of_another_model_or_of_other_parameters(make_model, make_ids):
+    model, ids = make_model(), make_ids(1, 40)[0]
+    some = GradientStatistics.of(model, ids, 5, parameters=r"layers\.1\.")
+    assert some.roots and all("layers.1." in name for name in some.roots)
+    with pytest.raises(
+        ValueError, match=r"^statistics: transformer\.\S+, of shape \(.*\) in the model, is not in them"
+    ):
+        token_losses(model, ids, 5, dynamic=DynamicEvaluation(RATE, statistics=some))
+    other = GradientStatistics.of(make_model(d_inner=20), ids, 5)
+    with pytest.raises(
+        ValueError, match=r"mlp\.up_proj\.weight, of shape .* in the model, is of shape \(20, 16\) there"
+    ):
+        token_losses(model, ids, 5, dynamic=DynamicEvaluation(RATE, statistics=other))
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.float64, 1e-6)], ids=str)

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import tune_lm
 from test_evaluate_lm import corpus, model, text  # noqa: F401 -- fixtures
-from txl_hf import ContinuousCache, DynamicEvaluation, evaluate_language_model
+from txl_hf import ContinuousCache, DynamicEvaluation, GradientStatistics, evaluate_language_model
 from txl_hf import evaluate as evaluate_lm
 from txl_hf.adaptation import Diverged
 
@@ -26,7 +26,14 @@ def test_chooses_on_validation_and_tests_once(corpus, model, tmp_path, capsys, m
         read.append("test" if len(token_ids) == len(texts["test"]) else "validation")
         return evaluate(found, token_ids, **settings)
 
+    statistics, collect = [], GradientStatistics.of
+
+    def collected(found, token_ids, *args, **settings):
+        statistics.append(len(token_ids))
+        return collect(found, token_ids, *args, **settings)
+
     monkeypatch.setattr(tune_lm, "evaluate_caches", watched)
+    monkeypatch.setattr(GradientStatistics, "of", collected)
     options = ["--model", model, "--data", corpus, "--rate", *RATES, "--decay", *DECAYS, "--statistics", "100"]
     options += ["--epsilon", "0.1", "1", *CACHES, "--max_tokens", "150", "--output", tmp_path / "tuned.json"]
     tune_lm.main([*map(str, options), "--plot", str(tmp_path / "tuned.png")])
@@ -38,6 +45,7 @@ def test_chooses_on_validation_and_tests_once(corpus, model, tmp_path, capsys, m
     assert "commit" in report, "what code gave the figures"
     # One reading for each way to step, before the first look at the test text; of that, one for each kind.
     assert read == ["validation"] * 13 + ["test"] * 4
+    assert statistics == [100] and report["statistics_seconds"] > 0, "read once, not for each way to step"
     assert len({row["seconds"] for row in report["test"]}) == 4, "seconds of one are another's"
     points = report["validation"]
     assert len(points) == (1 + 2 * 2 * 2) * (1 + 4)

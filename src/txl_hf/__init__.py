@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .registration import register_when_imported
 
 if TYPE_CHECKING:
-    from .adaptation import DynamicEvaluation
+    from .adaptation import DynamicEvaluation, GradientStatistics
     from .configuration_transfo_xl import TransfoXLConfig
     from .continuous_cache import ContinuousCache
     from .evaluation import evaluate_language_model, token_losses
@@ -36,6 +36,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ContinuousCache",
     "DynamicEvaluation",
+    "GradientStatistics",
     "MemoryLengths",
     "RegularizationArguments",
     "TextStream",
@@ -58,6 +59,7 @@ __all__ = [
 _MODULES = {
     "ContinuousCache": "continuous_cache",
     "DynamicEvaluation": "adaptation",
+    "GradientStatistics": "adaptation",
     "MemoryLengths": "memory_transfo_xl",
     "RegularizationArguments": "regularization_arguments",
     "TextStream": "text_stream",

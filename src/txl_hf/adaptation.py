@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -15,9 +16,9 @@ from tqdm.auto import tqdm
 
 from .memory_transfo_xl import MemoryLengths
 from .modeling_transfo_xl import TransfoXLForCausalLM
-from .reading import Reader, Segment, Text, device_of, evaluating, using
+from .reading import Reader, Segment, Text, device_of, evaluating, open_text, using
 
-__all__ = ["Adaptation", "Diverged", "DynamicEvaluation", "adapting", "following"]
+__all__ = ["Adaptation", "Diverged", "DynamicEvaluation", "GradientStatistics", "adapting", "following"]
 
 # The adaptations that have not ended, in their order.
 _begun: list["Adaptation"] = []
@@ -53,7 +54,8 @@ class DynamicEvaluation:
             must stay at or below a rate that works without statistics (about 0.05): η = 1e-3 with the default ε is
             100, and diverges. The settings above have 0.12 to 0.2; those of 2018, for LSTMs, are η = 2e-3, ε = 1e-3.
         statistics: token ids of a training text, some hundred segments of it, read with the same lengths and streams
-            as the text. None: plain gradient descent.
+            as the text; or what `GradientStatistics.of` took from them, once for several readings. None: plain
+            gradient descent.
         parameters: a regular expression found in the names of the parameters that follow, among those that require a
             gradient: r"layers\\.(9|1[0-1])\\." for the last quarter of twelve layers, "lora" for an adapter. A tied
             one goes by each of its names. None: all that require a gradient.
@@ -118,14 +120,65 @@ class DynamicEvaluation:
         if isinstance(token_ids, Tensor):
             # As `generate` has it, where the model is.
             token_ids = token_ids.cpu()
-        text = Text(token_ids, segment_length, 1, 0, None, model.config.vocab_size)
         lengths = MemoryLengths(mem_len=memory_length)
+        text = open_text(model, token_ids, segment_length, lengths)
         with adapting(model, self, text, lengths, None, progress) as adaptation:
             bar = tqdm(total=text.tokens, unit="token", desc="adapt", disable=not progress)
             with following(model), bar:
                 for segment, _, _ in adaptation.losses(text):
                     bar.update(segment.scored)
             yield model
+
+
+@dataclass(frozen=True, eq=False)
+class GradientStatistics:
+    """The statistics of a `DynamicEvaluation`, taken once for many readings: of other rates, of prompt after prompt.
+
+    They belong to the weights that they were taken with, and are as large as these in fp32.
+
+    Args:
+        roots: √S of each parameter, by its name and in its shape.
+        tokens: how many tokens the training text had.
+    """
+
+    roots: dict[str, Tensor]
+    tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        model: TransfoXLForCausalLM,
+        token_ids,
+        segment_length: int,
+        memory_length: int | None = None,
+        batch_size: int = 1,
+        *,
+        ext_len: int | None = None,
+        clamp_len: int | None = None,
+        same_length: bool | None = None,
+        document_end: int | Sequence[int] | np.ndarray | None = None,
+        parameters: str | None = None,
+        accelerator: Any = None,
+        progress: bool = False,
+    ) -> "GradientStatistics":
+        """Take them from a training text, with the lengths and streams with which other texts will be read.
+
+        Args:
+            model, token_ids, …: all as in `evaluate_language_model`. The weights stay as they are.
+            parameters: which will follow, as in `DynamicEvaluation`. None: any may.
+
+        Raises:
+            ValueError, RuntimeError: as `evaluate_language_model`.
+        """
+        lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
+        text = open_text(model, token_ids, segment_length, lengths, batch_size, 0, document_end, accelerator)
+        with using(model, alone=True), following(model):
+            adaptation = Adaptation(model, DynamicEvaluation(0.0, parameters=parameters), lengths, accelerator)
+            return cls(adaptation.collect(text, progress), len(token_ids))
+
+    def __len__(self) -> int:
+        """How many tokens they were taken from."""
+        return self.tokens
 
 
 class Adaptation:
@@ -142,7 +195,8 @@ class Adaptation:
                     f"{name} is quantised by torch's quantize_dynamic, whose layers pass no gradient on: dynamic "
                     "evaluation needs the model as it was before"
                 )
-        self._parameters = _chosen(model, dynamic.parameters)
+        chosen = _chosen(model, dynamic.parameters)
+        self._names, self._parameters = list(chosen), list(chosen.values())
         self._start = {parameter: parameter.detach().clone() for parameter in self._parameters}
         # Steps much smaller than the weight that they are added to are lost in half precision.
         self._weights = [
@@ -177,14 +231,32 @@ class Adaptation:
             unscored = segment.targets.to(losses.device) == -100
             yield segment, hidden_states.detach(), losses.detach().masked_fill(unscored, 0)
 
-    def collect(self, text: Text, bar: tqdm):
-        """Take the statistics, √S, from a text."""
+    def collect(self, text: Text, progress: bool) -> dict[str, Tensor]:
+        """√S of each parameter by its name, from a text."""
         squares = [torch.zeros_like(weight) for weight in self._weights]
-        for segment, _, losses in self._read(text):
-            for square, gradient in zip(squares, self._gradients(losses, segment), strict=True):
-                square.addcmul_(gradient, gradient)
-            bar.update(segment.scored)
-        self._roots = [square.sqrt_() for square in squares]
+        with tqdm(total=text.share_tokens, unit="token", desc="statistics", disable=not progress) as bar:
+            for segment, _, losses in self._read(text):
+                for square, gradient in zip(squares, self._gradients(losses, segment), strict=True):
+                    square.addcmul_(gradient, gradient)
+                bar.update(segment.scored)
+        return dict(zip(self._names, (square.sqrt_() for square in squares), strict=True))
+
+    def take(self, roots: dict[str, Tensor]):
+        """Step by these statistics from now on.
+
+        Raises:
+            ValueError: they lack one of the parameters, or have another shape for it.
+        """
+        self._roots = []
+        for name, weight in zip(self._names, self._weights, strict=True):
+            root = roots.get(name)
+            if root is None or root.shape != weight.shape:
+                instead = "is not in them" if root is None else f"is of shape {tuple(root.shape)} there"
+                raise ValueError(
+                    f"statistics: {name}, of shape {tuple(weight.shape)} in the model, {instead}: take them from this "
+                    f"model, with GradientStatistics.of(model, …, parameters={self._dynamic.parameters!r})"
+                )
+            self._roots.append(root.to(weight))
 
     @torch.no_grad()
     def restore(self):
@@ -291,32 +363,27 @@ def adapting(
             adaptation = Adaptation(model, dynamic, lengths, accelerator)
         try:
             _begun.append(adaptation)
-            if dynamic.statistics is not None:
-                _collect(adaptation, model, dynamic.statistics, text, accelerator, progress)
+            if isinstance(dynamic.statistics, GradientStatistics):
+                adaptation.take(dynamic.statistics.roots)
+            elif dynamic.statistics is not None:
+                statistics = _open_statistics(dynamic.statistics, model, text, accelerator)
+                with following(model):
+                    adaptation.take(adaptation.collect(statistics, progress))
             yield adaptation
         finally:
             adaptation.restore()
 
 
-def _collect(
-    adaptation: Adaptation,
-    model: TransfoXLForCausalLM,
-    token_ids: Any,
-    text: Text,
-    accelerator: Any,
-    progress: bool,
-):
+def _open_statistics(token_ids: Any, model: TransfoXLForCausalLM, text: Text, accelerator: Any) -> Text:
+    """A training text, to be read as another one is."""
+    # Places are those of the text, but a token ends documents of every text.
+    document_end = text.document_end if isinstance(text.document_end, int) else None
     try:
-        # Places are those of the text, but a token ends documents of every text.
-        document_end = text.document_end if isinstance(text.document_end, int) else None
-        statistics = Text(
+        return Text(
             token_ids, text.segment_length, text.batch_size, 0, accelerator, model.config.vocab_size, document_end
         )
     except ValueError as error:
         raise ValueError(f"statistics: {error}") from None
-    bar = tqdm(total=statistics.share_tokens, unit="token", desc="statistics", disable=not progress)
-    with following(model), bar:
-        adaptation.collect(statistics, bar)
 
 
 @contextmanager
@@ -326,19 +393,19 @@ def following(model: TransfoXLForCausalLM) -> Iterator[None]:
         yield
 
 
-def _chosen(model: TransfoXLForCausalLM, pattern: str | None) -> list[nn.Parameter]:
-    """The parameters that a pattern chooses, each once however many modules share it."""
+def _chosen(model: TransfoXLForCausalLM, pattern: str | None) -> dict[str, nn.Parameter]:
+    """The parameters that a pattern chooses, each once, by its first name, however many modules share it."""
     named = model.named_parameters(remove_duplicate=False)
     trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
     if not trainable:
         raise ValueError("no parameter of the model requires a gradient, so that none can follow the text")
-    found = [parameter for name, parameter in trainable.items() if re.search(pattern or "", name)]
-    chosen = list({id(parameter): parameter for parameter in found}.values())
+    found = {id(parameter) for name, parameter in trainable.items() if re.search(pattern or "", name)}
+    chosen = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in found}
     if not chosen:
         raise ValueError(
             f"parameters={pattern!r} is found in the name of no parameter that requires a gradient; one of them is "
             f"{next(iter(trainable))}"
         )
-    if any(parameter.is_meta for parameter in chosen):
+    if any(parameter.is_meta for parameter in chosen.values()):
         raise ValueError("weights that are elsewhere between calls (offloaded) cannot follow the text")
     return chosen

@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from tqdm.auto import tqdm
 
 from .adaptation import DynamicEvaluation, adapting, following
 from .continuous_cache import ContinuousCache, History
 from .memory_transfo_xl import MemoryLengths
 from .modeling_transfo_xl import TransfoXLForCausalLM
-from .reading import TOKENS_MOVED, Reader, Segment, Text, device_of, evaluating
+from .reading import TOKENS_MOVED, Reader, Segment, Text, device_of, evaluating, open_text
 from .streams import check_sizes, describe_document_end
 
 __all__ = [
@@ -210,7 +209,7 @@ def evaluate_caches(
 ) -> list[LanguageModelEvaluation]:
     """`evaluate_language_model` with each of several caches (None: without one), while the text is read only once."""
     lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
-    text = _open(model, token_ids, segment_length, lengths, batch_size, warm_up, document_end, accelerator)
+    text = open_text(model, token_ids, segment_length, lengths, batch_size, warm_up, document_end, accelerator)
     filled = lengths.of(model.config)
     with _reading(model, text, lengths, dynamic, caches, accelerator, progress) as losses:
         # Not read before the end, so that an accelerator need not wait for the processor.
@@ -271,7 +270,7 @@ def token_losses(
         ValueError, RuntimeError: as `evaluate_language_model`.
     """
     lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
-    text = _open(model, token_ids, segment_length, lengths, batch_size, warm_up, document_end, accelerator)
+    text = open_text(model, token_ids, segment_length, lengths, batch_size, warm_up, document_end, accelerator)
     with _reading(model, text, lengths, dynamic, [cache], accelerator, progress) as losses:
         result = torch.zeros(text.tokens)
         for begin, part in _on_host((begin, part) for begin, (part,) in losses):
@@ -281,27 +280,6 @@ def token_losses(
             for piece in result.split(TOKENS_MOVED):
                 piece.copy_(accelerator.reduce(piece.to(device_of(model)), "sum"))
     return result
-
-
-def _open(
-    model: TransfoXLForCausalLM,
-    token_ids,
-    segment_length: int,
-    lengths: MemoryLengths,
-    batch_size: int,
-    warm_up: int,
-    document_end: int | Sequence[int] | np.ndarray | None,
-    accelerator: Any,
-) -> Text:
-    """The text of an evaluation; what a model cannot read is refused before the first segment."""
-    if isinstance(model, DataParallel | DistributedDataParallel):
-        raise ValueError(
-            f"the model is wrapped in {type(model).__name__}: give model.module, as accelerator.unwrap_model does"
-        )
-    filled = lengths.of(model.config)
-    if document_end is not None:
-        model.config.check_documents("document_end and the text", filled.mem_len)
-    return Text(token_ids, segment_length, batch_size, warm_up, accelerator, model.config.vocab_size, document_end)
 
 
 @contextmanager

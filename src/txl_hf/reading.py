@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .columns import open_tokens
 from .memory_transfo_xl import CACHE_NAME, MemoryLengths, memory_of
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .streams import check_document_end, check_sizes, check_tokens, document_starts, read_tokens
 
-__all__ = ["TOKENS_MOVED", "Reader", "Segment", "Text", "device_of", "evaluating", "using"]
+__all__ = ["TOKENS_MOVED", "Reader", "Segment", "Text", "device_of", "evaluating", "open_text", "using"]
 
 # Between the host and a device the text and its losses move in pieces of so many tokens.
 TOKENS_MOVED = 2**20
@@ -169,6 +170,27 @@ class Text:
     def _scored(self, streams: list[range], begin: int, end: int) -> int:
         """How many of the targets [begin, end) of these streams are scored."""
         return _labels(streams, max(begin, self.unscored - 1), end)
+
+
+def open_text(
+    model: TransfoXLForCausalLM,
+    token_ids,
+    segment_length: int,
+    lengths: MemoryLengths,
+    batch_size: int = 1,
+    warm_up: int = 0,
+    document_end: int | Sequence[int] | np.ndarray | None = None,
+    accelerator: Any = None,
+) -> Text:
+    """A text for a model to read; what a model cannot read is refused before the first segment."""
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        raise ValueError(
+            f"the model is wrapped in {type(model).__name__}: give model.module, as accelerator.unwrap_model does"
+        )
+    filled = lengths.of(model.config)
+    if document_end is not None:
+        model.config.check_documents("document_end and the text", filled.mem_len)
+    return Text(token_ids, segment_length, batch_size, warm_up, accelerator, model.config.vocab_size, document_end)
 
 
 class Reader:
