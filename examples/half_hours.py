@@ -27,6 +27,7 @@ today is refused, and so are seconds of a step that another machine took. Models
 """
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
@@ -68,12 +69,13 @@ KINDS = ("static", "dynamic", "cache", "both")
 # fastest turn counts: a virtual machine's neighbours only slow it down, and may do so in most of a contender's turns.
 TURNS, TIMED, UNTIMED = 5, 25, 5
 TUNED = "tuned.json"
-# Options that change nothing of what a step computes: contenders that differ in them alone are timed as one.
+# Options that change figures but not the work of a step: contenders that differ in them alone are timed as one.
 FREE = {"learning_rate", "weight_decay", "scheduler"}
 # Options of a run that its figures do not depend on, or that its folder is named after.
 PLACES = {"data", "output", "seed", "resume", "overwrite"}
-# Without a warm-up, which may be longer.
-TIMING = ["--max_steps", str(TIMED), "--warmup_steps", "0"]
+# Two steps of a training for each that is timed, which stands between them. Without a warm-up, which may be longer.
+PLANNED = 2 * TIMED
+TIMING = ["--max_steps", str(PLANNED), "--warmup_steps", "0"]
 
 
 @dataclass(frozen=True)
@@ -450,18 +452,20 @@ def step_seconds(run: Run) -> dict[str, float]:
 
 
 def seconds_of_steps(run: Run) -> list[float]:
-    """Of all steps of a short training, in which changes what would in the whole one."""
+    """Of steps spread over a training, each for the part of it around that step: a memory that grows is as long in
+    their mean as over all steps."""
     from txl_hf.training.loop import Training
 
     seconds: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
         training = Training(training_arguments(run.training(Path(scratch) / "timed", *TIMING)))
         training.model.train()
-        for batch in training.batches():
+        for i, batch in enumerate(itertools.islice(training.batches(), UNTIMED + TIMED), start=-UNTIMED):
+            # The memory that the next step finds is left by this one.
+            training.step = min(max(0, 2 * (i + 1) + 1), PLANNED - 1)
             since = time.perf_counter()
             training.train_step(batch)
             seconds.append(time.perf_counter() - since)
-            training.step = max(0, len(seconds) - UNTIMED)
     return seconds[UNTIMED:]
 
 

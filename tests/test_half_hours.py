@@ -1,6 +1,7 @@
 """examples/half_hours.py: recipes at equal seconds, done once, whatever stops it."""
 
 import json
+import statistics
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import yaml
 
 import half_hours
 import tune_lm
+from txl_hf.training.loop import Training
 from txl_hf.training.setup import make_scheduler
 
 COMMAND = ["--smoke", "--seeds", "0", "--only", "ptb", "warandpeace"]
@@ -145,7 +147,28 @@ def test_each_contender_can_be_timed(tmp_path, text, contender):
     run = half_hours.Run(text, contender, seed=0, work=tmp_path, smoke=False)
     arguments = half_hours.training_arguments(run.training(tmp_path / "timed", *half_hours.TIMING)).optimization
     parameters = [torch.nn.Parameter(torch.zeros(1))]
-    make_scheduler(torch.optim.SGD(parameters, lr=arguments.learning_rate), arguments, half_hours.TIMED)
+    make_scheduler(torch.optim.SGD(parameters, lr=arguments.learning_rate), arguments, half_hours.PLANNED)
+
+
+def test_steps_that_are_timed_remember_as_much_as_those_of_the_whole_training(tmp_path, monkeypatch):
+    """A memory that grows was timed with 0.69 of its length where it has 0.75: 1.5 % too many steps were the gain."""
+    [growing] = [each for each in half_hours.TEXTS["wikitext-2"].contenders if "--mem_warmup_ratio" in each.options]
+    run = half_hours.Run("wikitext-2", growing, seed=0, work=tmp_path, smoke=True)
+    half_hours.prepare(run, None)
+    found, train_step = [], Training.train_step
+
+    def noted(training, batch):
+        [memory] = training.memories
+        found.append(memory["mems"][0].shape[1] if memory else 0)
+        return train_step(training, batch)
+
+    monkeypatch.setattr(Training, "train_step", noted)
+    assert len(half_hours.seconds_of_steps(run)) == half_hours.TIMED
+    steps, mem_len = 2000, 16
+    whole = [max(1, min(mem_len, int(mem_len * step / (0.5 * steps)))) for step in range(steps)]
+    timed = found[-half_hours.TIMED :]
+    assert timed == sorted(timed) and timed[0] == 1 and timed[-1] == mem_len
+    assert statistics.fmean(timed) == pytest.approx(statistics.fmean(whole), rel=0.01)
 
 
 def test_some_contenders_are_run_and_timed_beside_the_first(examples, tmp_path):

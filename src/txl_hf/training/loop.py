@@ -230,9 +230,11 @@ class Training:
         seconds = (time.perf_counter() - since) / (self.step - begun)
         left = (self.max_steps - self.step) * seconds
         tokens = self.stream.batch_size * self.stream.segment_length / seconds
+        without = "without the validations"
+        if self.arguments.data.mem_warmup_ratio:
+            without += " and what a longer memory will cost"
         tqdm.write(
-            f"expected time: {duration(left)} more, at {tokens:,.0f} tokens a second, without the validations",
-            file=sys.stderr,
+            f"expected time: {duration(left)} more, at {tokens:,.0f} tokens a second, {without}", file=sys.stderr
         )
         return False
 
@@ -276,14 +278,14 @@ class Training:
         scale = chunks * accelerator.num_processes / targets
         if self.arguments.optimization.scale_lr_by_length:
             self.scale_learning_rate()
-        nll = torch.zeros_like(self.nll)
+        nll, mem_len = torch.zeros_like(self.nll), self.memory_length()
         parts = zip(*(tensor.chunk(chunks) for tensor in batch.values()), strict=True)
         for i, part in enumerate(parts):
             inputs = dict(zip(batch, part, strict=True))
             with accelerator.accumulate(self.model):
                 with self.autocast():
                     outputs = self.model(**inputs, **self.memories[i])
-                self.memories[i] = latest_states(memory_of(outputs), self.memory_length())
+                self.memories[i] = latest_states(memory_of(outputs), mem_len)
                 if accelerator.mixed_precision == "fp16" and self.memories[i]:
                     # A stream would go on from what overflowed until the text ends, whatever the scaler skips.
                     self.memories[i]["mems_mask"] = mask_overflow(**self.memories[i])
@@ -309,10 +311,10 @@ class Training:
         return grad_norm
 
     def memory_length(self) -> int:
-        """How many states the next step remembers, at most."""
+        """How many states this step leaves the next, at most. Zeros that begin a text are as many as ever."""
         mem_len = self.plain_model().config.mem_len
         growing = self.arguments.data.mem_warmup_ratio * self.max_steps
-        if not mem_len or self.step >= growing:
+        if self.step >= growing:
             return mem_len
         # One at least: without any, a step would begin the text anew, with zeros where the memory begins as zeros.
         return max(1, int(mem_len * self.step / growing))

@@ -86,7 +86,7 @@ def check_memory(config: TransfoXLConfig, data: DataArguments):
     """Raise a ValueError for a memory that is to grow where there is none."""
     if data.mem_warmup_ratio and not config.mem_len:
         raise ValueError(
-            f"--mem_warmup_ratio {data.mem_warmup_ratio:g} grows no memory, as --mem_len is 0: leave it out"
+            f"--mem_warmup_ratio {data.mem_warmup_ratio:g} grows no memory, as mem_len is 0: leave it out"
         )
 
 
