@@ -132,7 +132,10 @@ def run(options: argparse.Namespace):
     statistics, statistics_seconds = None, None
     if options.statistics is not None:
         started, training = time.perf_counter(), texts["train"].token_ids[: options.statistics]
-        statistics = GradientStatistics.of(model, training, **protocol, parameters=options.parameters)
+        try:
+            statistics = GradientStatistics.of(model, training, **protocol, parameters=options.parameters)
+        except ValueError as error:
+            raise ValueError(f"--statistics {options.statistics}: {error}") from None
         statistics_seconds = time.perf_counter() - started
     ways = [None] + [
         DynamicEvaluation(rate, decay, epsilon, statistics, options.parameters)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from txl_hf import DynamicEvaluation, TransfoXLConfig, TransfoXLForCausalLM, token_losses
+from txl_hf import DynamicEvaluation, GradientStatistics, TransfoXLConfig, TransfoXLForCausalLM, token_losses
 
 SETTINGS = {"learning_rate": 0.02, "decay": 0.2, "epsilon": 0.1}
 
@@ -28,6 +28,18 @@ def losses(accelerator: Accelerator | None = None, **settings: Any) -> torch.Ten
 def save_losses(folder: Path, **settings: Any):
     accelerator = _accelerator()
     torch.save(losses(accelerator, **settings), folder / f"{accelerator.process_index}.pt")
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+def statistics(accelerator: Accelerator | None = None) -> GradientStatistics:
+    ids = torch.randint(40, (50,), generator=torch.Generator().manual_seed(1))
+    return GradientStatistics.of(build(), ids, 5, batch_size=3, accelerator=accelerator)
+
+
+def save_statistics(folder: Path):
+    accelerator = _accelerator()
+    torch.save(statistics(accelerator).roots, folder / f"{accelerator.process_index}.pt")
     accelerator.wait_for_everyone()
     accelerator.end_training()
 

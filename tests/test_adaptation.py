@@ -94,12 +94,22 @@ def test_the_formulas(make_model, make_ids, settings, with_statistics, batch_siz
     assert result.dynamic == dynamic.describe()
 
 
+@pytest.mark.parametrize(
+    "reading",
+    [
+        {"memory_length": 7, "clamp_len": 4},
+        {"memory_length": 7, "ext_len": 2},
+        {"memory_length": 7, "same_length": True},
+        {"memory_length": 7, "document_end": 3},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("settings", [{}, {"parameters": r"layers\.1\."}, {"dtype": torch.bfloat16}], ids=str)
-def test_statistics_are_taken_once_for_many_readings(make_model, make_ids, settings):
+def test_statistics_are_taken_once_for_many_readings(make_model, make_ids, settings, reading):
     """Those of all parameters serve some of them too."""
-    model, ids, training = make_model(), make_ids(1, 66)[0], make_ids(1, 45, seed=1)[0]
+    model, ids, training = make_model(initial_memory="empty"), make_ids(1, 66)[0], make_ids(1, 45, seed=1)[0]
     model.to(settings.get("dtype", torch.float32))
-    lengths = {"segment_length": 5, "memory_length": 7, "batch_size": 3, "clamp_len": 4}
+    lengths = {"segment_length": 5, "batch_size": 3, **reading}
     weights = parameters_of(model)
     taken = GradientStatistics.of(model, training, **lengths)
     assert_restored(model, weights)
@@ -111,6 +121,31 @@ def test_statistics_are_taken_once_for_many_readings(make_model, make_ids, setti
         assert torch.equal(losses, token_losses(model, ids, **lengths, dynamic=expected))
         assert dynamic.describe() == expected.describe() and dynamic.describe()["statistics"] == 45
     assert_restored(model, weights)
+    without = {"segment_length": 5, "memory_length": 7, "batch_size": 3}
+    other = GradientStatistics.of(model, training, **without)
+    names = taken.roots.keys()
+    assert any(not torch.equal(taken.roots[name], other.roots[name]) for name in names), "the lengths count"
+
+
+@pytest.mark.parametrize(
+    ("reading", "message"),
+    [
+        ({"segment_length": 6}, "taken with segment_length=5, and the text is read with segment_length=6:"),
+        ({"batch_size": 2}, "taken with batch_size=3, and .* with batch_size=2:"),
+        ({"memory_length": 9, "clamp_len": 2}, "taken with mem_len=7, clamp_len=-1, and .* with mem_len=9, clamp_len=2:"),
+        ({"ext_len": 1}, "taken with ext_len=0"),
+        ({"same_length": True}, "taken with same_length=False"),
+    ],
+    ids=str,
+)
+def test_statistics_of_other_lengths_are_refused(make_model, make_ids, reading, message):
+    """They served any reading: of segments ten times as long, say, at a rate that is then of another size."""
+    model, ids = make_model(), make_ids(1, 66)[0]
+    lengths = {"segment_length": 5, "memory_length": 7, "batch_size": 3}
+    taken = GradientStatistics.of(model, ids, **lengths)
+    assert "tensor" not in repr(taken)
+    with pytest.raises(ValueError, match=f"^statistics: they were {message}"):
+        token_losses(model, ids, **lengths | reading, dynamic=DynamicEvaluation(RATE, statistics=taken))
 
 
 def test_statistics_of_another_model_or_of_other_parameters(make_model, make_ids):
@@ -427,6 +462,17 @@ def test_two_processes_agree_with_one(tmp_path):
     for rank in (0, 1):
         torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(torch.load(tmp_path / "0.pt"), torch.load(tmp_path / "1.pt"))
+
+
+def test_statistics_that_two_processes_take_are_those_of_one(tmp_path):
+    started = launcher.start(adaptation_process.save_statistics, 2, folder=tmp_path)
+    assert launcher.join(started) == [0, 0]
+    expected = adaptation_process.statistics()
+    for rank in (0, 1):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert found.keys() == expected.roots.keys()
+        for name, root in expected.roots.items():
+            torch.testing.assert_close(found[name], root, rtol=1e-4, atol=1e-5)
 
 
 def test_where_one_process_diverges_none_waits_for_it(tmp_path):

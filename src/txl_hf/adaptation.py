@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -134,15 +134,19 @@ class DynamicEvaluation:
 class GradientStatistics:
     """The statistics of a `DynamicEvaluation`, taken once for many readings: of other rates, of prompt after prompt.
 
-    They belong to the weights that they were taken with, and are as large as these in fp32.
+    They belong to the weights that they were taken with, which nothing checks but their names and shapes, and to the
+    lengths and streams: a text that is read with others is refused. They are as large as the weights, those of half
+    precision in fp32.
 
     Args:
         roots: √S of each parameter, by its name and in its shape.
         tokens: how many tokens the training text had.
+        protocol: the lengths and streams that it was read with.
     """
 
-    roots: dict[str, Tensor]
+    roots: dict[str, Tensor] = field(repr=False)
     tokens: int
+    protocol: dict[str, int | bool | None]
 
     @classmethod
     def of(
@@ -174,11 +178,25 @@ class GradientStatistics:
         text = open_text(model, token_ids, segment_length, lengths, batch_size, 0, document_end, accelerator)
         with using(model, alone=True), following(model):
             adaptation = Adaptation(model, DynamicEvaluation(0.0, parameters=parameters), lengths, accelerator)
-            return cls(adaptation.collect(text, progress), len(token_ids))
+            roots = adaptation.collect(text, progress)
+            return cls(roots, len(token_ids), _protocol(text, lengths, model))
 
     def __len__(self) -> int:
         """How many tokens they were taken from."""
         return self.tokens
+
+    def check(self, protocol: dict[str, int | bool | None]):
+        """Refuse to serve a reading with other lengths or streams, whose gradients are of another size.
+
+        Raises:
+            ValueError: with those that differ.
+        """
+        if differ := [name for name, value in protocol.items() if self.protocol[name] != value]:
+            taken, read = (", ".join(f"{name}={each[name]}" for name in differ) for each in (self.protocol, protocol))
+            raise ValueError(
+                f"statistics: they were taken with {taken}, and the text is read with {read}: take them with the "
+                "same, by GradientStatistics.of"
+            )
 
 
 class Adaptation:
@@ -197,13 +215,18 @@ class Adaptation:
                 )
         chosen = _chosen(model, dynamic.parameters)
         self._names, self._parameters = list(chosen), list(chosen.values())
-        self._start = {parameter: parameter.detach().clone() for parameter in self._parameters}
+        self._start: dict[nn.Parameter, Tensor] = {}
         # Steps much smaller than the weight that they are added to are lost in half precision.
         self._weights = [
             parameter.detach() if parameter.dtype.itemsize >= 4 else parameter.detach().float()
             for parameter in self._parameters
         ]
         self._roots: list[Tensor] | None = None
+
+    def begin(self):
+        """Keep the weights as they are, for `restore`; from now on they may follow."""
+        self._start = {parameter: parameter.detach().clone() for parameter in self._parameters}
+        _begun.append(self)
 
     def losses(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
         """As `Reader.losses`. When a segment is given out, the parameters have stepped on it.
@@ -362,8 +385,9 @@ def adapting(
         with following(model):
             adaptation = Adaptation(model, dynamic, lengths, accelerator)
         try:
-            _begun.append(adaptation)
+            adaptation.begin()
             if isinstance(dynamic.statistics, GradientStatistics):
+                dynamic.statistics.check(_protocol(text, lengths, model))
                 adaptation.take(dynamic.statistics.roots)
             elif dynamic.statistics is not None:
                 statistics = _open_statistics(dynamic.statistics, model, text, accelerator)
@@ -384,6 +408,15 @@ def _open_statistics(token_ids: Any, model: TransfoXLForCausalLM, text: Text, ac
         )
     except ValueError as error:
         raise ValueError(f"statistics: {error}") from None
+
+
+def _protocol(text: Text, lengths: MemoryLengths, model: TransfoXLForCausalLM) -> dict[str, int | bool | None]:
+    """What the gradients of a segment depend on, beside weights and text."""
+    return {
+        "segment_length": text.segment_length,
+        "batch_size": text.batch_size,
+        **asdict(lengths.of(model.config)),
+    }
 
 
 @contextmanager

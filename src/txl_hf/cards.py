@@ -4,7 +4,6 @@ import hashlib
 import json
 import subprocess
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,13 @@ def results_of_folder(folder: Path, dataset: str) -> list[EvalResult]:
 
 def origin() -> dict[str, Any]:
     """With what something was computed: versions, and the commit where the package runs from a repository."""
-    versions = {name: version(name) for name in ("txl-hf", "transformers", "torch")}
+    # Of what is imported, which need not be installed (a folder on the path), and whose builds only the modules name.
+    import torch
+    import transformers
+
+    from . import __version__
+
+    versions = {"txl-hf": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
     package = Path(__file__).parent
     try:
         found = subprocess.run(
