@@ -1,6 +1,7 @@
 """The command that scores a text: its JSON is what evaluate_language_model gives, its errors are one line."""
 
 import dataclasses
+import importlib.metadata
 import io
 import json
 import math
@@ -14,15 +15,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from datasets import load_from_disk
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import prepare_corpus
+import txl_hf
 from fuzz import ADDED, Hostile
 from goldens import golden
 from models import small_model
 from scripts import run_script
-from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model, scoring
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer, cards, evaluate_language_model, scoring
 from txl_hf import evaluate as evaluate_lm
 from txl_hf.cards import weights_digest
 
@@ -110,7 +113,22 @@ def test_the_command_as_typed(corpus, model, tmp_path):
     assert written["results"][0]["nll"] != written["results"][1]["nll"]
     assert (written["model"], written["split"], written["corpus"]) == (str(model), "validation", "wikitext-2")
     assert (written["dtype"], written["initial_memory"]) == ("float32", "empty")
-    assert {"txl-hf", "transformers", "torch"} == set(written["versions"]) and "commit" in written
+    assert written["versions"] == {
+        "txl-hf": txl_hf.__version__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+    }
+    assert "commit" in written
+
+
+def test_the_origin_of_a_package_that_is_on_the_path_but_not_installed(monkeypatch):
+    """A training ended without its results."""
+
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert cards.origin()["versions"]["txl-hf"] == txl_hf.__version__
 
 
 def test_prepared_and_raw_text_give_the_same_figures(text, corpus, model, capsys):

@@ -312,7 +312,7 @@ def test_learning_rates_of_embeddings_and_of_short_segments(tmp_path, corpus, mo
 
 
 @pytest.mark.parametrize("initial_memory", ["zeros", "empty"])
-def test_a_memory_that_grows(tmp_path, corpus, monkeypatch, initial_memory):
+def test_a_memory_that_grows(tmp_path, corpus, monkeypatch, capsys, initial_memory):
     """From one state, over the first two thirds of 9 steps, to all 12; what is saved remembers as many."""
     lengths = []
     step = loop.Training.train_step
@@ -327,6 +327,7 @@ def test_a_memory_that_grows(tmp_path, corpus, monkeypatch, initial_memory):
     recipe = write_recipe(tmp_path / "recipe.yaml", batch_chunk=2, mem_warmup_ratio=2 / 3, **settings)
     output = tmp_path / "output"
     train(recipe, "--data", corpus, "--output", output)
+    assert "without the validations and what a longer memory will cost" in capsys.readouterr().err
     assert lengths == [[length] * 2 for length in (1, 2, 4, 6, 8, 10, 12, 12, 12)]
     assert TransfoXLConfig.from_pretrained(output).mem_len == 12
 
@@ -1034,7 +1035,7 @@ def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
         ({"cutoffs": [100, 600]}, "has 502 tokens, fewer than the recipe's cutoffs [100, 600]"),
         ({"batch_chunk": 3}, "--batch_size 4 must be a multiple of 1 process(es) × --batch_chunk 3"),
         ({"mem_warmup_ratio": 1.5}, "--mem_warmup_ratio is 1.5, but must be from 0 to 1"),
-        ({"mem_warmup_ratio": 0.5, "mem_len": 0}, "--mem_warmup_ratio 0.5 grows no memory, as --mem_len is 0"),
+        ({"mem_warmup_ratio": 0.5, "mem_len": 0}, "--mem_warmup_ratio 0.5 grows no memory, as mem_len is 0"),
         ({"roll": True, "varlen": True}, "--roll goes together with neither --varlen nor --ext_len"),
         ({"tgt_len": 80}, "the text has 289 tokens, but batch_size=4 streams of at least one segment"),
         ({"learning_rate": 1e-3, "min_learning_rate": 2e-3}, "at least 0 and at most --learning_rate 0.001"),
@@ -1142,7 +1143,7 @@ def test_what_a_run_says(tmp_path, capsys, recipe, corpus, monkeypatch):
         in printed.err
     )
     assert "1/12" in printed.err and "perplexity" in printed.err.split("12/12")[0]
-    assert re.search(r"expected time: \d+ s more, at [\d,]+ tokens a second, without the validations", printed.err)
+    assert re.search(r"expected time: \d+ s more, at [\d,]+ tokens a second, without the validations\n", printed.err)
     last = printed.out.splitlines()[-1]
     output = tmp_path / "output"
     assert last.endswith(f"M parameters, is in {output}; its figures are in {output / 'results.json'}")

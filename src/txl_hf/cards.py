@@ -90,7 +90,7 @@ def origin() -> dict[str, Any]:
 
     from . import __version__
 
-    versions = {"txl-hf": __version__, "transformers": transformers.__version__, "torch": torch.__version__}
+    versions = {"txl-hf": __version__, "transformers": transformers.__version__, "torch": str(torch.__version__)}
     package = Path(__file__).parent
     try:
         found = subprocess.run(
