@@ -23,13 +23,6 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-# As the installed commands do. Threads that spin for longer would take the processor from the contender whose turn it
-# is; those that do not spin at all have to be woken for every product, which on some hosts takes half of the time of small
-# ones. Read by torch. Where legacy transformers run there is no txl_hf: such a process is given its parent's environment.
-with contextlib.suppress(ImportError):
-    from txl_hf.command_line import wait_briefly
-
-    wait_briefly()
 RESULTS = Path(__file__).parent / "results"
 # Fits the share of WikiText-103's tokens that its 20,000 most frequent words make up, 93 %.
 ZIPF_EXPONENT, ZIPF_SHIFT = 1.2, 2.7
@@ -367,7 +360,16 @@ def add_arguments(parser, results: str, budget: float) -> None:
 
 
 def complete(arguments) -> None:
-    """Defaults that depend on one another."""
+    """Defaults that depend on one another; and how threads wait, in the contenders' processes too.
+
+    They wait as those of the installed commands. If they spun for longer they would take the processor from the
+    contender whose turn it is; if they did not spin at all they would have to be woken for every product, which on
+    some hosts takes a third of a decoded token's time.
+    """
+    # Not where contenders import this: in an environment of older transformers it would break these.
+    from txl_hf.command_line import wait_briefly
+
+    wait_briefly()
     import torch
 
     arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")

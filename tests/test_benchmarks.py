@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from scripts import run_script, start_script
+from txl_hf.command_line import SPIN_COUNT
 from txl_hf.training.arguments import parse_arguments
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +31,21 @@ CPU = ["--device", "cpu", "--threads", "1"]
 @pytest.fixture(autouse=True)
 def scripts_on_the_path(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def test_contenders_wait_as_the_installed_commands_do():
+    """Threads that did not spin at all were a third of a decoded token's time."""
+    code = (
+        "import argparse, os, harness; parser = argparse.ArgumentParser(); "
+        "harness.add_arguments(parser, 'x.csv', 1.0); harness.complete(parser.parse_args(['--device', 'cpu'])); "
+        "print(os.environ.get('OMP_WAIT_POLICY'), os.environ['GOMP_SPINCOUNT'])"
+    )
+    settings = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in settings}
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=BENCHMARKS, env=environment, capture_output=True, text=True, check=True
+    )
+    assert process.stdout.split() == ["None", str(SPIN_COUNT)]
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess:
