@@ -255,7 +255,8 @@ def test_a_row_of_other_options_is_refused(examples, tmp_path, monkeypatch):
 
 
 def test_the_rows_that_are_committed_are_of_today_s_options():
-    for output in (half_hours.OUTPUT, half_hours.OUTPUT.with_name("shares")):
+    results = half_hours.OUTPUT.parent
+    for output in (half_hours.OUTPUT, results / "shares", results / "shares_family_26"):
         for row in half_hours.harness.read(output / "rows.csv"):
             for contender in half_hours.TEXTS[row["text"]].contenders:
                 if contender.name == row["contender"]:
