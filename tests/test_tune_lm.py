@@ -174,6 +174,7 @@ def test_nothing_dynamic_is_evaluated_where_all_diverge(corpus, model, capsys): 
         (["--cache_size", "0"], "error: size=0 must be an integer of at least 1"),
         (["--rate", "0.1", "--parameters", "lora"], "error: parameters='lora' is found in the name of no parameter"),
         (["--rate", "0.1", "--statistics", "0"], "--statistics must be at least 1"),
+        (["--rate", "0.1", "--statistics", "1"], "error: --statistics 1: "),
         (["--rate", "0.1", "--segment_length", "0"], "segment_length=0 must be an integer of at least 1"),
         (["--rate", "0.1", "--batch_size", "0"], "batch_size=0 must be an integer of at least 1"),
     ],
