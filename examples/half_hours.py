@@ -15,6 +15,9 @@ how fast they are done: several runs can go on at once (`--jobs`).
 A model then scores the test text alone, with dynamic evaluation, with a continuous cache and with both, in one stream;
 `tune_lm.py` chooses their settings on the validation text. One of `warandpeace` scores it alone.
 
+Some contenders train in halves of equal seconds, the second from the model of the first: so a schedule of streams or
+of segments is tried, beside halves that differ in the learning rate alone.
+
 `--share 0.2` compares more contenders in less time: each trains for a fifth of those seconds, with a fifth of its
 warm-up, and scores the test text alone, at one memory length.
 
@@ -72,7 +75,9 @@ TUNED = "tuned.json"
 # Options that change figures but not the work of a step: contenders that differ in them alone are timed as one.
 FREE = {"learning_rate", "weight_decay", "scheduler"}
 # Options of a run that its figures do not depend on, or that its folder is named after.
-PLACES = {"data", "output", "seed", "resume", "overwrite"}
+PLACES = {"data", "output", "seed", "resume", "overwrite", "model_name_or_path"}
+# Between the commands of a run that is trained in pieces.
+AND = " && "
 # Two steps of a training for each that is timed, which stands between them. Without a warm-up, which may be longer.
 PLANNED = 2 * TIMED
 TIMING = ["--max_steps", str(PLANNED), "--warmup_steps", "0"]
@@ -80,11 +85,28 @@ TIMING = ["--max_steps", str(PLANNED), "--warmup_steps", "0"]
 
 @dataclass(frozen=True)
 class Contender:
-    """A recipe with options; `name` is what the table calls it."""
+    """A recipe with options; `name` is what the table calls it.
+
+    Args:
+        before: options over those of `options` for the first half of its seconds; the second half trains its model
+            further. None: it trains in one piece.
+    """
 
     name: str
     recipe: str
     options: str = ""
+    before: str | None = None
+
+    @property
+    def first_half(self) -> "Contender | None":
+        if self.before is None:
+            return None
+        return Contender(f"{self.name}, first half", self.recipe, f"{self.options} {self.before}".strip())
+
+    @property
+    def pieces(self) -> tuple["Contender", ...]:
+        """What is trained in turn."""
+        return (self,) if self.first_half is None else (self.first_half, self)
 
 
 @dataclass(frozen=True)
@@ -142,6 +164,15 @@ TEXTS = {
             Contender("with a weight decay of 0.01", "wikitext2_small", "--weight_decay 0.01"),
             Contender("stable, then down", "wikitext2_small", "--scheduler stable_decay"),
             Contender("memory that grows", "wikitext2_small", "--mem_warmup_ratio 0.5"),
+            Contender("in halves", "wikitext2_small", before="--scheduler constant"),
+            Contender(
+                "in halves, of 16 and 32 streams",
+                "wikitext2_small",
+                before="--scheduler constant --batch_size 16 --learning_rate 2e-3",
+            ),
+            Contender(
+                "in halves, of segments of 50 and 100", "wikitext2_small", before="--scheduler constant --tgt_len 50"
+            ),
         ),
         tuning=MORE_WORDS,
     ),
@@ -169,6 +200,24 @@ TEXTS = {
                 "Muon, 32 streams, memory that grows",
                 "characters_small",
                 f"{LONG} {MORE_CHARACTERS} --mem_warmup_ratio 0.5",
+            ),
+            Contender(
+                "Muon, 32 streams, in halves",
+                "characters_small",
+                f"{LONG} {MORE_CHARACTERS}",
+                before="--scheduler constant",
+            ),
+            Contender(
+                "Muon, in halves, of 12 and 32 streams",
+                "characters_small",
+                f"{LONG} {MORE_CHARACTERS}",
+                before="--scheduler constant --batch_size 12",
+            ),
+            Contender(
+                "Muon, 32 streams, in halves, of segments of 32 and 64",
+                "characters_small",
+                f"{LONG} {MORE_CHARACTERS}",
+                before="--scheduler constant --tgt_len 32",
             ),
         ),
         characters=True,
@@ -213,6 +262,11 @@ class Run:
     def folder(self) -> Path:
         name = "".join(letter if letter.isalnum() else "-" for letter in self.contender.name)
         return self.work / f"{self.text}-{name}-{self.seed}"
+
+    @property
+    def pieces(self) -> tuple["Run", ...]:
+        """What is trained in turn, each piece from the model of the one before."""
+        return tuple(replace(self, contender=piece) for piece in self.contender.pieces)
 
     @property
     def data(self) -> Path:
@@ -314,8 +368,9 @@ def prepare(run: Run, texts: Path | None):
 
 def train(run: Run, threads: int):
     """Train and tune, unless that is done."""
-    if not (run.folder / RESULTS).exists():
-        start("train_lm.py", [*run.training(run.folder, *steps_of(run)), "--resume"], threads)
+    for piece, steps in zip(run.pieces, steps_of(run), strict=True):
+        if not (piece.folder / RESULTS).exists():
+            start("train_lm.py", [*piece.training(piece.folder, *steps), "--resume"], threads)
     if run.tuning() and not read_tuned(run).get("complete"):
         (run.folder / TUNED).unlink(missing_ok=True)
         start("tune_lm.py", run.tuning(), threads)
@@ -330,18 +385,24 @@ def check_done(run: Run, row: dict[str, str], output: Path):
     name = ", ".join(run.key)
     if (share := float(row.get("share") or 1)) != run.share:
         raise ValueError(f"{output} has {name} of --share {share:g}, not {run.share:g}: name another --output")
-    (_, recipe, *given), (today, *options) = shlex.split(row["command"]), run.training(run.folder)
-    given, options = (each[each.index("--seed") + 2 :] for each in (given, options))
+    commands = [shlex.split(command)[1:] for command in row["command"].split(AND)]
+    if len(commands) != len(run.pieces) or not all(map(is_training, commands, run.pieces)):
+        given = AND.join(shlex.join(behind_seed(command)) for command in commands)
+        raise ValueError(f"{output} has {name} of other options, {given}: name another --output, or take its rows out")
+
+
+def is_training(given: list[str], piece: Run) -> bool:
+    """Whether options of `txl-train` are those of a run of one piece, for however many steps."""
+    today = piece.training(piece.folder)
+    options, before = behind_seed(today), behind_seed(given)
     # Behind them stand the steps and what a share adds.
-    steps = given[len(options) :]
-    if (
-        Path(recipe).name != Path(today).name
-        or given[: len(options)] != options
-        or steps[:1] not in ([], ["--max_steps"])
-    ):
-        raise ValueError(
-            f"{output} has {name} of other options, {shlex.join(given)}: name another --output, or take its rows out"
-        )
+    steps = before[len(options) :]
+    same = Path(given[0]).name == Path(today[0]).name and before[: len(options)] == options
+    return same and steps[:1] in ([], ["--max_steps"])
+
+
+def behind_seed(options: list[str]) -> list[str]:
+    return options[options.index("--seed") + 2 :]
 
 
 def check_begun(run: Run):
@@ -350,9 +411,10 @@ def check_begun(run: Run):
     Raises:
         ValueError: with the options that differ.
     """
-    if (run.folder / RECIPE).exists():
-        recipe = read_recipe(run.folder / RECIPE)
-        check_options(run.folder, recipe, training_arguments(run.training(run.folder, *steps_of(run))).as_dict())
+    for piece, steps in zip(run.pieces, steps_of(run), strict=True):
+        if (piece.folder / RECIPE).exists():
+            today = training_arguments(piece.training(piece.folder, *steps)).as_dict()
+            check_options(piece.folder, read_recipe(piece.folder / RECIPE), today)
     if tuned := read_tuned(run):
         check_options(
             run.folder / TUNED, tuned.get("options", {}), tune_lm.settings_of(tune_lm.parse_arguments(run.tuning()))
@@ -383,17 +445,25 @@ def start(script: str, options: list[str], threads: int | None = None):
         raise ValueError(f"{script} failed: the lines above say why")
 
 
-def steps_of(run: Run) -> list[str]:
-    """Options for a contender that trains for as many seconds as the first, or for a share of them."""
+def steps_of(run: Run) -> list[list[str]]:
+    """Options for each piece of a run, by which a contender trains for as many seconds as the first, or for a share of
+    them, and goes on with the model of the piece before."""
     text, seconds = TEXTS[run.text], step_seconds(run)
     first = text.contenders[0] if text.equal_seconds else run.contender
-    steps = planned_steps(training_arguments(replace(run, contender=first).training(run.folder)))
-    steps = round(steps * run.share * seconds[first.name] / seconds[run.contender.name])
-    options = ["--max_steps", str(max(1, steps))]
-    if run.share < 1:
-        warmup = training_arguments(run.training(run.folder)).optimization.warmup_steps
-        options += ["--warmup_steps", str(round(warmup * run.share)), "--eval_memory_lengths"]
-    return options
+    planned = planned_steps(training_arguments(replace(run, contender=first).training(run.folder)))
+    share, found = run.share / len(run.pieces), []
+    for before, piece in zip((None, *run.pieces), run.pieces, strict=False):
+        steps = round(planned * share * seconds[first.name] / seconds[piece.contender.name])
+        options = ["--max_steps", str(max(1, steps))]
+        if share < 1:
+            warmup = training_arguments(piece.training(piece.folder)).optimization.warmup_steps
+            options += ["--warmup_steps", str(round(warmup * share))]
+        if run.share < 1:
+            options.append("--eval_memory_lengths")
+        if before is not None:
+            options += ["--model_name_or_path", str(before.folder)]
+        found.append(options)
+    return found
 
 
 def planned_steps(arguments: Arguments) -> int:
@@ -410,7 +480,8 @@ def time_steps(run: Run, names: list[str]):
         ValueError: some were timed before, and not all of these, or with other options.
     """
     first, *others = TEXTS[run.text].contenders
-    contenders = [first, *(each for each in others if each.name in names)]
+    chosen = [first, *(each for each in others if each.name in names)]
+    contenders = [piece for each in chosen for piece in each.pieces]
     measured = timed(run)
     if not measured.exists():
         options = {each.name: timing_options(run, each) for each in contenders}
@@ -480,20 +551,22 @@ def rows_of(run: Run, threads: int) -> list[dict[str, Any]]:
     """
     check_begun(run)
     results = json.loads((run.folder / RESULTS).read_text())
-    options = run.training(run.folder, *steps_of(run))
-    command, arguments = shlex.join(["train_lm.py", *options]), training_arguments(options)
-    steps, each = planned_steps(arguments), step_seconds(run)[run.contender.name]
+    pieces = [piece.training(piece.folder, *steps) for piece, steps in zip(run.pieces, steps_of(run), strict=True)]
+    arguments = [training_arguments(options) for options in pieces]
+    steps = [planned_steps(each) for each in arguments]
+    took = [count * step_seconds(run)[piece.contender.name] for count, piece in zip(steps, run.pieces, strict=True)]
+    command = AND.join(shlex.join(["train_lm.py", *options]) for options in pieces)
     common = {
-        **harness.origin("cpu", PRECISIONS[precision_of(arguments.run)], threads),
+        **harness.origin("cpu", PRECISIONS[precision_of(arguments[-1].run)], threads),
         **harness.versions(),
         "commit": results["commit"],
         "text": run.text,
         "contender": run.contender.name,
         "seed": run.seed,
         "share": run.share,
-        "steps": steps,
-        "seconds_of_step": round(each, 4),
-        "train_seconds": round(steps * each),
+        "steps": sum(steps),
+        "seconds_of_step": round(sum(took) / sum(steps), 4),
+        "train_seconds": round(sum(took)),
         "parameters": results["model"]["parameters"],
         "command": command.replace(f"{ROOT}{os.sep}", ""),
     }
@@ -578,7 +651,9 @@ def commands(rows: list[dict[str, str]]) -> list[str]:
     """Those of the first seed of each contender."""
     seeds: dict[str, str] = {}
     first = [row for row in rows if seeds.setdefault(row["contender"], row["seed"]) == row["seed"]]
-    return [row[name] for row in first for name in ("command", "tuning") if row.get(name)]
+    return [
+        command for row in first for name in ("command", "tuning") if row.get(name) for command in row[name].split(AND)
+    ]
 
 
 if __name__ == "__main__":

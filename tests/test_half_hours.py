@@ -127,7 +127,39 @@ def test_a_share_of_the_warm_up(tmp_path):
     contender = FIRST["wikitext-2"]
     run = half_hours.Run("wikitext-2", contender, seed=0, work=tmp_path, smoke=False, share=0.2)
     half_hours.timed(run).write_text(json.dumps({contender.name: {"turns": [[1.0]], "options": {}}}))
-    assert half_hours.steps_of(run) == ["--max_steps", "1000", "--warmup_steps", "40", "--eval_memory_lengths"]
+    assert half_hours.steps_of(run) == [["--max_steps", "1000", "--warmup_steps", "40", "--eval_memory_lengths"]]
+
+
+def test_halves_are_of_equal_seconds_and_the_second_trains_the_model_of_the_first(examples, tmp_path, monkeypatch):
+    started = examples().started
+    halves = half_hours.Contender("halves", "wikitext2_small", "--dropout 0.2", before="--scheduler constant")
+    text = half_hours.TEXTS["ptb"]
+    monkeypatch.setitem(half_hours.TEXTS, "ptb", half_hours.replace(text, contenders=(text.contenders[0], halves)))
+    seconds = {text.contenders[0]: 2.0, halves.first_half: 1.0, halves: 4.0}
+    monkeypatch.setattr(half_hours, "seconds_of_steps", lambda run: [seconds[run.contender]] * 2)
+    # Halves of the same work would be timed as one.
+    monkeypatch.setattr(half_hours, "FREE", set())
+    command = ["--smoke", "--seeds", "0", "--only", "ptb", "--contenders", "halves", "--output", str(tmp_path)]
+    half_hours.main(command)
+    first, second = [half_hours.training_arguments(options) for script, options in started if script == "train_lm.py"]
+    # Eight steps of two seconds are, in halves, eight of one and two of four.
+    assert (first.optimization.max_steps, second.optimization.max_steps) == (8, 2)
+    assert (first.optimization.scheduler, second.optimization.scheduler) == ("constant", "cosine")
+    assert first.model.dropout == second.model.dropout == 0.2
+    assert (first.model.model_name_or_path, second.model.model_name_or_path) == (None, first.run.output)
+    tuned = [options for script, options in started if script == "tune_lm.py"]
+    assert [options[options.index("--model") + 1] for options in tuned] == [second.run.output]
+    row = half_hours.harness.read(tmp_path / "rows.csv")[0]
+    assert (row["steps"], row["seconds_of_step"], row["train_seconds"]) == ("10", "1.6", "16")
+    page = (tmp_path / "README.md").read_text()
+    assert page.count("\ntrain_lm.py ") == 2 and half_hours.AND not in page
+    # What is done is of these halves, and of no others.
+    half_hours.main(command)
+    for changed in (half_hours.replace(halves, before="--scheduler constant --tgt_len 8"), text.contenders[1]):
+        contenders = (text.contenders[0], half_hours.replace(changed, name="halves"))
+        monkeypatch.setitem(half_hours.TEXTS, "ptb", half_hours.replace(text, contenders=contenders))
+        with pytest.raises(SystemExit, match="of other options, --dropout 0.2 --scheduler constant --n_layer .* && "):
+            half_hours.main(command)
 
 
 def test_a_row_says_how_many_threads_its_run_had(examples, tmp_path, monkeypatch):
@@ -139,7 +171,7 @@ def test_a_row_says_how_many_threads_its_run_had(examples, tmp_path, monkeypatch
 
 @pytest.mark.parametrize(
     ("text", "contender"),
-    [(name, each) for name, text in half_hours.TEXTS.items() for each in text.contenders],
+    [(name, piece) for name, text in half_hours.TEXTS.items() for each in text.contenders for piece in each.pieces],
     ids=str,
 )
 def test_each_contender_can_be_timed(tmp_path, text, contender):
