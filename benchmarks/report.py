@@ -72,7 +72,7 @@ def machine(row: Row) -> tuple[str, ...]:
 
 
 def latest(name: str, rows: list[Row] | None = None) -> dict[tuple, dict[str, Row]]:
-    """{(machine, workload): {contender: row}} of the last run of each workload, the latest one last.
+    """{(machine, workload): {contender: row}} of the last run of each workload, in the order in which they first came.
 
     `rows` of the file `name`, or all that are committed.
     """
@@ -84,7 +84,6 @@ def latest(name: str, rows: list[Row] | None = None) -> dict[tuple, dict[str, Ro
         started = next(iter(run.values()), row)
         # A contender comes once in a run; another date or commit is another run as well.
         if row[contender] in run or any(row.get(c) != started.get(c) for c in RUN):
-            runs.pop(key)
             run = {}
         runs[key] = run | {row[contender]: row}
     return runs
@@ -268,12 +267,18 @@ def by_machine(name: str, table: Callable[[dict[str, dict[str, Row]]], str]) -> 
 
 
 def machines_of(name: str, counts: Callable[[dict[str, Row]], bool] = bool) -> dict[tuple, dict[str, dict[str, Row]]]:
-    """{machine: {workload: {contender: row}}} of the last runs that count."""
-    machines: dict[tuple, dict[str, dict[str, Row]]] = {}
-    for (where, workload), run in latest(name).items():
-        if counts(run):
-            machines.setdefault(where, {})[workload] = run
-    return machines
+    """{machine: {workload: {contender: row}}} of the last runs that count, workloads in one order on all machines."""
+    runs = {key: run for key, run in latest(name).items() if counts(run)}
+    workloads = sorted(dict.fromkeys(workload for _, workload in runs), key=by_task)
+    return {
+        where: {workload: runs[where, workload] for workload in workloads if (where, workload) in runs}
+        for where in dict.fromkeys(where for where, _ in runs)
+    }
+
+
+def by_task(workload: str) -> int:
+    tasks = ("train", "evaluate", "decode")
+    return next((place for place, task in enumerate(tasks) if workload.startswith(f"{task}-")), 0)
 
 
 def conditions(where: tuple, runs: dict[str, dict[str, Row]]) -> str:
@@ -493,10 +498,13 @@ def plot_speed() -> None:
     import matplotlib.pyplot as plt
 
     machines = machines_of("model.csv", lambda run: "legacy" in run)
-    count = len(machines)
-    shape = {"figsize": (6.5 * (count + 1), 6), "width_ratios": [*[4] * count, 3], "layout": "constrained"}
-    figure, axes = plt.subplots(1, count + 1, squeeze=False, **shape)
-    *speeds, right = axes[0]
+    count = len(machines) + 1
+    height = 0.4 * max([10, *map(len, machines.values())])
+    shape = {"figsize": (14, (count + 1) // 2 * height), "layout": "constrained", "squeeze": False}
+    figure, axes = plt.subplots((count + 1) // 2, 2, **shape)
+    *speeds, right = axes.flat[:count]
+    for unused in axes.flat[count:]:
+        unused.set_axis_off()
     colors = {"ours": "C0", "gpt2": "C1", "floor": "C2", "legacy": "C7"}
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
     for panel, (where, runs) in zip(speeds, machines.items(), strict=True):
@@ -505,12 +513,11 @@ def plot_speed() -> None:
                 if contender in run:
                     ratio = float(run[contender]["times_legacy_p50"])
                     panel.barh(position + 0.2 * offset, ratio, 0.2, color=color)
-                    panel.text(ratio, position + 0.2 * offset, f" {ratio:.3g}", va="center", fontsize=7)
-        panel.legend(handles, colors)
+                    panel.text(ratio, position + 0.2 * offset, f" {ratio:.3g}", va="center", fontsize=6)
         panel.set_yticks([position + 0.3 for position in range(len(runs))], list(runs))
         panel.invert_yaxis()
         panel.margins(x=0.12)
-        panel.set(xlabel="tokens per second, times legacy transformers 4.35.2 in the same run", title=where[0])
+        panel.set(xlabel="times legacy", title=where[0])
 
     windows: dict[tuple, list[Row]] = {}
     for (where, _), run in latest("sliding_window.csv").items():
@@ -522,13 +529,15 @@ def plot_speed() -> None:
         right.plot(lengths, [float(row["paper"]) for row in rows], "s--", color="C7", label="paper, one GPU")
         right.legend()
     right.set(xlabel="attention length", ylabel="times the sliding window", title="Evaluation with memory")
+    figure.legend(handles, list(colors), loc="outside upper left", ncols=len(colors))
+    figure.suptitle("Tokens per second, times those of legacy transformers 4.35.2 in the same run", fontsize=11)
     save(figure, "speed.png")
 
 
 def plot_growth() -> None:
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(13, 5), layout="constrained")
     panels = {("memory", "seconds_p50"): axes[0], ("memory", "peak_mib"): axes[1], ("text", "seconds_p50"): axes[2]}
     for (where, name), run in latest("growth.csv").items():
         rows = list(run.values())
@@ -543,7 +552,7 @@ def plot_growth() -> None:
     for place, label, length in zip(axes, names, ("memory", "memory", "tokens read so far"), strict=True):
         place.set(xlabel=length, ylabel=label)
         if place.get_legend_handles_labels()[0]:
-            place.legend(fontsize=7)
+            place.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.15))
     # Flat should look flat.
     axes[2].set_ylim(bottom=axes[2].get_ylim()[0] / 4, top=axes[2].get_ylim()[1] * 4)
     save(figure, "growth.png")

@@ -797,6 +797,23 @@ def test_a_changed_figure_makes_the_tables_stale(tmp_path, monkeypatch, capsys):
     assert "benchmarks/README.md" in capsys.readouterr().err
 
 
+def test_workloads_are_in_one_order_on_all_machines_whenever_they_were_run(tmp_path, monkeypatch):
+    import harness
+    import report
+
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    runs = ["a decode-x 1", "a train-y 1", "b train-y 1", "b evaluate-z 1", "b decode-x 1", "a train-y 2"]
+    for processor, workload, commit in map(str.split, runs):
+        row = {"date": "2026-11-21", "commit": commit, "processor": processor, "threads": 2, "dtype": "fp32"}
+        harness.append(tmp_path / "model.csv", [row | {"workload": workload, "contender": "ours"}])
+    machines = {where[0]: runs for where, runs in report.machines_of("model.csv").items()}
+    assert {name: list(runs) for name, runs in machines.items()} == {
+        "a": ["train-y", "decode-x"],
+        "b": ["train-y", "evaluate-z", "decode-x"],
+    }
+    assert machines["a"]["train-y"]["ours"]["commit"] == "2"
+
+
 def test_drift_of_a_ratio(tmp_path, capsys):
     import harness
     import report
