@@ -66,7 +66,8 @@ OUTPUT, WORK = ROOT / "examples" / "results" / "half_hours", ROOT / "build" / "h
 WRITTEN = """\
 Written by `examples/half_hours.py`, which says how, from `rows.csv`. Seconds of training are the steps by what one
 took with all threads and nothing else running: half an hour where the first recipes were made, more on a slower
-machine."""
+machine. Behind ± is half of what lies between the lowest and the highest seed. The commands are those of each
+contender's first seed, without `python examples/` in front."""
 KINDS = ("static", "dynamic", "cache", "both")
 # How often it is a contender's turn to be timed, and by how many steps, behind some that are slower. Of each step the
 # fastest turn counts: a virtual machine's neighbours only slow it down, and may do so in most of a contender's turns.

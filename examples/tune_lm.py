@@ -1,8 +1,8 @@
 """Choose dynamic evaluation's rate and a continuous cache on the validation text; then use the test text once.
 
     python examples/tune_lm.py --model wt2 --data data/wikitext-2 --rate 0.003 0.01 0.03 --cache_size 500 2000
-    python examples/tune_lm.py --model wt2 --data data/wikitext-2 --rate 1e-5 3e-5 1e-4 --decay 0 0.01 \\
-        --statistics 20000 --output tuned.json --plot tuned.png
+    python examples/tune_lm.py --model wt2 --data data/wikitext-2 --rate 3e-4 1e-3 3e-3 --epsilon 0.01 0.03 \\
+        --statistics 50000 --output tuned.json --plot tuned.png
 
 `--data` is a folder of `prepare_corpus.py`. Every rate, decay and epsilon is tried on the validation text, and in each
 of these readings every cache: all sizes, weights and temperatures with one another. With `--statistics N` the steps
@@ -186,7 +186,8 @@ def run(options: argparse.Namespace):
         else:
             row = {"kind": kind} | scored.row()
             report["test"].append(row)
-            print(f"test {kind}: perplexity {scored.result.perplexity:.3f}, {row['bits_per_token']:.4f} bits a token")
+            figures = f"perplexity {scored.result.perplexity:.3f}, {row['bits_per_token']:.4f} bits a token"
+            print(f"test {kind}: {figures}, with {in_words(scored)}", flush=True)
         keep(report, options.output)
     report["complete"] = True
     keep(report, options.output)
@@ -256,15 +257,21 @@ def choose(points: list[Point]) -> dict[str, Point]:
 
 def print_points(split: str, points: list[Point]):
     for point in dict.fromkeys(points):
-        steps = "static" if point.dynamic is None else f"rate {point.dynamic.learning_rate:g}"
-        if point.dynamic is not None and point.dynamic.decay > 0:
-            steps += f", decay {point.dynamic.decay:g}"
-        if point.dynamic is not None and point.dynamic.statistics is not None:
-            steps += f", epsilon {point.dynamic.epsilon:g}"
-        if point.cache is not None:
-            cache = point.cache
-            steps += f", cache of {cache.size}, weight {cache.weight:g}, temperature {cache.temperature:g}"
-        print(f"{split} {steps}: perplexity {point.result.perplexity:.3f} ({point.seconds:.0f} s)", flush=True)
+        figures = f"perplexity {point.result.perplexity:.3f} ({point.seconds:.0f} s)"
+        print(f"{split} {in_words(point)}: {figures}", flush=True)
+
+
+def in_words(point: Point) -> str:
+    """The settings of a point."""
+    words = "static weights" if point.dynamic is None else f"rate {point.dynamic.learning_rate:g}"
+    if point.dynamic is not None and point.dynamic.decay > 0:
+        words += f", decay {point.dynamic.decay:g}"
+    if point.dynamic is not None and point.dynamic.statistics is not None:
+        words += f", epsilon {point.dynamic.epsilon:g}"
+    if point.cache is not None:
+        cache = point.cache
+        words += f", cache of {cache.size}, weight {cache.weight:g}, temperature {cache.temperature:g}"
+    return words
 
 
 def warn_of_an_end(kind: str, point: Point, options: argparse.Namespace, tokens: int):

@@ -148,6 +148,25 @@ def test_statistics_of_other_lengths_are_refused(make_model, make_ids, reading, 
         token_losses(model, ids, **lengths | reading, dynamic=DynamicEvaluation(RATE, statistics=taken))
 
 
+def test_statistics_are_taken_once_for_prompt_after_prompt(make_model, make_ids):
+    model, training = make_model(initial_memory="empty"), make_ids(1, 45, seed=1)[0]
+    weights = parameters_of(model)
+    taken = GradientStatistics.of(model, training, 5, 7)
+    for seed in (2, 3):
+        prompt, found = make_ids(1, 21, seed=seed)[0], []
+        for statistics in (training, taken):
+            with DynamicEvaluation(RATE, epsilon=0.5, statistics=statistics).adapted_to(model, prompt, 5, 7):
+                found.append(parameters_of(model))
+            assert_restored(model, weights)
+        assert all(torch.equal(found[0][name], found[1][name]) for name in weights)
+        assert any(not torch.equal(found[0][name], weights[name]) for name in weights), "they have followed"
+    several = GradientStatistics.of(model, training, 5, 7, batch_size=3)
+    with pytest.raises(ValueError, match="taken with batch_size=3, and the text is read with batch_size=1"):
+        with DynamicEvaluation(RATE, statistics=several).adapted_to(model, prompt, 5, 7):
+            pass
+    assert_restored(model, weights)
+
+
 def test_statistics_of_another_model_or_of_other_parameters(make_model, make_ids):
     model, ids = make_model(), make_ids(1, 40)[0]
     some = GradientStatistics.of(model, ids, 5, parameters=r"layers\.1\.")
