@@ -7,11 +7,12 @@ pytest-timeout one that hangs takes no other with it. The NVIDIA recipes train w
 wheel of it in the folder `.whl` beside the sources does, as do other wheels of pure Python. With --without-lamb they
 train with AdamW; the rows say so, and meet no bar.
 
-What has a figure to reach is measured first. Each contender has processes of its own, in training and decoding a step
-too, and rows are written as they are measured: a crash takes one row, and a limit those of one step. A call runs
-the steps that it has time for, and says with which --skip the next one goes on; the first one has time for the tests
-and the base model, should every step take all that it may. `python benchmarks/report.py --add FOLDER` takes the rows
-over, and `--bars` says which bars they meet.
+Behind the quick tests, cuDNN's probe and a profile of a step comes what has a figure to reach; tests that compile
+are last. Each contender has processes of its own, in training and decoding a step too, and rows are written as they
+are measured: a crash takes one row, and a limit those of one step. A call runs the steps that it has time for, and
+says with which --skip the next one goes on; the first one has time for the tests, the probe, the profile and the
+base model, should every step take all that it may. `python benchmarks/report.py --add FOLDER` takes the rows over,
+and `--bars` says which bars they meet.
 """
 
 import argparse
@@ -79,18 +80,18 @@ DECODINGS += ["decode-wt103-large-1600", "decode-enwik8-large-3800"]
 # What compiles needs minutes: layers for the gate and for training, or the whole model for a prompt and for a token.
 STEPS = [
     tests("gpu and not slow", "not flex_attention", 120),
+    # Ours leave cuDNN out, and it may fault.
+    Step("cudnn_probe", ("--contenders", "sdpa", "auto"), 25),
+    Step("cudnn_probe", ("--contenders", "cudnn"), 25),
+    Step("profile_step", ("--workload", "train-nvidia-base", "--contender", "ours-txl_triton"), 40),
     # What `report.BARS` are of.
-    *each("train-nvidia-base", {"ours-txl_triton-compile": 200, "ours-txl_triton": 65, "ours": 60}),
+    *each("train-nvidia-base", {"ours-txl_triton-compile": 185, "ours-txl_triton": 65, "ours": 60}),
     *each("train-nvidia-large", {"ours-txl_triton-compile": 240, "ours-txl_triton": 90, "ours": 90}),
     attention("txl_triton", 75, "sdpa"),
     Step("sliding_window", ("--model", "enwik8-large", "--segments", "128", "1024", *SHORT), 75),
     *(model(workload, "ours", "ours-txl_triton", limit=90) for workload in EVALUATIONS),
     # What is good to know.
     *(model(workload, "ours") for workload in DECODINGS),
-    Step("profile_step", ("--workload", "train-nvidia-base", "--contender", "ours-txl_triton"), 45),
-    # Ours leave cuDNN out, and it may fault.
-    Step("cudnn_probe", ("--contenders", "sdpa", "auto"), 25),
-    Step("cudnn_probe", ("--contenders", "cudnn"), 25),
     Step("attention_tiles", (), 100),
     attention("sdpa_relative", 60),
     Step("softmax", ("--seconds", "4"), 90),
