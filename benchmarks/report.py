@@ -499,9 +499,8 @@ def plot_speed() -> None:
 
     machines = machines_of("model.csv", lambda run: "legacy" in run)
     count = len(machines) + 1
-    height = 0.4 * max([10, *map(len, machines.values())])
-    shape = {"figsize": (14, (count + 1) // 2 * height), "layout": "constrained", "squeeze": False}
-    figure, axes = plt.subplots((count + 1) // 2, 2, **shape)
+    lines, height = (count + 1) // 2, 0.4 * max([10, *map(len, machines.values())])
+    figure, axes = plt.subplots(lines, 2, figsize=(14, lines * height), layout="constrained", squeeze=False)
     *speeds, right = axes.flat[:count]
     for unused in axes.flat[count:]:
         unused.set_axis_off()

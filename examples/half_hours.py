@@ -107,7 +107,7 @@ class Contender:
     @property
     def pieces(self) -> tuple["Contender", ...]:
         """What is trained in turn."""
-        return (self,) if self.first_half is None else (self.first_half, self)
+        return tuple(filter(None, (self.first_half, self)))
 
 
 @dataclass(frozen=True)
@@ -369,9 +369,9 @@ def prepare(run: Run, texts: Path | None):
 
 def train(run: Run, threads: int):
     """Train and tune, unless that is done."""
-    for piece, steps in zip(run.pieces, steps_of(run), strict=True):
+    for piece, options in trainings(run):
         if not (piece.folder / RESULTS).exists():
-            start("train_lm.py", [*piece.training(piece.folder, *steps), "--resume"], threads)
+            start("train_lm.py", [*options, "--resume"], threads)
     if run.tuning() and not read_tuned(run).get("complete"):
         (run.folder / TUNED).unlink(missing_ok=True)
         start("tune_lm.py", run.tuning(), threads)
@@ -412,10 +412,9 @@ def check_begun(run: Run):
     Raises:
         ValueError: with the options that differ.
     """
-    for piece, steps in zip(run.pieces, steps_of(run), strict=True):
+    for piece, options in trainings(run):
         if (piece.folder / RECIPE).exists():
-            today = training_arguments(piece.training(piece.folder, *steps)).as_dict()
-            check_options(piece.folder, read_recipe(piece.folder / RECIPE), today)
+            check_options(piece.folder, read_recipe(piece.folder / RECIPE), training_arguments(options).as_dict())
     if tuned := read_tuned(run):
         check_options(
             run.folder / TUNED, tuned.get("options", {}), tune_lm.settings_of(tune_lm.parse_arguments(run.tuning()))
@@ -444,6 +443,12 @@ def start(script: str, options: list[str], threads: int | None = None):
     environment = os.environ if threads is None else {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if subprocess.run([sys.executable, ROOT / "examples" / script, *options], env=environment).returncode:
         raise ValueError(f"{script} failed: the lines above say why")
+
+
+def trainings(run: Run) -> list[tuple[Run, list[str]]]:
+    """The pieces of a run, each with all its options of `txl-train`."""
+    pieces = zip(run.pieces, steps_of(run), strict=True)
+    return [(piece, piece.training(piece.folder, *steps)) for piece, steps in pieces]
 
 
 def steps_of(run: Run) -> list[list[str]]:
@@ -552,22 +557,23 @@ def rows_of(run: Run, threads: int) -> list[dict[str, Any]]:
     """
     check_begun(run)
     results = json.loads((run.folder / RESULTS).read_text())
-    pieces = [piece.training(piece.folder, *steps) for piece, steps in zip(run.pieces, steps_of(run), strict=True)]
-    arguments = [training_arguments(options) for options in pieces]
-    steps = [planned_steps(each) for each in arguments]
-    took = [count * step_seconds(run)[piece.contender.name] for count, piece in zip(steps, run.pieces, strict=True)]
-    command = AND.join(shlex.join(["train_lm.py", *options]) for options in pieces)
+    options = {piece.contender.name: options for piece, options in trainings(run)}
+    steps = {name: planned_steps(training_arguments(given)) for name, given in options.items()}
+    seconds = step_seconds(run)
+    took = sum(count * seconds[name] for name, count in steps.items())
+    command = AND.join(shlex.join(["train_lm.py", *given]) for given in options.values())
+    last = training_arguments(options[run.contender.name]).run
     common = {
-        **harness.origin("cpu", PRECISIONS[precision_of(arguments[-1].run)], threads),
+        **harness.origin("cpu", PRECISIONS[precision_of(last)], threads),
         **harness.versions(),
         "commit": results["commit"],
         "text": run.text,
         "contender": run.contender.name,
         "seed": run.seed,
         "share": run.share,
-        "steps": sum(steps),
-        "seconds_of_step": round(sum(took) / sum(steps), 4),
-        "train_seconds": round(sum(took)),
+        "steps": sum(steps.values()),
+        "seconds_of_step": round(took / sum(steps.values()), 4),
+        "train_seconds": round(took),
         "parameters": results["model"]["parameters"],
         "command": command.replace(f"{ROOT}{os.sep}", ""),
     }

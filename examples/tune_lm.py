@@ -263,13 +263,13 @@ def print_points(split: str, points: list[Point]):
 
 def in_words(point: Point) -> str:
     """The settings of a point."""
-    words = "static weights" if point.dynamic is None else f"rate {point.dynamic.learning_rate:g}"
-    if point.dynamic is not None and point.dynamic.decay > 0:
-        words += f", decay {point.dynamic.decay:g}"
-    if point.dynamic is not None and point.dynamic.statistics is not None:
-        words += f", epsilon {point.dynamic.epsilon:g}"
-    if point.cache is not None:
-        cache = point.cache
+    dynamic, cache = point.dynamic, point.cache
+    words = "static weights" if dynamic is None else f"rate {dynamic.learning_rate:g}"
+    if dynamic is not None and dynamic.decay > 0:
+        words += f", decay {dynamic.decay:g}"
+    if dynamic is not None and dynamic.statistics is not None:
+        words += f", epsilon {dynamic.epsilon:g}"
+    if cache is not None:
         words += f", cache of {cache.size}, weight {cache.weight:g}, temperature {cache.temperature:g}"
     return words
 

@@ -1,6 +1,7 @@
 """The command that tunes on the validation text: its points are evaluate_language_model's, the test is last."""
 
 import json
+import re
 from argparse import Namespace
 
 import pytest
@@ -69,6 +70,9 @@ def test_chooses_on_validation_and_tests_once(corpus, model, tmp_path, capsys, m
             expected = evaluate_language_model(loaded, ids, 8, dynamic=dynamic, cache=cache)
             assert figures["nll"] == pytest.approx(expected.nll, rel=1e-5)
         assert f"test {row['kind']}: perplexity {row['perplexity']:.3f}" in printed
+        weights = f"rate {dynamic.learning_rate:g}" if dynamic else "static weights"
+        assert re.search(rf"test {row['kind']}: .* bits a token, with {weights}", printed)
+        assert not cache or f", cache of {cache.size}, weight {cache.weight:g}," in printed
     by_kind = {row["kind"]: row["nll"] for row in report["test"]}
     assert len(by_kind) == 4 and by_kind["both"] < by_kind["static"]
 
