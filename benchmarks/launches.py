@@ -378,12 +378,13 @@ def count_in_one_graph(workload: Workload) -> int:
     config._attn_implementation = "eager"
     model, cache = TransfoXLForCausalLM(config).eval(), StaticMemoryCache(config)
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    rows = workload.rows
     torch._dynamo.reset()
     nothing = mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *args, **kwargs: lambda *arguments: None)
     with torch.no_grad(), nothing, inductor.patch(fx_graph_cache=False, cpp_wrapper=False):
-        model(torch.zeros(1, workload.memory, dtype=torch.long), **options)
-        mask = torch.ones(1, workload.memory + 1, dtype=torch.bool)
-        token = torch.zeros(1, 1, dtype=torch.long)
+        model(torch.zeros(rows, workload.memory, dtype=torch.long), **options)
+        mask = torch.ones(rows, workload.memory + 1, dtype=torch.bool)
+        token = torch.zeros(rows, 1, dtype=torch.long)
         _, [code] = run_and_get_code(
             torch.compile(model.forward, fullgraph=True), token, attention_mask=mask, **options
         )

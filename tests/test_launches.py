@@ -3,6 +3,7 @@
 import csv
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,12 @@ def test_no_count_of_a_step_with_compiled_layers_grows(name, most):
 def test_a_decoded_token_is_one_graph_of_few_kernels():
     """Of the base model, with all of its layers and bins; the bar is 200. Six products a layer stay alone."""
     assert 6 * launches.BASE["n_layer"] < launches.count_in_one_graph(REAL["base-decode-static"]) <= 198
+
+
+@pytest.mark.slow
+def test_a_decoded_token_of_many_texts_is_one_graph_of_few_kernels_more():
+    """The rows of a workload were left out: it was one text that was counted."""
+    assert 198 < launches.count_in_one_graph(replace(REAL["base-decode-static"], rows=32)) <= 228
 
 
 def test_every_kind_of_call_in_the_code_of_a_graph_is_counted():
