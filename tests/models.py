@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+from txl_hf.adaptive_transfo_xl import AdaptiveLogSoftmax
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
 
 # Triton's kernels have processes of their own; FlexAttention takes long to compile.
@@ -42,3 +43,12 @@ def small_model(model_class=TransfoXLForCausalLM, seed: int = 0, **changes):
     """The same weights for the same seed and sizes: `small_model(mem_len=3)`."""
     torch.manual_seed(seed)
     return model_class(small_config(**changes))
+
+
+def random_softmax(config: TransfoXLConfig, seed: int = 0, std: float = 0.5) -> AdaptiveLogSoftmax:
+    """One without a model, which would draw its weights: by itself it holds what was in memory before."""
+    torch.manual_seed(seed)
+    softmax = AdaptiveLogSoftmax(config)
+    for parameter in softmax.parameters():
+        torch.nn.init.normal_(parameter, 0, std)
+    return softmax

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 from transformers import Trainer, TrainingArguments
 
+from models import random_softmax
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, adaptive_transfo_xl
 from txl_hf.adaptive_transfo_xl import AdaptiveEmbedding, AdaptiveLogSoftmax, check_labels
 
@@ -51,11 +52,10 @@ def any_bins(draw):
 @given(bins=any_bins(), seed=st.integers(0, 100))
 @settings(max_examples=100, deadline=None)
 def test_probabilities_sum_to_one_and_losses_are_theirs(bins, seed):
-    torch.manual_seed(seed)
     config = TransfoXLConfig(d_model=16, n_layer=1, **bins)
-    softmax = AdaptiveLogSoftmax(config).double()
+    softmax = random_softmax(config, seed, std=1).double()
     embedding = AdaptiveEmbedding(config)
-    for parameter in [*softmax.parameters(), *embedding.parameters()]:
+    for parameter in embedding.parameters():
         torch.nn.init.normal_(parameter)
     hidden = torch.randn(12, 16, dtype=torch.float64) * 3
     log_probs = softmax.log_prob(hidden)
@@ -72,10 +72,7 @@ def test_probabilities_sum_to_one_and_losses_are_theirs(bins, seed):
 @given(bins=any_bins(), seed=st.integers(0, 100), top_k=st.integers(1, 30), tail=st.sampled_from([-6, 0, 6]))
 @settings(max_examples=100, deadline=None)
 def test_the_k_best_are_right_when_asked_for_alone(bins, seed, top_k, tail):
-    torch.manual_seed(seed)
-    softmax = AdaptiveLogSoftmax(TransfoXLConfig(d_model=16, n_layer=1, **bins))
-    for parameter in softmax.parameters():
-        torch.nn.init.normal_(parameter)
+    softmax = random_softmax(TransfoXLConfig(d_model=16, n_layer=1, **bins), seed, std=1)
     if bins["cutoffs"]:
         softmax.clusters.bias.data += tail
     hidden = torch.randn(3, 2, 16)
@@ -234,10 +231,7 @@ def test_losses_and_every_gradient_are_those_of_the_log_probabilities(make_confi
     if not kept:
         for name, value in (("MAX_KEPT_LOGITS", -1), ("BLOCK_LOGITS", 21), ("MIN_BLOCK_WIDTH", 7)):
             monkeypatch.setattr(adaptive_transfo_xl, name, value)
-    torch.manual_seed(0)
-    softmax = AdaptiveLogSoftmax(make_config(**changes))
-    for parameter in softmax.parameters():
-        torch.nn.init.normal_(parameter, 0, 0.5)
+    softmax = random_softmax(make_config(**changes))
     hidden, targets = torch.randn(len(tokens), 16), torch.tensor(tokens, dtype=torch.long)
     expected, expected_gradients = losses_and_gradients(softmax, hidden, targets, reference_losses)
     losses, gradients = losses_and_gradients(softmax, hidden, targets, AdaptiveLogSoftmax.nll)
@@ -262,7 +256,7 @@ def test_a_block_of_logits_is_16_mb_or_1024_words(make_config, monkeypatch, toke
         return found[-1]
 
     monkeypatch.setattr(adaptive_transfo_xl, "product", look)
-    softmax = AdaptiveLogSoftmax(make_config(vocab_size=2100, cutoffs=[], div_val=1))
+    softmax = random_softmax(make_config(vocab_size=2100, cutoffs=[], div_val=1))
     softmax(torch.randn(tokens, 16), torch.randint(2100, (tokens,)))
     assert [block.shape for block in found] == [(tokens, width) for width in widths]
 
@@ -278,7 +272,7 @@ def test_few_logits_are_computed_once(make_config, monkeypatch, most, times):
 
     monkeypatch.setattr(adaptive_transfo_xl, "product", look)
     monkeypatch.setattr(adaptive_transfo_xl, "MAX_KEPT_LOGITS", most)
-    softmax = AdaptiveLogSoftmax(make_config(vocab_size=61, cutoffs=[], div_val=1))
+    softmax = random_softmax(make_config(vocab_size=61, cutoffs=[], div_val=1))
     softmax.nll(torch.randn(5, 16), torch.arange(5)).sum().backward()
     assert sum(found) == times
 
@@ -305,11 +299,8 @@ def test_narrow_types_are_as_exact_as_through_log_probabilities(make_config, mon
     if not kept:
         for name, value in (("MAX_KEPT_LOGITS", -1), ("BLOCK_LOGITS", 600), ("MIN_BLOCK_WIDTH", 16)):
             monkeypatch.setattr(adaptive_transfo_xl, name, value)
-    torch.manual_seed(0)
     config = make_config(d_model=64, d_embed=64, vocab_size=301, cutoffs=[50, 120])
-    exact = AdaptiveLogSoftmax(config)
-    for parameter in exact.parameters():
-        torch.nn.init.normal_(parameter, 0, 0.2)
+    exact = random_softmax(config, std=0.2)
     hidden, targets = torch.randn(97, 64), torch.randint(301, (97,))
     reference = losses_and_gradients(exact, hidden, targets, reference_losses)
     narrow = exact if autocast else exact.to(dtype)
@@ -330,7 +321,7 @@ def test_narrow_types_are_as_exact_as_through_log_probabilities(make_config, mon
 
 def test_the_operator_of_the_losses_keeps_its_promises_to_pytorch(make_config, monkeypatch):
     """Schema, shapes and gradients under tracing, as PyTorch's own checks see them."""
-    softmax = AdaptiveLogSoftmax(make_config(div_val=1))
+    softmax = random_softmax(make_config(div_val=1))
     calls = []
     operator = adaptive_transfo_xl.losses_of_bins
     monkeypatch.setattr(
@@ -362,9 +353,7 @@ def test_a_gpu_compares_labels_by_itself(bad):
 def test_compiled_losses_without_all_logits_are_the_same_and_name_a_bad_target(make_config, monkeypatch, changes):
     monkeypatch.setattr(adaptive_transfo_xl, "MAX_KEPT_LOGITS", -1)
     torch.compiler.reset()
-    softmax = AdaptiveLogSoftmax(make_config(**changes))
-    for parameter in softmax.parameters():
-        torch.nn.init.normal_(parameter, 0, 0.5)
+    softmax = random_softmax(make_config(**changes))
     compiled = torch.compile(softmax, fullgraph=True, backend="aot_eager")
     hidden, targets = torch.randn(7, 16), torch.tensor([3, 44, 9, -100, 8, 30, 60])
     expected, expected_gradients = losses_and_gradients(softmax, hidden, targets, AdaptiveLogSoftmax.nll)
@@ -377,9 +366,7 @@ def test_compiled_losses_without_all_logits_are_the_same_and_name_a_bad_target(m
 
 
 def test_sorted_targets_that_are_there_before_give_the_same_losses(make_config):
-    softmax = AdaptiveLogSoftmax(make_config())
-    for parameter in softmax.parameters():
-        torch.nn.init.normal_(parameter)
+    softmax = random_softmax(make_config())
     hidden, targets = torch.randn(7, 16), torch.tensor([3, 44, 9, -100, 8, 30, 60])
     sorted_before = softmax.sort_targets(targets)
     assert sorted_before.ends.tolist() == [0, 1, 1, 3, 4, 7]
@@ -393,7 +380,7 @@ def test_counts_are_waited_for_on_the_gpu_that_has_the_targets(make_config, monk
     monkeypatch.setattr(
         torch.cuda, "Event", lambda: SimpleNamespace(record=lambda stream=None: recorded.append(stream))
     )
-    softmax = AdaptiveLogSoftmax(make_config())
+    softmax = random_softmax(make_config())
     with FakeTensorMode():
         softmax.sort_targets(torch.empty(7, dtype=torch.int64, device="cuda:1"))
     assert recorded == [("stream of", torch.device("cuda:1"))]

@@ -27,7 +27,7 @@ import oracle
 import txl_hf.adaptive_transfo_xl as adaptive
 import txl_hf.adaptive_transfo_xl_triton as softmax_kernels
 import txl_hf.attention_transfo_xl_triton as kernels
-from models import small_config
+from models import random_softmax, small_config
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, eager_relative_attention, visible_keys
 from txl_hf.attention_transfo_xl_inputs import AttentionInputs
 from txl_hf.training.compilation import compile_layers
@@ -765,11 +765,7 @@ def count_fused(monkeypatch):
 
 
 def softmax_of(changes, dtype=torch.float32):
-    torch.manual_seed(0)
-    softmax = adaptive.AdaptiveLogSoftmax(small_config(**changes))
-    for parameter in softmax.parameters():
-        torch.nn.init.normal_(parameter, 0, 0.5)
-    return softmax.to(DEVICE, dtype)
+    return random_softmax(small_config(**changes)).to(DEVICE, dtype)
 
 
 def losses_and_gradients(softmax, targets, dtype=torch.float32, autocast=None):
