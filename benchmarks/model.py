@@ -2,6 +2,7 @@
 
     python benchmarks/model.py --peer-python OTHER_ENVIRONMENT/bin/python      # the workloads with a bar, on a CPU
     python benchmarks/model.py --device cuda --workloads train-nvidia-base     # fp32 weights, bf16 autocast
+    python benchmarks/model.py --workloads decode-wt103-640-trained --trained MODEL DATA …   # folders of train_lm.py
     python benchmarks/model.py --list
 
 Contenders are processes that take turns: each repeat runs every contender once, so that whatever else the machine
@@ -36,6 +37,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
 import harness
 
@@ -125,6 +127,8 @@ class Workload:
     Args:
         sampled: tokens are drawn from the 40 best at temperature 1, of a softmax whose biases make words as probable
             as they are frequent: with random weights alone, the best would all be in the first bin.
+        trained: the weights are those of `--trained`, and so is the text that is gone on with. The floor is left out:
+            its layers would have learnt nothing, and which bins the softmax computes depends on what it is given.
         clamp: distances beyond it share one position, as where published results were read; -1: all differ.
     """
 
@@ -136,6 +140,7 @@ class Workload:
     dropout: bool = False
     gpu: bool = True
     sampled: bool = False
+    trained: bool = False
     clamp: int = -1
 
     @property
@@ -164,6 +169,7 @@ WORKLOADS = {
     "decode-enwik8-2048-clamped": Workload("decode", "enwik8", 2048, 64, gpu=False, clamp=820),
     "decode-wt103-640": Workload("decode", "wt103", 640, 64, gpu=False),
     "decode-wt103-640-sampled": Workload("decode", "wt103", 640, 64, gpu=False, sampled=True),
+    "decode-wt103-640-trained": Workload("decode", "wt103", 640, 64, gpu=False, sampled=True, trained=True),
     # For a GPU, the most important first.
     "train-nvidia-base": Workload("train", "nvidia-base", 192, 192, 256, dropout=True),
     "train-nvidia-large": Workload("train", "nvidia-large", 384, 384, 128, dropout=True),
@@ -201,12 +207,17 @@ TOLERANCE = {"fp32": {"train": 1e-3, "evaluate": 1e-4, "decode": 1e-4}, "int8": 
 # In half precision. What is decoded is compared token by token, where the others have means: a logit of bf16 from 8 on
 # is a multiple of 0.0625, and from 4 on of half of that.
 COARSE = {"train": 3e-2, "evaluate": 3e-2, "decode": 1e-1}
+# What may differ from a workload's configuration in that of a trained model.
+FREE = {"mem_len", "clamp_len", "dropout", "dropatt", "init_std", "eos_token_id"}
 
 
 def main(given: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_arguments(parser, "model.csv", budget=60.0)
     parser.add_argument("--peer-python", help="interpreter with transformers 4.35.2; without it there is no legacy")
+    parser.add_argument(
+        "--trained", nargs=2, metavar=("MODEL", "DATA"), help="a trained model and its prepared text, for `-trained`"
+    )
     parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS, *SMOKE], metavar="WORKLOAD")
     parser.add_argument("--contenders", nargs="+", help="only these")
     parser.add_argument("--list", action="store_true", help="list the workloads")
@@ -221,10 +232,15 @@ def main(given: list[str] | None = None):
         return work(*arguments.worker, arguments)
     harness.complete(arguments)
     chosen = arguments.workloads or [
-        name for name, workload in WORKLOADS.items() if workload.gpu == (arguments.device == "cuda")
+        name
+        for name, workload in WORKLOADS.items()
+        if workload.gpu == (arguments.device == "cuda") and (arguments.trained or not workload.trained)
     ]
     if arguments.smoke:
         chosen = arguments.workloads or list(SMOKE)
+    trained = [name for name in chosen if (WORKLOADS | SMOKE)[name].trained]
+    if bool(trained) != bool(arguments.trained):
+        parser.error("--trained goes with a workload whose name ends in -trained, and such a workload with --trained")
     print(harness.FLOP_FORMULA)
     peak = harness.matmul_peak(arguments.device, arguments.dtype)
     print(f"peak: {peak / 1e12:.4g} TFLOP/s measured in a matrix product in {arguments.dtype}\n")
@@ -238,7 +254,10 @@ def compare(name: str, peak: float, arguments: argparse.Namespace) -> list[str]:
     workload = (WORKLOADS | SMOKE)[name]
     names = list(dict.fromkeys([*chosen_contenders(workload, arguments), REFERENCE]))
     with tempfile.TemporaryDirectory() as folder:
-        ids = save(workload, folder)
+        try:
+            ids = save(workload, folder, arguments.trained)
+        except ValueError as error:
+            sys.exit(f"error: {error}")
         contenders = {contender: start(contender, name, folder, arguments) for contender in names}
         try:
             checks = harness.ask_all(contenders, "check")
@@ -284,11 +303,19 @@ def chosen_contenders(workload: Workload, arguments: argparse.Namespace) -> list
         for name in names
         if (arguments.peer_python or not name.startswith("legacy"))
         and (name != "gpt2" or not workload.config["cutoffs"])
+        and (name != "floor" or not workload.trained)
     ]
 
 
-def save(workload: Workload, folder: str):
-    """The model that all contenders load, and the tokens that they read."""
+def save(workload: Workload, folder: str, trained: tuple[str, str] | None = None):
+    """The model that all contenders load, and the tokens that they read.
+
+    Args:
+        trained: of a trained workload, the folders of the model and of the text.
+
+    Raises:
+        ValueError: the trained model is not of the workload's size.
+    """
     import torch
     import transformers
 
@@ -296,15 +323,42 @@ def save(workload: Workload, folder: str):
 
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    model = TransfoXLForCausalLM(TransfoXLConfig(**workload.config))
-    if workload.sampled:
-        learn_frequencies(model)
-    model.save_pretrained(folder)
+    config = TransfoXLConfig(**workload.config)
     length = workload.memory + 1 if workload.task == "decode" else 4 * workload.segment
     # Token 0 stands for padding in generate.
-    ids = harness.draw_ids(workload.config["vocab_size"], (workload.batch, length)).clamp(min=1)
+    if trained is not None:
+        model, text = load_trained(config, workload, *trained)
+        ids = text[text != 0][: workload.batch * length].view(workload.batch, length)
+    else:
+        model = TransfoXLForCausalLM(config)
+        if workload.sampled:
+            learn_frequencies(model)
+        ids = harness.draw_ids(config.vocab_size, (workload.batch, length)).clamp(min=1)
+    model.save_pretrained(folder)
     torch.save(ids, f"{folder}/ids.pt")
     return ids
+
+
+def load_trained(config, workload: Workload, folder: str, data: str):
+    """A trained model that remembers and goes on as the workload's, and the tokens of its test text.
+
+    Raises:
+        ValueError: it is of another size, or begins with another memory than legacy transformers.
+    """
+    import torch
+
+    from txl_hf import TransfoXLForCausalLM
+    from txl_hf.scoring import read_prepared
+
+    model = TransfoXLForCausalLM.from_pretrained(folder)
+    for name in sorted({*workload.config, "initial_memory"} - FREE):
+        found, wanted = getattr(model.config, name), getattr(config, name)
+        if found != wanted:
+            raise ValueError(f"--trained {folder} has {name}={found}, where the workload has {wanted}")
+    model.config.mem_len, model.config.clamp_len = config.mem_len, config.clamp_len
+    # No text ends before all have written as much.
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    return model, torch.as_tensor(read_prepared(Path(data), "test").token_ids[:])
 
 
 def learn_frequencies(model):

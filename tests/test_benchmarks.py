@@ -18,8 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from scripts import run_script, start_script
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.command_line import SPIN_COUNT
 from txl_hf.training.arguments import parse_arguments
 
@@ -145,6 +147,33 @@ def test_the_softmax_of_a_sampled_workload_knows_how_frequent_words_are(contende
     frequencies = harness.token_frequencies(loaded.config.vocab_size).float()
     found = torch.cat([layer.bias for layer in loaded.lm_head.out_layers])
     torch.testing.assert_close(found.detach(), frequencies.log())
+
+
+def test_a_trained_workload_goes_on_with_a_trained_model_and_its_text(tmp_path):
+    import dataclasses
+
+    import model
+    from txl_hf.prepare import main as prepare
+
+    text, data, trained = tmp_path / "text.txt", tmp_path / "data", tmp_path / "trained"
+    words = [f"word{i % 50}" for i in range(4000)]
+    text.write_text("\n".join(" ".join(words[i : i + 20]) for i in range(0, 4000, 20)))
+    prepare(["--corpus", "text", "--input", str(text), "--mode", "whitespace", "--output", str(data)])
+    workload = dataclasses.replace(model.SMOKE["smoke-decode"], sampled=True, trained=True)
+    small = TransfoXLForCausalLM(TransfoXLConfig(**workload.config | {"mem_len": 3, "eos_token_id": 0}))
+    small.save_pretrained(trained)
+    ids = model.save(workload, str(tmp_path / "saved"), (str(trained), str(data)))
+    loaded = model.load("ours", workload, str(tmp_path / "saved"), argparse.Namespace(device="cpu", dtype="fp32"))
+    for name, parameter in small.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter), name
+    assert loaded.config.mem_len == workload.memory and loaded.generation_config.eos_token_id is None
+    assert ids.shape == (1, workload.memory + 1)
+    assert AutoTokenizer.from_pretrained(data).decode(ids[0]) in " ".join(words)
+    running = model.begin("ours", workload, str(tmp_path / "saved"), argparse.Namespace(device="cpu", dtype="fp32"))
+    running.check(2)
+    assert running.step()[0] == workload.segment
+    with pytest.raises(ValueError, match=r"has d_model=32, where the workload has 512"):
+        model.save(model.WORKLOADS["decode-wt103-640-trained"], str(tmp_path / "other"), (str(trained), str(data)))
 
 
 def test_everything_on_a_gpu_outlives_a_step_that_hangs(tmp_path, monkeypatch, capsys):
