@@ -172,7 +172,7 @@ def test_a_trained_workload_goes_on_with_a_trained_model_and_its_text(tmp_path):
     running = model.begin("ours", workload, str(tmp_path / "saved"), argparse.Namespace(device="cpu", dtype="fp32"))
     running.check(2)
     assert running.step()[0] == workload.segment
-    with pytest.raises(ValueError, match=r"has d_model=32, where the workload has 512"):
+    with pytest.raises(ValueError, match=r"has cutoffs=.20, 40., where the workload has .20000"):
         model.save(model.WORKLOADS["decode-wt103-640-trained"], str(tmp_path / "other"), (str(trained), str(data)))
 
 
