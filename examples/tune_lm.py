@@ -129,16 +129,10 @@ def run(options: argparse.Namespace):
         "clamp_len": options.clamp_len,
         "document_end": find_document_end(options, texts["validation"]),
     }
-    statistics, statistics_seconds = None, None
-    if options.statistics is not None:
-        started, training = time.perf_counter(), texts["train"].token_ids[: options.statistics]
-        try:
-            statistics = GradientStatistics.of(model, training, **protocol, parameters=options.parameters)
-        except ValueError as error:
-            raise ValueError(f"--statistics {options.statistics}: {error}") from None
-        statistics_seconds = time.perf_counter() - started
-    ways = [None] + [
-        DynamicEvaluation(rate, decay, epsilon, statistics, options.parameters)
+    training = None if options.statistics is None else texts["train"].token_ids[: options.statistics]
+    # Before the statistics, which take long: a setting may be out of range.
+    dynamic_ways = [
+        DynamicEvaluation(rate, decay, epsilon, training, options.parameters)
         for rate, decay, epsilon in itertools.product(options.rate, options.decay, options.epsilon)
     ]
     caches = [None] + [
@@ -147,6 +141,15 @@ def run(options: argparse.Namespace):
             options.cache_size, options.cache_weight, options.cache_temperature
         )
     ]
+    statistics_seconds = None
+    if training is not None:
+        started = time.perf_counter()
+        try:
+            statistics = GradientStatistics.of(model, training, **protocol, parameters=options.parameters)
+        except ValueError as error:
+            raise ValueError(f"--statistics {options.statistics}: {error}") from None
+        dynamic_ways = [dataclasses.replace(way, statistics=statistics) for way in dynamic_ways]
+        statistics_seconds = time.perf_counter() - started
     read_of_validation = texts["validation"].beginning(options.max_tokens)
     report = describe(model, read_of_validation, options)
     report |= {
@@ -160,7 +163,7 @@ def run(options: argparse.Namespace):
     validation = read_of_validation.token_ids
     test = texts["test"].token_ids[: options.max_test_tokens]
     points = []
-    for dynamic in ways:
+    for dynamic in [None, *dynamic_ways]:
         try:
             found = read(model, validation, dynamic, caches, protocol)
         except Diverged as error:

@@ -1,8 +1,10 @@
 """Dynamic evaluation: the formulas by hand, no token that pays for a later one, and weights that come back."""
 
+import contextlib
 import copy
 import itertools
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -19,6 +21,7 @@ from txl_hf import (
     TransfoXLForCausalLM,
     adaptation,
     evaluate_language_model,
+    reading,
     token_losses,
 )
 from txl_hf.adaptation import Diverged
@@ -326,6 +329,44 @@ def test_ctrl_c_while_weights_come_back(make_model, make_ids):
     assert len(moved(model, found) & changed) == 1
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("dynamic", [DynamicEvaluation(RATE), None], ids=["dynamic", "static"])
+def test_ctrl_c_where_any_function_begins(make_model, make_ids, dynamic):
+    """That is where Python looks for it: in what brings weights and modes back too, before its first line."""
+    model, ids = make_model().train(), make_ids(1, 16)[0]
+    model.transformer.layers[0].eval()
+    found, modes = parameters_of(model), [module.training for module in model.modules()]
+    files = {module.__file__ for module in (adaptation, reading)}
+    raised_in = set()
+
+    def calls(interrupted=None):
+        """How many functions begin in an evaluation; as that of this number does, Ctrl-C is pressed."""
+        begun = itertools.count()
+
+        def trace(frame, event, _):
+            if frame.f_code.co_filename in files and next(begun) == interrupted:
+                sys.settrace(None)
+                raised_in.add(frame.f_code.co_name)
+                raise KeyboardInterrupt
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            token_losses(model, ids, 5, dynamic=dynamic)
+        finally:
+            sys.settrace(before)
+        return next(begun)
+
+    for number in range(calls()):
+        # Python drops what is raised in a generator that is not read to its end.
+        with contextlib.suppress(KeyboardInterrupt):
+            calls(number)
+        assert_restored(model, found)
+        assert [module.training for module in model.modules()] == modes
+        assert not adaptation._begun and not any(reading._uses.values())
+    assert {"bring_back", "forget"} | ({"restore"} if dynamic else set()) <= raised_in
+
+
 def test_no_other_thread_reads_with_weights_that_change(make_model, make_ids):
     """Neither would know: its figures would be those of somebody else's text, or the weights not come back."""
     model, ids, dynamic = make_model(), make_ids(1, 30)[0], DynamicEvaluation(RATE)
@@ -510,11 +551,23 @@ def test_where_one_process_diverges_none_waits_for_it(tmp_path):
         ({"learning_rate": 1.0, "decay": 24.0}, "decay=24.0 must be at most 1 without statistics"),
         ({"learning_rate": 1.0, "epsilon": 0.0}, "epsilon=0.0 must be a finite number above 0"),
         ({"learning_rate": 1.0, "parameters": "("}, r"parameters='\(' is no regular expression"),
+        ({"learning_rate": "0.01"}, "learning_rate='0.01' must be a finite number"),
+        ({"learning_rate": 1.0, "parameters": ["lora"]}, r"parameters=\['lora'\] must be a regular expression"),
+        ({"learning_rate": 1.0, "statistics": 5}, "statistics are of type int: give the token ids"),
+        ({"learning_rate": 1.0, "statistics": {"a": torch.ones(1)}}, "of type dict: .*GradientStatistics.of"),
     ],
 )
 def test_bad_settings_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         DynamicEvaluation(**settings)
+
+
+def test_statistics_that_are_not_finite_are_refused(make_model):
+    """Of words that the text to be read has not: its own losses are finite."""
+    model, training = make_model(), torch.arange(20, 60)
+    model.transformer.embed_tokens.emb_layers[-1].weight.data[-5:] = torch.nan
+    with pytest.raises(ValueError, match="statistics: no finite loss in the segment at token 5 of the training text"):
+        GradientStatistics.of(model, training, 5)
 
 
 @pytest.mark.parametrize("rate", [0.0, RATE])
@@ -559,6 +612,11 @@ def test_layers_that_pass_no_gradient_are_refused(make_model, make_ids):
 
 def test_what_cannot_be_done_is_named(make_model, make_ids):
     model, ids = make_model(), make_ids(1, 40)[0]
+    for evaluate in (token_losses, evaluate_language_model):
+        with pytest.raises(ValueError, match=r"dynamic=0.01 must be a DynamicEvaluation: DynamicEvaluation\(0.01\)"):
+            evaluate(model, ids, 5, dynamic=0.01)
+        with pytest.raises(ValueError, match=r"cache=\(2000, 0.1, 0.01\) must be a ContinuousCache"):
+            evaluate(model, ids, 5, cache=(2000, 0.1, 0.01))
     with pytest.raises(ValueError, match="parameters='lora' is found in the name of no parameter"):
         token_losses(model, ids, 5, dynamic=DynamicEvaluation(RATE, parameters="lora"))
     with pytest.raises(ValueError, match="statistics: the text is empty"):

@@ -415,10 +415,11 @@ def test_a_processor_that_hears_nothing(make_model, make_ids):
     ("arguments", "message"),
     [
         ((0, 0.1, 1.0), "size=0 must be an integer of at least 1"),
-        ((10, 1.0, 1.0), "weight=1.0 must be at least 0 and below 1"),
+        ((10, 1.0, 1.0), "weight=1.0 must be a number at least 0 and below 1"),
         ((10, -0.1, 1.0), "weight=-0.1"),
         ((10, 0.1, -1.0), "temperature=-1.0 must be a finite number at least 0"),
         ((10, 0.1, math.nan), "temperature=nan"),
+        ((10, "0.1", 1.0), "weight='0.1' must be a number"),
     ],
 )
 def test_bad_settings_are_named(arguments, message):

@@ -1048,6 +1048,7 @@ def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
         ({"muon_lr_factor": 2.0}, "--muon_lr_factor 2 is of --optimizer muon: set it to 1"),
         ({"scheduler": "constant", "learning_rate": -1e-3}, "--learning_rate is -0.001, but must be at least 0"),
         ({"learning_rate": math.nan}, "--learning_rate is nan, but must be at least 0, and finite"),
+        ({"epsilon": -1.0}, "--epsilon is -1, but must be at least 0, and finite"),
         ({"learning_rate": 0.0}, "--learning_rate 0 cannot fall as --scheduler cosine has it: use constant"),
         ({"embedding_lr_factor": -1.0}, "--embedding_lr_factor is -1, but must be at least 0"),
         ({"weight_decay": -0.1}, "--weight_decay is -0.1, but must be at least 0"),

@@ -189,6 +189,13 @@ def test_errors_are_one_line(corpus, model, capsys, options, message):  # noqa: 
     assert message in str(stopped.value.code) + capsys.readouterr().err
 
 
+@pytest.mark.parametrize("bad", [["--rate", "-1"], ["--cache_size", "5", "--cache_weight", "1.5"]], ids=" ".join)
+def test_settings_are_refused_before_statistics_are_taken(corpus, model, monkeypatch, bad):  # noqa: F811
+    monkeypatch.setattr(GradientStatistics, "of", lambda *_, **__: pytest.fail("they take long"))
+    with pytest.raises(SystemExit, match="must be a"):
+        tune_lm.main(["--model", str(model), "--data", str(corpus), "--rate", "0.1", "--statistics", "100", *bad])
+
+
 def test_evaluate_lm_takes_what_was_chosen(corpus, model, capsys):  # noqa: F811
     options = ["--model", model, "--data", corpus, "--dynamic", "0.1", "--decay", "0.05", "--epsilon", "0.1"]
     options += ["--statistics", "100", "--parameters", r"layers\.1", "--cache", "50", "0.2", "0.1", "--json"]

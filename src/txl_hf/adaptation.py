@@ -3,9 +3,10 @@ https://arxiv.org/abs/1904.08378): weights that follow the text being read, and 
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from tqdm.auto import tqdm
 
 from .memory_transfo_xl import MemoryLengths
 from .modeling_transfo_xl import TransfoXLForCausalLM
-from .reading import Reader, Segment, Text, device_of, evaluating, open_text, using
+from .reading import Reader, Segment, Text, at_the_end, device_of, evaluating, open_text, using
 
 __all__ = ["Adaptation", "Diverged", "DynamicEvaluation", "GradientStatistics", "adapting", "following"]
 
@@ -48,12 +49,12 @@ class DynamicEvaluation:
     Without statistics η is much larger.
 
     Args:
-        learning_rate: η ≥ 0; with 0 the losses are those of a static evaluation.
+        learning_rate: η ≥ 0; with 0 the losses are those of a static evaluation, in half precision up to its rounding.
         decay: λ ≥ 0, how strongly the weights are drawn back; at most 1 without statistics, which is all the way.
-        epsilon: ε > 0. Elements that the statistics hardly met move by plain gradient descent at the rate η / ε, which
-            must stay near a rate that works without statistics: 0.1 was the best on Penn Treebank, 1 worse than no
-            steps, and η = 1e-3 with the default ε is 100, and diverges. The settings above have 0.12 to 0.2; those of
-            2018, for LSTMs, are η = 2e-3, ε = 1e-3.
+        epsilon: ε > 0; without statistics it takes no part. Elements that the statistics hardly met move by plain
+            gradient descent at the rate η / ε, which must stay near a rate that works without statistics: 0.1 was the
+            best on Penn Treebank, 1 worse than no steps, and η = 1e-3 with the default ε is 100, and diverges. The
+            settings above have 0.12 to 0.2; those of 2018, for LSTMs, are η = 2e-3, ε = 1e-3.
         statistics: token ids of a training text, some hundred segments of it, read with the same lengths and streams
             as the text; or what `GradientStatistics.of` took from them, once for several readings. None: plain
             gradient descent.
@@ -62,9 +63,9 @@ class DynamicEvaluation:
             one goes by each of its names. None: all that require a gradient.
 
     Raises:
-        ValueError: a number is out of range, or `parameters` is no regular expression. An evaluation in which the
-            weights diverge is one too (`Diverged`), one in float16, which loses small gradients, and one of a model
-            from `quantize_dynamic`, which has none.
+        ValueError: a number is out of range or none, `parameters` is no regular expression, or `statistics` no text.
+            An evaluation in which the weights diverge is one too (`Diverged`), one in float16, which loses small
+            gradients, and one of a model from `quantize_dynamic`, which has none.
     """
 
     learning_rate: float
@@ -76,12 +77,21 @@ class DynamicEvaluation:
     def __post_init__(self):
         for name in ("learning_rate", "decay", "epsilon"):
             value, least = getattr(self, name), "above" if name == "epsilon" else "at least"
-            if not math.isfinite(value) or value < 0 or (name == "epsilon" and value == 0):
-                raise ValueError(f"{name}={value} must be a finite number {least} 0")
+            number = isinstance(value, Real) and math.isfinite(value)
+            if not number or value < 0 or (name == "epsilon" and value == 0):
+                raise ValueError(f"{name}={value!r} must be a finite number {least} 0")
         if self.decay > 1 and self.statistics is None:
             raise ValueError(
                 f"decay={self.decay} must be at most 1 without statistics: 1 draws the weights back all the way"
             )
+        is_text = hasattr(self.statistics, "__len__") and not isinstance(self.statistics, Mapping)
+        if self.statistics is not None and not is_text:
+            raise ValueError(
+                f"statistics are of type {type(self.statistics).__name__}: give the token ids of a training text, or "
+                "what GradientStatistics.of took from them"
+            )
+        if not isinstance(self.parameters, str | None):
+            raise ValueError(f"parameters={self.parameters!r} must be a regular expression, which is a string")
         try:
             re.compile(self.parameters or "")
         except re.error as error:
@@ -237,9 +247,7 @@ class Adaptation:
         """
         has_stepped = False
         for segment, hidden_states, losses in self._read(text):
-            lost = (~losses.isfinite()).sum()
-            # Before the gradients, for which the others would wait for ever.
-            if (lost if self._accelerator is None else self._accelerator.reduce(lost, "sum")) > 0:
+            if self._lost(losses):
                 if not has_stepped or self._dynamic.learning_rate == 0:
                     raise ValueError(
                         f"no finite loss in the segment at token {segment.begin} of the text, with the weights as "
@@ -255,11 +263,25 @@ class Adaptation:
             unscored = segment.targets.to(losses.device) == -100
             yield segment, hidden_states.detach(), losses.detach().masked_fill(unscored, 0)
 
+    def _lost(self, losses: Tensor) -> bool:
+        """Whether a loss is not finite in any process: asked before the gradients, for which others would wait."""
+        lost = (~losses.isfinite()).sum()
+        return bool((lost if self._accelerator is None else self._accelerator.reduce(lost, "sum")) > 0)
+
     def collect(self, text: Text, progress: bool) -> dict[str, Tensor]:
-        """√S of each parameter by its name, from a text."""
+        """√S of each parameter by its name, from a text.
+
+        Raises:
+            ValueError: a loss is not finite, in whichever process.
+        """
         squares = [torch.zeros_like(weight) for weight in self._weights]
         with tqdm(total=text.share_tokens, unit="token", desc="statistics", disable=not progress) as bar:
             for segment, _, losses in self._read(text):
+                if self._lost(losses):
+                    raise ValueError(
+                        f"statistics: no finite loss in the segment at token {segment.begin} of the training text: "
+                        "the model itself computes none"
+                    )
                 for square, gradient in zip(squares, self._gradients(losses, segment), strict=True):
                     square.addcmul_(gradient, gradient)
                 bar.update(segment.scored)
@@ -385,7 +407,7 @@ def adapting(
     with using(model, alone=True):
         with following(model):
             adaptation = Adaptation(model, dynamic, lengths, accelerator)
-        try:
+        with at_the_end(adaptation.restore):
             adaptation.begin()
             if isinstance(dynamic.statistics, GradientStatistics):
                 dynamic.statistics.check(_protocol(text, lengths, model))
@@ -395,8 +417,6 @@ def adapting(
                 with following(model):
                     adaptation.take(adaptation.collect(statistics, progress))
             yield adaptation
-        finally:
-            adaptation.restore()
 
 
 def _open_statistics(token_ids: Any, model: TransfoXLForCausalLM, text: Text, accelerator: Any) -> Text:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -45,10 +46,10 @@ class ContinuousCache:
 
     def __post_init__(self):
         check_sizes(size=self.size)
-        if not 0 <= self.weight < 1:
-            raise ValueError(f"weight={self.weight} must be at least 0 and below 1")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature} must be a finite number at least 0")
+        if not (isinstance(self.weight, Real) and 0 <= self.weight < 1):
+            raise ValueError(f"weight={self.weight!r} must be a number at least 0 and below 1")
+        if not (isinstance(self.temperature, Real) and 0 <= self.temperature < math.inf):
+            raise ValueError(f"temperature={self.temperature!r} must be a finite number at least 0")
 
     def describe(self) -> dict[str, float | int]:
         """The settings, for JSON."""

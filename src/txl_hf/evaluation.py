@@ -293,6 +293,11 @@ def _reading(
     progress: bool,
 ) -> Iterator[Iterator[tuple[int, list[Tensor]]]]:
     """Of each segment the column where it begins and with each cache its (B, L) losses, 0 where nothing is scored."""
+    if not isinstance(dynamic, DynamicEvaluation | None):
+        raise ValueError(f"dynamic={dynamic!r} must be a DynamicEvaluation: DynamicEvaluation(0.01), say")
+    for cache in caches:
+        if not isinstance(cache, ContinuousCache | None):
+            raise ValueError(f"cache={cache!r} must be a ContinuousCache: ContinuousCache(2000, 0.1, 0.01), say")
     bar = tqdm(total=text.share_tokens, unit="token", desc="evaluate", disable=not progress)
     if dynamic is None:
         with evaluating(model), torch.no_grad(), bar:

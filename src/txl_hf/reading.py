@@ -1,8 +1,9 @@
 """How a text is read with memory: in streams, segment after segment, each token's loss in its place."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,7 +19,7 @@ from .memory_transfo_xl import CACHE_NAME, MemoryLengths, memory_of
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .streams import check_document_end, check_sizes, check_tokens, document_starts, read_tokens
 
-__all__ = ["TOKENS_MOVED", "Reader", "Segment", "Text", "device_of", "evaluating", "open_text", "using"]
+__all__ = ["TOKENS_MOVED", "Reader", "Segment", "Text", "at_the_end", "device_of", "evaluating", "open_text", "using"]
 
 # Between the host and a device the text and its losses move in pieces of so many tokens.
 TOKENS_MOVED = 2**20
@@ -26,7 +27,7 @@ TOKENS_MOVED = 2**20
 # waits until several short segments have been read.
 TOKENS_AT_ONCE = 1024
 # Of each model that is being read, by which threads, and whether one of them changes its weights meanwhile.
-_uses: WeakKeyDictionary[nn.Module, list[tuple[int, bool]]] = WeakKeyDictionary()
+_uses: WeakKeyDictionary[nn.Module, list["_Use"]] = WeakKeyDictionary()
 _uses_lock = threading.Lock()
 
 
@@ -280,6 +281,28 @@ def device_of(model: TransfoXLForCausalLM) -> torch.device:
     return torch.device("cpu") if model.device.type == "meta" else model.device
 
 
+@dataclass(frozen=True, eq=False)
+class _Use:
+    """That a thread reads with a model; alone, because it changes it meanwhile."""
+
+    thread: int
+    alone: bool
+
+
+@contextmanager
+def at_the_end(undo: Callable[[], None]) -> Iterator[None]:
+    """Call `undo` at the end, and once more where Ctrl-C cuts it short, which may be as it is entered."""
+    try:
+        yield
+    finally:
+        # Nothing is called before the `try`: Python looks for Ctrl-C where a function begins.
+        try:
+            undo()
+        except BaseException:
+            undo()
+            raise
+
+
 @contextmanager
 def using(model: TransfoXLForCausalLM, alone: bool = False) -> Iterator[None]:
     """Let a thread read a text with a model, beside others or, because it changes weights or mode meanwhile, alone.
@@ -287,22 +310,25 @@ def using(model: TransfoXLForCausalLM, alone: bool = False) -> Iterator[None]:
     Raises:
         RuntimeError: another thread reads with a model that would change under it.
     """
-    thread = threading.get_ident()
-    with _uses_lock:
-        uses = _uses.setdefault(model.transformer, [])
-        others = [changes for user, changes in uses if user != thread]
-        if any(others) or (alone and others):
-            raise RuntimeError(
-                "another thread is evaluating this model, and one of the two changes it meanwhile, its weights by "
-                "dynamic evaluation or its mode because it is in training mode: call model.eval() first, and give "
-                "dynamic evaluation a copy of the model or wait"
-            )
-        uses.append((thread, alone))
-    try:
-        yield
-    finally:
+    use = _Use(threading.get_ident(), alone)
+
+    def forget():
         with _uses_lock:
-            uses.remove((thread, alone))
+            if use in (uses := _uses.get(model.transformer, [])):
+                uses.remove(use)
+
+    with at_the_end(forget):
+        with _uses_lock:
+            uses = _uses.setdefault(model.transformer, [])
+            others = [other.alone for other in uses if other.thread != use.thread]
+            if any(others) or (alone and others):
+                raise RuntimeError(
+                    "another thread is evaluating this model, and one of the two changes it meanwhile, its weights by "
+                    "dynamic evaluation or its mode because it is in training mode: call model.eval() first, and give "
+                    "dynamic evaluation a copy of the model or wait"
+                )
+            uses.append(use)
+        yield
 
 
 @contextmanager
@@ -314,13 +340,15 @@ def evaluating(model: TransfoXLForCausalLM) -> Iterator[None]:
         if not changes:
             yield
             return
-        try:
-            model.eval()
-            yield
-        finally:
+
+        def bring_back():
             # Module by module: parts of a model may be frozen in a mode of their own.
             for module, training in modes.items():
                 module.training = training
+
+        with at_the_end(bring_back):
+            model.eval()
+            yield
 
 
 def _streams(text_tokens: int, batch_size: int) -> list[range]:

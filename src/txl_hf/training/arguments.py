@@ -354,6 +354,8 @@ def check_rates(optimization: OptimizationArguments):
     for name in ("learning_rate", "embedding_lr_factor", "muon_lr_factor", "weight_decay"):
         if not 0 <= (value := getattr(optimization, name)) < math.inf:
             raise ValueError(f"--{name} is {value:g}, but must be at least 0, and finite")
+    if (epsilon := optimization.epsilon) is not None and not 0 <= epsilon < math.inf:
+        raise ValueError(f"--epsilon is {epsilon:g}, but must be at least 0, and finite")
     if not optimization.max_grad_norm >= 0:
         raise ValueError(f"--max_grad_norm is {optimization.max_grad_norm:g}, but must be above 0, or 0 not to clip")
     rate, least = optimization.learning_rate, optimization.min_learning_rate

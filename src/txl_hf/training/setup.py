@@ -337,10 +337,10 @@ def make_optimizer(model: TransfoXLForCausalLM, arguments: OptimizationArguments
     if arguments.optimizer == "muon":
         return make_muon(model, groups, arguments)
     if arguments.optimizer == "lamb":
-        return make_lamb(groups, eps=arguments.epsilon or 1e-6, **settings)
+        return make_lamb(groups, eps=1e-6 if arguments.epsilon is None else arguments.epsilon, **settings)
     kind = torch.optim.AdamW if arguments.optimizer == "adamw" else torch.optim.Adam
     # One pass over the weights in place of one for each operation.
-    return kind(groups, eps=arguments.epsilon or 1e-8, fused=True, **settings)
+    return kind(groups, eps=1e-8 if arguments.epsilon is None else arguments.epsilon, fused=True, **settings)
 
 
 def make_lamb(groups: list[dict], **settings) -> torch.optim.Optimizer:
@@ -376,7 +376,7 @@ def make_muon(
         adamw_lr=rate,
         adamw_betas=(arguments.beta1, arguments.beta2),
         adamw_wd=decay,
-        adamw_eps=arguments.epsilon or 1e-8,
+        adamw_eps=1e-8 if arguments.epsilon is None else arguments.epsilon,
     )
     # Where the cosine looks for the rate that its smallest is a part of.
     optimizer.defaults["lr"] = rate
