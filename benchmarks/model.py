@@ -2,7 +2,7 @@
 
     python benchmarks/model.py --peer-python OTHER_ENVIRONMENT/bin/python      # the workloads with a bar, on a CPU
     python benchmarks/model.py --device cuda --workloads train-nvidia-base     # fp32 weights, bf16 autocast
-    python benchmarks/model.py --workloads decode-wt103-640-trained --trained MODEL DATA …   # folders of train_lm.py
+    python benchmarks/model.py --workloads decode-wt103-640-trained --trained MODEL DATA   # trained, prepared
     python benchmarks/model.py --list
 
 Contenders are processes that take turns: each repeat runs every contender once, so that whatever else the machine
@@ -238,8 +238,7 @@ def main(given: list[str] | None = None):
     ]
     if arguments.smoke:
         chosen = arguments.workloads or list(SMOKE)
-    trained = [name for name in chosen if (WORKLOADS | SMOKE)[name].trained]
-    if bool(trained) != bool(arguments.trained):
+    if bool(arguments.trained) != any((WORKLOADS | SMOKE)[name].trained for name in chosen):
         parser.error("--trained goes with a workload whose name ends in -trained, and such a workload with --trained")
     print(harness.FLOP_FORMULA)
     peak = harness.matmul_peak(arguments.device, arguments.dtype)
@@ -311,10 +310,10 @@ def save(workload: Workload, folder: str, trained: tuple[str, str] | None = None
     """The model that all contenders load, and the tokens that they read.
 
     Args:
-        trained: of a trained workload, the folders of the model and of the text.
+        trained: folders of a model and of a text, which a trained workload takes and any other leaves alone.
 
     Raises:
-        ValueError: the trained model is not of the workload's size.
+        ValueError: the workload is trained, and there is no trained model, or one of another size.
     """
     import torch
     import transformers
@@ -326,7 +325,9 @@ def save(workload: Workload, folder: str, trained: tuple[str, str] | None = None
     config = TransfoXLConfig(**workload.config)
     length = workload.memory + 1 if workload.task == "decode" else 4 * workload.segment
     # Token 0 stands for padding in generate.
-    if trained is not None:
+    if workload.trained:
+        if trained is None:
+            raise ValueError("a trained workload goes on with a model: name its folder and the text's, by --trained")
         model, text = load_trained(config, workload, *trained)
         ids = text[text != 0][: workload.batch * length].view(workload.batch, length)
     else:

@@ -18,7 +18,7 @@ TOP = 40
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_arguments(parser, "profile.txt", budget=0.0)
-    parser.add_argument("--workload", choices=models.WORKLOADS | models.SMOKE, default="train-nvidia-base")
+    parser.add_argument("--workload", choices=untrained(), default="train-nvidia-base")
     parser.add_argument("--contender", default="ours-txl_triton")
     arguments = parser.parse_args(given)
     harness.complete(arguments)
@@ -30,6 +30,11 @@ def main(given: list[str] | None = None) -> int:
         file.write(text)
     print(text, flush=True)
     return 0
+
+
+def untrained() -> list[str]:
+    """The workloads that need no trained model."""
+    return [name for name, workload in (models.WORKLOADS | models.SMOKE).items() if not workload.trained]
 
 
 def profile(name: str, contender: str, arguments: argparse.Namespace) -> str:

@@ -169,6 +169,11 @@ def test_a_trained_workload_goes_on_with_a_trained_model_and_its_text(tmp_path):
     assert loaded.config.mem_len == workload.memory and loaded.generation_config.eos_token_id is None
     assert ids.shape == (1, workload.memory + 1)
     assert AutoTokenizer.from_pretrained(data).decode(ids[0]) in " ".join(words)
+    untrained = dataclasses.replace(workload, trained=False)
+    drawn = [model.save(untrained, str(tmp_path / "drawn"), given) for given in (None, (str(trained), str(data)))]
+    assert torch.equal(*drawn), "another workload of the same run has weights and tokens of its own"
+    with pytest.raises(ValueError, match="a trained workload goes on with a model: .* by --trained"):
+        model.save(workload, str(tmp_path / "other"))
     running = model.begin("ours", workload, str(tmp_path / "saved"), argparse.Namespace(device="cpu", dtype="fp32"))
     running.check(2)
     assert running.step()[0] == workload.segment

@@ -1,5 +1,7 @@
 """The command that tunes on the validation text: its points are evaluate_language_model's, the test is last."""
 
+# ruff: noqa: F811 -- a test's arguments have the names of the fixtures that are imported, as pytest wants it
+
 import json
 import re
 from argparse import Namespace
@@ -18,7 +20,7 @@ RATES, DECAYS = ["0.01", "0.1", "1e6"], ["0", "0.1"]
 CACHES = ["--cache_size", "10", "80", "--cache_weight", "0.2", "--cache_temperature", "0", "0.2"]
 
 
-def test_chooses_on_validation_and_tests_once(corpus, model, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_chooses_on_validation_and_tests_once(corpus, model, tmp_path, capsys, monkeypatch):
     read, texts = [], load_from_disk(corpus).with_format("numpy")
     texts = {split: texts[split]["token_ids"] for split in ("train", "validation", "test")}
     evaluate = tune_lm.evaluate_caches
@@ -77,7 +79,7 @@ def test_chooses_on_validation_and_tests_once(corpus, model, tmp_path, capsys, m
     assert len(by_kind) == 4 and by_kind["both"] < by_kind["static"]
 
 
-def test_a_value_at_the_end_of_those_tried_is_named(corpus, model, capsys):  # noqa: F811
+def test_a_value_at_the_end_of_those_tried_is_named(corpus, model, capsys):
     options = ["--model", model, "--data", corpus, "--rate", "1e-6", "1e-5", "--max_tokens", "60"]
     tune_lm.main([*map(str, options), "--max_test_tokens", "30"])
     printed = capsys.readouterr().out
@@ -119,7 +121,7 @@ class Stopped(Exception):
     pass
 
 
-def test_what_is_known_is_kept_when_it_stops(corpus, model, tmp_path, monkeypatch):  # noqa: F811
+def test_what_is_known_is_kept_when_it_stops(corpus, model, tmp_path, monkeypatch):
     """In a folder that was not there."""
     output, evaluate, read = tmp_path / "new" / "tuned.json", tune_lm.evaluate_caches, []
 
@@ -138,7 +140,7 @@ def test_what_is_known_is_kept_when_it_stops(corpus, model, tmp_path, monkeypatc
     assert report["complete"] is False
 
 
-def test_weights_that_diverge_on_the_test_text_leave_the_other_figures(corpus, model, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_weights_that_diverge_on_the_test_text_leave_the_other_figures(corpus, model, tmp_path, capsys, monkeypatch):
     evaluate = tune_lm.evaluate_caches
 
     def diverging(found, token_ids, *, dynamic, **settings):
@@ -156,7 +158,7 @@ def test_weights_that_diverge_on_the_test_text_leave_the_other_figures(corpus, m
     assert "test dynamic: the weights have diverged" in capsys.readouterr().out
 
 
-def test_nothing_dynamic_is_evaluated_where_all_diverge(corpus, model, capsys):  # noqa: F811
+def test_nothing_dynamic_is_evaluated_where_all_diverge(corpus, model, capsys):
     options = ["--model", model, "--data", corpus, "--rate", "1e6", "1e7", "--max_test_tokens", "30"]
     tune_lm.main([*map(str, options)])
     printed = capsys.readouterr().out
@@ -183,20 +185,20 @@ def test_nothing_dynamic_is_evaluated_where_all_diverge(corpus, model, capsys): 
         (["--rate", "0.1", "--batch_size", "0"], "batch_size=0 must be an integer of at least 1"),
     ],
 )
-def test_errors_are_one_line(corpus, model, capsys, options, message):  # noqa: F811
+def test_errors_are_one_line(corpus, model, capsys, options, message):
     with pytest.raises(SystemExit) as stopped:
         tune_lm.main(["--model", str(model), "--data", str(corpus), *options])
     assert message in str(stopped.value.code) + capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bad", [["--rate", "-1"], ["--cache_size", "5", "--cache_weight", "1.5"]], ids=" ".join)
-def test_settings_are_refused_before_statistics_are_taken(corpus, model, monkeypatch, bad):  # noqa: F811
+def test_settings_are_refused_before_statistics_are_taken(corpus, model, monkeypatch, bad):
     monkeypatch.setattr(GradientStatistics, "of", lambda *_, **__: pytest.fail("they take long"))
     with pytest.raises(SystemExit, match="must be a"):
         tune_lm.main(["--model", str(model), "--data", str(corpus), "--rate", "0.1", "--statistics", "100", *bad])
 
 
-def test_evaluate_lm_takes_what_was_chosen(corpus, model, capsys):  # noqa: F811
+def test_evaluate_lm_takes_what_was_chosen(corpus, model, capsys):
     options = ["--model", model, "--data", corpus, "--dynamic", "0.1", "--decay", "0.05", "--epsilon", "0.1"]
     options += ["--statistics", "100", "--parameters", r"layers\.1", "--cache", "50", "0.2", "0.1", "--json"]
     evaluate_lm.main([*map(str, options)])

@@ -333,14 +333,22 @@ def make_optimizer(model: TransfoXLForCausalLM, arguments: OptimizationArguments
         "lr": arguments.learning_rate,
         "betas": (arguments.beta1, arguments.beta2),
         "weight_decay": arguments.weight_decay,
+        "eps": epsilon_of(arguments),
     }
     if arguments.optimizer == "muon":
         return make_muon(model, groups, arguments)
     if arguments.optimizer == "lamb":
-        return make_lamb(groups, eps=1e-6 if arguments.epsilon is None else arguments.epsilon, **settings)
+        return make_lamb(groups, **settings)
     kind = torch.optim.AdamW if arguments.optimizer == "adamw" else torch.optim.Adam
     # One pass over the weights in place of one for each operation.
-    return kind(groups, eps=1e-8 if arguments.epsilon is None else arguments.epsilon, fused=True, **settings)
+    return kind(groups, fused=True, **settings)
+
+
+def epsilon_of(arguments: OptimizationArguments) -> float:
+    """What is added to the root of the second moment."""
+    if arguments.epsilon is not None:
+        return arguments.epsilon
+    return 1e-6 if arguments.optimizer == "lamb" else 1e-8
 
 
 def make_lamb(groups: list[dict], **settings) -> torch.optim.Optimizer:
@@ -376,7 +384,7 @@ def make_muon(
         adamw_lr=rate,
         adamw_betas=(arguments.beta1, arguments.beta2),
         adamw_wd=decay,
-        adamw_eps=1e-8 if arguments.epsilon is None else arguments.epsilon,
+        adamw_eps=epsilon_of(arguments),
     )
     # Where the cosine looks for the rate that its smallest is a part of.
     optimizer.defaults["lr"] = rate
