@@ -15,8 +15,7 @@ Zipf's law, which the words of a text nearly follow, and counted as a wait unles
 Nothing is compiled but with `--compiled` and `--graph`; the optimiser and the check of ids are left out, and so is
 what others put around the model.
 
-An evaluated segment is read and scored as `evaluate_language_model` does: with the memory as keys and values, and the
-host waits for the bins behind the layers.
+An evaluated segment is read and scored as `evaluate_language_model` does, with the memory as keys and values.
 
 `--graph` counts the kernels of a decoded token of the base model with a static cache when all of it is one graph, as
 Inductor writes them for a CPU, without compiling them. For a GPU it may join them otherwise: nobody has seen that yet.
@@ -358,7 +357,7 @@ def train(model, ids, past, autocast):
 
 @torch.no_grad()
 def evaluate(reader, segment):
-    reader.score(reader.read(segment), segment.targets)
+    reader.read_and_score([segment], segment.targets)
 
 
 @torch.no_grad()

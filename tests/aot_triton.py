@@ -1,10 +1,11 @@
-"""Compile the kernels for sm_90 ahead of time, without a GPU, and print what they use as one JSON object a line.
+"""Compile the kernels ahead of time, without a GPU, and print what they use as one JSON object a line.
 
-    python tests/aot_triton.py [--dtypes bfloat16] [--widths 64] [--dropout 0.1] [--tile 64,64,8,2] …
+    python tests/aot_triton.py [--capability 90] [--dtypes bfloat16] [--widths 64] [--dropout 0.1] [--tile 64,64,8,2] …
 
 The whole path runs on CPU tensors, from `torch.autograd.grad` down to Triton's own argument binding; a driver that
 only names a GPU takes the place of CUDA's, and kernels are compiled where they would be launched. Registers and shared
-memory limit how many programs share a multiprocessor (sm_90: 65,536 registers, 227 KiB).
+memory limit how many programs share a multiprocessor (65,536 registers; 227 KiB on sm_90, 163 on sm_80, 99 on sm_86
+and sm_89); a program that wants more memory than that does not start.
 """
 
 import argparse
@@ -32,8 +33,11 @@ NVIDIA_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 class NamedGPU:
     """As much of a Triton driver as compiling asks for."""
 
+    def __init__(self, capability: int):
+        self.capability = capability
+
     def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self):
         return 0
@@ -42,7 +46,7 @@ class NamedGPU:
         return 0
 
 
-def resources(compiled) -> dict:
+def resources(compiled, capability: int) -> dict:
     """What the machine code of a kernel uses: registers and stack of a thread in bytes, and counts of instructions."""
     with tempfile.TemporaryDirectory() as directory:
         cubin = Path(directory, "kernel.cubin")
@@ -58,7 +62,7 @@ def resources(compiled) -> dict:
         ptx.write_text(compiled.asm["ptx"])
         # Where there are two, the newer one is named after the newer hardware.
         ptxas = max(NVIDIA_TOOLS.glob("ptxas*"))
-        command = [ptxas, "--gpu-name=sm_90a", "-v", ptx, "-o", "/dev/null"]
+        command = [ptxas, f"--gpu-name=sm_{capability}{'a' if capability >= 90 else ''}", "-v", ptx, "-o", "/dev/null"]
         report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)", code, re.MULTILINE)
     return {
@@ -134,6 +138,7 @@ def normalise_and_differentiate(dtype, rows, columns):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--capability", type=int, default=90, help="of the GPU: 80, 86, 89, 90, …")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
     parser.add_argument("--widths", nargs="+", type=int, default=[64])
     parser.add_argument("--length", type=int, default=192)
@@ -149,7 +154,7 @@ def main():
     parser.add_argument("--ptx", type=Path, help="folder to leave PTX in")
     arguments = parser.parse_args()
 
-    triton.runtime.driver.set_active(NamedGPU())
+    triton.runtime.driver.set_active(NamedGPU(arguments.capability))
     # Only the compilation: there is nothing to launch on, and the tensors are on the CPU.
     kernels.why_not_triton = lambda query: None
     launch, compiled = JITFunction.run, {}
@@ -184,7 +189,7 @@ def main():
                 print(
                     json.dumps(
                         {"kernel": name.removeprefix("_").removesuffix("_kernel"), "dtype": dtype, "width": width}
-                        | resources(kernel)
+                        | resources(kernel, arguments.capability)
                     ),
                     flush=True,
                 )

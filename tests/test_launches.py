@@ -22,7 +22,7 @@ BARS = {
     ("base-softmax", "none"): {"launches": 120, "waits": 0},
     ("large-train", "txl_triton"): {"gigabytes": 200, "waits": 0},
     ("large-softmax", "none"): {"launches": 120, "waits": 0},
-    ("base-evaluate", "txl_triton"): {"launches": 350},
+    ("base-evaluate", "txl_triton"): {"launches": 350, "waits": 0},
 }
 REAL = launches.WORKLOADS
 QUICK = launches.SMALL_WORKLOADS | {name: REAL[name] for name in ("base-softmax", "large-softmax")}

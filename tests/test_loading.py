@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, load_model, save_file, save_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, QuantoConfig
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import AutoHfQuantizer, HfQuantizer
@@ -734,6 +734,18 @@ def test_lengths_change_while_loading(tmp_path, loader):
         outputs = model(IDS)
     assert outputs.mems[0].shape[1] == 20
     torch.testing.assert_close(outputs.mems, expected.mems, **LAST_BIT)
+
+
+def test_every_weight_has_a_storage_of_its_own(tmp_path):
+    """Of queries, keys and values too, which are one tensor on disk: safetensors would not load into parts of one."""
+    saved = build()
+    saved.save_pretrained(tmp_path)
+    model = TransfoXLForCausalLM.from_pretrained(tmp_path)
+    assert all(weight.untyped_storage().nbytes() == weight.nbytes for weight in model.parameters())
+    save_model(model, tmp_path / "whole.safetensors")
+    again = TransfoXLForCausalLM(saved.config)
+    load_model(again, tmp_path / "whole.safetensors")
+    assert all(map(torch.equal, again.parameters(), saved.parameters()))
 
 
 @pytest.mark.parametrize("name", ["learned-relative", "learned-absolute"])

@@ -25,6 +25,7 @@ pytest.importorskip("datasets")
 
 import pyarrow
 from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
 from datasets import Dataset, DatasetDict, load_from_disk
@@ -332,10 +333,11 @@ def test_a_memory_that_grows(tmp_path, corpus, monkeypatch, capsys, initial_memo
     assert TransfoXLConfig.from_pretrained(output).mem_len == 12
 
 
-def test_a_step_reads_no_number_of_a_tensor(tmp_path, corpus, monkeypatch):
+@pytest.mark.parametrize("average", ["none", "ema", "equal"])
+def test_a_step_reads_no_number_of_a_tensor(tmp_path, corpus, monkeypatch, average):
     """On a GPU the host would wait for it."""
     counts = count_host_reads(monkeypatch, loop.Training, "train_step")
-    recipe = write_recipe(tmp_path / "recipe.yaml", scale_lr_by_length=True, varlen=True, max_steps=3)
+    recipe = write_recipe(tmp_path / "recipe.yaml", scale_lr_by_length=True, varlen=True, max_steps=3, average=average)
     train(recipe, "--data", corpus, "--output", tmp_path / "output")
     assert counts == [0, 0, 0]
 
@@ -387,6 +389,18 @@ def test_fine_tuning(tmp_path, recipe, corpus):
     assert models[1].config.mem_len == 20 and models[1].config.dropout == 0.3
     for left, right in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert left.equal(right)
+
+
+def test_fine_tuning_is_resumed(tmp_path, recipe, corpus):
+    """The losses of the run that was not cut, from a model that was loaded and a checkpoint on top of it."""
+    train(recipe, "--data", corpus, "--output", tmp_path / "first")
+    short = write_recipe(tmp_path / "short.yaml", scheduler="constant", save_every=2, log_every=1)
+    argv = [short, "--data", corpus, "--model_name_or_path", tmp_path / "first", "--output"]
+    train(*argv, tmp_path / "whole", "--max_steps", "6")
+    train(*argv, tmp_path / "cut", "--max_steps", "4")
+    train(*argv, tmp_path / "cut", "--max_steps", "6", "--resume")
+    losses = read_log(tmp_path / "whole")
+    assert read_log(tmp_path / "cut") == losses and len(losses) == 6
 
 
 def test_half_losses_read_again_as_much_as_the_checkpoints_segments_have(tmp_path, recipe, corpus):
@@ -831,6 +845,17 @@ def test_on_a_gpu_a_process_reads_ahead_into_pinned_memory():
     assert ahead.batch_size == plain.batch_size == 4
 
 
+def test_batches_are_copied_while_a_gpu_computes_in_the_rest_of_an_epoch_too(tmp_path, corpus, monkeypatch):
+    """Which a run that is resumed reads with another loader."""
+    copied, read = [], DataLoaderShard.__iter__
+    monkeypatch.setattr(DataLoaderShard, "__iter__", lambda self: copied.append(self._non_blocking) or read(self))
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=2, save_every=2)
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output"]
+    train(*argv)
+    train(*argv, "--resume", "--max_steps", "4")
+    assert copied == [True, True]
+
+
 @pytest.mark.parametrize(
     ("has_gpu", "has_bf16", "precision", "multiplied"),
     [(True, True, "bf16", "high"), (True, False, "no", "high"), (False, False, "no", "highest")],
@@ -839,7 +864,7 @@ def test_what_a_gpu_computes_in(monkeypatch, recipe, has_gpu, has_bf16, precisio
     """Batches are copied to it while it computes, too."""
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: has_bf16)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16 or including_emulation)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(setup, "Accelerator", lambda **given: SimpleNamespace(distributed_type=None, **given))
     before = torch.get_float32_matmul_precision()

@@ -349,8 +349,8 @@ class Adaptation:
                 "saved, with one copy in each process"
             )
         for segment in text.segments(self._lengths.of(self._model.config).ext_len, device_of(self._model)):
-            hidden_states = reader.read(segment)
-            yield segment, hidden_states, reader.score(hidden_states, segment.labels)
+            [hidden_states], losses = reader.read_and_score([segment], segment.labels)
+            yield segment, hidden_states, losses
 
     def _gradients(self, losses: Tensor, segment: Segment) -> list[Tensor]:
         """Of the mean over the segment's labels in all streams and processes."""

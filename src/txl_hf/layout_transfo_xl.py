@@ -51,12 +51,14 @@ MOST_NAMES = 16
 
 
 class _Split(WeightConverter):
-    """One tensor on disk, several in memory. Quantizers get them one by one, each in a list as from a file: most would
-    keep the first alone.
+    """One tensor on disk, several in memory, each with a storage of its own: safetensors does not load into a model
+    whose weights are parts of a larger storage, as accelerate does to resume. Quantizers get them one by one, each in
+    a list as from a file: most would keep the first alone.
     """
 
     def convert(self, layer_name: str, model=None, config=None, hf_quantizer=None, loading_info=None):
         tensors = super().convert(layer_name, model, config, None, loading_info)
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         if hf_quantizer is None or self.quantization_operation is None:
             return tensors
         missing = loading_info.missing_keys if loading_info else None

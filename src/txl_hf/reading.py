@@ -228,14 +228,19 @@ class Reader:
         self._remember(outputs)
         return outputs.last_hidden_state[:, -segment.targets.shape[1] :]
 
-    def score(self, hidden_states: Tensor, targets: Tensor) -> Tensor:
-        """(B, n) fp32 losses of the targets, from (B, n, D) states; 0 where the target is -100."""
+    def read_and_score(self, segments: Sequence[Segment], targets: Tensor) -> tuple[list[Tensor], Tensor]:
+        """What `read` returns of segments, and (B, n) fp32 losses of n targets of all of them, 0 where one is -100."""
+        # Before the layers, so that a GPU has the numbers ready when the host asks for them.
+        by_bin = self.model.lm_head.sort_targets(targets.flatten())
+        states = [self.read(segment) for segment in segments]
+        # Of one alone, `cat` would make a copy.
+        predicting = (states[0] if len(states) == 1 else torch.cat(states, dim=1)).flatten(0, 1)
         with self._autocast():
-            losses = self.model.lm_head(hidden_states.flatten(0, 1), targets.to(hidden_states.device).flatten())
-        return losses.view(targets.shape)
+            losses = self.model.lm_head(predicting, targets.to(predicting.device).flatten(), by_bin=by_bin)
+        return states, losses.view(targets.shape)
 
-    def read_and_score(self, segment: Segment) -> tuple[Tensor, Tensor]:
-        """What `read` and `score` return, by a forward of the whole model."""
+    def _read_and_score_whole(self, segment: Segment) -> tuple[Tensor, Tensor]:
+        """The same of one segment, by a forward of the whole model."""
         length = segment.targets.shape[1]
         shift_labels = torch.full_like(segment.input_ids, -100)
         shift_labels[:, -length:] = segment.targets
@@ -254,14 +259,14 @@ class Reader:
         segments = text.segments(self._lengths.of(self.model.config).ext_len, device_of(self.model))
         if self.whole:
             for segment in segments:
-                yield segment, *self.read_and_score(segment)
+                yield segment, *self._read_and_score_whole(segment)
             return
         # As many at a time in every process, whichever streams it has.
         at_once = max(1, TOKENS_AT_ONCE // (text.batch_size * text.segment_length))
-        while group := [(segment, self.read(segment)) for segment in islice(segments, at_once)]:
-            read, states = zip(*group, strict=True)
-            losses = self.score(torch.cat(states, dim=1), torch.cat([segment.targets for segment in read], dim=1))
-            yield from zip(read, states, losses.split([part.shape[1] for part in states], dim=1), strict=True)
+        while group := list(islice(segments, at_once)):
+            targets = torch.cat([segment.targets for segment in group], dim=1)
+            states, losses = self.read_and_score(group, targets)
+            yield from zip(group, states, losses.split([part.shape[1] for part in states], dim=1), strict=True)
 
     def _arguments(self, segment: Segment) -> dict[str, Any]:
         options = {"lengths": self._lengths, "use_cache": self._projected, "return_dict": True}

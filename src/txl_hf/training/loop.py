@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import datasets
 import torch
@@ -262,7 +262,11 @@ class Training:
             if done == 0:
                 # The text begins anew.
                 self.memories = [{} for _ in self.memories]
-            loader = skip_first_batches(self.loader, done) if done else self.loader
+            loader = self.loader
+            if done:
+                loader = skip_first_batches(loader, done)
+                # Accelerate does not hand it on, and the host would wait for every batch of the epoch.
+                loader._non_blocking = self.loader._non_blocking
             loader.set_epoch(epoch)
             for batch in loader:
                 yield batch
@@ -307,7 +311,7 @@ class Training:
         self.targets += targets
         self.scheduler.step()
         if self.averaged is not None and self.step >= self.arguments.optimization.average_start:
-            self.averaged.update_parameters(self.plain_model())
+            self.averaged.update(self.plain_model())
         return grad_norm
 
     def memory_length(self) -> int:
@@ -346,8 +350,8 @@ class Training:
 
     def evaluated_model(self) -> TransfoXLForCausalLM:
         """The average of the weights, once there is one."""
-        if self.averaged is not None and self.averaged.n_averaged > 0:
-            return cast(TransfoXLForCausalLM, self.averaged.module)
+        if self.averaged is not None and self.averaged.steps > 0:
+            return self.averaged.module
         return self.plain_model()
 
     def plain_model(self) -> TransfoXLForCausalLM:

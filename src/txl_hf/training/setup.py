@@ -1,5 +1,6 @@
 """What a run of `train_lm.py` is made of. What cannot be is refused with a ValueError or an OSError."""
 
+import copy
 import ctypes
 import os
 import sys
@@ -15,9 +16,8 @@ import pyarrow.compute
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, DistributedType, GradientAccumulationPlugin
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
@@ -312,7 +312,8 @@ def precision_of(run: RunArguments) -> str:
     if precision := run.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION"):
         return precision
     if torch.cuda.is_available():
-        has_bf16 = torch.cuda.is_bf16_supported()
+        # GPUs before Ampere emulate it, at a fraction of the speed of fp32.
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         has_bf16 = not torch.accelerator.is_available() and bf16_is_faster()
     return "bf16" if has_bf16 else "no"
@@ -419,9 +420,40 @@ def stable_decay(arguments: OptimizationArguments, max_steps: int) -> Callable[[
     return factor
 
 
+class AverageOfWeights(nn.Module):
+    """The mean of a model's weights after each of some steps, or one in which older steps count less and less.
+
+    `AveragedModel` has it too, with a count on the device, for which the host would wait two or three times a step.
+
+    Args:
+        decay: by which a step counts less with each that follows; None: all count alike.
+
+    Attributes:
+        module: a copy of the model, with the average once `steps` is not 0.
+        steps: how many have been averaged.
+    """
+
+    def __init__(self, model: TransfoXLForCausalLM, decay: float | None):
+        super().__init__()
+        self.module, self.decay, self.steps = copy.deepcopy(model), decay, 0
+
+    @torch.no_grad()
+    def update(self, model: TransfoXLForCausalLM):
+        """Take in the weights of now."""
+        share = 1 / (self.steps + 1) if self.decay is None or self.steps == 0 else 1 - self.decay
+        torch._foreach_lerp_(list(self.module.parameters()), list(model.parameters()), share)
+        self.steps += 1
+
+    def get_extra_state(self) -> int:
+        return self.steps
+
+    def set_extra_state(self, state: int):
+        self.steps = state
+
+
 def make_average(
     model: TransfoXLForCausalLM, arguments: OptimizationArguments, max_steps: int, accelerator: Accelerator
-) -> AveragedModel | None:
+) -> AverageOfWeights | None:
     if arguments.average == "none":
         return None
     if arguments.average_start >= max_steps:
@@ -431,5 +463,5 @@ def make_average(
         )
     if accelerator.distributed_type == DistributedType.FSDP:
         raise ValueError(f"--average {arguments.average} needs whole weights, which FSDP does not keep: use none")
-    average = get_ema_multi_avg_fn(arguments.ema_decay) if arguments.average == "ema" else None
-    return AveragedModel(model, device=accelerator.device, multi_avg_fn=average)
+    decay = arguments.ema_decay if arguments.average == "ema" else None
+    return AverageOfWeights(model, decay).to(accelerator.device)
