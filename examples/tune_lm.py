@@ -10,13 +10,15 @@ are divided by what the gradients are on N tokens of the training text, which ar
 plain gradient descent, whose rates are larger. A value at the end of the ones tried may not be the best there is,
 which is said.
 
-Lengths, streams and documents are as in `evaluate_lm.py`: what is not given is as the model was scored in training, or
-as the data was prepared.
+Lengths and documents are as in `evaluate_lm.py`: what is not given is as the model was scored in training, or as the
+data was prepared. The text is one stream, as in the papers, unless `--batch_size` says otherwise: of ten streams a
+cache and the weights would each see a tenth.
 
 Then the model alone, the best rate, the best cache and the best pair of both score the test text, each once and in a
-reading of its own. The perplexities are shown and plotted; `--output` has all points, with the settings and seconds of
-each (those of the statistics apart, as `statistics_seconds`), as JSON: what is known after each reading, and
-`complete` after the last. Where the weights diverge there is no point; `diverged` says where that was.
+reading of its own; where two of these are the same settings, in one. The perplexities are shown and plotted;
+`--output` has all points, with the settings and seconds of each (those of the statistics apart, as
+`statistics_seconds`), as JSON: what is known after each reading, and `complete` after the last. Where the weights
+diverge there is no point; `diverged` says where that was.
 """
 
 import argparse
@@ -115,12 +117,25 @@ def run(options: argparse.Namespace):
     for path in filter(None, (options.output, options.plot)):
         path.parent.mkdir(parents=True, exist_ok=True)
     asked = settings_of(options)
-    take_lengths_of_training(options)
+    take_lengths_of_training(options, follows=True)
     config = load_config(options.model)
     [lengths] = protocols(options, config)
     check_protocol(config, clamp_len=options.clamp_len, **lengths)
     texts = {split: read_prepared(options.data, split) for split in ("train", "validation", "test")}
+    if (options.statistics or 0) > len(texts["train"].token_ids):
+        raise ValueError(
+            f"--statistics {options.statistics} is more than the training text has: {len(texts['train'].token_ids)}"
+        )
     check_vocabulary(texts["validation"], config, options)
+    read_of_validation = texts["validation"].beginning(options.max_tokens)
+    validation, test = read_of_validation.token_ids, texts["test"].token_ids[: options.max_test_tokens]
+    # Before hours on the one: the other may be too short.
+    for split, token_ids in (("validation", validation), ("test", test)):
+        if len(token_ids) <= options.batch_size:
+            raise ValueError(
+                f"--batch_size {options.batch_size} streams need more tokens than that, and of the {split} text "
+                f"{len(token_ids)} are read"
+            )
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
     model.to(options.device)
     protocol = {
@@ -150,7 +165,6 @@ def run(options: argparse.Namespace):
             raise ValueError(f"--statistics {options.statistics}: {error}") from None
         dynamic_ways = [dataclasses.replace(way, statistics=statistics) for way in dynamic_ways]
         statistics_seconds = time.perf_counter() - started
-    read_of_validation = texts["validation"].beginning(options.max_tokens)
     report = describe(model, read_of_validation, options)
     report |= {
         "complete": False,
@@ -160,8 +174,6 @@ def run(options: argparse.Namespace):
         "test": [],
         "diverged": [],
     }
-    validation = read_of_validation.token_ids
-    test = texts["test"].token_ids[: options.max_test_tokens]
     points = []
     for dynamic in [None, *dynamic_ways]:
         try:
@@ -180,10 +192,12 @@ def run(options: argparse.Namespace):
         )
     for kind, point in chosen.items():
         warn_of_an_end(kind, point, options, math.ceil(len(validation) / options.batch_size))
+    tested: dict[Point, Point] = {}
     for kind, point in chosen.items():
         try:
-            # Each is read by itself: its seconds are then its own.
-            [scored] = read(model, test, point.dynamic, [point.cache], protocol)
+            # Each is read by itself, so that its seconds are its own; two of the same settings are one.
+            scored = tested.get(point) or read(model, test, point.dynamic, [point.cache], protocol)[0]
+            tested[point] = scored
         except Diverged as error:
             note_divergence(report, f"test {kind}", point.dynamic, error)
         else:

@@ -239,6 +239,10 @@ def test_a_trained_model_has_the_figure_of_its_training(corpus, model, tmp_path,
     rows = run(capsys, "--model", copy, "--data", corpus, *asked)["results"]
     assert [row["memory_length"] for row in rows] == [0, 4] and {row["batch_size"] for row in rows} == {1}
     assert {(row["segment_length"], row["clamp_len"], row["same_length"]) for row in rows} == {(5, 6, False)}
+    for follows in (["--cache", 5, 0.1, 0.1], ["--dynamic", 0.1]):
+        # From end to end: in three streams a third of the text each.
+        [row] = run(capsys, "--model", copy, "--data", corpus, *follows)["results"]
+        assert (row["segment_length"], row["batch_size"]) == (5, 1)
     [window] = run(capsys, "--model", copy, "--data", corpus, "--sliding_window", 9, "--max_tokens", 30)["results"]
     assert window["protocol"] == "sliding window" and window["ext_len"] == 8
     (copy / "results.json").write_text("[]")

@@ -79,6 +79,18 @@ def test_chooses_on_validation_and_tests_once(corpus, model, tmp_path, capsys, m
     assert len(by_kind) == 4 and by_kind["both"] < by_kind["static"]
 
 
+def test_what_is_chosen_twice_is_read_once(corpus, model, capsys, monkeypatch):
+    """No rate gains, so that the best of all is the model alone."""
+    lengths, evaluate = [], tune_lm.evaluate_caches
+    monkeypatch.setattr(
+        tune_lm, "evaluate_caches", lambda *args, **given: lengths.append(len(args[1])) or evaluate(*args, **given)
+    )
+    options = ["--model", model, "--data", corpus, "--rate", "1", "--max_tokens", "60", "--max_test_tokens", "30"]
+    tune_lm.main([*map(str, options)])
+    static, dynamic = re.findall("^test .*: (.*), with static weights$", capsys.readouterr().out, re.MULTILINE)
+    assert lengths == [60, 60, 30] and static == dynamic
+
+
 def test_a_value_at_the_end_of_those_tried_is_named(corpus, model, capsys):
     options = ["--model", model, "--data", corpus, "--rate", "1e-6", "1e-5", "--max_tokens", "60"]
     tune_lm.main([*map(str, options), "--max_test_tokens", "30"])
@@ -181,6 +193,8 @@ def test_nothing_dynamic_is_evaluated_where_all_diverge(corpus, model, capsys):
         (["--rate", "0.1", "--parameters", "lora"], "error: parameters='lora' is found in the name of no parameter"),
         (["--rate", "0.1", "--statistics", "0"], "--statistics must be at least 1"),
         (["--rate", "0.1", "--statistics", "1"], "error: --statistics 1: "),
+        (["--rate", "0.1", "--statistics", "999999"], "--statistics 999999 is more than the training text has: "),
+        (["--rate", "0.1", "--batch_size", "30", "--max_test_tokens", "30"], "of the test text 30 are read"),
         (["--rate", "0.1", "--segment_length", "0"], "segment_length=0 must be an integer of at least 1"),
         (["--rate", "0.1", "--batch_size", "0"], "batch_size=0 must be an integer of at least 1"),
     ],

@@ -79,7 +79,7 @@ def run(options: argparse.Namespace):
     if not options.progress:
         transformers.logging.disable_progress_bar()
     options.device = find_device(options.device)
-    take_lengths_of_training(options)
+    take_lengths_of_training(options, follows=options.dynamic is not None or options.cache is not None)
     config = load_config(options.model)
     planned = protocols(options, config)
     for settings in planned:
@@ -136,8 +136,13 @@ def describe(model: TransfoXLForCausalLM, text: Text, options: argparse.Namespac
     }
 
 
-def take_lengths_of_training(options: argparse.Namespace) -> None:
-    """Where `txl-train` scored the model, score it likewise but for what is asked for: one model has one figure."""
+def take_lengths_of_training(options: argparse.Namespace, follows: bool) -> None:
+    """Where `txl-train` scored the model, score it likewise but for what is asked for: one model has one figure.
+
+    Args:
+        follows: a cache or the weights are to follow the text. In many streams each sees a part of it, and so they are
+            not taken: it is one.
+    """
     path = Path(options.model, RESULTS)
     try:
         found = read_results(Path(options.model))["test"]
@@ -154,6 +159,8 @@ def take_lengths_of_training(options: argparse.Namespace) -> None:
     taken = {name: value for name, value in lengths.items() if getattr(options, name) is None}
     if options.sliding_window:
         taken.pop("memory_length", None)
+    if follows:
+        taken.pop("batch_size", None)
     for name, value in taken.items():
         setattr(options, name, {"memory_length": [value], "same_length": str(bool(value)).lower()}.get(name, value))
     options.batch_size = 1 if options.batch_size is None else options.batch_size
