@@ -5,8 +5,8 @@
 Each candidate is first compiled and held against fp64 (the gate of `attention_kernel`), many at a time in processes of
 their own; Triton keeps what they compiled. Those that pass are timed one after the other, each kernel by itself, in
 several rounds. A row per shape, kernel and candidate goes to `results/attention_tiles.csv`; the last lines are what to
-write into `_TILES`: for each kernel and width the tile whose times, relative to the best of each shape, have the
-smallest product.
+write into the table of this GPU's tiles: for each kernel and width the tile whose times, relative to the best of each
+shape, have the smallest product.
 """
 
 import collections
@@ -52,7 +52,7 @@ def width_of(shape: tuple[int, ...]) -> int:
 @contextlib.contextmanager
 def use(kernel: str, width: int, tile: tuple[int, int, int, int]):
     """The tile takes the place of the kernel's own, whatever the dtype."""
-    tables = (kernels._TILES, kernels._FP32_TILES)
+    tables = (kernels._TILES, kernels._REGISTER_TILES, kernels._FP32_TILES)
     own = [table[kernel][width] for table in tables]
     for table in tables:
         table[kernel][width] = tile
@@ -135,8 +135,8 @@ def measure(shape: tuple[int, ...], good: dict[tuple, list], device, dtype, roun
     return times
 
 
-def results(name: str, shape: tuple[int, ...], times: dict[tuple, list[float]]) -> list[dict]:
-    """Rows of one shape, the fastest tile of each kernel first."""
+def results(name: str, shape: tuple[int, ...], times: dict[tuple, list[float]], own: dict[str, dict]) -> list[dict]:
+    """Rows of one shape, the fastest tile of each kernel first; `own` are those that are in use."""
     middle = {key: harness.quantiles(seconds)[1] for key, seconds in times.items()}
     rows = []
     for (kernel, tile), seconds in sorted(middle.items(), key=lambda item: (KERNELS.index(item[0][0]), item[1])):
@@ -145,7 +145,7 @@ def results(name: str, shape: tuple[int, ...], times: dict[tuple, list[float]]) 
         row |= dict(zip(("block_m", "block_n", "warps", "stages"), tile, strict=True))
         row |= {"ms_p50": round(seconds * 1e3, 4), "of_best": round(best / seconds, 3)}
         rows.append(row | {"repeats": len(times[kernel, tile])})
-        used = "  (in use)" if tile == kernels._TILES[kernel][width_of(shape)] else ""
+        used = "  (in use)" if tile == own[kernel][width_of(shape)] else ""
         print(f"{name:16} {kernel:15} {tile!s:18} {row['ms_p50']:10.4f} ms {row['of_best']:6.3f}{used}", flush=True)
     return rows
 
@@ -171,12 +171,13 @@ def sweep(arguments) -> int:
     print(f"compiled and checked in {time.perf_counter() - began:.0f} s", flush=True)
     origin = harness.origin(device, arguments.dtype, arguments.threads) | harness.versions()
     origin["triton"] = kernels.triton.__version__
-    rows = []
+    own, rows = kernels._tiles(torch.device(device), dtype), []
     for name, shape in shapes.items():
-        if found := results(name, shape, measure(shape, good, device, dtype, 2 if arguments.smoke else 10)):
+        times = measure(shape, good, device, dtype, 2 if arguments.smoke else 10)
+        if found := results(name, shape, times, own):
             harness.append(arguments.output, [origin | row for row in found])
             rows += found
-    print(f"\n{time.perf_counter() - began:.0f} s in all. For _TILES in attention_transfo_xl_triton.py:")
+    print(f"\n{time.perf_counter() - began:.0f} s in all. For the tables of tiles in attention_transfo_xl_triton.py:")
     print_choice(rows)
     # Nothing to choose from: every candidate was left out.
     return 0 if rows else 1

@@ -716,12 +716,19 @@ if triton is not None:
 
     # Queries (no more than keys: the shift has two blocks of distances) and keys of a tile, warps, stages, for heads
     # up to 64 and up to 128 wide: what spills least when compiled for sm_90; larger tiles spill everywhere.
-    # `benchmarks/attention_kernel.py --sweep` times others. In fp32 the operands of a product occupy registers.
+    # `benchmarks/attention_kernel.py --sweep` times others.
     _TILES = {
         "forward": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2)},
         "backward_query": {64: (64, 64, 8, 2), 128: (32, 64, 8, 2)},
         "backward_key": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2)},
     }
+    # GPUs before Hopper, and after Blackwell's first, have a product's operands in registers, and all but the A100 no
+    # more than 99 KiB for a program: compiled for sm_80 and sm_86.
+    _REGISTER_TILES = _TILES | {
+        "forward": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2)},
+        "backward_query": {64: (32, 32, 4, 2), 128: (32, 32, 8, 2)},
+    }
+    # In fp32 they are there on all.
     _FP32_TILES = {
         "forward": {64: (32, 32, 8, 1), 128: (16, 16, 4, 1)},
         "backward_query": {64: (16, 16, 4, 1), 128: (16, 16, 4, 1)},
@@ -731,10 +738,19 @@ if triton is not None:
     # Queries and keys of the bits that a program draws at a time.
     _DROPOUT_TILE = {"BLOCK_M": 32, "BLOCK_N": 256}
 
-    def _tile(kernel: str, D: int, L: int, dtype: torch.dtype) -> dict[str, int]:
+    def _capability(device: torch.device) -> tuple[int, int]:
+        """The compute capability; of the interpreter, which has every tile right, Hopper's."""
+        return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+    def _tiles(device: torch.device, dtype: torch.dtype) -> dict[str, dict[int, tuple[int, int, int, int]]]:
+        if dtype == torch.float32:
+            return _FP32_TILES
+        return _TILES if _capability(device)[0] in (9, 10) else _REGISTER_TILES
+
+    def _tile(kernel: str, query: Tensor) -> dict[str, int]:
+        L, D = query.shape[-2:]
         width = max(16, triton.next_power_of_2(D))
-        tiles = _FP32_TILES if dtype == torch.float32 else _TILES
-        queries, keys, warps, stages = tiles[kernel][max(width, 64)]
+        queries, keys, warps, stages = _tiles(query.device, query.dtype)[kernel][max(width, 64)]
         return {
             "WIDTH": width,
             "BLOCK_M": min(queries, LARGEST_TILE, max(16, triton.next_power_of_2(L))),
@@ -919,7 +935,7 @@ if triton is not None:
         )
         B, H, L, D = query.shape
         output, log_sum = _empty_output(query)
-        tile = _tile("forward", D, L, query.dtype)
+        tile = _tile("forward", query)
         with torch.cuda.device_of(query):
             _forward_kernel[(triton.cdiv(L, tile["BLOCK_M"]) * B * H,)](
                 **shared, output=output, log_sum=log_sum, output_strides=_strides(output), **tile
@@ -1002,7 +1018,7 @@ if triton is not None:
         """Fill `d_query` and delta; return the gradients of rel_key and the biases, empty where not needed."""
         query = shared["query"]
         B, H, L, D = query.shape
-        tile = _tile("backward_query", D, L, query.dtype)
+        tile = _tile("backward_query", query)
         work = B * triton.cdiv(L, tile["BLOCK_M"])
         partial = torch.are_deterministic_algorithms_enabled()
         programs = min(work, _partial_sums(H, shared["K"], D) if partial else MOST_PROGRAMS)
@@ -1037,8 +1053,8 @@ if triton is not None:
         return max(1, min(256 // H, 2**26 // (H * K * D)))
 
     def _launch_backward_key(shared: dict, d_key: Tensor, d_value: Tensor) -> None:
-        B, H, L, D = shared["query"].shape
-        tile = _tile("backward_key", D, L, shared["query"].dtype)
+        B, H, *_ = shared["query"].shape
+        tile = _tile("backward_key", shared["query"])
         _backward_key_kernel[(triton.cdiv(shared["K"], tile["BLOCK_N"]) * B * H,)](
             **shared,
             d_key=d_key,
