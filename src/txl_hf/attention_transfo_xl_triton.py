@@ -728,7 +728,7 @@ if triton is not None:
         "forward": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2)},
         "backward_query": {64: (32, 32, 4, 2), 128: (32, 32, 8, 2)},
     }
-    # In fp32 they are there on all.
+    # In fp32 a product has them there on every GPU.
     _FP32_TILES = {
         "forward": {64: (32, 32, 8, 1), 128: (16, 16, 4, 1)},
         "backward_query": {64: (16, 16, 4, 1), 128: (16, 16, 4, 1)},
