@@ -250,6 +250,12 @@ def test_a_trained_model_has_the_figure_of_its_training(corpus, model, tmp_path,
     assert (row["segment_length"], row["memory_length"], row["batch_size"]) == (8, 12, 1)
 
 
+def test_a_checkpoint_in_the_place_of_a_model_is_named(corpus, tmp_path):
+    (tmp_path / "checkpoint_files.json").write_text("{}")
+    with pytest.raises(SystemExit, match="is a checkpoint of a run, to --resume it: give the folder of the run"):
+        evaluate_lm.main(["--model", str(tmp_path), "--data", str(corpus)])
+
+
 def test_whose_figures_they_are_is_told_by_the_weights_and_not_by_times(corpus, model, tmp_path, capsys):
     """A copy may have its files in another order, and as a Hub's folder it has."""
     copy = shutil.copytree(model, tmp_path / "model")

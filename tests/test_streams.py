@@ -335,13 +335,26 @@ def test_a_batch_read_at_once_is_its_items(size, ext_len, keep_remainder, varyin
     options = {"ext_len": ext_len, "keep_remainder": keep_remainder, "varlen_seed": 3 if varying else None}
     stream = TokenStream(range(tokens), segment_length, batch_size, **options)
     half = max(1, batch_size // 2)
-    for first in range(0, len(stream) - half + 1, half):
-        indices = list(range(first, first + half))
-        for found, index in zip(stream.__getitems__(indices), indices, strict=True):
-            for name, expected in stream[index].items():
-                assert torch.equal(found[name], expected)
-    shuffled = stream.__getitems__([len(stream) - 1, 0])
-    assert torch.equal(shuffled[1]["input_ids"], stream[0]["input_ids"])
+    batches = [list(range(first, first + half)) for first in range(0, len(stream) - half + 1, half)]
+    for indices in [*batches, [len(stream) - 1, 0]]:
+        items = [stream[index] for index in indices]
+        if len({len(item["input_ids"]) for item in items}) > 1:
+            with pytest.raises(ValueError, match="rows of different lengths"):
+                stream.__getitems__(indices)
+            continue
+        for found, item in zip(stream.__getitems__(indices), items, strict=True):
+            assert all(torch.equal(found[name], expected) for name, expected in item.items())
+
+
+@pytest.mark.parametrize("lengths", [{"ext_len": 4}, {"varlen_seed": 1}], ids=str)
+def test_a_batch_of_several_lengths_is_refused(lengths):
+    """As a loader that shuffles, plain Trainer's, puts one together at some step of an epoch."""
+    stream = TokenStream(range(401), 8, 5, **lengths)
+    indices = [next(i for i in range(len(stream)) if len(stream[i]["input_ids"]) != len(stream[0]["input_ids"])), 0]
+    with pytest.raises(
+        ValueError, match="has rows of different lengths: .* read it step by step, as TransfoXLTrainer"
+    ):
+        next(iter(DataLoader(stream, batch_sampler=[indices])))
 
 
 def test_a_kind_of_stream_that_has_items_of_its_own_is_read_by_them():

@@ -30,6 +30,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import set_seed
 from datasets import Dataset, DatasetDict, load_from_disk
 from huggingface_hub import ModelCard
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from host_reads import count_host_reads
@@ -391,6 +392,25 @@ def test_fine_tuning(tmp_path, recipe, corpus):
         assert left.equal(right)
 
 
+def test_what_holds_no_whole_model_is_named(tmp_path, recipe, corpus, capsys):
+    """A checkpoint of a run, an adapter; the way out that is told of an adapter is one."""
+    train(recipe, "--data", corpus, "--output", tmp_path / "first")
+    options = [recipe, "--data", corpus, "--output", tmp_path / "second", "--model_name_or_path"]
+    checkpoint = last_checkpoint(tmp_path / "first")
+    run_of_it = (
+        f"{checkpoint} is a checkpoint of a run, to --resume it: give the folder of the run, {tmp_path / 'first'}"
+    )
+    assert run_of_it in refused(capsys, *options, checkpoint)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    said = refused(capsys, *options, tmp_path / "adapter")
+    assert "adapter is an adapter: give a whole model" in said
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().save_pretrained(tmp_path / "whole")
+    AutoTokenizer.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "whole")
+    train(*options, tmp_path / "whole", "--max_steps", "1")
+
+
 def test_fine_tuning_is_resumed(tmp_path, recipe, corpus):
     """The losses of the run that was not cut, from a model that was loaded and a checkpoint on top of it."""
     train(recipe, "--data", corpus, "--output", tmp_path / "first")
@@ -583,6 +603,31 @@ def test_killed_and_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path, corpu
     assert (killed / "results.json").read_text() == (whole / "results.json").read_text()
     # Validations at 4, 8 and 12, and a line of training with each, every 2 steps and with every checkpoint.
     assert [line["step"] for line in comparable_log(whole)] == [2, 3, 4, 4, 6, 8, 8, 9, 10, 12, 12]
+
+
+def test_a_card_without_figures_is_written_again(tmp_path, recipe, corpus, monkeypatch):
+    """Killed as it is written, a run goes on there: results.json, which says that all is done, comes behind it."""
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output", "--resume"]
+    with monkeypatch.context() as patched:
+        patched.setattr(TransfoXLForCausalLM, "write_model_card", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(*argv)
+    train(*argv)
+    scored = json.loads((tmp_path / "output" / "results.json").read_text())
+    results = ModelCard.load(tmp_path / "output" / "README.md").data.eval_results
+    assert results[-1].metric_value == pytest.approx(scored["test"]["bits_per_token"], rel=1e-3)
+
+
+def test_what_a_killed_run_left_has_its_name_or_goes(tmp_path, corpus):
+    output = tmp_path / "output"
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_every=2)
+    train(recipe, "--data", corpus, "--output", output)
+    for name in ("_unfinished-9", "_unfinished-9-best", "_unfinished-replaced-x"):
+        (output / name).mkdir()
+    (output / "checkpoint-4").rename(output / "_unfinished-9" / "checkpoint-4")
+    train(recipe, "--data", corpus, "--output", output, "--resume", "--max_steps", "6", "--save_total_limit", "9")
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == [f"checkpoint-{step}" for step in (2, 4, 6)]
+    assert not list(output.glob("_unfinished*")) and len(read_log(output)) == 6
 
 
 def test_settings_of_an_optimiser_are_those_that_are_asked_for(tmp_path, corpus, capsys):

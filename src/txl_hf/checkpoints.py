@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, logging
 
 from .files import UNFINISHED_PREFIX, move_into_place, write_text
 from .unpickle_transfo_xl import STAND_IN, Machine, Name, StandIn, UnsafePickleError, load, shown
@@ -37,6 +37,7 @@ from .unpickle_transfo_xl import STAND_IN, Machine, Name, StandIn, UnsafePickleE
 __all__ = [
     "UNFINISHED_PREFIX",
     "begin_run",
+    "check_model_folder",
     "checkpoint_problem",
     "data_only",
     "finish_checkpoint",
@@ -45,6 +46,7 @@ __all__ = [
     "load_mems",
     "read_position",
     "remove_old_checkpoints",
+    "remove_unfinished",
     "save_mems",
 ]
 
@@ -91,6 +93,26 @@ def current_run(output_dir: str | os.PathLike) -> str | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return run if isinstance(run, str) else None
+
+
+def check_model_folder(name: str):
+    """Refuse what may be taken for the folder of a model; any other, and a name on the Hub, is left to transformers.
+
+    Raises:
+        ValueError: it is an adapter, or a checkpoint of a run.
+    """
+    folder = Path(name)
+    if (folder / CONFIG_NAME).exists():
+        return
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{name} is an adapter: give a whole model, for instance what "
+            f"peft.PeftModel.from_pretrained(model, {name!r}).merge_and_unload() saves"
+        )
+    if (folder / MANIFEST_NAME).exists():
+        raise ValueError(
+            f"{name} is a checkpoint of a run, to --resume it: give the folder of the run, {folder.parent}"
+        )
 
 
 def list_checkpoints(output_dir: str | os.PathLike) -> list[tuple[int, Path]]:
@@ -157,7 +179,12 @@ def finish_checkpoint(written: Path, final: Path, run: str):
     # Killed between the two renames that replace one of the same name, `last_checkpoint` finds the new one where it
     # was written.
     move_into_place(written, final)
-    for leftover in final.parent.glob(f"{UNFINISHED_PREFIX}-*"):
+    remove_unfinished(final.parent)
+
+
+def remove_unfinished(folder: Path):
+    """Remove the folders that a process which has been killed was filling."""
+    for leftover in folder.glob(f"{UNFINISHED_PREFIX}-*"):
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
 

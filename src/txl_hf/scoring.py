@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 
 from .adaptation import DynamicEvaluation
 from .cards import RESULTS, origin, read_results
+from .checkpoints import check_model_folder
 from .configuration_transfo_xl import TransfoXLConfig
 from .continuous_cache import ContinuousCache
 from .corpora import CorpusError, count_batch, count_stream
@@ -367,6 +368,7 @@ def load_config(name: str) -> TransfoXLConfig:
     """That of `--model`. Where that is no folder, it says so first: without a network, asking the Hub ends late."""
     if not Path(name).exists() and is_repo_id(name):
         print(f"{name} is no folder here: looking for it on the Hub", file=sys.stderr)
+    check_model_folder(name)
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:

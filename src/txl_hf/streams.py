@@ -176,7 +176,13 @@ class TokenStream(Dataset):
         step, row = divmod(indices[0], self.batch_size)
         inside = 0 <= indices[0] and indices[-1] < len(self) and row + len(indices) <= self.batch_size
         if not (plain and whole and inside):
-            return [self[index] for index in indices]
+            items = [self[index] for index in indices]
+            if len({len(item["input_ids"]) for item in items}) > 1:
+                raise ValueError(
+                    "a batch of this TokenStream has rows of different lengths: with ext_len, loss='half' or "
+                    "varlen_seed not all steps have one length, so read it step by step, as TransfoXLTrainer does"
+                )
+            return items
         begin, end = self.segment(self.first_step + step)
         reread = min(begin, self.ext_len)
         tokens = torch.empty(len(indices), reread + end - begin + 1, dtype=torch.int64)

@@ -26,12 +26,13 @@ from ..checkpoints import (
     list_checkpoints,
     load_mems,
     remove_old_checkpoints,
+    remove_unfinished,
     save_mems,
 )
 from ..columns import open_tokens
 from ..encoding import fill_special_tokens
 from ..evaluation import figures
-from ..files import disk_errors, whole_folder
+from ..files import disk_errors, move_into_place, whole_folder
 from ..memory_transfo_xl import latest_states, mask_overflow, memory_of, real_states
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..regularization import regularize
@@ -409,6 +410,12 @@ class Training:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             self.lock = lock_output(self.output, self.arguments.run)
+            if checkpoint is not None and Path(checkpoint).parent != self.output:
+                # It was complete when the run was killed, but for its name.
+                named = self.output / Path(checkpoint).name
+                move_into_place(Path(checkpoint), named)
+                checkpoint = str(named)
+            remove_unfinished(self.output)
             open_output(self.output, self.arguments, self.step, self.max_steps - self.step)
             cut_log(self.output / LOG, self.step)
             self.run_id = begin_run(self.output, checkpoint)

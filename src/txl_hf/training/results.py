@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
-from ..cards import RESULTS, origin, results_of_folder, weights_digest
+from ..cards import RESULTS, origin, to_results, weights_digest
 from ..evaluation import LanguageModelEvaluation, evaluate_language_model, figures
 from ..files import LOCK_NAME, lock_folder, options_that_differ, whole_file, write_text
 from ..modeling_transfo_xl import TransfoXLForCausalLM
@@ -31,6 +31,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
 
 LOG, PLOT, BEST = "log.jsonl", "training.png", "best"
+# Of which a model has figures at the end.
+SCORED = ("validation", "test")
 # Options that nothing but the beginning of a run reads.
 DRAWN = ("seed", "init", "init_range", "init_std", "proj_init_std")
 
@@ -140,11 +142,12 @@ def finish(output: Path, texts: dict, arguments: Arguments, document_end: int | 
     if not (output / RESULTS).exists():
         model = AutoModelForCausalLM.from_pretrained(output).to("cuda" if torch.cuda.is_available() else "cpu")
         scores = score(model, texts, arguments, document_end) | {"weights": weights_digest(output)}
-        write_text(output / RESULTS, json.dumps(scores, indent=1) + "\n")
-        results = results_of_folder(output, Path(arguments.data.data or "").name)
+        results = to_results({split: scores[split] for split in SCORED}, Path(arguments.data.data or "").name)
         model.write_model_card(output / "README.md", output.name, model_name=output.name, eval_results=results)
+        # Last, because it says that all is done.
+        write_text(output / RESULTS, json.dumps(scores, indent=1) + "\n")
     results, metric = json.loads((output / RESULTS).read_text()), arguments.evaluation.metric
-    for split in ("validation", "test"):
+    for split in SCORED:
         print(f"{split}: {metric} {results[split][metric]:.3f}")
     for result in results["memory_lengths"]:
         print(f"test with memory {result['memory_length']}: {metric} {result[metric]:.3f}")
@@ -156,8 +159,7 @@ def score(model: TransfoXLForCausalLM, texts: dict, arguments: Arguments, docume
     """What a model scores on the validation and the test text, and with other memory lengths."""
     evaluation = arguments.evaluation
     results: dict[str, Any] = {
-        split: describe(evaluate(model, texts[split], evaluation, document_end, progress=True))
-        for split in ("validation", "test")
+        split: describe(evaluate(model, texts[split], evaluation, document_end, progress=True)) for split in SCORED
     }
     results["memory_lengths"] = [
         describe(evaluate(model, texts["test"], evaluation, document_end, memory_length, progress=True))

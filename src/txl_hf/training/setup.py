@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
 from ..attention_transfo_xl_triton import why_not_triton
+from ..checkpoints import check_model_folder
 from ..configuration_transfo_xl import TransfoXLConfig
 from ..encoding import check_symbols_of, load_tokenizer
 from ..linear_transfo_xl import bf16_is_faster
@@ -202,6 +203,8 @@ def make_config(arguments: ModelArguments, tokenizer: Any, data: DataArguments) 
     `loss="half"` as many tokens are read again as a segment has."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     source, vocab_size = given.pop("model_name_or_path", None), len(tokenizer)
+    if source is not None:
+        check_model_folder(source)
     config = TransfoXLConfig() if source is None else AutoConfig.from_pretrained(source)
     if not isinstance(config, TransfoXLConfig):
         raise ValueError(f"--model_name_or_path {source} is no Transformer-XL, but a {config.model_type} model")
