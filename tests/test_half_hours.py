@@ -288,7 +288,8 @@ def test_a_row_of_other_options_is_refused(examples, tmp_path, monkeypatch):
 
 def test_the_rows_that_are_committed_are_of_today_s_options():
     results = half_hours.OUTPUT.parent
-    for output in (half_hours.OUTPUT, results / "shares", results / "shares_family_26", results / "schedules"):
+    shares = ("shares", "shares_family_26", "schedules", "growing_memory")
+    for output in (half_hours.OUTPUT, *(results / name for name in shares)):
         for row in half_hours.harness.read(output / "rows.csv"):
             for contender in half_hours.TEXTS[row["text"]].contenders:
                 if contender.name == row["contender"]:
