@@ -9,10 +9,12 @@ from typing import Any
 
 from huggingface_hub import EvalResult
 
-__all__ = ["RESULTS", "origin", "read_results", "results_of_folder", "to_results", "weights_digest"]
+__all__ = ["RESULTS", "SCORED", "origin", "read_results", "results_of_folder", "to_results", "weights_digest"]
 
 # What `txl-train` leaves beside the model.
 RESULTS = "results.json"
+# Of which a model of `txl-train` has figures.
+SCORED = ("validation", "test")
 
 METRICS = {"perplexity": "Perplexity", "bits_per_token": "Bits per token"}
 
@@ -78,7 +80,7 @@ def results_of_folder(folder: Path, dataset: str) -> list[EvalResult]:
     """What `results.json` says of the model in a folder, as `read_results` finds it; of what another program has
     written, what has the form of `to_results`."""
     results = read_results(folder)
-    splits = {split: results.get(split) for split in ("validation", "test")}
+    splits = {split: results.get(split) for split in SCORED}
     return to_results({split: values for split, values in splits.items() if isinstance(values, dict)}, dataset)
 
 

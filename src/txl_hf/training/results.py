@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
-from ..cards import RESULTS, origin, to_results, weights_digest
+from ..cards import RESULTS, SCORED, origin, to_results, weights_digest
 from ..evaluation import LanguageModelEvaluation, evaluate_language_model, figures
 from ..files import LOCK_NAME, lock_folder, options_that_differ, whole_file, write_text
 from ..modeling_transfo_xl import TransfoXLForCausalLM
@@ -31,8 +31,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
 
 LOG, PLOT, BEST = "log.jsonl", "training.png", "best"
-# Of which a model has figures at the end.
-SCORED = ("validation", "test")
 # Options that nothing but the beginning of a run reads.
 DRAWN = ("seed", "init", "init_range", "init_std", "proj_init_std")
 
