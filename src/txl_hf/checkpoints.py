@@ -29,15 +29,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import CONFIG_NAME, logging
+from transformers.utils import logging
 
-from .files import UNFINISHED_PREFIX, move_into_place, write_text
+from .files import MANIFEST_NAME, UNFINISHED_PREFIX, move_into_place, write_text
 from .unpickle_transfo_xl import STAND_IN, Machine, Name, StandIn, UnsafePickleError, load, shown
 
 __all__ = [
     "UNFINISHED_PREFIX",
     "begin_run",
-    "check_model_folder",
     "checkpoint_problem",
     "data_only",
     "finish_checkpoint",
@@ -55,8 +54,6 @@ logger = logging.get_logger(__name__)
 MEMS_NAME = "mems.safetensors"
 # What this file calls the mask of the states, beside the numbers of the layers.
 MASK = "mask"
-# Written last: which run wrote a checkpoint, and what files it is of.
-MANIFEST_NAME = "checkpoint_files.json"
 # In the folder of the checkpoints: which run writes there now.
 RUN_NAME = "run.json"
 # Pickled, but read by nobody.
@@ -93,26 +90,6 @@ def current_run(output_dir: str | os.PathLike) -> str | None:
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return run if isinstance(run, str) else None
-
-
-def check_model_folder(name: str):
-    """Refuse what may be taken for the folder of a model; any other, and a name on the Hub, is left to transformers.
-
-    Raises:
-        ValueError: it is an adapter, or a checkpoint of a run.
-    """
-    folder = Path(name)
-    if (folder / CONFIG_NAME).exists():
-        return
-    if (folder / "adapter_config.json").exists():
-        raise ValueError(
-            f"{name} is an adapter: give a whole model, for instance what "
-            f"peft.PeftModel.from_pretrained(model, {name!r}).merge_and_unload() saves"
-        )
-    if (folder / MANIFEST_NAME).exists():
-        raise ValueError(
-            f"{name} is a checkpoint of a run, to --resume it: give the folder of the run, {folder.parent}"
-        )
 
 
 def list_checkpoints(output_dir: str | os.PathLike) -> list[tuple[int, Path]]:

@@ -22,6 +22,7 @@ except ImportError:  # Windows.
 
 __all__ = [
     "LOCK_NAME",
+    "MANIFEST_NAME",
     "UNFINISHED_PREFIX",
     "disk_errors",
     "keep_options",
@@ -37,6 +38,8 @@ __all__ = [
 # Uploads of an output directory leave out what begins so.
 UNFINISHED_PREFIX = "_unfinished"
 LOCK_NAME = "run.lock"
+# Written last into a checkpoint: which run wrote it, and what files it is of.
+MANIFEST_NAME = "checkpoint_files.json"
 # What torch and safetensors say, in errors of their own, where the system refuses to write.
 _REFUSED_WRITES = ("inline_container.cc", "iostream error", "PytorchStreamWriter", "I/O error", "IoError")
 

@@ -17,8 +17,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from .adaptation import DynamicEvaluation
-from .cards import RESULTS, origin, read_results
-from .checkpoints import check_model_folder
+from .cards import RESULTS, check_model_folder, origin, read_results
 from .configuration_transfo_xl import TransfoXLConfig
 from .continuous_cache import ContinuousCache
 from .corpora import CorpusError, count_batch, count_stream

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
 from ..attention_transfo_xl_triton import why_not_triton
-from ..checkpoints import check_model_folder
+from ..cards import check_model_folder
 from ..configuration_transfo_xl import TransfoXLConfig
 from ..encoding import check_symbols_of, load_tokenizer
 from ..linear_transfo_xl import bf16_is_faster
