@@ -14,11 +14,12 @@ from txl_hf.linear_transfo_xl import _onednn_takes, product, project
 
 @pytest.fixture(autouse=True)
 def onednn(monkeypatch):
-    """oneDNN's products, also on a CPU where they do not pay; how often they were taken."""
+    """oneDNN's products, also on a CPU where they do not pay and of matrices that are small; how often they were taken."""
     if not linear._has_onednn():
         pytest.skip("this build of PyTorch has no product by oneDNN")
     taken = []
     monkeypatch.setattr(linear, "_onednn_is_faster", lambda: True)
+    monkeypatch.setattr(linear, "FEW_MULTIPLICATIONS", 0)
     onednn_product = linear._onednn_product
     monkeypatch.setattr(linear, "_onednn_product", lambda *args: taken.append(args) or onednn_product(*args))
     return taken
@@ -102,6 +103,37 @@ def test_what_onednn_is_not_asked(onednn):
         assert not _onednn_takes(a, b)
         assert torch.equal(product(a, b), a @ b.t())
     assert not onednn
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "takes"), [(1, 256, 256, 0), (15, 256, 256, 0), (16, 256, 256, 1), (1, 257, 256, 1), (0, 8, 8, 0)]
+)
+def test_small_products_are_mkl_s(rows, n, k, takes, onednn, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(linear, "_onednn_is_faster", lambda: True)
+    onednn_product = linear._onednn_product
+    monkeypatch.setattr(linear, "_onednn_product", lambda *args: onednn.append(args) or onednn_product(*args))
+    a, b = torch.randn(rows, k), torch.randn(n, k)
+    torch.testing.assert_close(product(a, b), a @ b.t(), atol=1e-4, rtol=1e-4)
+    assert len(onednn) == takes
+
+
+@pytest.mark.parametrize("around", ["vmap", "forward mode"])
+def test_within_transforms_nothing_is_plain(around, onednn):
+    """Not even what no transform has wrapped: what it is multiplied with may be."""
+    a, b, _ = operands(3, 5)
+    a, b = a.detach(), b.detach()
+    found = []
+
+    def ask(x):
+        found.append(linear.is_plain(a, b))
+        return x
+
+    if around == "vmap":
+        torch.func.vmap(ask)(a)
+    else:
+        torch.func.jvp(ask, (a,), (a,))
+    assert found == [False] and linear.is_plain(a, b) and not onednn
 
 
 def layer_and_states():

@@ -20,6 +20,8 @@ DRAWS = 2**16
 
 def drop(states: Tensor, dropout: nn.Module) -> Tensor:
     """`dropout(states)`, for states (…) of any shape. It draws from PyTorch's generator, but not as PyTorch does."""
+    if _is_ours(dropout) and not (dropout.training and dropout.p > 0):
+        return states
     if _is_drawn_here(states, dropout) and states.is_cpu:
         return _Drop.apply(states, dropout.p)
     return dropout(states)
@@ -46,9 +48,13 @@ def _is_drawn_here(states: Tensor, dropout: nn.Module) -> bool:
 
 
 def _drops(dropout: nn.Module) -> TypeGuard[nn.Dropout]:
-    """Whether it is PyTorch's own, nobody but us has to do with it, and it drops some and not all."""
-    drops = type(dropout) is nn.Dropout and dropout.training and 0 < dropout.p < 1
-    return drops and not is_wrapped(dropout)
+    """Whether it is ours and drops some and not all."""
+    return dropout.training and _is_ours(dropout) and 0 < dropout.p < 1
+
+
+def _is_ours(dropout: nn.Module) -> TypeGuard[nn.Dropout]:
+    """Whether it is PyTorch's own, and nobody but us has to do with it."""
+    return type(dropout) is nn.Dropout and not is_wrapped(dropout)
 
 
 def draw_and_drop(states: Tensor, p: float) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,9 @@ __all__ = [
 ]
 
 FEW_ROWS = 128
+# oneDNN takes some 10 µs to begin, and MKL one or two. Below both of these MKL has ended by then.
+SMALL_MATRIX = 1 << 16
+FEW_MULTIPLICATIONS = 1 << 20
 
 
 def _has_onednn() -> bool:
@@ -75,35 +78,20 @@ def bf16_is_faster() -> bool:
 
 
 def _onednn_takes(*tensors: Tensor) -> bool:
-    """Whether a product goes to oneDNN: plain fp32 tensors on a CPU where it is faster, in eager and reverse mode.
+    """Whether oneDNN may be asked for a product: of plain fp32 tensors, on a CPU where it is faster.
 
     `torch.backends.mkldnn.flags(enabled=False)` turns it off.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and _onednn_is_faster()
-        and bool(torch.backends.mkldnn.enabled)
-        and not torch.is_autocast_enabled("cpu")
-        and all(map(_is_plain, tensors))
-    )
+    if not is_plain(*tensors) or not _onednn_is_faster():
+        return False
+    if not torch.backends.mkldnn.enabled or torch.is_autocast_enabled("cpu"):
+        return False
+    return all(tensor.is_cpu and tensor.dtype == torch.float32 and tensor.numel() > 0 for tensor in tensors)
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return (
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.is_cpu
-        and tensor.dtype == torch.float32
-        and tensor.numel() > 0
-        # oneDNN's operator has no gradient, and what vmap maps over does not say whether it needs one.
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        and not _has_tangent(tensor)
-    )
-
-
-def _has_tangent(tensor: Tensor) -> bool:
-    """Whether forward mode differentiates through the tensor; where nobody does so, that is soon known."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+def _is_small(a: Tensor, b: Tensor) -> bool:
+    """Whether a product ends before oneDNN has begun."""
+    return b.numel() <= SMALL_MATRIX and a.numel() * b.shape[0] < FEW_MULTIPLICATIONS
 
 
 def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -155,7 +143,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         (…, n).
     """
     tensors = (a, b) if bias is None else (a, b, bias)
-    if not _onednn_takes(*tensors):
+    if not _onednn_takes(*tensors) or _is_small(a, b):
         return nn.functional.linear(a, b, bias)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         # What the function returns may be changed in place, which PyTorch refuses for a view made within it.
@@ -298,14 +286,15 @@ def takes_part_plainly(states: Tensor, *others: Tensor) -> bool:
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """Whether this runs eagerly, with tensors that are nothing more: no subclasses, torch.func or tangents."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
-        and not any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors)
-        and not any(map(_has_tangent, tensors))
-    )
+    """Whether this runs eagerly, outside of torch.func and of forward mode, with tensors that are of no subclass.
+
+    What vmap maps over does not say whether it needs a gradient, and no operator of ours has a tangent.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return False
+    return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
 
 
 class _ProjectionAfterMemory(torch.autograd.Function):

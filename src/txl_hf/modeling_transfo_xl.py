@@ -644,13 +644,14 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         if implementation != "txl_triton":
             # Once for all layers. The kernels compare positions themselves.
             hidden = hidden_keys(segment_length, key_length, window, key_mask, inputs_embeds.device, first_key, order)
+        norms_read_memory = self.config.pre_lnorm
         remembered: list[Any] = []
         entered: list[Tensor] = []
         for i, layer in enumerate(self.layers[: self.config.n_layer]):
             # Where products alone read the memory, it is rounded for them once, not at every step under autocast. A
             # layer normalisation that reads it first is computed in fp32, of states as they are.
             hidden_states = positions.enter_layer(self, i, hidden_states)
-            hidden_states, read = (hidden_states, hidden_states) if self.config.pre_lnorm else rounded(hidden_states)
+            hidden_states, read = (hidden_states, hidden_states) if norms_read_memory else rounded(hidden_states)
             remembered.append(memory.of_layer(i, read))
             entered.append(read)
             hidden_states = layer(
