@@ -82,9 +82,9 @@ def _onednn_takes(*tensors: Tensor) -> bool:
 
     `torch.backends.mkldnn.flags(enabled=False)` turns it off.
     """
-    if not is_plain(*tensors) or not _onednn_is_faster():
+    if not _onednn_is_faster() or not is_plain(*tensors) or torch.is_autocast_enabled("cpu"):
         return False
-    if not torch.backends.mkldnn.enabled or torch.is_autocast_enabled("cpu"):
+    if not torch.backends.mkldnn.enabled:
         return False
     return all(tensor.is_cpu and tensor.dtype == torch.float32 and tensor.numel() > 0 for tensor in tensors)
 
