@@ -82,9 +82,10 @@ def _onednn_takes(*tensors: Tensor) -> bool:
 
     `torch.backends.mkldnn.flags(enabled=False)` turns it off.
     """
-    if not _onednn_is_faster() or not is_plain(*tensors) or torch.is_autocast_enabled("cpu"):
+    # A graph is to see no more than the first of these questions.
+    if not is_plain(*tensors) or not _onednn_is_faster():
         return False
-    if not torch.backends.mkldnn.enabled:
+    if not torch.backends.mkldnn.enabled or torch.is_autocast_enabled("cpu"):
         return False
     return all(tensor.is_cpu and tensor.dtype == torch.float32 and tensor.numel() > 0 for tensor in tensors)
 
