@@ -261,8 +261,8 @@ def _fastest(inputs: AttentionInputs) -> str:
     large = query.shape[2] * inputs.key.shape[2] >= 1 << 14
     if large and _why_not_tiled(inputs) is None and _tiles_pay(query.dtype, trained):
         return "txl_tiles"
-    # With a mask that needs a gradient, PyTorch has no fused path on CPU, and its plain one is slower than ours. And of
-    # a single query for many keys, it is plain products that read these as fast as they come.
+    # With a mask that needs a gradient, PyTorch has no fused path on CPU, and its plain one is slower than ours. And
+    # many keys are read for a single query as fast as they come by plain products.
     return "eager" if trained or (query.shape[2] == 1 and inputs.key.numel() >= 1 << 18) else "sdpa"
 
 
