@@ -263,7 +263,8 @@ def _fastest(inputs: AttentionInputs) -> str:
         return "txl_tiles"
     # With a mask that needs a gradient, PyTorch has no fused path on CPU, and its plain one is slower than ours. And
     # many keys are read for a single query as fast as they come by plain products.
-    return "eager" if trained or (query.shape[2] == 1 and inputs.key.numel() >= 1 << 18) else "sdpa"
+    many = 1 << 20 if query.dtype == torch.float32 else 1 << 18
+    return "eager" if trained or (query.shape[2] == 1 and inputs.key.numel() >= many) else "sdpa"
 
 
 def _tiles_pay(dtype: torch.dtype, trained: bool) -> bool:
