@@ -257,6 +257,7 @@ def test_backend_agrees_with_eager_in_outputs_and_gradients(
         ((2, 8, 1, 1023, 64), torch.float32, False, (), "eager"),
         ((2, 2, 1, 1023, 64), torch.float32, False, (), "sdpa"),
         ((2, 2, 1, 1023, 64), torch.bfloat16, False, ("rel_bias",), "eager"),
+        ((2, 8, 1, 1023, 64), torch.float16, False, ("rel_bias",), "sdpa"),
         ((2, 8, 1, 1023, 64), torch.float32, False, ("rel_key",), "sdpa"),
     ],
     ids=str,

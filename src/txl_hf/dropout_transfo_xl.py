@@ -39,7 +39,7 @@ def relu_and_drop(states: Tensor, dropout: nn.Module) -> Tensor:
         # One mask for the backward pass of a graph, not one of each; NaN is not below 0.
         kept = (torch.rand(states.shape, device=states.device) >= dropout.p) & ~(states <= 0)
         return torch.where(kept, states / (1 - dropout.p), 0)
-    return dropout(states.relu())
+    return drop(states.relu(), dropout)
 
 
 def _is_drawn_here(states: Tensor, dropout: nn.Module) -> bool:

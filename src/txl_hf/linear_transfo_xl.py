@@ -2,8 +2,8 @@
 
 PyTorch multiplies fp32 matrices on x86 with MKL. On CPUs of other makers than Intel, MKL leaves AVX-512 unused, and
 oneDNN, which PyTorch also carries, is faster, for one row as for a thousand: by a third on an AMD that takes two turns
-for 512 bits (Zen 4), twice as fast on later ones. On Intel's, MKL multiplies as fast, and wants no matrix brought into
-another layout before.
+for 512 bits (Zen 4), twice as fast on later ones. It takes longer to begin, so that what is small is left to MKL. On
+Intel's, MKL multiplies as fast, and wants no matrix brought into another layout before.
 
 Layers are plain `nn.Linear`, so that whoever quantises, adapts or offloads them finds what he looks for; it is their
 caller who takes the faster product (`project`).
@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 FEW_ROWS = 128
-# oneDNN takes some 10 µs to begin, and MKL one or two. Below both of these MKL has ended by then.
+# oneDNN takes some 10 µs to begin, and MKL one or two: where a matrix has no more numbers than the one, and a product
+# fewer multiplications than the other, MKL has ended by then. A larger matrix may have to come from memory first.
 SMALL_MATRIX = 1 << 16
 FEW_MULTIPLICATIONS = 1 << 20
 
