@@ -1,6 +1,7 @@
 """The operation: eager against the fp64 loop over (i, j); every other backend against eager, with every gradient."""
 
 import collections
+import functools
 import itertools
 import operator
 import re
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
 from transformers import AttentionInterface
 from transformers.utils import logging
@@ -254,11 +256,12 @@ def test_backend_agrees_with_eager_in_outputs_and_gradients(
         ((1, 1, 400, 0, 8), torch.bfloat16, True, ("rel_bias",), "txl_tiles"),
         ((1, 1, 400, 0, 8), torch.bfloat16, False, ("rel_bias",), "sdpa"),
         ((1, 1, 1, 400, 8), torch.float32, False, (), "sdpa"),
-        ((2, 8, 1, 1023, 64), torch.float32, False, (), "eager"),
-        ((2, 2, 1, 1023, 64), torch.float32, False, (), "sdpa"),
+        ((1, 8, 1, 2047, 64), torch.float32, False, (), "eager"),
+        ((2, 8, 1, 1023, 64), torch.float32, False, (), "sdpa"),
         ((2, 2, 1, 1023, 64), torch.bfloat16, False, ("rel_bias",), "eager"),
         ((2, 8, 1, 1023, 64), torch.float16, False, ("rel_bias",), "sdpa"),
-        ((2, 8, 1, 1023, 64), torch.float32, False, ("rel_key",), "sdpa"),
+        ((8, 1, 1, 255, 64), torch.bfloat16, False, ("rel_bias",), "sdpa"),
+        ((1, 8, 1, 2047, 64), torch.float32, False, ("rel_key",), "sdpa"),
     ],
     ids=str,
 )
@@ -270,6 +273,26 @@ def test_the_default_on_a_cpu_is_what_is_fastest_there(
     tensors = {name: t.detach().requires_grad_(needs_gradient) for name, t in tensors.items() if name not in without}
     relative_attention(**tensors, implementation="auto")
     assert ran == ["auto", expected]
+
+
+def test_no_graph_is_bound_to_how_many_keys_are_many():
+    graphs = CompileCounter()
+    attend = torch.compile(functools.partial(relative_attention, implementation="auto"), backend=graphs, dynamic=True)
+    for K in (100, 1000):
+        tensors = {name: tensor.detach() for name, tensor in draw((1, 8, 1, K - 1, 64), torch.bfloat16)[0].items()}
+        with torch.no_grad():
+            attend(**tensors)
+    assert graphs.frame_count == 1
+
+
+def test_a_graph_of_few_keys_hides_those_that_are_out_of_the_window():
+    """As `txl-export` writes one: traced while the window sees all keys there are."""
+
+    def hidden(keys):
+        return hidden_keys(1, keys.shape[0], 5, None, keys.device)
+
+    traced = torch.jit.trace(hidden, torch.zeros(4))
+    assert traced(torch.zeros(9)).flatten().tolist() == [True] * 3 + [False] * 6
 
 
 @pytest.mark.gpu

@@ -113,22 +113,24 @@ def test_small_products_are_mkl_s(rows, n, takes, onednn, monkeypatch):
     assert len(onednn) == takes
 
 
-@pytest.mark.parametrize("around", ["vmap", "forward mode"])
-def test_within_transforms_nothing_is_plain(around, onednn):
-    """Not even what no transform has wrapped: what it is multiplied with may be."""
-    a, b, _ = operands(3, 5)
-    a, b = a.detach(), b.detach()
+@pytest.mark.parametrize("around", ["vmap", "jvp", "forward mode"])
+def test_what_a_transform_takes_part_in_is_not_plain(around):
+    """And what it does not is: a checkpoint that recomputes it elsewhere is to draw the same dropout."""
+    a, other = torch.randn(3, 5), torch.randn(3, 5)
     found = []
 
     def ask(x):
-        found.append(linear.is_plain(a, b))
+        found.extend([linear.is_plain(x), linear.is_plain(x, other), linear.is_plain(other)])
         return x
 
     if around == "vmap":
         torch.func.vmap(ask)(a)
-    else:
+    elif around == "jvp":
         torch.func.jvp(ask, (a,), (a,))
-    assert found == [False] and linear.is_plain(a, b) and not onednn
+    else:
+        with forward_ad.dual_level():
+            ask(forward_ad.make_dual(a, other))
+    assert found == [False, False, True]
 
 
 def layer_and_states():

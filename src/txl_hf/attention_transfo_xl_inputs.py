@@ -124,9 +124,7 @@ def hidden_keys(
         (B or 1, 1, L, n) bool of the last n keys, since a future alone is hidden in the last L columns; None: nothing
         is hidden.
     """
-    # The first key is K - 1 away from the last query.
-    sees_all = window is None or window >= key_length - 1
-    if sees_all and key_mask is None and first_key is None:
+    if window is None and key_mask is None and first_key is None:
         if query_length == 1:
             return None
         return torch.ones(query_length, query_length, dtype=torch.bool, device=device).triu(1)[None, None]

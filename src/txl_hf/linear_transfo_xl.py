@@ -288,13 +288,17 @@ def takes_part_plainly(states: Tensor, *others: Tensor) -> bool:
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """Whether this runs eagerly, outside of torch.func and of forward mode, with tensors that are of no subclass.
+    """Whether this runs eagerly, with tensors that are nothing more: no subclasses, torch.func or tangents.
 
-    What vmap maps over does not say whether it needs a gradient, and no operator of ours has a tangent.
+    What vmap maps over does not say whether it needs a gradient, and no operator of ours has a tangent. Where nobody
+    transforms or differentiates forward, no tensor is asked for that.
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if transformed and any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+        return False
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         return False
     return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
 
