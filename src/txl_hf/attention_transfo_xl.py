@@ -277,7 +277,8 @@ def _is_read_plainly(query: Tensor, key: Tensor) -> bool:
     A graph is not asked, which would be bound to how many there are. And rows are not counted together: in bf16 a text
     would be read otherwise beside others than alone.
     """
-    return query.shape[2] == 1 and is_plain(query, key) and key[0].numel() >= _MANY.get(query.dtype, math.inf)
+    many = _MANY.get(query.dtype, math.inf)
+    return query.shape[2] == 1 and is_plain(query, key) and key.numel() >= many * len(key)
 
 
 def _tiles_pay(dtype: torch.dtype, trained: bool) -> bool:
