@@ -20,7 +20,7 @@ DRAWS = 2**16
 
 def drop(states: Tensor, dropout: nn.Module) -> Tensor:
     """`dropout(states)`, for states (…) of any shape. It draws from PyTorch's generator, but not as PyTorch does."""
-    if _is_ours(dropout) and not (dropout.training and dropout.p > 0):
+    if not dropout.training and _is_ours(dropout):
         return states
     if _is_drawn_here(states, dropout) and states.is_cpu:
         return _Drop.apply(states, dropout.p)
