@@ -18,7 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .adaptive_transfo_xl_triton import add_statistics, fuses, padded_empty, padded_product, write_gradient
+from .adaptive_transfo_xl_triton import (
+    add_statistics,
+    fuses,
+    padded_empty_like,
+    padded_product,
+    padded_rows,
+    with_padding,
+    write_gradient,
+)
 from .configuration_transfo_xl import TransfoXLConfig
 from .linear_transfo_xl import product, working_dtype
 from .operators_transfo_xl import namespace_of
@@ -514,7 +522,7 @@ def _compute_gradients(
                 given = (task.targets, normalizer, grad_loss)
                 first, spare = task.start + columns.start, logits is not of_task
                 if fused:
-                    grad_logits = logits if spare else padded_empty(logits, *logits.shape)
+                    grad_logits = logits if spare else padded_empty_like(logits)
                     sums = write_gradient(logits, column_bias, *given, grad_logits, first, wanted[1])
                 else:
                     grad_logits = logits if spare else torch.empty_like(logits)
@@ -525,12 +533,15 @@ def _compute_gradients(
                 rows = slice(task.block.start + columns.start, task.block.start + columns.stop)
                 if wanted[1]:
                     grad_bias[rows] = sums.sum(0)
-                share = product(grad_logits, weight[rows].to(hidden.dtype).T)
+                table = weight[rows].to(hidden.dtype)
+                if fused:
+                    table, grad_logits = padded_rows(table), with_padding(grad_logits)
+                share = product(grad_logits, table.T)
                 grad_hidden = share if grad_hidden is None else grad_hidden.to(normalizer.dtype).add_(share)
-                if wanted[0] and grad_weight.dtype == hidden.dtype:
+                if wanted[0] and grad_weight.dtype == hidden.dtype and grad_logits.shape[1] == rows.stop - rows.start:
                     torch.mm(grad_logits.T, hidden, out=grad_weight[rows])
                 elif wanted[0]:
-                    grad_weight[rows] = grad_logits.T @ hidden
+                    grad_weight[rows] = (grad_logits.T @ hidden)[: rows.stop - rows.start]
             assert grad_hidden is not None, "a bin has tokens"
             grad_states.append(task.place(grad_hidden.to(hidden.dtype), len(targets)))
     return grad_weight, grad_bias, grad_clusters, grad_states
@@ -564,7 +575,7 @@ def _blocks(
         yield slice(0, size), kept, bias[task.block] if fused else None
     else:
         at_once = BLOCK_LOGITS if hidden.device.type == "cpu" else GPU_BYTES // _element_size(task)
-        width = size if whole else max(MIN_BLOCK_WIDTH, at_once // max(rows, 1))
+        width = size if whole else max(MIN_BLOCK_WIDTH, at_once // max(rows, 1) // 16 * 16)
         for first in range(0, size, width):
             block = slice(start + first, min(start + first + width, end))
             columns, table = slice(first, block.stop - start), weight[block].to(hidden.dtype)

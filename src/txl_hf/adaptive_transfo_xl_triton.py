@@ -7,6 +7,7 @@ once, in their place if the caller likes. The bias is added on the way, in fp32,
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .attention_transfo_xl_triton import LOG2_E, why_not_triton
 from .operators_transfo_xl import namespace_of
@@ -17,7 +18,15 @@ try:
 except ImportError:
     triton = None
 
-__all__ = ["add_statistics", "fuses", "padded_empty", "padded_product", "write_gradient"]
+__all__ = [
+    "add_statistics",
+    "fuses",
+    "padded_empty_like",
+    "padded_product",
+    "padded_rows",
+    "with_padding",
+    "write_gradient",
+]
 
 # How many partial sums the gradient of the bias is added up from: so many programs share the rows of a block.
 ROW_CHUNKS = 32
@@ -31,15 +40,33 @@ def fuses(hidden_states: Tensor) -> bool:
     return hidden_states.device.type == "cuda" and why_not_triton(hidden_states[:, :1]) is None
 
 
-def padded_empty(like: Tensor, rows: int, columns: int) -> Tensor:
-    """(n, w) of rows that begin at multiples of 16 bytes at least, as products and loads like them."""
-    return like.new_empty(rows, -(-columns // 16) * 16)[:, :columns]
+def _padding(count: int) -> int:
+    return -count % 16
+
+
+def padded_rows(table: Tensor) -> Tensor:
+    """(w, d) with as many rows of zeros behind it as a product on a GPU reads at a time.
+
+    On an H200 products of 19,997 rows are done by kernels of an older GPU, and take four times as long as of 20,000.
+    """
+    missing = _padding(len(table))
+    return F.pad(table, (0, 0, 0, missing)) if missing else table
 
 
 def padded_product(hidden_states: Tensor, weight: Tensor) -> Tensor:
-    """(n, d) · (w, d)ᵀ, (n, w), in such rows."""
-    logits = padded_empty(hidden_states, len(hidden_states), len(weight))
-    return torch.mm(hidden_states, weight.T, out=logits)
+    """(n, d) · (w, d)ᵀ, (n, w), in rows that are as long as `padded_rows` has it, with zeros at their ends."""
+    return (hidden_states @ padded_rows(weight).T)[:, : len(weight)]
+
+
+def padded_empty_like(logits: Tensor) -> Tensor:
+    """Memory for as many logits, (n, w), in such rows."""
+    rows, columns = logits.shape
+    return logits.new_empty(rows, columns + _padding(columns))[:, :columns]
+
+
+def with_padding(logits: Tensor) -> Tensor:
+    """Such rows of logits, (n, w), to their ends."""
+    return logits.as_strided((len(logits), logits.stride(0)), (logits.stride(0), 1))
 
 
 if triton is not None:
@@ -78,7 +105,7 @@ if triton is not None:
             picked += tl.load(bias + target, mask=here, other=0.0).to(tl.float32)
         tl.store(statistics + statistics_stride, picked, mask=here)
 
-    @triton.jit(do_not_specialize=["rows", "columns", "first", "chunk"])
+    @triton.jit(do_not_specialize=["rows", "columns", "width", "first", "chunk"])
     def _gradient_kernel(
         logits,
         bias,
@@ -92,14 +119,19 @@ if triton is not None:
         output_stride,
         rows,
         columns,
+        width,
         first,
         chunk,
         BLOCK_ROWS: tl.constexpr,
         BLOCK_COLUMNS: tl.constexpr,
     ):
-        """Some columns of `chunk` rows: (softmax - one-hot) · gradient of each row's loss, and its sums by column."""
+        """Some columns of `chunk` rows: (softmax - one-hot) · gradient of each row's loss, and its sums by column.
+
+        From the last column to `width` there are zeros.
+        """
         column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         inside = column < columns
+        stored = column < width
         sums = tl.zeros((BLOCK_COLUMNS,), tl.float32)
         begin = tl.program_id(1) * chunk
         end = tl.minimum(begin + chunk, rows)
@@ -116,8 +148,13 @@ if triton is not None:
             scale = tl.load(gradient + row * gradient_stride, mask=there, other=0.0)
             result = tl.exp2((score - log_sum[:, None]) * _LOG2_E)
             result = (result - tl.where(column[None, :] == target[:, None], 1.0, 0.0)) * scale[:, None]
+            result = tl.where(mask, result, 0.0)
             sums += tl.sum(result, 0)
-            tl.store(output + place * output_stride + column[None, :], result.to(output.dtype.element_ty), mask=mask)
+            tl.store(
+                output + place * output_stride + column[None, :],
+                result.to(output.dtype.element_ty),
+                mask=there[:, None] & stored[None, :],
+            )
         if bias_sums is not None:
             tl.store(bias_sums + tl.program_id(1).to(tl.int64) * columns + column, sums, mask=inside)
 
@@ -168,7 +205,7 @@ if triton is not None:
         first: int,
         wants_sums: bool,
     ) -> Tensor:
-        """The gradient of a block of logits, into `output`, (n, w), which may be the logits.
+        """The gradient of a block of logits, into `output`, (n, w), which may be the logits; zeros into its padding.
 
         Args:
             logits, bias, targets, first: as for `add_statistics`.
@@ -197,6 +234,7 @@ if triton is not None:
                 output.stride(0),
                 rows,
                 columns,
+                min(output.stride(0), columns + _padding(columns)),
                 first,
                 chunk,
                 BLOCK_ROWS=TILE[0],

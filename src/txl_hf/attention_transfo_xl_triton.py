@@ -179,21 +179,23 @@ if triton is not None:
         return biased
 
     @triton.jit
-    def _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window):
+    def _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window, EVERYWHERE: tl.constexpr):
         """-∞ in place of the scores of keys that a query does not see, as `visible_keys` has it.
 
-        Most tiles are seen whole, which is known from their corners unless there is a mask.
+        Most tiles are seen whole, which is known from their corners unless there is a mask. With EVERYWHERE that is
+        not asked: see `_forward_kernel`.
         """
         M: tl.constexpr = scores.shape[0]
         N: tl.constexpr = scores.shape[1]
         own = i0 + (K - L)
-        partly = j0 + N - 1 > own
-        if window is not None:
-            partly = partly | (own + M - 1 - j0 > window)
-        if first_key is not None:
-            partly = partly | (tl.load(first_key + batch * L + tl.minimum(i0 + M, L) - 1) > j0)
-        if key_mask is not None:
+        if EVERYWHERE or key_mask is not None:
             partly = True
+        else:
+            partly = j0 + N - 1 > own
+            if window is not None:
+                partly = partly | (own + M - 1 - j0 > window)
+            if first_key is not None:
+                partly = partly | (tl.load(first_key + batch * L + tl.minimum(i0 + M, L) - 1) > j0)
         if partly:
             i = own + tl.arange(0, M)[:, None]
             j = j0 + tl.arange(0, N)[None, :]
@@ -406,7 +408,7 @@ if triton is not None:
                 )
                 scores += _shift(low, high)
                 low = high
-            scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window)
+            scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window, True)
 
             new_maximum = tl.maximum(maximum, tl.max(scores, 1))
             # A row may see nothing until its last tiles; ∞ - ∞ must not reach the exponential.
@@ -561,7 +563,7 @@ if triton is not None:
                     scores += _position_scores(
                         q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
                     )
-                scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window)
+                scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window, False)
                 probabilities = tl.exp2(scores * scaling_log2 - row_log_sum[:, None])
 
                 v = _load_rows(value_head, j, K, value_strides[2], D, WIDTH)
@@ -692,7 +694,7 @@ if triton is not None:
                 scores += _position_scores(
                     q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
                 )
-            scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window)
+            scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window, False)
             row_log_sum = tl.load(log_sum + i, mask=i < L, other=float("inf"))
             probabilities = tl.exp2(scores * scaling_log2 - row_log_sum[:, None])
 

@@ -40,6 +40,8 @@ FEW_ROWS = 128
 # fewer multiplications than the other, MKL has ended by then. A larger matrix may have to come from memory first.
 SMALL_MATRIX = 1 << 16
 FEW_MULTIPLICATIONS = 1 << 20
+# Kinds of devices that know none. `torch.amp.is_autocast_available` would tell, but PyTorch 2.11 cannot compile it.
+WITHOUT_AUTOCAST = ("meta",)
 
 
 def _has_onednn() -> bool:
@@ -187,7 +189,7 @@ def _is_single(a: Tensor, b: Tensor) -> bool:
 def working_dtype(states: Tensor) -> torch.dtype:
     """What products of these states, (…), are computed in: autocast's type where it is on, or else their own."""
     device = states.device.type
-    autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    autocasts = device not in WITHOUT_AUTOCAST and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if autocasts else states.dtype
 
 
