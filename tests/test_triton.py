@@ -186,8 +186,8 @@ def assert_within_budget(shape, window, masked, missing, dtype, first_key=None):
     """Against fp64, at most twice what eager is off in the same dtype; in fp32, where the kernels round as PyTorch
     does, or what it is off without keeping probabilities.
 
-    On a GPU a kernel adds the shares of K keys in fp32 one after another, as every attention does that keeps no
-    probabilities, and cuBLAS does not: there the error may be ε √K, as far as so many roundings walk.
+    On a GPU a kernel adds the shares of K keys, and of K distances, in fp32 one after another, as every attention does
+    that keeps no probabilities, and cuBLAS does not: there the error may be ε √2K, as far as so many roundings walk.
     """
     tensors, key_mask, cotangent = draw(shape, missing, masked)
     # All start from what the dtype can represent.
@@ -199,7 +199,7 @@ def assert_within_budget(shape, window, masked, missing, dtype, first_key=None):
     inexact = [errors(differentiate(attention, tensors, cotangent, dtype, **options), exact) for attention in peers]
     result = differentiate(kernels.triton_relative_attention, tensors, cotangent, dtype, **options)
     assert all(tensor.dtype == dtype for tensor in result.values())
-    walked = 1e-6 if kernels.INTERPRETED else max(1e-6, torch.finfo(dtype).eps * (shape[2] + shape[3]) ** 0.5)
+    walked = 1e-6 if kernels.INTERPRETED else max(1e-6, torch.finfo(dtype).eps * (2 * (shape[2] + shape[3])) ** 0.5)
     floor = {torch.float32: walked, torch.bfloat16: 4e-3, torch.float16: 5e-4}[dtype]
     # A gradient that is zero, as with one visible key, has no relative error.
     exact = {name: tensor for name, tensor in exact.items() if tensor.norm() > 1e-9}

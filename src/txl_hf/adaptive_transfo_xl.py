@@ -29,7 +29,7 @@ from .adaptive_transfo_xl_triton import (
 )
 from .configuration_transfo_xl import TransfoXLConfig
 from .linear_transfo_xl import product, working_dtype
-from .operators_transfo_xl import namespace_of
+from .operators_transfo_xl import is_exporting, namespace_of
 
 __all__ = [
     "AdaptiveEmbedding",
@@ -760,8 +760,7 @@ def _check_range(ids: Tensor, vocab_size: int, name: str, error: type[Exception]
     if torch.compiler.is_compiling():
         # Not in an exported graph, of which torch 2.6 cannot tell, nor for the single tokens of decoding, which a
         # model has chosen, nor for the many calls of torch.func.vmap.
-        exporting = getattr(torch.compiler, "is_exporting", bool)()
-        looks = torch.compiler.is_dynamo_compiling() and not exporting and ids.shape[-1] > 1
+        looks = torch.compiler.is_dynamo_compiling() and not is_exporting() and ids.shape[-1] > 1
         if looks and not torch._C._functorch.is_batchedtensor(ids):
             inside = (ids >= 0) & (ids < vocab_size)
             torch._assert_async(inside.all(), f"{name} outside the vocabulary [0, {vocab_size})")

@@ -132,7 +132,8 @@ if triton is not None:
         column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         inside = column < columns
         stored = column < width
-        sums = tl.zeros((BLOCK_COLUMNS,), tl.float32)
+        # A tile of them, because adding up rows takes all warps' results and a wait for the slowest: once is enough.
+        sums = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
         begin = tl.program_id(1) * chunk
         end = tl.minimum(begin + chunk, rows)
         for start in range(begin, end, BLOCK_ROWS):
@@ -149,14 +150,16 @@ if triton is not None:
             result = tl.exp2((score - log_sum[:, None]) * _LOG2_E)
             result = (result - tl.where(column[None, :] == target[:, None], 1.0, 0.0)) * scale[:, None]
             result = tl.where(mask, result, 0.0)
-            sums += tl.sum(result, 0)
+            if bias_sums is not None:
+                sums += result
             tl.store(
                 output + place * output_stride + column[None, :],
                 result.to(output.dtype.element_ty),
                 mask=there[:, None] & stored[None, :],
             )
         if bias_sums is not None:
-            tl.store(bias_sums + tl.program_id(1).to(tl.int64) * columns + column, sums, mask=inside)
+            total = tl.sum(sums, 0)
+            tl.store(bias_sums + tl.program_id(1).to(tl.int64) * columns + column, total, mask=inside)
 
     _NAMESPACE = namespace_of(__name__)
 

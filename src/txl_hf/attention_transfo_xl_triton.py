@@ -717,11 +717,12 @@ if triton is not None:
     # ---------------------------------------------------------------------------------------------- launching
 
     # Queries (no more than keys: the shift has two blocks of distances) and keys of a tile, warps, stages, for heads
-    # up to 64 and up to 128 wide: what spills least when compiled for sm_90; larger tiles spill everywhere.
-    # `benchmarks/attention_kernel.py --sweep` times others.
+    # up to 64 and up to 128 wide: the former are the fastest on an H200 for the recipes of NVIDIA, the latter what
+    # spills least when compiled for sm_90; larger tiles spill everywhere. `benchmarks/attention_kernel.py --sweep`
+    # times others.
     _TILES = {
-        "forward": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2)},
-        "backward_query": {64: (64, 64, 8, 2), 128: (32, 64, 8, 2)},
+        "forward": {64: (64, 64, 4, 3), 128: (64, 64, 8, 2)},
+        "backward_query": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2)},
         "backward_key": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2)},
     }
     # GPUs before Hopper, and after Blackwell's first, have a product's operands in registers, and all but the A100 no
@@ -1025,7 +1026,9 @@ if triton is not None:
         partial = torch.are_deterministic_algorithms_enabled()
         programs = min(work, _partial_sums(H, shared["K"], D) if partial else MOST_PROGRAMS)
         sums = [
-            torch.zeros((programs if partial else 1, *tensor.shape), dtype=torch.float32, device=query.device)
+            torch.zeros(
+                (programs, *tensor.shape) if partial else tensor.shape, dtype=torch.float32, device=query.device
+            )
             if tensor is not None and need
             else None
             for tensor, need in zip(tensors, needed, strict=True)
@@ -1046,7 +1049,9 @@ if triton is not None:
             **tile,
         )
         return [
-            query.new_empty(0) if total is None or tensor is None else total.sum(0).to(tensor.dtype)
+            query.new_empty(0)
+            if total is None or tensor is None
+            else (total.sum(0) if partial else total).to(tensor.dtype)
             for total, tensor in zip(sums, tensors, strict=True)
         ]
 

@@ -1,8 +1,18 @@
-"""What the operators that torch.compile keeps whole are called."""
+"""What the operators that torch.compile keeps whole are called, and whether a graph is to be exported."""
 
 import re
 
-__all__ = ["namespace_of"]
+import torch
+
+__all__ = ["is_exporting", "namespace_of"]
+
+
+def is_exporting(unknown: bool = False) -> bool:
+    """Whether it is torch.export that traces; `unknown` where PyTorch cannot tell, up to 2.6.
+
+    To what it compiles PyTorch 2.11 answers `torch.compiler.is_exporting()` with True; what that reads is right.
+    """
+    return getattr(torch.compiler, "_is_exporting_flag", unknown)
 
 
 def namespace_of(module: str) -> str:

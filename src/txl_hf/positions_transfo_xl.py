@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .operators_transfo_xl import is_exporting
+
 __all__ = ["POSITIONS", "Distances", "KeptDistances", "Positions", "sinusoid", "sinusoids_of_distances"]
 
 
@@ -51,7 +53,7 @@ def _different(key_length: int, most: int | None) -> int:
 
     All have in a graph for any K, an export's or a trace's, where K is no number.
     """
-    graph = torch.jit.is_tracing() or getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()
+    graph = torch.jit.is_tracing() or is_exporting(unknown=torch.compiler.is_compiling())
     return key_length if most is None or graph else min(key_length, most)
 
 
