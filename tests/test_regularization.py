@@ -98,6 +98,52 @@ def test_whole_words_are_dropped_from_the_embedding_alone(make_model, make_ids, 
     assert torch.equal(model.lm_head.log_prob(plain), head), "the softmax knows all words"
 
 
+def begins_at_first(ids):
+    return {}, [0, 0]
+
+
+def begins_behind_padding(ids):
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    return {"attention_mask": mask}, [0, 3]
+
+
+def begins_at_a_reset(ids):
+    resets = torch.zeros_like(ids, dtype=torch.bool)
+    resets[:, 4] = True
+    return {"resets": resets}, [4, 4]
+
+
+def begins_where_positions_do(ids):
+    return {"position_ids": torch.tensor([0, 1, 2, 3, 4, 0, 1, 2]).expand_as(ids)}, [5, 5]
+
+
+@pytest.mark.parametrize(
+    "begin", [begins_at_first, begins_behind_padding, begins_at_a_reset, begins_where_positions_do]
+)
+def test_the_token_that_begins_a_text_is_not_dropped(make_model, make_ids, begin):
+    """It sees nothing else: its state would be zero, of which sixteen layers make a gradient that is not finite."""
+    model, ids = make_model(n_layer=16, initial_memory="empty").train(), make_ids(2, 8)
+    given, places = begin(ids)
+    regularize(model, RegularizationArguments(word_dropout=0.9))
+    for seed in range(5):
+        torch.manual_seed(seed)
+        [(_, read)] = outputs_of(model, model.transformer.input_dropout, ids, **given)
+        gone = (read == 0).all(-1)
+        assert gone.any() and not gone[[0, 1], places].any()
+        model.zero_grad()
+        model(ids, labels=ids, **given).loss.backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_token_that_goes_on_from_a_memory_may_be_dropped(make_model, make_ids):
+    model, ids = make_model().train(), make_ids(2, 8)
+    mems = model(ids).mems
+    regularize(model, RegularizationArguments(word_dropout=0.9))
+    [(_, read)] = outputs_of(model, model.transformer.input_dropout, ids, mems=mems)
+    assert (read[:, 0] == 0).all()
+
+
 def test_a_dropped_word_is_still_learnt_by_the_tied_softmax(make_model, make_ids):
     """The gradient of the tied table is that of two tables, of which the input's gets nothing for dropped words."""
     ids, tables = make_ids(2, 20), []

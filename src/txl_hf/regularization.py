@@ -2,22 +2,30 @@
 
 * Locked dropout (Gal and Ghahramani, 2016, https://arxiv.org/abs/1512.05287; Merity et al., 2017,
   https://arxiv.org/abs/1708.02182, Section 4.2): one mask for all positions of a row, drawn anew in every forward.
-* Word dropout (Gal and Ghahramani, 2016, Section 5; Merity et al., 2017, Section 4.3): whole words of the embedding.
+* Word dropout (Gal and Ghahramani, 2016, Section 5; Merity et al., 2017, Section 4.3): whole words of the embedding,
+  but not the token that begins a text, which sees nothing else: with biases that begin as zeros its state would stay
+  zero, and each LayerNorm multiplies the gradient of such a one by 1/√ε = 316, sixteen layers past what fp32 can hold.
 * Activation regularisation, AR, and temporal activation regularisation, TAR (Merity et al., 2017, Section 4.6).
 
 All of it is put around a model from outside, so that a model that was trained with it is saved and loaded like any
 other. Masks come from torch's generator, so that a run resumes exactly where the generator's state is restored.
 """
 
+import inspect
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
+from .inputs_transfo_xl import DOCUMENT_KEYWORDS, document_starts
 from .modeling_transfo_xl import TransfoXLModel
 from .regularization_arguments import RegularizationArguments
 
 __all__ = ["LockedDropout", "Regularizer", "regularize"]
+
+
+_FORWARD = inspect.signature(TransfoXLModel.forward)
 
 
 class LockedDropout(nn.Dropout1d):
@@ -53,6 +61,7 @@ class Regularizer:
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
         self._hooks: list[RemovableHandle] = []
         self._outputs: tuple[Tensor, Tensor] | None = None
+        self._begins: Tensor | None = None
 
         self._lock(transformer, "input_dropout", arguments.input_dropout)
         for layer in transformer.layers:
@@ -62,6 +71,7 @@ class Regularizer:
         if arguments.word_dropout:
             if transformer.config.vocab_size == 0:
                 raise ValueError("word_dropout drops words, but vocab_size=0 means that there are none: set it to 0")
+            self._hooks.append(transformer.register_forward_pre_hook(self._see_what_begins, with_kwargs=True))
             self._hooks.append(transformer.embed_tokens.register_forward_hook(self._drop_words))
         if arguments.ar or arguments.tar:
             self._hooks.append(transformer.output_dropout.register_forward_hook(self._keep_outputs))
@@ -111,12 +121,33 @@ class Regularizer:
             self._replaced.append((parent, name, plain))
             setattr(parent, name, LockedDropout(rate).train(plain.training))
 
+    def _see_what_begins(self, transformer: nn.Module, args: tuple, kwargs: dict):
+        given = _FORWARD.bind(transformer, *args, **kwargs).arguments
+        ids, mask, resets = (given.get(name) for name in ("input_ids", "attention_mask", "resets"))
+        if ids is None or not transformer.training:
+            return
+        begins = torch.zeros_like(ids, dtype=torch.bool)
+        if given.get("mems") is None and given.get("past_key_values") is None:
+            begins[:, 0] = True
+        if mask is not None and mask[..., -ids.shape[1] :].shape == ids.shape:
+            # Behind padding. What the mask says of the memory says nothing of what its states hold.
+            real = mask[:, -ids.shape[1] :] != 0
+            begins[:, 1:] |= real[:, 1:] & ~real[:, :-1]
+        documents = {name: given["kwargs"][name] for name in DOCUMENT_KEYWORDS if name in given.get("kwargs", {})}
+        for starts in (resets, document_starts(tuple(ids.shape), ids.device, mask, **documents)):
+            if starts is not None:
+                begins |= starts.to(ids.device)
+        self._begins = begins
+
     def _drop_words(self, embed_tokens: nn.Module, args: tuple, embeds: Tensor) -> Tensor:
         # The same as dropping rows of the tables, which a tied softmax would lose too.
         if not embed_tokens.training:
             return embeds
         words = F.dropout(embeds.new_ones(self._transformer.config.vocab_size), self.arguments.word_dropout)
-        return embeds * words[args[0]][..., None]
+        kept, begins, self._begins = words[args[0]], self._begins, None
+        if begins is not None:
+            kept = kept.masked_fill(begins, 1)
+        return embeds * kept[..., None]
 
     def _keep_outputs(self, dropout: nn.Module, args: tuple, dropped: Tensor):
         if dropout.training:
