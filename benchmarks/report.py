@@ -491,17 +491,17 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def plot_speed() -> None:
-    """How many times legacy, for each workload and machine; the sliding window beside the paper."""
+    """How many times legacy, for each workload and machine; the sliding window beside the paper; the bars of a GPU."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     machines = machines_of("model.csv", lambda run: "legacy" in run)
-    count = len(machines) + 1
+    count = len(machines) + 2
     lines, height = (count + 1) // 2, 0.4 * max([10, *map(len, machines.values())])
     figure, axes = plt.subplots(lines, 2, figsize=(14, lines * height), layout="constrained", squeeze=False)
-    *speeds, right = axes.flat[:count]
+    *speeds, left, right = axes.flat[:count]
     for unused in axes.flat[count:]:
         unused.set_axis_off()
     colors = {"ours": "C0", "gpt2": "C1", "floor": "C2", "legacy": "C7"}
@@ -520,14 +520,32 @@ def plot_speed() -> None:
 
     windows: dict[tuple, list[Row]] = {}
     for (where, _), run in latest("sliding_window.csv").items():
-        windows.setdefault((where[0], run["memory"]["model"]), []).append(run["memory"])
-    for (processor, model), rows in windows.items():
+        row = run["memory"]
+        windows.setdefault((row["model"], int(row["segment"]), where[0]), []).append(row)
+    for (model, segment, processor), rows in windows.items():
+        rows.sort(key=lambda row: int(row["attention_length"]))
         lengths = [int(row["attention_length"]) for row in rows]
-        right.plot(lengths, [float(row["times_p50"]) for row in rows], "o-", label=f"{model}, {processor}")
+        label = f"{model}, {segment:,} tokens at a time, {processor}"
+        left.plot(lengths, [float(row["times_p50"]) for row in rows], "o-", label=label)
     if windows:
-        right.plot(lengths, [float(row["paper"]) for row in rows], "s--", color="C7", label="paper, one GPU")
-        right.legend()
-    right.set(xlabel="attention length", ylabel="times the sliding window", title="Evaluation with memory")
+        left.plot(lengths, [float(row["paper"]) for row in rows], "s--", color="C7", label="paper, one GPU")
+        left.legend(fontsize=7)
+    left.set(xlabel="attention length", ylabel="times the sliding window", title="Evaluation with memory")
+
+    found = [(bar, bar.found(harness.read(harness.RESULTS / bar.file))) for bar in BARS]
+    measured = [(bar, float(row[bar.column]), row["processor"]) for bar, row in found if row is not None]
+    for position, (bar, value, _) in enumerate(measured):
+        share = bar.figure / value if bar.at_most else value / bar.figure
+        right.barh(position, share, 0.6, color="C0" if bar.is_met(value) else "C3")
+        right.text(
+            share, position, f" {value:,.{0 if value >= 1000 else 3}f} of {bar.figure:,g}", va="center", fontsize=6
+        )
+    right.axvline(1, color="C7", linestyle="--")
+    right.set_yticks(range(len(measured)), [bar.name for bar, *_ in measured])
+    right.invert_yaxis()
+    right.margins(x=0.25)
+    gpus = ", ".join(sorted({gpu for *_, gpu in measured}))
+    right.set(xlabel="of the figure that is to be reached", title=gpus)
     figure.legend(handles, list(colors), loc="outside upper left", ncols=len(colors))
     figure.suptitle("Tokens per second, times those of legacy transformers 4.35.2 in the same run", fontsize=11)
     save(figure, "speed.png")

@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 
 import txl_hf.adaptive_transfo_xl_triton as softmax
 import txl_hf.attention_transfo_xl_triton as kernels
+from sass import longest_inner_loop, overwritten_operands
 from txl_hf.attention_transfo_xl_inputs import AttentionInputs
 
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -77,25 +78,8 @@ def resources(compiled, capability: int) -> dict:
         "atomics": sum(opcode in ("RED", "REDG", "ATOMG", "ATOM") for opcode in opcodes),
         "instructions": len(opcodes),
         "loop": longest_inner_loop(code),
+        "overwritten": overwritten_operands(code),
     }
-
-
-def longest_inner_loop(code: str) -> int:
-    """Instructions of the longest loop that has none inside: what a warp of the attention runs for a tile."""
-    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", code, re.MULTILINE)
-    addresses = [int(address, 16) for address, _ in lines]
-    targets = [re.search(r"\bBRA\b.*?0x([0-9a-f]+)", instruction) for _, instruction in lines]
-    loops = [
-        (int(target.group(1), 16), address)
-        for address, target in zip(addresses, targets, strict=True)
-        if target and int(target.group(1), 16) < address
-    ]
-    inner = [
-        (start, end)
-        for start, end in loops
-        if not any((a, b) != (start, end) and start <= a and b <= end for a, b in loops)
-    ]
-    return max((sum(start <= address <= end for address in addresses) for start, end in inner), default=0)
 
 
 def attend_and_differentiate(dtype, width, length, memory, window, dropout, masked, bias, documents):
