@@ -114,7 +114,8 @@ def attend_and_differentiate(dtype, width, length, memory, window, dropout, mask
 
 
 def normalise_and_differentiate(dtype, rows, columns):
-    logits = softmax.padded_product(torch.zeros(rows, 16, dtype=dtype), torch.zeros(columns, 16, dtype=dtype))
+    table = torch.zeros(columns, 16, dtype=dtype)
+    logits = softmax.padded_product(torch.zeros(rows, 16, dtype=dtype), table, slice(0, columns))
     targets, bias = torch.zeros(rows, dtype=torch.long), torch.zeros(columns, dtype=dtype)
     softmax.add_statistics(logits, bias, targets, torch.zeros(2, rows), 0)
     softmax.write_gradient(logits, bias, targets, torch.zeros(rows), torch.zeros(rows), logits, 0, True)

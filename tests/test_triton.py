@@ -855,6 +855,14 @@ def test_fused_losses_and_every_gradient_are_those_of_pytorch(count_fused, monke
     bins, targets, kept = case
     for name, value in ({} if kept else LITTLE_ROOM).items():
         monkeypatch.setattr(adaptive, name, value)
+    empty = softmax_kernels.padded_empty_like
+
+    def poisoned(logits):
+        memory = empty(logits)
+        softmax_kernels.with_padding(memory).fill_(torch.nan)
+        return memory
+
+    monkeypatch.setattr(adaptive, "padded_empty_like", poisoned)
     softmax = softmax_of(BINS[bins])
     count_fused(False)
     expected = losses_and_gradients(softmax, targets)
@@ -863,6 +871,18 @@ def test_fused_losses_and_every_gradient_are_those_of_pytorch(count_fused, monke
     assert calls.count("add_statistics") == calls.count("write_gradient") >= len(softmax.config.bins)
     for name, tensor in expected.items():
         torch.testing.assert_close(actual[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 16), slice(3, 16), slice(3, 37), slice(39, 40)], ids=str)
+def test_products_of_a_bin_are_of_sixteens_of_words(rows):
+    table = torch.arange(120.0).view(40, 3)
+    padded = softmax_kernels.padded_rows(table, rows, torch.bfloat16)
+    count = rows.stop - rows.start
+    assert padded.dtype == torch.bfloat16 and len(padded) % 16 == 0 and len(padded) < count + 16
+    assert torch.equal(padded[:count].float(), table[rows])
+    hidden = torch.eye(3)[:2]
+    logits = softmax_kernels.padded_product(hidden, table, rows)
+    assert torch.equal(logits, table[rows].T[:2]) and softmax_kernels.with_padding(logits).shape == (2, len(padded))
 
 
 @pytest.mark.parametrize(("autocast", "kept"), [(False, True), (True, False)], ids=["parameters", "autocast"])

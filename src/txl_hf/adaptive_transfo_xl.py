@@ -465,9 +465,9 @@ def _compute_losses(
     """See `losses_of_bins`."""
     counts = _read_ends(ends, targets, vocab_size)
     wide = _wide_dtype(hidden_states[0])
-    losses = targets.new_zeros(len(targets), dtype=wide)
+    losses: Tensor | None = None
     # For each bin what is known of the softmax of its tokens: log of the denominator, and the target's logit.
-    statistics = losses.new_full((2, len(bins), len(targets)), -torch.inf)
+    statistics = targets.new_full((2, len(bins), len(targets)), -torch.inf, dtype=wide)
     all_kept: list[Tensor] = []
     with torch.autocast(weight.device.type, enabled=False):
         for task in _tasks(hidden_states, targets, head_targets, clusters, order, counts, bins, ranges, starts):
@@ -483,8 +483,14 @@ def _compute_losses(
                 else:
                     _add_statistics(logits, task.targets, of_task, first)
             loss = of_task[0] - of_task[1]
-            losses = losses.add_(loss) if task.rows is None else losses.index_add_(0, task.rows, loss)
+            if losses is None:
+                losses = task.place(loss, len(targets))
+            elif task.rows is None:
+                losses.add_(loss)
+            else:
+                losses.index_add_(0, task.rows, loss)
             all_kept.append(kept)
+    assert losses is not None, "a table has a bin"
     return losses, statistics[0], all_kept if keeps else []
 
 
@@ -533,9 +539,11 @@ def _compute_gradients(
                 rows = slice(task.block.start + columns.start, task.block.start + columns.stop)
                 if wanted[1]:
                     grad_bias[rows] = sums.sum(0)
-                table = weight[rows].to(hidden.dtype)
                 if fused:
-                    table, grad_logits = padded_rows(table), with_padding(grad_logits)
+                    # The gradient's padding is zeros, which no other row takes part in.
+                    table, grad_logits = padded_rows(weight, rows, hidden.dtype), with_padding(grad_logits)
+                else:
+                    table = weight[rows].to(hidden.dtype)
                 share = product(grad_logits, table.T)
                 grad_hidden = share if grad_hidden is None else grad_hidden.to(normalizer.dtype).add_(share)
                 if wanted[0] and grad_weight.dtype == hidden.dtype and grad_logits.shape[1] == rows.stop - rows.start:
@@ -578,11 +586,11 @@ def _blocks(
         width = size if whole else max(MIN_BLOCK_WIDTH, at_once // max(rows, 1) // 16 * 16)
         for first in range(0, size, width):
             block = slice(start + first, min(start + first + width, end))
-            columns, table = slice(first, block.stop - start), weight[block].to(hidden.dtype)
+            columns = slice(first, block.stop - start)
             if fused:
-                yield columns, padded_product(hidden, table), bias[block]
+                yield columns, padded_product(hidden, weight, block), bias[block]
             else:
-                yield columns, product(hidden, table, bias[block].to(hidden.dtype)), None
+                yield columns, product(hidden, weight[block].to(hidden.dtype), bias[block].to(hidden.dtype)), None
     if task.clusters is not None:
         clusters = task.clusters
         yield slice(size, size + clusters.shape[1]), clusters.to(_wide_dtype(clusters), copy=True), None

@@ -44,18 +44,21 @@ def _padding(count: int) -> int:
     return -count % 16
 
 
-def padded_rows(table: Tensor) -> Tensor:
-    """(w, d) with as many rows of zeros behind it as a product on a GPU reads at a time.
+def padded_rows(table: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
+    """Some rows of a table, (w, d), and behind them, until they are as many as a product reads at a time, any others.
 
-    On an H200 products of 19,997 rows are done by kernels of an older GPU, and take four times as long as of 20,000.
+    Those that follow in the table cost no copy; behind its end there are zeros. On an H200 products of 19,997 rows are
+    done by kernels of an older GPU, and took four times as long as those of 20,000.
     """
-    missing = _padding(len(table))
-    return F.pad(table, (0, 0, 0, missing)) if missing else table
+    count = rows.stop - rows.start
+    found = table[rows.start : rows.stop + _padding(count)].to(dtype)
+    missing = count + _padding(count) - len(found)
+    return F.pad(found, (0, 0, 0, missing)) if missing else found
 
 
-def padded_product(hidden_states: Tensor, weight: Tensor) -> Tensor:
-    """(n, d) · (w, d)ᵀ, (n, w), in rows that are as long as `padded_rows` has it, with zeros at their ends."""
-    return (hidden_states @ padded_rows(weight).T)[:, : len(weight)]
+def padded_product(hidden_states: Tensor, table: Tensor, rows: slice) -> Tensor:
+    """(n, d) · (w, d)ᵀ of some rows of a table, (n, w), in rows that go on, with anything, as `padded_rows` does."""
+    return (hidden_states @ padded_rows(table, rows, hidden_states.dtype).T)[:, : rows.stop - rows.start]
 
 
 def padded_empty_like(logits: Tensor) -> Tensor:
