@@ -26,7 +26,7 @@ MACHINE = ("processor", "threads", "dtype")
 KEYS = {
     "model.csv": ("workload", "contender", "times_legacy_p50"),
     "precision.csv": ("workload", "contender", None),
-    "sliding_window.csv": ("model attention_length segment", "contender", "times_p50"),
+    "sliding_window.csv": ("model attention_length segment implementation", "contender", "times_p50"),
     "softmax.csv": ("size", "contender", "times_legacy_p50"),
     "attention_kernel.csv": ("shape mode", "contender", "of_sdpa"),
     "growth.csv": ("model axis task", "length", None),
@@ -79,7 +79,7 @@ def latest(name: str, rows: list[Row] | None = None) -> dict[tuple, dict[str, Ro
     workload, contender, _ = KEYS[name]
     runs: dict[tuple, dict[str, Row]] = {}
     for row in harness.read(harness.RESULTS / name) if rows is None else rows:
-        key = (machine(row), " ".join(row[column] for column in workload.split()))
+        key = (machine(row), " ".join(row.get(column) or "" for column in workload.split()))
         run = runs.get(key, {})
         started = next(iter(run.values()), row)
         # A contender comes once in a run; another date or commit is another run as well.
@@ -374,7 +374,8 @@ def sliding_window_table(runs: dict[str, dict[str, Row]]) -> str:
     lines = []
     for run in runs.values():
         row = run["memory"]
-        passes = "" if row["segment"] == "128" else f", {row['segment']} at a time"
+        passes = "" if row["segment"] == "128" else f", {int(row['segment']):,} at a time"
+        passes += f", {row['implementation']}" if row.get("implementation") else ""
         lines.append(
             [
                 row["model"] + passes,
@@ -521,12 +522,12 @@ def plot_speed() -> None:
     windows: dict[tuple, list[Row]] = {}
     for (where, _), run in latest("sliding_window.csv").items():
         row = run["memory"]
-        windows.setdefault((row["model"], int(row["segment"]), where[0]), []).append(row)
-    for (model, segment, processor), rows in windows.items():
+        way = f"{int(row['segment']):,} tokens at a time {row.get('implementation') or ''}".rstrip()
+        windows.setdefault((row["model"], way, where[0]), []).append(row)
+    for (model, way, processor), rows in windows.items():
         rows.sort(key=lambda row: int(row["attention_length"]))
         lengths = [int(row["attention_length"]) for row in rows]
-        label = f"{model}, {segment:,} tokens at a time, {processor}"
-        left.plot(lengths, [float(row["times_p50"]) for row in rows], "o-", label=label)
+        left.plot(lengths, [float(row["times_p50"]) for row in rows], "o-", label=f"{model}, {way}, {processor}")
     if windows:
         left.plot(lengths, [float(row["paper"]) for row in rows], "s--", color="C7", label="paper, one GPU")
         left.legend(fontsize=7)

@@ -34,6 +34,7 @@ def main(given: list[str] | None = None):
     harness.add_arguments(parser, "sliding_window.csv", budget=25.0)
     parser.add_argument("--model", choices=models.MODELS, default="enwik8")
     parser.add_argument("--segments", type=int, nargs="+", default=SEGMENTS, help="tokens in a pass (%(default)s)")
+    parser.add_argument("--implementation", help="what reads the memory, instead of the default: txl_triton, …")
     arguments = parser.parse_args(given)
     harness.complete(arguments)
     name, lengths, segments = arguments.model, PAPER, arguments.segments
@@ -57,7 +58,7 @@ def build(config: dict, positions: int, arguments: argparse.Namespace) -> dict:
 
     torch.manual_seed(0)
     contenders = {
-        "memory": TransfoXLForCausalLM(TransfoXLConfig(**config)),
+        "memory": TransfoXLForCausalLM(TransfoXLConfig(**config, attn_implementation=arguments.implementation)),
         "vanilla": models.floor(config | {"mem_len": 0}),
         "gpt2": models.gpt2(config, positions),
     }
@@ -154,6 +155,8 @@ def describe(name, length, segment, paper, times, difference, arguments: argpars
             "attention_length": length,
             "segment": segment,
             "contender": contender,
+            # Of the whole run, although only the memory is read by it.
+            "implementation": arguments.implementation or "",
         }
         rates = harness.quantiles([1 / time for time in spent])
         row |= {

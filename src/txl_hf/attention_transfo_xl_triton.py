@@ -179,37 +179,27 @@ if triton is not None:
         return biased
 
     @triton.jit
-    def _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window, EVERYWHERE: tl.constexpr):
+    def _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window):
         """-∞ in place of the scores of keys that a query does not see, as `visible_keys` has it.
 
-        Most tiles are seen whole, which is known from their corners unless there is a mask. With EVERYWHERE that is
-        not asked: see `_forward_kernel`.
+        Also where a tile is seen whole. A branch around it would cost less, but ptxas may then take the registers of
+        q + u for free between a product and the next turn's: with Triton 3.6, on an H200, all tiles of the forward
+        kernel but the first were of other queries. `tests/sass.py` finds it in machine code.
         """
         M: tl.constexpr = scores.shape[0]
         N: tl.constexpr = scores.shape[1]
-        own = i0 + (K - L)
-        if EVERYWHERE or key_mask is not None:
-            partly = True
-        else:
-            partly = j0 + N - 1 > own
-            if window is not None:
-                partly = partly | (own + M - 1 - j0 > window)
-            if first_key is not None:
-                partly = partly | (tl.load(first_key + batch * L + tl.minimum(i0 + M, L) - 1) > j0)
-        if partly:
-            i = own + tl.arange(0, M)[:, None]
-            j = j0 + tl.arange(0, N)[None, :]
-            visible = j <= i
-            if window is not None:
-                visible = visible & (j >= i - window)
-            if first_key is not None:
-                rows = tl.minimum(i0 + tl.arange(0, M), L - 1)
-                visible = visible & (j >= tl.load(first_key + batch * L + rows)[:, None])
-            if key_mask is not None:
-                real = tl.load(key_mask + batch * K + j, mask=j < K, other=0) != 0
-                visible = (visible & real) | (j == i)
-            scores = tl.where(visible, scores, -float("inf"))
-        return scores
+        i = i0 + (K - L) + tl.arange(0, M)[:, None]
+        j = j0 + tl.arange(0, N)[None, :]
+        visible = j <= i
+        if window is not None:
+            visible = visible & (j >= i - window)
+        if first_key is not None:
+            rows = tl.minimum(i0 + tl.arange(0, M), L - 1)
+            visible = visible & (j >= tl.load(first_key + batch * L + rows)[:, None])
+        if key_mask is not None:
+            real = tl.load(key_mask + batch * K + j, mask=j < K, other=0) != 0
+            visible = (visible & real) | (j == i)
+        return tl.where(visible, scores, -float("inf"))
 
     @triton.jit
     def _key_range(i0, first_key, batch, L, K, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -408,7 +398,7 @@ if triton is not None:
                 )
                 scores += _shift(low, high)
                 low = high
-            scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window, True)
+            scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window)
 
             new_maximum = tl.maximum(maximum, tl.max(scores, 1))
             # A row may see nothing until its last tiles; ∞ - ∞ must not reach the exponential.
@@ -563,7 +553,7 @@ if triton is not None:
                     scores += _position_scores(
                         q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
                     )
-                scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window, False)
+                scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window)
                 probabilities = tl.exp2(scores * scaling_log2 - row_log_sum[:, None])
 
                 v = _load_rows(value_head, j, K, value_strides[2], D, WIDTH)
@@ -694,7 +684,7 @@ if triton is not None:
                 scores += _position_scores(
                     q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
                 )
-            scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window, False)
+            scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window)
             row_log_sum = tl.load(log_sum + i, mask=i < L, other=float("inf"))
             probabilities = tl.exp2(scores * scaling_log2 - row_log_sum[:, None])
 
