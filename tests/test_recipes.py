@@ -16,7 +16,7 @@ pytest.importorskip("datasets")
 from accelerate.state import AcceleratorState, GradientState
 from transformers import HfArgumentParser
 
-from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, regularize
 from txl_hf.training import command, loop, setup
 from txl_hf.training.arguments import parse_arguments
 
@@ -92,6 +92,22 @@ def test_the_whole_model_has_the_published_size(name):
     with torch.device("meta"):
         parameters = TransfoXLForCausalLM(config).num_parameters()
     assert parameters == pytest.approx(PUBLISHED[name] * 1e6, rel=0.005)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_first_steps_have_a_gradient_at_full_depth(recipe):
+    """With all that the recipe drops: what a few layers bear sixteen may not."""
+    arguments = parse_arguments([str(recipe), "--data", "data", "--output", "output"])
+    for name, width in {"d_model": 16, "d_embed": 16, "n_head": 2, "d_head": 8, "d_inner": 16, "cutoffs": []}.items():
+        setattr(arguments.model, name, width)
+    config = setup.make_config(arguments.model, range(60), arguments.data)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = TransfoXLForCausalLM(config).train()
+        regularize(model, arguments.regularization)
+        ids = torch.randint(60, (8, 12))
+        model(ids, labels=ids).loss.backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

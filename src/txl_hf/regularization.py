@@ -25,7 +25,8 @@ from .regularization_arguments import RegularizationArguments
 __all__ = ["LockedDropout", "Regularizer", "regularize"]
 
 
-_FORWARD = inspect.signature(TransfoXLModel.forward)
+# Of what a call may give without a name.
+_INPUTS = tuple(inspect.signature(TransfoXLModel.forward).parameters)[1:]
 
 
 class LockedDropout(nn.Dropout1d):
@@ -122,7 +123,7 @@ class Regularizer:
             setattr(parent, name, LockedDropout(rate).train(plain.training))
 
     def _see_what_begins(self, transformer: nn.Module, args: tuple, kwargs: dict):
-        given = _FORWARD.bind(transformer, *args, **kwargs).arguments
+        given = dict(zip(_INPUTS, args, strict=False)) | kwargs
         ids, mask, resets = (given.get(name) for name in ("input_ids", "attention_mask", "resets"))
         if ids is None or not transformer.training:
             return
@@ -133,7 +134,7 @@ class Regularizer:
             # Behind padding. What the mask says of the memory says nothing of what its states hold.
             real = mask[:, -ids.shape[1] :] != 0
             begins[:, 1:] |= real[:, 1:] & ~real[:, :-1]
-        documents = {name: given["kwargs"][name] for name in DOCUMENT_KEYWORDS if name in given.get("kwargs", {})}
+        documents = {name: given[name] for name in DOCUMENT_KEYWORDS if name in given}
         for starts in (resets, document_starts(tuple(ids.shape), ids.device, mask, **documents)):
             if starts is not None:
                 begins |= starts.to(ids.device)
