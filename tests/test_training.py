@@ -16,6 +16,7 @@ from txl_hf import (
     TransfoXLModel,
     TransfoXLPreTrainedModel,
 )
+from txl_hf.operators_transfo_xl import is_exporting
 
 # --- losses ----------------------------------------------------------------------------------------------------------
 
@@ -345,6 +346,21 @@ def test_gradient_checkpointing_refuses_the_memory_of_a_cache(make_model, make_i
 def test_compiled_training_step_has_no_graph_break(make_model, make_ids, backend):
     layers = {} if backend == "eager" else {"n_layer": 1}
     check_compiled_training(make_model(backend, **layers).train(), make_ids, fullgraph=True)
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="this torch cannot tell an export")
+def test_what_exports_is_told_from_what_compiles():
+    """PyTorch 2.11 answers its own question with True for both."""
+
+    class Told(torch.nn.Module):
+        def forward(self, numbers):
+            return numbers + int(is_exporting())
+
+    numbers = torch.zeros(2)
+    assert torch.equal(torch.compile(Told(), backend="eager", fullgraph=True)(numbers), numbers)
+    for strict in (False, True):
+        exported = torch.export.export(Told(), (numbers,), strict=strict).module()
+        assert torch.equal(exported(numbers), numbers + 1)
 
 
 @pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="this torch cannot tell an export")
