@@ -32,7 +32,7 @@ def longest_inner_loop(code: str) -> int:
 
 
 # They have a register for their first operand, and only read it.
-READERS = r"(ST|RED|LDGSTS|ATOM|BAR|BRA|ISETP|FSETP|PLOP|R2UR|WARP|DEPBAR|NOP)"
+READERS = r"(ST|RED|LDGSTS|BAR|BRA|ISETP|FSETP|PLOP|R2UR|WARP|DEPBAR|NOP)"
 
 
 def overwritten_operands(code: str) -> int:
@@ -62,5 +62,7 @@ def written_by(instruction: str) -> range:
     if first is None or re.match(READERS, name):
         return range(0)
     product = re.match(r"HGMMA\.64x(\d+)x", name)
-    wide = 4 if re.search(r"\.128|\.M(T)?88\.4", name) else 2 if re.search(r"\.64|\.WIDE|\.M(T)?88\.2", name) else 1
+    wide = (
+        4 if re.search(r"\.128|\.M(T)?88\.4", name) else 2 if re.search(r"^CS2R|\.64|\.WIDE|\.M(T)?88\.2", name) else 1
+    )
     return range(int(first.group(1)), int(first.group(1)) + (int(product.group(1)) // 2 if product else wide))

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from transformers import HfArgumentParser, set_seed
+from transformers import DynamicCache, HfArgumentParser, set_seed
 
 pytest.importorskip("accelerate")
 
@@ -88,60 +88,106 @@ def test_whole_words_are_dropped_from_the_embedding_alone(make_model, make_ids, 
     for seed in range(50):
         torch.manual_seed(seed)
         embeds = model.transformer.embed_tokens(ids)
+        # The first token of a segment stays as it is.
+        torch.testing.assert_close(embeds[:, 0], plain[:, 0])
         gone = (embeds == 0).all(-1)
         words = set(ids[gone].tolist())
-        assert torch.equal(gone, torch.isin(ids, torch.tensor(sorted(words), dtype=torch.long)))
-        torch.testing.assert_close(embeds[~gone], plain[~gone] / 0.8)
+        assert torch.equal(gone[:, 1:], torch.isin(ids, torch.tensor(sorted(words), dtype=torch.long))[:, 1:])
+        embeds, plain_embeds, left = embeds[:, 1:], plain[:, 1:], ~gone[:, 1:]
+        torch.testing.assert_close(embeds[left], plain_embeds[left] / 0.8)
         dropped_words.append(words)
     assert np.mean([len(words) for words in dropped_words]) == pytest.approx(12, abs=1.5)
     assert len(set(map(frozenset, dropped_words))) == 50, "a mask for each forward"
     assert torch.equal(model.lm_head.log_prob(plain), head), "the softmax knows all words"
 
 
-def begins_at_first(ids):
+def begins_at_first(model, ids):
     return {}, [0, 0]
 
 
-def begins_behind_padding(ids):
+def begins_behind_padding(model, ids):
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
     return {"attention_mask": mask}, [0, 3]
 
 
-def begins_at_a_reset(ids):
+def begins_at_a_reset(model, ids):
     resets = torch.zeros_like(ids, dtype=torch.bool)
     resets[:, 4] = True
     return {"resets": resets}, [4, 4]
 
 
-def begins_where_positions_do(ids):
+def begins_where_positions_do(model, ids):
     return {"position_ids": torch.tensor([0, 1, 2, 3, 4, 0, 1, 2]).expand_as(ids)}, [5, 5]
 
 
-@pytest.mark.parametrize(
-    "begin", [begins_at_first, begins_behind_padding, begins_at_a_reset, begins_where_positions_do]
-)
+def begins_beside_a_memory_that_is_hidden(model, ids):
+    mems = model(ids).mems
+    return {"mems": mems, "mems_mask": torch.zeros(mems[0].shape[:2], dtype=torch.bool)}, [0, 0]
+
+
+def begins_with_a_memory_of_zeros(model, ids):
+    return {"mems": tuple(torch.zeros(2, 3, model.config.d_model) for _ in range(16))}, [0, 0]
+
+
+def begins_with_an_empty_cache(model, ids):
+    return {"past_key_values": DynamicCache()}, [0, 0]
+
+
+def begins_as_vectors(model, ids):
+    return {"inputs_embeds": model.get_input_embeddings()}, [0, 0]
+
+
+BEGINNINGS = [
+    begins_at_first,
+    begins_behind_padding,
+    begins_at_a_reset,
+    begins_where_positions_do,
+    begins_beside_a_memory_that_is_hidden,
+    begins_with_a_memory_of_zeros,
+    begins_with_an_empty_cache,
+    begins_as_vectors,
+]
+
+
+@pytest.mark.parametrize("begin", BEGINNINGS)
 def test_the_token_that_begins_a_text_is_not_dropped(make_model, make_ids, begin):
     """It sees nothing else: its state would be zero, of which sixteen layers make a gradient that is not finite."""
     model, ids = make_model(n_layer=16, initial_memory="empty").train(), make_ids(2, 8)
-    given, places = begin(ids)
-    regularize(model, RegularizationArguments(word_dropout=0.9))
+    regularizer, read = regularize(model, RegularizationArguments(word_dropout=0.9, tar=1.0)), []
+    model.transformer.input_dropout.register_forward_hook(lambda _, args, output: read.append(args[0]))
     for seed in range(5):
         torch.manual_seed(seed)
-        [(_, read)] = outputs_of(model, model.transformer.input_dropout, ids, **given)
-        gone = (read == 0).all(-1)
+        given, places = begin(model, ids)
+        embed = given.get("inputs_embeds")
+        inputs = {"input_ids": ids} | given if embed is None else {"inputs_embeds": embed(ids)}
+        loss = model(**inputs, labels=ids).loss + regularizer.penalty(resets=inputs.get("resets"))
+        gone = (read[-1] == 0).all(-1)
         assert gone.any() and not gone[[0, 1], places].any()
         model.zero_grad()
-        model(ids, labels=ids, **given).loss.backward()
+        loss.backward()
         assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-def test_a_token_that_goes_on_from_a_memory_may_be_dropped(make_model, make_ids):
-    model, ids = make_model().train(), make_ids(2, 8)
-    mems = model(ids).mems
-    regularize(model, RegularizationArguments(word_dropout=0.9))
-    [(_, read)] = outputs_of(model, model.transformer.input_dropout, ids, mems=mems)
-    assert (read[:, 0] == 0).all()
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"resets": torch.zeros(2, 3, dtype=torch.bool)}, "resets"),
+        ({"resets": torch.zeros(2, 8, dtype=torch.long)}, "resets"),
+        ({"attention_mask": [[1] * 8] * 2}, "attention_mask"),
+        ({"position_ids": [list(range(8))] * 2}, "position_ids"),
+        ({"input_ids": torch.arange(8)}, "input_ids"),
+    ],
+    ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit_is_refused_as_without_dropout(make_model, make_ids, given, message):
+    model, inputs = make_model(initial_memory="empty").train(), {"input_ids": make_ids(2, 8)} | given
+    with pytest.raises(ValueError, match=message) as plain:
+        model(**inputs)
+    regularize(model, RegularizationArguments(word_dropout=0.5))
+    with pytest.raises(ValueError) as dropped:
+        model(**inputs)
+    assert str(dropped.value) == str(plain.value)
 
 
 def test_a_dropped_word_is_still_learnt_by_the_tied_softmax(make_model, make_ids):

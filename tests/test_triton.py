@@ -671,13 +671,13 @@ def test_a_product_that_reads_what_was_written_over_is_found():
     assert overwritten_operands(loop.format(first=harmless, then="STS.128 [R132], R132")) == 0
 
 
-def test_heads_of_odd_widths_are_padded_so_that_nothing_spills_on_sm_90(tmp_path):
+def test_heads_of_odd_widths_are_padded_so_that_they_spill_no_more_than_others_on_sm_90(tmp_path):
     """As 10 heads of 380 (Penn Treebank's model) and of 410 (WikiText-103's) are."""
     rows = compiled(tmp_path, "bfloat16", "--widths", "38", "40", "41")
     assert len(rows) == 9 and {row["width"] for row in rows} == {38, 40, 41}
-    # The gradient of queries spills at any width, and is the faster for having no more warps.
-    rows = [row for row in rows if row["kernel"] != "backward_query"]
-    assert all(row["spills"] == row["stack"] == 0 and row["tensor_core"] >= 16 for row in rows), rows
+    for row in rows:
+        # The gradient of queries spills at any width, and is the faster for having no more warps.
+        assert row["stack"] <= (512 if row["kernel"] == "backward_query" else 0) and row["tensor_core"] >= 16, row
 
 
 @pytest.mark.parametrize("capability", [86, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 89, 120))])
@@ -876,13 +876,23 @@ def test_fused_losses_and_every_gradient_are_those_of_pytorch(count_fused, monke
 @pytest.mark.parametrize("rows", [slice(0, 16), slice(3, 16), slice(3, 37), slice(39, 40)], ids=str)
 def test_products_of_a_bin_are_of_sixteens_of_words(rows):
     table = torch.arange(120.0).view(40, 3)
-    padded = softmax_kernels.padded_rows(table, rows, torch.bfloat16)
-    count = rows.stop - rows.start
-    assert padded.dtype == torch.bfloat16 and len(padded) % 16 == 0 and len(padded) < count + 16
-    assert torch.equal(padded[:count].float(), table[rows])
-    hidden = torch.eye(3)[:2]
-    logits = softmax_kernels.padded_product(hidden, table, rows)
+    padded, count = softmax_kernels.padded_rows(table[rows]), rows.stop - rows.start
+    assert len(padded) % 16 == 0 and len(padded) < count + 16
+    assert torch.equal(padded[:count], table[rows]) and not padded[count:].any()
+    logits = softmax_kernels.padded_product(torch.eye(3)[:2], table, rows)
     assert torch.equal(logits, table[rows].T[:2]) and softmax_kernels.with_padding(logits).shape == (2, len(padded))
+
+
+def test_words_of_other_bins_have_no_part_in_a_gradient(count_fused):
+    """Also those that a product reads because they follow, and that are not finite."""
+    softmax, found = softmax_of({"cutoffs": [9, 30], "div_val": 1}), []
+    with torch.no_grad():
+        softmax.out_layers[0].weight[10] = torch.nan
+    for on in (False, True):
+        count_fused(on)
+        found.append(losses_and_gradients(softmax, [3, 8, 0, 5]))
+    assert found[0]["hidden"].isfinite().all()
+    torch.testing.assert_close(found[1]["hidden"], found[0]["hidden"], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("autocast", "kept"), [(False, True), (True, False)], ids=["parameters", "autocast"])

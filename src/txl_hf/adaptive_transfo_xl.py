@@ -539,11 +539,9 @@ def _compute_gradients(
                 rows = slice(task.block.start + columns.start, task.block.start + columns.stop)
                 if wanted[1]:
                     grad_bias[rows] = sums.sum(0)
+                table = weight[rows].to(hidden.dtype)
                 if fused:
-                    # The gradient's padding is zeros, which no other row takes part in.
-                    table, grad_logits = padded_rows(weight, rows, hidden.dtype), with_padding(grad_logits)
-                else:
-                    table = weight[rows].to(hidden.dtype)
+                    table, grad_logits = padded_rows(table), with_padding(grad_logits)
                 share = product(grad_logits, table.T)
                 grad_hidden = share if grad_hidden is None else grad_hidden.to(normalizer.dtype).add_(share)
                 if wanted[0] and grad_weight.dtype == hidden.dtype and grad_logits.shape[1] == rows.stop - rows.start:

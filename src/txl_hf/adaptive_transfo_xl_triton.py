@@ -44,21 +44,23 @@ def _padding(count: int) -> int:
     return -count % 16
 
 
-def padded_rows(table: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
-    """Some rows of a table, (w, d), and behind them, until they are as many as a product reads at a time, any others.
+def padded_rows(table: Tensor) -> Tensor:
+    """(w, d) with rows of zeros behind it, until they are as many as a product on a GPU reads at a time.
 
-    Those that follow in the table cost no copy; behind its end there are zeros. On an H200 products of 19,997 rows are
-    done by kernels of an older GPU, and took four times as long as those of 20,000.
+    On an H200 products of 19,997 rows are done by kernels of an older GPU, and took four times as long as of 20,000.
     """
-    count = rows.stop - rows.start
-    found = table[rows.start : rows.stop + _padding(count)].to(dtype)
-    missing = count + _padding(count) - len(found)
-    return F.pad(found, (0, 0, 0, missing)) if missing else found
+    missing = _padding(len(table))
+    return F.pad(table, (0, 0, 0, missing)) if missing else table
 
 
 def padded_product(hidden_states: Tensor, table: Tensor, rows: slice) -> Tensor:
-    """(n, d) · (w, d)ᵀ of some rows of a table, (n, w), in rows that go on, with anything, as `padded_rows` does."""
-    return (hidden_states @ padded_rows(table, rows, hidden_states.dtype).T)[:, : rows.stop - rows.start]
+    """(n, d) · (w, d)ᵀ of some rows of a table, (n, w), in rows that go on, with anything, to such a length.
+
+    What follows in the table does as well as zeros, and costs no copy.
+    """
+    count = rows.stop - rows.start
+    padded = table[rows.start : rows.stop + _padding(count)].to(hidden_states.dtype)
+    return (hidden_states @ padded_rows(padded).T)[:, :count]
 
 
 def padded_empty_like(logits: Tensor) -> Tensor:
@@ -240,7 +242,7 @@ if triton is not None:
                 output.stride(0),
                 rows,
                 columns,
-                min(output.stride(0), columns + _padding(columns)),
+                max(columns, min(output.stride(0), columns + _padding(columns))),
                 first,
                 chunk,
                 BLOCK_ROWS=TILE[0],

@@ -33,11 +33,11 @@ all three kernels read. This is all that is kept for every pair of query and key
 in the tiles from a seed, each kernel would do so again, in the registers that its products need: half as many
 instructions again for the same tile, and spills (counted in benchmarks/README.md).
 
-**Masks.** Only tiles at an edge (the query's own key, the window, where its document begins) compare positions at all;
-scores are scaled in the same instruction that subtracts the row's maximum. The exponential is the hardware's, of base
-two. Where documents begin in a row, `first_key` never decreases along it, so that what a block of queries sees starts
-where its first query's document does, and what sees a block of keys ends with the last query whose document begins no
-later than those keys do: all other tiles are left out.
+**Masks.** Every tile that is read compares positions (`_hide` says why); scores are scaled in the same instruction
+that subtracts the row's maximum. The exponential is the hardware's, of base two. Where documents begin in a row,
+`first_key` never decreases along it, so that what a block of queries sees starts where its first query's document
+does, and what sees a block of keys ends with the last query whose document begins no later than those keys do: all
+other tiles are left out.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ FEW_ROWS = 128
 SMALL_MATRIX = 1 << 16
 FEW_MULTIPLICATIONS = 1 << 20
 # Kinds of devices that know none. `torch.amp.is_autocast_available` would tell, but PyTorch 2.11 cannot compile it.
-WITHOUT_AUTOCAST = ("meta",)
+WITHOUT_AUTOCAST = ("meta", "lazy", "vulkan", "fpga")
 
 
 def _has_onednn() -> bool:

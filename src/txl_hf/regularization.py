@@ -3,8 +3,9 @@
 * Locked dropout (Gal and Ghahramani, 2016, https://arxiv.org/abs/1512.05287; Merity et al., 2017,
   https://arxiv.org/abs/1708.02182, Section 4.2): one mask for all positions of a row, drawn anew in every forward.
 * Word dropout (Gal and Ghahramani, 2016, Section 5; Merity et al., 2017, Section 4.3): whole words of the embedding,
-  but not the token that begins a text, which sees nothing else: with biases that begin as zeros its state would stay
-  zero, and each LayerNorm multiplies the gradient of such a one by 1/√ε = 316, sixteen layers past what fp32 can hold.
+  but not the first token of a segment, nor one that begins inside it, because they may see nothing else: with biases
+  that begin as zeros the state of such a one would stay zero, and each LayerNorm multiplies its gradient by
+  1/√ε = 316, sixteen layers past what fp32 can hold. Padding is such a one too.
 * Activation regularisation, AR, and temporal activation regularisation, TAR (Merity et al., 2017, Section 4.6).
 
 All of it is put around a model from outside, so that a model that was trained with it is saved and loaded like any
@@ -114,7 +115,7 @@ class Regularizer:
             setattr(parent, name, module.train(parent.training))
         for hook in self._hooks:
             hook.remove()
-        self._replaced, self._hooks, self._outputs = [], [], None
+        self._replaced, self._hooks, self._outputs, self._begins = [], [], None, None
 
     def _lock(self, parent: nn.Module, name: str, rate: float):
         if rate:
@@ -123,31 +124,35 @@ class Regularizer:
             setattr(parent, name, LockedDropout(rate).train(plain.training))
 
     def _see_what_begins(self, transformer: nn.Module, args: tuple, kwargs: dict):
+        """Note what begins inside the segment. What does not fit is left to the model, which says so."""
+        self._begins = None
         given = dict(zip(_INPUTS, args, strict=False)) | kwargs
+        given = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         ids, mask, resets = (given.get(name) for name in ("input_ids", "attention_mask", "resets"))
-        if ids is None or not transformer.training:
+        if ids is None or ids.dim() != 2 or not transformer.training:
             return
-        begins = torch.zeros_like(ids, dtype=torch.bool)
-        if given.get("mems") is None and given.get("past_key_values") is None:
-            begins[:, 0] = True
-        if mask is not None and mask[..., -ids.shape[1] :].shape == ids.shape:
-            # Behind padding. What the mask says of the memory says nothing of what its states hold.
-            real = mask[:, -ids.shape[1] :] != 0
-            begins[:, 1:] |= real[:, 1:] & ~real[:, :-1]
         documents = {name: given[name] for name in DOCUMENT_KEYWORDS if name in given}
-        for starts in (resets, document_starts(tuple(ids.shape), ids.device, mask, **documents)):
-            if starts is not None:
-                begins |= starts.to(ids.device)
-        self._begins = begins
+        found = [document_starts(tuple(ids.shape), ids.device, mask, **documents), resets]
+        if mask is not None and mask[..., -ids.shape[1] :].shape == ids.shape:
+            # Padding, and what stands behind it.
+            real = mask[:, -ids.shape[1] :].to(ids.device) != 0
+            found.append(~real | ~F.pad(real, (1, 0))[:, :-1])
+        for begins in found:
+            if begins is not None and begins.dtype == torch.bool and begins.shape == ids.shape:
+                begins = begins.to(ids.device)
+                self._begins = begins if self._begins is None else self._begins | begins
 
     def _drop_words(self, embed_tokens: nn.Module, args: tuple, embeds: Tensor) -> Tensor:
         # The same as dropping rows of the tables, which a tied softmax would lose too.
+        begins, self._begins = self._begins, None
         if not embed_tokens.training:
             return embeds
         words = F.dropout(embeds.new_ones(self._transformer.config.vocab_size), self.arguments.word_dropout)
-        kept, begins, self._begins = words[args[0]], self._begins, None
-        if begins is not None:
-            kept = kept.masked_fill(begins, 1)
+        kept = words[args[0]]
+        if begins is not None and begins.shape == kept.shape:
+            kept = kept.masked_fill(begins.to(kept.device), 1)
+        # Whether there is a memory that it sees, and whether that holds anything, need not be asked.
+        kept[..., :1] = 1
         return embeds * kept[..., None]
 
     def _keep_outputs(self, dropout: nn.Module, args: tuple, dropped: Tensor):
