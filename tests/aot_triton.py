@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 
 import txl_hf.adaptive_transfo_xl_triton as softmax
 import txl_hf.attention_transfo_xl_triton as kernels
-from sass import longest_inner_loop, overwritten_operands
+from sass import instructions_of, longest_inner_loop, overwritten_operands, without_predicate
 from txl_hf.attention_transfo_xl_inputs import AttentionInputs
 
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -65,7 +65,7 @@ def resources(compiled, capability: int) -> dict:
         ptxas = max(NVIDIA_TOOLS.glob("ptxas*"))
         command = [ptxas, f"--gpu-name=sm_{capability}{'a' if capability >= 90 else ''}", "-v", ptx, "-o", "/dev/null"]
         report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
-    opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)", code, re.MULTILINE)
+    opcodes = [re.match(r"[A-Z0-9]+", without_predicate(text))[0] for text in instructions_of(code).values()]
     return {
         "registers": int(re.search(r"REG:(\d+)", usage).group(1)),
         "stack": int(re.search(r"STACK:(\d+)", usage).group(1)),

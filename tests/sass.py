@@ -55,9 +55,14 @@ def overwritten_operands(code: str) -> int:
     return len(found)
 
 
+def without_predicate(instruction: str) -> str:
+    """From its name on, without the condition that it may begin with."""
+    return re.sub(r"^@!?U?P\w+\s+", "", instruction)
+
+
 def written_by(instruction: str) -> range:
     """The registers that an instruction writes."""
-    name, _, operands = re.sub(r"^@!?U?P\w+\s+", "", instruction).partition(" ")
+    name, _, operands = without_predicate(instruction).partition(" ")
     first = re.match(r"\s*(?:!?U?P\w+,\s*)*R(\d+)\b", operands)
     if first is None or re.match(READERS, name):
         return range(0)

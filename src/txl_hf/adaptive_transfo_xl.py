@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .adaptive_transfo_xl_triton import (
+    WORDS_AT_A_TIME,
     add_statistics,
     fuses,
     padded_empty_like,
@@ -485,9 +486,8 @@ def _compute_losses(
             loss = of_task[0] - of_task[1]
             if losses is None:
                 losses = task.place(loss, len(targets))
-            elif task.rows is None:
-                losses.add_(loss)
             else:
+                assert task.rows is not None, "only the head has every token, and it comes first"
                 losses.index_add_(0, task.rows, loss)
             all_kept.append(kept)
     assert losses is not None, "a table has a bin"
@@ -540,14 +540,15 @@ def _compute_gradients(
                 if wanted[1]:
                     grad_bias[rows] = sums.sum(0)
                 table = weight[rows].to(hidden.dtype)
+                words = len(table)
                 if fused:
                     table, grad_logits = padded_rows(table), with_padding(grad_logits)
                 share = product(grad_logits, table.T)
                 grad_hidden = share if grad_hidden is None else grad_hidden.to(normalizer.dtype).add_(share)
-                if wanted[0] and grad_weight.dtype == hidden.dtype and grad_logits.shape[1] == rows.stop - rows.start:
+                if wanted[0] and grad_weight.dtype == hidden.dtype and len(table) == words:
                     torch.mm(grad_logits.T, hidden, out=grad_weight[rows])
                 elif wanted[0]:
-                    grad_weight[rows] = (grad_logits.T @ hidden)[: rows.stop - rows.start]
+                    grad_weight[rows] = (grad_logits.T @ hidden)[:words]
             assert grad_hidden is not None, "a bin has tokens"
             grad_states.append(task.place(grad_hidden.to(hidden.dtype), len(targets)))
     return grad_weight, grad_bias, grad_clusters, grad_states
@@ -581,7 +582,8 @@ def _blocks(
         yield slice(0, size), kept, bias[task.block] if fused else None
     else:
         at_once = BLOCK_LOGITS if hidden.device.type == "cpu" else GPU_BYTES // _element_size(task)
-        width = size if whole else max(MIN_BLOCK_WIDTH, at_once // max(rows, 1) // 16 * 16)
+        fitting = at_once // max(rows, 1) // WORDS_AT_A_TIME * WORDS_AT_A_TIME
+        width = size if whole else max(MIN_BLOCK_WIDTH, fitting)
         for first in range(0, size, width):
             block = slice(start + first, min(start + first + width, end))
             columns = slice(first, block.stop - start)

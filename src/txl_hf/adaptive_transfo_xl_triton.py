@@ -19,6 +19,7 @@ except ImportError:
     triton = None
 
 __all__ = [
+    "WORDS_AT_A_TIME",
     "add_statistics",
     "fuses",
     "padded_empty_like",
@@ -28,6 +29,9 @@ __all__ = [
     "write_gradient",
 ]
 
+# Products on a GPU want a multiple of so many words: with 19,997 an H200 does them by kernels of an older GPU, which
+# took four times as long as with 20,000.
+WORDS_AT_A_TIME = 16
 # How many partial sums the gradient of the bias is added up from: so many programs share the rows of a block.
 ROW_CHUNKS = 32
 # Rows and columns of a tile of the gradient; columns that the forward pass reads at a time.
@@ -41,14 +45,11 @@ def fuses(hidden_states: Tensor) -> bool:
 
 
 def _padding(count: int) -> int:
-    return -count % 16
+    return -count % WORDS_AT_A_TIME
 
 
 def padded_rows(table: Tensor) -> Tensor:
-    """(w, d) with rows of zeros behind it, until they are as many as a product on a GPU reads at a time.
-
-    On an H200 products of 19,997 rows are done by kernels of an older GPU, and took four times as long as of 20,000.
-    """
+    """(w, d) with rows of zeros behind it, to a multiple of `WORDS_AT_A_TIME`."""
     missing = _padding(len(table))
     return F.pad(table, (0, 0, 0, missing)) if missing else table
 

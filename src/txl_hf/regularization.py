@@ -12,6 +12,7 @@ All of it is put around a model from outside, so that a model that was trained w
 other. Masks come from torch's generator, so that a run resumes exactly where the generator's state is restored.
 """
 
+import functools
 import inspect
 
 import torch
@@ -131,16 +132,19 @@ class Regularizer:
         ids, mask, resets = (given.get(name) for name in ("input_ids", "attention_mask", "resets"))
         if ids is None or ids.dim() != 2 or not transformer.training:
             return
-        documents = {name: given[name] for name in DOCUMENT_KEYWORDS if name in given}
-        found = [document_starts(tuple(ids.shape), ids.device, mask, **documents), resets]
+        found = [resets]
+        if documents := {name: given[name] for name in DOCUMENT_KEYWORDS if name in given}:
+            found.append(document_starts(tuple(ids.shape), ids.device, mask, **documents))
         if mask is not None and mask[..., -ids.shape[1] :].shape == ids.shape:
             # Padding, and what stands behind it.
             real = mask[:, -ids.shape[1] :].to(ids.device) != 0
             found.append(~real | ~F.pad(real, (1, 0))[:, :-1])
-        for begins in found:
-            if begins is not None and begins.dtype == torch.bool and begins.shape == ids.shape:
-                begins = begins.to(ids.device)
-                self._begins = begins if self._begins is None else self._begins | begins
+        fitting = [
+            begins.to(ids.device)
+            for begins in found
+            if begins is not None and begins.dtype == torch.bool and begins.shape == ids.shape
+        ]
+        self._begins = functools.reduce(torch.logical_or, fitting) if fitting else None
 
     def _drop_words(self, embed_tokens: nn.Module, args: tuple, embeds: Tensor) -> Tensor:
         # The same as dropping rows of the tables, which a tied softmax would lose too.
