@@ -603,6 +603,19 @@ def test_layers_in_parts_are_refused(make_model, make_ids, monkeypatch):
         token_losses(model, make_ids(1, 20)[0], 5, dynamic=DynamicEvaluation(RATE))
 
 
+@pytest.mark.parametrize("statistics", [None, 30])
+def test_a_last_step_that_diverges_is_not_kept_for_what_follows(make_model, make_ids, statistics):
+    """No segment comes after it, whose losses would tell: `generate` would go on with numbers that are none."""
+    model, ids = make_model(), make_ids(1, 30)[0]
+    found = parameters_of(model)
+    dynamic = DynamicEvaluation(1e30, statistics=None if statistics is None else ids[:statistics])
+    instead = "a smaller one" if statistics is None else "a smaller one or a larger epsilon"
+    with pytest.raises(Diverged, match=f"^no finite logits after .* learning_rate=1e\\+30 .* so give {instead}$"):
+        with dynamic.adapted_to(model, ids[:6], 5):
+            pytest.fail("the prompt is one segment, and the step on it diverges")
+    assert_restored(model, found)
+
+
 def test_layers_that_pass_no_gradient_are_refused(make_model, make_ids):
     """Gradients of all that comes before them would be others, with no more than a warning."""
     quantized = torch.ao.quantization.quantize_dynamic(make_model(), {torch.nn.Linear})

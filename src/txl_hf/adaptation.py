@@ -126,7 +126,8 @@ class DynamicEvaluation:
             model, token_ids, segment_length, memory_length, progress: see `evaluate_language_model`.
 
         Raises:
-            ValueError, RuntimeError: see `evaluate_language_model`.
+            ValueError, RuntimeError: see `evaluate_language_model`. The weights have diverged also where they compute
+                no finite logits after the text.
         """
         if isinstance(token_ids, Tensor):
             # As `generate` has it, where the model is.
@@ -138,6 +139,7 @@ class DynamicEvaluation:
             with following(model), bar:
                 for segment, _, _ in adaptation.losses(text):
                     bar.update(segment.scored)
+            adaptation.check_last_step(segment.labels[:, -1:])
             yield model
 
 
@@ -253,15 +255,31 @@ class Adaptation:
                         f"no finite loss in the segment at token {segment.begin} of the text, with the weights as "
                         "they began: the model itself computes none"
                     )
-                instead = "a smaller one" if self._roots is None else "a smaller one or a larger epsilon"
-                raise Diverged(
-                    f"no finite loss in the segment at token {segment.begin} of the text: with "
-                    f"learning_rate={self._dynamic.learning_rate:g} the weights have diverged, so give {instead}"
-                )
+                raise self._diverged(f"no finite loss in the segment at token {segment.begin} of the text")
             self._step(self._gradients(losses, segment))
             has_stepped = True
             unscored = segment.targets.to(losses.device) == -100
             yield segment, hidden_states.detach(), losses.detach().masked_fill(unscored, 0)
+
+    def check_last_step(self, token: Tensor):
+        """Refuse weights that the last step, which no loss has followed, has made useless.
+
+        Args:
+            token: (1, 1), any token, which they compute probabilities of the next one from.
+
+        Raises:
+            Diverged: these are not finite.
+        """
+        with evaluating(self._model), torch.no_grad():
+            logits = self._model(token.to(device_of(self._model)), use_cache=False).logits
+        if not bool(logits.isfinite().all()):
+            raise self._diverged("no finite logits after the last segment of the text")
+
+    def _diverged(self, what: str) -> Diverged:
+        instead = "a smaller one" if self._roots is None else "a smaller one or a larger epsilon"
+        return Diverged(
+            f"{what}: with learning_rate={self._dynamic.learning_rate:g} the weights have diverged, so give {instead}"
+        )
 
     def _lost(self, losses: Tensor) -> bool:
         """Whether a loss is not finite in any process: asked before the gradients, for which others would wait."""
