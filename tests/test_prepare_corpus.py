@@ -21,6 +21,7 @@ from goldens import golden
 from scripts import run_script
 from txl_hf import TokenStream, TransfoXLTokenizer
 from txl_hf.corpora import split_of
+from txl_hf.scoring import read_raw
 
 SHARED = Path(__file__).parents[2] / "shared"
 SPLITS = ("train", "validation", "test")
@@ -531,6 +532,31 @@ def test_byte_order_mark_and_line_ends_of_windows(tmp_path, mode):
         tokens, tokenizer, information = load(output)
         results.append((tokens, tokenizer.get_vocab(), information["splits"]))
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("begun_from", ["its symbols", "a tokenizer", "a data set"])
+def test_bytes_are_all_kept(tmp_path, begun_from):
+    """Carriage returns and a byte-order mark too, as `encode_file` and `txl-evaluate` read them."""
+    data = b"\xef\xbb\xbfIt was a Wolf ,\r\ncaf\xc3\xa9\rN .\n" * 2
+    (tmp_path / "input").mkdir()
+    for name in ("train", "valid", "test"):
+        (tmp_path / "input" / f"{name}.txt").write_bytes(data)
+    begun = ["--input", tmp_path / "input", "--mode", "bytes"]
+    if begun_from == "a tokenizer":
+        TransfoXLTokenizer.train_from_iterator([data.decode()], mode="bytes").save_pretrained(tmp_path / "tokenizer")
+        begun = ["--input", tmp_path / "input", "--tokenizer", tmp_path / "tokenizer"]
+    if begun_from == "a data set":
+        (tmp_path / "rows").mkdir()
+        for split in SPLITS:
+            (tmp_path / "rows" / f"{split}.jsonl").write_text(json.dumps({"text": data.decode()}) + "\n")
+        begun = ["--dataset", tmp_path / "rows", "--mode", "bytes"]
+    tokens, tokenizer, information = load(prepare(tmp_path, "text", *begun))
+    for split in SPLITS:
+        assert bytes(int(tokenizer.symbols[token]) for token in tokens[split]) == data
+        assert information["splits"][split]["bytes"] == information["splits"][split]["tokens"] == len(data)
+    file = tmp_path / "input" / "test.txt"
+    assert tokenizer.encode_file(file).tolist() == tokens["test"]
+    assert read_raw(file, tokenizer).token_ids.tolist() == tokens["test"]
 
 
 def test_an_empty_file(tmp_path):

@@ -11,9 +11,10 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Iterator
-from io import StringIO
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
+
+from .tokenization_transfo_xl_backend import lines_of, open_lines
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -270,17 +271,20 @@ def unpack_member(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Pat
         shutil.copyfileobj(content, file)
 
 
-def read_files(source: Source, path: Path, convention: Convention, scratch: Path) -> dict[str, Any]:
-    """The text of each split: bytes of a stream, or a Dataset of lines with their ends in the column "text"."""
+def read_files(source: Source, path: Path, convention: Convention, mode: str | None, scratch: Path) -> dict[str, Any]:
+    """The text of each split: bytes of a stream, or a Dataset of lines with their ends in the column "text".
+
+    `mode` is that of the tokenizer, None of one that is not ours: see `open_lines`.
+    """
     if convention.stream:
         return {split: paths[0].read_bytes() for split, paths in source.splits.items()}
     for split, paths in source.splits.items():
         if not any(file.stat().st_size for file in paths):
             raise CorpusError(f"the {split} text of {path.name} is empty")
-    return {split: read_lines(paths, scratch / f"{split}-lines.arrow") for split, paths in source.splits.items()}
+    return {split: read_lines(paths, mode, scratch / f"{split}-lines.arrow") for split, paths in source.splits.items()}
 
 
-def read_lines(paths: list[Path], arrow: Path) -> "Dataset":
+def read_lines(paths: list[Path], mode: str | None, arrow: Path) -> "Dataset":
     """The lines of files one after the other, by way of a file on the disk."""
     # Not by load_dataset("text"), which takes brackets, asterisks and double colons in a path for patterns.
     import pyarrow as pa
@@ -290,22 +294,21 @@ def read_lines(paths: list[Path], arrow: Path) -> "Dataset":
     with pa.OSFile(str(arrow), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for path in paths:
             try:
-                for lines in _batches(path):
+                for lines in _batches(path, mode):
                     writer.write_batch(pa.record_batch([pa.array(lines, pa.string())], schema))
             except UnicodeDecodeError as error:
                 raise CorpusError(f"{path} is not UTF-8 text: {error}") from None
     return Dataset.from_file(str(arrow))
 
 
-def _batches(path: Path) -> Iterator[list[str]]:
-    # A byte-order mark, which editors and Project Gutenberg put at the beginning, is no part of a text.
-    with path.open(encoding="utf-8-sig") as file:
+def _batches(path: Path, mode: str | None) -> Iterator[list[str]]:
+    with open_lines(path, mode) as file:
         while lines := file.readlines(1 << 20):
             yield lines
 
 
 def read_rows(
-    name: str, config: str | None, column: str, convention: Convention, scratch: Path
+    name: str, config: str | None, column: str, convention: Convention, mode: str | None, scratch: Path
 ) -> dict[str, "Dataset | bytes"]:
     """The splits of a data set as `read_files` gives those of files; a row is lines, the last with or without its end.
 
@@ -344,6 +347,7 @@ def read_rows(
             split_lines,
             batched=True,
             input_columns=column,
+            fn_kwargs={"mode": mode},
             remove_columns=texts.column_names,
             features=Features({"text": Value("string")}),
             cache_file_name=str(scratch / f"{split}-text.arrow"),
@@ -365,10 +369,10 @@ def check_texts(rows: "pa.ChunkedArray", place: str):
         raise CorpusError(f"{place} has rows of type {rows.type}, which are no text: choose another with --column")
 
 
-def split_lines(rows: list[str]) -> dict[str, list[str]]:
+def split_lines(rows: list[str], mode: str | None) -> dict[str, list[str]]:
     """The lines of rows, each with its end, which is what ends one in a file."""
-    texts = (StringIO(row if row.endswith("\n") else row + "\n", newline=None) for row in rows)
-    return {"text": [line for text in texts for line in text]}
+    texts = (row if row.endswith("\n") else row + "\n" for row in rows)
+    return {"text": [line for text in texts for line in lines_of(text, mode)]}
 
 
 def cut(text, convention: Convention) -> dict:

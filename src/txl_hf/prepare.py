@@ -25,8 +25,9 @@ asked for, take the conventions of `text`, with `--mode bytes` or `characters`.
 A text of your own is files that end in `.txt`, `.text`, `.tokens` or `.raw`. A word in their names or their folders'
 names says which part they are: train or training; valid, validation, val or dev; test. Where none has such a word, all
 are one text, in the order of their names, of which 90, 5 and 5 % of the lines are taken. Its characters and bytes are
-numbered over all three parts; lines keep their ends. Its vocabulary begins with `<eos>`, `<unk>` and `<pad>`. Which
-file went where is printed, and in `corpus.json`.
+numbered over all three parts; lines keep their ends. With `--mode bytes` carriage returns and a byte-order mark are
+bytes like others; otherwise each of `\\r\\n` and `\\r` is a line's end, `\\n`, and a byte-order mark no part of the
+text. Its vocabulary begins with `<eos>`, `<unk>` and `<pad>`. Which file went where is printed, and in `corpus.json`.
 
 `--corpus midi` is a folder with MIDI files, however nested, as tokens of MidiTok: REMI, or with `--tokens compound`
 compound words, each an event of several attributes. `--bpe SIZE` joins tokens that often follow one another, and
@@ -215,8 +216,9 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict:
     if options.corpus == MIDI:
         return prepare_midi(options, scratch)
     convention = chosen_convention(options)
-    texts, files, vocabulary = read(options, convention, scratch)
     tokenizer = None if options.tokenizer is None else text_tokenizer(options.tokenizer)
+    mode = convention.mode if tokenizer is None else getattr(tokenizer, "mode", None)
+    texts, files, vocabulary = read(options, convention, mode, scratch)
     if len(texts) == 1:
         texts = cut(texts["train"], convention)
     if convention.mode == "characters" and convention.stream:
@@ -362,7 +364,7 @@ def chosen_convention(options: argparse.Namespace) -> Convention:
 
 
 def read(
-    options: argparse.Namespace, convention: Convention, scratch: Path
+    options: argparse.Namespace, convention: Convention, mode: str | None, scratch: Path
 ) -> tuple[dict[str, Any], dict[str, list[str]] | None, Path | None]:
     """The text of each split, or of one text to be cut; the names of the files; and the vocabulary's file, if any."""
     if options.input is not None:
@@ -373,14 +375,14 @@ def read(
             print(f"{part}: {some(files)}")
         if source.unread:
             print(f"not read: {some([path.name for path in source.unread])}")
-        return read_files(source, options.input, convention, scratch), names, source.vocabulary
+        return read_files(source, options.input, convention, mode, scratch), names, source.vocabulary
     name, config = (options.dataset, options.config) if options.dataset else convention.hub or (None, None)
     if name is None:
         raise CorpusError(
             f"--corpus {options.corpus} needs a text: give {wanted(convention)} with --input, or a data set with "
             "--dataset"
         )
-    return read_rows(name, config, options.column or "text", convention, scratch), None, None
+    return read_rows(name, config, options.column or "text", convention, mode, scratch), None, None
 
 
 def some(names: list[str]) -> str:

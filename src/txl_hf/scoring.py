@@ -37,6 +37,7 @@ from .midi import EVENTS
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .prepare import INFORMATION, read_document_end
 from .streams import check_sizes
+from .tokenization_transfo_xl_backend import open_lines
 
 __all__ = [
     "Text",
@@ -433,8 +434,7 @@ def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> Text:
         counts, token_ids = count_stream(stream), encode_bytes(tokenizer, stream)
         return Text(token_ids, tokenizer, words=counts["words"], characters=counts["characters"])
     try:
-        # Without a byte-order mark, as txl-prepare reads it.
-        with path.open(encoding="utf-8-sig") as file:
+        with open_lines(path, getattr(tokenizer, "mode", None)) as file:
             lines = file.readlines()
     except UnicodeDecodeError as error:
         raise CorpusError(f"{path} is not UTF-8 text: {error}") from None

@@ -40,6 +40,7 @@ from .tokenization_transfo_xl_backend import (
     check_mode,
     count_symbols,
     flatten,
+    open_lines,
     set_normalizer,
     specials_pattern,
     split_symbols,
@@ -453,8 +454,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             path (`str` or `os.PathLike`): the file.
             add_eos (`bool`, *optional*): as for `encode_lines`.
         """
-        encoding, newline = ("utf-8", "\n") if self.mode == "bytes" else ("utf-8-sig", None)
-        with open(path, encoding=encoding, newline=newline) as lines:
+        with open_lines(path, self.mode) as lines:
             return self.encode_lines(lines, add_eos)
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:

@@ -3,6 +3,8 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from io import StringIO, TextIOBase
+from os import PathLike
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -18,6 +20,8 @@ __all__ = [
     "check_mode",
     "count_symbols",
     "flatten",
+    "lines_of",
+    "open_lines",
     "set_normalizer",
     "specials_pattern",
     "split_symbols",
@@ -32,6 +36,24 @@ def check_mode(mode: str) -> None:
     """Raises ValueError where `mode` is none of `MODES`."""
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} is unknown; it is one of {', '.join(map(repr, MODES))}")
+
+
+def open_lines(path: str | PathLike, mode: str | None) -> TextIOBase:
+    """A UTF-8 text file, to be read line by line as a tokenizer of a mode has it (None: another kind of tokenizer).
+
+    A byte-order mark, which editors and Project Gutenberg put at the beginning, is no part of it, and a carriage
+    return ends a line as a line feed does. Mode `"bytes"` has all bytes as they are, and line feeds alone end lines.
+    """
+    return open(path, encoding="utf-8" if mode == "bytes" else "utf-8-sig", newline=_newline(mode))
+
+
+def lines_of(text: str, mode: str | None) -> list[str]:
+    """The lines of a text, each with its end, as `open_lines` gives those of a file."""
+    return list(StringIO(text, newline=_newline(mode)))
+
+
+def _newline(mode: str | None) -> str | None:
+    return "\n" if mode == "bytes" else None
 
 
 def build_backend(
