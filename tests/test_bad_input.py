@@ -41,6 +41,7 @@ BAD_CONFIGS = {
     "heads that do not fill the width": ({"attn_type": 3, "mem_len": 0, "d_head": 7}, "d_head=7.*d_model=16"),
     "wrong tie_projs": ({"tie_projs": [False, True]}, "tie_projs.*3 bins"),
     "fewer tokens than none": ({"vocab_size": -1}, "vocab_size=-1 must be at least 0"),
+    "no positions": ({"attn_type": 1, "max_klen": 0}, "max_klen=0 must be at least 1"),
     "vectors of no width": ({"vocab_size": 0, "input_size": 0}, "input_size=0 must be at least 1"),
     "vectors beside tokens": ({"input_size": 8}, "input_size=8.*vocab_size=61"),
     "unknown gates": ({"gating": "lstm"}, "gating='lstm' must be None or 'gru'"),

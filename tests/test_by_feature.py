@@ -332,6 +332,30 @@ def test_an_output_that_exists_is_left_alone(script, monkeypatch, checkpoint, tm
     assert "thesis exists: choose another" in refused(script, monkeypatch, name, *arguments)
 
 
+@pytest.mark.parametrize("name", ["classification", "lora", "document_resets", "music_events", "genome_labels"])
+def test_numbers_that_train_nothing_are_refused(script, capsys, name):
+    """Before anything is loaded: of `--epochs -1` Trainer makes a classifier that has learned nothing."""
+    parser = script(name).PARSER
+    counts = [
+        action.option_strings[0]
+        for action in parser._actions
+        if action.dest
+        in ("epochs", "steps", "rank", "batch_size", "max_length", "passes", "layers", "width", "window")
+    ]
+    assert len(counts) >= 2
+    for option in [*counts, "--learning_rate"]:
+        with pytest.raises(SystemExit):
+            parser.parse_args([option, "-1"])
+        assert re.search(f"argument {option.replace('_', '.')}: '-1' has to be a", capsys.readouterr().err)
+
+
+def test_rows_without_a_text_are_counted(script, capsys, tmp_path):
+    rows = "".join(f"{'' if i % 3 == 0 else 'word'},{'ab'[i % 2]}\n" for i in range(30))
+    (tmp_path / "data.csv").write_text("text,label\n" + rows)
+    assert script("classification").read(tmp_path / "data.csv").num_rows == {"train": 16, "test": 4}
+    assert "10 of 30 rows are left out: they have no text, or no label" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -236,6 +236,9 @@ def test_what_was_prepared_is_remembered_by_the_commands(prepared, tmp_path, cap
     evaluate.main([*evaluated, "--document_end", "none"])
     [as_one] = json.loads(capsys.readouterr().out)["results"]
     assert as_one["document_end"] is None and as_one["nll"] != found["nll"]
+    for data in (prepared, prepared.parent / "test.txt"):
+        with pytest.raises(SystemExit, match="--document_end <pad> is not in the text: leave it out"):
+            evaluate.main([*evaluated, "--data", str(data), "--document_end", "<pad>"])
 
 
 @pytest.mark.parametrize("document_end", ["none", "the"])

@@ -525,6 +525,53 @@ def test_stop_strings_end_a_text(make_model):
     assert found == whole[: whole.index(whole[5], 3) + 1] and len(found) < len(whole)
 
 
+STOPS = {
+    "moses": ["the", "cat", "sat", "'s"],
+    "whitespace": ["the", "cat", "sat"],
+    "lm1b": ["<S>", "</S>", "the", "cat", "sat"],
+    "characters": [*"12 xy"],
+    "bytes": [str(ord(letter)) for letter in "12 xy"],
+}
+
+
+@pytest.mark.parametrize("mode", STOPS)
+def test_stop_strings_of_any_vocabulary(make_model, mode):
+    """transformers looks for what a token adds behind the word "abcdef", which none of these knows."""
+    special = [] if mode == "lm1b" else ["<eos>", "<unk>"]
+    tokenizer = TransfoXLTokenizer.from_symbols([*special, *STOPS[mode]], mode=mode)
+    text, stop = ("12 xy", "y") if mode in ("characters", "bytes") else ("the cat sat", "sat")
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    model = make_model(vocab_size=len(tokenizer), cutoffs=[], div_val=1, eos_token_id=None)
+    # What it writes: the same text, again and again.
+    wanted = ids[0].tolist() * 2
+
+    def write(batch, text):
+        return [wanted[text.shape[-1] - ids.shape[1]]]
+
+    options = {"max_new_tokens": len(wanted), "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    found = model.generate(
+        ids, **options, prefix_allowed_tokens_fn=write, tokenizer=tokenizer, stop_strings=[stop], pad_token_id=0
+    )
+    assert tokenizer.decode(found[0, ids.shape[1] :]).endswith(stop)
+    assert found.shape[1] == 2 * ids.shape[1]
+
+
+def test_an_assistant_whose_softmax_would_be_cut_is_refused(make_model):
+    """One with another tokenizer, if it samples."""
+    letters = [*string.ascii_lowercase, " "]
+    tokenizer = TransfoXLTokenizer.from_symbols([*letters, "<eos>", "<unk>"], mode="characters")
+    other = TransfoXLTokenizer.from_symbols(["#", *letters[::-1], "<eos>", "<unk>"], mode="characters")
+    model, assistant = (
+        make_model(vocab_size=len(each), cutoffs=[9], eos_token_id=None) for each in (tokenizer, other)
+    )
+    options = tokenizer("the cat", return_tensors="pt") | {"max_new_tokens": 5, "pad_token_id": 0}
+    expected = model.generate(**options, do_sample=False)
+    options |= {"tokenizer": tokenizer, "assistant_model": assistant, "assistant_tokenizer": other}
+    assert torch.equal(model.generate(**options, do_sample=False), expected)
+    with pytest.raises(ValueError, match="with an assistant_tokenizer cuts the assistant's softmax"):
+        model.generate(**options, do_sample=True)
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_mask_that_hides_nothing_is_given_to_no_step(make_model, make_ids, monkeypatch, padded):
     """On a GPU every layer would hide by it at every token."""

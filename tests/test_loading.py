@@ -803,6 +803,19 @@ def test_a_state_dict_of_ones_own_loses_nothing_but_copies(tmp_path, tied):
     torch.testing.assert_close(outputs_of(again), outputs_of(model), **LAST_BIT)
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_what_the_configuration_no_longer_ties_is_written(tmp_path, given):
+    """PEFT unties all tables where it trains one of them, and they still share their memory."""
+    model = build()
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(tmp_path, state_dict=model.state_dict() if given else None)
+    written = load_file(tmp_path / "model.safetensors")
+    assert all(f"crit.out_layers.{i}.weight" in written for i in range(4))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.lm_head.out_layers[0].weight is not again.get_input_embeddings().emb_layers[0].weight
+    torch.testing.assert_close(outputs_of(again), outputs_of(model), **LAST_BIT)
+
+
 PLACEMENTS = {
     "roomy": {"device_map": "auto"},
     "tight": {"device_map": "auto", "max_memory": {"cpu": 40_000}},
@@ -858,6 +871,16 @@ def test_lora(tmp_path, name):
     assert_equal_to(outputs_of(merged)["logits"], expected["logits"])
     merged.save_pretrained(tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(outputs_of(again), outputs_of(merged), **LAST_BIT)
+
+
+def test_one_table_trained_in_full_is_merged_and_saved(tmp_path):
+    peft = pytest.importorskip("peft")
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["emb_layers.0"]}
+    model = peft.get_peft_model(build("div2-embed-narrower"), peft.LoraConfig(**options))
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(outputs_of(again), outputs_of(merged), **LAST_BIT)
 
 

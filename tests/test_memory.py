@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import oracle
 from models import small_config
@@ -1091,6 +1091,19 @@ def test_a_call_takes_the_cache_by_either_name(name):
     cache = MemoryCache(model.config)
     model.generate(ids, **{name: cache}, attention_mask=torch.ones_like(ids), max_new_tokens=3, min_new_tokens=3)
     assert text_length(cache) == ids.shape[1] + 2
+
+
+@pytest.mark.parametrize(
+    "old", [(), ((torch.zeros(1),) * 2,) * 2, EncoderDecoderCache(DynamicCache(), DynamicCache())]
+)
+def test_what_is_no_cache_of_a_decoder_is_named(make_model, make_ids, old):
+    """As older versions of transformers had caches, for instance."""
+    model, ids = make_model(), make_ids(2, 5)
+    message = f"past_key_values are of type {type(old).__name__}: give what a call with use_cache=True returned"
+    with pytest.raises(ValueError, match=message):
+        model(ids, past_key_values=old)
+    with pytest.raises(ValueError, match=message):
+        model.generate(ids, past_key_values=old, max_new_tokens=2)
 
 
 def test_one_cache_by_two_names_is_refused():

@@ -48,7 +48,14 @@ from txl_hf import (
 from txl_hf.checkpoints import last_checkpoint
 from txl_hf.memory_transfo_xl import memory_of
 from txl_hf.training import command, loop, setup
-from txl_hf.training.arguments import ModelArguments, defaults_of_model, parse_arguments, shrink, write_smoke_data
+from txl_hf.training.arguments import (
+    DataArguments,
+    ModelArguments,
+    defaults_of_model,
+    parse_arguments,
+    shrink,
+    write_smoke_data,
+)
 from txl_hf.training.results import read_log as parse_log
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -332,6 +339,21 @@ def test_a_memory_that_grows(tmp_path, corpus, monkeypatch, capsys, initial_memo
     assert "without the validations and what a longer memory will cost" in capsys.readouterr().err
     assert lengths == [[length] * 2 for length in (1, 2, 4, 6, 8, 10, 12, 12, 12)]
     assert TransfoXLConfig.from_pretrained(output).mem_len == 12
+
+
+def test_a_warm_up_longer_than_the_run_is_said(tmp_path, corpus, capsys):
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=2, warmup_steps=3)
+    train(recipe, "--data", corpus, "--output", tmp_path / "output")
+    said = "--warmup_steps 3 are more than all 2 steps: the learning rate stays below its highest\n"
+    assert said in capsys.readouterr().err
+    train(recipe, "--data", corpus, "--output", tmp_path / "enough", "--max_steps", "3")
+    assert "--warmup_steps" not in capsys.readouterr().err
+
+
+def test_a_new_model_has_embeddings_as_wide_as_its_states(corpus):
+    for given, width in (({}, 1024), ({"d_model": 32}, 32), ({"d_model": 32, "d_embed": 16}, 16)):
+        config = setup.make_config(ModelArguments(**given), AutoTokenizer.from_pretrained(corpus), DataArguments())
+        assert config.d_embed == width
 
 
 @pytest.mark.parametrize("average", ["none", "ema", "equal"])
@@ -1119,6 +1141,7 @@ def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
         ({"scheduler": "constant", "learning_rate": -1e-3}, "--learning_rate is -0.001, but must be at least 0"),
         ({"learning_rate": math.nan}, "--learning_rate is nan, but must be at least 0, and finite"),
         ({"epsilon": -1.0}, "--epsilon is -1, but must be at least 0, and finite"),
+        ({"beta2": 2.0}, "--beta2 is 2, but must be at least 0 and below 1"),
         ({"learning_rate": 0.0}, "--learning_rate 0 cannot fall as --scheduler cosine has it: use constant"),
         ({"embedding_lr_factor": -1.0}, "--embedding_lr_factor is -1, but must be at least 0"),
         ({"weight_decay": -0.1}, "--weight_decay is -0.1, but must be at least 0"),

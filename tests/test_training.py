@@ -101,6 +101,54 @@ def test_ignored_labels(make_model, make_ids, changes):
     assert all((p.grad == 0).all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("cutoffs", [[], [20, 40]], ids=["softmax", "bins"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_is_no_target(make_model, make_ids, side, cutoffs):
+    """Labels that are the padded input_ids: the losses are those of the rows alone."""
+    model = make_model(cutoffs=cutoffs, div_val=1, initial_memory="empty")
+    ids, pads = make_ids(2, 6), torch.full((1, 2), 60)
+    row = torch.cat([pads, ids[:1, :4]] if side == "left" else [ids[:1, :4], pads], 1)
+    batch, mask = torch.cat([row, ids[1:]]), torch.ones(2, 6, dtype=torch.long)
+    mask[0] = (torch.arange(6) >= 2) if side == "left" else (torch.arange(6) < 4)
+    alone = [model(each, labels=each).losses for each in (ids[:1, :4], ids[1:])]
+    output = model(batch, attention_mask=mask, labels=batch)
+    expected = F.pad(alone[0], (2, 0) if side == "left" else (0, 2))
+    torch.testing.assert_close(output.losses, torch.cat([expected, alone[1]]), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output.loss, output.losses.sum() / 8)
+
+
+@pytest.mark.parametrize("label", ["labels", "shift_labels"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_trainer_has_the_loss_of_padded_batches(make_model, make_ids, tmp_path, side, label):
+    """`Trainer` counts labels without a look at the mask: what padding predicts is no reason for a smaller loss."""
+    model = make_model(initial_memory="empty", dropout=0.0)
+    ids, pads, ignored = make_ids(2, 6), torch.full((2,), 60), torch.full((2,), -100)
+
+    def padded(row, filling):
+        return torch.cat([filling, row] if side == "left" else [row, filling])
+
+    mask = padded(torch.ones(4), torch.zeros(2)).long()
+    labels = [padded(ids[0, :4], ignored), ids[1]]
+    if label == "shift_labels":
+        labels = [F.pad(row[1:], (0, 1), value=-100) for row in labels]
+    rows = [padded(ids[0, :4], pads), ids[1]]
+    masks = [mask, torch.ones_like(mask)]
+    data = [
+        {"input_ids": row, "attention_mask": each, label: target}
+        for row, each, target in zip(rows, masks, labels, strict=True)
+    ]
+    losses = [model(row[None], labels=row[None]).losses for row in (ids[0, :4], ids[1])]
+    expected = torch.cat(losses, 1).mean().item()
+    options = arguments(
+        tmp_path, label_names=[label], per_device_train_batch_size=2, per_device_eval_batch_size=2, max_steps=1
+    )
+    trainer = Trainer(model, options, train_dataset=data, eval_dataset=data)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, abs=1e-5)
+    trainer.train()
+    [logged] = [entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry]
+    assert logged == pytest.approx(expected, abs=1e-5)
+
+
 def test_num_items_in_batch(make_model, make_ids):
     model = make_model()
     ids = make_ids(2, 6)

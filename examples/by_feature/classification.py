@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 
 import common
-from txl_hf.command_line import existing_file, hub_or_folder, new_path, one_line_errors
+from txl_hf.command_line import at_least_one, existing_file, hub_or_folder, new_path, one_line_errors, positive
 
 PARSER = common.Parser(__doc__)
 PARSER.add_argument("--model", type=hub_or_folder, required=True, help="a checkpoint: a folder, or a name on the Hub")
@@ -23,10 +23,10 @@ PARSER.add_argument(
     "--data", type=existing_file, required=True, help="text and label: .csv or .jsonl; a fifth is held out"
 )
 PARSER.add_argument("--output", type=new_path, required=True, help="a new folder for the classifier")
-PARSER.add_argument("--max-length", type=int, default=512, help="tokens read of a text (%(default)s)")
-PARSER.add_argument("--epochs", type=float, default=3, help="(%(default)s)")
-PARSER.add_argument("--batch-size", type=int, default=16, help="texts in a step (%(default)s)")
-PARSER.add_argument("--learning-rate", type=float, default=1e-4, help="(%(default)s)")
+PARSER.add_argument("--max-length", type=at_least_one, default=512, help="tokens read of a text (%(default)s)")
+PARSER.add_argument("--epochs", type=positive, default=3, help="(%(default)s)")
+PARSER.add_argument("--batch-size", type=at_least_one, default=16, help="texts in a step (%(default)s)")
+PARSER.add_argument("--learning-rate", type=positive, default=1e-4, help="(%(default)s)")
 
 if __name__ == "__main__":
     PARSER.refuse_first()
@@ -119,8 +119,11 @@ def read(path: Path) -> DatasetDict:
         raise ValueError(f"{path} cannot be read as {kind}: {error}") from error
     if missing := {"text", "label"} - set(frame.columns):
         raise ValueError(f"{path} has no column {' and no column '.join(sorted(missing))}")
+    rows = len(frame)
     frame = frame[["text", "label"]].dropna().astype(str)
     frame = frame[(frame["text"].str.strip() != "") & (frame["label"] != "")]
+    if len(frame) < rows:
+        print(f"{rows - len(frame)} of {rows} rows are left out: they have no text, or no label.")
     names = sorted(set(frame["label"]))
     if len(names) < 2 or len(frame) < 10:
         raise ValueError(f"{path} has {len(frame)} texts and {len(names)} labels: at least 10 and 2 are needed")

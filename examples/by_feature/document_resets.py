@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import common
-from txl_hf.command_line import at_least_one, existing_file, hub_or_folder, new_path, one_line_errors
+from txl_hf.command_line import at_least_one, existing_file, hub_or_folder, new_path, one_line_errors, positive
 
 PARSER = common.Parser(__doc__)
 PARSER.add_argument("--model", type=hub_or_folder, required=True, help="a checkpoint: a folder, or a name on the Hub")
@@ -30,10 +30,10 @@ PARSER.add_argument(
 )
 PARSER.add_argument("--output", type=new_path, required=True, help="a new folder for the model")
 PARSER.add_argument("--segment-length", type=at_least_one, help="by default the checkpoint's")
-PARSER.add_argument("--batch-size", type=int, default=8, help="streams read in parallel (%(default)s)")
-PARSER.add_argument("--epochs", type=int, default=3, help="(%(default)s)")
-PARSER.add_argument("--learning-rate", type=float, default=1e-4, help="(%(default)s)")
-PARSER.add_argument("--rounds", type=int, default=3, help="of timing; the best one counts (%(default)s)")
+PARSER.add_argument("--batch-size", type=at_least_one, default=8, help="streams read in parallel (%(default)s)")
+PARSER.add_argument("--epochs", type=at_least_one, default=3, help="(%(default)s)")
+PARSER.add_argument("--learning-rate", type=positive, default=1e-4, help="(%(default)s)")
+PARSER.add_argument("--rounds", type=at_least_one, default=3, help="of timing; the best one counts (%(default)s)")
 PARSER.add_argument("--row", type=Path, help="CSV file that the speeds are appended to")
 
 if __name__ == "__main__":

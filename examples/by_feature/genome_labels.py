@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 import common
-from txl_hf.command_line import existing_file, new_path, one_line_errors
+from txl_hf.command_line import at_least_one, existing_file, new_path, one_line_errors, positive
 
 PARSER = common.Parser(__doc__)
 PARSER.add_argument("--fasta", type=existing_file, required=True, help="the genome")
@@ -36,13 +36,15 @@ PARSER.add_argument(
 )
 PARSER.add_argument("--output", type=new_path, required=True, help="a new folder for the model and results.json")
 PARSER.add_argument("--held-out", type=float, default=0.2, help="the last part, to label (%(default)s)")
-PARSER.add_argument("--window", type=int, default=128, help="bases in a window (%(default)s)")
+PARSER.add_argument("--window", type=at_least_one, default=128, help="bases in a window (%(default)s)")
 PARSER.add_argument("--memory", type=int, default=256, help="bases that each layer remembers (%(default)s)")
 PARSER.add_argument("--lookahead", type=int, default=32, help="bases read before one is labelled (%(default)s)")
-PARSER.add_argument("--passes", type=int, default=1, help="how often the genome is learned from (%(default)s)")
-PARSER.add_argument("--batch-size", type=int, default=32, help="places that are read at once (%(default)s)")
-PARSER.add_argument("--width", type=int, default=64, help="d_model (%(default)s)")
-PARSER.add_argument("--learning-rate", type=float, default=2e-3, help="at most (%(default)s)")
+PARSER.add_argument(
+    "--passes", type=at_least_one, default=1, help="how often the genome is learned from (%(default)s)"
+)
+PARSER.add_argument("--batch-size", type=at_least_one, default=32, help="places that are read at once (%(default)s)")
+PARSER.add_argument("--width", type=at_least_one, default=64, help="d_model (%(default)s)")
+PARSER.add_argument("--learning-rate", type=positive, default=2e-3, help="at most (%(default)s)")
 PARSER.add_argument("--seed", type=int, default=1, help="of the first weights (%(default)s)")
 
 if __name__ == "__main__":

@@ -12,17 +12,17 @@ import argparse
 from pathlib import Path
 
 import common
-from txl_hf.command_line import at_least_one, existing_file, hub_or_folder, new_path, one_line_errors
+from txl_hf.command_line import at_least_one, existing_file, hub_or_folder, new_path, one_line_errors, positive
 
 PARSER = common.Parser(__doc__)
 PARSER.add_argument("--model", type=hub_or_folder, required=True, help="a checkpoint: a folder, or a name on the Hub")
 PARSER.add_argument("--text", type=existing_file, required=True, help="a UTF-8 text; its last tenth is held out")
 PARSER.add_argument("--output", type=new_path, required=True, help="a new folder for the adapter")
-PARSER.add_argument("--rank", type=int, default=8, help="of the adapters' matrices (%(default)s)")
-PARSER.add_argument("--steps", type=int, default=500, help="(%(default)s)")
-PARSER.add_argument("--batch-size", type=int, default=8, help="parallel streams of text (%(default)s)")
+PARSER.add_argument("--rank", type=at_least_one, default=8, help="of the adapters' matrices (%(default)s)")
+PARSER.add_argument("--steps", type=at_least_one, default=500, help="(%(default)s)")
+PARSER.add_argument("--batch-size", type=at_least_one, default=8, help="parallel streams of text (%(default)s)")
 PARSER.add_argument("--segment-length", type=at_least_one, help="by default the checkpoint's")
-PARSER.add_argument("--learning-rate", type=float, default=1e-3, help="(%(default)s)")
+PARSER.add_argument("--learning-rate", type=positive, default=1e-3, help="(%(default)s)")
 
 if __name__ == "__main__":
     PARSER.refuse_first()

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import common
-from txl_hf.command_line import at_least_one, one_line_errors
+from txl_hf.command_line import at_least_one, one_line_errors, positive
 
 MEMORIES = ("transfo-xl", "gru", "none")
 # No training has this seed.
@@ -44,11 +44,11 @@ PARSER.add_argument("--resume", action="store_true", help="go on from the checkp
 PARSER.add_argument("--num-envs", type=at_least_one, default=32, help="(%(default)s)")
 PARSER.add_argument("--window", type=at_least_one, default=64, help="steps between updates (%(default)s)")
 PARSER.add_argument("--memory-length", type=int, default=16, help="observations remembered (%(default)s)")
-PARSER.add_argument("--width", type=int, default=64, help="of the Transformer-XL (%(default)s)")
+PARSER.add_argument("--width", type=at_least_one, default=64, help="of the Transformer-XL (%(default)s)")
 PARSER.add_argument("--layers", type=at_least_one, default=1, help="(%(default)s)")
 PARSER.add_argument("--epochs", type=at_least_one, default=4, help="passes over a window (%(default)s)")
 PARSER.add_argument("--minibatches", type=at_least_one, default=4, help="updates in a pass (%(default)s)")
-PARSER.add_argument("--learning-rate", type=float, default=1e-3, help="at the start; it falls to 0 (%(default)s)")
+PARSER.add_argument("--learning-rate", type=positive, default=1e-3, help="at the start; it falls to 0 (%(default)s)")
 PARSER.add_argument("--gamma", type=float, default=0.99, help="discount (%(default)s)")
 PARSER.add_argument("--gae-lambda", type=float, default=0.95, help="(%(default)s)")
 PARSER.add_argument("--clip", type=float, default=0.2, help="of the ratio (%(default)s)")

@@ -16,20 +16,20 @@ import os
 from pathlib import Path
 
 import common
-from txl_hf.command_line import existing_file, new_path, one_line_errors
+from txl_hf.command_line import at_least_one, existing_file, new_path, one_line_errors, positive
 
 PARSER = common.Parser(__doc__)
 PARSER.add_argument(
     "--events", type=existing_file, required=True, help="a CSV file without heading; its last tenth is held out"
 )
 PARSER.add_argument("--output", type=new_path, required=True, help="a new file for the weights")
-PARSER.add_argument("--layers", type=int, default=4, help="(%(default)s)")
-PARSER.add_argument("--width", type=int, default=128, help="d_model, a multiple of 8 (%(default)s)")
-PARSER.add_argument("--segment-length", type=int, default=64, help="events (%(default)s)")
-PARSER.add_argument("--memory-length", type=int, default=256, help="events (%(default)s)")
-PARSER.add_argument("--batch-size", type=int, default=16, help="parallel streams of events (%(default)s)")
-PARSER.add_argument("--steps", type=int, default=2000, help="(%(default)s)")
-PARSER.add_argument("--learning-rate", type=float, default=1e-3, help="(%(default)s)")
+PARSER.add_argument("--layers", type=at_least_one, default=4, help="(%(default)s)")
+PARSER.add_argument("--width", type=at_least_one, default=128, help="d_model, a multiple of 8 (%(default)s)")
+PARSER.add_argument("--segment-length", type=at_least_one, default=64, help="events (%(default)s)")
+PARSER.add_argument("--memory-length", type=at_least_one, default=256, help="events (%(default)s)")
+PARSER.add_argument("--batch-size", type=at_least_one, default=16, help="parallel streams of events (%(default)s)")
+PARSER.add_argument("--steps", type=at_least_one, default=2000, help="(%(default)s)")
+PARSER.add_argument("--learning-rate", type=positive, default=1e-3, help="(%(default)s)")
 
 if __name__ == "__main__":
     PARSER.refuse_first()

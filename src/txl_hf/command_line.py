@@ -6,6 +6,7 @@ It imports nothing slow.
 import argparse
 import contextlib
 import difflib
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ __all__ = [
     "hub_or_folder",
     "new_path",
     "one_line_errors",
+    "positive",
     "wait_briefly",
 ]
 
@@ -155,6 +157,17 @@ def at_least_one(text: str) -> int:
         number = 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} has to be a whole number, at least 1")
+    return number
+
+
+def positive(text: str) -> float:
+    """The type of an option that is a rate or a share. Raises an ArgumentTypeError for what is no number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} has to be a number above 0, and finite")
     return number
 
 

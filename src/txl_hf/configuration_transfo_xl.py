@@ -234,6 +234,7 @@ class TransfoXLConfig(PreTrainedConfig):
     def _validate_sizes(self):
         least = {"vocab_size": 0, "d_model": 1, "d_embed": 1, "n_head": 1, "d_head": 1, "d_inner": 1, "n_layer": 1}
         least |= {"div_val": 1} if self.input_size is None else {"div_val": 1, "input_size": 1}
+        least |= {} if self.max_klen is None else {"max_klen": 1}
         for name, smallest in least.items():
             size, largest = getattr(self, name), MAX_LAYERS if name == "n_layer" else 2**31 - 1
             if size < smallest:

@@ -13,6 +13,7 @@ from transformers.generation import (
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
+    StopStringCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
 )
@@ -207,8 +208,10 @@ class TransfoXLGenerationMixin(GenerationMixin):
 
     def _prepare_model_inputs(self, *args, **kwargs):
         inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
-        if (cache := model_kwargs.pop("cache", None)) is not None:
-            model_kwargs[CACHE_NAME] = chosen_cache(model_kwargs.get("past_key_values"), cache)
+        cache = model_kwargs.pop("cache", None)
+        chosen = chosen_cache(model_kwargs.get("past_key_values"), cache)
+        if cache is not None:
+            model_kwargs[CACHE_NAME] = chosen
         check_tensors(**{name: model_kwargs.get(name) for name in ("resets", "position_ids", *_PACKED)})
         mask, mems = model_kwargs.get("attention_mask"), model_kwargs.get("mems")
         if mask is not None and mems is not None and mask.dim() == 2 and mask.shape[1] > inputs.shape[1]:
@@ -249,6 +252,28 @@ class TransfoXLGenerationMixin(GenerationMixin):
             past_key_values.reorder_cache(beam_idx)
         return past_key_values
 
+    def _get_stopping_criteria(self, generation_config, stopping_criteria, tokenizer=None):
+        strings = generation_config.stop_strings
+        if strings is None or getattr(tokenizer, "mode", None) is None:
+            return super()._get_stopping_criteria(generation_config, stopping_criteria, tokenizer)
+        generation_config.stop_strings = None
+        try:
+            criteria = super()._get_stopping_criteria(generation_config, stopping_criteria, tokenizer)
+        finally:
+            generation_config.stop_strings = strings
+        criteria.append(_StopStrings(tokenizer, strings))
+        return criteria
+
+    def _get_candidate_generator(self, generation_config, *args, **kwargs):
+        samples = generation_config.do_sample and kwargs.get("assistant_tokenizer") is not None
+        if samples and isinstance(kwargs.get("assistant_model"), TransfoXLGenerationMixin):
+            raise ValueError(
+                "do_sample=True with an assistant_tokenizer cuts the assistant's softmax down to the tokens of both "
+                "vocabularies, and an adaptive softmax is not cut: use do_sample=False, or an assistant with the "
+                "model's tokenizer"
+            )
+        return super()._get_candidate_generator(generation_config, *args, **kwargs)
+
     def _expand_inputs_for_generation(self, expand_size=1, **kwargs):
         if kwargs.get("mems") is not None:
             kwargs["mems"] = tuple(states.repeat_interleave(expand_size, dim=0) for states in kwargs["mems"])
@@ -260,6 +285,22 @@ class TransfoXLGenerationMixin(GenerationMixin):
         if not isinstance(model_kwargs.get(CACHE_NAME), Cache):
             model_kwargs.pop(CACHE_NAME, None)
         return model_kwargs
+
+
+class _StopStrings(StopStringCriteria):
+    """Stop strings of a `TransfoXLTokenizer`.
+
+    What a token adds to a text is found by putting it after something that the tokenizer has whole. transformers takes
+    the letters from a to f, of which a vocabulary of words has no more than `<unk>`.
+    """
+
+    @staticmethod
+    def clean_tokenizer_vocab(tokenizer, *args, **kwargs):
+        for token, index in tokenizer.get_vocab().items():
+            text = tokenizer.convert_tokens_to_string([token])
+            if text.isalnum() and tokenizer(text, add_special_tokens=False)["input_ids"] == [index]:
+                return StopStringCriteria.clean_tokenizer_vocab(tokenizer, text, **kwargs)
+        raise ValueError("stop_strings need a vocabulary with a word, a letter or a digit, and this one has none")
 
 
 def _logits_top_k(

@@ -303,10 +303,14 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         if os.path.isfile(save_directory):
             raise NotADirectoryError(f"save_directory={os.fspath(save_directory)!r} is a file: name a folder")
         self.config.auto_map = dict(AUTO_MAP)
+        # The configuration says what loading ties, and may have changed since the model was made.
+        tied = self.get_expanded_tied_weights_keys()
+        untied = (self._tied_weights_keys or {}).keys() - tied.keys()
+        if untied and kwargs.get("state_dict") is None:
+            kwargs["state_dict"] = self.state_dict()
         if kwargs.get("state_dict") is not None:
-            # Gathered from shards, tied tensors would be written twice. The configuration says what loading ties, and
-            # may have changed since the model was made.
-            kwargs["state_dict"] = _without_copies(kwargs["state_dict"], self.get_expanded_tied_weights_keys())
+            # Gathered from shards, tied tensors would be written twice; transformers leaves out what shares memory.
+            kwargs["state_dict"] = _without_copies(kwargs["state_dict"], tied, untied)
         if getattr(self, "hf_quantizer", None) is not None:
             # Quantised matrices have scales and more beside them, which joining q, k and v would leave behind.
             kwargs["save_original_format"] = False
@@ -440,12 +444,16 @@ def is_repo_id(name: str) -> bool:
     return True
 
 
-def _without_copies(state_dict: Mapping[str, Tensor], tied: Mapping[str, str]) -> dict[str, Tensor]:
+def _without_copies(
+    state_dict: Mapping[str, Tensor], tied: Mapping[str, str], untied: Iterable[str]
+) -> dict[str, Tensor]:
     """All of a state dict but the tensors that equal what they are tied to; `tied` has the names of both.
 
     One of a head that PEFT has trained in full and merged, or that somebody has untied, has such a name and does not.
+    Those in `untied` get a memory of their own.
     """
     kept = dict(state_dict)
+    kept |= {name: kept[name].clone() for name in untied if name in kept and not kept[name].is_meta}
     for name, source in tied.items():
         tensor, other = state_dict.get(name), state_dict.get(source)
         # Of what is offloaded, which is not here, transformers knows what is tied.

@@ -64,11 +64,17 @@ def chosen_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | 
     """The cache that a call was given, by either of its names.
 
     Raises:
-        ValueError: it was given by both.
+        ValueError: it was given by both, or is no cache of a decoder.
     """
     if past_key_values is not None and cache is not None:
         raise ValueError("past_key_values and cache are two names of one thing: give one of them")
-    return past_key_values if cache is None else cache
+    given = past_key_values if cache is None else cache
+    if given is not None and not (isinstance(given, Cache) and hasattr(given, "layers")):
+        raise ValueError(
+            f"past_key_values are of type {type(given).__name__}: give what a call with use_cache=True returned, or a "
+            "new MemoryCache(model.config); states are mems="
+        )
+    return given
 
 
 @dataclass(frozen=True)

@@ -811,11 +811,14 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         Args:
             input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets: see
                 `TransfoXLModel.forward`.
-            labels: (B, L), shifted inside: token i predicts label i + 1. -100 is ignored, and so is what a position
-                that `attention_mask` masks would predict: the first token behind padding.
+            labels: (B, L), shifted inside: token i predicts label i + 1. -100 is ignored, and so is what
+                `attention_mask` masks: padding is no target, and predicts none, also not the first token behind it.
             shift_labels (in kwargs): (B, L), targets aligned with the inputs already, so that the last token of a
-                segment predicts the first of the next. Takes precedence over `labels`.
-            num_items_in_batch (in kwargs): what the sum of the losses is divided by, instead of the number of targets.
+                segment predicts the first of the next. Takes precedence over `labels`. What a masked position would
+                predict is ignored.
+            num_items_in_batch (in kwargs): what the sum of the losses is divided by, instead of the number of targets:
+                of labels that are not -100 in all batches of a step. If some of them are ignored as padding, they are
+                taken to cost as much as the others of this batch.
             logits_to_keep: keep the logits of the last so many positions, or of the positions in a tensor; 0: all.
             output_logits: whether to return logits beside a loss, (tokens × vocabulary) numbers that the loss does not
                 need; by default a model without cutoffs does, and one with cutoffs if it is so configured. Second
@@ -853,14 +856,13 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         hidden_states = outputs.last_hidden_state
         for listener in state_listeners:
             listener(hidden_states, attention_mask)
-        targets = _targets(labels, shift_labels, hidden_states.shape[:2])
-        if targets is not None:
-            targets = without_padding(targets, attention_mask, hidden_states.shape[1])
+        given = _targets(labels, shift_labels, hidden_states.shape[:2])
 
         loss, losses, logits = None, None, None
-        if targets is None:
+        if given is None:
             logits = self.lm_head(_keep(hidden_states, logits_to_keep), top_k=logits_top_k)
         else:
+            targets = without_padding(given, attention_mask, hidden_states.shape[1])
             predicting = hidden_states[:, : targets.shape[1]]
             if not output_logits:
                 losses = self.lm_head(predicting.flatten(0, 1), targets.flatten(), by_bin=by_bin).view(targets.shape)
@@ -870,6 +872,9 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
                 logits = _keep(logits, logits_to_keep)
             count = (targets != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             loss = losses.sum() / count
+            if num_items_in_batch is not None and targets is not given:
+                # Who counted cannot know that padding predicts nothing: what it would have costs what others here do.
+                loss = loss * ((given != -100).sum() / (targets != -100).sum().clamp(min=1))
         return TransfoXLCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -1087,14 +1092,15 @@ def _targets(labels: Tensor | None, shift_labels: Tensor | None, shape: torch.Si
 
 def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_length: int) -> Tensor:
     """(B, n) targets of the first n positions of a segment, -100 where the position that predicts is padding: what it
-    computes is nobody's."""
+    computes is nobody's. Where n = L - 1, each is the token of the next position, and -100 where that is padding."""
     if attention_mask is None or attention_mask.dim() != 2:
         return targets
-    mask = attention_mask[:, -segment_length:][:, : targets.shape[1]]
-    if mask.shape != targets.shape:
+    real, length = attention_mask[:, -segment_length:] != 0, targets.shape[1]
+    if real.shape != (len(targets), segment_length):
         # What opens the memory says what is wrong with it.
         return targets
-    return targets.masked_fill(mask.to(targets.device) == 0, -100)
+    counts = real[:, :length] if length == segment_length else real[:, :-1] & real[:, 1:]
+    return targets.masked_fill(~counts.to(targets.device), -100)
 
 
 def _check_targets(name: str, given: Tensor, shape: torch.Size):

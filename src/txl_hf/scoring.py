@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
@@ -23,7 +24,6 @@ from .continuous_cache import ContinuousCache
 from .corpora import CorpusError, count_batch, count_stream
 from .encoding import (
     check_symbols_of,
-    document_end_token,
     encode_bytes,
     encode_lines,
     find_tokenizer,
@@ -172,10 +172,20 @@ def take_lengths_of_training(options: argparse.Namespace, follows: bool) -> None
 
 
 def find_document_end(options: argparse.Namespace, text: Text) -> int | None:
-    """The token that ends each document: as asked for or as training had it, else as the data was prepared."""
+    """The token that ends each document: as asked for or as training had it, else as the data was prepared.
+
+    Raises:
+        ValueError: the one that was asked for is not in the vocabulary, or not in the text.
+    """
     if isinstance(options.document_end, int):
         return options.document_end
-    return read_document_end(options.data, text.tokenizer, options.document_end)
+    found = read_document_end(options.data, text.tokenizer, options.document_end)
+    if None not in (found, options.document_end) and not (np.asarray(text.token_ids[:]) == found).any():
+        raise ValueError(
+            f"--document_end {options.document_end} is not in the text: leave it out, or read the text as one with "
+            "--document_end none"
+        )
+    return found
 
 
 def find_device(name: str | None) -> str:
@@ -393,11 +403,7 @@ def read_text(options: argparse.Namespace) -> Text:
             f"{options.tokenizer or options.model} reads music: --data {options.data} must be a folder of txl-prepare"
         )
     text = read_raw(options.data, tokenizer)
-    if (document_end := options.document_end) in (None, "none"):
-        return text
-    if not isinstance(document_end, int):
-        document_end = document_end_token(tokenizer, document_end)
-    return dataclasses.replace(text, document_end=document_end)
+    return dataclasses.replace(text, document_end=find_document_end(options, text))
 
 
 def read_prepared(folder: Path, split: str) -> Text:

@@ -61,7 +61,8 @@ class TokenStream(Dataset):
         document_end: where documents end in the text: the token that each ends with, or the places behind their last
             tokens in ascending order. Items then have `resets`, (e + L,) bool, True where a document begins. Its first
             token is a label as any other, of the last token before it. None: the text is one.
-        first_step: begin with this segment of every stream, to resume where nothing skips what was read before.
+        first_step: begin with this segment of every stream, in each epoch: to resume where nothing skips what was read
+            before. `Trainer` skips by itself.
 
     Attributes:
         steps: segments per stream and epoch, those before `first_step` included.

@@ -321,7 +321,8 @@ class TransfoXLTrainer(Trainer):
         batches = []
         for batch in batch_samples:
             if (labels := batch.get("shift_labels")) is not None:
-                labels = without_padding(labels, batch.get("attention_mask"), labels.shape[1])
+                # In the batch itself, so that the model counts the same.
+                labels = batch["shift_labels"] = without_padding(labels, batch.get("attention_mask"), labels.shape[1])
                 batch = {"labels": labels, "shift_labels": labels}
             batches.append(batch)
         targets = super()._get_num_items_in_batch(batches, device)

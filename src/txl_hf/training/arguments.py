@@ -354,6 +354,9 @@ def check_rates(optimization: OptimizationArguments):
     for name in ("learning_rate", "embedding_lr_factor", "muon_lr_factor", "weight_decay"):
         if not 0 <= (value := getattr(optimization, name)) < math.inf:
             raise ValueError(f"--{name} is {value:g}, but must be at least 0, and finite")
+    for name in ("beta1", "beta2"):
+        if not 0 <= (value := getattr(optimization, name)) < 1:
+            raise ValueError(f"--{name} is {value:g}, but must be at least 0 and below 1")
     if (epsilon := optimization.epsilon) is not None and not 0 <= epsilon < math.inf:
         raise ValueError(f"--epsilon is {epsilon:g}, but must be at least 0, and finite")
     if not optimization.max_grad_norm >= 0:

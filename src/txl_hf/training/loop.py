@@ -168,6 +168,12 @@ class Training:
             print(self.describe(), file=sys.stderr)
             if not self.arguments.run.smoke and (note := foreign_metric(self.tokenizer, self.arguments.evaluation)):
                 print(note, file=sys.stderr)
+            if (warmup := self.arguments.optimization.warmup_steps) > self.max_steps:
+                print(
+                    f"--warmup_steps {warmup} are more than all {self.max_steps} steps: the learning rate stays below "
+                    "its highest",
+                    file=sys.stderr,
+                )
         self.bar = tqdm(total=self.max_steps, initial=self.step, unit="step", desc="train", disable=not main)
         self.since = time.perf_counter()
         # The first step is shown at once.

@@ -218,7 +218,8 @@ def make_config(arguments: ModelArguments, tokenizer: Any, data: DataArguments) 
                 f"the vocabulary of --data {data.data} has {vocab_size} tokens, fewer than the recipe's cutoffs "
                 f"{given['cutoffs']}: give smaller ones with --cutoffs, or none with --cutoffs alone"
             )
-        return TransfoXLConfig(vocab_size=vocab_size, eos_token_id=None, **{"d_embed": arguments.d_model, **given})
+        given.setdefault("d_embed", given.get("d_model", config.d_model))
+        return TransfoXLConfig(vocab_size=vocab_size, eos_token_id=None, **given)
     if vocab_size > config.vocab_size:
         raise ValueError(
             f"the vocabulary of --data {data.data} has {vocab_size} tokens, but --model_name_or_path {source} has "
