@@ -1096,7 +1096,7 @@ def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_leng
     if attention_mask is None or attention_mask.dim() != 2:
         return targets
     real, length = attention_mask[:, -segment_length:] != 0, targets.shape[1]
-    if real.shape != (len(targets), segment_length):
+    if real.shape != (targets.shape[0], segment_length):
         # What opens the memory says what is wrong with it.
         return targets
     counts = real[:, :length] if length == segment_length else real[:, :-1] & real[:, 1:]
