@@ -388,7 +388,8 @@ def mask_overflow(mems: tuple[Tensor, ...], mems_mask: Tensor | None = None) -> 
     Returns:
         (B, m) bool, or None: all are real.
     """
-    finite = torch.stack([states.isfinite().all(dim=-1) for states in mems]).all(dim=0)
+    device = mems[0].device if mems_mask is None else mems_mask.device
+    finite = torch.stack([states.isfinite().all(dim=-1).to(device) for states in mems]).all(dim=0)
     if mems_mask is None:
         return None if finite.all() else finite
     return mems_mask & finite

@@ -868,13 +868,12 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
                 losses = self.lm_head(predicting.flatten(0, 1), targets.flatten(), by_bin=by_bin).view(targets.shape)
             else:
                 logits = self.lm_head(hidden_states)
-                losses = _pick_losses(logits[:, : targets.shape[1]], targets)
+                losses = _pick_losses(logits[:, : targets.shape[1]], targets.to(logits.device))
                 logits = _keep(logits, logits_to_keep)
-            count = (targets != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-            loss = losses.sum() / count
+            loss = _mean_loss(losses, targets, num_items_in_batch)
             if num_items_in_batch is not None and targets is not given:
                 # Who counted cannot know that padding predicts nothing: what it would have costs what others here do.
-                loss = loss * ((given != -100).sum() / (targets != -100).sum().clamp(min=1))
+                loss = loss * ((given != -100).sum() / (targets != -100).sum().clamp(min=1)).to(loss.device)
         return TransfoXLCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -1063,10 +1062,10 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
         if labels is not None:
             _check_targets("labels", labels, logits.shape[:2])
             check_labels(labels, self.num_labels)
-            count = (labels != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-            losses = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten().long(), reduction="none")
+            targets = labels.to(logits.device, torch.long)
+            losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
             losses = losses.view(labels.shape)
-            loss = losses.sum() / count
+            loss = _mean_loss(losses, targets, num_items_in_batch)
         return TransfoXLTokenClassifierOutput(
             loss=loss,
             logits=logits,
@@ -1121,6 +1120,15 @@ def _check_classes(labels: Tensor, rows: int, config: TransfoXLConfig):
     are_classes = config.problem_type in (None, "single_label_classification") and num_labels > 1
     if are_classes and labels.dtype in (torch.long, torch.int):
         check_labels(labels, num_labels)
+
+
+def _mean_loss(losses: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    """The sum of the losses over their count, or over that of a whole step; 0 where nothing counts.
+
+    Where a model is spread over several GPUs, targets and counts may be on another one.
+    """
+    count = (targets != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    return losses.sum() / (count.to(losses.device) if isinstance(count, Tensor) else count)
 
 
 def _pick_losses(log_probs: Tensor, targets: Tensor) -> Tensor:

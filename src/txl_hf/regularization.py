@@ -102,8 +102,9 @@ class Regularizer:
         if self._outputs is None:
             raise RuntimeError("penalty() is that of the last forward in training mode, but there was none")
         raw, dropped = (states.float() for states in self._outputs)
-        counted = torch.ones(raw.shape[:2], device=raw.device) if shift_labels is None else (shift_labels != -100)
-        goes_on = torch.ones_like(counted) if resets is None else ~resets
+        everywhere = torch.ones(raw.shape[:2], device=raw.device)
+        counted = everywhere if shift_labels is None else (shift_labels != -100).to(raw.device)
+        goes_on = everywhere if resets is None else ~resets.to(raw.device)
         for name, given in (("shift_labels", counted), ("resets", goes_on)):
             if given.shape != raw.shape[:2]:
                 raise ValueError(f"{name} are {tuple(given.shape)}, but the forward was {tuple(raw.shape[:2])}")
