@@ -87,9 +87,9 @@ bench: venv $(LEGACY)/installed
 	$(BIN)/python benchmarks/report.py
 	$(BIN)/python benchmarks/report.py --compare build/benchmarks benchmarks/results
 
-# Every benchmark for a GPU, in calls of under ten minutes.
+# Every benchmark for a GPU, an hour and a half at most; benchmarks/gpu.py --help for a GPU that is lent for minutes.
 bench-gpu: venv
-	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python benchmarks/gpu.py --minutes 100
 	$(BIN)/python benchmarks/report.py
 
 # The paper's tables and figures as a miniature, in at most 100 minutes on two cores. Stopped, it goes on where it was.

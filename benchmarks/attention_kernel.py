@@ -281,8 +281,6 @@ def main(given: list[str] | None = None) -> int:
 
     chosen = arguments.shapes or (SHAPES if device == "cuda" else CPU_SHAPES)
     shapes = SMOKE_SHAPES if arguments.smoke else {name: (SHAPES | CPU_SHAPES)[name] for name in chosen}
-    # A variant for each shape and mode: from the ninth on it would run uncompiled, and be timed so.
-    torch._dynamo.config.recompile_limit = 64
     wrong = failing(contenders, shapes.values() if arguments.smoke else GATE_SHAPES, device, dtype)
     contenders = [name for name in contenders if name not in wrong]
     origin = harness.origin(device, arguments.dtype, arguments.threads) | harness.versions()

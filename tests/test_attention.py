@@ -487,6 +487,18 @@ def test_flex_attention_without_gradient(shape, masked, ran):
     assert ran == ["eager", "flex_attention"]
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_flex_attention_is_compiled_for_a_memory_that_grows():
+    """PyTorch gives up compiling after so many lengths, eight by default, and computes what L × K numbers hold."""
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True), torch.no_grad():
+        for memory in (3, 4):
+            tensors = {name: tensor.detach() for name, tensor in draw((1, 1, 3, memory, 8))[0].items()}
+            expected, _ = relative_attention(**tensors)
+            actual, _ = relative_attention(**tensors, implementation="flex_attention")
+            torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_fallback_warns_once(caplog, ran):
     logging.get_logger("transformers").propagate = True
     tensors, _ = draw((1, 1, 3, 2, 8))

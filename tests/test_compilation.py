@@ -78,8 +78,8 @@ def test_layers_are_compiled_on_a_gpu_unless_something_else_is(tmp_path, monkeyp
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("max_steps: 1\ndata: data\noutput: output\n")
 
-    def chosen(*options, backend=None):
-        return should_compile_layers(parse_arguments([str(recipe), *options]), backend)
+    def chosen(*options, whole=False):
+        return should_compile_layers(parse_arguments([str(recipe), *options]), whole)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert not chosen() and chosen("--compile_layers", "True")
@@ -87,6 +87,9 @@ def test_layers_are_compiled_on_a_gpu_unless_something_else_is(tmp_path, monkeyp
     monkeypatch.setattr(compilation, "has_triton", lambda: False)
     assert not chosen() and chosen("--compile_layers", "True")
     monkeypatch.setattr(compilation, "has_triton", lambda: True)
-    assert chosen() and chosen(backend="NO")
+    monkeypatch.setattr(compilation, "why_triton_cannot_begin", lambda: "Triton cannot begin: there is no gcc")
+    assert not chosen() and chosen("--compile_layers", "True")
+    monkeypatch.setattr(compilation, "why_triton_cannot_begin", lambda: None)
+    assert chosen()
     assert not chosen("--compile_layers", "False")
-    assert not chosen(backend="INDUCTOR") and not chosen("--word_dropout", "0.1")
+    assert not chosen(whole=True) and not chosen("--word_dropout", "0.1")

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -546,6 +547,34 @@ def test_says_why_it_cannot_be_used(monkeypatch):
     assert "not installed" in kernels.why_not_triton(query())
 
 
+def test_a_machine_without_a_compiler_does_without(monkeypatch):
+    """Triton builds a module in C before its first launch: many images have no gcc, or no headers of Python."""
+    said = []
+
+    class Driver:
+        def get_current_target(self):
+            if said:
+                raise RuntimeError(said[0])
+
+    query = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, shape=(1, 1, 2, 64))
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernels.triton, "runtime", SimpleNamespace(driver=SimpleNamespace(active=Driver())))
+
+    def answer(x):
+        return x + (1 if kernels.why_triton_cannot_begin() is None else 2)
+
+    for sentence in (None, "Failed to find C compiler."):
+        kernels._try_driver.cache_clear()
+        said[:] = filter(None, [sentence])
+        assert kernels.why_not_triton(query) == (sentence and f"Triton cannot begin: {sentence}")
+        # A layer that is compiled asks too, and stays one graph.
+        torch.compiler.reset()
+        compiled = torch.compile(answer, backend="eager", fullgraph=True)
+        assert compiled(torch.zeros(())) == (2 if sentence else 1)
+    kernels._try_driver.cache_clear()
+
+
 def test_fp32_is_multiplied_as_pytorch_is_told():
     before = torch.get_float32_matmul_precision()
     try:
@@ -567,6 +596,14 @@ def test_more_blocks_of_queries_than_a_grid_has_room_for(monkeypatch):
     result = differentiate(kernels.triton_relative_attention, tensors, cotangent, torch.float32, **options)
     for name, value in expected.items():
         torch.testing.assert_close(result[name], value, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_that_are_too_far_apart_to_count_are_brought_together():
+    """A kernel counts numbers within a head in 32 bits, and 16,384 keys with the batch behind them are more."""
+    for keys, same in ((16_000, True), (16_384, False)):
+        far = torch.empty(keys, 128, 16, 64, device="meta").permute(1, 2, 0, 3)
+        assert (kernels._rows_in_order(far) is far) == same
+        assert [part.stride(2) for part in kernels._empty_gradients(far)] == [128 * 16 * 64 if same else 64]
 
 
 def test_heads_of_any_width_are_read_sixteen_numbers_at_a_time(monkeypatch):

@@ -54,6 +54,10 @@ __all__ = [
 
 logger = logging.get_logger(__name__)
 
+# Numbers of queries and keys that FlexAttention is compiled for, where PyTorch has eight: a memory that grows has one
+# after the other, and whatever came after the last would hold L × K numbers.
+FLEX_LENGTHS = 64
+
 
 def relative_shift(scores: Tensor) -> Tensor:
     """Align scores per distance with keys (Appendix B): another view of the same numbers, without a copy.
@@ -221,7 +225,11 @@ def flex_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
         return score + bias[b, h, i, j]
 
     query = _add_bias(inputs.query, inputs.content_bias)
-    attended = _compiled_flex_attention()(query, inputs.key, inputs.value, score_mod=add_bias, scale=inputs.scaling)
+    graph = torch.compiler.is_compiling()
+    with contextlib.nullcontext() if graph else torch._dynamo.config.patch(recompile_limit=FLEX_LENGTHS):
+        attended = _compiled_flex_attention()(
+            query, inputs.key, inputs.value, score_mod=add_bias, scale=inputs.scaling
+        )
     return attended, None
 
 

@@ -42,6 +42,7 @@ other tiles are left out.
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
@@ -58,7 +59,7 @@ try:
 except ImportError:
     triton = None
 
-__all__ = ["triton_relative_attention", "why_not_triton"]
+__all__ = ["triton_relative_attention", "why_not_triton", "why_triton_cannot_begin"]
 
 LOG2_E = 1.4426950408889634
 # Kernels built under Triton's interpreter run on the CPU; Triton decides at the same moment, when it decorates them.
@@ -87,6 +88,25 @@ def why_not_triton(query: Tensor) -> str | None:
         return f"the tensors are on {query.device.type}, not on a GPU"
     if torch.version.hip is None and torch.cuda.get_device_capability(query.device) < (8, 0):
         return "the GPU is older than compute capability 8.0"
+    return why_triton_cannot_begin()
+
+
+@torch.compiler.assume_constant_result
+def why_triton_cannot_begin() -> str | None:
+    """What keeps an installed Triton from launching anything on this machine's GPU, or None if nothing does.
+
+    It builds a module in C first, with gcc or clang and the headers of Python, which small images lack.
+    """
+    return _try_driver()
+
+
+@functools.cache
+def _try_driver() -> str | None:
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except Exception as error:
+        # Whatever the compiler, the loader of the module or Triton's look for a GPU raises.
+        return f"Triton cannot begin: {' '.join(str(error).split()):.200}"
     return None
 
 
@@ -752,9 +772,12 @@ if triton is not None:
             "num_stages": stages,
         }
 
+    def _can_read(tensor: Tensor) -> bool:
+        """The kernels take any strides but that of the columns, and count numbers within a head in 32 bits."""
+        return tensor.stride(-1) == 1 and tensor.shape[-2] * tensor.stride(-2) < 2**31
+
     def _rows_in_order(tensor: Tensor) -> Tensor:
-        """The kernels take any strides but that of the columns."""
-        return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+        return tensor if _can_read(tensor) else tensor.contiguous()
 
     def _strides(tensor: Tensor | None) -> tuple[int, ...]:
         return (0, 0) if tensor is None else tensor.stride()[:-1]
@@ -831,11 +854,11 @@ if triton is not None:
         return output, torch.empty((B, H, L), dtype=torch.float32, device=query.device)
 
     def _empty_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-        """Memory for their gradients, laid out as they are unless columns would not be side by side."""
+        """Memory for their gradients, laid out as they are unless the kernels cannot take that."""
         empty = [torch.empty_like(tensor) for tensor in tensors]
         return tuple(
             gradient
-            if gradient.stride(-1) == 1
+            if _can_read(gradient)
             else torch.empty(gradient.shape, dtype=gradient.dtype, device=gradient.device)
             for gradient in empty
         )

@@ -38,6 +38,7 @@ __all__ = [
     "begin_documents",
     "cached_key_mask",
     "chosen_cache",
+    "cloned_states",
     "clear_hidden",
     "decoding_state_of",
     "forget",
@@ -366,6 +367,18 @@ def latest_states(memory: dict[str, Any], mem_len: int) -> dict[str, Any]:
     return {
         "mems": tuple(states[:, -mem_len:] for states in mems),
         "mems_mask": None if mems_mask is None else mems_mask[:, -mem_len:],
+    }
+
+
+def cloned_states(memory: dict[str, Any]) -> dict[str, Any]:
+    """What `memory_of` returned, in tensors of its own: a captured graph writes its outputs to the same place at every
+    step, and would overwrite what it is about to read."""
+    if not memory:
+        return memory
+    mems, mems_mask = memory["mems"], memory["mems_mask"]
+    return {
+        "mems": tuple(states.clone() for states in mems),
+        "mems_mask": None if mems_mask is None else mems_mask.clone(),
     }
 
 

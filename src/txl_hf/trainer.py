@@ -34,7 +34,7 @@ from .checkpoints import (
     save_mems,
 )
 from .evaluation import figures
-from .memory_transfo_xl import latest_states, mask_overflow, memory_of, real_states
+from .memory_transfo_xl import cloned_states, latest_states, mask_overflow, memory_of, real_states
 from .modeling_transfo_xl import without_padding
 from .regularization import Regularizer, regularize
 from .regularization_arguments import RegularizationArguments
@@ -365,15 +365,13 @@ class TransfoXLTrainer(Trainer):
         dtype = self.model.first_parameter.dtype
         if self.accelerator.native_amp and not self.model.config.pre_lnorm:
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, dtype)
-        mems, mask = tuple(states.detach().to(dtype) for states in memory["mems"]), memory["mems_mask"]
+        memory = memory | {"mems": tuple(states.detach().to(dtype) for states in memory["mems"])}
         if self.args.torch_compile:
-            # A captured graph writes its outputs to the same place at every step.
-            mems = tuple(states.clone() for states in mems)
-            mask = None if mask is None else mask.clone()
+            memory = cloned_states(memory)
         if self.args.fp16 or dtype == torch.float16:
             # A stream whose states overflowed would go on from them until the text ends, whatever the scaler skips.
-            mask = mask_overflow(mems, mask)
-        return {"mems": mems, "mems_mask": mask}
+            memory["mems_mask"] = mask_overflow(**memory)
+        return memory
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:

@@ -5,27 +5,30 @@ time that the whole model takes, whose graph repeats them.
 from contextlib import AbstractContextManager
 
 import torch
+from accelerate import Accelerator
 from torch.utils._triton import has_triton
 
+from ..attention_transfo_xl_triton import why_triton_cannot_begin
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from .arguments import Arguments
 
-__all__ = ["compile_layers", "should_compile_layers", "uncompiled"]
+__all__ = ["compile_layers", "is_compiled", "should_compile_layers", "uncompiled"]
 
 
-def should_compile_layers(arguments: Arguments, dynamo_backend: str | None) -> bool:
+def is_compiled(accelerator: Accelerator) -> bool:
+    """Whether accelerate compiles the whole model, as `--dynamo_backend` or `accelerate launch` says."""
+    return accelerator.state.dynamo_plugin.backend.value.lower() != "no"
+
+
+def should_compile_layers(arguments: Arguments, whole: bool) -> bool:
     """What `--compile_layers` says; by default on a GPU that Triton runs on, of which the compiled kernels are, unless
-    all is compiled, or dropouts are put around layers.
-
-    Args:
-        dynamo_backend: what the whole model is compiled with; "no" or None: it is not.
+    all is compiled (`whole`), or dropouts are put around layers.
     """
     chosen = arguments.run.compile_layers
     if chosen is not None:
         return chosen
-    whole = (dynamo_backend or "no").lower() != "no"
     usual = not whole and not any(vars(arguments.regularization).values())
-    return usual and torch.cuda.is_available() and has_triton()
+    return usual and torch.cuda.is_available() and has_triton() and why_triton_cannot_begin() is None
 
 
 def compile_layers(model: TransfoXLForCausalLM, backend: str = "inductor") -> None:

@@ -33,12 +33,12 @@ from ..columns import open_tokens
 from ..encoding import fill_special_tokens
 from ..evaluation import figures
 from ..files import disk_errors, move_into_place, whole_folder
-from ..memory_transfo_xl import latest_states, mask_overflow, memory_of, real_states
+from ..memory_transfo_xl import cloned_states, latest_states, mask_overflow, memory_of, real_states
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..regularization import regularize
 from ..streams import check_loader
 from .arguments import SPLITS, Arguments
-from .compilation import compile_layers, should_compile_layers, uncompiled
+from .compilation import compile_layers, is_compiled, should_compile_layers, uncompiled
 from .results import (
     BEST,
     LOG,
@@ -148,7 +148,7 @@ class Training:
         self.scheduler = make_scheduler(optimizer, optimization, self.max_steps)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
         self.autocast = take_autocast(self.accelerator, self.plain_model())
-        if should_compile_layers(arguments, self.accelerator.state.dynamo_plugin.backend.value):
+        if should_compile_layers(arguments, is_compiled(self.accelerator)):
             compile_layers(self.plain_model())
         check_loader(
             self.loader,
@@ -297,6 +297,8 @@ class Training:
                 with self.autocast():
                     outputs = self.model(**inputs, **self.memories[i])
                 self.memories[i] = latest_states(memory_of(outputs), mem_len)
+                if is_compiled(accelerator):
+                    self.memories[i] = cloned_states(self.memories[i])
                 if accelerator.mixed_precision == "fp16" and self.memories[i]:
                     # A stream would go on from what overflowed until the text ends, whatever the scaler skips.
                     self.memories[i]["mems_mask"] = mask_overflow(**self.memories[i])
