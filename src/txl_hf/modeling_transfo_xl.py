@@ -594,7 +594,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 it, and inside a row the states of other documents are in their places, which no mask changes.
             position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx (in kwargs): as collators of `transformers` and TRL
                 write them for documents packed into a row; where one begins inside it, that is a reset. Whether the
-                row's first token continues a text, `mems` alone say.
+                row's first token continues a text, `mems` alone say. Whether position_ids count on, the host asks too.
 
         Raises:
             ValueError: inputs that do not fit the model or each other; the message names them.
