@@ -71,18 +71,31 @@ def convert(arguments: argparse.Namespace) -> None:
     family = importlib.import_module(f".{FAMILIES[arguments.family]}", __package__)
     checkpoint = family.read(arguments.checkpoint, arguments.corpus)
     config = None
-    if checkpoint.tensors:
+    if not checkpoint.tensors:
+        check_vocabulary_alone(arguments)
+    else:
         config = build_config(checkpoint, arguments)
         check_complete(checkpoint.tensors, config, checkpoint.head)
         print_settings(config, checkpoint)
     with unfinished(arguments.output) as folder:
-        has_tokenizer = write_tokenizer(folder, checkpoint, arguments.tokenizer_mode)
+        has_tokenizer = write_tokenizer(folder, checkpoint, arguments)
         if config is not None:
             model = write_model(folder, config, checkpoint, arguments.allow_non_finite)
             write_card(folder, arguments, checkpoint, model, has_tokenizer)
-    print(f"wrote {arguments.output}")
+    alone = "" if checkpoint.tensors else ", a tokenizer: there was a vocabulary alone, and no model"
+    print(f"wrote {arguments.output}{alone}")
     if arguments.push_to_hub:
         push(arguments.output, arguments.push_to_hub)
+
+
+def check_vocabulary_alone(arguments: argparse.Namespace) -> None:
+    """Raise ConversionError for options of a model where there is a vocabulary and no weights."""
+    for name in ("corpus", *SETTINGS):
+        if getattr(arguments, name, None) is not None:
+            raise ConversionError(
+                f"--{name.replace('_', '-')} is for a model, and {arguments.checkpoint} holds a vocabulary alone: "
+                "give the file or folder of the weights with --checkpoint"
+            )
 
 
 def build_config(checkpoint: Checkpoint, arguments: argparse.Namespace) -> TransfoXLConfig:
@@ -188,11 +201,15 @@ def write_model(
     return model
 
 
-def write_tokenizer(folder: Path, checkpoint: Checkpoint, mode: str | None) -> bool:
+def write_tokenizer(folder: Path, checkpoint: Checkpoint, arguments: argparse.Namespace) -> bool:
     """Write the tokenizer's files to `folder` if there is a vocabulary; return whether there is."""
-    vocabulary = checkpoint.vocabulary
+    vocabulary, mode = checkpoint.vocabulary, arguments.tokenizer_mode
     if vocabulary is None and checkpoint.tokenizer is None:
-        print("no tokenizer: no vocabulary at hand (--corpus)")
+        # These folders hold their own, and take no other.
+        remedy = "" if arguments.family == "transformers" else ": give it with --corpus"
+        if mode is not None:
+            raise ConversionError(f"--tokenizer-mode {mode} is for a vocabulary, and there is none at hand{remedy}")
+        print(f"no tokenizer: no vocabulary at hand{remedy}")
         return False
     if vocabulary is None:
         if mode is not None:

@@ -54,15 +54,15 @@ EXPECTED = arguments.EXPECTED["kimiyoung-tf"]
 def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     """Return the `Checkpoint` at `checkpoint`, a prefix such as `model.ckpt-0`, its `.index` file or its folder.
 
-    `corpus` is the pickled corpus (cache.pkl) or the folder with it and corpus-info.json. Raises ConversionError,
-    TensorBundleError or UnsafePickleError.
+    `corpus` is the pickled corpus (cache.pkl), or the folder with it and corpus-info.json, or with that alone. Raises
+    ConversionError, TensorBundleError or UnsafePickleError.
     """
     prefix = find_prefix(Path(checkpoint))
     bundle = TensorBundle(prefix)
     info = vocabulary.read_corpus_info(_folders(prefix, corpus))
     dataset = info.get("dataset")
     symbols = None
-    if corpus is not None and (Path(corpus).is_file() or (Path(corpus) / "cache.pkl").is_file()):
+    if corpus is not None and not vocabulary.is_described_alone(Path(corpus)):
         symbols, dataset = vocabulary.read_corpus(corpus, dataset)
     sources = [
         Source(name, entry.shape, functools.partial(bundle.read, name))

@@ -20,6 +20,8 @@ MODES = {
     "enwik8": "bytes",
     "text8": "characters",
 }
+# What the originals write beside their data.
+CORPORA, INFORMATION = ("cache.pt", "cache.pkl"), "corpus-info.json"
 END_OF_TEXT = ("<eos>", "<S>")
 UNKNOWN = ("<unk>", "<UNK>")
 
@@ -45,6 +47,11 @@ class Vocabulary:
         return None if self.eos_token is None else self.symbols.index(self.eos_token)
 
 
+def is_described_alone(folder: Path) -> bool:
+    """Whether a folder has corpus-info.json, which knows no symbols, and no pickled corpus."""
+    return (folder / INFORMATION).is_file() and not any((folder / name).is_file() for name in CORPORA)
+
+
 def read_corpus(path: Path, dataset: str | None = None) -> tuple[Vocabulary, str | None]:
     """Return (Vocabulary, data set) from a pickled corpus, or from the folder that holds it as the originals name it.
 
@@ -52,7 +59,7 @@ def read_corpus(path: Path, dataset: str | None = None) -> tuple[Vocabulary, str
     """
     path = Path(path)
     if path.is_dir():
-        found = [path / name for name in ("cache.pt", "cache.pkl") if (path / name).is_file()]
+        found = [path / name for name in CORPORA if (path / name).is_file()]
         if not found:
             raise ConversionError(f"{path} is a folder without cache.pt or cache.pkl; expected the pickled corpus")
         path = found[0]
@@ -84,7 +91,7 @@ def from_stand_in(vocab: object, dataset: str | None, where: str) -> Vocabulary:
 def read_corpus_info(folders: list[Path]) -> dict:
     """Return the first corpus-info.json in `folders` as a dict, {} where there is none."""
     for folder in folders:
-        path = Path(folder) / "corpus-info.json"
+        path = Path(folder) / INFORMATION
         if path.is_file():
             try:
                 info = json.loads(path.read_text())

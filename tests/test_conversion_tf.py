@@ -13,6 +13,7 @@ from goldens import golden
 from txl_hf import TransfoXLConfig
 from txl_hf.conversion import command_line, kimiyoung_tf, layout, tf_checkpoint
 from txl_hf.conversion.tf_checkpoint import TensorBundle, TensorBundleError, masked_crc32c
+from txl_hf.unpickle_transfo_xl import UnsafePickleError
 
 GOLDENS = {path.parent.name: path.parent for path in sorted(golden("kimiyoung_tf").glob("*/golden.json"))}
 FUZZ = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
@@ -215,6 +216,21 @@ def test_corpus_info_of_another_checkpoint(tmp_path):
     (tmp_path / "corpus-info.json").write_text('{"vocab_size": 13, "cutoffs": [4, 7]}')
     with pytest.raises(layout.ConversionError, match="vocab_size 13, the checkpoint's shapes say 12"):
         kimiyoung_tf.read(prefix)
+
+
+def test_a_corpus_that_is_not_there_is_refused(tmp_path):
+    """A folder that describes one is not: its symbols are unknown, and its numbers are compared."""
+    prefix, folder = small_checkpoint(tmp_path), tmp_path / "data"
+    folder.mkdir()
+    with pytest.raises(layout.ConversionError, match="nowhere does not exist; expected the pickled corpus"):
+        kimiyoung_tf.read(prefix, tmp_path / "nowhere")
+    with pytest.raises(layout.ConversionError, match="data is a folder without cache.pt or cache.pkl"):
+        kimiyoung_tf.read(prefix, folder)
+    (folder / "corpus-info.json").write_text('{"vocab_size": 12}')
+    assert kimiyoung_tf.read(prefix, folder).vocabulary is None
+    (folder / "cache.pt").write_bytes(b"")
+    with pytest.raises(UnsafePickleError, match="cache.pt is empty"):
+        kimiyoung_tf.read(prefix, folder)
 
 
 @pytest.mark.parametrize("suffix", ["", ".index", ".data-00000-of-00001", ".meta"])

@@ -669,6 +669,17 @@ def test_settings_of_an_optimiser_are_those_that_are_asked_for(tmp_path, corpus,
     assert (written["weight_decay"], written["seed"], written["max_steps"]) == (9.0, 1111, 8)
 
 
+def test_an_average_is_not_left_behind(tmp_path, corpus, capsys):
+    """What was the best so far is its loss, which plain weights are not to be compared with."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_every=4, average="equal")
+    train(recipe, "--data", corpus, "--output", tmp_path / "output")
+    options = ["--data", corpus, "--output", tmp_path / "output", "--resume", "--max_steps", "8"]
+    assert "checkpoint-4 has an average of the weights: resume with the --average of the run" in refused(
+        capsys, recipe, *options, "--average", "none"
+    )
+    train(recipe, *options)
+
+
 def test_a_shorter_memory_goes_on_from_the_end_of_the_longer_one(tmp_path, corpus):
     recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_every=4)
     for mem_len in ("3", "0"):
@@ -1158,6 +1169,9 @@ def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
         ({"learning_rate": math.nan}, "--learning_rate is nan, but must be at least 0, and finite"),
         ({"epsilon": -1.0}, "--epsilon is -1, but must be at least 0, and finite"),
         ({"beta2": 2.0}, "--beta2 is 2, but must be at least 0 and below 1"),
+        ({"average": "ema", "ema_decay": 1.5}, "--ema_decay is 1.5, but must be at least 0 and below 1"),
+        ({"average_start": 3}, "--average_start 3 is of --average ema and equal: set it to 0"),
+        ({"gate_bias": 3.0}, "--gate_bias 3 is of --gating gru: leave it out"),
         ({"learning_rate": 0.0}, "--learning_rate 0 cannot fall as --scheduler cosine has it: use constant"),
         ({"embedding_lr_factor": -1.0}, "--embedding_lr_factor is -1, but must be at least 0"),
         ({"weight_decay": -0.1}, "--weight_decay is -0.1, but must be at least 0"),

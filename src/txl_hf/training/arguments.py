@@ -341,6 +341,12 @@ def check_arguments(arguments: Arguments):
     if not 0 <= arguments.data.mem_warmup_ratio <= 1:
         raise ValueError(f"--mem_warmup_ratio is {arguments.data.mem_warmup_ratio:g}, but must be from 0 to 1")
     check_rates(optimization)
+    if (
+        arguments.model.gate_bias is not None
+        and arguments.model.gating is None
+        and not arguments.model.model_name_or_path
+    ):
+        raise ValueError(f"--gate_bias {arguments.model.gate_bias:g} is of --gating gru: leave it out")
     if not run.smoke:
         for name, value in (("data", arguments.data.data), ("output", run.output)):
             if value is None:
@@ -373,6 +379,10 @@ def check_rates(optimization: OptimizationArguments):
         raise ValueError(f"--min_learning_rate {least:g} is of --scheduler {' and '.join(ends)}: set it to 0")
     if optimization.decay_steps is not None and optimization.scheduler != "stable_decay":
         raise ValueError(f"--decay_steps {optimization.decay_steps} is of --scheduler stable_decay: leave it out")
+    if not 0 <= optimization.ema_decay < 1:
+        raise ValueError(f"--ema_decay is {optimization.ema_decay:g}, but must be at least 0 and below 1")
+    if optimization.average_start and optimization.average == "none":
+        raise ValueError(f"--average_start {optimization.average_start} is of --average ema and equal: set it to 0")
     if optimization.muon_lr_factor != 1 and optimization.optimizer != "muon":
         raise ValueError(f"--muon_lr_factor {optimization.muon_lr_factor:g} is of --optimizer muon: set it to 1")
 

@@ -463,6 +463,9 @@ class Training:
     def load_checkpoint(self, folder: Path):
         # An optimiser takes its settings from its checkpoint too, but those of today are asked for.
         asked = [{name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups]
+        if self.averaged is None and (folder / AVERAGE_NAME).is_file():
+            # What was the best so far is an average's loss, which plain weights are not to be compared with.
+            raise ValueError(f"{folder} has an average of the weights: resume with the --average of the run")
         try:
             with data_only():
                 self.accelerator.load_state(str(folder))
