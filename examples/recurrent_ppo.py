@@ -81,6 +81,14 @@ class TransfoXLPolicy(RecurrentActorCriticPolicy):
         length: int = 16,
         **kwargs,
     ):
+        if of_lstm := kwargs.keys() & {
+            "lstm_hidden_size",
+            "n_lstm_layers",
+            "shared_lstm",
+            "enable_critic_lstm",
+            "lstm_kwargs",
+        }:
+            raise ValueError(f"{min(of_lstm)} is of an LSTM: TransfoXLPolicy takes width, layers and length")
         super().__init__(observation_space, action_space, lr_schedule, lstm_hidden_size=width, **kwargs)
         self.lstm_actor = Memory(self.features_dim, width, layers, length)
         self.lstm_critic = Memory(self.features_dim, width, layers, length)

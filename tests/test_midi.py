@@ -166,6 +166,26 @@ def test_transposition_moves_notes_and_keys_but_no_drums(tmp_path, semitones, ke
     assert (moved.key_signatures[0].key, score.key_signatures[0].key) == (key, 3)
 
 
+def test_a_piece_without_a_key_moves_from_where_the_tokenizer_takes_it_to_be(tmp_path, capsys):
+    """C major, for want of anything else: all keys would have that name otherwise."""
+    for seed in range(12):
+        score = read_score(write_piece(tmp_path / "midi" / f"{seed}.mid", seed))
+        score.key_signatures.clear()
+        if seed == 0:
+            score.tempos.append(symusic.Tempo(0, 500))
+        score.dump_midi(tmp_path / "midi" / f"{seed}.mid")
+    moved, tokenizer, _ = prepared(tmp_path / "midi", tmp_path, "--transpose", 2)
+    names = {index: token for token, index in tokenizer.vocab.items()}
+    keys = [names[index] for index in moved["train"] if names[index].startswith("KeySig")]
+    # B flat, B, C, C sharp and D major.
+    assert {key: keys.count(key) for key in keys} == dict.fromkeys(
+        ("KeySig_-2:0", "KeySig_5:0", "KeySig_0:0", "KeySig_-5:0", "KeySig_2:0"), 10
+    )
+    said = capsys.readouterr().out
+    assert "12 file(s) without a key signature, which the tokenizer reads as C major" in said
+    assert "1 file(s) with a tempo beyond the tokenizer's, which takes its nearest: 0.mid" in said
+
+
 @pytest.mark.parametrize("pitch_range", [(0, 127), (10, 120), (61, 62)])
 def test_what_would_leave_the_pitches_of_the_tokenizer_is_not_transposed(tmp_path, pitch_range):
     score = read_score(write_piece(tmp_path / "a.mid", 1))

@@ -186,6 +186,29 @@ def test_the_same_seed_writes_the_same(saved, tmp_path):
     assert one == same != other
 
 
+def test_temperature_0_writes_the_likeliest(saved, tmp_path, capsys):
+    options = ("--bars", 1, "--temperature", 0)
+    one, other = (generated(saved, tmp_path / seed, *options, "--seed", seed) for seed in ("1", "2"))
+    assert one == other
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        generate.parse_arguments(["--model", "model", "--output", "pieces", "--temperature", "-1"])
+    assert "--temperature must be at least 0, and finite" in capsys.readouterr().err
+
+
+def test_what_becomes_of_a_tempo_a_metre_and_a_length_is_said(saved, tmp_path, capsys):
+    generated(saved, tmp_path / "slow", "--bars", 1, "--tempo", 70)
+    assert "The model's tempo that is nearest to 70 is 67.1" in capsys.readouterr().out
+    path = write_piece(tmp_path / "odd.mid", 3, bars=2)
+    score = symusic.Score(path)
+    score.time_signatures[0].numerator = 15
+    score.dump_midi(path)
+    generated(saved, tmp_path / "odd", "--prompt", path, "--max_tokens", 5)
+    said = capsys.readouterr().out
+    assert "odd.mid has a time signature that the model lacks" in said
+    assert "piece 1 is cut short, as it has no end within --max_tokens 5." in said
+
+
 def test_key_and_tempo_begin_the_piece(saved, tmp_path):
     # As on a fresh machine, not even the folder around it is there.
     [score] = generated(saved, tmp_path / "build" / "pieces", "--bars", 1, "--key", "Bbm", "--tempo", 80)

@@ -43,7 +43,7 @@ PARSER.add_argument("--output", type=Path, help="folder for this run's folder, E
 PARSER.add_argument("--resume", action="store_true", help="go on from the checkpoint of this run, if there is one")
 PARSER.add_argument("--num-envs", type=at_least_one, default=32, help="(%(default)s)")
 PARSER.add_argument("--window", type=at_least_one, default=64, help="steps between updates (%(default)s)")
-PARSER.add_argument("--memory-length", type=int, default=16, help="observations remembered (%(default)s)")
+PARSER.add_argument("--memory-length", type=at_least_one, default=16, help="observations remembered (%(default)s)")
 PARSER.add_argument("--width", type=at_least_one, default=64, help="of the Transformer-XL (%(default)s)")
 PARSER.add_argument("--layers", type=at_least_one, default=1, help="(%(default)s)")
 PARSER.add_argument("--epochs", type=at_least_one, default=4, help="passes over a window (%(default)s)")

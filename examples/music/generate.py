@@ -12,12 +12,14 @@ those of --soundfont, or else of the soundfont that these (`fluid-soundfont-gm`)
 """
 
 import argparse
+import math
 import re
 import shutil
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import LogitsProcessorList, set_seed
 
@@ -53,7 +55,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--key", help="such as C, F#, Bb, or Am for A minor")
     parser.add_argument("--tempo", type=float, help="quarter notes a minute")
     parser.add_argument("--memory_length", type=int, help="tokens remembered (the model's)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="(%(default)s)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token (%(default)s)")
     parser.add_argument("--top_p", type=float, default=0.95, help="(%(default)s)")
     parser.add_argument("--max_tokens", type=int, default=20_000, help="at most, of each piece (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
@@ -64,6 +66,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name} must be at least 1")
+    if not 0 <= options.temperature < math.inf:
+        parser.error("--temperature must be at least 0, and finite")
     if options.prompt and (options.key or options.tempo):
         parser.error("--key and --tempo begin a piece: leave them out with --prompt, which has its own")
     if options.prompt_bars and not options.prompt:
@@ -99,9 +103,13 @@ def heading(tokenizer: MusicTokenizer, key: str | None, tempo: float | None) -> 
     config = tokenizer.config
     if (key and not config.use_key_signatures) or (tempo and not config.use_tempos):
         raise ValueError(f"the model's tokenizer has no {'key signatures' if key else 'tempos'}: leave out the option")
-    slowest, fastest = tokenizer.tempos.min(), tokenizer.tempos.max()
-    if tempo is not None and not slowest <= tempo <= fastest:
-        raise ValueError(f"--tempo {tempo:g} is outside the model's {slowest:g} to {fastest:g}")
+    if tempo is not None:
+        tempos = tokenizer.tempos
+        if not tempos.min() <= tempo <= tempos.max():
+            raise ValueError(f"--tempo {tempo:g} is outside the model's {tempos.min():g} to {tempos.max():g}")
+        nearest = tempos[np.abs(tempos - tempo).argmin()]
+        if nearest != tempo:
+            print(f"The model's tempo that is nearest to {tempo:g} is {nearest:g}.")
     score = symusic.Score(480)
     score.time_signatures.append(symusic.TimeSignature(0, 4, 4))
     score.tempos.append(symusic.Tempo(0, tempo or tokenizer.default_tempo))
@@ -120,9 +128,12 @@ def heading(tokenizer: MusicTokenizer, key: str | None, tempo: float | None) -> 
 def prompt_tokens(tokenizer: MusicTokenizer, path: Path, bars: int | None) -> list[int]:
     """The tokens of a file, or of its first bars."""
     try:
-        sequence = tokenizer.encode(read_score(path), encode_ids=False)
+        score = read_score(path)
     except (ValueError, OSError) as error:
         raise ValueError(f"--prompt {path} cannot be read: {error}") from None
+    if tokenizer.score_has_time_signatures_not_in_vocab(score):
+        print(f"{path.name} has a time signature that the model lacks: its bars are read as the model has them.")
+    sequence = tokenizer.encode(score, encode_ids=False)
     starts = [i for i, token in enumerate(sequence.tokens) if token.startswith("Bar")]
     if bars is not None and bars < len(starts):
         sequence = sequence[: starts[bars]]
@@ -142,22 +153,24 @@ def write_tokens(
     grammar = MusicGrammar(tokenizer)
     grammar.bars = options.bars + (grammar.read(prompt).bars if options.prompt else 0)
     ids = torch.tensor([[begin, *prompt]] * options.count, device=model.device)
+    sampling: dict = {"do_sample": options.temperature > 0}
+    if sampling["do_sample"]:
+        sampling |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
     written = model.generate(
         ids,
         # A prompt of any length is read segment by segment, where there is a memory to keep.
         prefill_chunk_size=model.config.tgt_len if model.config.mem_len else None,
         attention_mask=torch.ones_like(ids),
         logits_processor=LogitsProcessorList([grammar]),
-        do_sample=True,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=0,
+        **sampling,
         max_new_tokens=options.max_tokens,
         eos_token_id=end,
         pad_token_id=tokenizer.pad_token_id,
     )
     pieces = []
-    for row in written[:, 1:].tolist():
+    for i, row in enumerate(written[:, 1:].tolist(), start=1):
+        if end not in row:
+            print(f"piece {i} is cut short, as it has no end within --max_tokens {options.max_tokens}.")
         pieces.append(grammar.whole(row[: row.index(end)] if end in row else row))
     return pieces
 

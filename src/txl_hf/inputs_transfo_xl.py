@@ -129,9 +129,8 @@ def _per_token(name: str, given: Tensor, shape: tuple[int, int], device: torch.d
     """(B, L) of what is given for each token, for all rows alike or for each."""
     rows = given[None] if given.dim() == 1 else given
     if rows.shape not in (shape, (1, shape[1])) or given.is_floating_point():
-        raise ValueError(
-            f"{name} are {tuple(given.shape)} of {given.dtype}, but must be integers {shape} or (1, {shape[1]})"
-        )
+        wanted = " or ".join(dict.fromkeys(map(str, (tuple(shape), (1, shape[1])))))
+        raise ValueError(f"{name} are {tuple(given.shape)} of {given.dtype}, but must be integers {wanted}")
     return rows.to(device).expand(shape)
 
 

@@ -54,6 +54,8 @@ class Piece(NamedTuple):
         notes: how many are in its tokens.
         lost: how many are not, because the tokenizer has no such pitch or instrument.
         other_metre: whether it has a time signature that the tokenizer lacks, which MidiTok passes over.
+        other_tempo: whether it has a tempo outside of the tokenizer's, in whose place MidiTok takes the nearest.
+        no_key: whether it says nothing of its key, which MidiTok takes for C major.
     """
 
     path: Path
@@ -62,6 +64,8 @@ class Piece(NamedTuple):
     notes: int
     lost: int
     other_metre: bool
+    other_tempo: bool
+    no_key: bool
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
@@ -185,13 +189,16 @@ def processes(files: int, num_proc: int) -> int | None:
 
 def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
     """A file as a `Piece` tells of it, or the problem with it."""
-    row: dict[str, Any] = {"fingerprint": "", "notes": 0, "lost": 0, "other_metre": False, "problem": ""}
+    row: dict[str, Any] = {"fingerprint": "", "notes": 0, "lost": 0, "problem": ""}
+    row |= {"other_metre": False, "other_tempo": False, "no_key": False}
     try:
         score = read_score(Path(path))
         kept = tokenizer.preprocess_score(score)
         row |= {"fingerprint": fingerprint(score), "notes": kept.note_num()}
         row["lost"] = score.note_num() - row["notes"]
         row["other_metre"] = tokenizer.score_has_time_signatures_not_in_vocab(score)
+        row["other_tempo"] = not all(has_tempo(tokenizer, tempo.qpm) for tempo in score.tempos)
+        row["no_key"] = tokenizer.config.use_key_signatures and len(score.key_signatures) == 0
         if row["notes"] == 0:
             row["problem"] = f"the tokenizer has none of its {row['lost']} note(s)"
         elif len(tokenizer.encode(kept, encode_ids=False, no_preprocess_score=True)) == 0:
@@ -202,6 +209,13 @@ def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
         # Whatever a strange file makes MidiTok stumble over.
         row["problem"] = f"MidiTok cannot tokenise it: {error!r}"
     return row
+
+
+def has_tempo(tokenizer: "MusicTokenizer", tempo: float) -> bool:
+    """Whether quarter notes a minute lie between the slowest and the fastest of the tokenizer, or it has no tempos."""
+    tempos = tokenizer.tempos if tokenizer.config.use_tempos else np.array([tempo])
+    # The slowest and the fastest are rounded in a file, which has microseconds of a quarter note.
+    return bool(tempos.min() - 0.01 <= tempo <= tempos.max() + 0.01)
 
 
 def read_score(path: Path) -> "Score":
@@ -297,11 +311,13 @@ def cut_pieces(pieces: list[Piece]) -> dict[str, list[Piece]]:
 
 
 def transpose(score: "Score", semitones: int, pitch_range: tuple[int, int]) -> "Score | None":
-    """A copy with its notes, but not drums, and its key signatures moved.
+    """A copy with its notes, but not drums, and its key signatures moved; without any, from C major.
 
     None where a pitch would be outside of `pitch_range`, which has both its ends and is that of the tokenizer's
     configuration: MidiTok leaves out such a note. What is moved by nothing is never None.
     """
+    import symusic
+
     low, high = pitch_range
     moved = score.copy()
     for track in moved.tracks:
@@ -311,6 +327,9 @@ def transpose(score: "Score", semitones: int, pitch_range: tuple[int, int]) -> "
         if semitones and (pitches.min() < low or pitches.max() > high):
             return None
         track.shift_pitch(semitones, inplace=True)
+    if semitones and len(moved.key_signatures) == 0:
+        # MidiTok takes a piece that says nothing of its key for one in C major: moved, it is in another.
+        moved.key_signatures.append(symusic.KeySignature(0, 0, 0))
     for signature in moved.key_signatures:
         # A semitone up is seven fifths up; of keys that sound alike the one with the fewer accidentals.
         signature.key = (signature.key + 7 * semitones + 5) % 12 - 5

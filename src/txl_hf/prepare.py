@@ -341,6 +341,10 @@ def tell_pieces(splits: dict[str, list[Piece]], left_out: dict[str, str], repeat
         print(f"{len(lost)} file(s) with notes that the tokenizer lacks, and leaves out: {some(lost)}")
     if other := [piece.name for piece in chosen if piece.other_metre]:
         print(f"{len(other)} file(s) with a time signature that the tokenizer lacks, and passes over: {some(other)}")
+    if other := [piece.name for piece in chosen if piece.other_tempo]:
+        print(f"{len(other)} file(s) with a tempo beyond the tokenizer's, which takes its nearest: {some(other)}")
+    if keyless := [piece.name for piece in chosen if piece.no_key]:
+        print(f"{len(keyless)} file(s) without a key signature, which the tokenizer reads as C major: {some(keyless)}")
 
 
 def train_pairs(tokenizer: Any, size: int, pieces: list[Piece]):

@@ -61,6 +61,12 @@ def test_sequences_of_the_buffer_are_what_was_seen_step_by_step(example):
     assert compared == 8 * 32
 
 
+@pytest.mark.parametrize("name", ["shared_lstm", "enable_critic_lstm", "n_lstm_layers", "lstm_hidden_size"])
+def test_what_is_of_an_lstm_is_refused(example, name):
+    with pytest.raises(ValueError, match=f"{name} is of an LSTM: TransfoXLPolicy takes width, layers and length"):
+        make_agent(example, example.positions_of_cartpole, policy_kwargs=SIZES | {name: 1})
+
+
 def test_it_learns_what_no_agent_without_memory_can(example, tmp_path):
     agent = make_agent(example, Recall, learning_rate=1e-2, n_epochs=4)
     before = [parameter.clone() for parameter in agent.policy.parameters()]
