@@ -491,12 +491,21 @@ def test_flex_attention_without_gradient(shape, masked, ran):
 def test_flex_attention_is_compiled_for_a_memory_that_grows():
     """PyTorch gives up compiling after so many lengths, eight by default, and computes what L × K numbers hold."""
     torch.compiler.reset()
-    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True), torch.no_grad():
+    # Its name in PyTorch 2.6, and since.
+    names = ("fail_on_cache_limit_hit", "fail_on_recompile_limit_hit")
+    fails = next(name for name in reversed(names) if hasattr(torch._dynamo.config, name))
+    with torch._dynamo.config.patch(cache_size_limit=1, **{fails: True}), torch.no_grad():
         for memory in (3, 4):
             tensors = {name: tensor.detach() for name, tensor in draw((1, 1, 3, memory, 8))[0].items()}
             expected, _ = relative_attention(**tensors)
             actual, _ = relative_attention(**tensors, implementation="flex_attention")
             torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("own", [8, 256])
+def test_a_larger_limit_of_ones_own_stays(own):
+    with torch._dynamo.config.patch(cache_size_limit=own), attention._compiling_for_many_lengths():
+        assert torch._dynamo.config.cache_size_limit == max(64, own)
 
 
 def test_fallback_warns_once(caplog, ran):

@@ -678,6 +678,12 @@ def test_an_average_is_not_left_behind(tmp_path, corpus, capsys):
         capsys, recipe, *options, "--average", "none"
     )
     train(recipe, *options)
+    # One that has not begun may be left out.
+    late = write_recipe(tmp_path / "late.yaml", max_steps=8, save_every=4, average="equal", average_start=6)
+    train(late, "--data", corpus, "--output", tmp_path / "late")
+    shutil.rmtree(tmp_path / "late" / "checkpoint-8")
+    options = ["--resume", "--average", "none", "--average_start", "0"]
+    train(late, "--data", corpus, "--output", tmp_path / "late", *options)
 
 
 def test_a_shorter_memory_goes_on_from_the_end_of_the_longer_one(tmp_path, corpus):

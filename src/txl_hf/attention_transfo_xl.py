@@ -226,11 +226,17 @@ def flex_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
 
     query = _add_bias(inputs.query, inputs.content_bias)
     graph = torch.compiler.is_compiling()
-    with contextlib.nullcontext() if graph else torch._dynamo.config.patch(recompile_limit=FLEX_LENGTHS):
+    with contextlib.nullcontext() if graph else _compiling_for_many_lengths():
         attended = _compiled_flex_attention()(
             query, inputs.key, inputs.value, score_mod=add_bias, scale=inputs.scaling
         )
     return attended, None
+
+
+def _compiling_for_many_lengths() -> contextlib.AbstractContextManager:
+    config = torch._dynamo.config
+    # The limit's name in PyTorch 2.6, by which newer versions know it too.
+    return config.patch(cache_size_limit=max(FLEX_LENGTHS, config.cache_size_limit))
 
 
 @functools.cache

@@ -19,6 +19,9 @@ from .scoring import find_device, load_config
 
 __all__ = ["Conversations", "serve"]
 
+# Where a `GenerationConfig` of a request has the seed that its reply is drawn with.
+SEED = "reply_seed"
+
 
 class Conversations:
     """`generate` that goes on from what was read before: call it in place of the model's.
@@ -48,9 +51,10 @@ class Conversations:
         # The last token is left to generate, which needs its logits.
         self.keep(tokens[:-1], copy.deepcopy(cache))
         output = self.generate_afresh(**{CACHE_NAME: cache}, **kwargs)
-        sequence = output if isinstance(output, Tensor) else output.sequences
-        # The last token of the reply has not been read.
-        self.keep(sequence[0, : text_length(cache)].tolist(), cache)
+        alone = isinstance(output, Tensor)
+        sequence = output if alone else output.sequences
+        # The last token of the reply has not been read. Who gets the cache too may go on with it.
+        self.keep(sequence[0, : text_length(cache)].tolist(), cache if alone else copy.deepcopy(cache))
         return output
 
     def is_one_text(
@@ -75,7 +79,14 @@ class Conversations:
         return alone and by_token and config.use_cache is not False and config.cache_implementation is None
 
     def generate_afresh(self, **kwargs) -> Any:
-        return type(self.model).generate(self.model, **kwargs)
+        seed = getattr(kwargs.get("generation_config"), SEED, None)
+        if seed is None:
+            return type(self.model).generate(self.model, **kwargs)
+        # Nothing that other replies are drawn with changes.
+        device = self.model.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            return type(self.model).generate(self.model, **kwargs)
 
     def recall(self, tokens: list[int]) -> MemoryCache:
         """The memory of the longest text that these tokens go on from; an empty one where there is none."""
@@ -111,7 +122,7 @@ def serve(options: argparse.Namespace) -> None:
     """Start transformers' server and stay in it. Raises ValueError for what is no Transformer-XL."""
     import uvicorn
     from transformers.cli.serve import Serve
-    from transformers.cli.serving import model_manager
+    from transformers.cli.serving import model_manager, utils
 
     load_config(options.model)
 
@@ -126,6 +137,15 @@ def serve(options: argparse.Namespace) -> None:
             """What `/v1/models` lists: the one model that requests may name, in place of the Hub's cache."""
             return [{"id": options.model, "object": "model", "created": started, "owned_by": "txl-serve"}]
 
+    def chosen(handler, body: dict, *args, **kwargs) -> GenerationConfig:
+        """As the server has it, which sets a seed when a request comes, not when its reply is drawn, and takes the
+        likeliest token at every temperature unless the model's own configuration draws."""
+        config = as_usual(handler, body | {"seed": None}, *args, **kwargs)
+        if body.get("temperature") or (body.get("top_p") is not None and body.get("temperature") is None):
+            config.do_sample = True
+        setattr(config, SEED, options.default_seed if body.get("seed") is None else body["seed"])
+        return config
+
     class Server(uvicorn.Server):
         async def startup(self, *args, **kwargs):
             await super().startup(*args, **kwargs)
@@ -138,6 +158,7 @@ def serve(options: argparse.Namespace) -> None:
     # uvicorn's server in uvicorn.
     model_manager.transformers.TransfoXLForCausalLM = TransfoXLForCausalLM
     model_manager.ModelManager = Manager
+    as_usual, utils.BaseHandler._build_generation_config = utils.BaseHandler._build_generation_config, chosen
     uvicorn.Server = Server
     Serve(
         force_model=options.model,

@@ -55,7 +55,7 @@ class Piece(NamedTuple):
         lost: how many are not, because the tokenizer has no such pitch or instrument.
         other_metre: whether it has a time signature that the tokenizer lacks, which MidiTok passes over.
         other_tempo: whether it has a tempo outside of the tokenizer's, in whose place MidiTok takes the nearest.
-        no_key: whether it says nothing of its key, which MidiTok takes for C major.
+        no_key: whether it begins without a word of its key, which MidiTok takes for C major.
     """
 
     path: Path
@@ -198,7 +198,7 @@ def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
         row["lost"] = score.note_num() - row["notes"]
         row["other_metre"] = tokenizer.score_has_time_signatures_not_in_vocab(score)
         row["other_tempo"] = not all(has_tempo(tokenizer, tempo.qpm) for tempo in score.tempos)
-        row["no_key"] = tokenizer.config.use_key_signatures and len(score.key_signatures) == 0
+        row["no_key"] = tokenizer.config.use_key_signatures and not begins_in_a_key(score)
         if row["notes"] == 0:
             row["problem"] = f"the tokenizer has none of its {row['lost']} note(s)"
         elif len(tokenizer.encode(kept, encode_ids=False, no_preprocess_score=True)) == 0:
@@ -216,6 +216,11 @@ def has_tempo(tokenizer: "MusicTokenizer", tempo: float) -> bool:
     tempos = tokenizer.tempos if tokenizer.config.use_tempos else np.array([tempo])
     # The slowest and the fastest are rounded in a file, which has microseconds of a quarter note.
     return bool(tempos.min() - 0.01 <= tempo <= tempos.max() + 0.01)
+
+
+def begins_in_a_key(score: "Score") -> bool:
+    """Whether there is a key signature at the beginning."""
+    return any(signature.time == 0 for signature in score.key_signatures)
 
 
 def read_score(path: Path) -> "Score":
@@ -327,9 +332,9 @@ def transpose(score: "Score", semitones: int, pitch_range: tuple[int, int]) -> "
         if semitones and (pitches.min() < low or pitches.max() > high):
             return None
         track.shift_pitch(semitones, inplace=True)
-    if semitones and len(moved.key_signatures) == 0:
-        # MidiTok takes a piece that says nothing of its key for one in C major: moved, it is in another.
-        moved.key_signatures.append(symusic.KeySignature(0, 0, 0))
+    if semitones and not begins_in_a_key(moved):
+        # MidiTok takes what says nothing of its key for C major: moved, it is in another.
+        moved.key_signatures.insert(0, symusic.KeySignature(0, 0, 0))
     for signature in moved.key_signatures:
         # A semitone up is seven fifths up; of keys that sound alike the one with the fewer accidentals.
         signature.key = (signature.key + 7 * semitones + 5) % 12 - 5

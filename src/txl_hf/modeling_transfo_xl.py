@@ -817,8 +817,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
                 segment predicts the first of the next. Takes precedence over `labels`. What a masked position would
                 predict is ignored.
             num_items_in_batch (in kwargs): what the sum of the losses is divided by, instead of the number of targets:
-                of labels that are not -100 in all batches of a step. If some of them are ignored as padding, they are
-                taken to cost as much as the others of this batch.
+                of labels that are not -100, and no padding, in all batches of a step. Those that padding would
+                predict, the tokens behind it, are taken to cost as much as the others of this batch.
             logits_to_keep: keep the logits of the last so many positions, or of the positions in a tensor; 0: all.
             output_logits: whether to return logits beside a loss, (tokens × vocabulary) numbers that the loss does not
                 need; by default a model without cutoffs does, and one with cutoffs if it is so configured. Second
@@ -871,9 +871,11 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
                 losses = _pick_losses(logits[:, : targets.shape[1]], targets.to(logits.device))
                 logits = _keep(logits, logits_to_keep)
             loss = _mean_loss(losses, targets, num_items_in_batch)
-            if num_items_in_batch is not None and targets is not given:
-                # Who counted cannot know that padding predicts nothing: what it would have costs what others here do.
-                loss = loss * ((given != -100).sum() / (targets != -100).sum().clamp(min=1)).to(loss.device)
+            if num_items_in_batch is not None and attention_mask is not None and targets is not given:
+                # Who counted cannot know that padding predicts nothing: the tokens behind it cost what others here do.
+                real = attention_mask[:, 1 - hidden_states.shape[1] :].to(given.device) != 0
+                behind = F.pad(real, (0, given.shape[1] - real.shape[1]), value=True) & (given != -100)
+                loss = loss * (behind.sum() / (targets != -100).sum().clamp(min=1)).to(loss.device)
         return TransfoXLCausalLMOutput(
             loss=loss,
             logits=logits,

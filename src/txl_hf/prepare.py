@@ -344,7 +344,8 @@ def tell_pieces(splits: dict[str, list[Piece]], left_out: dict[str, str], repeat
     if other := [piece.name for piece in chosen if piece.other_tempo]:
         print(f"{len(other)} file(s) with a tempo beyond the tokenizer's, which takes its nearest: {some(other)}")
     if keyless := [piece.name for piece in chosen if piece.no_key]:
-        print(f"{len(keyless)} file(s) without a key signature, which the tokenizer reads as C major: {some(keyless)}")
+        read_as = "which the tokenizer reads as C major"
+        print(f"{len(keyless)} file(s) that begin without a key signature, {read_as}: {some(keyless)}")
 
 
 def train_pairs(tokenizer: Any, size: int, pieces: list[Piece]):

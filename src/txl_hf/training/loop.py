@@ -464,8 +464,10 @@ class Training:
         # An optimiser takes its settings from its checkpoint too, but those of today are asked for.
         asked = [{name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups]
         if self.averaged is None and (folder / AVERAGE_NAME).is_file():
-            # What was the best so far is an average's loss, which plain weights are not to be compared with.
-            raise ValueError(f"{folder} has an average of the weights: resume with the --average of the run")
+            averaged = torch.load(folder / AVERAGE_NAME, map_location="cpu", weights_only=True)
+            if averaged["_extra_state"] > 0:
+                # What was the best so far is an average's loss, which plain weights are not to be compared with.
+                raise ValueError(f"{folder} has an average of the weights: resume with the --average of the run")
         try:
             with data_only():
                 self.accelerator.load_state(str(folder))
