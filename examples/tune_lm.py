@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from txl_hf import ContinuousCache, DynamicEvaluation, GradientStatistics, TransfoXLForCausalLM
 from txl_hf.adaptation import Diverged
@@ -45,6 +44,7 @@ from txl_hf.scoring import (
     find_device,
     find_document_end,
     load_config,
+    load_language_model,
     protocols,
     read_prepared,
     take_lengths_of_training,
@@ -136,7 +136,7 @@ def run(options: argparse.Namespace):
                 f"--batch_size {options.batch_size} streams need more tokens than that, and of the {split} text "
                 f"{len(token_ids)} are read"
             )
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
+    model = load_language_model(options.model, dtype=getattr(torch, options.dtype))
     model.to(options.device)
     protocol = {
         **{name: value for name, value in lengths.items() if name != "protocol"},

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from txl_hf.conversations import Conversations
+from txl_hf.conversations import SEED, Conversations
 
 GREEDY = GenerationConfig(max_new_tokens=6, do_sample=False)
 
@@ -43,6 +43,30 @@ def test_no_cache_that_is_named_is_no_cache(conversations, make_ids):
     talk, _ = conversations
     ids = make_ids(1, 9)
     assert torch.equal(turn(talk, ids, past_key_values=None), turn(talk, ids))
+
+
+def test_a_cache_that_is_handed_out_is_not_the_one_that_is_kept(conversations, make_ids):
+    """Who has asked for it may go on with it."""
+    talk, _ = conversations
+    ids = make_ids(1, 9)
+    output = turn(talk, ids, return_dict_in_generate=True)
+    with torch.no_grad():
+        talk.model(make_ids(1, 5, seed=1), past_key_values=output.past_key_values)
+    following = torch.cat([output.sequences, make_ids(1, 3, seed=2)], dim=1)
+    expected = talk.generate_afresh(input_ids=following, generation_config=GREEDY)
+    assert torch.equal(turn(talk, following), expected)
+
+
+def test_a_seed_is_of_one_reply(conversations, make_ids):
+    talk, _ = conversations
+    ids, replies = make_ids(1, 9), []
+    for seed in (1, 2, 1):
+        config = GenerationConfig(max_new_tokens=6, do_sample=True, top_k=0, temperature=3.0)
+        setattr(config, SEED, seed)
+        before = torch.get_rng_state()
+        replies.append(talk.generate(input_ids=ids, generation_config=config))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(replies[0], replies[2]) and not torch.equal(replies[0], replies[1])
 
 
 def test_another_reply_to_the_same_prompt_goes_on_from_the_prompt(conversations, make_ids):

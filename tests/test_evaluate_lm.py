@@ -450,6 +450,16 @@ def test_a_name_that_is_no_folder_is_said_before_the_hub_is_asked(corpus, monkey
     assert "there is no such folder here" in message and "no network" in message
 
 
+def test_a_model_without_its_softmax_has_no_figure(corpus, model, tmp_path):
+    """It would be made anew, and be another one each time."""
+    shutil.copytree(model, tmp_path / "model")
+    transformer = TransfoXLForCausalLM.from_pretrained(model).transformer
+    (tmp_path / "model" / "model.safetensors").unlink()
+    transformer.save_pretrained(tmp_path / "model")
+    message = fails("--model", tmp_path / "model", "--data", corpus)
+    assert "is no whole language model: its weights lack lm_head." in message
+
+
 def test_settings_that_cannot_be_are_named(corpus, model):
     assert "warm_up=-1" in fails("--model", model, "--data", corpus, "--warm_up", "-1")
     assert "nothing to score" in fails("--model", model, "--data", corpus, "--max_tokens", "1")

@@ -11,12 +11,11 @@ import onnxruntime
 import onnxscript  # noqa: F401 -- so it does this.
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from .encoding import find_tokenizer
 from .files import whole_folder
 from .modeling_transfo_xl import TransfoXLForCausalLM
-from .scoring import load_config
+from .scoring import load_config, load_language_model
 
 __all__ = ["check_graph", "export", "share_weights", "write_graph"]
 
@@ -60,7 +59,7 @@ def export(name: str, output: Path) -> dict[str, float]:
     # Who runs the graphs reads no token again: all of them are remembered.
     config.ext_len = 0
     # Every operation of eager attention is one of ONNX.
-    model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32, attn_implementation="eager")
+    model = load_language_model(name, config=config, dtype=torch.float32, attn_implementation="eager")
     model.eval().requires_grad_(False)
     found = {}
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -80,10 +79,13 @@ def export(name: str, output: Path) -> dict[str, float]:
 def write_graph(model: TransfoXLForCausalLM, path: Path, one_token: bool) -> None:
     """Write the graph of a segment of any length, or of one token, with a memory of any length before it."""
     config, layers = model.config, model.config.n_layer
-    # Sizes that differ from one another and from those of the model, as far as that can be.
-    segment = torch.zeros((2, 1 if one_token else 3), dtype=torch.int64)
+    # Sizes that differ from one another and from those of the model, as far as that can be: those that are equal here
+    # would be one in the graph, and a segment that is as long as the memory is what is remembered.
+    memory, length = max(1, config.mem_len - 1), 4 if config.mem_len == 3 else 3
+    batch = 5 if memory == 2 else 2
+    segment = torch.zeros((batch, 1 if one_token else length), dtype=torch.int64)
     # A tensor for each layer: one that came twice would be one input.
-    mems = [torch.zeros((2, max(1, config.mem_len - 1), config.d_model)) for _ in range(layers)]
+    mems = [torch.zeros((batch, memory, config.d_model)) for _ in range(layers)]
     sizes: tuple = ({0: "batch"} if one_token else {0: "batch", 1: "length"}, [{0: "batch", 1: "memory"}] * layers)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

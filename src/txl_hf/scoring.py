@@ -46,6 +46,7 @@ __all__ = [
     "describe",
     "find_document_end",
     "load_config",
+    "load_language_model",
     "protocols",
     "read_prepared",
     "run",
@@ -91,7 +92,7 @@ def run(options: argparse.Namespace):
         raise CorpusError(f"{options.data} is empty: it has no token")
     check_vocabulary(text, config, options)
     text = text.beginning(options.max_tokens)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
+    model = load_language_model(options.model, dtype=getattr(torch, options.dtype))
     model.to(options.device)
     report = {**describe(model, text, options), "results": [], "curves": {}}
     try:
@@ -387,6 +388,22 @@ def load_config(name: str) -> TransfoXLConfig:
     if not isinstance(config, TransfoXLConfig):
         raise CorpusError(f"--model {name} is a {config.model_type}, not a Transformer-XL")
     return config
+
+
+def load_language_model(name: str, **options) -> TransfoXLForCausalLM:
+    """The model of a folder or on the Hub.
+
+    Args:
+        options: of `from_pretrained`.
+
+    Raises:
+        CorpusError: its weights lack something, such as the softmax, which would be made anew.
+    """
+    model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
+    if missing := sorted(report["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise CorpusError(f"--model {name} is no whole language model: its weights lack {missing[0]}{more}")
+    return model
 
 
 def read_text(options: argparse.Namespace) -> Text:

@@ -8,8 +8,9 @@
 
 What the model remembers of a text is kept, for the last few texts: where a request goes on from one of them, as the
 next turn of a conversation does, only what is new is read. A long prompt is read in segments of the model's tgt_len,
-as it was trained. Chat needs a chat template in the tokenizer. The requests' other fields (temperature, top_p, seed,
-stop) are transformers'. Requests are answered one after the other: there is no continuous batching.
+as it was trained. Chat needs a chat template in the tokenizer. A temperature above 0, or a top_p, draws the reply,
+with the request's seed if it has one; other fields are transformers'. Requests are answered one after the other: there
+is no continuous batching.
 """
 
 import argparse

@@ -51,6 +51,12 @@ def test_a_text_costs_the_same_segment_after_segment(folders):
         assert carried[0].shape == tuple(mems[0].shape)
 
 
+def test_a_memory_as_long_as_the_segment_of_the_graph(make_model, tmp_path):
+    """Sizes that are equal where it is made would be one in it."""
+    make_model(n_layer=1, mem_len=3).save_pretrained(tmp_path / "model")
+    commands.export(["--model", str(tmp_path / "model"), "--output", str(tmp_path / "onnx")])
+
+
 def test_every_token_of_a_model_that_reads_some_again_is_remembered(make_model, tmp_path):
     make_model(n_layer=1, mem_len=12, ext_len=8).save_pretrained(tmp_path / "model")
     commands.export(["--model", str(tmp_path / "model"), "--output", str(tmp_path / "onnx")])

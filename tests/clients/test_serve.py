@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -86,6 +87,21 @@ def test_a_completion(client, model):
     assert found.usage.prompt_tokens == 13
     streamed = [part.choices[0].text for part in client.completions.create(**asked, stream=True)]
     assert "".join(streamed) == found.choices[0].text and len(streamed) > 3
+
+
+def test_a_reply_is_drawn_with_the_seed_of_its_request(client, model):
+    """Also while others are: they are drawn one after the other, by one thread, and set when they come."""
+
+    def ask(seed, **changes):
+        asked = {"model": str(model), "prompt": "hello world. ", "max_tokens": 12, "temperature": 3.0}
+        return client.completions.create(**asked | changes, seed=seed).choices[0].text
+
+    alone = [ask(seed) for seed in range(6)]
+    assert len(set(alone)) > 3, "at such a temperature they differ"
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(ask, range(6))) == alone
+    assert len({ask(seed, temperature=0) for seed in range(3)}) == 1
+    assert ask(1, temperature=None, top_p=0.99) != ask(2, temperature=None, top_p=0.99)
 
 
 def test_a_conversation_goes_on_with_its_memory(client, model):
