@@ -90,13 +90,33 @@ def latest(name: str, rows: list[Row] | None = None) -> dict[tuple, dict[str, Ro
 
 
 def add(folder: Path) -> None:
+    """Append the rows of a folder's files that are not there yet.
+
+    Raises:
+        SystemExit: there is none, or one that is older than the last run: tables show what comes last.
+    """
+    found = {}
     for name in (*KEYS, "attention_tiles.csv", "gpu_train.csv"):
-        rows = harness.read(folder / name)
+        there = harness.read(harness.RESULTS / name)
+        known, last = {measured(row) for row in there}, max((row["date"] for row in there), default="")
+        new = [row for row in harness.read(folder / name) if measured(row) not in known]
+        if old := [row["date"] for row in new if row["date"] < last]:
+            sys.exit(
+                f"error: {folder / name} has rows of {old[0]}, and the last here are of {last}: nothing was added"
+            )
         # Where the sources came without their repository, they are those here.
-        rows = [row | {"commit": row["commit"] or harness.commit()} for row in rows]
+        found[name] = [row | {"commit": row["commit"] or harness.commit()} for row in new]
+    if not any(found.values()):
+        sys.exit(f"error: --add {folder} has no rows that are not here already")
+    for name, rows in found.items():
         if rows:
             harness.append(harness.RESULTS / name, rows)
             print(f"{len(rows)} rows added to {name}")
+
+
+def measured(row: Row) -> frozenset[tuple[str, str]]:
+    """What a row says, whichever sources it names: columns came later than rows."""
+    return frozenset((column, value) for column, value in row.items() if value and column != "commit")
 
 
 def compare(old: Path, new: Path) -> int:

@@ -70,6 +70,8 @@ def main(argv: list[str] | None = None):
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most probable token (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     options = parser.parse_args(argv)
+    if options.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens {options.max_new_tokens} has to be at least 1")
     if not 0 <= options.temperature < float("inf"):
         parser.error(f"--temperature {options.temperature} has to be 0 or more")
     for name in ("tokenizer.json", "segment.onnx", "step.onnx"):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from txl_hf import TransfoXLConfig, TransfoXLModel
-from txl_hf.command_line import CommandParser, new_path, one_line_errors
+from txl_hf.command_line import CommandParser, at_least_one, new_path, one_line_errors
 
 with one_line_errors():
     import gymnasium
@@ -111,7 +111,7 @@ def positions_of_cartpole() -> gymnasium.Env:
 
 def main():
     parser = CommandParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100_000, help="of all environments (%(default)s)")
+    parser.add_argument("--steps", type=at_least_one, default=100_000, help="of all environments (%(default)s)")
     parser.add_argument("--output", type=new_path, required=True, help="where the agent is written")
     options = parser.parse_args()
     agent = RecurrentPPO(

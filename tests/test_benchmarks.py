@@ -526,6 +526,12 @@ def test_bars_are_met_missed_or_not_measured(tmp_path, monkeypatch, capsys):
         readme.parent.mkdir(exist_ok=True)
         readme.touch()
     assert report.main(["--add", str(tmp_path / "elsewhere")]) == 0
+    with pytest.raises(SystemExit, match="has no rows that are not here already"):
+        report.main(["--add", str(tmp_path / "elsewhere")])
+    harness.append(tmp_path / "old" / "gpu_train.csv", [trained[0] | {"date": "2025-12-31"}])
+    with pytest.raises(SystemExit, match="has rows of 2025-12-31, and the last here are of 2026-01-01: nothing was"):
+        report.main(["--add", str(tmp_path / "old")])
+    assert len(harness.read(tmp_path / "gpu_train.csv")) == 2
     verdicts = judged(capsys)
     assert {verdicts[name] for name in ("NVIDIA base, 8 A100", "large on one GPU", "NVIDIA base-640-b1")} == {"met"}
     assert verdicts["NVIDIA large, 8 A100"] == verdicts["of plain sdpa, forward"] == "missed"

@@ -27,7 +27,7 @@ from transformers import get_cosine_schedule_with_warmup, set_seed
 
 from generate import draw, to_score
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLModel
-from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.command_line import CommandParser, at_least_one, one_line_errors
 from txl_hf.files import whole_folder
 from txl_hf.memory_transfo_xl import memory_of
 from txl_hf.midi import EVENTS, boundary_tokens, is_midi_tokenizer, load_midi_tokenizer
@@ -40,15 +40,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of txl-prepare --tokens compound")
     parser.add_argument("--output", type=Path, required=True, help="a new folder for weights, tokenizer and pieces")
-    parser.add_argument("--steps", type=int, default=1000, help="(%(default)s)")
-    parser.add_argument("--width", type=int, default=128, help="d_model, a multiple of 8 (%(default)s)")
-    parser.add_argument("--layers", type=int, default=4, help="(%(default)s)")
-    parser.add_argument("--segment_length", type=int, default=64, help="events (%(default)s)")
+    parser.add_argument("--steps", type=at_least_one, default=1000, help="(%(default)s)")
+    parser.add_argument("--width", type=at_least_one, default=128, help="d_model, a multiple of 8 (%(default)s)")
+    parser.add_argument("--layers", type=at_least_one, default=4, help="(%(default)s)")
+    parser.add_argument("--segment_length", type=at_least_one, default=64, help="events (%(default)s)")
     parser.add_argument("--memory_length", type=int, default=192, help="events (%(default)s)")
-    parser.add_argument("--batch_size", type=int, default=8, help="streams (%(default)s)")
+    parser.add_argument("--batch_size", type=at_least_one, default=8, help="streams (%(default)s)")
     parser.add_argument("--learning_rate", type=float, default=2e-3, help="(%(default)s)")
-    parser.add_argument("--pieces", type=int, default=1, help="to write (%(default)s)")
-    parser.add_argument("--bars", type=int, default=16, help="of each (%(default)s)")
+    parser.add_argument("--pieces", type=at_least_one, default=1, help="to write (%(default)s)")
+    parser.add_argument("--bars", type=at_least_one, default=16, help="of each (%(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     options = parser.parse_args(arguments)

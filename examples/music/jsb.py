@@ -32,7 +32,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 import txl_hf
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTrainer, token_losses
 from txl_hf.checkpoints import last_checkpoint
-from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.command_line import CommandParser, at_least_one, one_line_errors
 from txl_hf.files import keep_options, whole_file
 
 SPLITS = {"train": "train", "validation": "valid", "test": "test"}
@@ -53,10 +53,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, required=True, help="jsb-chorales-quarter.json")
     parser.add_argument("--output", type=Path, required=True, help="folder of the run")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
-    parser.add_argument("--steps", type=int, default=1500, help="of 1,024 symbols")
+    parser.add_argument("--steps", type=at_least_one, default=1500, help="of 1,024 symbols")
     parser.add_argument("--minutes", type=float, help="stop after so many, with the best model so far")
-    parser.add_argument("--width", type=int, default=128, help="d_model")
-    parser.add_argument("--layers", type=int, default=3, help="layers")
+    parser.add_argument("--width", type=at_least_one, default=128, help="d_model")
+    parser.add_argument("--layers", type=at_least_one, default=3, help="layers")
     parser.add_argument("--dropout", type=float, default=0.2, help="of states; half as much of attention")
     parser.add_argument("--memory", type=int, default=256, help="mem_len in training")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="at the end of the warm-up")

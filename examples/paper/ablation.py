@@ -54,7 +54,7 @@ from miniature import (
     shuffle_sentences,
 )
 from txl_hf import TokenStream, TransfoXLForCausalLM, evaluate_language_model
-from txl_hf.command_line import one_line_errors
+from txl_hf.command_line import at_least_one, one_line_errors
 from txl_hf.evaluation import perplexity
 from txl_hf.files import keep_options, options_that_differ, whole_file, write_text
 
@@ -143,13 +143,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = MiniatureParser(__doc__, RESULTS)
     parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="ROW", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(%(default)s)")
-    parser.add_argument("--steps", type=int, help="optimiser steps of a run (those of the sizes)")
+    parser.add_argument("--steps", type=at_least_one, help="optimiser steps of a run (those of the sizes)")
     parser.add_argument("--shuffled", action="store_true", help="Table 7: shuffle the sentences of the texts")
     parser.add_argument(
         "--shaw", choices=["code", "paper"], help="with the terms (c) and (d), as the code, or without"
     )
     parser.add_argument("--exact", action="store_true", help="windows of which only the last token is scored")
-    parser.add_argument("--workers", type=int, default=1, help="runs at a time, one thread each (%(default)s)")
+    parser.add_argument(
+        "--workers", type=at_least_one, default=1, help="runs at a time, one thread each (%(default)s)"
+    )
     return parser.parse_study(argv)
 
 

@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import ablation
 from miniature import WORK, MiniatureParser
 from txl_hf import TransfoXLForCausalLM
-from txl_hf.command_line import hub_or_folder, one_line_errors
+from txl_hf.command_line import at_least_one, hub_or_folder, one_line_errors
 from txl_hf.scoring import read_prepared
 
 
@@ -50,10 +50,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--data", type=Path, help="folder of prepare_corpus.py, with --model")
     parser.add_argument("--memory_length", type=int, help="(the model's mem_len)")
-    parser.add_argument("--context", type=int, help="tokens read first (512; miniature: 80)")
-    parser.add_argument("--new_tokens", type=int, help="tokens written (500; miniature: 80)")
-    parser.add_argument("--top_k", type=int, default=40, help="(%(default)s)")
-    parser.add_argument("--articles", type=int, default=3, help="(%(default)s)")
+    parser.add_argument("--context", type=at_least_one, help="tokens read first (512; miniature: 80)")
+    parser.add_argument("--new_tokens", type=at_least_one, help="tokens written (500; miniature: 80)")
+    parser.add_argument("--top_k", type=at_least_one, default=40, help="(%(default)s)")
+    parser.add_argument("--articles", type=at_least_one, default=3, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the places and of the words (%(default)s)")
     options = parser.parse_study(argv)
     if bool(options.model) != bool(options.data):

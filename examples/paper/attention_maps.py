@@ -38,7 +38,7 @@ import harness
 from miniature import RESULTS, MiniatureParser
 from txl_hf import TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, AttentionInputs, attention_terms
-from txl_hf.command_line import hub_or_folder, one_line_errors
+from txl_hf.command_line import at_least_one, hub_or_folder, one_line_errors
 from txl_hf.scoring import read_prepared
 
 matplotlib.use("Agg")
@@ -105,7 +105,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder of prepare_corpus.py, with --model")
     parser.add_argument("--memory_length", type=int, help="the span shown (the model's mem_len; miniature: 80)")
     parser.add_argument("--clamp_len", type=int, help="(the model's)")
-    parser.add_argument("--max_tokens", type=int, default=10_000, help="of the text (%(default)s)")
+    parser.add_argument("--max_tokens", type=at_least_one, default=10_000, help="of the text (%(default)s)")
     options = parser.parse_study(argv)
     if bool(options.model) != bool(options.data):
         parser.error("--model and --data go together")

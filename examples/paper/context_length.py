@@ -42,7 +42,7 @@ import harness
 from contenders import losses_of, uses_segment_end
 from miniature import RESULTS, MiniatureParser
 from txl_hf import TransfoXLForCausalLM
-from txl_hf.command_line import hub_or_folder, one_line_errors
+from txl_hf.command_line import at_least_one, hub_or_folder, one_line_errors
 from txl_hf.scoring import read_prepared
 
 matplotlib.use("Agg")
@@ -79,14 +79,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", type=hub_or_folder, nargs="+", help="folders or Hub names (rows of the miniature)")
     parser.add_argument("--data", type=Path, help="folder of prepare_corpus.py, with --models")
     parser.add_argument("--seed", type=int, default=0, help="of the miniature's models (%(default)s)")
-    parser.add_argument("--contexts", type=int, default=160, help="the longest context, in tokens (%(default)s)")
-    parser.add_argument("--step", type=int, default=8, help="Δ, from one context to the next (%(default)s)")
-    parser.add_argument("--positions", type=int, default=1000, help="how many are scored (%(default)s)")
-    parser.add_argument("--resamples", type=int, default=200, help="of the bootstrap (%(default)s)")
+    parser.add_argument(
+        "--contexts", type=at_least_one, default=160, help="the longest context, in tokens (%(default)s)"
+    )
+    parser.add_argument("--step", type=at_least_one, default=8, help="Δ, from one context to the next (%(default)s)")
+    parser.add_argument("--positions", type=at_least_one, default=1000, help="how many are scored (%(default)s)")
+    parser.add_argument("--resamples", type=at_least_one, default=200, help="of the bootstrap (%(default)s)")
     options = parser.parse_study(argv)
     if bool(options.models) != bool(options.data):
         parser.error("--models and --data go together")
     if options.models:
+        if len({*options.models}) < len(options.models):
+            parser.error("--models names one twice: a group is of models that differ")
         parser.keep_out(options.output, "--models are not the miniature, whose results are kept there")
     if options.contexts < 2 * options.step:
         parser.error(f"--contexts {options.contexts} leaves no second context after --step {options.step}")
