@@ -873,9 +873,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             loss = _mean_loss(losses, targets, num_items_in_batch)
             if num_items_in_batch is not None and attention_mask is not None and targets is not given:
                 # Who counted cannot know that padding predicts nothing: the tokens behind it cost what others here do.
-                real = attention_mask[:, 1 - hidden_states.shape[1] :].to(given.device) != 0
-                behind = F.pad(real, (0, given.shape[1] - real.shape[1]), value=True) & (given != -100)
-                loss = loss * (behind.sum() / (targets != -100).sum().clamp(min=1)).to(loss.device)
+                counted = _of_real_tokens(given, attention_mask, hidden_states.shape[1]).sum()
+                loss = loss * (counted / (targets != -100).sum().clamp(min=1)).to(loss.device)
         return TransfoXLCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -1102,6 +1101,13 @@ def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_leng
         return targets
     counts = real[:, :length] if length == segment_length else real[:, :-1] & real[:, 1:]
     return targets.masked_fill(~counts.to(targets.device), -100)
+
+
+def _of_real_tokens(targets: Tensor, attention_mask: Tensor, segment_length: int) -> Tensor:
+    """(B, n) bool: which targets of the first n positions are neither -100 nor known to be padding."""
+    real = attention_mask[:, -segment_length:][:, 1:].to(targets.device) != 0
+    # The token after the segment has no column.
+    return F.pad(real, (0, targets.shape[1] - real.shape[1]), value=True) & (targets != -100)
 
 
 def _check_targets(name: str, given: Tensor, shape: torch.Size):
