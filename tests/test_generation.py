@@ -532,14 +532,17 @@ STOPS = {
     "characters": [*"12 xy"],
     "bytes": [str(ord(letter)) for letter in "12 xy"],
 }
+MARKS = {"bytes": [str(ord(mark)) for mark in " ./"]}
 
 
-@pytest.mark.parametrize("mode", STOPS)
-def test_stop_strings_of_any_vocabulary(make_model, mode):
+@pytest.mark.parametrize(("mode", "symbols"), [*STOPS.items(), *MARKS.items()], ids=[*STOPS, "marks alone"])
+def test_stop_strings_of_any_vocabulary(make_model, mode, symbols):
     """transformers looks for what a token adds behind the word "abcdef", which none of these knows."""
     special = [] if mode == "lm1b" else ["<eos>", "<unk>"]
-    tokenizer = TransfoXLTokenizer.from_symbols([*special, *STOPS[mode]], mode=mode)
+    tokenizer = TransfoXLTokenizer.from_symbols([*special, *symbols], mode=mode)
     text, stop = ("12 xy", "y") if mode in ("characters", "bytes") else ("the cat sat", "sat")
+    if symbols is MARKS["bytes"]:
+        text, stop = " .. /", "/"
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
     model = make_model(vocab_size=len(tokenizer), cutoffs=[], div_val=1, eos_token_id=None)
     # What it writes: the same text, again and again.

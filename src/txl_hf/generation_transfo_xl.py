@@ -296,13 +296,12 @@ class _StopStrings(StopStringCriteria):
 
     @staticmethod
     def clean_tokenizer_vocab(tokenizer, *args, **kwargs):
-        texts = (
-            (tokenizer.convert_tokens_to_string([token]), index) for token, index in tokenizer.get_vocab().items()
-        )
         # Words, letters and digits first: what stands around a mark may change it.
-        for text, index in sorted(texts, key=lambda pair: not pair[0].isalnum()):
-            if text.strip() and tokenizer(text, add_special_tokens=False)["input_ids"] == [index]:
-                return StopStringCriteria.clean_tokenizer_vocab(tokenizer, text, **kwargs)
+        for will_do in (str.isalnum, str.strip):
+            for token, index in tokenizer.get_vocab().items():
+                text = tokenizer.convert_tokens_to_string([token])
+                if will_do(text) and tokenizer(text, add_special_tokens=False)["input_ids"] == [index]:
+                    return StopStringCriteria.clean_tokenizer_vocab(tokenizer, text, **kwargs)
         raise ValueError(
             "stop_strings need a vocabulary with a token that is read back as it is, and this one has none"
         )
