@@ -76,10 +76,10 @@ def latest(name: str, rows: list[Row] | None = None) -> dict[tuple, dict[str, Ro
 
     `rows` of the file `name`, or all that are committed.
     """
-    workload, contender, _ = KEYS[name]
+    _, contender, _ = KEYS[name]
     runs: dict[tuple, dict[str, Row]] = {}
     for row in harness.read(harness.RESULTS / name) if rows is None else rows:
-        key = (machine(row), " ".join(row.get(column) or "" for column in workload.split()))
+        key = place_of(name, row)
         run = runs.get(key, {})
         started = next(iter(run.values()), row)
         # A contender comes once in a run; another date or commit is another run as well.
@@ -98,11 +98,14 @@ def add(folder: Path) -> None:
     found = {}
     for name in (*KEYS, "attention_tiles.csv", "gpu_train.csv"):
         there = harness.read(harness.RESULTS / name)
-        known, last = {measured(row) for row in there}, max((row["date"] for row in there), default="")
+        known, last = {measured(row) for row in there}, {}
+        for row in there:
+            last[place_of(name, row)] = max(row["date"], last.get(place_of(name, row), ""))
         new = [row for row in harness.read(folder / name) if measured(row) not in known]
-        if old := [row["date"] for row in new if row["date"] < last]:
+        if old := [row for row in new if row["date"] < last.get(place_of(name, row), "")]:
+            newer = last[place_of(name, old[0])]
             sys.exit(
-                f"error: {folder / name} has rows of {old[0]}, and the last here are of {last}: nothing was added"
+                f"error: {folder / name} has a row of {old[0]['date']}, and here is one of {newer}: nothing added"
             )
         # Where the sources came without their repository, they are those here.
         found[name] = [row | {"commit": row["commit"] or harness.commit()} for row in new]
@@ -112,6 +115,12 @@ def add(folder: Path) -> None:
         if rows:
             harness.append(harness.RESULTS / name, rows)
             print(f"{len(rows)} rows added to {name}")
+
+
+def place_of(name: str, row: Row) -> tuple[tuple[str, ...], str]:
+    """The machine and the workload of a row of the file `name`, of which a table shows the last run."""
+    workload = KEYS[name][0].split() if name in KEYS else []
+    return machine(row), " ".join(row.get(column) or "" for column in workload)
 
 
 def measured(row: Row) -> frozenset[tuple[str, str]]:

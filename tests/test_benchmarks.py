@@ -529,7 +529,7 @@ def test_bars_are_met_missed_or_not_measured(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="has no rows that are not here already"):
         report.main(["--add", str(tmp_path / "elsewhere")])
     harness.append(tmp_path / "old" / "gpu_train.csv", [trained[0] | {"date": "2025-12-31"}])
-    with pytest.raises(SystemExit, match="has rows of 2025-12-31, and the last here are of 2026-01-01: nothing was"):
+    with pytest.raises(SystemExit, match="has a row of 2025-12-31, and here is one of 2026-01-01: nothing added"):
         report.main(["--add", str(tmp_path / "old")])
     assert len(harness.read(tmp_path / "gpu_train.csv")) == 2
     verdicts = judged(capsys)

@@ -1,6 +1,7 @@
 """Losses and labels; plain Trainer; checkpointing, compilation and export."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -117,12 +118,18 @@ def test_padding_is_no_target(make_model, make_ids, side, cutoffs):
     torch.testing.assert_close(output.loss, output.losses.sum() / 8)
 
 
-@pytest.mark.parametrize("label", ["labels", "shift_labels"])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_trainer_has_the_loss_of_padded_batches(make_model, make_ids, tmp_path, side, label):
+@pytest.mark.parametrize(
+    ("label", "filled_with", "side"),
+    [
+        *itertools.product(["labels"], [-100, 60], ["left", "right"]),
+        # Of targets that are aligned nothing says that the one after the last real token is padding.
+        *itertools.product(["shift_labels"], [-100], ["left", "right"]),
+    ],
+)
+def test_trainer_has_the_loss_of_padded_batches(make_model, make_ids, tmp_path, side, label, filled_with):
     """`Trainer` counts labels without a look at the mask: what padding predicts is no reason for a smaller loss."""
     model = make_model(initial_memory="empty", dropout=0.0)
-    ids, pads, ignored = make_ids(2, 6), torch.full((2,), 60), torch.full((2,), -100)
+    ids, pads, ignored = make_ids(2, 6), torch.full((2,), 60), torch.full((2,), filled_with)
 
     def padded(row, filling):
         return torch.cat([filling, row] if side == "left" else [row, filling])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.command_line import CommandParser, at_least_one, one_line_errors
 from txl_hf.files import whole_folder
 
 with one_line_errors():
@@ -28,8 +28,8 @@ TICKS = 480
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="a new folder")
-    parser.add_argument("--count", type=int, help="chorales, from the first on (all)")
-    parser.add_argument("--num_proc", type=int, default=os.cpu_count(), help="processes (%(default)s)")
+    parser.add_argument("--count", type=at_least_one, help="chorales, from the first on (all)")
+    parser.add_argument("--num_proc", type=at_least_one, default=os.cpu_count(), help="processes (%(default)s)")
     return parser.parse_args(arguments)
 
 

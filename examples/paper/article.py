@@ -52,7 +52,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory_length", type=int, help="(the model's mem_len)")
     parser.add_argument("--context", type=at_least_one, help="tokens read first (512; miniature: 80)")
     parser.add_argument("--new_tokens", type=at_least_one, help="tokens written (500; miniature: 80)")
-    parser.add_argument("--top_k", type=at_least_one, default=40, help="(%(default)s)")
+    parser.add_argument("--top_k", type=int, default=40, help="(%(default)s)")
     parser.add_argument("--articles", type=at_least_one, default=3, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the places and of the words (%(default)s)")
     options = parser.parse_study(argv)

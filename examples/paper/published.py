@@ -29,7 +29,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 import txl_hf
-from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.command_line import CommandParser, at_least_one, one_line_errors
 from txl_hf.files import options_that_differ, write_text
 
 AUTHORS = "http://curtis.ml.cmu.edu/datasets/pretrained_xl"
@@ -112,8 +112,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoints")
     parser.add_argument("--data", type=Path, help="the test text, or a folder of prepare_corpus.py")
     parser.add_argument("--server", help="another address with the same files, in place of the authors' or the Hub's")
-    parser.add_argument("--batch_size", type=int, default=1, help="streams of the evaluation (%(default)s)")
-    parser.add_argument("--max_tokens", type=int, help="evaluate the beginning of the text only")
+    parser.add_argument("--batch_size", type=at_least_one, default=1, help="streams of the evaluation (%(default)s)")
+    parser.add_argument("--max_tokens", type=at_least_one, help="evaluate the beginning of the text only")
     return parser.parse_args(argv)
 
 

@@ -141,9 +141,14 @@ def serve(options: argparse.Namespace) -> None:
         """As the server has it, which sets a seed when a request comes, not when its reply is drawn, and takes the
         likeliest token at every temperature unless the model's own configuration draws."""
         config = as_usual(handler, body | {"seed": None}, *args, **kwargs)
-        if body.get("temperature") or (body.get("top_p") is not None and body.get("temperature") is None):
+        temperature, seed = body.get("temperature"), body.get("seed")
+        asks = body.get("top_p") is not None if temperature is None else float(temperature) > 0
+        if asks and body.get("generation_config") is None:
             config.do_sample = True
-        setattr(config, SEED, options.default_seed if body.get("seed") is None else body["seed"])
+        if seed is not None:
+            # What is no seed is refused now, not when an answer has begun.
+            torch.Generator().manual_seed(seed)
+        setattr(config, SEED, options.default_seed if seed is None else seed)
         return config
 
     class Server(uvicorn.Server):

@@ -817,8 +817,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
                 segment predicts the first of the next. Takes precedence over `labels`. What a masked position would
                 predict is ignored.
             num_items_in_batch (in kwargs): what the sum of the losses is divided by, instead of the number of targets:
-                of labels that are not -100, and no padding, in all batches of a step. Those that padding would
-                predict, the tokens behind it, are taken to cost as much as the others of this batch.
+                of labels that are not -100 in all batches of a step, as `Trainer` counts them. Those that are
+                ignored as padding are taken to cost as much as the others of this batch.
             logits_to_keep: keep the logits of the last so many positions, or of the positions in a tensor; 0: all.
             output_logits: whether to return logits beside a loss, (tokens × vocabulary) numbers that the loss does not
                 need; by default a model without cutoffs does, and one with cutoffs if it is so configured. Second
@@ -871,10 +871,9 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
                 losses = _pick_losses(logits[:, : targets.shape[1]], targets.to(logits.device))
                 logits = _keep(logits, logits_to_keep)
             loss = _mean_loss(losses, targets, num_items_in_batch)
-            if num_items_in_batch is not None and attention_mask is not None and targets is not given:
-                # Who counted cannot know that padding predicts nothing: the tokens behind it cost what others here do.
-                counted = _of_real_tokens(given, attention_mask, hidden_states.shape[1]).sum()
-                loss = loss * (counted / (targets != -100).sum().clamp(min=1)).to(loss.device)
+            if num_items_in_batch is not None and targets is not given:
+                # `Trainer` counts labels without a look at the mask: those left out cost what others here do.
+                loss = loss * ((given != -100).sum() / (targets != -100).sum().clamp(min=1)).to(loss.device)
         return TransfoXLCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -1101,13 +1100,6 @@ def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_leng
         return targets
     counts = real[:, :length] if length == segment_length else real[:, :-1] & real[:, 1:]
     return targets.masked_fill(~counts.to(targets.device), -100)
-
-
-def _of_real_tokens(targets: Tensor, attention_mask: Tensor, segment_length: int) -> Tensor:
-    """(B, n) bool: which targets of the first n positions are neither -100 nor known to be padding."""
-    real = attention_mask[:, -segment_length:][:, 1:].to(targets.device) != 0
-    # The token after the segment has no column.
-    return F.pad(real, (0, targets.shape[1] - real.shape[1]), value=True) & (targets != -100)
 
 
 def _check_targets(name: str, given: Tensor, shape: torch.Size):

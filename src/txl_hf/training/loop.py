@@ -463,11 +463,6 @@ class Training:
     def load_checkpoint(self, folder: Path):
         # An optimiser takes its settings from its checkpoint too, but those of today are asked for.
         asked = [{name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups]
-        if self.averaged is None and (folder / AVERAGE_NAME).is_file():
-            averaged = torch.load(folder / AVERAGE_NAME, map_location="cpu", weights_only=True)
-            if averaged["_extra_state"] > 0:
-                # What was the best so far is an average's loss, which plain weights are not to be compared with.
-                raise ValueError(f"{folder} has an average of the weights: resume with the --average of the run")
         try:
             with data_only():
                 self.accelerator.load_state(str(folder))
@@ -475,6 +470,10 @@ class Training:
                 self.accelerator.step = 0
                 if self.averaged is not None:
                     self.averaged.load_state_dict(torch.load(folder / AVERAGE_NAME, map_location="cpu"))
+                elif (average := folder / AVERAGE_NAME).is_file():
+                    if torch.load(average, map_location="cpu")["_extra_state"] > 0:
+                        # The best so far is an average's loss, which plain weights are not to be compared with.
+                        raise ValueError("an average of the weights has begun: --average none")
         except Exception as error:
             # Each of the libraries that read it has errors of its own for a model or an optimiser of another shape.
             reason = changed_settings(self.output, self.arguments) or " ".join(str(error).split())[:200]
