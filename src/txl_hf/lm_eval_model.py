@@ -10,12 +10,13 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, StoppingCriteria
+from transformers import StoppingCriteria
 
 from .command_line import hub_or_folder
 from .encoding import encode_text, ends_lines, load_tokenizer
 from .evaluation import evaluate_language_model
 from .modeling_transfo_xl import TransfoXLForCausalLM
+from .scoring import load_language_model
 from .streams import check_sizes
 
 __all__ = ["TransfoXLLM"]
@@ -77,7 +78,7 @@ class TransfoXLLM(TemplateLM):
         # lm_eval reads a revision of digits as a number.
         of_model = {"revision": str(revision)} if revision is not None else {}
         code = {"trust_remote_code": trust_remote_code}
-        model = AutoModelForCausalLM.from_pretrained(pretrained, dtype=dtype or "auto", **of_model, **code, **given)
+        model = load_language_model(pretrained, dtype=dtype or "auto", **of_model, **code, **given)
         if not isinstance(model, TransfoXLForCausalLM):
             raise ValueError(f"pretrained={pretrained} is a {model.config.model_type}, not a Transformer-XL")
         self.model = model.to(self._device).eval()

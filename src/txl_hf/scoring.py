@@ -402,7 +402,7 @@ def load_language_model(name: str, **options) -> TransfoXLForCausalLM:
     model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
     if missing := sorted(report["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CorpusError(f"--model {name} is no whole language model: its weights lack {missing[0]}{more}")
+        raise CorpusError(f"{name} is no whole language model: its weights lack {missing[0]}{more}")
     return model
 
 

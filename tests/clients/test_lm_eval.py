@@ -457,6 +457,9 @@ def test_what_cannot_be_evaluated_is_named(make_model, tmp_path):
         TransfoXLLM(str(tmp_path))
     with pytest.raises(ValueError, match="mem_len=-1"):
         TransfoXLLM(str(tmp_path), memory_length=-1)
+    make_model().transformer.save_pretrained(tmp_path / "headless")
+    with pytest.raises(ValueError, match=r"is no whole language model: its weights lack lm_head\."):
+        TransfoXLLM(str(tmp_path / "headless"))
 
 
 def test_the_entry_point_is_the_class():
