@@ -441,3 +441,54 @@ def test_one_pair_of_matrices_at_a_time_where_onednn_is_much_faster(monkeypatch,
     monkeypatch.setattr(linear, "_takes_two_turns", linear._takes_two_turns.__wrapped__)
     assert linear.products_are_single(torch.ones(2, 3)) is single
     assert not linear.products_are_single(torch.ones(2, 3, dtype=torch.bfloat16))
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    """oneDNN's products of one row in bf16, also on a CPU where they do not pay; how often they were taken."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("oneDNN multiplies no bf16 on this CPU")
+    taken = []
+    monkeypatch.setattr(linear, "is_by_intel", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    onednn_row = linear._onednn_row
+    monkeypatch.setattr(linear, "_onednn_row", lambda *args: taken.append(args) or onednn_row(*args))
+    return taken
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
+@pytest.mark.parametrize("shape", [(41,), (1, 64), (1, 1, 41)], ids=str)
+@torch.no_grad()
+def test_a_row_in_bf16_is_the_matrix_times_a_column(shape, bias, rows):
+    tensors = operands(*shape, n=130, dtype=torch.bfloat16, bias=bias)
+    result = product(*tensors)
+    assert len(rows) == 1 and result.shape == (*shape[:-1], 130) and result.dtype == torch.bfloat16
+    exact = nn.functional.linear(*(tensor.double() for tensor in tensors))
+    # Rounded once, behind the bias: half a unit in the last place of numbers below 32.
+    torch.testing.assert_close(result.double(), exact, atol=0.0626, rtol=0)
+    result += 1
+
+
+def test_other_rows_go_where_they_went(rows):
+    """With a gradient, under autocast, of several rows, of none, in fp32, or where oneDNN is turned off."""
+    tensors = operands(1, 41, dtype=torch.bfloat16)
+    product(*tensors).sum().backward()
+    with torch.no_grad():
+        for shape in ((2, 41), (0, 41)):
+            product(*operands(*shape, dtype=torch.bfloat16))
+        product(*operands(1, 41))
+        with torch.autocast("cpu", torch.bfloat16):
+            product(*tensors)
+        with torch.backends.mkldnn.flags(enabled=False):
+            product(*tensors)
+    assert not rows
+
+
+@pytest.mark.parametrize(
+    ("intel", "dtype", "sooner"),
+    [(True, torch.float32, True), (False, torch.float32, False), (True, torch.bfloat16, False)],
+)
+def test_where_a_row_reads_columns_sooner(monkeypatch, intel, dtype, sooner):
+    monkeypatch.setattr(linear, "is_by_intel", lambda: intel)
+    assert linear.reads_columns_sooner(torch.zeros(1, 3, dtype=dtype)) is sooner
+    assert not linear.reads_columns_sooner(torch.zeros(1, 3, dtype=dtype, device="meta"))

@@ -15,7 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import oracle
 from models import small_config
-from txl_hf import MemoryLengths, TransfoXLForCausalLM
+from txl_hf import MemoryLengths, TransfoXLForCausalLM, attention_transfo_xl, positions_transfo_xl
 from txl_hf import modeling_transfo_xl as modeling
 from txl_hf.attention_transfo_xl import (
     RELATIVE_ATTENTION_FUNCTIONS,
@@ -23,7 +23,7 @@ from txl_hf.attention_transfo_xl import (
     relative_attention,
     why_not,
 )
-from txl_hf.memory_transfo_xl import CACHE_NAME, MemoryCache, StaticMemoryCache, text_length
+from txl_hf.memory_transfo_xl import CACHE_NAME, MemoryCache, StaticMemoryCache, decoding_state_of, text_length
 from txl_hf.positions_transfo_xl import sinusoids_of_distances
 
 VARIANTS = {
@@ -846,6 +846,40 @@ def test_distances_are_projected_once_for_many_calls(make_model, make_ids):
     assert len(calls) == 4
     model(make_ids(2, 1), past_key_values=cache)
     assert len(calls) == 4
+
+
+@torch.no_grad()
+def test_of_the_distances_of_a_long_prompt_those_that_tokens_need_are_left(make_model, make_ids):
+    model, ids = make_model(mem_len=9, initial_memory="empty"), make_ids(2, 60)
+    cache, memory = MemoryCache(model.config), {}
+    for part, left in (
+        (ids[:, :40], 40),
+        (ids[:, 40:41], 10),
+        (ids[:, 41:43], 11),
+        (ids[:, 43:44], 11),
+        (ids[:, 44:], 25),
+    ):
+        expected = model(part, **memory)
+        close(model(part, past_key_values=cache).logits, expected.logits)
+        memory = memory_of(expected)
+        kept = decoding_state_of(cache).distances
+        assert len(kept.positions) == left and {keys.shape[1] for keys in kept.rel_keys.values()} == {left}
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+@torch.no_grad()
+def test_distances_lie_as_a_token_reads_them(make_model, make_ids, by_columns, monkeypatch):
+    """By columns on Intel's CPUs, in whatever memory one row's product with them takes the least time."""
+    for module in (attention_transfo_xl, positions_transfo_xl):
+        monkeypatch.setattr(module, "reads_columns_sooner", lambda row: by_columns)
+    model, memory = make_model(), {}
+    cache = MemoryCache(model.config)
+    for ids in make_ids(2, 20).split([7, 1, 1, 5, 6], dim=1):
+        expected = model(ids, **memory)
+        close(model(ids, past_key_values=cache).logits, expected.logits)
+        memory = memory_of(expected)
+        for keys in decoding_state_of(cache).distances.rel_keys.values():
+            assert (keys.transpose(1, 2) if by_columns else keys).is_contiguous()
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])

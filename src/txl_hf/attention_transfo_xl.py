@@ -36,7 +36,7 @@ from .attention_transfo_xl_inputs import (
     visible_keys,
 )
 from .attention_transfo_xl_triton import triton_relative_attention, why_not_triton
-from .linear_transfo_xl import is_by_intel, is_plain
+from .linear_transfo_xl import is_by_intel, is_plain, reads_columns_sooner
 
 __all__ = [
     "RELATIVE_ATTENTION_FUNCTIONS",
@@ -91,12 +91,12 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
     One row reads all of b for little arithmetic. In a graph it is written as what a compiler can make one kernel of
     with all that follows, where a product would be a kernel of its own. And on a CPU keys are read row after row, each
-    for one number, which takes a fifth less time than as columns, and in bf16 half of it.
+    for one number, which takes a fifth less time than as columns, and in bf16 half of it: see `reads_columns_sooner`.
     """
     if a.shape[-2] > 1:
         return a @ b
     if not torch.compiler.is_compiling():
-        by_rows = a.is_cpu and b.stride(-2) == 1
+        by_rows = a.is_cpu and b.stride(-2) == 1 and not reads_columns_sooner(a)
         return (b.transpose(-1, -2) @ a.transpose(-1, -2)).transpose(-1, -2) if by_rows else a @ b
     wide = torch.promote_types(a.dtype, torch.float32)
     return (a.transpose(-1, -2).to(wide) * b.to(wide)).sum(dim=-2, keepdim=True).to(a.dtype)
@@ -281,7 +281,7 @@ def _fastest(inputs: AttentionInputs) -> str:
 
 
 # From how many numbers of a row's keys on plain products read them sooner for a single query than the fused attention
-# does: in a tenth less time, and in bf16 in less than half of it.
+# does: in a tenth less time, and in bf16 in less than half of it. On Intel's CPUs they take more, in bf16 twice it.
 _MANY = {torch.float32: 1 << 20, torch.bfloat16: 1 << 16}
 
 
@@ -292,7 +292,7 @@ def _is_read_plainly(query: Tensor, key: Tensor) -> bool:
     would be read otherwise beside others than alone.
     """
     many = _MANY.get(query.dtype, math.inf)
-    return query.shape[2] == 1 and is_plain(query, key) and key.numel() >= many * len(key)
+    return query.shape[2] == 1 and is_plain(query, key) and key.numel() >= many * len(key) and not is_by_intel()
 
 
 def _tiles_pay(dtype: torch.dtype, trained: bool) -> bool:

@@ -19,8 +19,9 @@ from .linear_transfo_xl import add_products, products, products_are_single
 __all__ = ["attend_tile_by_tile"]
 
 # Where a tile has several heads. Of more queries it would hold more keys that they do not see; of fewer, or of fewer
-# heads than these many scores allow, its operations would be too small for what it takes to wake the other threads.
-TILE_QUERIES, TILE_SCORES = 256, 1 << 22
+# heads than these many scores allow, its operations would be too small for what it takes to wake the other threads. Of
+# more scores, its memory would be the system's each time: the C library keeps no more than 32 MB at once.
+TILE_QUERIES, TILE_SCORES = 256, 1 << 21
 # With fewer scores a head, oneDNN's products, of one head at a time, take most of their time to be set up.
 SINGLE_SCORES = 1 << 18
 
@@ -91,15 +92,21 @@ def _attend(content_query, position_query, key, value, rel_key, hidden, dropout,
     single = _is_single(content_query, key)
     # A sum reads each number once. One of finite numbers that is not finite itself only costs the time.
     finite = math.isfinite(position_query.detach().sum())
+    by_distance_room = scores_room = None
     for heads, b, queries, keys in _tiles(B, H, L, K, single):
         if keys == K:
             tile_key, tile_value, distances = (
                 _to_be_read(states, L, single) for states in (key[b, heads], value[b, heads], rel_key[heads])
             )
             tile_value = tile_value.transpose(1, 2)
+            if saved is None and not single and scores_room is None:
+                # The first tile is the largest. In one piece, because of two the C library gives the second back, and
+                # new memory is slow at the first touch.
+                size = len(tile_key) * min(L, TILE_QUERIES) * K
+                by_distance_room, scores_room = content_query.new_empty(2, size)
         near = min(n, keys)
-        by_distance = products(position_query[b, heads, queries], distances[:, n - near :])
-        scores = products(content_query[b, heads, queries], tile_key[:, :keys])
+        by_distance = products(position_query[b, heads, queries], distances[:, n - near :], by_distance_room)
+        scores = products(content_query[b, heads, queries], tile_key[:, :keys], scores_room)
         if near < keys:
             scores[..., :-near] += by_distance[..., :1]
         scores[..., -near:] += _shifted(by_distance)
@@ -111,7 +118,6 @@ def _attend(content_query, position_query, key, value, rel_key, hidden, dropout,
         else:
             # NaN stays NaN whatever is added, and the shift brings it from the next query. It takes ten times longer.
             hideable.masked_fill_(seen != 0, -torch.inf)
-        # New memory is slow at the first touch.
         probabilities = dropped = torch.softmax(scores, dim=-1, out=scores)
         kept = None
         if dropout > 0:
@@ -123,9 +129,10 @@ def _attend(content_query, position_query, key, value, rel_key, hidden, dropout,
 
 
 def _to_be_read(states: Tensor, L: int, single: bool) -> Tensor:
-    """States, (n, K, Dh), as products read them: with the rows of a head one behind the other for oneDNN's, and for
-    others where several tiles read them. A tile that is alone with its heads takes more time to copy than to read."""
-    copied = (single or L > TILE_QUERIES) and not states[0].is_contiguous()
+    """States, (n, K, Dh), as products read them: with the rows or columns of a head one behind the other for oneDNN's,
+    and for others where several tiles read them. A tile that is alone with its heads takes more time to copy than to
+    read."""
+    copied = (single or L > TILE_QUERIES) and not (states[0].is_contiguous() or states[0].t().is_contiguous())
     return states.contiguous() if copied else states
 
 
