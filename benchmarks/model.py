@@ -240,6 +240,9 @@ def main(given: list[str] | None = None):
         chosen = arguments.workloads or list(SMOKE)
     if bool(arguments.trained) != any((WORKLOADS | SMOKE)[name].trained for name in chosen):
         parser.error("--trained goes with a workload whose name ends in -trained, and such a workload with --trained")
+    evaluated = [name for name in chosen if (WORKLOADS | SMOKE)[name].task == "evaluate"]
+    if evaluated and "gpt2" in (arguments.contenders or ()):
+        parser.error(f"gpt2 has no memory to evaluate with: leave it out of --contenders, or run {evaluated[0]} apart")
     print(harness.FLOP_FORMULA)
     peak = harness.matmul_peak(arguments.device, arguments.dtype)
     print(f"peak: {peak / 1e12:.4g} TFLOP/s measured in a matrix product in {arguments.dtype}\n")

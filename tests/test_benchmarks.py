@@ -589,6 +589,14 @@ def test_a_step_that_is_stopped_takes_its_processes_with_it(tmp_path):
     assert gpu.run([sys.executable, "-c", "raise SystemExit(2)"], dict(os.environ), 30.0) == 2
 
 
+def test_gpt2_is_asked_for_no_memory(capsys):
+    import model
+
+    with pytest.raises(SystemExit):
+        model.main(["--smoke", "--contenders", "ours", "gpt2"])
+    assert "leave it out of --contenders, or run smoke-evaluate apart" in capsys.readouterr().err
+
+
 def test_a_wrong_contender_is_not_timed(tmp_path, forked, monkeypatch):
     """One bias too large by a tenth in one layer of `ours`: only the others are timed, and the program fails."""
     import model

@@ -91,7 +91,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
     One row reads all of b for little arithmetic. In a graph it is written as what a compiler can make one kernel of
     with all that follows, where a product would be a kernel of its own. And on a CPU keys are read row after row, each
-    for one number, which takes a fifth less time than as columns, and in bf16 half of it: see `reads_columns_sooner`.
+    for one number, which takes a fifth less time than as columns, in bf16 half of it; but see `reads_columns_sooner`.
     """
     if a.shape[-2] > 1:
         return a @ b

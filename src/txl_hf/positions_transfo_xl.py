@@ -118,8 +118,8 @@ class KeptDistances:
 
 
 def _in_place(keys: Tensor) -> Tensor:
-    """(H, n, Dh), by themselves, as one query reads them in the least time; and known to a CUDA graph by where they
-    lie: it would copy others each time that it is replayed."""
+    """(H, n, Dh) in memory of their own, laid out as one query reads them in the least time. A CUDA graph knows them
+    by where they lie: it would copy others each time that it is replayed."""
     if torch.compiler.is_compiling():
         return keys.contiguous()
     keys = keys.transpose(1, 2).contiguous().transpose(1, 2) if reads_columns_sooner(keys) else keys.contiguous()
