@@ -297,12 +297,12 @@ def by_machine(name: str, table: Callable[[dict[str, dict[str, Row]]], str]) -> 
 
 
 def machines_of(name: str, counts: Callable[[dict[str, Row]], bool] = bool) -> dict[tuple, dict[str, dict[str, Row]]]:
-    """{machine: {workload: {contender: row}}} of the last runs that count, workloads in one order on all machines."""
+    """{machine: {workload: {contender: row}}} of the last runs that count, GPUs last, workloads in one order."""
     runs = {key: run for key, run in latest(name).items() if counts(run)}
     workloads = sorted(dict.fromkeys(workload for _, workload in runs), key=by_task)
     return {
         where: {workload: runs[where, workload] for workload in workloads if (where, workload) in runs}
-        for where in dict.fromkeys(where for where, _ in runs)
+        for where in sorted(dict.fromkeys(where for where, _ in runs), key=lambda where: "NVIDIA" in where[0])
     }
 
 
