@@ -39,6 +39,7 @@ from txl_hf.evaluation import LanguageModelEvaluation, evaluate_caches
 from txl_hf.files import whole_file, write_text
 from txl_hf.scoring import (
     check_protocol,
+    check_statistics,
     check_vocabulary,
     describe,
     find_device,
@@ -122,10 +123,7 @@ def run(options: argparse.Namespace):
     [lengths] = protocols(options, config)
     check_protocol(config, clamp_len=options.clamp_len, **lengths)
     texts = {split: read_prepared(options.data, split) for split in ("train", "validation", "test")}
-    if (options.statistics or 0) > len(texts["train"].token_ids):
-        raise ValueError(
-            f"--statistics {options.statistics} is more than the training text has: {len(texts['train'].token_ids)}"
-        )
+    check_statistics(options.statistics or 0, texts["train"])
     check_vocabulary(texts["validation"], config, options)
     read_of_validation = texts["validation"].beginning(options.max_tokens)
     validation, test = read_of_validation.token_ids, texts["test"].token_ids[: options.max_test_tokens]
@@ -297,6 +295,10 @@ def warn_of_an_end(kind: str, point: Point, options: argparse.Namespace, tokens:
     Args:
         tokens: of a stream of the validation text; a longer cache holds no more.
     """
+    if kind == "dynamic" and point.dynamic is None:
+        print(f"note: no --rate of those tried is better than none: try smaller ones than {min(options.rate):g}")
+    if kind == "cache" and point.cache is None:
+        print("note: no cache of those tried is better than none: try a smaller --cache_weight")
     best: dict[str, float] = {}
     if (dynamic := point.dynamic) is not None:
         best |= {"rate": dynamic.learning_rate, "decay": dynamic.decay, "epsilon": dynamic.epsilon}

@@ -232,9 +232,13 @@ def test_a_trained_model_has_the_figure_of_its_training(corpus, model, tmp_path,
     lengths = {"segment_length": 5, "memory_length": 7, "ext_len": 2, "clamp_len": 6, "same_length": True}
     expected = evaluate_language_model(loaded, tokens, batch_size=3, **lengths)
     (copy / "results.json").write_text(json.dumps({"test": dataclasses.asdict(expected)}))
-    [row] = run(capsys, "--model", copy, "--data", corpus)["results"]
+    evaluate_lm.main(["--model", str(copy), "--data", str(corpus)])
+    printed = capsys.readouterr()
+    [row] = json.loads(printed.out)["results"]
     assert row["nll"] == pytest.approx(expected.nll, rel=1e-6)
     assert {name: row[name] for name in lengths} == lengths and row["batch_size"] == 3
+    assert "as training scored it (results.json): --segment_length 5, --memory_length 7" in printed.err
+    assert "--batch_size 3, as one text" in printed.err
     asked = ["--memory_length", 0, 4, "--batch_size", 1, "--same_length", "false"]
     rows = run(capsys, "--model", copy, "--data", corpus, *asked)["results"]
     assert [row["memory_length"] for row in rows] == [0, 4] and {row["batch_size"] for row in rows} == {1}
@@ -243,11 +247,22 @@ def test_a_trained_model_has_the_figure_of_its_training(corpus, model, tmp_path,
         # From end to end: in three streams a third of the text each.
         [row] = run(capsys, "--model", copy, "--data", corpus, *follows)["results"]
         assert (row["segment_length"], row["batch_size"]) == (5, 1)
-    [window] = run(capsys, "--model", copy, "--data", corpus, "--sliding_window", 9, "--max_tokens", 30)["results"]
+    options = ["--model", copy, "--data", corpus, "--sliding_window", 9, "--max_tokens", 30]
+    evaluate_lm.main([*map(str, options)])
+    printed = capsys.readouterr()
+    [window] = json.loads(printed.out)["results"]
     assert window["protocol"] == "sliding window" and window["ext_len"] == 8
+    # What a window has of its own is not said.
+    assert "(results.json): --clamp_len 6, --batch_size 3, as one text" in printed.err
     (copy / "results.json").write_text("[]")
     [row] = run(capsys, "--model", copy, "--data", corpus)["results"]
     assert (row["segment_length"], row["memory_length"], row["batch_size"]) == (8, 12, 1)
+
+
+def test_statistics_are_of_no_more_than_the_training_text(corpus, model):
+    options = ["--model", str(model), "--data", str(corpus), "--dynamic", "0.1", "--statistics", "1000000"]
+    with pytest.raises(SystemExit, match="error: --statistics 1000000 is more than the training text has: "):
+        evaluate_lm.main(options)
 
 
 def test_a_checkpoint_in_the_place_of_a_model_is_named(corpus, tmp_path):

@@ -470,7 +470,8 @@ def test_a_row_in_bf16_is_the_matrix_times_a_column(shape, bias, rows):
 
 
 def test_other_rows_go_where_they_went(rows):
-    """With a gradient, under autocast, of several rows, of none, in fp32, or where oneDNN is turned off."""
+    """With a gradient, under autocast, of several rows, of none, in fp32, or where oneDNN is turned off; and what does
+    not fit goes to PyTorch, which says so."""
     tensors = operands(1, 41, dtype=torch.bfloat16)
     product(*tensors).sum().backward()
     with torch.no_grad():
@@ -481,6 +482,11 @@ def test_other_rows_go_where_they_went(rows):
             product(*tensors)
         with torch.backends.mkldnn.flags(enabled=False):
             product(*tensors)
+        row, matrix, _ = tensors
+        with pytest.raises(RuntimeError, match="expanded size"):
+            product(row, matrix, row.new_zeros(3))
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            product(row[:, 1:], matrix)
     assert not rows
 
 

@@ -848,24 +848,6 @@ def test_distances_are_projected_once_for_many_calls(make_model, make_ids):
     assert len(calls) == 4
 
 
-@torch.no_grad()
-def test_of_the_distances_of_a_long_prompt_those_that_tokens_need_are_left(make_model, make_ids):
-    model, ids = make_model(mem_len=9, initial_memory="empty"), make_ids(2, 60)
-    cache, memory = MemoryCache(model.config), {}
-    for part, left in (
-        (ids[:, :40], 40),
-        (ids[:, 40:41], 10),
-        (ids[:, 41:43], 11),
-        (ids[:, 43:44], 11),
-        (ids[:, 44:], 25),
-    ):
-        expected = model(part, **memory)
-        close(model(part, past_key_values=cache).logits, expected.logits)
-        memory = memory_of(expected)
-        kept = decoding_state_of(cache).distances
-        assert len(kept.positions) == left and {keys.shape[1] for keys in kept.rel_keys.values()} == {left}
-
-
 @pytest.mark.parametrize("by_columns", [False, True])
 @torch.no_grad()
 def test_distances_lie_as_a_token_reads_them(make_model, make_ids, by_columns, monkeypatch):
@@ -926,6 +908,12 @@ def test_a_length_is_an_integer(name, length):
     with pytest.raises(ValueError, match=rf"{name}={re.escape(repr(length))} must be an integer"):
         MemoryLengths(**{name: length})
     assert MemoryLengths(**{name: np.int64(4)}) == MemoryLengths(**{name: 4})
+
+
+@pytest.mark.parametrize("same_length", ["false", "", 0, 1], ids=repr)
+def test_same_length_is_true_or_false(same_length):
+    with pytest.raises(ValueError, match=f"same_length={same_length!r} must be True or False"):
+        MemoryLengths(same_length=same_length)
 
 
 def test_learned_positions_keep_their_rows_when_lengths_change(make_model, make_ids, tmp_path):

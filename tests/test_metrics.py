@@ -106,6 +106,11 @@ def test_an_entry_without_tokens_needs_no_counts(make_metric):
     assert result["perplexity_per_word"] == pytest.approx(math.exp(3))
 
 
+def test_a_batch_of_no_entries_is_refused(make_metric):
+    with pytest.raises(ValueError, match="nll is empty: give an entry at least"):
+        make_metric().add_batch(nll=[], tokens=[])
+
+
 def test_computed_at_once_and_again(make_metric):
     metric = make_metric()
     first = metric.compute(nll=[1.0], tokens=[2])

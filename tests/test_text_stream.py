@@ -223,6 +223,32 @@ def test_states_that_do_not_fit_are_refused(tokenizer):
         TextStream(TEXTS, tokenizer, S, G).load_state_dict([half.state_dict() for half in halves])
 
 
+def test_a_state_of_other_segments_is_refused(tokenizer):
+    state = TextStream(TEXTS, tokenizer, S, G).state_dict()
+    with pytest.raises(ValueError, match=f"the state has segment_length={S}, the stream {S + 1}"):
+        TextStream(TEXTS, tokenizer, S + 1, G).load_state_dict(state)
+    del state["segment_length"]
+    TextStream(TEXTS, tokenizer, S, G).load_state_dict(state)
+
+
+@pytest.mark.parametrize("items", [1, G], ids=["within-a-step", "between-steps"])
+@pytest.mark.parametrize("loaded", [False, True], ids=["begun", "loaded"])
+def test_one_iterator_at_a_time(tokenizer, items, loaded):
+    """Its rows would go on with what another one has read."""
+    stream = TextStream(TEXTS, tokenizer, S, G)
+    state, first = stream.state_dict(), iter(stream)
+    for _ in range(items):
+        next(first)
+    if loaded:
+        stream.load_state_dict(state)
+    else:
+        next(iter(copy.copy(stream)))
+        next(first)
+        next(iter(stream))
+    with pytest.raises(RuntimeError, match="read copy.copy\\(stream\\) beside it"):
+        next(first)
+
+
 def test_several_workers_are_refused(tokenizer):
     with pytest.raises(ValueError, match="set num_workers to 0 or 1"):
         list(DataLoader(TextStream(TEXTS, tokenizer, S, G), batch_size=G, num_workers=2))

@@ -15,9 +15,9 @@ says it here, and `--document_end none` reads all as one text. `--dynamic RATE` 
 vanilla way: the last N tokens are read anew for every token, without memory. It stands alone, or beside the memory
 lengths that are given.
 
-A model that `txl-train` has scored is scored likewise: lengths and `--batch_size` that are not given are those of its
-results.json, so that one model has one figure. With `--dynamic` or `--cache` it is one stream, which these follow from
-end to end.
+A model that `txl-train` has scored is scored likewise: lengths, `--batch_size` and `--document_end` that are not given
+are those of its results.json, so that one model has one figure. With `--dynamic` or `--cache` it is one stream, which
+these follow from end to end.
 
 On a terminal the figures appear as a table, line by line as they are found; elsewhere, or with `--json`, the result is
 JSON. `--output` holds the same JSON, from the first figure on. The result has for each length the negative

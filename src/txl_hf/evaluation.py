@@ -207,7 +207,13 @@ def evaluate_caches(
     accelerator: Any = None,
     progress: bool = False,
 ) -> list[LanguageModelEvaluation]:
-    """`evaluate_language_model` with each of several caches (None: without one), while the text is read only once."""
+    """`evaluate_language_model` with each of several caches (None: without one), while the text is read only once.
+
+    Raises:
+        ValueError: there is no cache; and as `evaluate_language_model` does.
+    """
+    if not caches:
+        raise ValueError("caches is empty: give [None] for one reading without any")
     lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
     text = open_text(model, token_ids, segment_length, lengths, batch_size, warm_up, document_end, accelerator)
     filled = lengths.of(model.config)

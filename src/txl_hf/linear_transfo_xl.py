@@ -124,15 +124,20 @@ def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(a, b, bias, "none", [], "")
 
 
-def _onednn_takes_row(a: Tensor, *others: Tensor) -> bool:
-    """Whether the product is of one row of plain bf16, on a CPU that has AMX for it, of Intel."""
-    if a.dtype != torch.bfloat16 or a.numel() != a.shape[-1] or not is_plain(a, *others):
+def _onednn_takes_row(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
+    """Whether the product is of one row of plain bf16, on a CPU that has AMX for it, of Intel. What does not fit goes
+    to PyTorch, which says so."""
+    tensors = (a, b) if bias is None else (a, b, bias)
+    if a.dtype != torch.bfloat16 or not is_plain(*tensors):
         return False
     if not (_has_onednn() and is_by_intel() and torch.cpu._is_amx_tile_supported()):
         return False
     if not torch.backends.mkldnn.enabled or torch.is_autocast_enabled("cpu"):
         return False
-    return all(tensor.is_cpu and tensor.dtype == torch.bfloat16 and tensor.numel() > 0 for tensor in (a, *others))
+    if not all(tensor.is_cpu and tensor.dtype == torch.bfloat16 and tensor.numel() > 0 for tensor in tensors):
+        return False
+    fits = b.dim() == 2 and a.shape[-1:] == b.shape[1:] and (bias is None or bias.shape == b.shape[:1])
+    return fits and a.numel() == a.shape[-1]
 
 
 def _onednn_row(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -183,7 +188,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     tensors = (a, b) if bias is None else (a, b, bias)
     differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if not differentiated and _onednn_takes_row(*tensors):
+    if not differentiated and _onednn_takes_row(a, b, bias):
         return _onednn_row(a, b, bias)
     if not _onednn_takes(*tensors) or _is_small(a, b):
         return nn.functional.linear(a, b, bias)

@@ -88,7 +88,7 @@ class MemoryLengths:
         mem_len, ext_len, clamp_len, same_length: as in the configuration. None: the configuration's.
 
     Raises:
-        ValueError: a length is no integer. True is none.
+        ValueError: a length is no integer (True is none), or same_length is neither True nor False.
     """
 
     mem_len: int | None = None
@@ -101,6 +101,8 @@ class MemoryLengths:
             length = getattr(self, name)
             if length is not None and (isinstance(length, bool) or not isinstance(length, Integral)):
                 raise ValueError(f"{name}={length!r} must be an integer")
+        if not isinstance(self.same_length, bool | None):
+            raise ValueError(f"same_length={self.same_length!r} must be True or False")
 
     def of(self, config: TransfoXLConfig) -> "FilledLengths":
         """What holds in a call of a model: these lengths, and the configuration's for those that are None.

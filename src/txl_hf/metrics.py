@@ -118,6 +118,10 @@ def _entries(name: str, values, length: tuple[int, ...]) -> np.ndarray:
             f"{name} has shape {entries.shape}, but must have one number an entry, {length or '(B,)'}: "
             "sum over the tokens of each"
         )
+    if entries.size == 0:
+        raise ValueError(
+            f"{name} is empty: give an entry at least, of nll=[0.0] and tokens=[0] where nothing was scored"
+        )
     if entries.dtype.kind not in ("iuf" if name == "nll" else "iu"):
         raise ValueError(f"{name} must hold {'numbers' if name == 'nll' else 'whole numbers'}, not {entries.dtype}")
     if name != "nll" and (entries < 0).any():

@@ -118,8 +118,8 @@ class KeptDistances:
 
 
 def _in_place(keys: Tensor) -> Tensor:
-    """(H, n, Dh) in memory of their own, laid out as one query reads them in the least time. A CUDA graph knows them
-    by where they lie: it would copy others each time that it is replayed."""
+    """(H, n, Dh), laid out as one query reads them in the least time. A CUDA graph knows them by where they lie: it
+    would copy others each time that it is replayed."""
     if torch.compiler.is_compiling():
         return keys.contiguous()
     keys = keys.transpose(1, 2).contiguous().transpose(1, 2) if reads_columns_sooner(keys) else keys.contiguous()
@@ -232,9 +232,6 @@ class RelativeSinusoids(Positions):
             if kept.positions is None or len(kept.positions) < length or kept.clamp_len != clamp_len:
                 kept.positions = sinusoids_of_distances(length, embeds, clamp_len)
                 kept.rel_keys, kept.clamp_len = {}, clamp_len
-            elif 4 * length <= 3 * len(kept.positions):
-                # They were of a long prompt. What is left is read at each token, and best lies by itself.
-                kept.crop(length)
             positions = kept.positions
         shared = Distances(positions, kept=kept)
         if not model.config.untie_r:

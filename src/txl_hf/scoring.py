@@ -155,21 +155,25 @@ def take_lengths_of_training(options: argparse.Namespace, follows: bool) -> None
         lengths, document_end = {}, None
         if path.is_file():
             print(f"{path} is not used: it is of other weights, or not txl-train's", file=sys.stderr)
+    shown = []
     if lengths and options.document_end is None and (document_end is None or isinstance(document_end, int)):
         # The token's id: the vocabulary is the model's.
         options.document_end = "none" if document_end is None else document_end
+        shown = ["as one text" if document_end is None else f"in documents that end with token {document_end}"]
     taken = {name: value for name, value in lengths.items() if getattr(options, name) is None}
     if options.sliding_window:
         taken.pop("memory_length", None)
     if follows:
         taken.pop("batch_size", None)
+    # A window is read by itself.
+    unread = ("segment_length", "ext_len") if options.sliding_window and not options.memory_length else ()
     for name, value in taken.items():
         setattr(options, name, {"memory_length": [value], "same_length": str(bool(value)).lower()}.get(name, value))
     options.batch_size = 1 if options.batch_size is None else options.batch_size
     check_sizes(batch_size=options.batch_size)
-    if taken:
-        shown = ", ".join(f"--{name} {value}" for name, value in taken.items() if name != "same_length")
-        print(f"as training scored it ({RESULTS}): {shown}", file=sys.stderr)
+    shown = [f"--{name} {taken[name]}" for name in taken if name not in ("same_length", *unread)] + shown
+    if shown:
+        print(f"as training scored it ({RESULTS}): {', '.join(shown)}", file=sys.stderr)
 
 
 def find_document_end(options: argparse.Namespace, text: Text) -> int | None:
@@ -187,6 +191,12 @@ def find_document_end(options: argparse.Namespace, text: Text) -> int | None:
             "--document_end none"
         )
     return found
+
+
+def check_statistics(tokens: int, train: Text) -> None:
+    """Raise a ValueError where the statistics are to be taken from more than the training text."""
+    if tokens > len(train.token_ids):
+        raise ValueError(f"--statistics {tokens} is more than the training text has: {len(train.token_ids)}")
 
 
 def find_device(name: str | None) -> str:
@@ -257,7 +267,9 @@ def read_adaptation(options: argparse.Namespace) -> dict[str, Any]:
         if options.statistics is not None:
             if not options.data.is_dir():
                 raise CorpusError(f"--statistics needs a folder of txl-prepare, which {options.data} is not")
-            settings["statistics"] = read_prepared(options.data, "train").token_ids[: options.statistics]
+            train = read_prepared(options.data, "train")
+            check_statistics(options.statistics, train)
+            settings["statistics"] = train.token_ids[: options.statistics]
         found["dynamic"] = DynamicEvaluation(options.dynamic, **settings)
     return found
 

@@ -57,7 +57,7 @@ class TokenStream(Dataset):
         ext_len: extended context ≥ 0; S with half losses. With memory it must be the model's `config.ext_len`, which
             keeps what is read again out of the memory.
         varlen_seed: seed of segment lengths that vary: L is normal with deviation 5 around S, or around S / 2 in one
-            step of twenty, within [5, S + 15]. None: L = S.
+            step of twenty, within [5, S + 15], and of what is left at the end. None: L = S.
         document_end: where documents end in the text: the token that each ends with, or the places behind their last
             tokens in ascending order. Items then have `resets`, (e + L,) bool, True where a document begins. Its first
             token is a label as any other, of the last token before it. None: the text is one.

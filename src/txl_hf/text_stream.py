@@ -31,9 +31,12 @@ class TextStream(IterableDataset):
 
     `state_dict` and `load_state_dict` go on after a whole number of steps, bit for bit, also on another number of
     processes; the documents that were read are read again then, but not tokenised. A `DataLoader` must read in the
-    process itself (`num_workers=0`) for the state to be that of what it returned. Reading on from the beginning and
-    skipping batches, as `Trainer` resumes, gives the same; but plain `Trainer` knows of one epoch alone then, so that
-    it needs `epochs=None`.
+    process itself (`num_workers=0`) for the state to be that of what it returned; one that accelerate has prepared
+    reads a batch ahead of what it hands out, so that its state is of a step later. Reading on from the beginning and
+    skipping batches, as `Trainer` and `accelerate.skip_first_batches` do, gives the same; but plain `Trainer` knows
+    of one epoch alone then, so that it needs `epochs=None`.
+
+    A stream is read by one iterator at a time; `copy.copy(stream)` may be read beside it, from its beginning.
 
     Args:
         texts: what can be iterated over more than once, or a function that returns an iterator: of strings, or of
@@ -56,6 +59,7 @@ class TextStream(IterableDataset):
     Raises:
         ValueError: a size is out of range, `texts` can be read once only, or rows cannot be shared; when it is read, a
             document is no text, or the tokenizer makes no token, but for `eos_token`, of those of an epoch.
+        RuntimeError: an iterator is asked for more after another one has begun, or another state was loaded.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class TextStream(IterableDataset):
         self.rows = [row for first in firsts for row in range(first, first + rows)]
         self._first_epoch = 0
         self._loaded = False
+        self._readings = 0
         self._begin()
 
     def _begin(self) -> None:
@@ -153,6 +158,8 @@ class TextStream(IterableDataset):
         if not self._loaded:
             self._begin()
         self._loaded = False
+        self._readings += 1
+        reading = self._readings
         documents = self._read_documents()
         while True:
             for row in self.rows:
@@ -161,12 +168,22 @@ class TextStream(IterableDataset):
             if max(lengths) < 1 or (min(lengths) < self.segment_length and not self.keep_remainder):
                 return
             items = [self._item(row) for row in self.rows]
-            yield from items[:-1]
+            for item in items[:-1]:
+                yield item
+                self._check_reading(reading)
             # Whoever has the last item has the step, and may ask for the state.
             for row in self.rows:
                 self._tokens[row] = self._tokens[row][self.segment_length :]
             self.step += 1
             yield items[-1]
+            self._check_reading(reading)
+
+    def _check_reading(self, reading: int) -> None:
+        if reading != self._readings:
+            raise RuntimeError(
+                "the stream was begun again, or another state loaded, since this iterator began: read "
+                "copy.copy(stream) beside it"
+            )
 
     def _fill(self, row: int, documents: Iterator[tuple[tuple[int, int], str]]) -> None:
         """Read documents until a row has a segment and the token after it, or they are at an end."""
@@ -237,6 +254,7 @@ class TextStream(IterableDataset):
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` takes, as JSON can hold it."""
         return {
+            "segment_length": self.segment_length,
             "step": self.step,
             "first_epoch": self._first_epoch,
             "epoch": self._epoch,
@@ -258,6 +276,10 @@ class TextStream(IterableDataset):
             raise ValueError(
                 f"the state has {len(states[0]['characters'])} rows, the stream batch_size={self.batch_size}"
             )
+        # States of earlier versions do not tell.
+        lengths = {each.get("segment_length", self.segment_length) for each in states}
+        if lengths != {self.segment_length}:
+            raise ValueError(f"the state has segment_length={max(lengths)}, the stream {self.segment_length}")
         tokens, read = {}, {}
         for each in states:
             for row, ids in each["rows"].items():
@@ -272,4 +294,5 @@ class TextStream(IterableDataset):
         self._characters = list(least["characters"])
         self._tokens = {row: tokens[row] for row in self.rows}
         self._read = {row: read[row] for row in self.rows}
+        self._readings += 1
         self._loaded = True
