@@ -948,7 +948,7 @@ def test_what_a_gpu_computes_in(monkeypatch, recipe, has_gpu, has_bf16, precisio
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16 or including_emulation)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(setup, "bf16_is_faster", lambda: False)
     monkeypatch.setattr(setup, "Accelerator", lambda **given: SimpleNamespace(distributed_type=None, **given))
     before = torch.get_float32_matmul_precision()
     try:
