@@ -446,6 +446,7 @@ def test_one_pair_of_matrices_at_a_time_where_onednn_is_much_faster(monkeypatch,
 @pytest.fixture
 def rows(monkeypatch):
     """oneDNN's products of one row in bf16, also on a CPU where they do not pay; how often they were taken."""
+    # Its operator raises there. `product` asks it where there is AMX, of which these CPUs have none.
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("oneDNN multiplies no bf16 on this CPU")
     taken = []

@@ -101,9 +101,16 @@ def _onednn_takes(*tensors: Tensor) -> bool:
     # A graph is to see no more than the first of these questions.
     if not is_plain(*tensors) or not _onednn_is_faster():
         return False
-    if not torch.backends.mkldnn.enabled or torch.is_autocast_enabled("cpu"):
-        return False
-    return all(tensor.is_cpu and tensor.dtype == torch.float32 and tensor.numel() > 0 for tensor in tensors)
+    return _onednn_is_on() and _are_numbers(torch.float32, *tensors)
+
+
+def _onednn_is_on() -> bool:
+    return bool(torch.backends.mkldnn.enabled) and not torch.is_autocast_enabled("cpu")
+
+
+def _are_numbers(dtype: torch.dtype, *tensors: Tensor) -> bool:
+    """Whether all are on the CPU, of this type, and not empty."""
+    return all(tensor.is_cpu and tensor.dtype == dtype and tensor.numel() > 0 for tensor in tensors)
 
 
 def _is_small(a: Tensor, b: Tensor) -> bool:
@@ -132,9 +139,7 @@ def _onednn_takes_row(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
         return False
     if not (_has_onednn() and is_by_intel() and torch.cpu._is_amx_tile_supported()):
         return False
-    if not torch.backends.mkldnn.enabled or torch.is_autocast_enabled("cpu"):
-        return False
-    if not all(tensor.is_cpu and tensor.dtype == torch.bfloat16 and tensor.numel() > 0 for tensor in tensors):
+    if not _onednn_is_on() or not _are_numbers(torch.bfloat16, *tensors):
         return False
     fits = b.dim() == 2 and a.shape[-1:] == b.shape[1:] and (bias is None or bias.shape == b.shape[:1])
     return fits and a.numel() == a.shape[-1]
@@ -187,16 +192,19 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         (…, n).
     """
     tensors = (a, b) if bias is None else (a, b, bias)
-    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if not differentiated and _onednn_takes_row(a, b, bias):
+    if _onednn_takes_row(a, b, bias) and not _are_differentiated(*tensors):
         return _onednn_row(a, b, bias)
     if not _onednn_takes(*tensors) or _is_small(a, b):
         return nn.functional.linear(a, b, bias)
-    if differentiated:
+    if _are_differentiated(*tensors):
         # What the function returns may be changed in place, which PyTorch refuses for a view made within it.
         rows = _DifferentiableProduct.apply(a.reshape(-1, a.shape[-1]), b, bias)
         return rows if a.dim() == 2 else rows.view(*a.shape[:-1], b.shape[0])
     return _onednn_product(a, b, bias)
+
+
+def _are_differentiated(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def products_are_single(states: Tensor) -> bool:
