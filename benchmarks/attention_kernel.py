@@ -256,6 +256,8 @@ def sweep_tiles(arguments) -> int:
     import attention_tiles
 
     insist_on_triton(arguments.device, harness.torch_dtype(arguments.dtype))
+    if unknown := set(arguments.shapes or ()) - attention_tiles.SHAPES.keys():
+        sys.exit(f"error: --sweep knows no shape {', '.join(unknown)}: it has {', '.join(attention_tiles.SHAPES)}")
     if arguments.output == harness.RESULTS / "attention_kernel.csv":
         arguments.output = harness.RESULTS / "attention_tiles.csv"
     return attention_tiles.sweep(arguments)
@@ -264,7 +266,7 @@ def sweep_tiles(arguments) -> int:
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_arguments(parser, "attention_kernel.csv", budget=2.0)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES | CPU_SHAPES)
+    parser.add_argument("--shapes", nargs="+", metavar="SHAPE", help="only these")
     parser.add_argument(
         "--contenders", nargs="+", choices=CONTENDERS, help="whose rows to write; sdpa is always timed"
     )
@@ -280,6 +282,8 @@ def main(given: list[str] | None = None) -> int:
         insist_on_triton(device, dtype)
 
     chosen = arguments.shapes or (SHAPES if device == "cuda" else CPU_SHAPES)
+    if unknown := set(chosen) - (SHAPES | CPU_SHAPES).keys():
+        sys.exit(f"error: there is no shape {', '.join(unknown)}, but {', '.join(SHAPES | CPU_SHAPES)}")
     shapes = SMOKE_SHAPES if arguments.smoke else {name: (SHAPES | CPU_SHAPES)[name] for name in chosen}
     wrong = failing(contenders, shapes.values() if arguments.smoke else GATE_SHAPES, device, dtype)
     contenders = [name for name in contenders if name not in wrong]

@@ -1,6 +1,7 @@
 """The tiles of the Triton kernels: which is the fastest on this GPU.
 
     python benchmarks/attention_kernel.py --sweep     # under ninety seconds on a GPU with 16 cores beside it
+    python benchmarks/attention_kernel.py --sweep --shapes evaluation-128 enwik8-large
 
 Each candidate is first compiled and held against fp64 (the gate of `attention_kernel`), many at a time in processes of
 their own; Triton keeps what they compiled. Those that pass are timed one after the other, each kernel by itself, in
@@ -31,6 +32,7 @@ TRAINING_SHAPES = {
     "enwik8-large": (8, 8, 768, 768, 128),
 }
 EVALUATION_SHAPES = {f"evaluation-{Dh}": (16, 8, 128, 3800, Dh) for Dh in (64, 128)}
+SHAPES = TRAINING_SHAPES | EVALUATION_SHAPES
 SMOKE_SHAPES = {"smoke": (1, 1, 20, 12, 16)}
 # L, m.
 GATE_LENGTHS, SMOKE_GATE_LENGTHS = (150, 90), (18, 9)
@@ -38,8 +40,9 @@ GATE_LENGTHS, SMOKE_GATE_LENGTHS = (150, 90), (18, 9)
 # products are computed twice.
 NARROW = [(64, 64, 4, stages) for stages in (1, 2, 3)] + [(64, 64, 8, stages) for stages in (1, 2)]
 NARROW += [(64, 128, 4, 1), (64, 128, 8, 1), (64, 128, 8, 2), (128, 128, 8, 1), (32, 64, 4, 2), (32, 32, 4, 2)]
-WIDE = [(64, 64, 4, 1), (64, 64, 4, 2), (64, 64, 8, 1), (64, 64, 8, 2), (64, 128, 8, 1)]
-WIDE += [(32, 64, 4, 1), (32, 64, 8, 1), (32, 64, 8, 2), (32, 32, 4, 1), (32, 32, 4, 2), (32, 32, 8, 2)]
+WIDE = [(64, 64, 4, stages) for stages in (1, 2, 3)] + [(64, 64, 8, stages) for stages in (1, 2)]
+WIDE += [(64, 128, 8, 1), (128, 128, 8, 1), (32, 64, 4, 1), (32, 64, 4, 2), (32, 64, 8, 1), (32, 64, 8, 2)]
+WIDE += [(32, 32, 4, 1), (32, 32, 4, 2), (32, 32, 8, 2)]
 CANDIDATES = {64: NARROW, 128: WIDE}
 SMOKE_CANDIDATES = {64: [(16, 16, 4, 1), (16, 32, 4, 1)]}
 KERNELS = ("forward", "backward_query", "backward_key")
@@ -162,9 +165,11 @@ def print_choice(rows: list[dict]) -> None:
 
 def sweep(arguments) -> int:
     device, dtype = arguments.device, harness.torch_dtype(arguments.dtype)
-    shapes, candidates, lengths = TRAINING_SHAPES | EVALUATION_SHAPES, CANDIDATES, GATE_LENGTHS
+    shapes, candidates, lengths = SHAPES, CANDIDATES, GATE_LENGTHS
     if arguments.smoke:
         shapes, candidates, lengths = SMOKE_SHAPES, SMOKE_CANDIDATES, SMOKE_GATE_LENGTHS
+    elif arguments.shapes:
+        shapes = {name: SHAPES[name] for name in arguments.shapes}
     began = time.perf_counter()
     gate_shapes = {width_of(shape): (1, 2, *lengths, shape[-1]) for shape in shapes.values()}
     good = usable(candidates, gate_shapes, device, dtype)

@@ -409,8 +409,8 @@ def layer_of(workload: Workload, rows: int, **options) -> Callable[[], None]:
 
     def step():
         with torch.autocast(hidden.device.type, torch.bfloat16):
-            output = layer(hidden, memory, read, key_length=keys, distances=distances, implementation="txl_triton")
-        torch.autograd.grad(output, [hidden, read, *layer.parameters()], gradient)
+            outputs = layer(hidden, memory, read, key_length=keys, distances=distances, implementation="txl_triton")
+        torch.autograd.grad(outputs, [hidden, read, *layer.parameters()], [gradient, gradient.to(torch.bfloat16)])
 
     return step
 

@@ -11,8 +11,9 @@ training after optimiser steps too (without dropout, and on a GPU for some rows 
 its probabilities; one that does not is not timed, and the program fails when the others are done.
 
     ours                  the defaults; evaluation and decoding with the memory projected once; when it evaluates, the
-                          softmax scores several segments at once, as in evaluate_language_model
-    ours-step             evaluation with the loss of each segment before the next
+                          softmax scores several segments at once, and on a GPU one graph reads each, as in
+                          evaluate_language_model
+    ours-step             evaluation with the loss of each segment before the next, launched one by one
     ours-mems             evaluation with the memory as hidden states
     ours-eager, …         another attn_implementation; eager evaluates with hidden states and is what all must equal
     ours-…-compile        training with each layer through torch.compile, with the backend named before if there is one
@@ -207,6 +208,8 @@ TOLERANCE = {"fp32": {"train": 1e-3, "evaluate": 1e-4, "decode": 1e-4}, "int8": 
 # In half precision. What is decoded is compared token by token, where the others have means: a logit of bf16 from 8 on
 # is a multiple of 0.0625, and from 4 on of half of that.
 COARSE = {"train": 3e-2, "evaluate": 3e-2, "decode": 1e-1}
+# Segments of a full memory that are launched one by one before a graph reads them, and one more.
+GRAPHS_AFTER = 10
 # What may differ from a workload's configuration in that of a trained model.
 FREE = {"mem_len", "clamp_len", "dropout", "dropatt", "init_std", "eos_token_id"}
 
@@ -472,7 +475,10 @@ def work(contender: str, name: str, folder: str, arguments: argparse.Namespace):
     import_module(f"transformers.models.{family}.modeling_{family}" if family else "txl_hf")
     before = harness.resident_mib() if device == "cpu" else 0.0
     task = begin(contender, workload, folder, arguments)
-    steps, warm = STEPS[device][workload.task], False
+    steps, before, warm = STEPS[device][workload.task], WARM_UP[device], False
+    if workload.task == "evaluate" and device == "cuda":
+        # Until the memory is full and a graph reads. And as many segments, whether they are scored together or not.
+        before, steps = -(-task.opening // task.together), max(2, -(-steps // task.together))
 
     def check() -> dict:
         start = time.perf_counter()
@@ -489,7 +495,7 @@ def work(contender: str, name: str, folder: str, arguments: argparse.Namespace):
         nonlocal warm
         if not warm:
             # Of another size than what the gate saw, without a memory, with one.
-            for _ in range(WARM_UP[device]):
+            for _ in range(before):
                 task.step()
             warm = True
         elif device == "cuda":
@@ -582,7 +588,7 @@ def floor(config: dict):
 
     It is the baseline with sinusoids added to the input, given a memory all the same.
     """
-    from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+    from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, captured
     from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
 
     class FloorConfig(TransfoXLConfig):
@@ -590,6 +596,7 @@ def floor(config: dict):
             super().check_lengths(mem_len=0, memory=mem_len, **lengths)
 
     RELATIVE_ATTENTION_FUNCTIONS["floor"] = plain_attention
+    captured.BACKENDS = (*captured.BACKENDS, "floor")
     model = TransfoXLForCausalLM(FloorConfig(**config | {"attn_type": 2}))
     model.set_attn_implementation("floor")
     return model
@@ -670,8 +677,8 @@ class Evaluate:
     """A step is one segment with a full memory, or as many as `evaluate_language_model` reads between two losses."""
 
     def __init__(self, contender: str, model, ids, workload: Workload):
-        self.model, self.ids, self.segment = model.eval(), ids, workload.segment
-        self.count, self.past = 0, {}
+        self.model, self.ids, self.workload = model.eval(), ids, workload
+        self.count, self.past, self.reader = 0, {}, None
         # The others have their memory as states.
         self.cached = contender not in ("ours-mems", "ours-eager") and not contender.startswith("legacy")
         self.together = 1
@@ -679,20 +686,40 @@ class Evaluate:
             from txl_hf.reading import TOKENS_AT_ONCE
 
             self.together = max(1, TOKENS_AT_ONCE // (workload.batch * workload.segment))
+            self.reader = self._begin()
+
+    @property
+    def opening(self) -> int:
+        """Segments that fill the memory, until a graph reads the next."""
+        return -(-self.workload.memory // self.workload.segment) + GRAPHS_AFTER
 
     def check(self, rows: int) -> dict:
-        """Mean NLL of four segments, for some rows."""
-        ids = self.ids[:rows]
-        losses = self._losses(ids, 4) if self.together > 1 else [self._loss(ids) for _ in range(4)]
+        """Mean NLL of some segments, for some rows; on a GPU until some were read by a graph."""
+        from txl_hf.captured import why_not_captured
+
+        ids, segments = self.ids[:rows], 4 + (self.opening if self.ids.is_cuda else 0)
+        if self.reader is None:
+            losses = [self._loss(ids) for _ in range(segments)]
+        else:
+            losses = [loss for _ in range(segments) for loss in self._losses(ids, 1)]
+            if why_not_captured(self.model, ids) is None and not self.reader.alike.is_captured:
+                sys.exit("no graph of a segment was captured, which is what is to be measured")
+            self.reader = self._begin()
         self.past = {}
         return {"nll": [loss.item() for loss in losses]}
 
     def step(self) -> tuple[int, dict]:
-        if self.together > 1:
-            self._losses(self.ids, self.together)
-        else:
+        if self.reader is None:
             self._loss(self.ids)
-        return self.together * len(self.ids) * self.segment, {}
+        else:
+            self._losses(self.ids, self.together)
+        return self.together * len(self.ids) * self.workload.segment, {}
+
+    def _begin(self):
+        from txl_hf import MemoryLengths
+        from txl_hf.reading import Reader
+
+        return Reader(self.model, MemoryLengths(), None)
 
     def _loss(self, ids):
         import torch
@@ -710,23 +737,23 @@ class Evaluate:
     def _losses(self, ids, segments: int) -> list:
         """Mean NLL of each of the next segments, which the softmax scores together."""
         import torch
+        from txl_hf.reading import Segment
 
-        read, nowhere = [], torch.empty(0, dtype=torch.long, device=ids.device)
+        read = []
+        for _ in range(segments):
+            part = self._next(ids)
+            # As the others, who shift their labels, none of the last token.
+            targets = torch.nn.functional.pad(part[:, 1:], (0, 1), value=-100)
+            read.append(Segment(0, part, targets, targets, None, targets.numel(), targets.numel()))
         with torch.no_grad():
-            for _ in range(segments):
-                part = self._next(ids)
-                output = self.model(
-                    part, use_cache=True, output_hidden_states=True, logits_to_keep=nowhere, **self.past
-                )
-                self.past = {"past_key_values": output.past_key_values}
-                read.append((output.hidden_states[-1][:, :-1].flatten(0, 1), part[:, 1:].flatten()))
-            losses = self.model.lm_head(*(torch.cat(parts) for parts in zip(*read, strict=True)))
-        return [loss.mean() for loss in losses.chunk(segments)]
+            _, losses = self.reader.read_and_score(read, torch.cat([segment.targets for segment in read], dim=1))
+        tokens = len(ids) * (self.workload.segment - 1)
+        return [loss.sum() / tokens for loss in losses.chunk(segments, dim=1)]
 
     def _next(self, ids):
-        start = self.count % 4 * self.segment
+        start = self.count % 4 * self.workload.segment
         self.count += 1
-        return ids[:, start : start + self.segment]
+        return ids[:, start : start + self.workload.segment]
 
 
 class Stopwatch:

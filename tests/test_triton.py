@@ -560,7 +560,8 @@ def test_a_machine_without_a_compiler_does_without(monkeypatch):
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     # Without what it remembers, which other tests go on with.
     monkeypatch.setattr(kernels, "_try_driver", functools.cache(kernels._try_driver.__wrapped__))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    # TorchDynamo asks too, of a GPU that is there, and of the one that is chosen.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(kernels.triton, "runtime", SimpleNamespace(driver=SimpleNamespace(active=Driver())))
 
     def answer(x):

@@ -345,14 +345,14 @@ class TransfoXLLayer(GradientCheckpointingLayer):
 
     def forward(
         self, hidden_states: Tensor, memory: Tensor | None = None, read: Tensor | None = None, **kwargs
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """
         Args:
             hidden_states: (B, L, D). memory: (B, m, D) states that entered this layer before, or None.
             read: (B, L, D), the hidden states as products read them, see `rounded`; None: as they are.
 
         Returns:
-            (B, L, D).
+            (B, L, D), the next hidden states, and these as the next layer reads them.
         """
         context = queries = hidden_states if read is None else read
         if self.pre_lnorm:
@@ -363,9 +363,10 @@ class TransfoXLLayer(GradientCheckpointingLayer):
         attended = self.self_attn(queries, context, memory=memory, **kwargs)[0]
         hidden_states = _join(hidden_states, attended, self.self_attn_gate)
         if self.pre_lnorm:
-            return _join(hidden_states, self.mlp(self.mlp_layer_norm(hidden_states)), self.mlp_gate)
+            hidden_states = _join(hidden_states, self.mlp(self.mlp_layer_norm(hidden_states)), self.mlp_gate)
+            return hidden_states, hidden_states
         hidden_states, read = rounded(self.self_attn_layer_norm(hidden_states))
-        return self.mlp_layer_norm(hidden_states + self.mlp(read))
+        return rounded(self.mlp_layer_norm(hidden_states + self.mlp(read)))
 
 
 def _join(entered: Tensor, returned: Tensor, gate: TransfoXLGate | None) -> Tensor:
@@ -647,14 +648,17 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         norms_read_memory = self.config.pre_lnorm
         remembered: list[Any] = []
         entered: list[Tensor] = []
+        read = None
         for i, layer in enumerate(self.layers[: self.config.n_layer]):
             # Where products alone read the memory, it is rounded for them once, not at every step under autocast. A
-            # layer normalisation that reads it first is computed in fp32, of states as they are.
-            hidden_states = positions.enter_layer(self, i, hidden_states)
-            hidden_states, read = (hidden_states, hidden_states) if norms_read_memory else rounded(hidden_states)
+            # layer normalisation that reads it first is computed in fp32, of states as they are. A layer that is
+            # compiled rounds what it returns where it computes it.
+            entering = positions.enter_layer(self, i, hidden_states)
+            if read is None or entering is not hidden_states:
+                hidden_states, read = (entering, entering) if norms_read_memory else rounded(entering)
             remembered.append(memory.of_layer(i, read))
             entered.append(read)
-            hidden_states = layer(
+            hidden_states, read = layer(
                 hidden_states,
                 remembered[i],
                 read,

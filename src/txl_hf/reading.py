@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from .captured import SegmentsAlike
 from .columns import open_tokens
 from .memory_transfo_xl import CACHE_NAME, MemoryLengths, memory_of
 from .modeling_transfo_xl import TransfoXLForCausalLM
@@ -205,6 +206,9 @@ class Reader:
         model, accelerator: see `evaluate_language_model`.
         lengths: those of this reading.
         projected: remember projected keys and values, which is faster, and not states. With `ext_len` it is states.
+
+    Attributes:
+        alike: what reads on a GPU, by one graph, once the memory is full and segments are alike.
     """
 
     def __init__(self, model: TransfoXLForCausalLM, lengths: MemoryLengths, accelerator: Any, projected: bool = True):
@@ -220,13 +224,23 @@ class Reader:
         self._projected = projected and lengths.of(model.config).ext_len == 0
         self._accelerator = accelerator
         self._memory: dict[str, Any] = {}
+        self.alike = SegmentsAlike(model, lengths.of(model.config).mem_len, self._launch)
 
     def read(self, segment: Segment) -> Tensor:
         """(B, L, D), the states that enter the softmax and predict the targets of the segment."""
+        ids, resets = segment.input_ids, segment.resets
+        states = self.alike.read(ids, resets)
+        if states is None:
+            states = self._launch(ids, resets)
+            self.alike.saw(ids, resets, self._memory.get(CACHE_NAME))
+        return states[:, -segment.targets.shape[1] :]
+
+    def _launch(self, input_ids: Tensor, resets: Tensor | None = None) -> Tensor:
+        """(B, e + L, D), the states of a segment, which is remembered."""
         with self._autocast():
-            outputs = self.model.transformer(segment.input_ids, **self._arguments(segment))
+            outputs = self.model.transformer(input_ids, **self._arguments(resets))
         self._remember(outputs)
-        return outputs.last_hidden_state[:, -segment.targets.shape[1] :]
+        return outputs.last_hidden_state
 
     def read_and_score(self, segments: Sequence[Segment], targets: Tensor) -> tuple[list[Tensor], Tensor]:
         """What `read` returns of segments, and (B, n) fp32 losses of n targets of all of them, 0 where one is -100."""
@@ -249,7 +263,7 @@ class Reader:
             shift_labels=shift_labels,
             output_logits=False,
             output_hidden_states=True,
-            **self._arguments(segment),
+            **self._arguments(segment.resets),
         )
         self._remember(outputs)
         return outputs.hidden_states[-1][:, -length:], outputs.losses[:, -length:]
@@ -268,9 +282,9 @@ class Reader:
             states, losses = self.read_and_score(group, targets)
             yield from zip(group, states, losses.split([part.shape[1] for part in states], dim=1), strict=True)
 
-    def _arguments(self, segment: Segment) -> dict[str, Any]:
+    def _arguments(self, resets: Tensor | None) -> dict[str, Any]:
         options = {"lengths": self._lengths, "use_cache": self._projected, "return_dict": True}
-        return {**options, "resets": segment.resets, **self._memory}
+        return {**options, "resets": resets, **self._memory}
 
     def _remember(self, outputs: Any):
         cache = outputs.get(CACHE_NAME)

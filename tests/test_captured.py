@@ -1,0 +1,246 @@
+"""Segments that are alike are read by one graph: the losses are those of segments that are launched one by one.
+
+On a CPU a recorder of the test takes the place of CUDA's. As there, what it recorded returns the same tensor each time.
+"""
+
+import logging
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from models import small_model
+from txl_hf import (
+    ContinuousCache,
+    MemoryLengths,
+    TransfoXLForCausalLM,
+    captured,
+    evaluate_language_model,
+    reading,
+    token_losses,
+)
+from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
+from txl_hf.captured import SEGMENTS_BEFORE, why_not_captured
+
+VOCAB_SIZE = 20
+
+
+def tiny_model(**changes) -> TransfoXLForCausalLM:
+    sizes = {"vocab_size": VOCAB_SIZE, "cutoffs": [5, 10], "mem_len": 12, "init_std": 0.5}
+    return small_model(**(sizes | changes)).eval()
+
+
+def text(length: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(length))
+
+
+class Recorder:
+    """Counts what it has recorded and how often that ran."""
+
+    def __init__(self, fails: bool = False):
+        self.fails, self.recorded, self.runs = fails, 0, 0
+
+    def __call__(self, step, device):
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.recorded += 1
+        result = torch.empty(0)
+
+        def run():
+            self.runs += 1
+            states = step()
+            result.resize_(states.shape).copy_(states)
+            return result
+
+        return run
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """A recorder for CPUs."""
+    found = Recorder()
+    monkeypatch.setitem(captured.RECORDERS, "cpu", found)
+    return found
+
+
+@pytest.fixture
+def warnings_anew(monkeypatch):
+    """What is warned of once is warned of again, and seen."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    captured.logger.warning_once.cache_clear()
+
+
+def replays(labels: int, segment_length: int, memory_length: int, initial: int = 0) -> int:
+    """How many segments of a text a graph reads: not those that fill the memory, nor the first alike, nor a short
+    one at the end."""
+    full = math.ceil((memory_length - initial) / segment_length)
+    # The first has no equal before it, whether it fills the memory or not.
+    return max(0, labels // segment_length - max(full, 2) + 1 - SEGMENTS_BEFORE - 1)
+
+
+MODEL = tiny_model()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    length=st.integers(40, 300),
+    segment_length=st.integers(1, 15),
+    memory_length=st.integers(1, 14),
+    batch_size=st.integers(1, 3),
+    clamp_len=st.sampled_from([-1, 5]),
+    same_length=st.booleans(),
+)
+def test_losses_are_those_of_segments_that_are_launched(length, segment_length, memory_length, batch_size, **lengths):
+    arguments = text(length), segment_length, memory_length, batch_size
+    expected = token_losses(MODEL, *arguments, **lengths)
+    recorder = Recorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(captured.RECORDERS, "cpu", recorder)
+        found = token_losses(MODEL, *arguments, **lengths)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    labels = math.ceil(length / batch_size) - 1
+    assert recorder.runs == replays(labels, segment_length, memory_length)
+    assert (recorder.runs > 0) <= recorder.recorded <= 1
+
+
+@pytest.mark.parametrize("changes", [{"initial_memory": "zeros"}, {"attn_type": 1}, {"pre_lnorm": True}], ids=str)
+@pytest.mark.parametrize("backend", ["auto", "eager", "sdpa"])
+def test_any_model_and_backend(recorder, changes, backend):
+    model, ids = tiny_model(**changes), text(200)
+    model.set_attn_implementation(backend)
+    found = token_losses(model, ids, 5)
+    initial = 12 if "initial_memory" in changes else 0
+    assert recorder.runs >= replays(199, 5, 12, initial) > 0
+    del captured.RECORDERS["cpu"]
+    torch.testing.assert_close(found, token_losses(model, ids, 5), rtol=1e-5, atol=1e-5)
+
+
+def test_states_of_earlier_segments_stay_what_they_were(recorder):
+    """A cache of states keeps them, where a graph writes each time to the same place."""
+    cache = ContinuousCache(50, 0.3, 0.2)
+    found = token_losses(MODEL, text(200), 5, cache=cache)
+    assert recorder.runs > 0
+    del captured.RECORDERS["cpu"]
+    torch.testing.assert_close(found, token_losses(MODEL, text(200), 5, cache=cache), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"document_end": 3}, {"ext_len": 2}, {"memory_length": 0}], ids=lambda given: next(iter(given))
+)
+def test_what_differs_from_segment_to_segment_is_launched(recorder, arguments):
+    found = token_losses(MODEL, text(300), 5, **arguments)
+    assert recorder.recorded == 0
+    del captured.RECORDERS["cpu"]
+    assert torch.equal(found, token_losses(MODEL, text(300), 5, **arguments))
+
+
+def test_hooks_are_called_for_every_segment(recorder):
+    model, called = tiny_model(), []
+    model.transformer.layers[1].mlp.register_forward_hook(lambda *_: called.append(1))
+    token_losses(model, text(201), 5)
+    assert len(called) == 40 and recorder.recorded == 0
+    # Those of transformers, which a call for hidden states leaves behind, are its own.
+    model = tiny_model()
+    model(text(4)[None], output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules())
+    token_losses(model, text(201), 5)
+    assert recorder.runs > 0
+
+
+def test_a_backend_of_ones_own_is_called_for_every_segment(recorder, monkeypatch):
+    called = []
+
+    def attend(inputs):
+        called.append(1)
+        return RELATIVE_ATTENTION_FUNCTIONS["eager"](inputs)
+
+    monkeypatch.setitem(RELATIVE_ATTENTION_FUNCTIONS, "counting", attend)
+    model = tiny_model()
+    model.set_attn_implementation("counting")
+    token_losses(model, text(201), 5)
+    assert len(called) == 40 * model.config.n_layer and recorder.recorded == 0
+
+
+class Counting(torch.nn.Linear):
+    pass
+
+
+@pytest.mark.usefixtures("recorder")
+def test_says_why_segments_are_launched():
+    ids = text(6)[None]
+    assert why_not_captured(MODEL, ids) is None
+    assert "no graphs on meta" in why_not_captured(MODEL, ids.to("meta"))
+    assert "9000 tokens" in why_not_captured(MODEL, torch.zeros(9, 1000, dtype=torch.long))
+    model = tiny_model()
+    model.transformer.layers[0].mlp.up_proj.__class__ = Counting
+    assert "layers.0.mlp.up_proj is a Counting of test_captured" in why_not_captured(model, ids)
+    model = tiny_model()
+    model.transformer.layers[1].to("meta")
+    assert "on meta" in why_not_captured(model, ids)
+
+
+def test_a_graph_that_cannot_be_captured_is_done_without(monkeypatch, caplog, warnings_anew):
+    monkeypatch.setitem(captured.RECORDERS, "cpu", Recorder(fails=True))
+    found = token_losses(MODEL, text(200), 5)
+    assert "launched one by one, as no graph of them was captured: operation not permitted" in caplog.text
+    monkeypatch.delitem(captured.RECORDERS, "cpu")
+    torch.testing.assert_close(found, token_losses(MODEL, text(200), 5), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+class TestOnGPU:
+    @pytest.mark.parametrize("backend", ["auto", "txl_triton", "eager"])
+    @pytest.mark.parametrize("changes", [{}, {"cutoffs": [], "div_val": 1}, {"clamp_len": 5}], ids=str)
+    def test_losses_are_those_of_segments_that_are_launched(self, monkeypatch, changes, backend):
+        model, ids = tiny_model(**changes).cuda(), text(400)
+        model.set_attn_implementation(backend)
+        record, recorded = captured.RECORDERS["cuda"], []
+        monkeypatch.setitem(captured.RECORDERS, "cuda", lambda *given: recorded.append(1) or record(*given))
+        found = token_losses(model, ids, 5, batch_size=2)
+        assert recorded
+        monkeypatch.delitem(captured.RECORDERS, "cuda")
+        torch.testing.assert_close(found, token_losses(model, ids, 5, batch_size=2), rtol=1e-4, atol=1e-4)
+
+    def test_a_failed_capture_leaves_the_stream_and_the_memory(self, monkeypatch, caplog, warnings_anew):
+        model, ids = tiny_model().cuda(), text(400)
+        expected = token_losses(model, ids, 5)
+        stream = torch.cuda.current_stream()
+        forward, hidden = type(model.transformer).forward, []
+
+        def forward_that_waits(self, *args, **kwargs):
+            outputs = forward(self, *args, **kwargs)
+            # The host may not wait for what is only captured.
+            hidden.append(outputs.last_hidden_state.sum().item())
+            return outputs
+
+        monkeypatch.setattr(type(model.transformer), "forward", forward_that_waits)
+        assert torch.equal(token_losses(model, ids, 5), expected)
+        assert "no graph of them was captured" in caplog.text
+        assert torch.cuda.current_stream() == stream and len(hidden) >= 80
+
+    @torch.no_grad()
+    def test_the_host_waits_for_nothing(self):
+        model = tiny_model().cuda()
+        reader = reading.Reader(model, MemoryLengths(), None)
+        segment = reading.Segment(0, text(5)[None].cuda(), *[torch.zeros(1, 5, dtype=torch.long).cuda()] * 2, None, 5, 5)
+        for _ in range(SEGMENTS_BEFORE + 6):
+            before = reader.read(segment)
+        assert reader.alike.is_captured
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            after = reader.read(segment)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert before.data_ptr() != after.data_ptr()
+
+    def test_threads_share_a_model(self):
+        model, ids = tiny_model().cuda(), text(2000)
+        lengths = [2, 7, 12, None]
+        expected = [evaluate_language_model(model, ids, 5, length).nll for length in lengths]
+        with ThreadPoolExecutor(len(lengths)) as pool:
+            found = [pool.submit(evaluate_language_model, model, ids, 5, length) for length in lengths]
+            assert [result.result().nll for result in found] == pytest.approx(expected, rel=1e-4)
