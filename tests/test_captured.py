@@ -205,7 +205,7 @@ class TestOnGPU:
         monkeypatch.delitem(captured.RECORDERS, "cuda")
         torch.testing.assert_close(found, token_losses(model, ids, 5, batch_size=2), rtol=1e-4, atol=1e-4)
 
-    def test_a_failed_capture_leaves_the_stream_and_the_memory(self, monkeypatch, caplog, warnings_anew):
+    def test_a_failed_capture_leaves_the_stream_the_generator_and_the_memory(self, monkeypatch, caplog, warnings_anew):
         model, ids = tiny_model().cuda(), text(400)
         expected = token_losses(model, ids, 5)
         stream = torch.cuda.current_stream()
@@ -221,6 +221,7 @@ class TestOnGPU:
         assert torch.equal(token_losses(model, ids, 5), expected)
         assert "no graph of them was captured" in caplog.text
         assert torch.cuda.current_stream() == stream and len(hidden) >= 80
+        assert torch.rand(2, device="cuda").isfinite().all()
 
     @torch.no_grad()
     def test_the_host_waits_for_nothing(self):

@@ -727,19 +727,19 @@ if triton is not None:
     # ---------------------------------------------------------------------------------------------- launching
 
     # Queries (no more than keys: the shift has two blocks of distances) and keys of a tile, warps, stages, for heads
-    # up to 64 and up to 128 wide: the former are the fastest on an H200 for the recipes of NVIDIA, the latter what
-    # spills least when compiled for sm_90; larger tiles spill everywhere. `benchmarks/attention_kernel.py --sweep`
-    # times others.
+    # up to 64 and up to 128 wide: the fastest on an H200, the former for the recipes of NVIDIA, the latter for the
+    # large model of enwik8. `benchmarks/attention_kernel.py --sweep` times others.
     _TILES = {
-        "forward": {64: (64, 64, 4, 3), 128: (64, 64, 8, 2)},
-        "backward_query": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2)},
-        "backward_key": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2)},
+        "forward": {64: (64, 64, 4, 3), 128: (64, 64, 4, 3)},
+        "backward_query": {64: (64, 64, 4, 2), 128: (64, 64, 8, 2)},
+        "backward_key": {64: (64, 64, 4, 2), 128: (32, 32, 4, 2)},
     }
     # GPUs before Hopper, and after Blackwell's first, have a product's operands in registers, and all but the A100 no
     # more than 99 KiB for a program: compiled for sm_80 and sm_86.
-    _REGISTER_TILES = _TILES | {
+    _REGISTER_TILES = {
         "forward": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2)},
         "backward_query": {64: (32, 32, 4, 2), 128: (32, 32, 8, 2)},
+        "backward_key": {64: (64, 64, 4, 2), 128: (32, 64, 8, 2)},
     }
     # In fp32 a product has them there on every GPU.
     _FP32_TILES = {

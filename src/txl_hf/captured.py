@@ -28,7 +28,7 @@ MOST_TOKENS = 8192
 # Backends whose Python computes nothing but what it launches.
 BACKENDS = ("auto", "eager", "sdpa", "txl_triton")
 # Whose modules are known to do so too: a graph runs the kernels that a module has launched, and not the module.
-PACKAGES = ("peft", "torch", "transformers_modules", __name__.partition(".")[0])
+PACKAGES = ("torch", "transformers_modules", __name__.partition(".")[0])
 
 Step = Callable[[], Tensor]
 
@@ -68,6 +68,8 @@ def why_not_captured(model: nn.Module, ids: Tensor) -> str | None:
         return f"there are no graphs on {ids.device.type}"
     if ids.numel() > MOST_TOKENS:
         return f"a segment of {ids.numel()} tokens keeps a GPU busy for longer than it takes to launch"
+    if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+        return "a mode of PyTorch's sees what is launched, and would not see a graph"
     transformer = model.transformer
     if (backend := transformer.config._attn_implementation) not in BACKENDS:
         return f"attn_implementation={backend!r} may compute with Python"
@@ -155,13 +157,18 @@ def _record(step: Step, device: torch.device) -> Step:
     """A function that does on a GPU what `step` does, and returns the same tensor each time."""
     with torch.cuda.device(device):
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        before = generator.clone_state()
         try:
             # Other threads may read with the same model meanwhile.
             with _capturing, torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 result = step()
-        finally:
-            # Where capturing ends in an error, PyTorch leaves its stream in the place of this one.
+        except BaseException:
+            # Where capturing ends in an error, PyTorch leaves its stream in the place of this one, and a generator
+            # that draws in graphs alone.
             torch.cuda.set_stream(stream)
+            generator.graphsafe_set_state(before)
+            raise
 
     def replay() -> Tensor:
         graph.replay()
