@@ -702,7 +702,7 @@ class Evaluate:
             losses = [self._loss(ids) for _ in range(segments)]
         else:
             losses = [loss for _ in range(segments) for loss in self._losses(ids, 1)]
-            if why_not_captured(self.model, ids) is None and not self.reader.alike.is_captured:
+            if why_not_captured(self.model.transformer, ids) is None and not self.reader.alike.is_captured:
                 sys.exit("no graph of a segment was captured, which is what is to be measured")
             self.reader = self._begin()
         self.past = {}
@@ -737,6 +737,7 @@ class Evaluate:
     def _losses(self, ids, segments: int) -> list:
         """Mean NLL of each of the next segments, which the softmax scores together."""
         import torch
+
         from txl_hf.reading import Segment
 
         read = []

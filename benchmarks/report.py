@@ -559,8 +559,8 @@ def plot_speed() -> None:
         lengths = [int(row["attention_length"]) for row in rows]
         left.plot(lengths, [float(row["times_p50"]) for row in rows], "o-", label=f"{model}, {way}, {processor}")
     if windows:
-        left.plot(lengths, [float(row["paper"]) for row in rows], "s--", color="C7", label="paper, one GPU")
-        left.legend(fontsize=7)
+        left.plot(lengths, [float(row["paper"]) for row in rows], "s--", color="black", label="paper, one GPU")
+        left.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     left.set(xlabel="attention length", ylabel="times the sliding window", title="Evaluation with memory")
 
     measured = [(bar, float(row[bar.column]), row["processor"]) for bar in BARS if (row := bar.found())]

@@ -7,9 +7,9 @@
 Both models have the same layers and see at least as many tokens (Dai et al., 2019, Section 4.5; its Table 9 gives no
 depth). With memory, one pass scores a segment of 128 tokens, or of as many as are asked for; a vanilla Transformer
 scores one token, because its positions do not shift, and computes the whole window again for the next. It is as fast
-as it can be: causal SDPA without a mask tensor, logits of the last position alone. There are two of it, of which the
-faster one counts: our layers with sinusoids added to the input (`attn_type` 2, without a relative term) and
-transformers' GPT-2.
+as calls of a model are: causal SDPA without a mask tensor, logits of the last position alone. There are two of it, of
+which the faster one counts: our layers with sinusoids added to the input (`attn_type` 2, without a relative term) and
+transformers' GPT-2. Neither they nor the memory are read by a captured graph.
 
 First the gate: the memory as keys and values gives the losses of the memory as states under eager, and the vanilla
 passes give those of `evaluate_language_model` with `segment_length=1`, no memory and `ext_len = window - 1`.

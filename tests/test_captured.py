@@ -1,6 +1,6 @@
 """Segments that are alike are read by one graph: the losses are those of segments that are launched one by one.
 
-On a CPU a recorder of the test takes the place of CUDA's. As there, what it recorded returns the same tensor each time.
+On a CPU a recorder of the test takes the place of CUDA's. As there, what it recorded returns one tensor every time.
 """
 
 import logging
@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from models import small_model
 from txl_hf import (
@@ -142,6 +143,9 @@ def test_hooks_are_called_for_every_segment(recorder):
     model.transformer.layers[1].mlp.register_forward_hook(lambda *_: called.append(1))
     token_losses(model, text(201), 5)
     assert len(called) == 40 and recorder.recorded == 0
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert "hook of all modules" in why_not_captured(MODEL.transformer, text(5)[None])
+    handle.remove()
     # Those of transformers, which a call for hidden states leaves behind, are its own.
     model = tiny_model()
     model(text(4)[None], output_hidden_states=True)
@@ -171,15 +175,17 @@ class Counting(torch.nn.Linear):
 @pytest.mark.usefixtures("recorder")
 def test_says_why_segments_are_launched():
     ids = text(6)[None]
-    assert why_not_captured(MODEL, ids) is None
-    assert "no graphs on meta" in why_not_captured(MODEL, ids.to("meta"))
-    assert "9000 tokens" in why_not_captured(MODEL, torch.zeros(9, 1000, dtype=torch.long))
+    assert why_not_captured(MODEL.transformer, ids) is None
+    assert "no graphs on meta" in why_not_captured(MODEL.transformer, ids.to("meta"))
+    with FlopCounterMode(display=False):
+        assert "mode of PyTorch's" in why_not_captured(MODEL.transformer, ids)
+    assert "9000 tokens" in why_not_captured(MODEL.transformer, torch.zeros(9, 1000, dtype=torch.long))
     model = tiny_model()
     model.transformer.layers[0].mlp.up_proj.__class__ = Counting
-    assert "layers.0.mlp.up_proj is a Counting of test_captured" in why_not_captured(model, ids)
+    assert "layers.0.mlp.up_proj is a Counting of test_captured" in why_not_captured(model.transformer, ids)
     model = tiny_model()
     model.transformer.layers[1].to("meta")
-    assert "on meta" in why_not_captured(model, ids)
+    assert "on meta" in why_not_captured(model.transformer, ids)
 
 
 def test_a_graph_that_cannot_be_captured_is_done_without(monkeypatch, caplog, warnings_anew):
@@ -227,7 +233,8 @@ class TestOnGPU:
     def test_the_host_waits_for_nothing(self):
         model = tiny_model().cuda()
         reader = reading.Reader(model, MemoryLengths(), None)
-        segment = reading.Segment(0, text(5)[None].cuda(), *[torch.zeros(1, 5, dtype=torch.long).cuda()] * 2, None, 5, 5)
+        ids = text(5)[None].cuda()
+        segment = reading.Segment(0, ids, ids, ids, None, 5, 5)
         for _ in range(SEGMENTS_BEFORE + 6):
             before = reader.read(segment)
         assert reader.alike.is_captured

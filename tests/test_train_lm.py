@@ -45,6 +45,7 @@ from txl_hf import (
     TransfoXLTokenizer,
     evaluate_language_model,
 )
+from txl_hf.attention_transfo_xl import fastest_attention
 from txl_hf.checkpoints import last_checkpoint
 from txl_hf.memory_transfo_xl import memory_of
 from txl_hf.training import command, loop, setup
@@ -961,13 +962,17 @@ def test_what_a_gpu_computes_in(monkeypatch, recipe, has_gpu, has_bf16, precisio
 
 def test_attention_is_tritons_where_a_gpu_takes_the_heads(monkeypatch):
     asked, reasons, empty = [], [None, "heads are 200 wide"], torch.empty
-    monkeypatch.setattr(setup, "why_not_triton", lambda query: asked.append(query) or reasons.pop(0))
+
+    def why_not(query):
+        asked.append(query)
+        return reasons.pop(0)
+
+    monkeypatch.setattr("txl_hf.attention_transfo_xl.why_not_triton", why_not)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    config = TransfoXLConfig(**MODEL)
-    assert setup.fastest_attention(config) is None and not asked
+    assert fastest_attention(2, 8) is None and not asked
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "empty", lambda *size, device, **options: empty(*size, device="meta", **options))
-    assert [setup.fastest_attention(config) for _ in range(2)] == ["txl_triton", None]
+    assert [fastest_attention(2, 8) for _ in range(2)] == ["txl_triton", None]
     assert [(query.shape[1], query.shape[3], query.dtype) for query in asked] == 2 * [(2, 8, torch.bfloat16)]
 
 

@@ -44,6 +44,7 @@ __all__ = [
     "AttentionTerms",
     "attention_terms",
     "check_implementation",
+    "fastest_attention",
     "follows_order",
     "hidden_keys",
     "relative_attention",
@@ -366,6 +367,15 @@ def _why_not_triton(inputs: AttentionInputs) -> str | None:
     if inputs.rel_key is None and inputs.rel_bias is not None:
         return "its kernels take a score per distance beside a key per distance only"
     return why_not_triton(inputs.query)
+
+
+def fastest_attention(heads: int, width: int) -> str | None:
+    """What a command takes for heads so wide, in half precision: kernels of Triton on a GPU that they run on, which
+    are compiled first; None: the default."""
+    if not torch.cuda.is_available():
+        return None
+    query = torch.empty(1, heads, 1, width, dtype=torch.bfloat16, device="cuda")
+    return "txl_triton" if why_not_triton(query) is None else None
 
 
 RELATIVE_ATTENTION_FUNCTIONS: dict[str, Callable[[AttentionInputs], tuple[Tensor, Tensor | None]]] = {

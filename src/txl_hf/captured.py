@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.utils import logging
 
 from .memory_transfo_xl import MemoryCache, decoding_state_of
+from .modeling_transfo_xl import TransfoXLModel
 
 __all__ = ["RECORDERS", "SEGMENTS_BEFORE", "SegmentsAlike", "why_not_captured"]
 
@@ -58,11 +59,11 @@ class FixedMemoryLayer(DynamicSlidingWindowLayer):
         return found[0], found[1]
 
 
-def why_not_captured(model: nn.Module, ids: Tensor) -> str | None:
-    """Why the layers of a model, `transformer`, are to be launched one by one; None if a graph does the same.
+def why_not_captured(transformer: TransfoXLModel, ids: Tensor) -> str | None:
+    """Why a model without its head launches segments kernel by kernel; None if a graph does the same.
 
     Args:
-        model: that reads. ids: (B, L), a segment.
+        transformer: that reads. ids: (B, L), a segment.
     """
     if ids.device.type not in RECORDERS:
         return f"there are no graphs on {ids.device.type}"
@@ -70,16 +71,17 @@ def why_not_captured(model: nn.Module, ids: Tensor) -> str | None:
         return f"a segment of {ids.numel()} tokens keeps a GPU busy for longer than it takes to launch"
     if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
         return "a mode of PyTorch's sees what is launched, and would not see a graph"
-    transformer = model.transformer
     if (backend := transformer.config._attn_implementation) not in BACKENDS:
         return f"attn_implementation={backend!r} may compute with Python"
+    if torch.nn.modules.module._has_any_global_hook():
+        return "there is a hook of all modules, which is to be called for every segment"
     for name, module in transformer.named_modules():
         package = type(module).__module__.partition(".")[0]
         if package not in PACKAGES:
             return f"{name} is a {type(module).__name__} of {package}, which may compute with Python"
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         # Those by which transformers returns hidden states ask whether somebody wants them.
-        if hasattr(module, "_hf_hook") or any(hook.__module__.partition(".")[0] != "transformers" for hook in hooks):
+        if hasattr(module, "_hf_hook") or any(not str(hook.__module__).startswith("transformers.") for hook in hooks):
             return f"{name} has a hook, which is to be called for every segment"
     for name, tensor in (*transformer.named_parameters(), *transformer.named_buffers()):
         if type(tensor) not in (nn.Parameter, Tensor) or tensor.device != ids.device:
@@ -91,13 +93,13 @@ class SegmentsAlike:
     """What watches a model read, and reads in its place when segments have been alike for long enough.
 
     Args:
-        model: that reads, in evaluation mode and without gradients.
+        transformer: that reads, in evaluation mode and without gradients.
         memory_length: M.
         launch: what it does of a segment, (B, L) ids → (B, L, D) states, on a memory of its own.
     """
 
-    def __init__(self, model: nn.Module, memory_length: int, launch: Callable[[Tensor], Tensor]):
-        self._model, self._memory_length, self._launch = model, memory_length, launch
+    def __init__(self, transformer: TransfoXLModel, memory_length: int, launch: Callable[[Tensor], Tensor]):
+        self._transformer, self._memory_length, self._launch = transformer, memory_length, launch
         self._shape: torch.Size | None = None
         self._alike, self._given_up = 0, False
         self._ids: Tensor | None = None
@@ -116,14 +118,15 @@ class SegmentsAlike:
 
     def saw(self, ids: Tensor, resets: Tensor | None, cache: object) -> None:
         """A segment that was launched, and the cache that remembers it."""
-        if self._given_up or self.is_captured:
+        if self._given_up or self.is_captured or not isinstance(cache, MemoryCache):
             return
         is_alike = ids.shape == self._shape and resets is None and _is_full(cache, self._memory_length)
         self._shape, self._alike = ids.shape, self._alike + 1 if is_alike else 0
         if self._alike == SEGMENTS_BEFORE:
-            self._given_up = why_not_captured(self._model, ids) is not None
+            self._given_up = why_not_captured(self._transformer, ids) is not None
             if not self._given_up:
-                _keep_in_place(cache)
+                # Where they are now, keys and values stay.
+                cache.layers = [FixedMemoryLayer(layer) for layer in cache.layers]
         elif self._alike > SEGMENTS_BEFORE:
             # One segment has been read on the memory where it is now: whatever it launches is compiled.
             self._capture(ids, cache)
@@ -141,16 +144,11 @@ class SegmentsAlike:
             self._run, self._held = run, held
 
 
-def _is_full(cache: object, length: int) -> bool:
-    """Whether a cache is one of ours that holds `length` keys in each layer, all of them real."""
-    if not isinstance(cache, MemoryCache) or decoding_state_of(cache).key_mask is not None:
+def _is_full(cache: MemoryCache, length: int) -> bool:
+    """Whether there are `length` keys in each layer, all of them real."""
+    if decoding_state_of(cache).key_mask is not None:
         return False
     return all(layer.is_initialized and layer.keys.shape[2] == length for layer in cache.layers)
-
-
-def _keep_in_place(cache: MemoryCache) -> None:
-    """Let the keys and values of a full memory stay where they are from now on."""
-    cache.layers = [FixedMemoryLayer(layer) for layer in cache.layers]
 
 
 def _record(step: Step, device: torch.device) -> Step:

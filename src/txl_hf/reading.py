@@ -224,7 +224,7 @@ class Reader:
         self._projected = projected and lengths.of(model.config).ext_len == 0
         self._accelerator = accelerator
         self._memory: dict[str, Any] = {}
-        self.alike = SegmentsAlike(model, lengths.of(model.config).mem_len, self._launch)
+        self.alike = SegmentsAlike(model.transformer, lengths.of(model.config).mem_len, self._launch)
 
     def read(self, segment: Segment) -> Tensor:
         """(B, L, D), the states that enter the softmax and predict the targets of the segment."""

@@ -18,6 +18,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from .adaptation import DynamicEvaluation
+from .attention_transfo_xl import fastest_attention
 from .cards import RESULTS, check_model_folder, origin, read_results
 from .configuration_transfo_xl import TransfoXLConfig
 from .continuous_cache import ContinuousCache
@@ -94,6 +95,8 @@ def run(options: argparse.Namespace):
     text = text.beginning(options.max_tokens)
     model = load_language_model(options.model, dtype=getattr(torch, options.dtype))
     model.to(options.device)
+    if model.device.type == "cuda" and model.dtype != torch.float32:
+        model.set_attn_implementation(fastest_attention(config.n_head, config.d_head) or "auto")
     report = {**describe(model, text, options), "results": [], "curves": {}}
     try:
         for settings in planned:

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
-from ..attention_transfo_xl_triton import why_not_triton
+from ..attention_transfo_xl import fastest_attention
 from ..cards import check_model_folder
 from ..configuration_transfo_xl import TransfoXLConfig
 from ..encoding import check_symbols_of, load_tokenizer
@@ -236,7 +236,7 @@ def make_config(arguments: ModelArguments, tokenizer: Any, data: DataArguments) 
 
 
 def make_model(config: TransfoXLConfig, arguments: ModelArguments, run: RunArguments) -> TransfoXLForCausalLM:
-    implementation = run.attn_implementation or fastest_attention(config)
+    implementation = run.attn_implementation or fastest_attention(config.n_head, config.d_head)
     settings = {} if implementation is None else {"attn_implementation": implementation}
     if arguments.model_name_or_path is not None:
         name = arguments.model_name_or_path
@@ -246,14 +246,6 @@ def make_model(config: TransfoXLConfig, arguments: ModelArguments, run: RunArgum
     if run.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     return model
-
-
-def fastest_attention(config: TransfoXLConfig) -> str | None:
-    """The Triton kernels on a GPU that they run on, with what the model gives them; None: the default."""
-    if not torch.cuda.is_available():
-        return None
-    query = torch.empty(1, config.n_head, 1, config.d_head, dtype=torch.bfloat16, device="cuda")
-    return "txl_triton" if why_not_triton(query) is None else None
 
 
 def keep_freed_memory():
