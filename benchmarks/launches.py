@@ -409,7 +409,8 @@ def layer_of(workload: Workload, rows: int, **options) -> Callable[[], None]:
 
     def step():
         with torch.autocast(hidden.device.type, torch.bfloat16):
-            outputs = layer(hidden, memory, read, key_length=keys, distances=distances, implementation="txl_triton")
+            kwargs = {"key_length": keys, "distances": distances, "implementation": "txl_triton"}
+            outputs = layer(hidden, memory, read, rounds=True, **kwargs)
         torch.autograd.grad(outputs, [hidden, read, *layer.parameters()], [gradient, gradient.to(torch.bfloat16)])
 
     return step

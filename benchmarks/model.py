@@ -208,8 +208,6 @@ TOLERANCE = {"fp32": {"train": 1e-3, "evaluate": 1e-4, "decode": 1e-4}, "int8": 
 # In half precision. What is decoded is compared token by token, where the others have means: a logit of bf16 from 8 on
 # is a multiple of 0.0625, and from 4 on of half of that.
 COARSE = {"train": 3e-2, "evaluate": 3e-2, "decode": 1e-1}
-# Segments of a full memory that are launched one by one before a graph reads them, and one more.
-GRAPHS_AFTER = 10
 # What may differ from a workload's configuration in that of a trained model.
 FREE = {"mem_len", "clamp_len", "dropout", "dropatt", "init_std", "eos_token_id"}
 
@@ -475,10 +473,10 @@ def work(contender: str, name: str, folder: str, arguments: argparse.Namespace):
     import_module(f"transformers.models.{family}.modeling_{family}" if family else "txl_hf")
     before = harness.resident_mib() if device == "cpu" else 0.0
     task = begin(contender, workload, folder, arguments)
-    steps, before, warm = STEPS[device][workload.task], WARM_UP[device], False
+    steps, first_steps, warm = STEPS[device][workload.task], WARM_UP[device], False
     if workload.task == "evaluate" and device == "cuda":
         # Until the memory is full and a graph reads. And as many segments, whether they are scored together or not.
-        before, steps = -(-task.opening // task.together), max(2, -(-steps // task.together))
+        first_steps, steps = -(-task.opening // task.together), max(2, -(-steps // task.together))
 
     def check() -> dict:
         start = time.perf_counter()
@@ -495,7 +493,7 @@ def work(contender: str, name: str, folder: str, arguments: argparse.Namespace):
         nonlocal warm
         if not warm:
             # Of another size than what the gate saw, without a memory, with one.
-            for _ in range(before):
+            for _ in range(first_steps):
                 task.step()
             warm = True
         elif device == "cuda":
@@ -596,7 +594,8 @@ def floor(config: dict):
             super().check_lengths(mem_len=0, memory=mem_len, **lengths)
 
     RELATIVE_ATTENTION_FUNCTIONS["floor"] = plain_attention
-    captured.BACKENDS = (*captured.BACKENDS, "floor")
+    # It does nothing that a graph would leave out.
+    captured.BACKENDS["floor"] = plain_attention
     model = TransfoXLForCausalLM(FloorConfig(**config | {"attn_type": 2}))
     model.set_attn_implementation("floor")
     return model
@@ -690,8 +689,10 @@ class Evaluate:
 
     @property
     def opening(self) -> int:
-        """Segments that fill the memory, until a graph reads the next."""
-        return -(-self.workload.memory // self.workload.segment) + GRAPHS_AFTER
+        """Segments that fill the memory, and those behind them until a graph reads the next."""
+        from txl_hf.captured import SEGMENTS_BEFORE
+
+        return -(-self.workload.memory // self.workload.segment) + SEGMENTS_BEFORE + 1
 
     def check(self, rows: int) -> dict:
         """Mean NLL of some segments, for some rows; on a GPU until some were read by a graph."""

@@ -343,6 +343,12 @@ def ours_of(run: dict[str, Row]) -> Row:
     return run.get("ours") or fastest(run)
 
 
+def named_rate(row: Row) -> str:
+    """Its speed, and which of ours it is where that is not the default."""
+    variant = row["contender"].removeprefix("ours").removeprefix("-")
+    return f"{rate(row)} ({variant})" if variant else rate(row)
+
+
 def fastest(run: dict[str, Row]) -> Row:
     """Of ours, the fastest that is offered: the default, or what its user would turn on."""
     ours = [row for name, row in run.items() if name.startswith("ours") and name != "ours-eager"]
@@ -496,12 +502,12 @@ def beside_others(run: dict[str, Row] | None) -> str:
     """Our speed, and how many times that of the others which ran."""
     if run is None:
         return ""
-    ours = ours_of(run)
+    ours = ours_of(run) if "legacy" in run else fastest(run)
     ratios = [f"{times(ours['times_legacy_p50'])} legacy"] if "legacy" in run else []
     if "gpt2" in run:
         ratio = float(ours["tokens_per_second_p50"]) / float(run["gpt2"]["tokens_per_second_p50"])
         ratios.append(f"{times(ratio)} GPT-2")
-    return rate(ours) + (f" ({', '.join(ratios)})" if ratios else "")
+    return named_rate(ours) + (f" ({', '.join(ratios)})" if ratios else "")
 
 
 TABLES: dict[str, Callable[[], str]] = {

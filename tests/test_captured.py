@@ -3,14 +3,17 @@
 On a CPU a recorder of the test takes the place of CUDA's. As there, what it recorded returns one tensor every time.
 """
 
+import gc
 import logging
 import math
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import small_model
@@ -25,6 +28,8 @@ from txl_hf import (
 )
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
 from txl_hf.captured import SEGMENTS_BEFORE, why_not_captured
+from txl_hf.memory_transfo_xl import CACHE_NAME
+from txl_hf.positions_transfo_xl import POSITIONS
 
 VOCAB_SIZE = 20
 
@@ -155,17 +160,20 @@ def test_hooks_are_called_for_every_segment(recorder):
 
 
 def test_a_backend_of_ones_own_is_called_for_every_segment(recorder, monkeypatch):
-    called = []
+    called, eager = [], RELATIVE_ATTENTION_FUNCTIONS["eager"]
 
     def attend(inputs):
         called.append(1)
-        return RELATIVE_ATTENTION_FUNCTIONS["eager"](inputs)
+        return eager(inputs)
 
-    monkeypatch.setitem(RELATIVE_ATTENTION_FUNCTIONS, "counting", attend)
-    model = tiny_model()
-    model.set_attn_implementation("counting")
-    token_losses(model, text(201), 5)
-    assert len(called) == 40 * model.config.n_layer and recorder.recorded == 0
+    # By a name of its own, and in the place of another.
+    for name in ("counting", "eager"):
+        called.clear()
+        monkeypatch.setitem(RELATIVE_ATTENTION_FUNCTIONS, name, attend)
+        model = tiny_model()
+        model.set_attn_implementation(name)
+        token_losses(model, text(201), 5)
+        assert len(called) == 40 * model.config.n_layer and recorder.recorded == 0
 
 
 class Counting(torch.nn.Linear):
@@ -173,12 +181,13 @@ class Counting(torch.nn.Linear):
 
 
 @pytest.mark.usefixtures("recorder")
-def test_says_why_segments_are_launched():
+def test_says_why_segments_are_launched(monkeypatch):
     ids = text(6)[None]
     assert why_not_captured(MODEL.transformer, ids) is None
     assert "no graphs on meta" in why_not_captured(MODEL.transformer, ids.to("meta"))
-    with FlopCounterMode(display=False):
-        assert "mode of PyTorch's" in why_not_captured(MODEL.transformer, ids)
+    for mode in (FlopCounterMode(display=False), BaseTorchFunctionMode()):
+        with mode:
+            assert "mode of PyTorch's" in why_not_captured(MODEL.transformer, ids)
     assert "9000 tokens" in why_not_captured(MODEL.transformer, torch.zeros(9, 1000, dtype=torch.long))
     model = tiny_model()
     model.transformer.layers[0].mlp.up_proj.__class__ = Counting
@@ -186,6 +195,11 @@ def test_says_why_segments_are_launched():
     model = tiny_model()
     model.transformer.layers[1].to("meta")
     assert "on meta" in why_not_captured(model.transformer, ids)
+    model = tiny_model()
+    model.transformer.layers[1].mlp.forward = model.transformer.layers[1].mlp.forward
+    assert "layers.1.mlp has a forward of its own" in why_not_captured(model.transformer, ids)
+    monkeypatch.setitem(POSITIONS, 0, type("Mine", (POSITIONS[0],), {"__module__": "mine"}))
+    assert "Mine, which encodes positions" in why_not_captured(tiny_model().transformer, ids)
 
 
 def test_a_graph_that_cannot_be_captured_is_done_without(monkeypatch, caplog, warnings_anew):
@@ -194,6 +208,65 @@ def test_a_graph_that_cannot_be_captured_is_done_without(monkeypatch, caplog, wa
     assert "launched one by one, as no graph of them was captured: operation not permitted" in caplog.text
     monkeypatch.delitem(captured.RECORDERS, "cpu")
     torch.testing.assert_close(found, token_losses(MODEL, text(200), 5), rtol=1e-5, atol=1e-5)
+
+
+def read_until_captured(model, ids) -> reading.Reader:
+    """A reader that has read a segment, (1, L), as often as it takes to try a graph."""
+    reader = reading.Reader(model, MemoryLengths(), None)
+    for _ in range(math.ceil(model.config.mem_len / ids.shape[1]) + SEGMENTS_BEFORE):
+        reader.read(reading.Segment(0, ids, ids, ids, None, ids.numel(), ids.numel()))
+    return reader
+
+
+@torch.no_grad()
+def test_nothing_outlives_a_reader(monkeypatch):
+    """A graph has the memory of a segment's states, and nobody looks for cycles before that is wanted again."""
+
+    def record(step, device):
+        states = step()
+        return lambda: states
+
+    monkeypatch.setitem(captured.RECORDERS, "cpu", record)
+    gc.disable()
+    try:
+        reader = read_until_captured(MODEL, text(5)[None])
+        assert reader.alike.is_captured
+        cache = weakref.ref(reader._memory[CACHE_NAME])
+        del reader
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+@torch.no_grad()
+def test_a_graph_that_projects_weights_anew_is_not_taken(monkeypatch):
+    """They were written to since the last segment. Who is launched next would find what was recorded alone."""
+    model = tiny_model()
+
+    def record(step, device):
+        model.transformer.layers[1].self_attn.r_proj.weight.mul_(1.1)
+        step()
+        return step
+
+    monkeypatch.setitem(captured.RECORDERS, "cpu", record)
+    reader = read_until_captured(model, text(5)[None])
+    assert not reader.alike.is_captured
+    distances = reader._memory[CACHE_NAME].decoding_state.distances
+    assert distances.positions is None and not distances.rel_keys
+
+
+@torch.no_grad()
+def test_a_graph_casts_weights_itself(monkeypatch):
+    """What autocast has cast belongs to the process: it would be taken from others, and be lent to them uncomputed."""
+    seen = []
+
+    def record(step, device):
+        seen.append(torch.is_autocast_cache_enabled())
+        return step
+
+    monkeypatch.setitem(captured.RECORDERS, "cpu", record)
+    read_until_captured(MODEL, text(5)[None])
+    assert seen == [False] and torch.is_autocast_cache_enabled()
 
 
 @pytest.mark.gpu
@@ -245,10 +318,15 @@ class TestOnGPU:
             torch.cuda.set_sync_debug_mode("default")
         assert before.data_ptr() != after.data_ptr()
 
-    def test_threads_share_a_model(self):
+    def test_threads_share_a_model_and_the_generator(self):
         model, ids = tiny_model().cuda(), text(2000)
         lengths = [2, 7, 12, None]
         expected = [evaluate_language_model(model, ids, 5, length).nll for length in lengths]
+        torch.manual_seed(0)
+        drawn = [torch.rand(1, device="cuda") for _ in range(2000)]
+        torch.manual_seed(0)
         with ThreadPoolExecutor(len(lengths)) as pool:
             found = [pool.submit(evaluate_language_model, model, ids, 5, length) for length in lengths]
+            again = [torch.rand(1, device="cuda") for _ in range(2000)]
             assert [result.result().nll for result in found] == pytest.approx(expected, rel=1e-4)
+        assert torch.stack(again).isfinite().all() and (torch.stack(again) == torch.stack(drawn)).float().mean() > 0.9

@@ -369,12 +369,12 @@ def _why_not_triton(inputs: AttentionInputs) -> str | None:
     return why_not_triton(inputs.query)
 
 
-def fastest_attention(heads: int, width: int) -> str | None:
+def fastest_attention(heads: int, width: int, device: torch.device | str = "cuda") -> str | None:
     """What a command takes for heads so wide, in half precision: kernels of Triton on a GPU that they run on, which
     are compiled first; None: the default."""
     if not torch.cuda.is_available():
         return None
-    query = torch.empty(1, heads, 1, width, dtype=torch.bfloat16, device="cuda")
+    query = torch.empty(1, heads, 1, width, dtype=torch.bfloat16, device=device)
     return "txl_triton" if why_not_triton(query) is None else None
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.utils import logging
 
+from .attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
 from .memory_transfo_xl import MemoryCache, decoding_state_of
 from .modeling_transfo_xl import TransfoXLModel
 
@@ -27,9 +28,9 @@ SEGMENTS_BEFORE = 8
 # Tokens of a segment, of all rows, from which on a GPU takes longer than Python does.
 MOST_TOKENS = 8192
 # Backends whose Python computes nothing but what it launches.
-BACKENDS = ("auto", "eager", "sdpa", "txl_triton")
+BACKENDS = {name: RELATIVE_ATTENTION_FUNCTIONS[name] for name in ("auto", "eager", "sdpa", "txl_triton")}
 # Whose modules are known to do so too: a graph runs the kernels that a module has launched, and not the module.
-PACKAGES = ("torch", "transformers_modules", __name__.partition(".")[0])
+PACKAGES = ("torch", __name__.partition(".")[0])
 
 Step = Callable[[], Tensor]
 
@@ -69,24 +70,32 @@ def why_not_captured(transformer: TransfoXLModel, ids: Tensor) -> str | None:
         return f"there are no graphs on {ids.device.type}"
     if ids.numel() > MOST_TOKENS:
         return f"a segment of {ids.numel()} tokens keeps a GPU busy for longer than it takes to launch"
-    if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         return "a mode of PyTorch's sees what is launched, and would not see a graph"
-    if (backend := transformer.config._attn_implementation) not in BACKENDS:
+    backend = transformer.config._attn_implementation
+    if backend not in BACKENDS or RELATIVE_ATTENTION_FUNCTIONS[backend] is not BACKENDS[backend]:
         return f"attn_implementation={backend!r} may compute with Python"
     if torch.nn.modules.module._has_any_global_hook():
         return "there is a hook of all modules, which is to be called for every segment"
+    if _is_foreign(positions := transformer.config.positions):
+        return f"{positions.__name__}, which encodes positions, may compute with Python"
     for name, module in transformer.named_modules():
-        package = type(module).__module__.partition(".")[0]
-        if package not in PACKAGES:
-            return f"{name} is a {type(module).__name__} of {package}, which may compute with Python"
+        if _is_foreign(type(module)):
+            return f"{name} is a {type(module).__name__} of {type(module).__module__}, which may compute with Python"
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         # Those by which transformers returns hidden states ask whether somebody wants them.
         if hasattr(module, "_hf_hook") or any(not str(hook.__module__).startswith("transformers.") for hook in hooks):
             return f"{name} has a hook, which is to be called for every segment"
+        if "forward" in vars(module):
+            return f"{name} has a forward of its own, which is to be called for every segment"
     for name, tensor in (*transformer.named_parameters(), *transformer.named_buffers()):
         if type(tensor) not in (nn.Parameter, Tensor) or tensor.device != ids.device:
             return f"{name} is a {type(tensor).__name__} on {tensor.device}"
     return None
+
+
+def _is_foreign(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in PACKAGES
 
 
 class SegmentsAlike:
@@ -95,11 +104,10 @@ class SegmentsAlike:
     Args:
         transformer: that reads, in evaluation mode and without gradients.
         memory_length: M.
-        launch: what it does of a segment, (B, L) ids → (B, L, D) states, on a memory of its own.
     """
 
-    def __init__(self, transformer: TransfoXLModel, memory_length: int, launch: Callable[[Tensor], Tensor]):
-        self._transformer, self._memory_length, self._launch = transformer, memory_length, launch
+    def __init__(self, transformer: TransfoXLModel, memory_length: int):
+        self._transformer, self._memory_length = transformer, memory_length
         self._shape: torch.Size | None = None
         self._alike, self._given_up = 0, False
         self._ids: Tensor | None = None
@@ -111,16 +119,24 @@ class SegmentsAlike:
 
     def read(self, ids: Tensor, resets: Tensor | None) -> Tensor | None:
         """(B, L, D), if there is a graph for such a segment; in a tensor of its own."""
-        if self._run is None or self._ids is None or resets is not None or ids.shape != self._shape:
+        if resets is not None:
+            # From here on the memory may have a mask, which the graph has not.
+            self._given_up, self._run = True, None
+        if self._run is None or self._ids is None or ids.shape != self._shape:
             return None
         self._ids.copy_(ids)
         return self._run().clone()
 
-    def saw(self, ids: Tensor, resets: Tensor | None, cache: object) -> None:
-        """A segment that was launched, and the cache that remembers it."""
+    def saw(self, ids: Tensor, cache: object, launch: Callable[[Tensor], Tensor]) -> None:
+        """Take note of a segment that was launched.
+
+        Args:
+            ids: (B, L). cache: what remembers it.
+            launch: reads a segment, (B, L) ids → (B, L, D) states, and goes on with the same cache.
+        """
         if self._given_up or self.is_captured or not isinstance(cache, MemoryCache):
             return
-        is_alike = ids.shape == self._shape and resets is None and _is_full(cache, self._memory_length)
+        is_alike = ids.shape == self._shape and _is_full(cache, self._memory_length)
         self._shape, self._alike = ids.shape, self._alike + 1 if is_alike else 0
         if self._alike == SEGMENTS_BEFORE:
             self._given_up = why_not_captured(self._transformer, ids) is not None
@@ -129,19 +145,26 @@ class SegmentsAlike:
                 cache.layers = [FixedMemoryLayer(layer) for layer in cache.layers]
         elif self._alike > SEGMENTS_BEFORE:
             # One segment has been read on the memory where it is now: whatever it launches is compiled.
-            self._capture(ids, cache)
+            self._capture(ids.clone(), cache, launch)
 
-    def _capture(self, ids: Tensor, cache: MemoryCache) -> None:
-        self._ids = given = ids.clone()
-        # What a longer segment would project anew, the graph reads where it is.
-        held = cache, list(decoding_state_of(cache).distances.rel_keys.values())
+    def _capture(self, ids: Tensor, cache: MemoryCache, launch: Callable[[Tensor], Tensor]) -> None:
+        distances = decoding_state_of(cache).distances
+        projected, cached = dict(distances.rel_keys), torch.is_autocast_cache_enabled()
+        # What autocast has cast, any thread may take from another, or take away: a graph casts weights for itself.
+        torch.set_autocast_cache_enabled(False)
         try:
-            run = RECORDERS[ids.device.type](lambda: self._launch(given), ids.device)
+            run = RECORDERS[ids.device.type](lambda: launch(ids), ids.device)
         except RuntimeError as error:
             self._given_up = True
             logger.warning_once(f"segments are launched one by one, as no graph of them was captured: {error}")
-        else:
-            self._run, self._held = run, held
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+        if any(distances.rel_keys[layer] is not projected.get(layer) for layer in distances.rel_keys):
+            # Weights were written to since the last segment. What the graph would make of them nobody has computed.
+            distances.forget()
+        elif not self._given_up:
+            # What a longer segment would project anew, the graph reads where it is.
+            self._ids, self._run, self._held = ids, run, (cache, projected, distances.positions)
 
 
 def _is_full(cache: MemoryCache, length: int) -> bool:
@@ -153,20 +176,20 @@ def _is_full(cache: MemoryCache, length: int) -> bool:
 
 def _record(step: Step, device: torch.device) -> Step:
     """A function that does on a GPU what `step` does, and returns the same tensor each time."""
-    with torch.cuda.device(device):
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    with torch.cuda.device(device), _capturing:
+        graph, stream, before = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        before = generator.clone_state()
+        # A graph has the generator that it finds for itself, and other threads may draw meanwhile.
+        drawing = generator.graphsafe_get_state()
+        generator.graphsafe_set_state(drawing.clone_state())
         try:
-            # Other threads may read with the same model meanwhile.
-            with _capturing, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                generator.graphsafe_set_state(drawing)
                 result = step()
-        except BaseException:
-            # Where capturing ends in an error, PyTorch leaves its stream in the place of this one, and a generator
-            # that draws in graphs alone.
-            torch.cuda.set_stream(stream)
-            generator.graphsafe_set_state(before)
-            raise
+        finally:
+            generator.graphsafe_set_state(drawing)
+            # Where capturing ends in an error, PyTorch leaves its stream in the place of this one.
+            torch.cuda.set_stream(before)
 
     def replay() -> Tensor:
         graph.replay()

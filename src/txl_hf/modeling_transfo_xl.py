@@ -344,15 +344,21 @@ class TransfoXLLayer(GradientCheckpointingLayer):
         self.mlp_gate = TransfoXLGate(config) if gated else None
 
     def forward(
-        self, hidden_states: Tensor, memory: Tensor | None = None, read: Tensor | None = None, **kwargs
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        hidden_states: Tensor,
+        memory: Tensor | None = None,
+        read: Tensor | None = None,
+        rounds: bool = False,
+        **kwargs,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """
         Args:
             hidden_states: (B, L, D). memory: (B, m, D) states that entered this layer before, or None.
             read: (B, L, D), the hidden states as products read them, see `rounded`; None: as they are.
+            rounds: whether to return what the next layer is given as `read`, too.
 
         Returns:
-            (B, L, D), the next hidden states, and these as the next layer reads them.
+            (B, L, D), the next hidden states; and these as products read them if the layer `rounds`.
         """
         context = queries = hidden_states if read is None else read
         if self.pre_lnorm:
@@ -364,9 +370,10 @@ class TransfoXLLayer(GradientCheckpointingLayer):
         hidden_states = _join(hidden_states, attended, self.self_attn_gate)
         if self.pre_lnorm:
             hidden_states = _join(hidden_states, self.mlp(self.mlp_layer_norm(hidden_states)), self.mlp_gate)
-            return hidden_states, hidden_states
+            return (hidden_states, hidden_states) if rounds else hidden_states
         hidden_states, read = rounded(self.self_attn_layer_norm(hidden_states))
-        return rounded(self.mlp_layer_norm(hidden_states + self.mlp(read)))
+        hidden_states = self.mlp_layer_norm(hidden_states + self.mlp(read))
+        return rounded(hidden_states) if rounds else hidden_states
 
 
 def _join(entered: Tensor, returned: Tensor, gate: TransfoXLGate | None) -> Tensor:
@@ -651,17 +658,20 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         read = None
         for i, layer in enumerate(self.layers[: self.config.n_layer]):
             # Where products alone read the memory, it is rounded for them once, not at every step under autocast. A
-            # layer normalisation that reads it first is computed in fp32, of states as they are. A layer that is
-            # compiled rounds what it returns where it computes it.
+            # layer normalisation that reads it first is computed in fp32, of states as they are.
             entering = positions.enter_layer(self, i, hidden_states)
             if read is None or entering is not hidden_states:
                 hidden_states, read = (entering, entering) if norms_read_memory else rounded(entering)
+            # A layer that is compiled by itself rounds what it returns in the kernel that computes it. A hook that
+            # changes what it returns knows of one tensor.
+            rounds = layer._compiled_call_impl is not None and not layer._forward_hooks
             remembered.append(memory.of_layer(i, read))
             entered.append(read)
-            hidden_states, read = layer(
+            returned = layer(
                 hidden_states,
                 remembered[i],
                 read,
+                rounds=rounds,
                 key_length=key_length,
                 distances=distances[i],
                 key_mask=key_mask,
@@ -672,6 +682,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 past_key_values=past_key_values,
                 implementation=implementation,
             )
+            hidden_states, read = returned if isinstance(returned, tuple) else (returned, None)
         new_mems = new_mask = None
         if past_key_values is not None:
             remember_key_mask(past_key_values, memory, segment_length, attention_mask)

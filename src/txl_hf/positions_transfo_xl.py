@@ -102,6 +102,10 @@ class KeptDistances:
             self.rel_keys[layer] = _in_place(project())
         return self.rel_keys[layer]
 
+    def forget(self):
+        """Let the next call project all anew."""
+        self.positions, self.rel_keys, self.weights = None, {}, {}
+
     def crop(self, length: int):
         """Keep the nearest `length` distances, of a static cache, whose graph knows them by their number."""
         if self.positions is not None and len(self.positions) > length:

@@ -224,7 +224,7 @@ class Reader:
         self._projected = projected and lengths.of(model.config).ext_len == 0
         self._accelerator = accelerator
         self._memory: dict[str, Any] = {}
-        self.alike = SegmentsAlike(model.transformer, lengths.of(model.config).mem_len, self._launch)
+        self.alike = SegmentsAlike(model.transformer, lengths.of(model.config).mem_len)
 
     def read(self, segment: Segment) -> Tensor:
         """(B, L, D), the states that enter the softmax and predict the targets of the segment."""
@@ -232,7 +232,7 @@ class Reader:
         states = self.alike.read(ids, resets)
         if states is None:
             states = self._launch(ids, resets)
-            self.alike.saw(ids, resets, self._memory.get(CACHE_NAME))
+            self.alike.saw(ids, self._memory.get(CACHE_NAME), self._launch)
         return states[:, -segment.targets.shape[1] :]
 
     def _launch(self, input_ids: Tensor, resets: Tensor | None = None) -> Tensor:

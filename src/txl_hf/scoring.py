@@ -96,7 +96,7 @@ def run(options: argparse.Namespace):
     model = load_language_model(options.model, dtype=getattr(torch, options.dtype))
     model.to(options.device)
     if model.device.type == "cuda" and model.dtype != torch.float32:
-        model.set_attn_implementation(fastest_attention(config.n_head, config.d_head) or "auto")
+        model.set_attn_implementation(fastest_attention(config.n_head, config.d_head, model.device) or "auto")
     report = {**describe(model, text, options), "results": [], "curves": {}}
     try:
         for settings in planned:
