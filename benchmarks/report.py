@@ -489,11 +489,17 @@ def tokenizer_table(runs: dict[str, dict[str, Row]]) -> str:
 
 
 def short_table() -> str:
-    """For the front page: a column for each machine, of workloads that legacy transformers ran beside, or a GPU's."""
+    """For the front page: a column for each machine, of workloads that legacy transformers ran beside, or that a GPU
+    trains."""
     machines = machines_of("model.csv", lambda run: "legacy" in run or not ours_of(run).get("threads"))
     if not machines:
         return "\nNothing measured yet.\n"
-    titles = {name: what(ours_of(run)) for runs in machines.values() for name, run in runs.items()}
+    titles = {
+        name: what(ours_of(run))
+        for runs in machines.values()
+        for name, run in runs.items()
+        if "legacy" in run or name.startswith("train")
+    }
     lines = [[title, *(beside_others(runs.get(name)) for runs in machines.values())] for name, title in titles.items()]
     return f"\n{markdown(['tokens per second', *(conditions(*each) for each in machines.items())], lines)}"
 
