@@ -185,6 +185,8 @@ def test_says_why_segments_are_launched(monkeypatch):
     ids = text(6)[None]
     assert why_not_captured(MODEL.transformer, ids) is None
     assert "no graphs on meta" in why_not_captured(MODEL.transformer, ids.to("meta"))
+    with torch.device("cpu"):
+        assert why_not_captured(MODEL.transformer, ids) is None
     for mode in (FlopCounterMode(display=False), BaseTorchFunctionMode()):
         with mode:
             assert "mode of PyTorch's" in why_not_captured(MODEL.transformer, ids)

@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.utils import logging
 
@@ -70,7 +72,9 @@ def why_not_captured(transformer: TransfoXLModel, ids: Tensor) -> str | None:
         return f"there are no graphs on {ids.device.type}"
     if ids.numel() > MOST_TOKENS:
         return f"a segment of {ids.numel()} tokens keeps a GPU busy for longer than it takes to launch"
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+    # That of `torch.set_default_device` only says where new tensors lie.
+    modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+    if modes or torch._C._len_torch_dispatch_stack():
         return "a mode of PyTorch's sees what is launched, and would not see a graph"
     backend = transformer.config._attn_implementation
     if backend not in BACKENDS or RELATIVE_ATTENTION_FUNCTIONS[backend] is not BACKENDS[backend]:
@@ -139,8 +143,10 @@ class SegmentsAlike:
         is_alike = ids.shape == self._shape and _is_full(cache, self._memory_length)
         self._shape, self._alike = ids.shape, self._alike + 1 if is_alike else 0
         if self._alike == SEGMENTS_BEFORE:
-            self._given_up = why_not_captured(self._transformer, ids) is not None
-            if not self._given_up:
+            if reason := why_not_captured(self._transformer, ids):
+                self._given_up = True
+                logger.info(f"segments are launched one by one: {reason}")
+            else:
                 # Where they are now, keys and values stay.
                 cache.layers = [FixedMemoryLayer(layer) for layer in cache.layers]
         elif self._alike > SEGMENTS_BEFORE:
