@@ -79,8 +79,8 @@ EVALUATIONS = [f"evaluate-nvidia-{size}-b{rows}" for size in ("base-640", "large
 DECODINGS = [f"decode-nvidia-base-640-b{rows}" for rows in (1, 32, 16)]
 DECODINGS += ["decode-wt103-large-1600", "decode-enwik8-large-3800"]
 # On an H200 beside 16 cores the tests took 100 s, a profile 30 to 45, a contender of training 55 to 75, its layers
-# compiled or not, and two of an evaluation 35 to 45. What compiles the whole model, for a prompt and for a token, needs
-# minutes.
+# compiled or not, and two of an evaluation 35 to 45. What compiles the whole model, for a prompt and for a token,
+# needs minutes.
 STEPS = [
     tests("gpu and not slow", "not flex_attention", 150),
     # Ours leave cuDNN out, and it may fault.
