@@ -242,7 +242,7 @@ def test_nothing_outlives_a_reader(monkeypatch):
 
 @torch.no_grad()
 def test_a_graph_that_projects_weights_anew_is_not_taken(monkeypatch):
-    """They were written to since the last segment. Who is launched next would find what was recorded alone."""
+    """They are written to meanwhile. Who is launched next would find what was recorded alone."""
     model = tiny_model()
 
     def record(step, device):

@@ -166,9 +166,10 @@ class SegmentsAlike:
         finally:
             torch.set_autocast_cache_enabled(cached)
         if any(distances.rel_keys[layer] is not projected.get(layer) for layer in distances.rel_keys):
-            # Weights were written to since the last segment. What the graph would make of them nobody has computed.
+            # Weights are written to while a text is read. What was made of them in the graph, nobody has computed.
+            self._given_up = True
             distances.forget()
-        elif not self._given_up:
+        if not self._given_up:
             # What a longer segment would project anew, the graph reads where it is.
             self._ids, self._run, self._held = ids, run, (cache, projected, distances.positions)
 
