@@ -160,7 +160,8 @@ class SegmentsAlike:
         torch.set_autocast_cache_enabled(False)
         try:
             run = RECORDERS[ids.device.type](lambda: launch(ids), ids.device)
-        except RuntimeError as error:
+        except Exception as error:
+            # Whatever CUDA, its driver or this PyTorch refuses.
             self._given_up = True
             logger.warning_once(f"segments are launched one by one, as no graph of them was captured: {error}")
         finally:
