@@ -133,6 +133,13 @@ def test_every_contender(task, tmp_path):
         assert wrong.keys() == {"ours"} and "other losses" in wrong["ours"]
 
 
+def test_a_gate_of_an_evaluation_reads_until_a_graph_does():
+    import model
+    from txl_hf.captured import SEGMENTS_BEFORE
+
+    assert model.LAUNCHED == SEGMENTS_BEFORE + 1
+
+
 @pytest.mark.parametrize("contender", ["ours", "floor"])
 def test_the_softmax_of_a_sampled_workload_knows_how_frequent_words_are(contender, tmp_path):
     """Of the floor too: a softmax that does not would leave out clusters that the others compute."""
