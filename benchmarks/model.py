@@ -208,7 +208,7 @@ TOLERANCE = {"fp32": {"train": 1e-3, "evaluate": 1e-4, "decode": 1e-4}, "int8": 
 # In half precision. What is decoded is compared token by token, where the others have means: a logit of bf16 from 8 on
 # is a multiple of 0.0625, and from 4 on of half of that.
 COARSE = {"train": 3e-2, "evaluate": 3e-2, "decode": 1e-1}
-# Segments that are launched before a graph reads others: as `captured` has it, and known where only legacy is installed.
+# Segments that are launched before a graph reads others: as `captured` has it, and known where legacy is alone.
 LAUNCHED = 9
 # What may differ from a workload's configuration in that of a trained model.
 FREE = {"mem_len", "clamp_len", "dropout", "dropatt", "init_std", "eos_token_id"}
@@ -472,7 +472,7 @@ def work(contender: str, name: str, folder: str, arguments: argparse.Namespace):
     transformers.utils.logging.set_verbosity_error()
     # Before the memory is looked at, because libraries are no part of a model.
     family = {"legacy": "transfo_xl", "gpt2": "gpt2"}.get(kind)
-    import_module(f"transformers.models.{family}.modeling_{family}" if family else "txl_hf")
+    import_module(f"transformers.models.{family}.modeling_{family}" if family else "txl_hf.reading")
     before = harness.resident_mib() if device == "cpu" else 0.0
     task = begin(contender, workload, folder, arguments)
     steps, first_steps, warm = STEPS[device][workload.task], WARM_UP[device], False
