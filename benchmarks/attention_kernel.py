@@ -251,13 +251,17 @@ def insist_on_triton(device, dtype) -> None:
         sys.exit(f"error: txl_triton would fall back: {reason}")
 
 
+def insist_on_shapes(names, known) -> None:
+    if unknown := set(names) - known.keys():
+        sys.exit(f"error: there is no shape {', '.join(sorted(unknown))}, but {', '.join(known)}")
+
+
 def sweep_tiles(arguments) -> int:
     # It imports this module.
     import attention_tiles
 
     insist_on_triton(arguments.device, harness.torch_dtype(arguments.dtype))
-    if unknown := set(arguments.shapes or ()) - attention_tiles.SHAPES.keys():
-        sys.exit(f"error: --sweep knows no shape {', '.join(unknown)}: it has {', '.join(attention_tiles.SHAPES)}")
+    insist_on_shapes(arguments.shapes or (), attention_tiles.SHAPES)
     if arguments.output == harness.RESULTS / "attention_kernel.csv":
         arguments.output = harness.RESULTS / "attention_tiles.csv"
     return attention_tiles.sweep(arguments)
@@ -282,8 +286,7 @@ def main(given: list[str] | None = None) -> int:
         insist_on_triton(device, dtype)
 
     chosen = arguments.shapes or (SHAPES if device == "cuda" else CPU_SHAPES)
-    if unknown := set(chosen) - (SHAPES | CPU_SHAPES).keys():
-        sys.exit(f"error: there is no shape {', '.join(unknown)}, but {', '.join(SHAPES | CPU_SHAPES)}")
+    insist_on_shapes(chosen, SHAPES | CPU_SHAPES)
     shapes = SMOKE_SHAPES if arguments.smoke else {name: (SHAPES | CPU_SHAPES)[name] for name in chosen}
     wrong = failing(contenders, shapes.values() if arguments.smoke else GATE_SHAPES, device, dtype)
     contenders = [name for name in contenders if name not in wrong]
