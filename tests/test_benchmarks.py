@@ -580,6 +580,33 @@ def test_what_another_program_reaches_meets_no_bar(tmp_path, monkeypatch, capsys
     assert judged(capsys)["large on one GPU"] == "missed"
 
 
+def test_the_last_run_meets_a_bar_and_not_the_best(tmp_path, monkeypatch, capsys):
+    import harness
+
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    row = {"commit": "", "processor": "NVIDIA H200", "dtype": "bf16", "contender": "ours"}
+    row |= {"dropout": 0.2, "dropatt": 0.2, "optimizer": "Lamb", "workload": "train-nvidia-large"}
+    rates = {"2026-01-01": 140_000, "2026-01-02": 120_000}
+    harness.append(tmp_path / "model.csv", [row | {"date": d, "tokens_per_second_p50": n} for d, n in rates.items()])
+    assert judged(capsys)["large on one GPU"] == "missed"
+
+
+def test_the_front_page_shows_the_machine_of_each_maker_that_was_measured_last(tmp_path, monkeypatch):
+    import harness
+    import report
+
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    dates = {"AMD EPYC (family 25)": "2026-01-02", "AMD EPYC (family 26)": "2026-01-01", "Intel Xeon": "2025-01-01"}
+    rows = [
+        {"date": date, "processor": processor, "threads": 2, "dtype": "fp32", "contender": "ours"}
+        | {"workload": "train-enwik8", "tokens_per_second_p50": 100, "times_legacy_p50": ""}
+        for processor, date in dates.items()
+    ]
+    harness.append(tmp_path / "model.csv", rows)
+    header = report.short_table().splitlines()[1]
+    assert "family 25" in header and "Intel" in header and "family 26" not in header
+
+
 def test_a_step_that_is_stopped_takes_its_processes_with_it(tmp_path):
     import gpu
 

@@ -27,6 +27,9 @@ TRAINING += " --batch_size 4 --max_steps 2 --warmup_steps 1 --eval_batch_size 2 
 # Further options, by script.
 SHORTER = {
     "prepare_corpus.py": "",
+    "txl-prepare": "",
+    "txl-train": TRAINING,
+    "txl-evaluate": "--max_tokens 60",
     "train_lm.py": TRAINING,
     "evaluate_lm.py": "--max_tokens 60",
     "tune_lm.py": "--max_tokens 60 --max_test_tokens 60",
@@ -63,15 +66,26 @@ def write_texts(folder: Path):
         (folder / "letters" / f"{i}.txt").write_text("".join(lines) * 2)
 
 
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+
+
+def started_as(command: str) -> list[str]:
+    """What python is given to do as an installed command does."""
+    module, _, function = SCRIPTS[command].partition(":")
+    return ["-c", f"import sys; from {module} import {function}; sys.exit({function}())"]
+
+
 def type_all(typed: list[list[str]], folder: Path) -> str:
     """What the commands print. `*` is what a shell makes of it; without the Hub, WikiText-2 is a folder."""
     printed = ""
-    for python, script, *options in typed:
-        assert python == "python"
+    for program, *words in typed:
+        script, *options = words if program == "python" else (program, *words)
         options = [path for word in options for path in (glob(word, root_dir=folder) if "*" in word else [word])]
         if "wikitext-2" in options and "--input" not in options:
             options += ["--input", "wikitext-2"]
-        process = run_script(script, *options, *SHORTER[Path(script).name].split(), cwd=folder, input="the abbey\n")
+        options += SHORTER[Path(script).name].split()
+        start = [script] if program == "python" else started_as(script)
+        process = run_script(*start, *options, cwd=folder, input="the abbey\n")
         assert process.returncode == 0, process.args + [process.stdout[-2000:] + process.stderr[-4000:]]
         assert "Traceback" not in process.stderr
         printed += process.stdout
@@ -87,7 +101,7 @@ def clone(tmp_path):
 
 def test_examples(clone):
     typed = [words for words in commands("examples/README.md") if words[0] == "python"]
-    assert {Path(words[1]).name for words in typed} == SHORTER.keys()
+    assert {Path(words[1]).name for words in typed} == {name for name in SHORTER if name.endswith(".py")}
     printed = type_all(typed, clone)
     assert printed.count('"bits_per_token"') == 6, "three memory lengths of each of two models"
     for output in (
@@ -102,6 +116,13 @@ def test_examples(clone):
         "plasmid-labels",
     ):
         assert (clone / output).exists()
+
+
+def test_the_commands_of_the_front_page(clone):
+    typed = [words for words in commands("README.md") if words[0] in SCRIPTS]
+    assert [words[0] for words in typed] == ["txl-prepare", "txl-train", "txl-evaluate"]
+    assert type_all(typed, clone).count('"bits_per_token"') == 3
+    assert (clone / "runs" / "book" / "model.safetensors").exists()
 
 
 def test_launches(monkeypatch):
@@ -132,24 +153,19 @@ ELSEWHERE = ("docs/clients.md", "docs/music.md")
 
 
 def test_commands_that_are_typed_elsewhere_have_the_options_they_show():
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     shown: dict[str, str] = {}
 
     def options_of(command: str) -> str:
         """What `--help` shows, with underscores; asked for once."""
         if command not in shown:
-            typed = [ROOT / command]
-            if command in scripts:
-                module, _, function = scripts[command].partition(":")
-                typed = ["-c", f"import sys; from {module} import {function}; sys.exit({function}())"]
-            process = run_script(*typed, "--help")
+            process = run_script(*(started_as(command) if command in SCRIPTS else [ROOT / command]), "--help")
             assert process.returncode == 0, process.stderr
             shown[command] = process.stdout.replace("-", "_")
         return shown[command]
 
     for words in (words for page in ELSEWHERE for words in commands(page)):
         command = words[1] if words[0] == "python" else words[0]
-        if command in scripts or command.startswith("examples/music"):
+        if command in SCRIPTS or command.startswith("examples/music"):
             options = {word.partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
             assert [option for option in options if option not in options_of(command)] == [], words
     checked = {Path(command).name for command in shown}
@@ -160,6 +176,6 @@ def test_every_other_command_is_one_that_tests_run():
     """make: tests/test_demo.py and this suite; pip: the Makefile does it."""
     pages = ["README.md", *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
     pages = [page for page in pages if page not in ELSEWHERE]
-    rest = [words for page in pages for words in commands(page)]
+    rest = [words for page in pages for words in commands(page) if page != "README.md" or words[0] not in SCRIPTS]
     assert {words[0] for words in rest} == {"make", "pip"}
     assert ["pip", "install", "."] in rest
