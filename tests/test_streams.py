@@ -577,7 +577,7 @@ def test_workers_that_outlive_an_epoch():
     tokenizer = TransfoXLTokenizer.from_symbols(["a"], mode="whitespace")
     differing = [
         TokenStream(range(401), 5, 8, varlen_seed=0),
-        RolledStream(range(401), 5, 8, seed=0),
+        RolledStream(range(401), 5, 8, roll_seed=0),
         TextStream(Texts(["a"]), tokenizer, 5, 8),
         data_loader.IterableDatasetShard(TextStream(Texts(["a"]), tokenizer, 5, 8), batch_size=8),
         Stream(),

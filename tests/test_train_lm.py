@@ -276,7 +276,7 @@ def test_documents_are_not_rolled(tmp_path, recipe, corpus):
 def test_rolled_streams():
     """Every epoch begins elsewhere, each stream at a place of its own, and reads all of every stream in its order."""
     text = np.arange(4 * 40)
-    stream = setup.RolledStream(text, 8, 4, seed=0)
+    stream = setup.RolledStream(text, 8, 4, roll_seed=0)
     begins = []
     for epoch in range(3):
         stream.set_epoch(epoch)

@@ -835,15 +835,18 @@ def test_an_epoch_that_a_callback_ended_is_over_for_its_checkpoint(tmp_path):
     assert train("stopped", resume=True) == whole
 
 
-def test_a_checkpoint_that_does_not_say_its_epoch_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("given", [True, "checkpoint-2"])
+def test_a_checkpoint_of_txl_train_is_refused(tmp_path, monkeypatch, given):
+    """It says no epoch."""
+
     def without_epoch(folder, layers, mask, position):
         save_mems(folder, layers, mask, {name: value for name, value in position.items() if name != "epoch"})
 
     with monkeypatch.context() as before:
         before.setattr(txl_hf.trainer, "save_mems", without_epoch)
         make_trainer(tmp_path, max_steps=2, save_strategy="steps", save_steps=2).train()
-    with pytest.raises(ValueError, match="checkpoint-2 was written before checkpoints said of which epoch"):
-        make_trainer(tmp_path, max_steps=4).train(resume_from_checkpoint=True)
+    with pytest.raises(ValueError, match="checkpoint-2 is a checkpoint of txl-train, which goes on .* with --resume"):
+        make_trainer(tmp_path, max_steps=4).train(given if given is True else str(tmp_path / given))
 
 
 def test_a_text_that_was_begun_anew_is_gone_on_with(tmp_path):

@@ -14,13 +14,16 @@ from .columns import open_tokens
 
 __all__ = [
     "TokenStream",
+    "as_item",
     "check_document_end",
     "check_loader",
     "check_sizes",
     "check_tokens",
     "describe_document_end",
+    "describe_stream",
     "document_starts",
     "read_tokens",
+    "text_fingerprint",
 ]
 
 
@@ -156,19 +159,9 @@ class TokenStream(Dataset):
         stop = min(start + end, start + self._stream_length + (row < self._longer))
         first = start + begin - reread
         tokens = read_tokens(self.token_ids, first, stop + 1)
-        resets = None
-        if self.document_end is not None:
-            resets = document_starts(self.token_ids, self.document_end, first, stop)
-        # Apart, so that masking labels in place does not mask the inputs too.
-        input_ids, shift_labels = tokens[:-1], tokens[1:].clone()
-        shift_labels[:reread] = -100
-        missing = start + end - stop
-        if missing:
-            input_ids = torch.cat([input_ids, input_ids.new_zeros(missing)])
-            shift_labels = torch.cat([shift_labels, shift_labels.new_full((missing,), -100)])
-            resets = None if resets is None else torch.cat([resets, resets.new_zeros(missing)])
-        item = {"input_ids": input_ids, "shift_labels": shift_labels}
-        return item if resets is None else item | {"resets": resets}
+        documents = self.document_end
+        resets = None if documents is None else document_starts(self.token_ids, documents, first, stop)
+        return as_item(tokens, reread + end - begin, reread, resets)
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
         """The items of a batch, which a `DataLoader` asks for at once: whole rows of a step are read as one table."""
@@ -190,6 +183,7 @@ class TokenStream(Dataset):
         for place, part in enumerate(tokens, start=row):
             start = place * self._stream_length
             part.copy_(read_tokens(self.token_ids, start + begin - reread, start + end + 1))
+        # As `as_item`, for all rows at once.
         input_ids, shift_labels = tokens[:, :-1], tokens[:, 1:].clone()
         shift_labels[:, :reread] = -100
         return [
@@ -201,6 +195,30 @@ class TokenStream(Dataset):
         """Where segment `step`, in [0, `steps`), begins and ends in every stream, in tokens, in the present epoch."""
         begin = self._ends[step - 1] if step else 0
         return int(begin), min(int(self._ends[step]), self._stream_length + (self._longer > 0))
+
+
+def as_item(tokens: Tensor, length: int, reread: int = 0, resets: Tensor | None = None) -> dict[str, Tensor]:
+    """A row of a segment, as `TokenStream` describes it, from its tokens and the one behind them.
+
+    Args:
+        tokens: (n + 1,) int64, n ≤ length. length: of the item: what the text lacks is 0 behind it, without labels.
+        reread: how many tokens at its beginning have no labels. resets: (n,) bool, where documents begin.
+    """
+    # Apart, so that masking labels in place does not mask the inputs too.
+    input_ids, shift_labels = tokens[:-1], tokens[1:].clone()
+    shift_labels[:reread] = -100
+    if missing := length - len(input_ids):
+        input_ids = torch.cat([input_ids, input_ids.new_zeros(missing)])
+        shift_labels = torch.cat([shift_labels, shift_labels.new_full((missing,), -100)])
+        resets = None if resets is None else torch.cat([resets, resets.new_zeros(missing)])
+    item = {"input_ids": input_ids, "shift_labels": shift_labels}
+    return item if resets is None else item | {"resets": resets}
+
+
+def describe_stream(stream) -> dict[str, Any]:
+    """Which text a data set reads and how it is cut, as far as it says, for JSON: with the step, what a memory is of."""
+    cuts = ("batch_size", "segment_length", "ext_len", "varlen_seed", "roll_seed", "steps")
+    return {name: getattr(stream, name) for name in (*cuts, "fingerprint", "documents") if hasattr(stream, name)}
 
 
 def check_document_end(
@@ -396,9 +414,9 @@ def read_tokens(token_ids, start: int, stop: int) -> Tensor:
     return torch.from_numpy(tokens.astype(np.int64))
 
 
-def text_fingerprint(token_ids, places: int = 16, at_each: int = 4096) -> str:
+def text_fingerprint(token_ids) -> str:
     """A text's length, and a hash of its first tokens, its last, and some between: whole texts are long, on disks."""
-    length = len(token_ids)
+    length, places, at_each = len(token_ids), 16, 4096
     digest = hashlib.blake2b(digest_size=8)
     for start in np.linspace(0, max(0, length - at_each), places, dtype=np.int64).tolist():
         digest.update(read_tokens(token_ids, start, min(length, start + at_each)).numpy().astype("<i8").tobytes())

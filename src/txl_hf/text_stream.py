@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from .encoding import encode_text
-from .streams import check_sizes, text_fingerprint
+from .streams import as_item, check_sizes, text_fingerprint
 
 __all__ = ["TextStream"]
 
@@ -167,7 +167,8 @@ class TextStream(IterableDataset):
             lengths = [len(self._tokens[row]) - 1 for row in self.rows]
             if max(lengths) < 1 or (min(lengths) < self.segment_length and not self.keep_remainder):
                 return
-            items = [self._item(row) for row in self.rows]
+            segments = (self._tokens[row][: self.segment_length + 1] for row in self.rows)
+            items = [as_item(torch.tensor(tokens), self.segment_length) for tokens in segments]
             for item in items[:-1]:
                 yield item
                 self._check_reading(reading)
@@ -205,15 +206,6 @@ class TextStream(IterableDataset):
         ids = encode_text(self.tokenizer, text)
         end = self.tokenizer.eos_token_id
         return ids if end is None or (len(ids) and ids[-1] == end) else np.append(ids, end)
-
-    def _item(self, row: int) -> dict[str, Tensor]:
-        tokens = torch.tensor(self._tokens[row][: self.segment_length + 1])
-        # Apart, so that masking labels in place does not mask the inputs too.
-        input_ids, shift_labels = tokens[:-1], tokens[1:].clone()
-        if missing := self.segment_length - len(input_ids):
-            input_ids = torch.cat([input_ids, input_ids.new_zeros(missing)])
-            shift_labels = torch.cat([shift_labels, shift_labels.new_full((missing,), -100)])
-        return {"input_ids": input_ids, "shift_labels": shift_labels}
 
     # --- documents ---------------------------------------------------------------------------------------------------
 
@@ -276,8 +268,7 @@ class TextStream(IterableDataset):
             raise ValueError(
                 f"the state has {len(states[0]['characters'])} rows, the stream batch_size={self.batch_size}"
             )
-        # States of earlier versions do not tell.
-        lengths = {each.get("segment_length", self.segment_length) for each in states}
+        lengths = {each["segment_length"] for each in states}
         if lengths != {self.segment_length}:
             raise ValueError(f"the state has segment_length={max(lengths)}, the stream {self.segment_length}")
         tokens, read = {}, {}

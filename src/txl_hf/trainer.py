@@ -38,7 +38,7 @@ from .memory_transfo_xl import cloned_states, latest_states, mask_overflow, memo
 from .modeling_transfo_xl import without_padding
 from .regularization import Regularizer, regularize
 from .regularization_arguments import RegularizationArguments
-from .streams import check_loader
+from .streams import check_loader, describe_stream
 from .text_stream import TextStream
 
 __all__ = ["TransfoXLTrainer"]
@@ -172,7 +172,7 @@ class TransfoXLTrainer(Trainer):
         """As `Trainer.train`, but only a complete checkpoint is resumed; with True, the last complete one.
 
         Raises:
-            ValueError: there is no complete checkpoint, or the one that is named is not complete.
+            ValueError: there is no complete checkpoint, or the one that is named is not complete, or of `txl-train`.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
@@ -187,6 +187,12 @@ class TransfoXLTrainer(Trainer):
                 "complete one, from_pretrained its weights alone"
             )
         self._resumed_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        # What txl-train writes counts steps alone.
+        if self._resumed_from is not None and "epoch" not in read_position(self._resumed_from)[0]:
+            raise ValueError(
+                f"{self._resumed_from} is a checkpoint of txl-train, which goes on from it with --resume: train "
+                "without resume_from_checkpoint, with its weights (from_pretrained) if you like"
+            )
         self._run, self._trained_since = None, time.time()
         try:
             return super().train(str(self._resumed_from) if self._resumed_from else None, *args, **kwargs)
@@ -549,13 +555,9 @@ class TransfoXLTrainer(Trainer):
 
     def _position(self, memory: _Memory) -> dict[str, Any]:
         """Where a memory is from: counted in steps that were learned from, because loaders read ahead."""
-        streams = self.train_dataset.batch_size
-        position = {"batch_size": streams, "epoch": memory.epoch, "step": memory.step}
-        for name in ("segment_length", "ext_len", "varlen_seed", "fingerprint", "documents"):
-            if hasattr(self.train_dataset, name):
-                position[name] = getattr(self.train_dataset, name)
+        position = {**describe_stream(self.train_dataset), "epoch": memory.epoch, "step": memory.step}
         if not isinstance(self.train_dataset, IterableDataset):
-            position["steps"] = len(self.train_dataset) // streams
+            position["steps"] = len(self.train_dataset) // self.train_dataset.batch_size
             if memory.step == position["steps"]:
                 position |= {"epoch": memory.epoch + 1, "step": 0}
         return position
@@ -580,11 +582,6 @@ class TransfoXLTrainer(Trainer):
     def _load_memory(self, folder: Path) -> _Memory:
         """That of the rows of this process."""
         memory, (saved, _) = self._empty_memory(0), read_position(folder)
-        if "epoch" not in saved:
-            raise ValueError(
-                f"{folder} was written before checkpoints said of which epoch their memory is: begin a new "
-                "training, with its weights (from_pretrained) if you like"
-            )
         memory.epoch, memory.step = saved["epoch"], saved["step"]
         micro_batches, position = self.args.gradient_accumulation_steps, self._position(memory)
         rows = position["batch_size"] // (micro_batches * self.args.world_size)

@@ -422,7 +422,7 @@ def check_output(output: Path, run: RunArguments):
     if not output.exists() or (output.is_dir() and all(path.name == LOCK_NAME for path in output.iterdir())):
         return
     if not (output / RECIPE).is_file():
-        raise FileExistsError(f"--output {output} exists and is not from train_lm.py: choose another folder")
+        raise FileExistsError(f"--output {output} exists and is not from txl-train: choose another folder")
     if not (run.resume or run.overwrite):
         raise FileExistsError(f"--output {output} is in use: go on with --resume, or start again with --overwrite")
 
@@ -464,7 +464,7 @@ def shrink(arguments: Arguments, scratch: Path):
 
 
 def write_smoke_data(folder: Path) -> int:
-    """Words of a module of the standard library, as prepare_corpus.py would write them; returns how many there are."""
+    """Words of a module of the standard library, as txl-prepare would write them; returns how many there are."""
     import numpy as np
     from datasets import Dataset, DatasetDict
 

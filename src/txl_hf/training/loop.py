@@ -36,7 +36,7 @@ from ..files import disk_errors, move_into_place, whole_folder
 from ..memory_transfo_xl import cloned_states, latest_states, mask_overflow, memory_of, real_states
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..regularization import regularize
-from ..streams import check_loader
+from ..streams import check_loader, describe_stream
 from .arguments import SPLITS, Arguments
 from .compilation import compile_layers, is_compiled, should_compile_layers, uncompiled
 from .results import (
@@ -54,7 +54,6 @@ from .results import (
 )
 from .setup import (
     PRECISIONS,
-    RolledStream,
     check_evaluation,
     check_memory,
     check_texts,
@@ -504,7 +503,7 @@ class Training:
         """How far the run is; nothing else that the file may hold is taken."""
         state = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         if not isinstance(state, dict) or not all(isinstance(state.get(name), kind) for name, kind in STATE.items()):
-            raise ValueError(f"{path} is no state of a run of train_lm.py, with {', '.join(STATE)}")
+            raise ValueError(f"{path} is no state of a run of txl-train, with {', '.join(STATE)}")
         self.step, self.tokens, self.best = (state[name] for name in STATE)
 
     def go_on_with_schedule(self):
@@ -518,6 +517,4 @@ class Training:
 
     def position(self) -> dict[str, Any]:
         """Where the run is in the stream that it reads."""
-        names = ("batch_size", "segment_length", "ext_len", "varlen_seed", "steps", "fingerprint", "documents")
-        rolled = {"roll_seed": self.stream.seed} if isinstance(self.stream, RolledStream) else {}
-        return {"step": self.step, **{name: getattr(self.stream, name) for name in names}, **rolled}
+        return {"step": self.step, **describe_stream(self.stream)}

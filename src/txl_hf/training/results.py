@@ -1,4 +1,4 @@
-"""What a run of `train_lm.py` leaves: the folder of the run, its log and plot, and what the finished model scores."""
+"""What a run of `txl-train` leaves: the folder of the run, its log and plot, and what the finished model scores."""
 
 import dataclasses
 import json

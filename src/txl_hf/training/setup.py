@@ -1,4 +1,4 @@
-"""What a run of `train_lm.py` is made of. What cannot be is refused with a ValueError or an OSError."""
+"""What a run of `txl-train` is made of. What cannot be is refused with a ValueError or an OSError."""
 
 import copy
 import ctypes
@@ -30,7 +30,7 @@ from ..memory_transfo_xl import MemoryLengths
 from ..midi import EVENTS
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..prepare import read_document_end
-from ..streams import TokenStream, read_tokens
+from ..streams import TokenStream, as_item, read_tokens
 from ..tokenization_transfo_xl_backend import WORD_MODES
 from .arguments import (
     SPLITS,
@@ -51,7 +51,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def load_data(folder: Path) -> tuple[Any, datasets.DatasetDict]:
-    """What prepare_corpus.py wrote, with a tokenizer of transformers or of MidiTok; token ids stay on the disk."""
+    """What txl-prepare wrote, with a tokenizer of transformers or of MidiTok; token ids stay on the disk."""
     check_data(folder)
     try:
         corpus = datasets.load_from_disk(str(folder))
@@ -121,14 +121,14 @@ def foreign_metric(tokenizer: Any, evaluation: EvaluationArguments) -> str | Non
 class RolledStream(TokenStream):
     """In every epoch each stream begins at a place of its own, drawn anew, and wraps around (NVIDIA's --roll)."""
 
-    def __init__(self, *args, seed: int, **kwargs):
+    def __init__(self, *args, roll_seed: int, **kwargs):
         super().__init__(*args, **kwargs)
-        self.seed = seed
+        self.roll_seed = roll_seed
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int):
         self.length = self.steps * self.segment_length
-        self.shifts = np.random.default_rng([self.seed, epoch]).integers(self.length, size=self.batch_size)
+        self.shifts = np.random.default_rng([self.roll_seed, epoch]).integers(self.length, size=self.batch_size)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         step, row = divmod(index, self.batch_size)
@@ -138,7 +138,7 @@ class RolledStream(TokenStream):
         tokens = read_tokens(self.token_ids, start + begin, start + min(end, self.length))
         if end > self.length:
             tokens = torch.cat([tokens, read_tokens(self.token_ids, start, start + end - self.length)])
-        return {"input_ids": tokens[:-1], "shift_labels": tokens[1:].clone()}
+        return as_item(tokens, self.segment_length)
 
 
 def find_document_end(arguments: Arguments, tokenizer: Any, config: TransfoXLConfig) -> int | None:
@@ -166,7 +166,7 @@ def make_stream(
             )
         if data.varlen or config.ext_len:
             raise ValueError("--roll goes together with neither --varlen nor --ext_len")
-        return RolledStream(token_ids, config.tgt_len, data.batch_size, seed=seed)
+        return RolledStream(token_ids, config.tgt_len, data.batch_size, roll_seed=seed)
     varlen_seed = seed if data.varlen else None
     return TokenStream(
         token_ids,
