@@ -216,7 +216,7 @@ def as_item(tokens: Tensor, length: int, reread: int = 0, resets: Tensor | None 
 
 
 def describe_stream(stream) -> dict[str, Any]:
-    """Which text a data set reads and how it is cut, as far as it says, for JSON: with the step, what a memory is of."""
+    """Which text is read and how it is cut, as far as the data set says: with the step, what a memory is of."""
     cuts = ("batch_size", "segment_length", "ext_len", "varlen_seed", "roll_seed", "steps")
     return {name: getattr(stream, name) for name in (*cuts, "fingerprint", "documents") if hasattr(stream, name)}
 
