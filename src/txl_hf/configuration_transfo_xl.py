@@ -79,8 +79,8 @@ class TransfoXLConfig(PreTrainedConfig):
             segment repeats them. It does not apply to the projected memory of `past_key_values`.
         tgt_len (`int`, defaults to 128): Segment length of training.
         max_klen (`int`, *optional*):
-            Rows of the learned positions of `attn_type` 1 and 3; by default `tgt_len + ext_len + mem_len`. Further
-            distances use the row of the furthest one, so that lengths may change after training.
+            Rows of the learned positions of `attn_type` 1 and 3; by default `tgt_len + ext_len + mem_len`. Under 1,
+            further distances use the row of the furthest one; under 3, no more tokens than this are read at once.
         output_logits (`bool`, defaults to `False`): Return logits beside a loss though the model has cutoffs.
         input_size (`int`, *optional*):
             With `vocab_size=0`, the width of `inputs_embeds`, which a linear layer projects to `d_model`. None: they
@@ -162,7 +162,11 @@ class TransfoXLConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         # First, because sizes are checked and other fields are made of them here.
         for alias in self.attribute_map.keys() & kwargs:
-            setattr(self, alias, kwargs.pop(alias))
+            size = kwargs.pop(alias)
+            # The fields themselves were checked before.
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise ValueError(f"{alias}={size!r} must be an integer")
+            setattr(self, alias, size)
         self.cutoffs = list(self.cutoffs)
         if self.vocab_size == 0:
             self.cutoffs, self.tie_projs = [], []
@@ -190,6 +194,11 @@ class TransfoXLConfig(PreTrainedConfig):
         self._validate_sizes()
         if self.max_klen is None and self.positions.learned:
             self.max_klen = self.tgt_len + self.ext_len + self.mem_len
+            if self.max_klen == 0:
+                raise ValueError(
+                    f"attn_type={self.attn_type} learns a position for each of max_klen keys, by default tgt_len + "
+                    "ext_len + mem_len of them, which are all 0: give one of the four"
+                )
         super().__post_init__(**kwargs)
         # Here too, because `@strict` wraps what its validators raise into an error that is no ValueError.
         self.validate_architecture()
