@@ -355,7 +355,7 @@ def load_trained(config, workload: Workload, folder: str, data: str):
     import torch
 
     from txl_hf import TransfoXLForCausalLM
-    from txl_hf.scoring import read_prepared
+    from txl_hf.texts import read_prepared
 
     model = TransfoXLForCausalLM.from_pretrained(folder)
     for name in sorted({*workload.config, "initial_memory"} - FREE):

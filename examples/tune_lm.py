@@ -37,19 +37,17 @@ from txl_hf.adaptation import Diverged
 from txl_hf.command_line import CommandParser, add_scoring_options, check_files, one_line_errors
 from txl_hf.evaluation import LanguageModelEvaluation, evaluate_caches
 from txl_hf.files import whole_file, write_text
+from txl_hf.loading import find_device, load_config, load_language_model
 from txl_hf.scoring import (
     check_protocol,
     check_statistics,
     check_vocabulary,
     describe,
-    find_device,
     find_document_end,
-    load_config,
-    load_language_model,
     protocols,
-    read_prepared,
     take_lengths_of_training,
 )
+from txl_hf.texts import read_prepared
 
 DEFAULTS = {
     "decay": [0.0],

@@ -25,7 +25,15 @@ from fuzz import ADDED, Hostile
 from goldens import golden
 from models import small_model
 from scripts import run_script
-from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer, cards, evaluate_language_model, scoring
+from txl_hf import (
+    TransfoXLConfig,
+    TransfoXLForCausalLM,
+    TransfoXLTokenizer,
+    cards,
+    evaluate_language_model,
+    loading,
+    scoring,
+)
 from txl_hf import evaluate as evaluate_lm
 from txl_hf.cards import weights_digest
 
@@ -459,7 +467,7 @@ def test_a_name_that_is_no_folder_is_said_before_the_hub_is_asked(corpus, monkey
         raise OSError("no network")
 
     said: list[str] = []
-    monkeypatch.setattr(scoring.AutoConfig, "from_pretrained", ask)
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", ask)
     message = fails("--model", "nobody/modle", "--data", corpus)
     assert said == ["nobody/modle is no folder here: looking for it on the Hub\n"]
     assert "there is no such folder here" in message and "no network" in message

@@ -21,7 +21,7 @@ from goldens import golden
 from scripts import run_script
 from txl_hf import TokenStream, TransfoXLTokenizer
 from txl_hf.corpora import split_of
-from txl_hf.scoring import read_raw
+from txl_hf.texts import read_raw
 
 SHARED = Path(__file__).parents[2] / "shared"
 SPLITS = ("train", "validation", "test")

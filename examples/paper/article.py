@@ -27,7 +27,7 @@ import ablation
 from miniature import WORK, MiniatureParser
 from txl_hf import TransfoXLForCausalLM
 from txl_hf.command_line import at_least_one, hub_or_folder, one_line_errors
-from txl_hf.scoring import read_prepared
+from txl_hf.texts import read_prepared
 
 
 def main(argv: list[str] | None = None):

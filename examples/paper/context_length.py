@@ -43,7 +43,7 @@ from contenders import losses_of, uses_segment_end
 from miniature import RESULTS, MiniatureParser
 from txl_hf import TransfoXLForCausalLM
 from txl_hf.command_line import at_least_one, hub_or_folder, one_line_errors
-from txl_hf.scoring import read_prepared
+from txl_hf.texts import read_prepared
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.

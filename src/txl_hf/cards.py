@@ -1,5 +1,4 @@
-"""What the folder of a model says of it: what it scored, as the model-index of its card, which the Hub reads; and
-whether it is one."""
+"""What the folder of a model says of it: what it scored, as the model-index of its card, which the Hub reads."""
 
 import hashlib
 import json
@@ -9,14 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult
-from huggingface_hub.constants import CONFIG_NAME
-
-from .files import MANIFEST_NAME
 
 __all__ = [
     "RESULTS",
     "SCORED",
-    "check_model_folder",
     "origin",
     "read_results",
     "results_of_folder",
@@ -116,23 +111,3 @@ def origin() -> dict[str, Any]:
         return {"versions": versions, "commit": None}
     known = found.returncode == 0 and tracked.returncode == 0
     return {"versions": versions, "commit": found.stdout.strip() if known else None}
-
-
-def check_model_folder(name: str):
-    """Refuse what may be taken for the folder of a model; any other, and a name on the Hub, is left to transformers.
-
-    Raises:
-        ValueError: it is an adapter, or a checkpoint of a run.
-    """
-    folder = Path(name)
-    if (folder / CONFIG_NAME).exists():
-        return
-    if (folder / "adapter_config.json").exists():
-        raise ValueError(
-            f"{name} is an adapter: give a whole model, for instance what "
-            f"peft.PeftModel.from_pretrained(model, {name!r}).merge_and_unload() saves"
-        )
-    if (folder / MANIFEST_NAME).exists():
-        raise ValueError(
-            f"{name} is a checkpoint of a run, to --resume it: give the folder of the run, {folder.parent}"
-        )

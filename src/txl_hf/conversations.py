@@ -13,9 +13,9 @@ from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
 from .inputs_transfo_xl import DOCUMENT_KEYWORDS
+from .loading import find_device, load_config
 from .memory_transfo_xl import CACHE_NAME, MemoryCache, text_length
 from .modeling_transfo_xl import TransfoXLForCausalLM
-from .scoring import find_device, load_config
 
 __all__ = ["Conversations", "serve"]
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from .encoding import find_tokenizer
 from .files import whole_folder
+from .loading import load_config, load_language_model
 from .modeling_transfo_xl import TransfoXLForCausalLM
-from .scoring import load_config, load_language_model
 
 __all__ = ["check_graph", "export", "share_weights", "write_graph"]
 

@@ -15,8 +15,8 @@ from transformers import StoppingCriteria
 from .command_line import hub_or_folder
 from .encoding import encode_text, ends_lines, load_tokenizer
 from .evaluation import evaluate_language_model
+from .loading import load_language_model
 from .modeling_transfo_xl import TransfoXLForCausalLM
-from .scoring import load_language_model
 from .streams import check_sizes
 
 __all__ = ["TransfoXLLM"]

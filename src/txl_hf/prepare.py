@@ -100,6 +100,7 @@ from .midi import (
     split_pieces,
     tokenise_pieces,
 )
+from .texts import INFORMATION
 from .tokenization_transfo_xl_backend import LINE_END_MODES
 
 if TYPE_CHECKING:
@@ -108,9 +109,8 @@ if TYPE_CHECKING:
 
     from .tokenization_transfo_xl import TransfoXLTokenizer
 
-__all__ = ["INFORMATION", "main", "read_document_end"]
+__all__ = ["main"]
 
-INFORMATION = "corpus.json"
 MIDI = "midi"
 # What the command line says of a text's symbols.
 SYMBOLS = ("mode", "lower_case", "min_freq", "max_size")
@@ -260,22 +260,6 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict:
 
 def write_information(information: dict[str, Any], folder: Path) -> None:
     (folder / INFORMATION).write_text(json.dumps(information, indent=2) + "\n", encoding="utf-8")
-
-
-def read_document_end(folder: Path, tokenizer: Any, given: str | None = None) -> int | None:
-    """The token that ends each document of a folder that was written here; None where it is one text.
-
-    Args:
-        given: what `--document_end` says: a token instead of the one that was written, or "none". None: nothing.
-
-    Raises:
-        ValueError: the token is not in the vocabulary.
-    """
-    if given is not None:
-        return None if given == "none" else document_end_token(tokenizer, given)
-    path = folder / INFORMATION
-    found = json.loads(path.read_text(encoding="utf-8")).get("document_end") if path.is_file() else None
-    return found if isinstance(found, int) else None
 
 
 def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:

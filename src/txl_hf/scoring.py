@@ -15,41 +15,32 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from .adaptation import DynamicEvaluation
 from .attention_transfo_xl import fastest_attention
-from .cards import RESULTS, check_model_folder, origin, read_results
+from .cards import RESULTS, origin, read_results
 from .configuration_transfo_xl import TransfoXLConfig
 from .continuous_cache import ContinuousCache
-from .corpora import CorpusError, count_batch, count_stream
+from .corpora import CorpusError
 from .encoding import (
     check_symbols_of,
-    encode_bytes,
-    encode_lines,
     find_tokenizer,
     load_tokenizer,
-    reads_streams,
 )
 from .evaluation import LanguageModelEvaluation, evaluate_language_model, figures
 from .files import whole_file, write_text
-from .layout_transfo_xl import is_repo_id
-from .midi import EVENTS
+from .loading import find_device, load_config, load_language_model
 from .modeling_transfo_xl import TransfoXLForCausalLM
-from .prepare import INFORMATION, read_document_end
 from .streams import check_sizes
-from .tokenization_transfo_xl_backend import open_lines
+from .texts import TokenisedText, read_document_end, read_prepared, read_raw
 
 __all__ = [
-    "Text",
     "check_protocol",
     "check_vocabulary",
     "describe",
     "find_document_end",
-    "load_config",
-    "load_language_model",
     "protocols",
-    "read_prepared",
     "run",
     "take_lengths_of_training",
 ]
@@ -57,24 +48,6 @@ __all__ = [
 MEMORY, WINDOW = "memory", "sliding window"
 # What results.json says of the reading that gave its figures.
 LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_length", "batch_size")
-
-
-@dataclasses.dataclass(frozen=True)
-class Text:
-    """A tokenised text; `words` and `characters` are those of the whole, None where they are not known."""
-
-    token_ids: Any
-    tokenizer: Any
-    corpus: str | None = None
-    words: int | None = None
-    characters: int | None = None
-    document_end: int | None = None
-
-    def beginning(self, tokens: int | None) -> "Text":
-        """The first so many tokens, of which words and characters were not counted; None: the whole."""
-        if tokens is None or tokens >= len(self.token_ids):
-            return self
-        return dataclasses.replace(self, token_ids=self.token_ids[:tokens], words=None, characters=None)
 
 
 def run(options: argparse.Namespace):
@@ -117,7 +90,7 @@ def run(options: argparse.Namespace):
         plot(report, options.plot)
 
 
-def describe(model: TransfoXLForCausalLM, text: Text, options: argparse.Namespace) -> dict[str, Any]:
+def describe(model: TransfoXLForCausalLM, text: TokenisedText, options: argparse.Namespace) -> dict[str, Any]:
     """What all figures have in common."""
     return {
         "model": options.model,
@@ -179,7 +152,7 @@ def take_lengths_of_training(options: argparse.Namespace, follows: bool) -> None
         print(f"as training scored it ({RESULTS}): {', '.join(shown)}", file=sys.stderr)
 
 
-def find_document_end(options: argparse.Namespace, text: Text) -> int | None:
+def find_document_end(options: argparse.Namespace, text: TokenisedText) -> int | None:
     """The token that ends each document: as asked for or as training had it, else as the data was prepared.
 
     Raises:
@@ -196,24 +169,10 @@ def find_document_end(options: argparse.Namespace, text: Text) -> int | None:
     return found
 
 
-def check_statistics(tokens: int, train: Text) -> None:
+def check_statistics(tokens: int, train: TokenisedText) -> None:
     """Raise a ValueError where the statistics are to be taken from more than the training text."""
     if tokens > len(train.token_ids):
         raise ValueError(f"--statistics {tokens} is more than the training text has: {len(train.token_ids)}")
-
-
-def find_device(name: str | None) -> str:
-    """The device of this name; without one the GPU, or the CPU where there is none.
-
-    Raises:
-        ValueError: there is no such device here.
-    """
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None
-    return name
 
 
 # ---- protocols --------------------------------------------------------------------------------------------------
@@ -278,7 +237,7 @@ def read_adaptation(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def score(
-    model: TransfoXLForCausalLM, text: Text, options: argparse.Namespace, protocol: str, **settings
+    model: TransfoXLForCausalLM, text: TokenisedText, options: argparse.Namespace, protocol: str, **settings
 ) -> dict[str, Any]:
     started = time.perf_counter()
     result = evaluate_language_model(
@@ -300,7 +259,7 @@ def score(
     }
 
 
-def measures(result: LanguageModelEvaluation, text: Text) -> dict[str, float | None]:
+def measures(result: LanguageModelEvaluation, text: TokenisedText) -> dict[str, float | None]:
     return {
         "nll": result.nll,
         **figures(result.nll),
@@ -334,7 +293,7 @@ def curves(results: list[dict[str, Any]], config: TransfoXLConfig) -> dict[str, 
     return found
 
 
-def print_row(results: list[dict[str, Any]], text: Text):
+def print_row(results: list[dict[str, Any]], text: TokenisedText):
     """The newest line of the table, and its head before the first."""
     row = results[-1]
     columns = {
@@ -390,38 +349,7 @@ def plot(report: dict[str, Any], path: Path):
 # ---- what is scored ---------------------------------------------------------------------------------------------
 
 
-def load_config(name: str) -> TransfoXLConfig:
-    """That of `--model`. Where that is no folder, it says so first: without a network, asking the Hub ends late."""
-    if not Path(name).exists() and is_repo_id(name):
-        print(f"{name} is no folder here: looking for it on the Hub", file=sys.stderr)
-    check_model_folder(name)
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        where = "" if Path(name).exists() else "there is no such folder here, and as a name on the Hub "
-        raise CorpusError(f"--model {name} does not load: {where}{error}") from None
-    if not isinstance(config, TransfoXLConfig):
-        raise CorpusError(f"--model {name} is a {config.model_type}, not a Transformer-XL")
-    return config
-
-
-def load_language_model(name: str, **options) -> TransfoXLForCausalLM:
-    """The model of a folder or on the Hub.
-
-    Args:
-        options: of `from_pretrained`.
-
-    Raises:
-        CorpusError: its weights lack something, such as the softmax, which would be made anew.
-    """
-    model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
-    if missing := sorted(report["missing_keys"]):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CorpusError(f"{name} is no whole language model: its weights lack {missing[0]}{more}")
-    return model
-
-
-def read_text(options: argparse.Namespace) -> Text:
+def read_text(options: argparse.Namespace) -> TokenisedText:
     if options.data.is_dir():
         if options.tokenizer is not None:
             raise CorpusError(f"--tokenizer is for a text file: {options.data} has been tokenised")
@@ -438,52 +366,7 @@ def read_text(options: argparse.Namespace) -> Text:
     return dataclasses.replace(text, document_end=find_document_end(options, text))
 
 
-def read_prepared(folder: Path, split: str) -> Text:
-    if not (folder / INFORMATION).is_file():
-        raise CorpusError(f"{folder} has no {INFORMATION}: it is no folder of txl-prepare")
-    # Of an extra, which a text file does without.
-    from datasets import DatasetDict
-
-    try:
-        information = json.loads((folder / INFORMATION).read_text(encoding="utf-8"))
-        corpus, counts = information["corpus"], information["splits"][split]
-    except (ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise CorpusError(f"{folder / INFORMATION} is damaged ({reason}): prepare the text again") from None
-    tokenizer = find_tokenizer(str(folder))
-    if tokenizer is None:
-        raise CorpusError(f"{folder} has no tokenizer: prepare the text again with txl-prepare")
-    dataset = DatasetDict.load_from_disk(folder)[split]
-    if EVENTS in dataset.column_names:
-        raise CorpusError(f"{folder} has compound tokens, which are no one text: see examples/music/compound.py")
-    return Text(
-        token_ids=dataset.with_format("numpy")["token_ids"],
-        tokenizer=tokenizer,
-        corpus=corpus,
-        words=counts.get("words"),
-        characters=counts.get("characters"),
-    )
-
-
-def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> Text:
-    """A file as txl-prepare would read it for this tokenizer."""
-    if reads_streams(tokenizer):
-        stream = path.read_bytes() if tokenizer.mode == "bytes" else path.read_bytes().strip()
-        counts, token_ids = count_stream(stream), encode_bytes(tokenizer, stream)
-        return Text(token_ids, tokenizer, words=counts["words"], characters=counts["characters"])
-    try:
-        with open_lines(path, getattr(tokenizer, "mode", None)) as file:
-            lines = file.readlines()
-    except UnicodeDecodeError as error:
-        raise CorpusError(f"{path} is not UTF-8 text: {error}") from None
-    [words], [characters], _ = count_batch(lines).values()
-    if words == 0:
-        raise CorpusError(f"{path} is empty: it has no word")
-    token_ids = encode_lines(tokenizer, lines)
-    return Text(token_ids, tokenizer, words=words + len(lines), characters=characters)
-
-
-def check_vocabulary(text: Text, config: TransfoXLConfig, options: argparse.Namespace):
+def check_vocabulary(text: TokenisedText, config: TransfoXLConfig, options: argparse.Namespace):
     """The text's symbols must be the model's."""
     if len(text.tokenizer) > config.vocab_size:
         raise CorpusError(

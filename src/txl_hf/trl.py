@@ -36,7 +36,10 @@ def add_own_lm_head(
     if not isinstance(model, TransfoXLForCausalLM) or hasattr(model.lm_head, "bias"):
         _add_fused_lm_head(model, temperature, cast_lm_head_to_fp32, outputs)
         return
-    forward = model.forward
+    # A copy of the model takes its method along, and computes with the weights of its own.
+    bound = model.forward
+    is_method = isinstance(bound, types.MethodType)
+    forward = bound.__func__ if is_method else lambda self, *args, **kwargs: bound(*args, **kwargs)
 
     # `generate` looks in the signature for what it may pass on.
     @functools.wraps(type(model).forward)
@@ -45,7 +48,8 @@ def add_own_lm_head(
     ):
         if not fused_lm_head:
             given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-            return forward(*args, **kwargs, **{name: value for name, value in given.items() if value is not None})
+            kwargs |= {name: value for name, value in given.items() if value is not None}
+            return forward(self, *args, **kwargs)
         hidden_states = self.base_model(*args, **kwargs | {"use_cache": False}).last_hidden_state
         if shift_labels is None:
             hidden_states, targets = hidden_states[:, :-1], labels[:, 1:]

@@ -165,3 +165,15 @@ def test_generation_takes_what_it_took(model):
     expected = model.generate(ids, **given)
     txl_hf.trl.add_own_lm_head(model)
     assert torch.equal(model.generate(ids, **given), expected)
+
+
+@pytest.mark.parametrize("model", [kind for kind in KINDS if kind != "one softmax"], indirect=True)
+def test_a_copy_computes_with_its_own_weights(model):
+    """TRL's own head, which a model of one softmax gets, computes with those of the model that was copied."""
+    ids = torch.randint(3, 60, (1, 9), generator=torch.Generator().manual_seed(0))
+    txl_hf.trl.add_own_lm_head(model)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    assert not torch.allclose(copied(ids).logits, model(ids).logits)

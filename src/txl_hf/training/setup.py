@@ -22,15 +22,15 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
 from ..attention_transfo_xl import fastest_attention
-from ..cards import check_model_folder
 from ..configuration_transfo_xl import TransfoXLConfig
 from ..encoding import check_symbols_of, load_tokenizer
 from ..linear_transfo_xl import bf16_is_faster
+from ..loading import check_model_folder
 from ..memory_transfo_xl import MemoryLengths
 from ..midi import EVENTS
 from ..modeling_transfo_xl import TransfoXLForCausalLM
-from ..prepare import read_document_end
 from ..streams import TokenStream, as_item, read_tokens
+from ..texts import read_document_end
 from ..tokenization_transfo_xl_backend import WORD_MODES
 from .arguments import (
     SPLITS,

@@ -1,0 +1,100 @@
+"""A text as tokens: of a folder that `txl-prepare` wrote, or of a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .corpora import CorpusError, count_batch, count_stream
+from .encoding import document_end_token, encode_bytes, encode_lines, find_tokenizer, reads_streams
+from .midi import EVENTS
+from .tokenization_transfo_xl_backend import open_lines
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["INFORMATION", "TokenisedText", "read_document_end", "read_prepared", "read_raw"]
+
+# What a folder of txl-prepare says of its text.
+INFORMATION = "corpus.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenisedText:
+    """A tokenised text; `words` and `characters` are those of the whole, None where they are not known."""
+
+    token_ids: Any
+    tokenizer: Any
+    corpus: str | None = None
+    words: int | None = None
+    characters: int | None = None
+    document_end: int | None = None
+
+    def beginning(self, tokens: int | None) -> TokenisedText:
+        """The first so many tokens, of which words and characters were not counted; None: the whole."""
+        if tokens is None or tokens >= len(self.token_ids):
+            return self
+        return dataclasses.replace(self, token_ids=self.token_ids[:tokens], words=None, characters=None)
+
+
+def read_prepared(folder: Path, split: str) -> TokenisedText:
+    if not (folder / INFORMATION).is_file():
+        raise CorpusError(f"{folder} has no {INFORMATION}: it is no folder of txl-prepare")
+    # Of an extra, which a text file does without.
+    from datasets import DatasetDict
+
+    try:
+        information = json.loads((folder / INFORMATION).read_text(encoding="utf-8"))
+        corpus, counts = information["corpus"], information["splits"][split]
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CorpusError(f"{folder / INFORMATION} is damaged ({reason}): prepare the text again") from None
+    tokenizer = find_tokenizer(str(folder))
+    if tokenizer is None:
+        raise CorpusError(f"{folder} has no tokenizer: prepare the text again with txl-prepare")
+    dataset = DatasetDict.load_from_disk(folder)[split]
+    if EVENTS in dataset.column_names:
+        raise CorpusError(f"{folder} has compound tokens, which are no one text: see examples/music/compound.py")
+    return TokenisedText(
+        token_ids=dataset.with_format("numpy")["token_ids"],
+        tokenizer=tokenizer,
+        corpus=corpus,
+        words=counts.get("words"),
+        characters=counts.get("characters"),
+    )
+
+
+def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedText:
+    """A file as txl-prepare would read it for this tokenizer."""
+    if reads_streams(tokenizer):
+        stream = path.read_bytes() if tokenizer.mode == "bytes" else path.read_bytes().strip()
+        counts, token_ids = count_stream(stream), encode_bytes(tokenizer, stream)
+        return TokenisedText(token_ids, tokenizer, words=counts["words"], characters=counts["characters"])
+    try:
+        with open_lines(path, getattr(tokenizer, "mode", None)) as file:
+            lines = file.readlines()
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"{path} is not UTF-8 text: {error}") from None
+    [words], [characters], _ = count_batch(lines).values()
+    if words == 0:
+        raise CorpusError(f"{path} is empty: it has no word")
+    token_ids = encode_lines(tokenizer, lines)
+    return TokenisedText(token_ids, tokenizer, words=words + len(lines), characters=characters)
+
+
+def read_document_end(folder: Path, tokenizer: Any, given: str | None = None) -> int | None:
+    """The token that ends each document of a folder of `txl-prepare`; None where it is one text.
+
+    Args:
+        given: what `--document_end` says: a token instead of the one that was written, or "none". None: nothing.
+
+    Raises:
+        ValueError: the token is not in the vocabulary.
+    """
+    if given is not None:
+        return None if given == "none" else document_end_token(tokenizer, given)
+    path = folder / INFORMATION
+    found = json.loads(path.read_text(encoding="utf-8")).get("document_end") if path.is_file() else None
+    return found if isinstance(found, int) else None
