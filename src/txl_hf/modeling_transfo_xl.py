@@ -103,7 +103,23 @@ class TransfoXLModelOutput(ModelOutput):
 
 
 @dataclass
-class TransfoXLCausalLMOutput(ModelOutput):
+class _HeadOutput(ModelOutput):
+    """What every head returns."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    mems: tuple[Tensor, ...] | None = None
+    if CACHE_NAME == "cache":
+        cache: Cache | None = None
+    else:
+        past_key_values: Cache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    mems_mask: Tensor | None = None
+
+
+@dataclass
+class TransfoXLCausalLMOutput(_HeadOutput):
     """
     Args:
         loss: scalar fp32, with labels: the sum of `losses` over the number of targets.
@@ -113,21 +129,11 @@ class TransfoXLCausalLMOutput(ModelOutput):
             target in target order, 0 where ignored.
     """
 
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    mems: tuple[Tensor, ...] | None = None
-    if CACHE_NAME == "cache":
-        cache: Cache | None = None
-    else:
-        past_key_values: Cache | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
-    mems_mask: Tensor | None = None
     losses: Tensor | None = None
 
 
 @dataclass
-class TransfoXLSequenceClassifierOutput(ModelOutput):
+class TransfoXLSequenceClassifierOutput(_HeadOutput):
     """
     Args:
         loss: scalar, with labels.
@@ -135,20 +141,9 @@ class TransfoXLSequenceClassifierOutput(ModelOutput):
         mems, past_key_values, hidden_states, attentions, mems_mask: as in `TransfoXLModelOutput`.
     """
 
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    mems: tuple[Tensor, ...] | None = None
-    if CACHE_NAME == "cache":
-        cache: Cache | None = None
-    else:
-        past_key_values: Cache | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
-    mems_mask: Tensor | None = None
-
 
 @dataclass
-class TransfoXLTokenClassifierOutput(ModelOutput):
+class TransfoXLTokenClassifierOutput(_HeadOutput):
     """
     Args:
         loss: scalar fp32, with labels: the sum of `losses` over the number of labels.
@@ -157,16 +152,6 @@ class TransfoXLTokenClassifierOutput(ModelOutput):
         losses: (B, L) fp32, with labels: the cross-entropy of each, 0 where ignored.
     """
 
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    mems: tuple[Tensor, ...] | None = None
-    if CACHE_NAME == "cache":
-        cache: Cache | None = None
-    else:
-        past_key_values: Cache | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
-    mems_mask: Tensor | None = None
     losses: Tensor | None = None
 
 
@@ -889,16 +874,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             if num_items_in_batch is not None and targets is not given:
                 # `Trainer` counts labels without a look at the mask: those left out cost what others here do.
                 loss = loss * ((given != -100).sum() / (targets != -100).sum().clamp(min=1)).to(loss.device)
-        return TransfoXLCausalLMOutput(
-            loss=loss,
-            logits=logits,
-            mems=outputs.mems,
-            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            losses=losses,
-            mems_mask=outputs.mems_mask,
-        )
+        return TransfoXLCausalLMOutput(loss=loss, logits=logits, losses=losses, **_without_last_state(outputs))
 
     def _sort_early(
         self, labels: Tensor | None, shift_labels: Tensor | None, attention_mask: Tensor | None
@@ -988,15 +964,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
             if num_items_in_batch is not None and self.config.problem_type != "single_label_classification":
                 # transformers' losses of numbers are means, whatever they are told.
                 loss = loss * labels.numel() / num_items_in_batch
-        return TransfoXLSequenceClassifierOutput(
-            loss=loss,
-            logits=logits,
-            mems=outputs.mems,
-            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            mems_mask=outputs.mems_mask,
-        )
+        return TransfoXLSequenceClassifierOutput(loss=loss, logits=logits, **_without_last_state(outputs))
 
     def _of_last_real_token(self, scores: Tensor, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
         """(B, num_labels) out of (B, L, num_labels), NaN where a row has no real token."""
@@ -1081,16 +1049,12 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
             losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
             losses = losses.view(labels.shape)
             loss = _mean_loss(losses, targets, num_items_in_batch)
-        return TransfoXLTokenClassifierOutput(
-            loss=loss,
-            logits=logits,
-            mems=outputs.mems,
-            **{CACHE_NAME: getattr(outputs, CACHE_NAME)},
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            mems_mask=outputs.mems_mask,
-            losses=losses,
-        )
+        return TransfoXLTokenClassifierOutput(loss=loss, logits=logits, losses=losses, **_without_last_state(outputs))
+
+
+def _without_last_state(outputs: TransfoXLModelOutput) -> dict[str, Any]:
+    """What a head hands on of what the model has returned: the memory, and what was asked for beside it."""
+    return {name: value for name, value in outputs.items() if name != "last_hidden_state"}
 
 
 def _targets(labels: Tensor | None, shift_labels: Tensor | None, shape: torch.Size) -> Tensor | None:
