@@ -15,7 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, QuantoConfig
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    QuantoConfig,
+)
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import AutoHfQuantizer, HfQuantizer
 
@@ -511,6 +518,35 @@ def test_truncated_pickle_is_named(tmp_path, content, zipped):
     path.write_bytes(path.read_bytes()[content] if isinstance(content, slice) else content)
     with pytest.raises(ValueError, match="pytorch_model.bin.*truncated or damaged"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("saved", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize(
+    "failing, raised",
+    [
+        ({"attn_implementation": "egaer"}, ValueError("attn_implementation='egaer' is not one of")),
+        ({}, torch.OutOfMemoryError("CUDA out of memory")),
+        ({}, MemoryError("no room")),
+    ],
+    ids=["wrong-name", "no-room-on-a-gpu", "no-room"],
+)
+def test_no_file_is_examined_for_an_error_that_no_file_is_the_cause_of(tmp_path, monkeypatch, saved, failing, raised):
+    model = build()
+    model.save_pretrained(tmp_path)
+    if saved != "model.safetensors":
+        (tmp_path / "model.safetensors").rename(tmp_path / "elsewhere")
+        torch.save(load_file(tmp_path / "elsewhere"), tmp_path / saved)
+    examined = []
+    monkeypatch.setattr(layout_transfo_xl, "_file_problem", examined.append)
+
+    def load(*args, **kwargs):
+        raise raised
+
+    if not failing:
+        monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", load)
+    with pytest.raises(type(raised), match=str(raised)):
+        AutoModelForCausalLM.from_pretrained(tmp_path, **failing)
+    assert examined == []
 
 
 def two_disks(data: bytes) -> bytes:

@@ -48,6 +48,11 @@ __all__ = ["CheckpointError", "TransfoXLLayoutMixin", "is_repo_id", "model_card"
 # What a head that a checkpoint lacks may take beside twice the checkpoint.
 NEW_BYTES = 1 << 30
 MOST_NAMES = 16
+# What reading a damaged file raises. A wrong argument is a ValueError, for which no file need be read again.
+READING_ERRORS = (
+    SafetensorError, UnpicklingError, OSError, RuntimeError, EOFError, LookupError, TypeError, AttributeError,
+    UnicodeDecodeError, json.JSONDecodeError,
+)  # fmt: skip
 
 
 class _Split(WeightConverter):
@@ -236,9 +241,9 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         name = pretrained_model_name_or_path
         try:
             model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
-        except CheckpointError:
+        except (CheckpointError, MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:
+        except READING_ERRORS as error:
             # Files are also opened before `_load_pretrained_model`, to see their dtype.
             problems = _file_problems(_weight_files(name, kwargs.get("subfolder", "")))
             if not problems and isinstance(error, SafetensorError | UnpicklingError):  # of a file in the Hub's cache
@@ -269,6 +274,8 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             info, offload = PreTrainedModel._load_pretrained_model(
                 model, state_dict, checkpoint_files, load_config, *args, **kwargs
             )
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception:
             if problems := _file_problems(files):
                 raise CheckpointError("; ".join(problems)) from None
