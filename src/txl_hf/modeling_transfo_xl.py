@@ -483,18 +483,13 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
             self.config.mem_len = previous
             raise
 
-    def init_mems(
-        self, batch_size: int, device: torch.device | None = None, mem_len: int | None = None
-    ) -> tuple[Tensor, ...] | None:
+    def init_mems(self, batch_size: int) -> tuple[Tensor, ...] | None:
         """What precedes the first segment: n_layer tensors (B, M, D) of zeros or (B, 0, D), or None if M = 0.
 
-        Device and type are those of the hidden states unless a device is given; M is `config.mem_len` likewise. Each
-        tensor may be written to by itself.
+        Device and type are those of the hidden states. Each tensor may be written to by itself.
         """
         first = self.first_parameter
-        if mem_len is None:
-            mem_len = self.config.mem_len
-        mems = initial_memory(self.config, mem_len, batch_size, first.dtype, device or first.device)
+        mems = initial_memory(self.config, self.config.mem_len, batch_size, first.dtype, first.device)
         return None if mems is None else tuple(states.clone() for states in mems)
 
     @property
