@@ -65,13 +65,13 @@ class TransfoXLGenerationMixin(GenerationMixin):
         mem_len = self._mem_len(model_kwargs.get("lengths"))
         checkpointing = self.transformer.gradient_checkpointing and self.training
         if mem_len == 0 or checkpointing:
-            # Nothing is remembered from step to step, so that every step reads the whole text.
+            # Nothing is remembered between steps, so that every step reads the whole text.
             if model_kwargs.get("inputs_embeds") is not None:
                 reason = "gradient checkpointing in training mode" if checkpointing else "mem_len=0"
                 raise ValueError(f"{reason} remembers no inputs_embeds from step to step: give generate input_ids")
             generation_config.use_cache = model_kwargs["use_cache"] = False
         if generation_config.is_assistant:
-            # What the main model remembers is not of the assistant's layers.
+            # The mems are of the main model's layers, not of the assistant's.
             model_kwargs.pop("mems", None)
             model_kwargs.pop("mems_mask", None)
         cache = model_kwargs.get(CACHE_NAME)
@@ -99,8 +99,8 @@ class TransfoXLGenerationMixin(GenerationMixin):
             cache = model_kwargs[CACHE_NAME] = MemoryCache(self.config, mem_len)
             mask = model_kwargs.get("attention_mask")
             if mask is not None and not generation_config.is_assistant and bool(mask.all()):
-                # Newer transformers drop it too. Asked once: where it stayed, every layer would hide by it at every
-                # token, since nobody asks a GPU each time.
+                # A GPU is asked once, here. If the mask stayed, each layer would apply it at every token, since nobody
+                # asks again whether it hides anything. Newer transformers drop it too.
                 del model_kwargs["attention_mask"]
             if generation_config.is_assistant:
                 cache.activate_past_recording()
@@ -127,7 +127,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
     ):
         past_key_values = chosen_cache(past_key_values, cache)
         for name in ("tokenizer", "assistant_tokenizer"):
-            # Of generate's stop strings and assistants, which hand them on to every call of the model.
+            # `generate` takes them for stop strings and assistants, and hands them on to every call of the model.
             kwargs.pop(name, None)
         text = input_ids if inputs_embeds is None or not is_first_iteration else inputs_embeds
         filled = past_key_values is not None and is_filled(past_key_values)
@@ -135,7 +135,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
             kwargs.pop("mems", None)
             kwargs.pop("mems_mask", None)
             if is_first_iteration and next_sequence_length is not None:
-                # generate takes the whole cache for text; part of it may be memory from before the text.
+                # `generate` takes all that the cache holds for text, but part may be memory from before the text.
                 seen = text_length(past_key_values)
                 next_sequence_length += past_key_values.get_seq_length() - seen
                 if next_sequence_length <= 0:
@@ -148,7 +148,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
                         "the whole text"
                     )
             if past_key_values.is_compileable:
-                # One shape at every step, made outside the compiled forward.
+                # The mask is made outside the compiled forward, in one shape at every step.
                 segment_length = next_sequence_length or text.shape[1]
                 memory_length, key_mask = cached_key_mask(
                     attention_mask,
@@ -165,11 +165,11 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 attention_mask = everything.bool() if key_mask is None else key_mask
         if (resets := kwargs.pop("resets", None)) is not None:
             if filled and is_first_iteration:
-                # Like input_ids, of the whole text or of what the cache has not seen.
+                # Like input_ids, they cover the whole text or what the cache has not seen.
                 kwargs["resets"] = resets[:, -(next_sequence_length or text.shape[1]) :]
             elif not filled:
-                # Without a cache every step reads the whole text again, and with candidates the first one reads more
-                # than the prompt: what has been written goes on its document.
+                # Without a cache every step reads the whole text again, and candidates make the first step longer than
+                # the prompt. Tokens behind the prompt continue its last document.
                 kwargs["resets"] = F.pad(resets, (0, text.shape[1] - resets.shape[1]))
         return super().prepare_inputs_for_generation(
             input_ids,
@@ -188,7 +188,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
         return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
     def _beam_search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        # As many candidates as beams could end with this token, and the beams that then go on.
+        # The search looks at as many candidates as could end with this token, and at those that go on beside them.
         ends = generation_config._eos_token_tensor
         candidates = max(2, 1 + (0 if ends is None else len(ends))) * generation_config.num_beams
         chosen = None if generation_config.do_sample else candidates
@@ -215,7 +215,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
         check_tensors(**{name: model_kwargs.get(name) for name in ("resets", "position_ids", *_PACKED)})
         mask, mems = model_kwargs.get("attention_mask"), model_kwargs.get("mems")
         if mask is not None and mems is not None and mask.dim() == 2 and mask.shape[1] > inputs.shape[1]:
-            # Loops of generate cut a mask as they cut the text.
+            # The loops of `generate` cut a mask where they cut the text.
             mem_len = self._mem_len(model_kwargs.get("lengths"))
             model_kwargs["mems_mask"], model_kwargs["attention_mask"] = split_mask(
                 mask, model_kwargs.get("mems_mask"), mems, self.config, mem_len, inputs.shape[1]
@@ -227,7 +227,8 @@ class TransfoXLGenerationMixin(GenerationMixin):
             mask = model_kwargs.get("attention_mask")
             starts = document_starts(inputs.shape[:2], inputs.device, mask, position_ids=positions)
             if bool(starts.any()):
-                # Where a part of the text begins, nobody could tell by its positions; generate counts on by itself.
+                # A step that reads part of the text could not tell from positions that restart where it begins.
+                # `generate` counts on by itself.
                 del model_kwargs["position_ids"]
                 resets = model_kwargs.get("resets")
                 model_kwargs["resets"] = starts if resets is None else resets | starts
@@ -281,7 +282,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, **kwargs):
         model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs)
-        # Without a cache every step reads the whole text again; generate would take the mems for a cache.
+        # `generate` would take the mems for a cache. Without a cache every step reads the whole text again.
         if not isinstance(model_kwargs.get(CACHE_NAME), Cache):
             model_kwargs.pop(CACHE_NAME, None)
         return model_kwargs
@@ -296,7 +297,7 @@ class _StopStrings(StopStringCriteria):
 
     @staticmethod
     def clean_tokenizer_vocab(tokenizer, *args, **kwargs):
-        # Words, letters and digits first: what stands around a mark may change it.
+        # Try words, letters and digits first: a mark may change with what stands around it.
         for will_do in (str.isalnum, str.strip):
             for token, index in tokenizer.get_vocab().items():
                 text = tokenizer.convert_tokens_to_string([token])

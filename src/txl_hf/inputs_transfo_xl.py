@@ -40,7 +40,7 @@ def check_keywords(keywords: dict[str, Any]) -> None:
 
 
 def check_tensors(**given: Any) -> None:
-    """Raise a ValueError that names what is given, is not None and is no tensor: lists and NumPy's arrays are none."""
+    """Raise a ValueError that names what is neither None nor a tensor: lists and NumPy's arrays are not tensors."""
     for name, value in given.items():
         if value is not None and not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, not {type(value).__module__}.{type(value).__name__}")
@@ -79,7 +79,7 @@ def document_starts(
     if attention_mask is not None and attention_mask[..., -shape[1] :].shape == shape:
         real = attention_mask[:, -shape[1] :].to(device) != 0
         places = torch.arange(shape[1], device=device)
-        # Of each token but the first, the last real one before it; where there is none, the row has not begun.
+        # For each token but the first: the place of the last real token before it, or -1 where there is none.
         last = torch.where(real, places, -1).cummax(dim=1).values[:, :-1]
 
     def where(begins: Callable[[Tensor, Tensor], Tensor], numbers: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def document_starts(
         positions = _per_token("position_ids", position_ids, shape, device)
         steps = positions[:, 1:] - positions[:, :-1]
         if real is not None:
-            # How far positions are counted on over padding, everyone says differently.
+            # Programs differ in how far they count positions on over padding.
             steps = torch.where(real[:, 1:] & real[:, :-1], steps, 1)
         if not torch.compiler.is_compiling() and bool((steps > 1).any()):
             raise ValueError("position_ids leave out positions: they must count on by one, and may restart")
@@ -111,7 +111,7 @@ def document_starts(
             )
         _check_ends(name, lengths, shape[1])
         ends = torch.zeros(shape[1] + 1, dtype=torch.long, device=device)
-        # Behind the last end there is padding, if anything.
+        # Only padding may follow the last end.
         ends = ends.index_fill(0, lengths[1:].to(device, torch.long), 1)[None, : shape[1]]
         found.append(where(torch.ne, ends.cumsum(1)))
     return functools.reduce(torch.logical_or, found) if found else None

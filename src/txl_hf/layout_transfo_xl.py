@@ -45,7 +45,7 @@ from .unpickle_transfo_xl import load as load_pickle
 
 __all__ = ["CheckpointError", "TransfoXLLayoutMixin", "is_repo_id", "model_card", "plain_markdown"]
 
-# What a head that a checkpoint lacks may take beside twice the checkpoint.
+# How much memory a head that a checkpoint lacks may take, beside twice the size of the checkpoint.
 NEW_BYTES = 1 << 30
 MOST_NAMES = 16
 # What reading a damaged file raises. A wrong argument is a ValueError, for which no file need be read again.
@@ -91,7 +91,7 @@ register_checkpoint_conversion_mapping(
         WeightRenaming("dec_attn.o_net", "self_attn.o_proj"),
         WeightRenaming("dec_attn.r_w_bias", "self_attn.content_bias"),
         WeightRenaming("dec_attn.r_r_bias", "self_attn.position_bias"),
-        # Those that all layers share, also in the checkpoint of a TransfoXLModel, whose names have no prefix.
+        # All layers share these. In the checkpoint of a TransfoXLModel their names have no prefix.
         WeightRenaming("(?<!dec_attn.)r_w_bias", "(?<!self_attn.)content_bias"),
         WeightRenaming("(?<!dec_attn.)r_r_bias", "(?<!self_attn.)position_bias"),
         WeightRenaming("pos_ff.CoreNet.0", "mlp.up_proj"),
@@ -100,8 +100,8 @@ register_checkpoint_conversion_mapping(
         # The legacy model has no gates: it would leave them out, with a warning.
         WeightRenaming("dec_attn.gate", "self_attn_gate"),
         WeightRenaming("pos_ff.gate", "mlp_gate"),
-        # The PyTorch original has q_net and kv_net where positions are absolute. These are read but never written, as
-        # the pattern (?!), which matches nothing, says of the way back.
+        # The PyTorch original has q_net and kv_net where positions are absolute. These are read but never written: on
+        # the way back the pattern (?!) matches nothing.
         WeightRenaming("dec_attn.q_net", "self_attn.q_proj(?!)"),
         _Split(
             "dec_attn.kv_net.weight",
@@ -124,14 +124,14 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": "modeling_transfo_xl.TransfoXLForSequenceClassification",
     "AutoModelForTokenClassification": "modeling_transfo_xl.TransfoXLForTokenClassification",
 }
-# What the Hub files a model under; of code that comes with it, it cannot tell.
+# The task under which the Hub lists a model. It cannot tell the task from code that comes with the model.
 TASKS = {
     "AutoModel": "feature-extraction",
     "AutoModelForCausalLM": "text-generation",
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForTokenClassification": "token-classification",
 }
-# What a card says of the weights, and not of where they lie.
+# These fields of a card describe the weights, wherever they lie, so that a copy of the weights takes them along.
 CARRIED = ("base_model", "datasets", "eval_results", "language", "license", "model_name", "tags")
 MODEL_CARD = """---
 {metadata}
@@ -155,13 +155,13 @@ model = {auto_class}.from_pretrained({name}, trust_remote_code=True)
 With the package `txl-hf` installed, `import txl_hf` takes the place of `trust_remote_code=True`. Lengths can be set
 when loading: `mem_len=640, clamp_len=400, same_length=True`.
 {training}"""
-# What makes this model another one than those that a reader knows.
+# A card says this because most models that its reader knows remember nothing between calls.
 MEMORY = """\
 A call returns what it remembers, and the next one goes on from there, so that a text has any length:
 `outputs = model(first_ids)`, then `model(next_ids, mems=outputs.mems)`. `generate` does so by itself.
 
 """
-# The last line of a card. It tells one that nobody has written in from one that somebody has.
+# The last line of a generated card. Its digest tells whether somebody has written in the card since.
 SIGNATURE = "<!-- Generated ({digest}); replaced with the model until something is written here. -->\n"
 
 
@@ -254,7 +254,7 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         missing = set(info["missing_keys"])
         saved_as = set(model.config.architectures or ())
         for head, alias in (("lm_head", "TransfoXLLMHeadModel"), ("score", None)):
-            # What was saved with its head has lost what is not there now.
+            # A checkpoint that was saved with this head has lost what is missing; others never had it.
             if hasattr(model, head) and not saved_as & {type(model).__name__, alias}:
                 names = {f"{head}.{name}" for name, _ in getattr(model, head).named_parameters()}
                 names -= set(model.all_tied_weights_keys)
@@ -284,7 +284,7 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             shapes = [f"{key} is {tuple(found)}, not {tuple(right)}" for key, found, right in info.mismatched_keys]
             where = load_config.pretrained_model_name_or_path
             raise CheckpointError(f"the checkpoint {where} does not fit the model: {_listed(shapes, '; ')}")
-        # A tied tensor of another shape is to be tied, not compared with what it is tied to.
+        # A tied tensor of another shape counts as missing, so that it is tied, not compared with what it is tied to.
         tied = set(model.all_tied_weights_keys)
         info.missing_keys |= {key for key, *_ in info.mismatched_keys if key in tied}
         if files:
@@ -316,13 +316,13 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         if untied and kwargs.get("state_dict") is None:
             kwargs["state_dict"] = self.state_dict()
         if kwargs.get("state_dict") is not None:
-            # Gathered from shards, tied tensors would be written twice; transformers leaves out what shares memory.
+            # transformers leaves out tensors that share memory. Tied ones that were gathered from shards share none.
             kwargs["state_dict"] = _without_copies(kwargs["state_dict"], tied, untied)
         if getattr(self, "hf_quantizer", None) is not None:
             # Quantised matrices have scales and more beside them, which joining q, k and v would leave behind.
             kwargs["save_original_format"] = False
         card = Path(save_directory, "README.md")
-        # Where it pushes too, transformers writes a card of its own in the place of somebody's.
+        # With `push_to_hub` transformers overwrites a card that somebody has written with one of its own.
         pushes = kwargs.get("push_to_hub") and is_main_process
         self._own_card = card.read_bytes() if pushes and card.is_file() and not _is_generated(card) else None
         variant = f".{kwargs['variant']}" if kwargs.get("variant") else ""
@@ -341,10 +341,10 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             del self._own_card
         is_old = before is not None and whole.exists() and whole.stat().st_mtime_ns == before
         if is_main_process and is_old and index.exists():
-            # It is of an earlier model, and would be loaded in place of the files that have just been written.
+            # The single file is of an earlier model, and would be loaded instead of the shards just written.
             whole.unlink()
         if self._is_adapted():
-            # What is saved is the adapter, which the card of a whole model would say nothing of.
+            # transformers has saved the adapter alone, which the card of a whole model would not describe.
             return
         if is_main_process:
             _write_code(save_directory)
@@ -360,7 +360,7 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         _write_code(working_dir)
         card, token = Path(working_dir, "README.md"), kwargs.get("token")
         on_hub = HfApi(token=token).file_exists(repo_id, "README.md")
-        # Of the folder that `save_pretrained` pushes; `push_to_hub` has one of its own, without a card.
+        # `save_pretrained` sets it where it pushes; `push_to_hub` has a folder of its own, without a card.
         own_card = getattr(self, "_own_card", None)
         if own_card is not None and (not on_hub or _is_generated(card)):
             card.write_bytes(own_card)
@@ -406,7 +406,7 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             return {}
         if not source.is_dir():
             return {"base_model": self.name_or_path} if is_repo_id(self.name_or_path) else {}
-        # Its own card may say whose weights it has: these are others now.
+        # The folder's card may name a model that its weights came from; they are others now.
         origin = f"Its weights began as those of {plain_markdown(source.resolve().name)}."
         base_model = _card_data(source / "README.md").get("base_model")
         return {"origin": origin} | ({"base_model": base_model} if base_model else {})
@@ -463,7 +463,7 @@ def _without_copies(
     kept |= {name: kept[name].clone() for name in untied if name in kept and not kept[name].is_meta}
     for name, source in tied.items():
         tensor, other = state_dict.get(name), state_dict.get(source)
-        # Of what is offloaded, which is not here, transformers knows what is tied.
+        # Offloaded tensors are not here to be compared; transformers knows which of them are tied.
         if tensor is None or other is None or tensor.is_meta or other.is_meta:
             continue
         if tensor.dtype == other.dtype and torch.equal(tensor, other.to(tensor.device)):
@@ -513,7 +513,7 @@ def _from_disk_layout(state_dict: Mapping[str, Tensor], own: Container[str]) -> 
     converted = {}
     for name, tensor in state_dict.items():
         if name in own:
-            # A subclass may have names of which a part reads like one on disk.
+            # A subclass may have names in memory of which a part reads like a name on disk.
             converted[name] = tensor
             continue
         for renaming in renamings:
@@ -553,7 +553,7 @@ def _file_problems(files: Iterable[str]) -> list[str]:
 
 def _file_problem(file: str) -> str | None:
     if not Path(file).exists():
-        # Whoever looked for it says so, by its name.
+        # transformers names a file that it looked for in vain.
         return None
     if file.endswith(".json"):
         return _index_problem(file)
@@ -605,7 +605,7 @@ def _packing_problem(file: str) -> str | None:
         except UnsafePickleError as error:
             return f"{error}; unpack it and write it with torch.save"
         except (zipfile.BadZipFile, ValueError, struct.error):
-            return None  # which loading it will say
+            return None  # loading the file will say what is wrong
         with memoryview(data) as content:
             for record in records.values():
                 with content[record.begin : record.begin + record.length] as part:

@@ -56,7 +56,7 @@ __all__ = [
     "text_length",
 ]
 
-# What `generate` calls a model's cache, in calls and in outputs: from transformers 5.24 on `cache`.
+# The name under which `generate` passes a cache to a model and finds it in outputs: from transformers 5.24 on `cache`.
 _BY_GENERATE = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE_NAME = "cache" if "cache" in _BY_GENERATE else "past_key_values"
 
@@ -210,7 +210,7 @@ def open_memory(
     memory_length = states[0].shape[1]
     is_static = cache is not None and cache.is_compileable
     if is_static and attention_mask is not None and attention_mask.shape[-1] == mem_len + segment_length:
-        # A static cache starts full: a mask may have columns of states that are not there.
+        # A static cache starts full, so that a mask of its length has columns of states that do not exist.
         attention_mask = attention_mask[..., mem_len - memory_length :]
     if mems is None:
         columns = (segment_length, memory_length + segment_length)
@@ -247,8 +247,8 @@ def mask_of_mems(
     batch_size, memory_length = mems[0].shape[:2]
     columns: Collection[int] = (segment_length, memory_length + segment_length)
     if attention_mask is not None and config.initial_memory == "zeros":
-        # What precedes the text are zeros, so that a text that is not as long as the memory has fewer columns. Without
-        # a mask nothing asks, and a range would bind an exported graph to one length.
+        # Zeros precede the text, so that a mask of a text shorter than the memory has fewer columns than there are
+        # keys. Without a mask nobody reads `columns`, and a range would bind an exported graph to one length.
         columns = range(segment_length, memory_length + segment_length + 1)
     more = 1 + memory_length + segment_length if memory_length == mem_len else None
     return make_key_mask(attention_mask, mems_mask, batch_size, segment_length, memory_length, columns, more)
@@ -342,7 +342,7 @@ def remember(
     mems_mask = None if key_mask is None else drop_idle_mask(key_mask[:, start:end])
     if mems_mask is None:
         return mems, None
-    # A copy, because its owner may change it to forget more.
+    # The caller gets a copy, in which it may set a row to False to begin it afresh.
     mems_mask = mems_mask.clone()
     return tuple(_mark(states, mems_mask) for states in mems), mems_mask
 
@@ -464,7 +464,7 @@ def _check_real(states: Tensor):
 
 
 def _check_rows(cache: Cache, batch_size: int):
-    # Of a layer that holds keys: a cache may have more layers than have run.
+    # Ask a layer that holds keys: a cache may have more layers than have run.
     rows = next((len(layer.keys) for layer in cache.layers if layer.is_initialized and layer.keys.dim() == 4), None)
     if rows is not None and rows != batch_size:
         raise ValueError(
@@ -539,7 +539,7 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
 
     @keys.setter
     def keys(self, keys: Tensor):
-        # Whoever sets them (to reorder beams, to crop, to move them) leaves the buffers behind.
+        # Setting them (to reorder beams, to crop, to move them) leaves no room: they are no view of the buffer then.
         self._keys, self._room = keys, 0
 
     @property
@@ -556,7 +556,7 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
         length, memory_length = key_states.shape[2], self.sliding_window - 1
         if length > self._room or self.record_past or not self._fits(key_states):
             keys, values = super().update(key_states, value_states, *args, **kwargs)
-            # What a backward pass may need is never written to, and a buffer would only be copied.
+            # With gradients there is no use for room: nothing is written into keys that a backward pass may need.
             if not self.record_past and not torch.is_grad_enabled():
                 self._make_room(memory_length)
             return keys, values
@@ -608,7 +608,7 @@ class DecodingState:
     distances: KeptDistances = field(default_factory=KeptDistances)
 
 
-# What the methods of a cache that pick rows do to a mask.
+# By the name of each method of a cache that picks rows: how to pick the same rows of a mask.
 _PICKS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "reorder_cache": lambda mask, rows: mask.index_select(0, rows.to(mask.device)),
     "batch_select_indices": lambda mask, rows: mask[rows],
@@ -704,7 +704,8 @@ def attach_state(cache: Cache, state: DecodingState) -> None:
     """Put the state on a cache, whose rows are picked with their masks from now on."""
     cache.decoding_state = state
     if not isinstance(cache, _ProjectedMemory):
-        # Classes of others pick rows of keys and values alone. The cache itself is not held: it would outlive its use.
+        # A cache of another class picks rows of keys and values alone. The functions hold its layers and not the
+        # cache itself, which would then refer to itself and outlive its use.
         for method in _PICKS:
             setattr(cache, method, partial(_pick_rows, method, cache.layers, state))
 
@@ -712,7 +713,7 @@ def attach_state(cache: Cache, state: DecodingState) -> None:
 def decoding_state_of(cache: Cache) -> DecodingState:
     """The state on any cache; one without anything where the cache has none."""
     if not hasattr(cache, "decoding_state"):
-        # The cache was filled by another process or program.
+        # Another process or program has filled the cache.
         attach_state(cache, DecodingState())
     return cache.decoding_state
 
@@ -745,8 +746,8 @@ def remember_key_mask(cache: Cache, memory: OpenMemory, segment_length: int, att
     if key_mask is None:
         state.key_mask = None
     elif not torch.compiler.is_compiling():
-        # A graph writes into it, which a mask of the caller's must not see, and knows it by its strides, which are to
-        # be those of any prompt.
+        # A graph writes into it, so that it must not be the caller's mask, and was compiled for its strides, which
+        # must not depend on the prompt.
         is_own = attention_mask is None and segment_length == 1
         state.key_mask = key_mask if is_own else key_mask.clone(memory_format=torch.contiguous_format)
         torch._dynamo.mark_static_address(state.key_mask)
@@ -761,7 +762,7 @@ def _with_unread(cache: Cache, memory: OpenMemory, segment_length: int) -> Tenso
     key_mask, read = forget(memory, segment_length), memory.length + segment_length
     if memory.unread == 0:
         return key_mask
-    # Caches that count have counted the segment.
+    # All but static caches have counted the segment by now.
     before = remembered_mask(cache, memory.unread + (memory.length if cache.is_compileable else read))
     unread = None if before is None else before[:, : memory.unread]
     if memory.first_key is not None:
@@ -789,7 +790,7 @@ def remembered_mask(cache: Cache, memory_length: int) -> Tensor | None:
     later = 0 if cache.is_compileable or state.key_mask is None else text_length(cache) - state.end
     if state.key_mask is None or later >= memory_length:
         return None
-    # Widths below 0 cut: what lies before the memory, and what a crop has taken back.
+    # A width below 0 cuts: in front what lies before the memory, behind what a crop has taken back.
     return F.pad(state.key_mask, (memory_length - state.key_mask.shape[1] - later, later), value=True)
 
 
@@ -813,7 +814,8 @@ def cached_key_mask(
     columns: Collection[int] = (segment_length, memory_length + segment_length)
     more = 1 + memory_length + segment_length if memory_length == mem_len else None
     if is_grown or (torch.compiler.is_compiling() and isinstance(cache, StaticMemoryCache)):
-        # How much a static cache has seen lies on the device, where a graph cannot ask, and nobody else at each token.
+        # The count of a static cache lies on the device. A graph cannot ask for it, and asking at every token within
+        # `generate` would wait for a GPU.
         more = segment_length
     elif attention_mask is not None and attention_mask.shape[-1] not in columns:
         columns = (*columns, text_length(cache) + segment_length)
@@ -848,11 +850,11 @@ def _clear(cache: Cache, hidden: Tensor) -> None:
     if isinstance(cache, StaticMemoryCache):
         cache.ring.unroll(cache.layers)
     for layer in cache.layers:
-        # A cache may hold more keys than the memory, or fewer layers than it will.
+        # A cache may hold more keys than the memory, and layers that have not run hold none.
         if layer.is_initialized and layer.keys.numel():
             there = F.pad(hidden, (layer.keys.shape[2] - hidden.shape[1], 0))[:, None, :, None].to(layer.keys.device)
             if cache.is_compileable or _may_write(layer.keys):
-                # Graphs know its tensors by where they lie, and other caches keep their room for the next tokens.
+                # Graphs know a static cache's tensors by where they lie, and a buffer keeps its room if nothing moves.
                 for states in (layer.keys, layer.values):
                     states.masked_fill_(there, 0)
             else:
@@ -903,7 +905,7 @@ def make_key_mask(
     if attention_mask.is_floating_point():
         _check_zeros_and_ones(attention_mask)
     elif segment_length > 1 and attention_mask.dtype != torch.bool:
-        # A single token is one of a text whose mask has been looked at.
+        # A single token belongs to a text whose mask has been looked at before.
         _check_no_numbers(attention_mask)
     mask = attention_mask[:, -key_length:].bool()
     mask = F.pad(mask, (key_length - mask.shape[1], 0), value=True)

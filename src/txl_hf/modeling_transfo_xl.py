@@ -382,7 +382,7 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
     _can_record_outputs = {"hidden_states": TransfoXLLayer, "attentions": TransfoXLAttention}
 
     def __init__(self, config: TransfoXLConfig, *args, **kwargs):
-        # Again, because what `from_pretrained` is given was set after the configuration had been checked.
+        # `from_pretrained(mem_len=…)` sets fields after the configuration was validated.
         config.validate_architecture()
         super().__init__(config, *args, **kwargs)
 
@@ -457,7 +457,7 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
             raise ValueError(
                 f"new_num_tokens={vocab_size} leaves no token in the last bin, which starts at {last_cutoff}"
             )
-        # Of a copy, so that nothing has changed where it raises.
+        # Validate a copy: on an error the model stays as it was.
         resized = copy.copy(self.config)
         resized.vocab_size = vocab_size
         resized.validate_architecture()
@@ -470,12 +470,17 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
             new = self._get_resized_lm_head(old.to_linear(), tokens, mean_resizing=mean_resizing)
             self.lm_head.out_layers[-1] = OutputLayer(new.weight, new.bias).requires_grad_(old.weight.requires_grad)
         self.config.vocab_size = vocab_size
-        # As they are tied, which a checkpoint with tensors that differ has not as the configuration says.
+        # Keep today's ties: a checkpoint whose tensors differed was loaded untied.
         self.tie_weights(recompute_mapping=False)
         return embeddings
 
     def reset_memory_length(self, mem_len: int):
-        """Remember `mem_len` states from now on, any number ≥ 0; longer mems are the caller's to cut."""
+        """Remember `mem_len` states from now on; the caller cuts longer mems.
+
+        Raises:
+            ValueError: `mem_len` is negative or no integer, or the model's positions allow no memory. The model is as
+                it was.
+        """
         previous, self.config.mem_len = self.config.mem_len, mem_len
         try:
             self.config.validate_architecture()
@@ -523,7 +528,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             self.embed_vectors = (
                 nn.Identity() if config.input_size is None else VectorEmbedding(config.input_size, config.d_model)
             )
-        # One for each place, so that each can be replaced by itself.
+        # Each place has a module of its own, so that each can be replaced by itself.
         self.input_dropout = nn.Dropout(config.dropout)
         self.position_dropout = nn.Dropout(config.dropout)
         self.output_dropout = nn.Dropout(config.dropout)
@@ -609,28 +614,28 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         memory = begin_documents(memory, resets)
         key_mask, key_length = memory.key_mask, memory.length + inputs_embeds.shape[1]
         if input_ids is None and key_mask is not None:
-            # Tables hold numbers; what a caller's padding holds must not spread.
+            # A table's rows are finite, but what a caller has written into padding may be NaN, which must not spread.
             inputs_embeds = hide_states(inputs_embeds, key_mask[:, memory.length :])
         if self.config.vocab_size == 0:
             inputs_embeds = self.embed_vectors(inputs_embeds)
 
         positions = self.config.positions
         hidden_states = drop(positions.enter_model(self, inputs_embeds, filled.clamp_len), self.input_dropout)
-        # What depends on distances alone can be projected once for many calls, where no gradient or dropout is drawn.
+        # What depends on distances alone is projected once for many calls, unless gradients or dropout need it anew.
         keeps = past_key_values is not None and not torch.is_grad_enabled() and not self.training
         state = decoding_state_of(past_key_values) if keeps else None
         kept = None if state is None else state.distances
         distances = positions.distances(self, key_length, inputs_embeds, kept, filled.clamp_len, filled.mem_len)
-        # Only eager has the probabilities.
+        # Only "eager" returns probabilities.
         wants_attentions = kwargs.get("output_attentions", self.config.output_attentions)
         implementation = "eager" if wants_attentions else self.config._attn_implementation
         segment_length, window, first_key = inputs_embeds.shape[1], filled.window, memory.first_key
-        # Attentions that are handed out are in order of time.
+        # Probabilities are handed out in order of time, so that the keys have to be in it.
         can_turn = follows_order(implementation) and first_key is None and not wants_attentions
         order = order_of_keys(past_key_values, segment_length, key_length, can_turn)
         hidden = None
         if implementation != "txl_triton":
-            # Once for all layers. The kernels compare positions themselves.
+            # All layers share it. The kernels do without: they compare positions themselves.
             hidden = hidden_keys(segment_length, key_length, window, key_mask, inputs_embeds.device, first_key, order)
         norms_read_memory = self.config.pre_lnorm
         remembered: list[Any] = []
@@ -761,8 +766,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
                 "TransfoXLModel or a classifier, or give the model a vocabulary"
             )
         super().__init__(config)
-        # By the class's name a class derived from this one would be taken for another, and Trainer would count a label
-        # too many in each row.
+        # transformers derives `loss_type` from the class name, which a subclass changes: `Trainer` would then count a
+        # label too many in each row.
         self.loss_type = "ForCausalLM"
         self.transformer = TransfoXLModel(config)
         self.lm_head = AdaptiveLogSoftmax(config)
@@ -833,7 +838,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         state_listeners = kwargs.pop("state_listeners", ())
         if output_logits is None:
             output_logits = self.config.output_logits or not self.config.cutoffs
-        # Before the layers, so that a GPU has the numbers ready when the host asks for them.
+        # Targets are sorted before the layers run, so that a GPU has the counts ready when the host asks for them.
         by_bin = None if output_logits else self._sort_early(labels, shift_labels, attention_mask)
         outputs = self.transformer(
             input_ids,
@@ -867,14 +872,15 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
                 logits = _keep(logits, logits_to_keep)
             loss = _mean_loss(losses, targets, num_items_in_batch)
             if num_items_in_batch is not None and targets is not given:
-                # `Trainer` counts labels without a look at the mask: those left out cost what others here do.
+                # `Trainer` counts labels without looking at the mask, so that labels of padding are taken to cost what
+                # the others of this batch do.
                 loss = loss * ((given != -100).sum() / (targets != -100).sum().clamp(min=1)).to(loss.device)
         return TransfoXLCausalLMOutput(loss=loss, logits=logits, losses=losses, **_without_last_state(outputs))
 
     def _sort_early(
         self, labels: Tensor | None, shift_labels: Tensor | None, attention_mask: Tensor | None
     ) -> TargetsByBin | None:
-        """The targets of labels that are (B, L), sorted by bin; of others their check will tell."""
+        """The targets of labels that are (B, L), sorted by bin; None for others, which `_targets` refuses."""
         given = labels if shift_labels is None else shift_labels
         if given is None or given.dim() != 2 or given.is_floating_point() or torch.jit.is_tracing():
             return None
@@ -883,7 +889,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
 
 
 TransfoXLLMHeadModel = TransfoXLForCausalLM
-# By this table `Trainer` decides whether a smoothed loss has to shift the labels; the Auto classes do not enter it.
+# `Trainer` looks into this table to know whether a smoothed loss has to shift the labels; registering with the Auto
+# classes does not write to it.
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TransfoXLConfig.model_type] = TransfoXLForCausalLM.__name__
 
 
@@ -892,7 +899,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
 
     def __init__(self, config: TransfoXLConfig):
         super().__init__(config)
-        # By a derived class's name it would be another.
+        # transformers derives `loss_type` from the class name, which a subclass changes.
         self.loss_type = "ForSequenceClassification"
         self.num_labels = config.num_labels
         self.transformer = TransfoXLModel(config)
@@ -957,7 +964,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 logits=scores, labels=labels, pooled_logits=logits, config=self.config, num_items_in_batch=count
             )
             if num_items_in_batch is not None and self.config.problem_type != "single_label_classification":
-                # transformers' losses of numbers are means, whatever they are told.
+                # transformers' losses of numbers are means, whatever `num_items_in_batch` says.
                 loss = loss * labels.numel() / num_items_in_batch
         return TransfoXLSequenceClassifierOutput(loss=loss, logits=logits, **_without_last_state(outputs))
 
@@ -1070,7 +1077,7 @@ def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_leng
         return targets
     real, length = attention_mask[:, -segment_length:] != 0, targets.shape[1]
     if real.shape != (targets.shape[0], segment_length):
-        # What opens the memory says what is wrong with it.
+        # `open_memory` says what is wrong with it.
         return targets
     counts = real[:, :length] if length == segment_length else real[:, :-1] & real[:, 1:]
     return targets.masked_fill(~counts.to(targets.device), -100)
@@ -1090,7 +1097,7 @@ def _check_classes(labels: Tensor, rows: int, config: TransfoXLConfig):
             f"labels are {tuple(labels.shape)}, but {rows} rows need ({rows},), or ({rows}, {num_labels}) where "
             "several classes or numbers are to be told of each"
         )
-    # As transformers' loss decides what the labels are.
+    # transformers' loss decides in the same way whether labels are classes.
     are_classes = config.problem_type in (None, "single_label_classification") and num_labels > 1
     if are_classes and labels.dtype in (torch.long, torch.int):
         check_labels(labels, num_labels)

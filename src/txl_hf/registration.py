@@ -82,8 +82,8 @@ class _Finder(MetaPathFinder):
             with self.importing():
                 loader.exec_module(module)
                 if module.__spec__ is not None and getattr(self.here, "depth", 0) == 1:
-                    # It is done: a thread that waited for it, with modules that are needed here, would wait for ever.
-                    # Python asks this before it waits; it is its own, so that no stub has it.
+                    # The module is executed. A thread that waits for it while this one needs that thread's modules
+                    # would wait for ever. Python looks at this attribute before it waits; no stub has it.
                     module.__spec__._initializing = False  # type: ignore[attr-defined]
 
         loader.exec_module = exec_module
@@ -95,7 +95,7 @@ class _Finder(MetaPathFinder):
         self.here.depth = depth + 1
         try:
             yield
-            # One thing may bring another.
+            # A registration may import modules that call for another registration.
             while depth == 0 and self.register_next():
                 pass
         except _DeadlockError:
@@ -119,7 +119,7 @@ class _Finder(MetaPathFinder):
                 module = sys.modules[name]
                 self.named.add(name)
                 for auto_class, own in classes.items():
-                    # So that `save_pretrained` writes the code beside the weights, and which Auto class loads it.
+                    # `save_pretrained` then writes the code beside the weights, and which Auto class loads it.
                     # `register_for_auto_class` sets no more, but imports the Auto classes, and with them torch.
                     getattr(module, own)._auto_class = auto_class
                 return True
@@ -156,7 +156,7 @@ def _give_cards(module: ModuleType) -> None:
 
     @wraps(theirs)
     def create_model_card(self, *args, **kwargs):
-        # Without this module nobody has a model of ours.
+        # A model of ours exists only where this module has been imported.
         layout = sys.modules.get(f"{_PACKAGE}.layout_transfo_xl")
         if layout is not None:
             model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
@@ -174,7 +174,8 @@ def _leave_mems_whole(module: ModuleType) -> None:
 
     @wraps(theirs)
     def loader_batch_item(self):
-        # A batch is dealt out row by row, and `mems` would be by layer: of a pipeline nothing goes on from them.
+        # A batch is dealt out row by row, but `mems` hold a tensor for each layer. Nothing goes on from those of a
+        # pipeline, so that they are left out.
         data = self._loader_batch_data
         if isinstance(data, dict) and isinstance(data.get("mems"), tuple):
             kept = {name: value for name, value in data.items() if name not in ("mems", "mems_mask")}

@@ -44,7 +44,8 @@ class Ring:
         if self._is_placed:
             return
         self.newest = torch.full((1,), self.slots - 1, device=device)
-        # The place of the newest key on a line that is wound around the slots, and how much of the way was no token.
+        # Imagine a line wound around the slots: `_place` is how far along it the newest key lies, and `_skipped` how
+        # many steps of that way were taken without writing a token.
         self._place, self._skipped = self.newest.clone(), self.newest.clone()
         self._before = torch.arange(-1, self.slots - 1, device=device)
         if not torch.compiler.is_compiling():
