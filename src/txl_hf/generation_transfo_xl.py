@@ -19,7 +19,7 @@ from transformers.generation import (
 )
 
 from .configuration_transfo_xl import TransfoXLConfig
-from .inputs_transfo_xl import check_tensors, document_starts
+from .inputs_transfo_xl import DOCUMENT_KEYWORDS, PACKED_KEYWORDS, check_tensors, document_starts
 from .memory_transfo_xl import (
     CACHE_NAME,
     MemoryCache,
@@ -35,9 +35,6 @@ from .memory_transfo_xl import (
 )
 
 __all__ = ["TransfoXLGenerationMixin"]
-
-# What tells documents apart and is not cut as a text is; `generate` itself makes position_ids.
-_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
 class TransfoXLGenerationMixin(GenerationMixin):
@@ -212,7 +209,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
         chosen = chosen_cache(model_kwargs.get("past_key_values"), cache)
         if cache is not None:
             model_kwargs[CACHE_NAME] = chosen
-        check_tensors(**{name: model_kwargs.get(name) for name in ("resets", "position_ids", *_PACKED)})
+        check_tensors(**{name: model_kwargs.get(name) for name in ("resets", *DOCUMENT_KEYWORDS)})
         mask, mems = model_kwargs.get("attention_mask"), model_kwargs.get("mems")
         if mask is not None and mems is not None and mask.dim() == 2 and mask.shape[1] > inputs.shape[1]:
             # The loops of `generate` cut a mask where they cut the text.
@@ -232,7 +229,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 del model_kwargs["position_ids"]
                 resets = model_kwargs.get("resets")
                 model_kwargs["resets"] = starts if resets is None else resets | starts
-        if packed := {name: model_kwargs.pop(name) for name in _PACKED if model_kwargs.get(name) is not None}:
+        if packed := {name: model_kwargs.pop(name) for name in PACKED_KEYWORDS if model_kwargs.get(name) is not None}:
             starts = document_starts(inputs.shape[:2], inputs.device, model_kwargs.get("attention_mask"), **packed)
             resets = model_kwargs.get("resets")
             model_kwargs["resets"] = starts if resets is None else resets | starts

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["DOCUMENT_KEYWORDS", "check_keywords", "check_tensors", "document_starts"]
+__all__ = ["DOCUMENT_KEYWORDS", "PACKED_KEYWORDS", "check_keywords", "check_tensors", "document_starts"]
 
-# These say where documents begin; see `document_starts`.
-DOCUMENT_KEYWORDS = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+# These say where documents begin, see `document_starts`; `generate` writes position_ids itself, never the others.
+PACKED_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+DOCUMENT_KEYWORDS = ("position_ids", *PACKED_KEYWORDS)
 # `capture_outputs` reads these, around the forward of the model.
 CAPTURED = {"output_hidden_states", "output_attentions"}
 # `transformers` hands these to every model, and they say nothing that this one could lose: where the segment stands in
