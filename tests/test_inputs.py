@@ -14,7 +14,7 @@ from txl_hf import (
     TransfoXLForTokenClassification,
     TransfoXLModel,
 )
-from txl_hf.inputs_transfo_xl import document_starts
+from txl_hf.inputs_transfo_xl import packed_starts
 
 HEADS = [
     TransfoXLModel,
@@ -77,10 +77,10 @@ def test_where_documents_begin_is_read_from_what_the_flattening_collator_writes(
     batch = collate([{"input_ids": text} for text in texts])
     expected = torch.zeros(1, 13, dtype=torch.bool)
     expected[0, [5, 6, 9]] = True
-    names = [name for name in inspect.signature(document_starts).parameters if name in batch]
+    names = [name for name in inspect.signature(packed_starts).parameters if name in batch]
     assert len(names) == 4
     for name in names:
-        starts = document_starts((1, 13), torch.device("cpu"), **{name: batch[name]})
+        starts = packed_starts((1, 13), torch.device("cpu"), **{name: batch[name]})
         assert torch.equal(starts, expected), name
 
 
@@ -88,8 +88,8 @@ def test_positions_of_padding_say_nothing():
     """As everyone counts them under a mask: cumsum - 1, and anything where there is padding."""
     mask = torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
     positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
-    assert not document_starts((2, 6), torch.device("cpu"), mask, position_ids=positions).any()
-    assert document_starts((2, 6), torch.device("cpu"), position_ids=positions).any()
+    assert not packed_starts((2, 6), torch.device("cpu"), mask, position_ids=positions).any()
+    assert packed_starts((2, 6), torch.device("cpu"), position_ids=positions).any()
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_positions_of_padding_say_nothing():
     ids=["padding at 0", "padding counted", "twice", "documents of a token", "cumsum", "padding is counted too"],
 )
 def test_positions_may_restart_behind_padding(mask, positions, starts):
-    found = document_starts((1, 8), torch.device("cpu"), torch.tensor([mask]), position_ids=torch.tensor([positions]))
+    found = packed_starts((1, 8), torch.device("cpu"), torch.tensor([mask]), position_ids=torch.tensor([positions]))
     assert found[0].nonzero().flatten().tolist() == starts
 
 
@@ -164,7 +164,7 @@ def test_bad_documents_of_one_row(make_model, make_ids, keywords, message):
 
 def test_what_is_behind_the_last_document_is_apart(make_model, make_ids):
     """As collators leave it that pad a packed row to a multiple of so many tokens."""
-    found = document_starts((1, 8), torch.device("cpu"), cu_seq_lens_q=torch.tensor([0, 3, 6]))
+    found = packed_starts((1, 8), torch.device("cpu"), cu_seq_lens_q=torch.tensor([0, 3, 6]))
     assert found.nonzero().tolist() == [[0, 3], [0, 6]]
 
 
@@ -183,7 +183,7 @@ def test_padding_is_no_document(mask, documents, ends, starts):
     """It would take the memory of a row that goes on; and what begins in it begins at the next real token."""
     mask, cpu = torch.tensor([mask]), torch.device("cpu")
     for given in ({"seq_idx": torch.tensor([documents])}, {"cu_seq_lens_q": torch.tensor(ends)}):
-        assert document_starts((1, 6), cpu, mask, **given)[0].nonzero().flatten().tolist() == starts
+        assert packed_starts((1, 6), cpu, mask, **given)[0].nonzero().flatten().tolist() == starts
 
 
 @torch.no_grad()

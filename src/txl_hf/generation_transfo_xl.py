@@ -19,7 +19,7 @@ from transformers.generation import (
 )
 
 from .configuration_transfo_xl import TransfoXLConfig
-from .inputs_transfo_xl import DOCUMENT_KEYWORDS, PACKED_KEYWORDS, check_tensors, document_starts
+from .inputs_transfo_xl import DOCUMENT_KEYWORDS, PACKED_KEYWORDS, check_tensors, packed_starts
 from .memory_transfo_xl import (
     CACHE_NAME,
     MemoryCache,
@@ -222,7 +222,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
         positions = model_kwargs.get("position_ids")
         if positions is not None and is_new:
             mask = model_kwargs.get("attention_mask")
-            starts = document_starts(inputs.shape[:2], inputs.device, mask, position_ids=positions)
+            starts = packed_starts(inputs.shape[:2], inputs.device, mask, position_ids=positions)
             if bool(starts.any()):
                 # A step that reads part of the text could not tell from positions that restart where it begins.
                 # `generate` counts on by itself.
@@ -230,7 +230,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 resets = model_kwargs.get("resets")
                 model_kwargs["resets"] = starts if resets is None else resets | starts
         if packed := {name: model_kwargs.pop(name) for name in PACKED_KEYWORDS if model_kwargs.get(name) is not None}:
-            starts = document_starts(inputs.shape[:2], inputs.device, model_kwargs.get("attention_mask"), **packed)
+            starts = packed_starts(inputs.shape[:2], inputs.device, model_kwargs.get("attention_mask"), **packed)
             resets = model_kwargs.get("resets")
             model_kwargs["resets"] = starts if resets is None else resets | starts
         resets = model_kwargs.get("resets")

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["DOCUMENT_KEYWORDS", "PACKED_KEYWORDS", "check_keywords", "check_tensors", "document_starts"]
+__all__ = ["DOCUMENT_KEYWORDS", "PACKED_KEYWORDS", "check_keywords", "check_tensors", "packed_starts"]
 
-# These say where documents begin, see `document_starts`; `generate` writes position_ids itself, never the others.
+# These say where documents begin, see `packed_starts`; `generate` writes position_ids itself, never the others.
 PACKED_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 DOCUMENT_KEYWORDS = ("position_ids", *PACKED_KEYWORDS)
 # `capture_outputs` reads these, around the forward of the model.
@@ -47,7 +47,7 @@ def check_tensors(**given: Any) -> None:
             raise ValueError(f"{name} must be a torch.Tensor, not {type(value).__module__}.{type(value).__name__}")
 
 
-def document_starts(
+def packed_starts(
     shape: tuple[int, int],
     device: torch.device,
     attention_mask: Tensor | None = None,

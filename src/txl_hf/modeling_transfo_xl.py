@@ -44,7 +44,7 @@ from .attention_transfo_xl import (
 from .configuration_transfo_xl import TransfoXLConfig
 from .dropout_transfo_xl import drop, relu_and_drop
 from .generation_transfo_xl import TransfoXLGenerationMixin
-from .inputs_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, check_tensors, document_starts
+from .inputs_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, check_tensors, packed_starts
 from .layout_transfo_xl import TransfoXLLayoutMixin
 from .linear_transfo_xl import project, project_after, rounded, working_dtype
 from .memory_transfo_xl import (
@@ -724,7 +724,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                     f"({batch_size}, {segment_length}) bool"
                 )
             resets = resets.to(inputs_embeds.device)
-        starts = document_starts((batch_size, segment_length), inputs_embeds.device, attention_mask, **documents)
+        starts = packed_starts((batch_size, segment_length), inputs_embeds.device, attention_mask, **documents)
         if starts is not None:
             resets = starts if resets is None else resets | starts
         if resets is None:

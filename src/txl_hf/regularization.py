@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from .inputs_transfo_xl import DOCUMENT_KEYWORDS, document_starts
+from .inputs_transfo_xl import DOCUMENT_KEYWORDS, packed_starts
 from .modeling_transfo_xl import TransfoXLModel
 from .regularization_arguments import RegularizationArguments
 
@@ -135,7 +135,7 @@ class Regularizer:
             return
         found = [resets]
         if documents := {name: given[name] for name in DOCUMENT_KEYWORDS if name in given}:
-            found.append(document_starts(tuple(ids.shape), ids.device, mask, **documents))
+            found.append(packed_starts(tuple(ids.shape), ids.device, mask, **documents))
         if mask is not None and mask[..., -ids.shape[1] :].shape == ids.shape:
             # Padding, and what stands behind it.
             real = mask[:, -ids.shape[1] :].to(ids.device) != 0
