@@ -48,11 +48,6 @@ __all__ = ["CheckpointError", "TransfoXLLayoutMixin", "is_repo_id", "model_card"
 # How much memory a head that a checkpoint lacks may take, beside twice the size of the checkpoint.
 NEW_BYTES = 1 << 30
 MOST_NAMES = 16
-# What reading a damaged file raises. A wrong argument is a ValueError, for which no file need be read again.
-READING_ERRORS = (
-    SafetensorError, UnpicklingError, OSError, RuntimeError, EOFError, LookupError, TypeError, AttributeError,
-    UnicodeDecodeError, json.JSONDecodeError,
-)  # fmt: skip
 
 
 class _Split(WeightConverter):
@@ -243,7 +238,10 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             model, info = super().from_pretrained(name, *args, output_loading_info=True, **kwargs)
         except (CheckpointError, MemoryError, torch.OutOfMemoryError):
             raise
-        except READING_ERRORS as error:
+        except Exception as error:
+            if type(error) is ValueError:
+                # An argument is wrong. One damaged file in a thousand raises this too, and keeps torch's message.
+                raise
             # Files are also opened before `_load_pretrained_model`, to see their dtype.
             problems = _file_problems(_weight_files(name, kwargs.get("subfolder", "")))
             if not problems and isinstance(error, SafetensorError | UnpicklingError):  # of a file in the Hub's cache
