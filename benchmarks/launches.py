@@ -57,7 +57,7 @@ import txl_hf.linear_transfo_xl as linear
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.adaptive_transfo_xl import AdaptiveLogSoftmax
 from txl_hf.memory_transfo_xl import MemoryLengths, StaticMemoryCache
-from txl_hf.modeling_transfo_xl import TransfoXLLayer
+from txl_hf.modeling_transfo_xl import Sight, TransfoXLLayer
 from txl_hf.positions_transfo_xl import Distances
 from txl_hf.reading import Reader, Segment
 
@@ -409,8 +409,7 @@ def layer_of(workload: Workload, rows: int, **options) -> Callable[[], None]:
 
     def step():
         with torch.autocast(hidden.device.type, torch.bfloat16):
-            kwargs = {"key_length": keys, "distances": distances, "implementation": "txl_triton"}
-            outputs = layer(hidden, memory, read, rounds=True, **kwargs)
+            outputs = layer(hidden, memory, read, distances, Sight(keys, "txl_triton"), rounds=True)
         torch.autograd.grad(outputs, [hidden, read, *layer.parameters()], [gradient, gradient.to(torch.bfloat16)])
 
     return step

@@ -13,7 +13,7 @@ Dh = `d_head`, V vocabulary. u and v are the paper's biases, `content_bias` and 
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,7 @@ from .memory_transfo_xl import (
     FilledLengths,
     MemoryCache,
     MemoryLengths,
+    OpenMemory,
     begin_documents,
     chosen_cache,
     decoding_state_of,
@@ -171,6 +172,24 @@ class TransfoXLMLP(nn.Module):
         return drop(hidden_states.relu() if self.output_relu else hidden_states, self.dropout)
 
 
+class Sight(NamedTuple):
+    """What the queries of a call see, which all layers share.
+
+    Attributes:
+        key_length: K.
+        implementation: the attention's backend.
+        key_mask, window, first_key, order, hidden: see `relative_attention`.
+    """
+
+    key_length: int
+    implementation: str
+    key_mask: Tensor | None = None
+    window: int | None = None
+    first_key: Tensor | None = None
+    order: Tensor | None = None
+    hidden: Tensor | None = None
+
+
 class TransfoXLAttention(nn.Module):
     """Projections around `relative_attention` (Section 3.3).
 
@@ -198,26 +217,18 @@ class TransfoXLAttention(nn.Module):
         self,
         hidden_states: Tensor,
         context: Tensor,
-        key_length: int,
         distances: Distances,
-        key_mask: Tensor | None = None,
-        window: int | None = None,
-        first_key: Tensor | None = None,
-        order: Tensor | None = None,
-        hidden: Tensor | None = None,
+        sight: Sight,
         past_key_values: Cache | None = None,
-        implementation: str | None = None,
         memory: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
             hidden_states: (B, L, D), what the queries are made of.
             context: (B, n, D), what new keys and values are made of, behind those of `memory`.
-            key_length: K.
-            distances: what encodes them, but for what this layer has of its own.
-            key_mask, window, first_key, order, hidden: see `relative_attention`.
+            distances: what encodes the K distances, but for what this layer has of its own.
+            sight: which keys the queries see.
             past_key_values: holds the keys and values of the memory and takes those of `context`.
-            implementation: the backend, by default that of the configuration.
             memory: (B, m, D), or None where `context` begins with it or there is none.
 
         Returns:
@@ -228,24 +239,24 @@ class TransfoXLAttention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
         # A cache that never forgets holds more than the memory.
-        key, value = _last(key, 2, key_length), _last(value, 2, key_length)
+        key, value = _last(key, 2, sight.key_length), _last(value, 2, sight.key_length)
         content_bias = distances.content_bias if self.content_bias is None else self.content_bias
         position_bias = distances.position_bias if self.position_bias is None else self.position_bias
         attended, probabilities = relative_attention(
             query,
             key,
             value,
-            self._rel_key(distances, key_length, query.dtype),
+            self._rel_key(distances, sight.key_length, query.dtype),
             content_bias,
             position_bias,
             rel_bias=distances.rel_bias,
-            key_mask=key_mask,
-            window=window,
-            first_key=first_key,
-            order=order,
-            hidden=hidden,
+            key_mask=sight.key_mask,
+            window=sight.window,
+            first_key=sight.first_key,
+            order=sight.order,
+            hidden=sight.hidden,
             dropout=self.config.dropatt if self.training else 0.0,
-            implementation=implementation or self.config._attn_implementation,
+            implementation=sight.implementation,
             module=self,
         )
         return drop(project(self.o_proj, attended.transpose(1, 2).flatten(2)), self.dropout), probabilities
@@ -331,15 +342,18 @@ class TransfoXLLayer(GradientCheckpointingLayer):
     def forward(
         self,
         hidden_states: Tensor,
-        memory: Tensor | None = None,
-        read: Tensor | None = None,
+        memory: Tensor | None,
+        read: Tensor | None,
+        distances: Distances,
+        sight: Sight,
+        past_key_values: Cache | None = None,
         rounds: bool = False,
-        **kwargs,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """
         Args:
             hidden_states: (B, L, D). memory: (B, m, D) states that entered this layer before, or None.
             read: (B, L, D), the hidden states as products read them, see `rounded`; None: as they are.
+            distances, sight, past_key_values: see `TransfoXLAttention.forward`.
             rounds: whether to return what the next layer is given as `read`, too.
 
         Returns:
@@ -351,7 +365,7 @@ class TransfoXLLayer(GradientCheckpointingLayer):
             context, memory = self.self_attn_layer_norm(context), None
             context = context.to(working_dtype(context))
             queries = _last(context, 1, hidden_states.shape[1]) if self.normalize_queries else hidden_states
-        attended = self.self_attn(queries, context, memory=memory, **kwargs)[0]
+        attended = self.self_attn(queries, context, distances, sight, past_key_values, memory)[0]
         hidden_states = _join(hidden_states, attended, self.self_attn_gate)
         if self.pre_lnorm:
             hidden_states = _join(hidden_states, self.mlp(self.mlp_layer_norm(hidden_states)), self.mlp_gate)
@@ -612,65 +626,45 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         past_key_values = self._choose_cache(use_cache, past_key_values, filled)
         memory = open_memory(self.config, filled, inputs_embeds, mems, mems_mask, attention_mask, past_key_values)
         memory = begin_documents(memory, resets)
-        key_mask, key_length = memory.key_mask, memory.length + inputs_embeds.shape[1]
-        if input_ids is None and key_mask is not None:
+        if input_ids is None and memory.key_mask is not None:
             # A table's rows are finite, but what a caller has written into padding may be NaN, which must not spread.
-            inputs_embeds = hide_states(inputs_embeds, key_mask[:, memory.length :])
+            inputs_embeds = hide_states(inputs_embeds, memory.key_mask[:, memory.length :])
         if self.config.vocab_size == 0:
             inputs_embeds = self.embed_vectors(inputs_embeds)
 
         positions = self.config.positions
         hidden_states = drop(positions.enter_model(self, inputs_embeds, filled.clamp_len), self.input_dropout)
+        wants_attentions = bool(kwargs.get("output_attentions", self.config.output_attentions))
+        sight = self._see(memory, inputs_embeds, filled.window, past_key_values, wants_attentions)
         # What depends on distances alone is projected once for many calls, unless gradients or dropout need it anew.
         keeps = past_key_values is not None and not torch.is_grad_enabled() and not self.training
         state = decoding_state_of(past_key_values) if keeps else None
         kept = None if state is None else state.distances
-        distances = positions.distances(self, key_length, inputs_embeds, kept, filled.clamp_len, filled.mem_len)
-        # Only "eager" returns probabilities.
-        wants_attentions = kwargs.get("output_attentions", self.config.output_attentions)
-        implementation = "eager" if wants_attentions else self.config._attn_implementation
-        segment_length, window, first_key = inputs_embeds.shape[1], filled.window, memory.first_key
-        # Probabilities are handed out in order of time, so that the keys have to be in it.
-        can_turn = follows_order(implementation) and first_key is None and not wants_attentions
-        order = order_of_keys(past_key_values, segment_length, key_length, can_turn)
-        hidden = None
-        if implementation != "txl_triton":
-            # All layers share it. The kernels do without: they compare positions themselves.
-            hidden = hidden_keys(segment_length, key_length, window, key_mask, inputs_embeds.device, first_key, order)
-        norms_read_memory = self.config.pre_lnorm
+        distances = positions.distances(self, sight.key_length, inputs_embeds, kept, filled.clamp_len, filled.mem_len)
         remembered: list[Any] = []
         entered: list[Tensor] = []
         read = None
         for i, layer in enumerate(self.layers[: self.config.n_layer]):
-            # Where products alone read the memory, it is rounded for them once, not at every step under autocast. A
-            # layer normalisation that reads it first is computed in fp32, of states as they are.
             entering = positions.enter_layer(self, i, hidden_states)
             if read is None or entering is not hidden_states:
-                hidden_states, read = (entering, entering) if norms_read_memory else rounded(entering)
-            # A layer that is compiled by itself rounds what it returns in the kernel that computes it. A hook that
-            # changes what it returns knows of one tensor.
-            rounds = layer._compiled_call_impl is not None and not layer._forward_hooks
+                # Under autocast states that products alone read are rounded for them once, and remembered so. A layer
+                # normalisation that reads them first is computed in fp32, of states as they are.
+                hidden_states, read = (entering, entering) if self.config.pre_lnorm else rounded(entering)
             remembered.append(memory.of_layer(i, read))
             entered.append(read)
             returned = layer(
                 hidden_states,
                 remembered[i],
                 read,
-                rounds=rounds,
-                key_length=key_length,
                 distances=distances[i],
-                key_mask=key_mask,
-                window=window,
-                first_key=first_key,
-                order=order,
-                hidden=hidden,
+                sight=sight,
                 past_key_values=past_key_values,
-                implementation=implementation,
+                rounds=_rounds_by_itself(layer),
             )
             hidden_states, read = returned if isinstance(returned, tuple) else (returned, None)
         new_mems = new_mask = None
         if past_key_values is not None:
-            remember_key_mask(past_key_values, memory, segment_length, attention_mask)
+            remember_key_mask(past_key_values, memory, inputs_embeds.shape[1], attention_mask)
             if kept is not None and past_key_values.is_compileable:
                 kept.crop(1 + filled.mem_len)
         elif filled.mem_len > 0:
@@ -736,6 +730,28 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         self.config.check_documents(" and ".join(told_by), mem_len)
         return resets
 
+    def _see(
+        self,
+        memory: OpenMemory,
+        inputs_embeds: Tensor,
+        window: int | None,
+        past_key_values: Cache | None,
+        wants_attentions: bool,
+    ) -> Sight:
+        """What the queries of a segment, (B, L, D), see. A static cache is told of it: see `order_of_keys`."""
+        segment_length = inputs_embeds.shape[1]
+        key_length, key_mask, first_key = memory.length + segment_length, memory.key_mask, memory.first_key
+        # Only "eager" returns probabilities.
+        implementation = "eager" if wants_attentions else self.config._attn_implementation
+        # Probabilities are handed out in order of time, so that the keys have to be in it.
+        can_turn = follows_order(implementation) and first_key is None and not wants_attentions
+        order = order_of_keys(past_key_values, segment_length, key_length, can_turn)
+        hidden = None
+        if implementation != "txl_triton":
+            # All layers share it. The kernels do without: they compare positions themselves.
+            hidden = hidden_keys(segment_length, key_length, window, key_mask, inputs_embeds.device, first_key, order)
+        return Sight(key_length, implementation, key_mask, window, first_key, order, hidden)
+
     def _choose_cache(
         self, use_cache: bool | None, past_key_values: Cache | None, lengths: FilledLengths
     ) -> Cache | None:
@@ -754,6 +770,14 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         if use_cache and past_key_values is None:
             return MemoryCache(self.config, lengths.mem_len)
         return past_key_values
+
+
+def _rounds_by_itself(layer: nn.Module) -> bool:
+    """Whether a layer is compiled by itself, so that what it returns is rounded in the kernel that computes it.
+
+    A hook that changes what a layer returns knows of one tensor.
+    """
+    return layer._compiled_call_impl is not None and not layer._forward_hooks
 
 
 class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
