@@ -56,7 +56,8 @@ import txl_hf.attention_transfo_xl_triton as kernels
 import txl_hf.linear_transfo_xl as linear
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.adaptive_transfo_xl import AdaptiveLogSoftmax
-from txl_hf.memory_transfo_xl import MemoryLengths, StaticMemoryCache
+from txl_hf.cache_transfo_xl import StaticMemoryCache
+from txl_hf.memory_transfo_xl import MemoryLengths
 from txl_hf.modeling_transfo_xl import Sight, TransfoXLLayer
 from txl_hf.positions_transfo_xl import Distances
 from txl_hf.reading import Reader, Segment

@@ -47,7 +47,7 @@ RESULTS = BUILD / "results.jsonl"
 EQUAL = ROOT / "tests" / "equal_mutants.json"
 AREAS = {
     "attention": ["attention_transfo_xl", "attention_transfo_xl_inputs", "attention_transfo_xl_cpu"],
-    "memory": ["memory_transfo_xl", "ring_transfo_xl"],
+    "memory": ["memory_transfo_xl", "cache_transfo_xl", "ring_transfo_xl", "inputs_transfo_xl"],
     "adaptive": ["adaptive_transfo_xl"],
     "layout": ["layout_transfo_xl"],
     "streams": ["streams"],

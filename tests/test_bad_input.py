@@ -9,7 +9,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import DynamicCache, StaticCache
 
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLForSequenceClassification
-from txl_hf.memory_transfo_xl import MemoryCache, StaticMemoryCache
+from txl_hf.cache_transfo_xl import MemoryCache, StaticMemoryCache
 
 BAD_CONFIGS = {
     "dtype": ({"dtype": "f|oat32"}, r"dtype='f\|oat32' must be the name of one of torch's data types"),

@@ -27,8 +27,8 @@ from txl_hf import (
     token_losses,
 )
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
+from txl_hf.cache_transfo_xl import CACHE_NAME
 from txl_hf.captured import SEGMENTS_BEFORE, why_not_captured
-from txl_hf.memory_transfo_xl import CACHE_NAME
 from txl_hf.positions_transfo_xl import POSITIONS
 
 VOCAB_SIZE = 20

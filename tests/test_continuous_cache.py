@@ -14,8 +14,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import adaptation_process
 import launcher
 from txl_hf import ContinuousCache, DynamicEvaluation, TransfoXLForCausalLM, evaluate_language_model, token_losses
+from txl_hf.cache_transfo_xl import MemoryCache
 from txl_hf.evaluation import evaluate_caches
-from txl_hf.memory_transfo_xl import MemoryCache
 
 
 @torch.no_grad()

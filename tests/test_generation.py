@@ -17,7 +17,8 @@ from txl_hf import (
     generation_transfo_xl,
 )
 from txl_hf.adaptive_transfo_xl import AdaptiveLogSoftmax
-from txl_hf.memory_transfo_xl import StaticMemoryCache, memory_of
+from txl_hf.cache_transfo_xl import StaticMemoryCache
+from txl_hf.memory_transfo_xl import memory_of
 
 VARIANTS = {
     "empty": {},

@@ -23,7 +23,7 @@ from txl_hf.attention_transfo_xl import (
     relative_attention,
     why_not,
 )
-from txl_hf.memory_transfo_xl import CACHE_NAME, MemoryCache, StaticMemoryCache, decoding_state_of, text_length
+from txl_hf.cache_transfo_xl import CACHE_NAME, MemoryCache, StaticMemoryCache, decoding_state_of, text_length
 from txl_hf.positions_transfo_xl import sinusoids_of_distances
 
 VARIANTS = {

@@ -15,7 +15,8 @@ from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from models import BACKENDS
 from txl_hf import MemoryLengths, TransfoXLModel
-from txl_hf.memory_transfo_xl import MemoryCache, StaticMemoryCache, mask_overflow, memory_of, real_states
+from txl_hf.cache_transfo_xl import MemoryCache, StaticMemoryCache
+from txl_hf.memory_transfo_xl import mask_overflow, memory_of, real_states
 
 
 def close(actual, expected, tolerance=1e-5):

@@ -11,7 +11,8 @@ from models import BACKENDS, SMALL
 from txl_hf import MemoryLengths, TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
 from txl_hf.attention_transfo_xl_inputs import AttentionInputs, keep_documents_apart
-from txl_hf.memory_transfo_xl import MemoryCache, StaticMemoryCache, memory_of
+from txl_hf.cache_transfo_xl import MemoryCache, StaticMemoryCache
+from txl_hf.memory_transfo_xl import memory_of
 
 ENCODINGS = {
     "plain": {},

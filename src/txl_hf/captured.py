@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.utils import logging
 
 from .attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
-from .memory_transfo_xl import MemoryCache, decoding_state_of
+from .cache_transfo_xl import MemoryCache, decoding_state_of
 from .modeling_transfo_xl import TransfoXLModel
 
 __all__ = ["RECORDERS", "SEGMENTS_BEFORE", "SegmentsAlike", "why_not_captured"]

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
+from .cache_transfo_xl import CACHE_NAME, MemoryCache, text_length
 from .inputs_transfo_xl import DOCUMENT_KEYWORDS
 from .loading import find_device, load_config
-from .memory_transfo_xl import CACHE_NAME, MemoryCache, text_length
 from .modeling_transfo_xl import TransfoXLForCausalLM
 
 __all__ = ["Conversations", "serve"]

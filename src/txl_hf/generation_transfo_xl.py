@@ -18,21 +18,19 @@ from transformers.generation import (
     TopKLogitsWarper,
 )
 
-from .configuration_transfo_xl import TransfoXLConfig
-from .inputs_transfo_xl import DOCUMENT_KEYWORDS, PACKED_KEYWORDS, check_tensors, packed_starts
-from .memory_transfo_xl import (
+from .cache_transfo_xl import (
     CACHE_NAME,
     MemoryCache,
-    MemoryLengths,
     StaticMemoryCache,
     cached_key_mask,
-    check_one_memory,
     chosen_cache,
     clear_hidden,
     is_filled,
-    split_mask,
     text_length,
 )
+from .configuration_transfo_xl import TransfoXLConfig
+from .inputs_transfo_xl import DOCUMENT_KEYWORDS, PACKED_KEYWORDS, check_tensors, packed_starts
+from .memory_transfo_xl import MemoryLengths, check_one_memory, split_mask
 
 __all__ = ["TransfoXLGenerationMixin"]
 

@@ -1,16 +1,18 @@
-"""What a call is given beside its segment and memory: keywords of `transformers`, and where documents begin in a row.
+"""What a call is given beside its segment and memory: keywords of `transformers`, where documents begin in a row, and
+what `attention_mask` says of keys.
 
-Letters: B batch, L segment.
+Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m + L keys.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-__all__ = ["DOCUMENT_KEYWORDS", "PACKED_KEYWORDS", "check_keywords", "check_tensors", "packed_starts"]
+__all__ = ["DOCUMENT_KEYWORDS", "PACKED_KEYWORDS", "check_keywords", "check_tensors", "make_key_mask", "packed_starts"]
 
 # These say where documents begin, see `packed_starts`; `generate` writes position_ids itself, never the others.
 PACKED_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
@@ -136,4 +138,99 @@ def _per_token(name: str, given: Tensor, shape: tuple[int, int], device: torch.d
 
 
 def _with_start(changes: Tensor) -> Tensor:
-    return torch.nn.functional.pad(changes, (1, 0))
+    return F.pad(changes, (1, 0))
+
+
+def make_key_mask(
+    attention_mask: Tensor | None,
+    memory_mask: Tensor | None,
+    batch_size: int,
+    segment_length: int,
+    memory_length: int,
+    columns: Collection[int],
+    more: int | None = None,
+) -> Tensor | None:
+    """Which of the m + L keys are real: (B, m + L) bool, or None for all of them.
+
+    The last column is for the last key, the one before for the key before it. Columns further back than the first key
+    are left out, and keys without a column are as the memory has them. How many columns are right, what precedes the
+    segment says:
+
+    | what precedes the segment | m | n: what the mask is for |
+    |---|---|---|
+    | nothing, as with `mem_len=0` or an empty initial memory | 0 | L: the segment |
+    | the initial memory, of zeros | M | L: the segment; M + L: the zeros too |
+    | `mems` | ≤ M | L; m + L: the memory too |
+    | `mems` that are full | M | also any n > M + L: the whole text so far |
+    | `mems`, with `initial_memory="zeros"` | ≤ M | also any n between L and m + L: a text shorter than its memory |
+    | a cache (`cached_key_mask`) | ≤ M | L; m + L; the whole text's length, L and what the cache has seen |
+    | a cache that is full | M | also any n > M + L: the whole text so far, and what preceded it |
+    | a cache, within `generate`, or a static one in a graph | ≤ M | any n ≥ L: nobody asks how much it has seen |
+
+    Args:
+        attention_mask: (B, n), 1 = real. None: all real.
+        memory_mask: (B, m) bool, what the memory itself says, also of keys without a column. None: all real.
+        columns: the n that are right here. more: from which number on any n is. None: from none.
+
+    Raises:
+        ValueError: the mask has another shape or other values.
+    """
+    if attention_mask is None:
+        return None if memory_mask is None else F.pad(memory_mask, (0, segment_length), value=True)
+    key_length = memory_length + segment_length
+    length = attention_mask.shape[-1]
+    # TorchDynamo does not look for a number in a range whose ends it does not know.
+    fits = columns.start <= length < columns.stop if isinstance(columns, range) else length in columns
+    fits = fits or (more is not None and length >= more)
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size or not fits:
+        raise ValueError(
+            f"attention_mask is {tuple(attention_mask.shape)}, but a segment of {segment_length} after a memory of "
+            f"{memory_length} needs {_shapes(batch_size, columns)}{'' if more is None else ' or more columns'}"
+        )
+    if attention_mask.is_floating_point():
+        _check_zeros_and_ones(attention_mask)
+    elif segment_length > 1 and attention_mask.dtype != torch.bool:
+        # A single token belongs to a text whose mask has been looked at before.
+        _check_no_numbers(attention_mask)
+    mask = attention_mask[:, -key_length:].bool()
+    mask = F.pad(mask, (key_length - mask.shape[1], 0), value=True)
+    if memory_mask is not None:
+        mask = mask & F.pad(memory_mask, (0, segment_length), value=True)
+    return mask
+
+
+def _shapes(batch_size: int, columns: Collection[int]) -> str:
+    if isinstance(columns, range):
+        return f"({batch_size}, n) with n from {columns[0]} to {columns[-1]}"
+    return " or ".join(f"({batch_size}, {n})" for n in sorted(set(columns)))
+
+
+def _check_zeros_and_ones(attention_mask: Tensor):
+    """Raise a ValueError for a float mask that is added to scores, where 0 says real.
+
+    Masks of ones and zeros in floating point are common: PEFT writes the columns of its prompts so. They are few
+    enough that a GPU may be waited for.
+    """
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return
+    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()) or not bool(attention_mask.any()):
+        raise ValueError(
+            f"attention_mask is {attention_mask.dtype} and not made of 1 = real and 0 = padding: a mask that is added "
+            "to scores, 0 = real, reads the other way round; give (mask == 0).long() instead"
+        )
+
+
+def _check_no_numbers(attention_mask: Tensor):
+    """Raise a ValueError for a mask of the numbers of documents, which packed batches of others have.
+
+    A GPU is not waited for: it stops by itself. In a graph or under `torch.func.vmap` there are no numbers to look at.
+    """
+    graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if graph or attention_mask.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(attention_mask):
+        return
+    low, high = attention_mask.aminmax()
+    message = "attention_mask holds {}, but 1 = real and 0 = padding: where documents begin, resets or seq_idx tell"
+    if attention_mask.is_cuda:
+        torch._assert_async((low >= 0) & (high <= 1), message.format("other numbers"))
+    elif low < 0 or high > 1:
+        raise ValueError(message.format(int(low if low < 0 else high)))

@@ -1,4 +1,4 @@
-"""The memory as a thing of its own: how a call opens it and what it remembers, its mask, and the cache that holds it.
+"""The memory as a thing of its own: how a call opens it and what it remembers, its mask and its lengths.
 
 The memory of a call is `mems`, for each layer the states (B, m, D) that entered it before, and `mems_mask`, (B, m)
 bool, which of them are real; None where all are. A state that is not real is NaN in every channel: whoever loses the
@@ -9,73 +9,52 @@ Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m +
 Dh = `d_head`.
 """
 
-import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Cache, DynamicCache, GenerationMixin, StaticCache
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers import Cache
 
+from .cache_transfo_xl import (
+    DecodingState,
+    attach_state,
+    cached_key_mask,
+    check_cache_room,
+    check_cache_rows,
+    clear_hidden,
+    clear_keys,
+    decoding_state_of,
+    held_keys,
+    is_filled,
+    remembered_mask,
+    text_length,
+)
 from .configuration_transfo_xl import TransfoXLConfig
-from .positions_transfo_xl import KeptDistances
-from .ring_transfo_xl import Ring, RingLayer
+from .inputs_transfo_xl import make_key_mask
 
 __all__ = [
-    "CACHE_NAME",
-    "DecodingState",
     "FilledLengths",
-    "MemoryCache",
-    "MemoryCacheLayer",
     "MemoryLengths",
     "OpenMemory",
-    "StaticMemoryCache",
     "begin_documents",
-    "cached_key_mask",
-    "chosen_cache",
-    "clear_hidden",
+    "check_one_memory",
     "cloned_states",
-    "decoding_state_of",
     "forget",
     "hide_states",
     "initial_memory",
-    "is_filled",
     "latest_states",
     "mask_overflow",
     "memory_of",
     "open_memory",
-    "order_of_keys",
     "real_states",
     "remember",
     "remember_key_mask",
-    "text_length",
+    "split_mask",
 ]
-
-# The name under which `generate` passes a cache to a model and finds it in outputs: from transformers 5.24 on `cache`.
-_BY_GENERATE = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-CACHE_NAME = "cache" if "cache" in _BY_GENERATE else "past_key_values"
-
-
-def chosen_cache(past_key_values: Cache | None, cache: Cache | None) -> Cache | None:
-    """The cache that a call was given, by either of its names.
-
-    Raises:
-        ValueError: it was given by both, or is no cache of a decoder.
-    """
-    if past_key_values is not None and cache is not None:
-        raise ValueError("past_key_values and cache are two names of one thing: give one of them")
-    given = past_key_values if cache is None else cache
-    if given is not None and not (isinstance(given, Cache) and hasattr(given, "layers")):
-        raise ValueError(
-            f"past_key_values are of type {type(given).__name__}: give what a call with use_cache=True returned, or a "
-            "new MemoryCache(model.config); states are mems="
-        )
-    return given
 
 
 @dataclass(frozen=True)
@@ -192,11 +171,11 @@ def open_memory(
     mem_len = lengths.mem_len
     if cache is not None and is_filled(cache):
         check_one_memory(mems, mems_mask)
-        _check_rows(cache, batch_size)
+        check_cache_rows(cache, batch_size)
         length, key_mask = cached_key_mask(attention_mask, cache, mem_len, batch_size, segment_length)
         if attention_mask is not None and not torch.compiler.is_compiling():
             clear_hidden(cache, key_mask, length)
-        unread = _held(cache, segment_length) - length
+        unread = held_keys(cache, segment_length) - length
         return OpenMemory((None,) * config.n_layer, length, drop_idle_mask(key_mask), unread=unread)
 
     if mems is not None or mems_mask is not None:
@@ -221,7 +200,7 @@ def open_memory(
         key_mask = mask_of_mems(attention_mask, mems_mask, mems, segment_length, config, mem_len)
     if cache is not None:
         if is_static:
-            _check_room(cache, mem_len)
+            check_cache_room(cache, mem_len)
             states, key_mask = _fill_up(states, key_mask, mem_len, inputs_embeds)
             memory_length = mem_len
         attach_state(cache, DecodingState(initial_length=memory_length))
@@ -463,31 +442,6 @@ def _check_real(states: Tensor):
         )
 
 
-def _check_rows(cache: Cache, batch_size: int):
-    # Ask a layer that holds keys: a cache may have more layers than have run.
-    rows = next((len(layer.keys) for layer in cache.layers if layer.is_initialized and layer.keys.dim() == 4), None)
-    if rows is not None and rows != batch_size:
-        raise ValueError(
-            f"past_key_values hold a memory of {rows} rows, but this batch has {batch_size}: pick or repeat rows, by "
-            "their numbers, with past_key_values.reorder_cache"
-        )
-    mask = decoding_state_of(cache).key_mask
-    if mask is not None and len(mask) != batch_size:
-        raise ValueError(
-            f"past_key_values hold a mask of {len(mask)} rows, but this batch has {batch_size}: rows of layers were "
-            "picked without it; pick them with past_key_values.reorder_cache of a MemoryCache, which picks both"
-        )
-
-
-def _check_room(cache: Cache, mem_len: int):
-    room = cache.layers[0].max_cache_len
-    if room <= mem_len:
-        raise ValueError(
-            f"past_key_values have room for {room} keys, but mem_len={mem_len} needs a static cache of "
-            f"max_cache_len={mem_len + 1} at least"
-        )
-
-
 def _fill_up(
     mems: tuple[Tensor, ...], key_mask: Tensor | None, length: int, segment: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
@@ -516,219 +470,6 @@ def drop_idle_mask(key_mask: Tensor | None) -> Tensor | None:
     return None if key_mask.all() else key_mask
 
 
-class MemoryCacheLayer(DynamicSlidingWindowLayer):
-    """A sliding layer that does not copy its M keys for every token.
-
-    The keys lie in a buffer with room for M more behind them, so that a token is written once; when the room is used
-    up, what is remembered moves to the front of a new buffer. Everything but `update` is the sliding layer's.
-    """
-
-    _keys: Tensor
-    _values: Tensor
-    _key_buffer: Tensor
-    _value_buffer: Tensor
-
-    def __init__(self, sliding_window: int):
-        self._room = 0
-        super().__init__(sliding_window)
-
-    @property
-    def keys(self) -> Tensor:
-        """(B, H, ≤ M, Dh), a view of the buffer; None before the first update."""
-        return self._keys
-
-    @keys.setter
-    def keys(self, keys: Tensor):
-        # Setting them (to reorder beams, to crop, to move them) leaves no room: they are no view of the buffer then.
-        self._keys, self._room = keys, 0
-
-    @property
-    def values(self) -> Tensor:
-        """As `keys`."""
-        return self._values
-
-    @values.setter
-    def values(self, values: Tensor):
-        self._values, self._room = values, 0
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Take (B, H, L, Dh) keys and values; return them behind those of the memory, and remember the last M."""
-        length, memory_length = key_states.shape[2], self.sliding_window - 1
-        if length > self._room or self.record_past or not self._fits(key_states):
-            keys, values = super().update(key_states, value_states, *args, **kwargs)
-            # With gradients there is no use for room: nothing is written into keys that a backward pass may need.
-            if not self.record_past and not torch.is_grad_enabled():
-                self._make_room(memory_length)
-            return keys, values
-        self.cumulative_length += length
-        seen = self.keys.shape[2] + length
-        room = self._room - length
-        self._end += length
-        buffers = self._key_buffer, self._value_buffer
-        # `narrow` takes a third of the time of an index, and this is done in each layer for each token.
-        for buffer, states in zip(buffers, (key_states, value_states), strict=True):
-            buffer.narrow(2, self._end - length, length).copy_(states)
-        kept = min(seen, memory_length)
-        self.keys, self.values = (buffer.narrow(2, self._end - kept, kept) for buffer in buffers)
-        self._room = room
-        keys, values = (buffer.narrow(2, self._end - seen, seen) for buffer in buffers)
-        return keys, values
-
-    def _fits(self, key_states: Tensor) -> bool:
-        """Whether keys may be written into the buffer, and are what it holds."""
-        return _may_write(self._key_buffer) and self._key_buffer.dtype == key_states.dtype
-
-    def _make_room(self, room: int):
-        self._end = self.keys.shape[2]
-        self._key_buffer, self._value_buffer = (F.pad(states, (0, 0, 0, room)) for states in (self.keys, self.values))
-        self.keys, self.values, self._room = (
-            self._key_buffer[:, :, : self._end],
-            self._value_buffer[:, :, : self._end],
-            room,
-        )
-
-
-@dataclass
-class DecodingState:
-    """What decoding needs beside the keys and values of a cache; `TransfoXLModel` attaches it as `decoding_state`.
-
-    Args:
-        initial_length: how many states of memory the cache started from. They are older than the text.
-        key_mask: (B, n) bool, which of the last n keys up to token `end` of the text are real; None: all of them.
-            Later keys are real unless a mask says otherwise. So what was masked once stays masked. On a static cache
-            it is (B, m), of the keys that are there now, and a graph writes into it: it knows its tensors by where
-            they lie, and has no numbers that count.
-        end: see `key_mask`.
-        distances: what tells the layers of them, projected once for many calls.
-    """
-
-    initial_length: int = 0
-    key_mask: Tensor | None = None
-    end: int = 0
-    distances: KeptDistances = field(default_factory=KeptDistances)
-
-
-# By the name of each method of a cache that picks rows: how to pick the same rows of a mask.
-_PICKS: dict[str, Callable[[Tensor, Any], Tensor]] = {
-    "reorder_cache": lambda mask, rows: mask.index_select(0, rows.to(mask.device)),
-    "batch_select_indices": lambda mask, rows: mask[rows],
-    "batch_repeat_interleave": lambda mask, repeats: mask.repeat_interleave(repeats, dim=0),
-}
-
-
-def _pick_rows(method: str, layers: Sequence[Any], state: DecodingState, rows: Tensor | int) -> None:
-    """A method of `_PICKS` of a cache: of the keys and values of its layers, and of its mask."""
-    for layer in layers:
-        getattr(layer, method)(rows)
-    if state.key_mask is not None:
-        state.key_mask = _PICKS[method](state.key_mask, rows)
-
-
-class _ProjectedMemory(Cache):
-    """What is the same of every cache of ours.
-
-    Its length is that of the text, without the memory from before the text, since `generate` skips so many tokens of
-    its input.
-    """
-
-    decoding_state: DecodingState
-
-    def reorder_cache(self, beam_idx: Tensor):
-        _pick_rows("reorder_cache", self.layers, self.decoding_state, beam_idx)
-
-    def batch_select_indices(self, indices: Tensor):
-        _pick_rows("batch_select_indices", self.layers, self.decoding_state, indices)
-
-    def batch_repeat_interleave(self, repeats: int):
-        _pick_rows("batch_repeat_interleave", self.layers, self.decoding_state, repeats)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return super().get_seq_length(layer_idx) - self.decoding_state.initial_length
-
-    def reset(self):
-        super().reset()
-        self.decoding_state = DecodingState()
-
-
-class MemoryCache(_ProjectedMemory, DynamicCache):
-    """A cache for the projected memory of every layer, empty at first, that grows until it holds M keys."""
-
-    def __init__(self, config: TransfoXLConfig, mem_len: int | None = None):
-        """Args: config: the model's. mem_len: M ≥ 1, how much to remember. None: `config.mem_len`."""
-        super().__init__(config=config)
-        window = 1 + (config.mem_len if mem_len is None else mem_len)
-        self.layers = [MemoryCacheLayer(window) for _ in range(config.n_layer)]
-        self.decoding_state = DecodingState()
-
-
-class StaticMemoryCache(_ProjectedMemory, StaticCache):
-    """A cache whose tensors never move nor change their shapes, so that one graph serves every token: see `Ring`.
-
-    It starts full, of masked states where there is no memory. `generate(cache_implementation="static")` takes it. What
-    was masked stays masked in compiled calls too, but for what an `attention_mask` of all keys alone hides in them:
-    it has to be given to each.
-    """
-
-    def __init__(self, config: TransfoXLConfig, mem_len: int | None = None):
-        """Args: config: the model's. mem_len: M ≥ 1, how much to remember. None: `config.mem_len`."""
-        slots = 1 + (config.mem_len if mem_len is None else mem_len)
-        super().__init__(config=config, max_cache_len=slots)
-        self.ring = Ring(slots)
-        self.layers = [RingLayer(self.ring) for _ in range(config.n_layer)]
-        self.decoding_state = DecodingState()
-
-    @property
-    def is_filled(self) -> bool:
-        """Whether it has seen anything, which the host knows without asking the device."""
-        return self.layers[0].is_filled
-
-    def enter(self, segment_length: int, key_length: int, can_turn: bool) -> Tensor | None:
-        """Before the layers of a call: see `order_of_keys`."""
-        turns = can_turn and self.is_filled
-        if turns and segment_length == 1 and key_length == self.ring.slots:
-            return self.ring.turn()
-        self.ring.unroll(self.layers)
-        return None
-
-
-def order_of_keys(cache: Cache | None, segment_length: int, key_length: int, can_turn: bool) -> Tensor | None:
-    """What `relative_attention` calls `order`, for the keys that a cache is about to return: (K,) int, or None.
-
-    Args:
-        can_turn: whether keys may be out of order of time at all.
-    """
-    return cache.enter(segment_length, key_length, can_turn) if isinstance(cache, StaticMemoryCache) else None
-
-
-def attach_state(cache: Cache, state: DecodingState) -> None:
-    """Put the state on a cache, whose rows are picked with their masks from now on."""
-    cache.decoding_state = state
-    if not isinstance(cache, _ProjectedMemory):
-        # A cache of another class picks rows of keys and values alone. The functions hold its layers and not the
-        # cache itself, which would then refer to itself and outlive its use.
-        for method in _PICKS:
-            setattr(cache, method, partial(_pick_rows, method, cache.layers, state))
-
-
-def decoding_state_of(cache: Cache) -> DecodingState:
-    """The state on any cache; one without anything where the cache has none."""
-    if not hasattr(cache, "decoding_state"):
-        # Another process or program has filled the cache.
-        attach_state(cache, DecodingState())
-    return cache.decoding_state
-
-
-def is_filled(cache: Cache) -> bool:
-    """Whether a cache has seen anything."""
-    return cache.is_filled if isinstance(cache, StaticMemoryCache) else cache.get_seq_length() > 0
-
-
-def text_length(cache: Cache) -> int:
-    """How many tokens the cache has seen besides the memory that it started from."""
-    length = cache.get_seq_length()
-    return length if isinstance(cache, _ProjectedMemory) else length - decoding_state_of(cache).initial_length
-
-
 def remember_key_mask(cache: Cache, memory: OpenMemory, segment_length: int, attention_mask: Tensor | None) -> None:
     """Keep what the keys of a call are masked by from now on, once the cache has taken them.
 
@@ -737,7 +478,7 @@ def remember_key_mask(cache: Cache, memory: OpenMemory, segment_length: int, att
     """
     state, key_mask = decoding_state_of(cache), _with_unread(cache, memory, segment_length)
     if memory.first_key is not None and key_mask is not None:
-        _clear(cache, ~key_mask)
+        clear_keys(cache, ~key_mask)
     if not cache.is_compileable:
         state.key_mask, state.end = key_mask, text_length(cache)
         return
@@ -782,170 +523,3 @@ def _is_told_at_every_step(memory: OpenMemory, segment_length: int, attention_ma
     if attention_mask is None or memory.first_key is not None:
         return False
     return memory.states[0] is None and attention_mask.shape[1] >= memory.length + segment_length
-
-
-def remembered_mask(cache: Cache, memory_length: int) -> Tensor | None:
-    """(B, m) bool: which of the m keys that a cache holds are real; None: all of them."""
-    state = decoding_state_of(cache)
-    later = 0 if cache.is_compileable or state.key_mask is None else text_length(cache) - state.end
-    if state.key_mask is None or later >= memory_length:
-        return None
-    # A width below 0 cuts: in front what lies before the memory, behind what a crop has taken back.
-    return F.pad(state.key_mask, (memory_length - state.key_mask.shape[1] - later, later), value=True)
-
-
-def cached_key_mask(
-    attention_mask: Tensor | None,
-    cache: Cache,
-    mem_len: int,
-    batch_size: int,
-    segment_length: int,
-    remembers: bool = True,
-    is_grown: bool = False,
-) -> tuple[int, Tensor | None]:
-    """m and which of the m + L keys are real, (B, m + L) bool or None, for a cache that holds a memory.
-
-    Args:
-        remembers: whether it is also said what the cache remembers; else what `attention_mask` says alone.
-        is_grown: whether the mask is known to have a column for each token of the text, as it has within `generate`.
-    """
-    memory_length = min(_held(cache, segment_length), mem_len)
-    memory_mask = remembered_mask(cache, memory_length) if remembers else None
-    columns: Collection[int] = (segment_length, memory_length + segment_length)
-    more = 1 + memory_length + segment_length if memory_length == mem_len else None
-    if is_grown or (torch.compiler.is_compiling() and isinstance(cache, StaticMemoryCache)):
-        # The count of a static cache lies on the device. A graph cannot ask for it, and asking at every token within
-        # `generate` would wait for a GPU.
-        more = segment_length
-    elif attention_mask is not None and attention_mask.shape[-1] not in columns:
-        columns = (*columns, text_length(cache) + segment_length)
-    key_mask = make_key_mask(attention_mask, memory_mask, batch_size, segment_length, memory_length, columns, more)
-    return memory_length, key_mask
-
-
-def _held(cache: Cache, segment_length: int) -> int:
-    """How many keys a cache holds before it takes those of a segment."""
-    return cache.get_mask_sizes(segment_length, 0)[0] - segment_length
-
-
-def clear_hidden(cache: Cache, key_mask: Tensor | None, memory_length: int) -> None:
-    """Zero the keys and values that are hidden from now on: an overflow would spread from behind a mask (0 × NaN).
-
-    Args:
-        key_mask: (B, m + L) bool or (B, m), which of the last m keys are real, and others; None: all.
-        memory_length: m.
-    """
-    if key_mask is None:
-        return
-    hidden = ~key_mask[:, :memory_length]
-    before = remembered_mask(cache, memory_length)
-    if before is not None:
-        hidden = hidden & before.to(hidden.device)
-    if hidden.any():
-        _clear(cache, hidden)
-
-
-def _clear(cache: Cache, hidden: Tensor) -> None:
-    """Zero keys and values where `hidden`, (B, n) bool of the last n keys, is True."""
-    if isinstance(cache, StaticMemoryCache):
-        cache.ring.unroll(cache.layers)
-    for layer in cache.layers:
-        # A cache may hold more keys than the memory, and layers that have not run hold none.
-        if layer.is_initialized and layer.keys.numel():
-            there = F.pad(hidden, (layer.keys.shape[2] - hidden.shape[1], 0))[:, None, :, None].to(layer.keys.device)
-            if cache.is_compileable or _may_write(layer.keys):
-                # Graphs know a static cache's tensors by where they lie, and a buffer keeps its room if nothing moves.
-                for states in (layer.keys, layer.values):
-                    states.masked_fill_(there, 0)
-            else:
-                layer.keys, layer.values = (states.masked_fill(there, 0) for states in (layer.keys, layer.values))
-
-
-def _may_write(states: Tensor) -> bool:
-    """Whether no backward pass may need them as they are, and they were not made by an inference mode that is over.
-
-    Of inference mode a graph cannot ask.
-    """
-    if torch.is_grad_enabled() or states.requires_grad:
-        return False
-    return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not states.is_inference()
-
-
-def make_key_mask(
-    attention_mask: Tensor | None,
-    memory_mask: Tensor | None,
-    batch_size: int,
-    segment_length: int,
-    memory_length: int,
-    columns: Collection[int],
-    more: int | None = None,
-) -> Tensor | None:
-    """Which of the m + L keys are real: (B, m + L) bool, or None for all of them.
-
-    Args:
-        attention_mask: (B, n), 1 = real, for the last n of the keys, or for more than the keys. None: all real.
-        memory_mask: (B, m) bool, what the memory itself says, also of keys without a column. None: all real.
-        columns: the n that are right here. more: from which number on any n is. None: from none.
-
-    Raises:
-        ValueError: the mask has another shape or other values.
-    """
-    if attention_mask is None:
-        return None if memory_mask is None else F.pad(memory_mask, (0, segment_length), value=True)
-    key_length = memory_length + segment_length
-    length = attention_mask.shape[-1]
-    # TorchDynamo does not look for a number in a range whose ends it does not know.
-    fits = columns.start <= length < columns.stop if isinstance(columns, range) else length in columns
-    fits = fits or (more is not None and length >= more)
-    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size or not fits:
-        raise ValueError(
-            f"attention_mask is {tuple(attention_mask.shape)}, but a segment of {segment_length} after a memory of "
-            f"{memory_length} needs {_shapes(batch_size, columns)}{'' if more is None else ' or more columns'}"
-        )
-    if attention_mask.is_floating_point():
-        _check_zeros_and_ones(attention_mask)
-    elif segment_length > 1 and attention_mask.dtype != torch.bool:
-        # A single token belongs to a text whose mask has been looked at before.
-        _check_no_numbers(attention_mask)
-    mask = attention_mask[:, -key_length:].bool()
-    mask = F.pad(mask, (key_length - mask.shape[1], 0), value=True)
-    if memory_mask is not None:
-        mask = mask & F.pad(memory_mask, (0, segment_length), value=True)
-    return mask
-
-
-def _shapes(batch_size: int, columns: Collection[int]) -> str:
-    if isinstance(columns, range):
-        return f"({batch_size}, n) with n from {columns[0]} to {columns[-1]}"
-    return " or ".join(f"({batch_size}, {n})" for n in sorted(set(columns)))
-
-
-def _check_zeros_and_ones(attention_mask: Tensor):
-    """Raise a ValueError for a float mask that is added to scores, where 0 says real.
-
-    Masks of ones and zeros in floating point are common: PEFT writes the columns of its prompts so. They are few
-    enough that a GPU may be waited for.
-    """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return
-    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()) or not bool(attention_mask.any()):
-        raise ValueError(
-            f"attention_mask is {attention_mask.dtype} and not made of 1 = real and 0 = padding: a mask that is added "
-            "to scores, 0 = real, reads the other way round; give (mask == 0).long() instead"
-        )
-
-
-def _check_no_numbers(attention_mask: Tensor):
-    """Raise a ValueError for a mask of the numbers of documents, which packed batches of others have.
-
-    A GPU is not waited for: it stops by itself. In a graph or under `torch.func.vmap` there are no numbers to look at.
-    """
-    graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if graph or attention_mask.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(attention_mask):
-        return
-    low, high = attention_mask.aminmax()
-    message = "attention_mask holds {}, but 1 = real and 0 = padding: where documents begin, resets or seq_idx tell"
-    if attention_mask.is_cuda:
-        torch._assert_async((low >= 0) & (high <= 1), message.format("other numbers"))
-    elif low < 0 or high > 1:
-        raise ValueError(message.format(int(low if low < 0 else high)))

@@ -41,6 +41,7 @@ from .attention_transfo_xl import (
     hidden_keys,
     relative_attention,
 )
+from .cache_transfo_xl import CACHE_NAME, MemoryCache, chosen_cache, decoding_state_of, order_of_keys
 from .configuration_transfo_xl import TransfoXLConfig
 from .dropout_transfo_xl import drop, relu_and_drop
 from .generation_transfo_xl import TransfoXLGenerationMixin
@@ -48,18 +49,13 @@ from .inputs_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, check_tensors,
 from .layout_transfo_xl import TransfoXLLayoutMixin
 from .linear_transfo_xl import project, project_after, rounded, working_dtype
 from .memory_transfo_xl import (
-    CACHE_NAME,
     FilledLengths,
-    MemoryCache,
     MemoryLengths,
     OpenMemory,
     begin_documents,
-    chosen_cache,
-    decoding_state_of,
     hide_states,
     initial_memory,
     open_memory,
-    order_of_keys,
     remember,
     remember_key_mask,
 )

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from .cache_transfo_xl import CACHE_NAME
 from .captured import SegmentsAlike
 from .columns import open_tokens
-from .memory_transfo_xl import CACHE_NAME, MemoryLengths, memory_of
+from .memory_transfo_xl import MemoryLengths, memory_of
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .streams import check_document_end, check_sizes, check_tokens, document_starts, read_tokens
 
