@@ -34,6 +34,7 @@ from txl_hf import (
     TransfoXLForSequenceClassification,
     TransfoXLForTokenClassification,
     TransfoXLModel,
+    damaged_transfo_xl,
     layout_transfo_xl,
 )
 from txl_hf.layout_transfo_xl import CheckpointError
@@ -537,7 +538,7 @@ def test_no_file_is_examined_for_an_error_that_no_file_is_the_cause_of(tmp_path,
         (tmp_path / "model.safetensors").rename(tmp_path / "elsewhere")
         torch.save(load_file(tmp_path / "elsewhere"), tmp_path / saved)
     examined = []
-    monkeypatch.setattr(layout_transfo_xl, "_file_problem", examined.append)
+    monkeypatch.setattr(damaged_transfo_xl, "_file_problem", examined.append)
 
     def load(*args, **kwargs):
         raise raised

@@ -1,27 +1,19 @@
-"""How a model lies on disk: tensors in the legacy layout, its code and its card beside them; and how it is read back.
+"""How a model lies on disk: tensors in the legacy layout, its code beside them; and how it is read back.
 
 Tensors have the names and shapes of the legacy `transformers` model, so that its checkpoints load as they are, and
 what is saved loads there.
 """
 
-import filecmp
-import hashlib
-import json
-import mmap
 import os
 import shutil
-import struct
-import zipfile
-import zlib
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import torch
-from huggingface_hub import HfApi, ModelCard, ModelCardData
-from huggingface_hub.utils import HFValidationError, validate_repo_id
-from safetensors import SafetensorError, safe_open
+from huggingface_hub import HfApi, ModelCard
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import (
@@ -31,19 +23,11 @@ from transformers.conversion_mapping import (
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 from transformers.dynamic_module_utils import get_relative_import_files
 
+from .card_transfo_xl import CardedModel, is_generated
 from .configuration_transfo_xl import TransfoXLConfig
-from .unpickle_transfo_xl import (
-    Machine,
-    Name,
-    StandIn,
-    UnsafePickleError,
-    checksum_differs,
-    read_directory,
-    shown,
-)
-from .unpickle_transfo_xl import load as load_pickle
+from .damaged_transfo_xl import file_problems, packing_problem, weight_files
 
-__all__ = ["CheckpointError", "TransfoXLLayoutMixin", "is_repo_id", "model_card", "plain_markdown"]
+__all__ = ["CheckpointError", "TransfoXLLayoutModel"]
 
 # How much memory a head that a checkpoint lacks may take, beside twice the size of the checkpoint.
 NEW_BYTES = 1 << 30
@@ -119,102 +103,13 @@ AUTO_MAP = {
     "AutoModelForSequenceClassification": "modeling_transfo_xl.TransfoXLForSequenceClassification",
     "AutoModelForTokenClassification": "modeling_transfo_xl.TransfoXLForTokenClassification",
 }
-# The task under which the Hub lists a model. It cannot tell the task from code that comes with the model.
-TASKS = {
-    "AutoModel": "feature-extraction",
-    "AutoModelForCausalLM": "text-generation",
-    "AutoModelForSequenceClassification": "text-classification",
-    "AutoModelForTokenClassification": "token-classification",
-}
-# These fields of a card describe the weights, wherever they lie, so that a copy of the weights takes them along.
-CARRIED = ("base_model", "datasets", "eval_results", "language", "license", "model_name", "tags")
-MODEL_CARD = """---
-{metadata}
----
-
-# {title}
-
-A Transformer-XL model ([Dai et al., 2019](https://arxiv.org/abs/1901.02860)) with {config.n_layer} layers of width
-{config.d_model} over {inputs}, which remembers {config.mem_len} hidden states per layer
-(initial memory: {config.initial_memory}).
-{origin}
-The code is in this repository, so nothing needs to be installed beside `transformers`:
-
-```python
-from transformers import {imports}
-
-model = {auto_class}.from_pretrained({name}, trust_remote_code=True)
-{tokenizer}```
-
-{memory}\
-With the package `txl-hf` installed, `import txl_hf` takes the place of `trust_remote_code=True`. Lengths can be set
-when loading: `mem_len=640, clamp_len=400, same_length=True`.
-{training}"""
-# A card says this because most models that its reader knows remember nothing between calls.
-MEMORY = """\
-A call returns what it remembers, and the next one goes on from there, so that a text has any length:
-`outputs = model(first_ids)`, then `model(next_ids, mems=outputs.mems)`. `generate` does so by itself.
-
-"""
-# The last line of a generated card. Its digest tells whether somebody has written in the card since.
-SIGNATURE = "<!-- Generated ({digest}); replaced with the model until something is written here. -->\n"
-
-
-def model_card(
-    repo_id: str,
-    config: TransfoXLConfig,
-    auto_class: str,
-    origin: str = "",
-    tokenizer: bool = False,
-    tags: Iterable[str] = (),
-    training: str = "",
-    **data,
-) -> str:
-    """The card of a model: what it is, where it comes from, and how it is loaded.
-
-    Args:
-        repo_id (`str`): its name on the Hub, or its folder's. It may hold anything: it is escaped.
-        config ([`TransfoXLConfig`]): its configuration.
-        auto_class (`str`): the Auto class that loads it.
-        origin (`str`, *optional*): Markdown on where the weights come from, for instance with [`plain_markdown`].
-        tokenizer (`bool`, defaults to `False`): whether a tokenizer lies beside it.
-        tags (`Iterable[str]`, *optional*): tags beside those of the architecture.
-        training (`str`, *optional*): lines of Markdown on the training, for the end.
-        data: more of `huggingface_hub.ModelCardData`: language, license, datasets, base_model, eval_results, …
-    """
-    known = {"library_name": "transformers", "pipeline_tag": TASKS.get(auto_class)} | data
-    metadata = ModelCardData(tags=list(dict.fromkeys(["transformer-xl", config.model_type, *tags])), **known)
-    name = json.dumps(repo_id)
-    load_tokenizer = f"tokenizer = AutoTokenizer.from_pretrained({name}, trust_remote_code=True)\n"
-    return MODEL_CARD.format(
-        metadata=metadata.to_yaml(),
-        title=plain_markdown(repo_id),
-        config=config,
-        inputs=f"a vocabulary of {config.vocab_size}" if config.vocab_size else "vectors, without a vocabulary",
-        origin=f"\n{origin}\n" if origin else "",
-        imports=f"{auto_class}, AutoTokenizer" if tokenizer else auto_class,
-        auto_class=auto_class,
-        name=name,
-        tokenizer=load_tokenizer if tokenizer else "",
-        memory=MEMORY if auto_class == "AutoModelForCausalLM" and config.mem_len > 0 else "",
-        training=training,
-    )
-
-
-def plain_markdown(text: str) -> str:
-    """`text` for a page in Markdown, where it means itself, whatever it holds: no link, no HTML, no other heading."""
-    text = " ".join(text.split())
-    return "".join(
-        letter if letter.isalnum() or letter in " ./-_" else f"&#{ord(letter)};" if letter.isprintable() else "?"
-        for letter in text
-    )
 
 
 class CheckpointError(ValueError, RuntimeError):
     """A checkpoint that does not fit the model; `transformers` raises a RuntimeError where shapes differ."""
 
 
-class TransfoXLLayoutMixin(PreTrainedModel):
+class TransfoXLLayoutModel(CardedModel):
     """Loading from and saving in the legacy layout."""
 
     # The original keeps the frequencies of the sinusoids in its checkpoints, and legacy transformers a copy of shared
@@ -243,7 +138,7 @@ class TransfoXLLayoutMixin(PreTrainedModel):
                 # An argument is wrong. One damaged file in a thousand raises this too, and keeps torch's message.
                 raise
             # Files are also opened before `_load_pretrained_model`, to see their dtype.
-            problems = _file_problems(_weight_files(name, kwargs.get("subfolder", "")))
+            problems = file_problems(weight_files(name, kwargs.get("subfolder", "")))
             if not problems and isinstance(error, SafetensorError | UnpicklingError):  # of a file in the Hub's cache
                 problems = [f"{name}: its weights are truncated or damaged: download them again"]
             if not problems:
@@ -266,7 +161,7 @@ class TransfoXLLayoutMixin(PreTrainedModel):
     def _load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
         """As in `transformers`, which knows here which files it reads, be they in a folder or in the Hub's cache."""
         files = list(checkpoint_files or ()) if state_dict is None else []
-        if packed := [f"{file}: {problem}" for file in files if (problem := _packing_problem(file)) is not None]:
+        if packed := [f"{file}: {problem}" for file in files if (problem := packing_problem(file)) is not None]:
             raise CheckpointError("; ".join(packed))
         try:
             info, offload = PreTrainedModel._load_pretrained_model(
@@ -275,7 +170,7 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception:
-            if problems := _file_problems(files):
+            if problems := file_problems(files):
                 raise CheckpointError("; ".join(problems)) from None
             raise
         if info.mismatched_keys and not load_config.ignore_mismatched_sizes:
@@ -320,35 +215,41 @@ class TransfoXLLayoutMixin(PreTrainedModel):
             # Quantised matrices have scales and more beside them, which joining q, k and v would leave behind.
             kwargs["save_original_format"] = False
         card = Path(save_directory, "README.md")
-        # With `push_to_hub` transformers overwrites a card that somebody has written with one of its own.
-        pushes = kwargs.get("push_to_hub") and is_main_process
-        self._own_card = card.read_bytes() if pushes and card.is_file() and not _is_generated(card) else None
-        variant = f".{kwargs['variant']}" if kwargs.get("variant") else ""
-        whole = Path(save_directory, f"model{variant}.safetensors")
-        index = Path(save_directory, f"model.safetensors.index{variant}.json")
-        before = whole.stat().st_mtime_ns if whole.exists() else None
+        with ExitStack() as around:
+            around.enter_context(self._without_class_of_shards())
+            if is_main_process:
+                around.enter_context(_replacing_one_file(card.parent, kwargs.get("variant")))
+            if is_main_process and kwargs.get("push_to_hub"):
+                around.enter_context(self._keeping(card))
+            super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        if not is_main_process or self._is_adapted():
+            # An adapter is saved alone: the card of a whole model would not describe it.
+            return
+        _write_code(save_directory)
+        if not card.exists() or is_generated(card):
+            name = kwargs.get("repo_id") or Path(save_directory).name
+            self.write_model_card(card, name, **self._known_of_weights(card.parent, name))
+
+    @contextmanager
+    def _without_class_of_shards(self) -> Iterator[None]:
+        """torch gives a sharded model a class of its own, whose code would be saved in place of ours."""
         present_class = type(self)
-        # torch gives a sharded model a class of its own, whose code would be saved in place of ours.
         self.__class__ = next(cls for cls in present_class.__mro__ if not cls.__module__.startswith("torch."))
         try:
-            super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+            yield
         finally:
             self.__class__ = present_class
+
+    @contextmanager
+    def _keeping(self, card: Path) -> Iterator[None]:
+        """Keep a card that somebody has written: with `push_to_hub` transformers writes one of its own over it."""
+        self._own_card = card.read_bytes() if card.is_file() and not is_generated(card) else None
+        try:
+            yield
+        finally:
             if self._own_card is not None:
                 card.write_bytes(self._own_card)
             del self._own_card
-        is_old = before is not None and whole.exists() and whole.stat().st_mtime_ns == before
-        if is_main_process and is_old and index.exists():
-            # The single file is of an earlier model, and would be loaded instead of the shards just written.
-            whole.unlink()
-        if self._is_adapted():
-            # transformers has saved the adapter alone, which the card of a whole model would not describe.
-            return
-        if is_main_process:
-            _write_code(save_directory)
-        if is_main_process and (not card.exists() or _is_generated(card)):
-            name = kwargs.get("repo_id") or Path(save_directory).name
-            self.write_model_card(card, name, **self._known_of_weights(card.parent, name))
 
     def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args, **kwargs):
         # `transformers` has put a card there: that of the repository, which is kept where somebody has written in it,
@@ -360,9 +261,9 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         on_hub = HfApi(token=token).file_exists(repo_id, "README.md")
         # `save_pretrained` sets it where it pushes; `push_to_hub` has a folder of its own, without a card.
         own_card = getattr(self, "_own_card", None)
-        if own_card is not None and (not on_hub or _is_generated(card)):
+        if own_card is not None and (not on_hub or is_generated(card)):
             card.write_bytes(own_card)
-        elif not on_hub or _is_generated(card):
+        elif not on_hub or is_generated(card):
             known = self._known_of_weights(card.parent, repo_id)
             given = ModelCard.load(card).data.tags or []
             self.write_model_card(card, repo_id, **known | {"tags": [*known.get("tags", []), *given]})
@@ -372,57 +273,16 @@ class TransfoXLLayoutMixin(PreTrainedModel):
         """Whether transformers saves an adapter of the model, that of `add_adapter`, in place of the model."""
         return getattr(self, "_hf_peft_config_loaded", False)
 
-    def write_model_card(self, path: Path, repo_id: str, tags: Iterable[str] = (), **data):
-        """Write a card for the Hub: the model's task and size, and the code that loads it.
 
-        Args:
-            path: the file.
-            repo_id: the name under which the model will be loaded.
-            tags: tags beside those of the architecture.
-            data: `origin`, `training` and `tokenizer` of [`model_card`], the last by default whether a tokenizer lies
-                beside the card or where the model was loaded from; more of `huggingface_hub.ModelCardData`: language,
-                license, datasets, base_model, eval_results, …
-        """
-        beside = [path.parent] + [Path(self.name_or_path)] * bool(self.name_or_path)
-        data.setdefault("tokenizer", any((folder / "tokenizer_config.json").exists() for folder in beside))
-        card = model_card(repo_id, self.config, type(self)._auto_class or "AutoModel", tags=tags, **data)
-        path.write_text(card + SIGNATURE.format(digest=_digest(card)), encoding="utf-8")
-
-    def began_as(self, folder: Path, repo_id: str) -> dict[str, Any]:
-        """For [`write_model_card`] of a model that is not as it was loaded: what its weights began as.
-
-        Args:
-            folder: where the card will lie.
-            repo_id: the name under which the model will be loaded.
-
-        Returns:
-            `base_model`, where that is on the Hub; `origin`, a sentence, where it is in another folder, whose card may
-            know a `base_model`. Nothing for a model that was loaded from nowhere, or from where it is written.
-        """
-        source = Path(self.name_or_path)
-        if not self.name_or_path or self.name_or_path == repo_id or folder.resolve() == source.resolve():
-            return {}
-        if not source.is_dir():
-            return {"base_model": self.name_or_path} if is_repo_id(self.name_or_path) else {}
-        # The folder's card may name a model that its weights came from; they are others now.
-        origin = f"Its weights began as those of {plain_markdown(source.resolve().name)}."
-        base_model = _card_data(source / "README.md").get("base_model")
-        return {"origin": origin} | ({"base_model": base_model} if base_model else {})
-
-    def _known_of_weights(self, folder: Path, repo_id: str) -> dict[str, Any]:
-        """What the card in the folder that this model came from knows, its results among it, where the weights that
-        now lie in another one are the same, byte by byte; what they began as otherwise.
-        """
-        source = Path(self.name_or_path or folder)
-        weights = sorted(path.name for path in folder.glob("model*.safetensors"))
-        same = (source / "README.md").is_file() and not folder.samefile(source) and weights
-        if not same or not all((source / name).is_file() for name in weights):
-            return self.began_as(folder, repo_id)
-        if not all(filecmp.cmp(source / name, folder / name, shallow=False) for name in weights):
-            return self.began_as(folder, repo_id)
-        data = _card_data(source / "README.md")
-        origin = f"Its weights are those of {plain_markdown(source.resolve().name)}."
-        return {"origin": origin} | {name: data[name] for name in CARRIED if data.get(name)}
+@contextmanager
+def _replacing_one_file(folder: Path, variant: str | None) -> Iterator[None]:
+    """Remove a single file of weights beside shards that are written now: it would be loaded instead of them."""
+    suffix = f".{variant}" if variant else ""
+    whole, index = folder / f"model{suffix}.safetensors", folder / f"model.safetensors.index{suffix}.json"
+    before = whole.stat().st_mtime_ns if whole.exists() else None
+    yield
+    if index.exists() and whole.exists() and whole.stat().st_mtime_ns == before:
+        whole.unlink()
 
 
 def _write_code(folder: str | os.PathLike):
@@ -430,23 +290,6 @@ def _write_code(folder: str | os.PathLike):
     modeling = Path(__file__).with_name("modeling_transfo_xl.py")
     for file in (modeling, *map(Path, get_relative_import_files(modeling))):
         shutil.copyfile(file, Path(folder, file.name))
-
-
-def _card_data(card: Path) -> dict[str, Any]:
-    """The metadata of a card; nothing where there is none of the Hub's, whoever wrote it."""
-    try:
-        return vars(ModelCard.load(card).data)
-    except (OSError, ValueError):
-        return {}
-
-
-def is_repo_id(name: str) -> bool:
-    """Whether something on the Hub may have this name."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
 
 
 def _without_copies(
@@ -490,19 +333,6 @@ def _listed(names: Iterable[str], separator: str = ", ") -> str:
     return separator.join(names[:MOST_NAMES]) + more
 
 
-def _digest(card: str) -> str:
-    return hashlib.blake2b(card.encode(), digest_size=8).hexdigest()
-
-
-def _is_generated(path: Path) -> bool:
-    """Whether a card is as `write_model_card` left it, of whatever model."""
-    try:
-        *card, signature = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, ValueError):
-        return False
-    return signature == SIGNATURE.format(digest=_digest("".join(card)))
-
-
 def _from_disk_layout(state_dict: Mapping[str, Tensor], own: Container[str]) -> dict[str, Tensor]:
     """Names in memory for names on disk; what has its name in memory already, one of `own`, stays."""
     mapping = get_checkpoint_conversion_mapping(TransfoXLConfig.model_type)
@@ -524,91 +354,3 @@ def _from_disk_layout(state_dict: Mapping[str, Tensor], own: Container[str]) -> 
         for part, chunk in zip(parts, tensor.tensor_split(len(parts)), strict=True):
             converted[name.replace(converter.source_patterns[0], part)] = chunk
     return converted
-
-
-# ---- files that cannot be read ----
-
-
-class _Listing(Machine):
-    """Runs the pickle of a checkpoint for its errors alone; its tensors become stand-ins."""
-
-    def refer(self, identity: object) -> StandIn:
-        return StandIn(Name("torch", "Storage"))
-
-
-def _weight_files(name: str | os.PathLike | None, subfolder: str) -> list[str]:
-    if name is None or not os.path.isdir(name):
-        return []
-    folder = Path(name, subfolder)
-    patterns = ("pytorch_model*.bin", "*.safetensors", "*.index*.json")
-    return sorted(str(path) for pattern in patterns for path in folder.glob(pattern))
-
-
-def _file_problems(files: Iterable[str]) -> list[str]:
-    """What is wrong with files of weights, one sentence each that begins with the file."""
-    return [f"{file}: {problem}" for file in files if (problem := _file_problem(file)) is not None]
-
-
-def _file_problem(file: str) -> str | None:
-    if not Path(file).exists():
-        # transformers names a file that it looked for in vain.
-        return None
-    if file.endswith(".json"):
-        return _index_problem(file)
-    if file.endswith(".safetensors"):
-        try:
-            with safe_open(file, "pt"):
-                return None
-        except (SafetensorError, OSError) as error:
-            return f"truncated or damaged ({error}): copy or download it again"
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
-        try:
-            load_pickle(file, _Listing())
-        except UnsafePickleError as problem:
-            reason = str(problem).removeprefix(f"{Path(file).name}: ").removeprefix(f"{Path(file).name} ")
-        except OSError as problem:
-            reason = str(problem)
-        else:
-            reason = f"torch raises {type(error).__name__}"
-        return f"truncated or damaged, or no checkpoint: {reason}"
-    if not isinstance(state, dict) or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        return "no checkpoint, which is a dictionary of tensors"
-    return None
-
-
-def _index_problem(file: str) -> str | None:
-    """What is wrong with the list of weights in several files."""
-    try:
-        index = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        return f"truncated or damaged ({error}): copy or download it again"
-    parts = [index.get(name) for name in ("metadata", "weight_map")] if isinstance(index, dict) else []
-    if not all(isinstance(part, dict) for part in parts) or not parts:
-        return "no index of weights, which is a JSON object with the objects metadata and weight_map"
-    return None
-
-
-def _packing_problem(file: str) -> str | None:
-    """What is wrong with an archive that torch would map all the same, and load as weights whatever is there."""
-    try:
-        if file.endswith(".safetensors") or not zipfile.is_zipfile(file):
-            return None
-    except zipfile.BadZipFile as error:  # from the question itself, which loading would ask again
-        return f"truncated or damaged ({error}): copy or download it again"
-    with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        try:
-            records = read_directory(Path(file), data)
-        except UnsafePickleError as error:
-            return f"{error}; unpack it and write it with torch.save"
-        except (zipfile.BadZipFile, ValueError, struct.error):
-            return None  # loading the file will say what is wrong
-        with memoryview(data) as content:
-            for record in records.values():
-                with content[record.begin : record.begin + record.length] as part:
-                    if checksum_differs(zlib.crc32(part), record.checksum):
-                        return (
-                            f"damaged: the checksum of record {shown(record.name)} does not match; download it again"
-                        )
-    return None

@@ -7,10 +7,10 @@ import torch
 from huggingface_hub.constants import CONFIG_NAME
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from .card_transfo_xl import is_repo_id
 from .configuration_transfo_xl import TransfoXLConfig
 from .corpora import CorpusError
 from .files import MANIFEST_NAME
-from .layout_transfo_xl import is_repo_id
 from .modeling_transfo_xl import TransfoXLForCausalLM
 
 __all__ = ["check_model_folder", "find_device", "load_config", "load_language_model"]

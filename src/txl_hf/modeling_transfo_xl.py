@@ -46,7 +46,7 @@ from .configuration_transfo_xl import TransfoXLConfig
 from .dropout_transfo_xl import drop, relu_and_drop
 from .generation_transfo_xl import TransfoXLGenerationMixin
 from .inputs_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, check_tensors, packed_starts
-from .layout_transfo_xl import TransfoXLLayoutMixin
+from .layout_transfo_xl import TransfoXLLayoutModel
 from .linear_transfo_xl import project, project_after, rounded, working_dtype
 from .memory_transfo_xl import (
     FilledLengths,
@@ -376,7 +376,7 @@ def _join(entered: Tensor, returned: Tensor, gate: TransfoXLGate | None) -> Tens
     return entered + returned if gate is None else gate(entered, returned.relu())
 
 
-class TransfoXLPreTrainedModel(TransfoXLLayoutMixin):
+class TransfoXLPreTrainedModel(TransfoXLLayoutModel):
     """What all models have: loading and saving, initial weights, a vocabulary that grows, a memory to begin with."""
 
     config: TransfoXLConfig

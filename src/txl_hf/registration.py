@@ -160,7 +160,7 @@ def _give_cards(module: ModuleType) -> None:
         layout = sys.modules.get(f"{_PACKAGE}.layout_transfo_xl")
         if layout is not None:
             model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            if isinstance(model, layout.TransfoXLLayoutMixin):
+            if isinstance(model, layout.TransfoXLLayoutModel):
                 from . import trainer_cards
 
                 return trainer_cards.create_model_card(self, model, *args, **kwargs)

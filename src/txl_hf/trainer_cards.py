@@ -8,8 +8,9 @@ from typing import Any
 from transformers import Trainer
 from transformers.modelcard import TrainingSummary
 
+from .card_transfo_xl import plain_markdown
 from .cards import results_of_folder
-from .layout_transfo_xl import TransfoXLLayoutMixin, plain_markdown
+from .layout_transfo_xl import TransfoXLLayoutModel
 from .trainer import HELD_OUT, TransfoXLTrainer, evaluations_of_now
 
 __all__ = ["create_model_card"]
@@ -20,7 +21,7 @@ PROCEDURE = "\n## Training procedure\n"
 
 def create_model_card(
     trainer: Trainer,
-    model: TransfoXLLayoutMixin,
+    model: TransfoXLLayoutModel,
     language: str | None = None,
     license: str | None = None,
     tags: str | list[str] | None = None,

@@ -1,0 +1,192 @@
+"""The card of a model: what it is, where it comes from and how it is loaded, on a page beside the weights."""
+
+import filecmp
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+from transformers import PreTrainedModel
+
+from .configuration_transfo_xl import TransfoXLConfig
+
+__all__ = ["CardedModel", "is_generated", "is_repo_id", "model_card", "plain_markdown"]
+
+# The task under which the Hub lists a model. It cannot tell the task from code that comes with the model.
+TASKS = {
+    "AutoModel": "feature-extraction",
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+}
+# These fields of a card describe the weights, wherever they lie, so that a copy of the weights takes them along.
+CARRIED = ("base_model", "datasets", "eval_results", "language", "license", "model_name", "tags")
+MODEL_CARD = """---
+{metadata}
+---
+
+# {title}
+
+A Transformer-XL model ([Dai et al., 2019](https://arxiv.org/abs/1901.02860)) with {config.n_layer} layers of width
+{config.d_model} over {inputs}, which remembers {config.mem_len} hidden states per layer
+(initial memory: {config.initial_memory}).
+{origin}
+The code is in this repository, so nothing needs to be installed beside `transformers`:
+
+```python
+from transformers import {imports}
+
+model = {auto_class}.from_pretrained({name}, trust_remote_code=True)
+{tokenizer}```
+
+{memory}\
+With the package `txl-hf` installed, `import txl_hf` takes the place of `trust_remote_code=True`. Lengths can be set
+when loading: `mem_len=640, clamp_len=400, same_length=True`.
+{training}"""
+# A card says this because most models that its reader knows remember nothing between calls.
+MEMORY = """\
+A call returns what it remembers, and the next one goes on from there, so that a text has any length:
+`outputs = model(first_ids)`, then `model(next_ids, mems=outputs.mems)`. `generate` does so by itself.
+
+"""
+# The last line of a generated card. Its digest tells whether somebody has written in the card since.
+SIGNATURE = "<!-- Generated ({digest}); replaced with the model until something is written here. -->\n"
+
+
+def model_card(
+    repo_id: str,
+    config: TransfoXLConfig,
+    auto_class: str,
+    origin: str = "",
+    tokenizer: bool = False,
+    tags: Iterable[str] = (),
+    training: str = "",
+    **data,
+) -> str:
+    """The card of a model: what it is, where it comes from, and how it is loaded.
+
+    Args:
+        repo_id (`str`): its name on the Hub, or its folder's. It may hold anything: it is escaped.
+        config ([`TransfoXLConfig`]): its configuration.
+        auto_class (`str`): the Auto class that loads it.
+        origin (`str`, *optional*): Markdown on where the weights come from, for instance with [`plain_markdown`].
+        tokenizer (`bool`, defaults to `False`): whether a tokenizer lies beside it.
+        tags (`Iterable[str]`, *optional*): tags beside those of the architecture.
+        training (`str`, *optional*): lines of Markdown on the training, for the end.
+        data: more of `huggingface_hub.ModelCardData`: language, license, datasets, base_model, eval_results, …
+    """
+    known = {"library_name": "transformers", "pipeline_tag": TASKS.get(auto_class)} | data
+    metadata = ModelCardData(tags=list(dict.fromkeys(["transformer-xl", config.model_type, *tags])), **known)
+    name = json.dumps(repo_id)
+    load_tokenizer = f"tokenizer = AutoTokenizer.from_pretrained({name}, trust_remote_code=True)\n"
+    return MODEL_CARD.format(
+        metadata=metadata.to_yaml(),
+        title=plain_markdown(repo_id),
+        config=config,
+        inputs=f"a vocabulary of {config.vocab_size}" if config.vocab_size else "vectors, without a vocabulary",
+        origin=f"\n{origin}\n" if origin else "",
+        imports=f"{auto_class}, AutoTokenizer" if tokenizer else auto_class,
+        auto_class=auto_class,
+        name=name,
+        tokenizer=load_tokenizer if tokenizer else "",
+        memory=MEMORY if auto_class == "AutoModelForCausalLM" and config.mem_len > 0 else "",
+        training=training,
+    )
+
+
+def plain_markdown(text: str) -> str:
+    """`text` for a page in Markdown, where it means itself, whatever it holds: no link, no HTML, no other heading."""
+    text = " ".join(text.split())
+    return "".join(
+        letter if letter.isalnum() or letter in " ./-_" else f"&#{ord(letter)};" if letter.isprintable() else "?"
+        for letter in text
+    )
+
+
+class CardedModel(PreTrainedModel):
+    """A model that writes its own card."""
+
+    def write_model_card(self, path: Path, repo_id: str, tags: Iterable[str] = (), **data):
+        """Write a card for the Hub: the model's task and size, and the code that loads it.
+
+        Args:
+            path: the file.
+            repo_id: the name under which the model will be loaded.
+            tags: tags beside those of the architecture.
+            data: `origin`, `training` and `tokenizer` of [`model_card`], the last by default whether a tokenizer lies
+                beside the card or where the model was loaded from; more of `huggingface_hub.ModelCardData`: language,
+                license, datasets, base_model, eval_results, …
+        """
+        beside = [path.parent] + [Path(self.name_or_path)] * bool(self.name_or_path)
+        data.setdefault("tokenizer", any((folder / "tokenizer_config.json").exists() for folder in beside))
+        card = model_card(repo_id, self.config, type(self)._auto_class or "AutoModel", tags=tags, **data)
+        path.write_text(card + SIGNATURE.format(digest=_digest(card)), encoding="utf-8")
+
+    def began_as(self, folder: Path, repo_id: str) -> dict[str, Any]:
+        """For [`write_model_card`] of a model that is not as it was loaded: what its weights began as.
+
+        Args:
+            folder: where the card will lie.
+            repo_id: the name under which the model will be loaded.
+
+        Returns:
+            `base_model`, where that is on the Hub; `origin`, a sentence, where it is in another folder, whose card may
+            know a `base_model`. Nothing for a model that was loaded from nowhere, or from where it is written.
+        """
+        source = Path(self.name_or_path)
+        if not self.name_or_path or self.name_or_path == repo_id or folder.resolve() == source.resolve():
+            return {}
+        if not source.is_dir():
+            return {"base_model": self.name_or_path} if is_repo_id(self.name_or_path) else {}
+        # The folder's card may name a model that its weights came from; they are others now.
+        origin = f"Its weights began as those of {plain_markdown(source.resolve().name)}."
+        base_model = _card_data(source / "README.md").get("base_model")
+        return {"origin": origin} | ({"base_model": base_model} if base_model else {})
+
+    def _known_of_weights(self, folder: Path, repo_id: str) -> dict[str, Any]:
+        """What the card in the folder that this model came from knows, its results among it, where the weights that
+        now lie in another one are the same, byte by byte; what they began as otherwise.
+        """
+        source = Path(self.name_or_path or folder)
+        weights = sorted(path.name for path in folder.glob("model*.safetensors"))
+        same = (source / "README.md").is_file() and not folder.samefile(source) and weights
+        if not same or not all((source / name).is_file() for name in weights):
+            return self.began_as(folder, repo_id)
+        if not all(filecmp.cmp(source / name, folder / name, shallow=False) for name in weights):
+            return self.began_as(folder, repo_id)
+        data = _card_data(source / "README.md")
+        origin = f"Its weights are those of {plain_markdown(source.resolve().name)}."
+        return {"origin": origin} | {name: data[name] for name in CARRIED if data.get(name)}
+
+
+def _card_data(card: Path) -> dict[str, Any]:
+    """The metadata of a card; nothing where there is none of the Hub's, whoever wrote it."""
+    try:
+        return vars(ModelCard.load(card).data)
+    except (OSError, ValueError):
+        return {}
+
+
+def is_repo_id(name: str) -> bool:
+    """Whether something on the Hub may have this name."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _digest(card: str) -> str:
+    return hashlib.blake2b(card.encode(), digest_size=8).hexdigest()
+
+
+def is_generated(path: Path) -> bool:
+    """Whether a card is as `write_model_card` left it, of whatever model."""
+    try:
+        *card, signature = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, ValueError):
+        return False
+    return signature == SIGNATURE.format(digest=_digest("".join(card)))
