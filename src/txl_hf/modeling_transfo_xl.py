@@ -488,8 +488,7 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutModel):
         """Remember `mem_len` states from now on; the caller cuts longer mems.
 
         Raises:
-            ValueError: `mem_len` is negative or no integer, or the model's positions allow no memory. The model is as
-                it was.
+            ValueError: `mem_len` is negative, or the model's positions allow no memory. The model is as it was.
         """
         previous, self.config.mem_len = self.config.mem_len, mem_len
         try:
