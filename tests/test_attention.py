@@ -118,9 +118,13 @@ def test_other_functions_are_refused_by_name(make_model, name):
 
 
 @pytest.mark.parametrize("keys", [37, 1 << 14])
-@pytest.mark.parametrize("implementation", ["auto", "eager", "sdpa", "flex_attention"])
-def test_one_query_takes_keys_in_another_order(implementation, keys):
-    """As a static cache has them, whatever the default finds fastest for so many."""
+@pytest.mark.parametrize("implementation", [*RELATIVE_ATTENTION_FUNCTIONS, "entered", "registered"])
+def test_one_query_takes_keys_in_another_order(implementation, keys, monkeypatch):
+    """As a static cache has them, whatever the default finds fastest for so many. A backend that knows of no order, as
+    one that a user has entered among ours, is given none."""
+    monkeypatch.setitem(RELATIVE_ATTENTION_FUNCTIONS, "entered", lambda inputs: pytest.fail("knows of no order"))
+    monkeypatch.setitem(AttentionInterface._global_mapping, "registered", plain_attention)
+    monkeypatch.setattr(plain_attention, "called_by", [], raising=False)
     tensors, _ = draw((1, 2, 1, keys - 1, 8))
     tensors = {name: tensor.detach() for name, tensor in tensors.items() if name != "rel_bias"}
     order = torch.randperm(keys, generator=torch.Generator().manual_seed(1))

@@ -207,8 +207,6 @@ def _why_not_tiled(inputs: AttentionInputs) -> str | None:
         return "tiles are not computed in torch.float16"
     if inputs.rel_key is None or inputs.rel_bias is not None:
         return "tiles are for sinusoidal relative positions only"
-    if inputs.order is not None:
-        return "tiles take keys in order of time"
     if not is_plain(inputs.query, inputs.key, inputs.value, inputs.rel_key):
         return "a loop over heads and rows is no graph, and nothing for torch.func or forward mode"
     if len({states.dtype for states in (inputs.query, inputs.key, inputs.value, inputs.rel_key)}) > 1:
@@ -275,7 +273,7 @@ def _fastest(inputs: AttentionInputs) -> str:
     trained = mapped or _needs_gradient(query) or inputs.dropout > 0
     # Small tiles are done sooner all at once.
     large = query.shape[2] * inputs.key.shape[2] >= 1 << 14
-    if large and _why_not_tiled(inputs) is None and _tiles_pay(query.dtype, trained):
+    if large and why_not("txl_tiles", inputs) is None and _tiles_pay(query.dtype, trained):
         return "txl_tiles"
     # With a mask that needs a gradient, PyTorch has no fused path on CPU, and its plain one is slower than ours.
     return "eager" if trained or _is_read_plainly(query, inputs.key) else "sdpa"
@@ -399,6 +397,8 @@ _WHY_NOT: dict[str, Callable[[AttentionInputs], str | None]] = {
 
 def why_not(implementation: str, inputs: AttentionInputs) -> str | None:
     """The reason why a backend cannot take these inputs, so that the default does; None if it can."""
+    if inputs.order is not None and not follows_order(implementation):
+        return "it takes keys in order of time"
     return _WHY_NOT[implementation](inputs) if implementation in _WHY_NOT else None
 
 
@@ -473,8 +473,8 @@ def relative_attention(
         first_key: (B, L) int, the first key that a query sees, because a document begins there: it never decreases
             along a row, nor exceeds the query's own key. None: 0.
         order: (K,) int, with L = 1: the place in time of each key and value, 0 the oldest, where these lie in another
-            order, as in a ring; `rel_key`, mask and first key are in order of time. For backends that `follows_order`
-            names. None: keys and values are in order of time.
+            order, as in a ring; `rel_key`, mask and first key are in order of time. Where a backend takes none
+            (`follows_order`), the default does. None: keys and values are in order of time.
         hidden: what `hidden_keys` says of mask, window, first keys and order, where many layers share them. None: it
             is asked here, by backends that want to know.
         scaling: factor of all scores, by default Dh ** -0.5.
