@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -915,46 +916,18 @@ if triton is not None:
     @torch.library.custom_op(
         f"{_NAMESPACE}::relative_attention", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)"
     )
-    def relative_attention_op(
-        query,
-        key,
-        value,
-        rel_key,
-        content_bias,
-        position_bias,
-        rel_bias,
-        key_mask,
-        first_key,
-        kept,
-        window,
-        scaling,
-        dropout,
-    ):
+    def relative_attention_op(*inputs):
         """The attended values, and log2 of the softmax's denominators (B, H, L) for the backward pass.
 
         An operator to PyTorch, so that torch.compile takes it as it is.
         """
-        shared = _shared_arguments(
-            query,
-            key,
-            value,
-            rel_key,
-            content_bias,
-            position_bias,
-            rel_bias,
-            key_mask,
-            first_key,
-            kept,
-            window,
-            scaling,
-            dropout,
-        )
-        B, H, L, D = query.shape
+        query = inputs[0]
+        B, H, L, _ = query.shape
         output, log_sum = _empty_output(query)
         tile = _tile("forward", query)
         with torch.cuda.device_of(query):
             _forward_kernel[(triton.cdiv(L, tile["BLOCK_M"]) * B * H,)](
-                **shared, output=output, log_sum=log_sum, output_strides=_strides(output), **tile
+                **_shared_arguments(*inputs), output=output, log_sum=log_sum, output_strides=_strides(output), **tile
             )
         return output, log_sum
 
@@ -968,56 +941,23 @@ if triton is not None:
         schema=f"({_SCHEMA}, Tensor output, Tensor log_sum, Tensor d_output, bool[] needed)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     )
-    def relative_attention_backward_op(
-        query,
-        key,
-        value,
-        rel_key,
-        content_bias,
-        position_bias,
-        rel_bias,
-        key_mask,
-        first_key,
-        kept,
-        window,
-        scaling,
-        dropout,
-        output,
-        log_sum,
-        d_output,
-        needed,
-    ):
+    def relative_attention_backward_op(*arguments):
         """Gradients of the first seven arguments; an empty tensor for one that is None or not needed."""
-        shared = _shared_arguments(
-            query,
-            key,
-            value,
-            rel_key,
-            content_bias,
-            position_bias,
-            rel_bias,
-            key_mask,
-            first_key,
-            kept,
-            window,
-            scaling,
-            dropout,
-        )
+        *inputs, output, log_sum, d_output, needed = arguments
+        (query, key, value, *shared_by_batch), scaling = inputs[:7], inputs[-2]
         d_query, d_key, d_value = _empty_gradients(query, key, value)
-        shared |= _backward_arguments(log_sum, d_output, scaling)
+        shared = _shared_arguments(*inputs) | _backward_arguments(log_sum, d_output, scaling)
         with torch.cuda.device_of(query):
-            sums = _launch_backward_query(
-                shared, output, d_query, (rel_key, content_bias, position_bias, rel_bias), needed[3:]
-            )
+            sums = _launch_backward_query(shared, output, d_query, shared_by_batch, needed[3:])
             if needed[1] or needed[2]:
                 # After the other, which leaves delta behind.
                 _launch_backward_key(shared, d_key, d_value)
         return d_query, d_key, d_value, *sums
 
     @relative_attention_backward_op.register_fake
-    def _(query, key, value, rel_key, content_bias, position_bias, rel_bias, *rest):
-        needed = rest[-1]
-        shared_by_batch = (rel_key, content_bias, position_bias, rel_bias)
+    def _(*arguments):
+        query, key, value, *shared_by_batch = arguments[:7]
+        needed = arguments[-1]
         return (
             *_empty_gradients(query, key, value),
             *(
@@ -1029,7 +969,7 @@ if triton is not None:
         )
 
     def _launch_backward_query(
-        shared: dict, output: Tensor, d_query: Tensor, tensors: tuple[Tensor | None, ...], needed: list[bool]
+        shared: dict, output: Tensor, d_query: Tensor, tensors: Sequence[Tensor | None], needed: list[bool]
     ) -> list[Tensor]:
         """Fill `d_query` and delta; return the gradients of rel_key and the biases, empty where not needed."""
         query = shared["query"]
