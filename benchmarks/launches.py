@@ -243,15 +243,15 @@ class Losses(torch.autograd.Function):
         weight, bias, bins, *rest = inputs
         hidden, (targets, head_targets, clusters, order, ends, *constants, vocab_size, _) = rest[:bins], rest[bins:]
         tensors = (weight, bias, list(hidden), targets, head_targets, clusters, order, ends)
-        losses, *ctx.kept = adaptive._compute_losses(*tensors, *constants, vocab_size, True)
-        ctx.given = *tensors, *constants
+        ctx.table = adaptive._Table(*tensors, *constants)
+        losses, *ctx.kept = adaptive._compute_losses(ctx.table, vocab_size, True)
         return losses
 
     @staticmethod
     def backward(ctx, gradient):
-        grads = adaptive._compute_gradients(*ctx.given, *ctx.kept, gradient, [True, True])
+        grads = adaptive._compute_gradients(ctx.table, *ctx.kept, gradient, [True, True])
         weight, bias, clusters, hidden = grads
-        clusters = None if ctx.given[5] is None else clusters
+        clusters = None if ctx.table.clusters is None else clusters
         return weight, bias, None, *hidden, None, None, clusters, *(None,) * 7
 
 

@@ -417,25 +417,32 @@ class _Task(NamedTuple):
         return tensor.new_zeros(total, *tensor.shape[1:]).index_copy(0, self.rows, tensor)
 
 
-def _tasks(
-    hidden_states: list[Tensor],
-    targets: Tensor,
-    head_targets: Tensor | None,
-    clusters: Tensor | None,
-    order: Tensor,
-    ends: list[int],
-    bins: list[int],
-    ranges: list[int],
-    starts: list[int],
-) -> Iterator[_Task]:
-    """One for each bin of a table."""
+class _Table(NamedTuple):
+    """A table, its bins and their tokens: what both operators are given first. See `losses_of_bins`."""
+
+    weight: Tensor
+    bias: Tensor
+    hidden_states: list[Tensor]
+    targets: Tensor
+    head_targets: Tensor | None
+    clusters: Tensor | None
+    order: Tensor
+    ends: Tensor
+    bins: list[int]
+    ranges: list[int]
+    starts: list[int]
+
+
+def _tasks(table: _Table, ends: list[int]) -> Iterator[_Task]:
+    """One for each bin of a table, whose `ends` are numbers here."""
     ignored, *ends = ends[1:]
-    for i, states, first, last, start in zip(bins, hidden_states, ranges[::2], ranges[1::2], starts, strict=True):
+    blocks = map(slice, table.ranges[::2], table.ranges[1::2])
+    for i, states, block, start in zip(table.bins, table.hidden_states, blocks, table.starts, strict=True):
         # The head has every token that counts; it need not have them in order.
-        rows = order[ends[i] : ends[i + 1]] if i > 0 else order[ignored:] if ignored else None
-        columns = targets if i > 0 or head_targets is None else head_targets
-        task = _Task(rows, slice(first, last), states, columns, start, None)
-        of_cluster = None if i > 0 or clusters is None else task.pick(clusters)
+        rows = table.order[ends[i] : ends[i + 1]] if i > 0 else table.order[ignored:] if ignored else None
+        columns = table.targets if i > 0 or table.head_targets is None else table.head_targets
+        task = _Task(rows, block, states, columns, start, None)
+        of_cluster = None if i > 0 or table.clusters is None else task.pick(table.clusters)
         yield task._replace(hidden_states=task.pick(states), targets=task.pick(columns), clusters=of_cluster)
 
 
@@ -448,36 +455,22 @@ def _read_ends(ends: Tensor, targets: Tensor, vocab_size: int) -> list[int]:
     return counts
 
 
-def _compute_losses(
-    weight: Tensor,
-    bias: Tensor,
-    hidden_states: list[Tensor],
-    targets: Tensor,
-    head_targets: Tensor | None,
-    clusters: Tensor | None,
-    order: Tensor,
-    ends: Tensor,
-    bins: list[int],
-    ranges: list[int],
-    starts: list[int],
-    vocab_size: int,
-    keeps: bool,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _compute_losses(table: _Table, vocab_size: int, keeps: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     """See `losses_of_bins`."""
-    counts = _read_ends(ends, targets, vocab_size)
-    wide = _wide_dtype(hidden_states[0])
+    targets = table.targets
+    wide = _wide_dtype(table.hidden_states[0])
     losses: Tensor | None = None
     # For each bin what is known of the softmax of its tokens: log of the denominator, and the target's logit.
-    statistics = targets.new_full((2, len(bins), len(targets)), -torch.inf, dtype=wide)
-    all_kept: list[Tensor] = []
-    with torch.autocast(weight.device.type, enabled=False):
-        for task in _tasks(hidden_states, targets, head_targets, clusters, order, counts, bins, ranges, starts):
-            of_task = statistics[:, len(all_kept), : len(task.targets)]
-            kept = task.hidden_states.new_empty(0)
-            keep = keeps and _may_be_kept(task)
-            for columns, logits, column_bias in _blocks(weight, bias, task, whole=keep):
-                if keep and columns.start == 0:
-                    kept = logits
+    statistics = targets.new_full((2, len(table.bins), len(targets)), -torch.inf, dtype=wide)
+    kept: list[Tensor] = []
+    with torch.autocast(table.weight.device.type, enabled=False):
+        for task in _tasks(table, _read_ends(table.ends, targets, vocab_size)):
+            of_task = statistics[:, len(kept), : len(task.targets)]
+            whole, kept_of_task = keeps and _may_be_kept(task), task.hidden_states.new_empty(0)
+            for columns, logits, column_bias in _blocks(table.weight, table.bias, task, whole=whole):
+                # The block behind it is the clusters, which are there anyway.
+                if whole and columns.start == 0:
+                    kept_of_task = logits
                 first = task.start + columns.start
                 if fuses(task.hidden_states):
                     add_statistics(logits, column_bias, task.targets, of_task, first)
@@ -489,37 +482,22 @@ def _compute_losses(
             else:
                 assert task.rows is not None, "only the head has every token, and it comes first"
                 losses.index_add_(0, task.rows, loss)
-            all_kept.append(kept)
+            kept.append(kept_of_task)
     assert losses is not None, "a table has a bin"
-    return losses, statistics[0], all_kept if keeps else []
+    return losses, statistics[0], kept if keeps else []
 
 
 def _compute_gradients(
-    weight: Tensor,
-    bias: Tensor,
-    hidden_states: list[Tensor],
-    targets: Tensor,
-    head_targets: Tensor | None,
-    clusters: Tensor | None,
-    order: Tensor,
-    ends: Tensor,
-    bins: list[int],
-    ranges: list[int],
-    starts: list[int],
-    normalizers: Tensor,
-    kept: list[Tensor],
-    gradient: Tensor,
-    wanted: list[bool],
+    table: _Table, normalizers: Tensor, kept: list[Tensor], gradient: Tensor, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """See `gradients_of_bins`."""
+    weight, bias, total = table.weight, table.bias, len(table.targets)
     # The ranges cover the table, so that every row is written.
     grad_weight = torch.empty_like(weight) if wanted[0] else weight.new_empty(0)
     grad_bias = torch.empty_like(bias) if wanted[1] else bias.new_empty(0)
     grad_clusters, grad_states = weight.new_empty(0), []
-    counts = ends.tolist()
     with torch.autocast(weight.device.type, enabled=False):
-        tasks = _tasks(hidden_states, targets, head_targets, clusters, order, counts, bins, ranges, starts)
-        for k, task in enumerate(tasks):
+        for k, task in enumerate(_tasks(table, table.ends.tolist())):
             hidden, fused = task.hidden_states, fuses(task.hidden_states)
             grad_hidden: Tensor | None = None
             normalizer, grad_loss = normalizers[k, : len(hidden)], task.pick(gradient)
@@ -534,23 +512,23 @@ def _compute_gradients(
                     grad_logits = logits if spare else torch.empty_like(logits)
                     sums = _write_gradient(logits, *given, grad_logits, first, wanted[1])
                 if task.clusters is not None and columns.start >= task.block.stop - task.block.start:
-                    grad_clusters = task.place(grad_logits.to(task.clusters.dtype), len(targets))
+                    grad_clusters = task.place(grad_logits.to(task.clusters.dtype), total)
                     continue
                 rows = slice(task.block.start + columns.start, task.block.start + columns.stop)
                 if wanted[1]:
                     grad_bias[rows] = sums.sum(0)
-                table = weight[rows].to(hidden.dtype)
-                words = len(table)
+                part = weight[rows].to(hidden.dtype)
+                words = len(part)
                 if fused:
-                    table, grad_logits = padded_rows(table), with_padding(grad_logits)
-                share = product(grad_logits, table.T)
+                    part, grad_logits = padded_rows(part), with_padding(grad_logits)
+                share = product(grad_logits, part.T)
                 grad_hidden = share if grad_hidden is None else grad_hidden.to(normalizer.dtype).add_(share)
-                if wanted[0] and grad_weight.dtype == hidden.dtype and len(table) == words:
+                if wanted[0] and grad_weight.dtype == hidden.dtype and len(part) == words:
                     torch.mm(grad_logits.T, hidden, out=grad_weight[rows])
                 elif wanted[0]:
                     grad_weight[rows] = (grad_logits.T @ hidden)[:words]
             assert grad_hidden is not None, "a bin has tokens"
-            grad_states.append(task.place(grad_hidden.to(hidden.dtype), len(targets)))
+            grad_states.append(task.place(grad_hidden.to(hidden.dtype), total))
     return grad_weight, grad_bias, grad_clusters, grad_states
 
 
@@ -681,7 +659,7 @@ def losses_of_bins(*inputs):
     Raises:
         ValueError: a target is neither -100 nor a token.
     """
-    return _compute_losses(*inputs)
+    return _compute_losses(_Table(*inputs[:11]), *inputs[11:])
 
 
 @losses_of_bins.register_fake
@@ -703,7 +681,7 @@ def gradients_of_bins(*inputs):
         normalizers, kept: what `losses_of_bins` has returned. gradient: (N,), of its losses.
         wanted: whether those of weight and bias are.
     """
-    return _compute_gradients(*inputs)
+    return _compute_gradients(_Table(*inputs[:11]), *inputs[11:])
 
 
 @gradients_of_bins.register_fake
