@@ -302,3 +302,9 @@ def test_help_needs_no_extra_or_says_which(command, tmp_path):
         assert process.stderr == 'error: yaml is not installed: pip install "txl-hf[train]"\n'
     else:
         assert "usage: " in process.stdout
+
+
+def test_an_import_watches_no_optimiser():
+    """The hooks are of all optimisers of the process; a cache that keeps what weights project is what needs one."""
+    code = "import txl_hf.trainer; from torch.optim import optimizer; print([*optimizer._global_optimizer_post_hooks])"
+    assert run_script("-c", code).stdout == "[]\n"

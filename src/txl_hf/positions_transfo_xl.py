@@ -7,6 +7,7 @@ score per distance (`rel_bias`), a key per distance (`rel_key`), or both.
 Letters: B batch, L segment, K = m + L keys (memory, then segment), D = `d_model`, H heads, Dh head width.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -67,7 +68,10 @@ def _count_step(*_: Any) -> None:
     _optimizer_steps += 1
 
 
-register_optimizer_step_post_hook(_count_step)
+@functools.cache
+def _watch_optimizers() -> None:
+    """Let every optimiser of the process count its steps, from the first call on."""
+    register_optimizer_step_post_hook(_count_step)
 
 
 @dataclass
@@ -93,6 +97,7 @@ class KeptDistances:
         """
         known = layer in self.rel_keys
         if isinstance(weight, Tensor) and not torch.compiler.is_compiling():
+            _watch_optimizers()
             # A tensor of inference mode counts no versions.
             version = -1 if weight.is_inference() else weight._version, _optimizer_steps
             before = self.weights.get(layer)
