@@ -13,23 +13,27 @@ from .files import code_span
 from .layout import Checkpoint, ConversionError, Source, fields_from_shapes, map_names
 from .tf_checkpoint import TensorBundle
 
-# Variable under `transformer/` (tf/model.py), tensor of the legacy layout, what changes.
-TABLE = [
-    ("adaptive_embed/lookup_table", "transformer.word_emb.emb_layers.0.weight", None),
-    ("adaptive_embed/proj_W", "transformer.word_emb.emb_projs.0", Source.transposed),
-    ("adaptive_embed/cutoff_{i}/lookup_table", "transformer.word_emb.emb_layers.{i}.weight", None),
-    ("adaptive_embed/cutoff_{i}/proj_W", "transformer.word_emb.emb_projs.{i}", Source.transposed),
+# Variable under `transformer/` (tf/model.py), tensor of the legacy layout, what changes. These are also those of what
+# derives from this original, which names the others differently.
+LAYERS = [
     ("r_w_bias", "transformer.r_w_bias", None),
     ("r_r_bias", "transformer.r_r_bias", None),
     ("layer_{l}/rel_attn/qkv/kernel", "transformer.layers.{l}.dec_attn.qkv_net.weight", Source.transposed),
     ("layer_{l}/rel_attn/r/kernel", "transformer.layers.{l}.dec_attn.r_net.weight", Source.transposed),
     ("layer_{l}/rel_attn/o/kernel", "transformer.layers.{l}.dec_attn.o_net.weight", Source.transposed),
-    ("layer_{l}/rel_attn/LayerNorm/gamma", "transformer.layers.{l}.dec_attn.layer_norm.weight", None),
-    ("layer_{l}/rel_attn/LayerNorm/beta", "transformer.layers.{l}.dec_attn.layer_norm.bias", None),
     ("layer_{l}/ff/layer_1/kernel", "transformer.layers.{l}.pos_ff.CoreNet.0.weight", Source.transposed),
     ("layer_{l}/ff/layer_1/bias", "transformer.layers.{l}.pos_ff.CoreNet.0.bias", None),
     ("layer_{l}/ff/layer_2/kernel", "transformer.layers.{l}.pos_ff.CoreNet.3.weight", Source.transposed),
     ("layer_{l}/ff/layer_2/bias", "transformer.layers.{l}.pos_ff.CoreNet.3.bias", None),
+]
+TABLE = [
+    ("adaptive_embed/lookup_table", "transformer.word_emb.emb_layers.0.weight", None),
+    ("adaptive_embed/proj_W", "transformer.word_emb.emb_projs.0", Source.transposed),
+    ("adaptive_embed/cutoff_{i}/lookup_table", "transformer.word_emb.emb_layers.{i}.weight", None),
+    ("adaptive_embed/cutoff_{i}/proj_W", "transformer.word_emb.emb_projs.{i}", Source.transposed),
+    *LAYERS,
+    ("layer_{l}/rel_attn/LayerNorm/gamma", "transformer.layers.{l}.dec_attn.layer_norm.weight", None),
+    ("layer_{l}/rel_attn/LayerNorm/beta", "transformer.layers.{l}.dec_attn.layer_norm.bias", None),
     ("layer_{l}/ff/LayerNorm/gamma", "transformer.layers.{l}.pos_ff.layer_norm.weight", None),
     ("layer_{l}/ff/LayerNorm/beta", "transformer.layers.{l}.pos_ff.layer_norm.bias", None),
     ("adaptive_softmax/bias", "crit.out_layers.0.bias", None),
@@ -58,19 +62,12 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     ConversionError, TensorBundleError or UnsafePickleError.
     """
     prefix = find_prefix(Path(checkpoint))
-    bundle = TensorBundle(prefix)
+    tensors, size = read_bundle(prefix, TABLE)
     info = vocabulary.read_corpus_info(_folders(prefix, corpus))
     dataset = info.get("dataset")
     symbols = None
     if corpus is not None and not vocabulary.is_described_alone(Path(corpus)):
         symbols, dataset = vocabulary.read_corpus(corpus, dataset)
-    sources = [
-        Source(name, entry.shape, functools.partial(bundle.read, name))
-        for name, entry in bundle.entries.items()
-        if not SKIPPED.fullmatch(name)
-    ]
-    tensors = map_names(sources, [(f"transformer/{name}", target, change) for name, target, change in TABLE])
-    stacked_biases_apart(tensors)
     fields = fields_from_shapes(tensors)
     fields |= _softmax_fields(tensors, fields)
     _compare(info, fields)
@@ -84,7 +81,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     return Checkpoint(
         fields=fields,
         tensors=tensors,
-        size=sum(path.stat().st_size for path in prefix.parent.glob(f"{glob.escape(prefix.name)}.data-*")),
+        size=size,
         vocabulary=symbols,
         origin=f"the TensorFlow checkpoint {code_span(prefix.name)} of kimiyoung/transformer-xl ({dataset})",
         explained=dict.fromkeys(PUBLISHED_EVALUATION[dataset], reason),
@@ -125,7 +122,20 @@ def _folders(prefix: Path, corpus: Path | None) -> list[Path]:
     return folders
 
 
-def stacked_biases_apart(tensors: dict[str, Source]) -> None:
+def read_bundle(prefix: Path, table: list[tuple]) -> tuple[dict[str, Source], int]:
+    """Return the tensors of the bundle at `prefix`, by `table`, and its size on disk in bytes."""
+    bundle = TensorBundle(prefix)
+    sources = [
+        Source(name, entry.shape, functools.partial(bundle.read, name))
+        for name, entry in bundle.entries.items()
+        if not SKIPPED.fullmatch(name)
+    ]
+    tensors = map_names(sources, [(f"transformer/{name}", target, change) for name, target, change in table])
+    _stacked_biases_apart(tensors)
+    return tensors, sum(path.stat().st_size for path in prefix.parent.glob(f"{glob.escape(prefix.name)}.data-*"))
+
+
+def _stacked_biases_apart(tensors: dict[str, Source]) -> None:
     """Give each layer its own of the biases that `untie_r` makes one variable with a row for each layer."""
     for name in ("r_w_bias", "r_r_bias"):
         stacked = tensors.get(f"transformer.{name}")

@@ -5,17 +5,14 @@ normalisation, and a ReLU behind the feed-forward's second layer too. The settin
 checkpoint does not hold them.
 """
 
-import functools
-import glob
 from pathlib import Path
 
 from txl_hf.vocabulary_transfo_xl import order_symbols
 
 from . import torch_file
 from .files import code_span, describe
-from .kimiyoung_tf import SKIPPED, find_prefix, stacked_biases_apart
-from .layout import Checkpoint, ConversionError, Source, fields_from_shapes, map_names
-from .tf_checkpoint import TensorBundle
+from .kimiyoung_tf import LAYERS, find_prefix, read_bundle
+from .layout import Checkpoint, ConversionError, Source, fields_from_shapes
 from .vocabulary import Vocabulary
 
 # Variable under `transformer/` (modules.py), tensor of the legacy layout, what changes. Keras numbers the layers that
@@ -24,19 +21,11 @@ TABLE = [
     ("normal_embed/lookup_table", "transformer.word_emb.emb_layers.0.weight", None),
     ("normal_embed/proj_W", "transformer.word_emb.emb_projs.0", Source.transposed),
     ("normal_softmax/bias", "crit.out_layers.0.bias", None),
-    ("r_w_bias", "transformer.r_w_bias", None),
-    ("r_r_bias", "transformer.r_r_bias", None),
-    ("layer_{l}/rel_attn/qkv/kernel", "transformer.layers.{l}.dec_attn.qkv_net.weight", Source.transposed),
-    ("layer_{l}/rel_attn/r/kernel", "transformer.layers.{l}.dec_attn.r_net.weight", Source.transposed),
-    ("layer_{l}/rel_attn/o/kernel", "transformer.layers.{l}.dec_attn.o_net.weight", Source.transposed),
+    *LAYERS,
     ("layer_{l}/rel_attn/layer_normalization/gamma", "transformer.layers.{l}.dec_attn.layer_norm.weight", None),
     ("layer_{l}/rel_attn/layer_normalization/beta", "transformer.layers.{l}.dec_attn.layer_norm.bias", None),
     ("layer_{l}/rel_attn/layer_normalization_{n}/gamma", "transformer.layers.{l}.dec_attn.layer_norm.weight", None),
     ("layer_{l}/rel_attn/layer_normalization_{n}/beta", "transformer.layers.{l}.dec_attn.layer_norm.bias", None),
-    ("layer_{l}/ff/layer_1/kernel", "transformer.layers.{l}.pos_ff.CoreNet.0.weight", Source.transposed),
-    ("layer_{l}/ff/layer_1/bias", "transformer.layers.{l}.pos_ff.CoreNet.0.bias", None),
-    ("layer_{l}/ff/layer_2/kernel", "transformer.layers.{l}.pos_ff.CoreNet.3.weight", Source.transposed),
-    ("layer_{l}/ff/layer_2/bias", "transformer.layers.{l}.pos_ff.CoreNet.3.bias", None),
     ("layer_{l}/ff/layer_normalization/gamma", "transformer.layers.{l}.pos_ff.layer_norm.weight", None),
     ("layer_{l}/ff/layer_normalization/beta", "transformer.layers.{l}.pos_ff.layer_norm.bias", None),
     ("layer_{l}/ff/layer_normalization_{n}/gamma", "transformer.layers.{l}.pos_ff.layer_norm.weight", None),
@@ -55,14 +44,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     ConversionError, TensorBundleError or UnsafePickleError.
     """
     prefix = find_prefix(Path(checkpoint))
-    bundle = TensorBundle(prefix)
-    sources = [
-        Source(name, entry.shape, functools.partial(bundle.read, name))
-        for name, entry in bundle.entries.items()
-        if not SKIPPED.fullmatch(name)
-    ]
-    tensors = map_names(sources, [(f"transformer/{name}", target, change) for name, target, change in TABLE])
-    stacked_biases_apart(tensors)
+    tensors, size = read_bundle(prefix, TABLE)
     fields = fields_from_shapes(tensors) | SETTINGS | QUIRKS
     projected = "transformer.word_emb.emb_projs.0" in tensors
     fields |= {"cutoffs": [], "tie_word_embeddings": True, "tie_projs": [projected], "eos_token_id": None}
@@ -70,7 +52,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     return Checkpoint(
         fields=fields,
         tensors=tensors,
-        size=sum(path.stat().st_size for path in prefix.parent.glob(f"{glob.escape(prefix.name)}.data-*")),
+        size=size,
         vocabulary=read_dictionary(dictionary) if corpus is not None or dictionary.is_file() else None,
         origin=f"the checkpoint {code_span(prefix.name)} of Pop Music Transformer (YatingMusic/remi)",
         explained=dict.fromkeys(SETTINGS, "as its model.py has it"),
