@@ -7,7 +7,16 @@ from txl_hf.unpickle_transfo_xl import StandIn
 
 from . import arguments, torch_file, vocabulary
 from .files import code_span, describe, find_file, state_dict_sources
-from .layout import Checkpoint, ConversionError, Source, drop_copies, fields_from_shapes, map_names, tying_fields
+from .layout import (
+    Checkpoint,
+    ConversionError,
+    Source,
+    Vocabulary,
+    drop_copies,
+    fields_from_shapes,
+    map_names,
+    tying_fields,
+)
 
 # Name in the module's state dict (pytorch/mem_transformer.py), tensor of the legacy layout, what changes.
 TABLE = [
@@ -60,7 +69,7 @@ def from_state(
     fields: dict[str, Any],
     origin: str,
     size: int,
-    symbols: vocabulary.Vocabulary | None = None,
+    symbols: Vocabulary | None = None,
     table: list[tuple] = TABLE,
 ) -> Checkpoint:
     """Return the `Checkpoint` of a state dict of this original's layout, of `size` bytes.

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from transformers import GenerationConfig
@@ -25,8 +25,9 @@ from txl_hf import (
 
 Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
-if TYPE_CHECKING:
-    from .vocabulary import Vocabulary
+# How the originals' vocabularies write these two.
+END_OF_TEXT = ("<eos>", "<S>")
+UNKNOWN = ("<unk>", "<UNK>")
 
 # The model's class by what is above the layers: the language model's softmax, a classifier's matrix, or nothing.
 MODELS: dict[str, type[TransfoXLPreTrainedModel]] = {
@@ -68,22 +69,43 @@ class Source:
         return Source(self.name, shape, lambda: self.read().reshape(shape))
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """`symbols[i]` is the symbol with id i; `mode` is how TransfoXLTokenizer splits text into them."""
+
+    symbols: list
+    mode: str
+    lower_case: bool
+
+    @property
+    def eos_token(self) -> str | None:
+        return next((symbol for symbol in END_OF_TEXT if symbol in self.symbols), None)
+
+    @property
+    def unk_token(self) -> str | None:
+        return next((symbol for symbol in UNKNOWN if symbol in self.symbols), None)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return None if self.eos_token is None else self.symbols.index(self.eos_token)
+
+
 @dataclass
 class Checkpoint:
     """What a family's reader found.
 
     `fields` are arguments of TransfoXLConfig; `explained` says for some of them where the value comes from; `tensors`
     maps names of the legacy layout to `Source`; `origin` completes the model card's "The weights are those of"; `size`
-    is that of the checkpoint on disk in bytes. The text side is a `vocabulary.Vocabulary`, or a folder that
-    TransfoXLTokenizer loads, or neither. `head` is one of `MODELS`. `generation` is how it writes, where that is said.
-    Without `tensors` there is a vocabulary alone.
+    is that of the checkpoint on disk in bytes. The text side is a `vocabulary`, or a folder that TransfoXLTokenizer
+    loads, or neither. `head` is one of `MODELS`. `generation` is how it writes, where that is said. Without `tensors`
+    there is a vocabulary alone.
     """
 
     fields: dict
     tensors: dict
     origin: str
     size: int
-    vocabulary: "Vocabulary | None" = None
+    vocabulary: Vocabulary | None = None
     tokenizer: Path | None = None
     head: str = "softmax"
     generation: GenerationConfig | None = None

@@ -8,7 +8,7 @@ from txl_hf.unpickle_transfo_xl import StandIn
 
 from . import arguments, kimiyoung_pytorch, torch_file, vocabulary
 from .files import code_span, describe, find_file, state_dict_sources
-from .layout import Checkpoint, ConversionError, Source
+from .layout import Checkpoint, ConversionError, Source, Vocabulary
 
 # Name in model_state (pytorch/mem_transformer.py, utils/proj_adaptive_softmax.py), legacy tensor, what changes. The
 # rest is as in the original it derives from.
@@ -93,7 +93,7 @@ def _heads_apart(source: Source, fields: dict[str, Any]) -> Source:
     return source
 
 
-def _symbols(saved: dict[str, Any], corpus: Path | None, path: Path) -> vocabulary.Vocabulary | None:
+def _symbols(saved: dict[str, Any], corpus: Path | None, path: Path) -> Vocabulary | None:
     arguments = saved.get("args")
     dataset = arguments.attributes.get("dataset") if isinstance(arguments, StandIn) else None
     dataset = dataset if isinstance(dataset, str) else None

@@ -12,8 +12,7 @@ from txl_hf.vocabulary_transfo_xl import order_symbols
 from . import torch_file
 from .files import code_span, describe
 from .kimiyoung_tf import LAYERS, find_prefix, read_bundle
-from .layout import Checkpoint, ConversionError, Source, fields_from_shapes
-from .vocabulary import Vocabulary
+from .layout import Checkpoint, ConversionError, Source, Vocabulary, fields_from_shapes
 
 # Variable under `transformer/` (modules.py), tensor of the legacy layout, what changes. Keras numbers the layers that
 # have no name: {n} is empty in the first and counts on from there.

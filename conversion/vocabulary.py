@@ -1,7 +1,6 @@
 """The vocabularies that the originals pickle: in the corpus (`cache.pt`, `cache.pkl`) or in NVIDIA's checkpoint."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 from txl_hf.unpickle_transfo_xl import StandIn
@@ -9,7 +8,7 @@ from txl_hf.vocabulary_transfo_xl import repair_symbols
 
 from . import torch_file
 from .files import describe
-from .layout import ConversionError
+from .layout import ConversionError, Vocabulary
 
 # How the text of each of the originals' data sets is split into symbols: a mode of TransfoXLTokenizer.
 MODES = {
@@ -22,29 +21,6 @@ MODES = {
 }
 # What the originals write beside their data.
 CORPORA, INFORMATION = ("cache.pt", "cache.pkl"), "corpus-info.json"
-END_OF_TEXT = ("<eos>", "<S>")
-UNKNOWN = ("<unk>", "<UNK>")
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """`symbols[i]` is the symbol with id i; `mode` is how TransfoXLTokenizer splits text into them."""
-
-    symbols: list
-    mode: str
-    lower_case: bool
-
-    @property
-    def eos_token(self) -> str | None:
-        return next((symbol for symbol in END_OF_TEXT if symbol in self.symbols), None)
-
-    @property
-    def unk_token(self) -> str | None:
-        return next((symbol for symbol in UNKNOWN if symbol in self.symbols), None)
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return None if self.eos_token is None else self.symbols.index(self.eos_token)
 
 
 def is_described_alone(folder: Path) -> bool:
