@@ -22,6 +22,9 @@ EXPECTED = {
     "nvidia": "expected checkpoint_best.pt or checkpoint_last.pt, a dictionary with model_config and model_state",
 }
 EXPECTED["remi"] = EXPECTED["kimiyoung-tf"]
+# How a model is evaluated: fields of its configuration that are options, and all that are shown.
+OPTIONS = ("mem_len", "clamp_len", "same_length")
+SETTINGS = (*OPTIONS, "tgt_len")
 TOKENIZER_MODES = ("moses", "whitespace", "characters", "bytes", "lm1b")
 
 

@@ -25,10 +25,8 @@ from txl_hf import TransfoXLConfig, TransfoXLTokenizer
 from txl_hf import TransfoXLPreTrainedModel as Model
 from txl_hf.files import sync
 
-from .arguments import FAMILIES, parse_arguments, path_problem
+from .arguments import FAMILIES, OPTIONS, SETTINGS, parse_arguments, path_problem
 from .layout import MODELS, Checkpoint, ConversionError, check_complete
-
-SETTINGS = ("mem_len", "clamp_len", "same_length", "tgt_len")
 
 ORIGIN = """\
 The weights are those of {origin}.
@@ -90,8 +88,8 @@ def convert(arguments: argparse.Namespace) -> None:
 
 def check_vocabulary_alone(arguments: argparse.Namespace) -> None:
     """Raise ConversionError for options of a model where there is a vocabulary and no weights."""
-    for name in ("corpus", *SETTINGS):
-        if getattr(arguments, name, None) is not None:
+    for name in ("corpus", *OPTIONS):
+        if getattr(arguments, name) is not None:
             raise ConversionError(
                 f"--{name.replace('_', '-')} is for a model, and {arguments.checkpoint} holds a vocabulary alone: "
                 "give the file or folder of the weights with --checkpoint"
@@ -111,8 +109,8 @@ def build_config(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Trans
         fields["eos_token_id"] = eos_token_id if eos_token_id is not None and eos_token_id < size else None
     # The originals' word corpora, which have cutoffs, begin with <eos>; symbol 0 of the others is a letter.
     fields.setdefault("eos_token_id", 0 if fields["cutoffs"] else None)
-    for name in SETTINGS:
-        value = getattr(arguments, name, None)
+    for name in OPTIONS:
+        value = getattr(arguments, name)
         if value is not None:
             fields[name] = value
             checkpoint.explained[name] = "as asked"

@@ -86,7 +86,7 @@ def from_state(
     if "tie_projs" not in fields:
         fields |= tying_fields(tensors, fields)
     drop_copies(tensors, fields)
-    explained = dict.fromkeys(("mem_len", "clamp_len", "same_length", "tgt_len"), "as the checkpoint was trained")
+    explained = dict.fromkeys(arguments.SETTINGS, "as the checkpoint was trained")
     return Checkpoint(fields, tensors, origin, size, symbols, explained=explained)
 
 
