@@ -134,6 +134,22 @@ def test_one_query_takes_keys_in_another_order(implementation, keys, monkeypatch
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("poisoned", range(6))
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_documents_in_another_order_are_kept_apart(implementation, poisoned):
+    """Of whatever document the key is that is not finite."""
+    tensors, _ = draw((1, 2, 1, 5, 8))
+    tensors = {name: tensor.detach() for name, tensor in tensors.items() if name != "rel_bias"}
+    tensors["key"][:, :, poisoned] = torch.nan
+    masks = {"key_mask": torch.tensor([[True, True, True, True, False, True]]), "first_key": torch.tensor([[2]])}
+    order = torch.tensor([3, 5, 0, 2, 4, 1])
+    moved = tensors | {name: tensors[name][:, :, order] for name in ("key", "value")}
+    expected, _ = relative_attention(**tensors, **masks, implementation=implementation)
+    found, _ = relative_attention(**moved, **masks, order=order, implementation=implementation)
+    assert expected.isnan().any() == (poisoned in (2, 3, 5))
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
 @pytest.mark.parametrize(("heads", "rows"), [(1, 1), (3, 1), (1, 4), (3, 4)])
 def test_a_row_times_a_matrix_is_no_product_in_a_graph(heads, rows):
     """A compiler joins it to what surrounds it; all else is left to the machine's products."""

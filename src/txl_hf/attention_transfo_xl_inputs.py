@@ -149,6 +149,9 @@ def keep_documents_apart(inputs: AttentionInputs, first_key: Tensor) -> tuple[At
     L, K = inputs.query.shape[2], key.shape[2]
     broken = ~(key.isfinite() & value.isfinite()).all(dim=-1).all(dim=1)
     hidden = broken[:, None, :, None]
+    if inputs.order is not None:
+        # From here on in order of time, as mask and first keys are.
+        broken = broken.index_copy(1, inputs.order, broken)
     seen = broken if inputs.key_mask is None else broken & inputs.key_mask
     # How many of them lie before each key, so that those from the first that a query sees are a difference.
     before = torch.nn.functional.pad(seen.cumsum(dim=1), (1, 0))
