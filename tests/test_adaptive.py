@@ -141,6 +141,28 @@ def test_resizing_changes_the_last_bin_and_keeps_the_others(make_model, make_ids
         assert model.resize_token_embeddings() is model.get_input_embeddings() and model.config.vocab_size == 64
     with pytest.raises(ValueError, match="new_num_tokens=30.*30"):
         make_model().resize_token_embeddings(30)
+    with pytest.raises(ValueError, match="pad_to_multiple_of=0 must be at least 1"):
+        make_model().resize_token_embeddings(pad_to_multiple_of=0)
+
+
+def test_a_last_bin_of_one_token_grows(make_model, make_ids):
+    """New tokens are drawn around the mean of the old ones, and one has no deviation."""
+    model = make_model(cutoffs=[9, 60], tie_word_embeddings=False)
+    model.resize_token_embeddings(64)
+    logits = model(make_ids(2, 5)).logits
+    torch.testing.assert_close(logits.exp().sum(-1), torch.ones(2, 5), atol=1e-5, rtol=0)
+
+
+def test_a_resizing_that_fails_leaves_the_model_as_it_was(make_model, make_ids, monkeypatch):
+    def fail(*args, **kwargs):
+        raise MemoryError
+
+    model, ids = make_model(tie_word_embeddings=False), make_ids(2, 5)
+    before = model(ids).logits
+    monkeypatch.setattr(model, "_get_resized_lm_head", fail)
+    with pytest.raises(MemoryError):
+        model.resize_token_embeddings(70)
+    assert torch.equal(model(ids).logits, before)
 
 
 @pytest.mark.parametrize("name", ["bos_token_id", "eos_token_id", "pad_token_id"])
@@ -489,6 +511,26 @@ def test_prompts_are_tuned_by_peft(make_model, make_ids, changes, kind):
     assert any(gradient.norm() > 0 for gradient in gradients)
     generated = tuned.generate(input_ids=ids, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=60)
     assert generated.shape == (2, 8)
+
+
+def test_an_adapter_of_each_row_is_refused_where_distances_go(make_model, make_ids):
+    """PEFT would take as many distances as rows for these rows; elsewhere each row has its adapter."""
+    peft = pytest.importorskip("peft")
+    ids, names = make_ids(4, 4), ["a", "a", "b", "b"]
+
+    def adapted(**changes):
+        config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, **changes)
+        model = peft.get_peft_model(make_model(cutoffs=[], div_val=1, mem_len=0), config, adapter_name="a")
+        model.add_adapter("b", config)
+        return model.eval()
+
+    with pytest.raises(ValueError, match="an adapter on r_proj, into which distances go, is the same for all rows"):
+        adapted()(input_ids=ids, adapter_names=names)
+    model = adapted(exclude_modules=["r_proj"])
+    together = model(input_ids=ids, adapter_names=names).logits
+    for name, rows in (("a", slice(0, 2)), ("b", slice(2, 4))):
+        model.set_adapter(name)
+        torch.testing.assert_close(model(input_ids=ids[rows]).logits, together[rows], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["PROMPT_TUNING", "P_TUNING"])

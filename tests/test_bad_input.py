@@ -46,6 +46,7 @@ BAD_CONFIGS = {
     "a width that is no integer, by its other name": ({"hidden_size": 8.0}, r"hidden_size=8\.0 must be an integer"),
     "layers that are a word": ({"num_hidden_layers": "2"}, "num_hidden_layers='2' must be an integer"),
     "a vocabulary that is no number": ({"n_token": True}, "n_token=True must be an integer"),
+    "an unknown problem": ({"problem_type": "ranking"}, "problem_type='ranking' must be None or one of regression"),
     "vectors of no width": ({"vocab_size": 0, "input_size": 0}, "input_size=0 must be at least 1"),
     "vectors beside tokens": ({"input_size": 8}, "input_size=8.*vocab_size=61"),
     "unknown gates": ({"gating": "lstm"}, "gating='lstm' must be None or 'gru'"),
@@ -257,6 +258,32 @@ def test_labels_that_a_classifier_of_texts_cannot_have(make_model, make_ids, lab
     model = make_model(model_class=TransfoXLForSequenceClassification, num_labels=4, pad_token_id=0)
     with pytest.raises(ValueError, match=message):
         model(make_ids(2, 5), labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("problem", "labels", "message"),
+    [
+        ("regression", torch.ones(2), r"labels are \(2,\), but 2 rows need \(2, 2\)"),
+        ("regression", torch.ones(2, 1), r"labels are \(2, 1\), but 2 rows need \(2, 2\)"),
+        ("multi_label_classification", torch.ones(2), r"2 rows need \(2, 2\)"),
+        ("single_label_classification", torch.ones(2, 2), r"2 rows need \(2,\)$"),
+        ("single_label_classification", torch.ones(2), "labels are torch.float32, but classes are integers"),
+        (None, torch.tensor([True, False]), "labels are torch.bool, but classes are integers"),
+    ],
+)
+def test_labels_that_do_not_fit_the_problem(make_model, make_ids, problem, labels, message):
+    """One number would be fitted to all outputs, or one row's label to an output of every row."""
+    model = make_model(
+        model_class=TransfoXLForSequenceClassification, num_labels=2, problem_type=problem, pad_token_id=0
+    )
+    with pytest.raises(ValueError, match=message):
+        model(make_ids(2, 5), labels=labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.bool, torch.float32])
+def test_ids_of_another_type(make_model, make_ids, dtype):
+    with pytest.raises(ValueError, match=f"input_ids are {dtype}, not torch.long or torch.int"):
+        make_model()(make_ids(1, 5).to(dtype))
 
 
 def test_unknown_backend(make_model):

@@ -294,6 +294,18 @@ def test_ignored_labels_of_a_classifier_count_nowhere(make_model, make_ids):
     assert nothing == 0 and all(parameter.grad.eq(0).all() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("nothing", [0, torch.tensor(0)], ids=["number", "tensor"])
+def test_a_step_without_any_label_has_a_loss_of_zero(make_model, make_ids, nothing):
+    """As `Trainer` counts them."""
+    heads = (TransfoXLForCausalLM, TransfoXLForTokenClassification, TransfoXLForSequenceClassification)
+    for head in heads:
+        model, ids = make_model(model_class=head, pad_token_id=60), make_ids(3, 5)
+        labels = torch.full((3,) if head is heads[-1] else (3, 5), -100)
+        loss = model(ids, labels=labels, num_items_in_batch=nothing).loss
+        loss.backward()
+        assert loss == 0, head
+
+
 def test_the_number_of_items_divides_the_loss_of_several_labels(make_model, make_ids):
     model = make_model(model_class=TransfoXLForSequenceClassification, pad_token_id=60)
     ids, labels = make_ids(3, 5), torch.tensor([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])

@@ -229,18 +229,23 @@ def test_a_text_that_ended_in_an_earlier_segment_has_no_scores(make_model, make_
         (torch.tensor([0, 2]), 3),
         (torch.tensor([0.5, -1.0]), 1),
         (torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]]), 3),
+        (torch.tensor([0, 2], dtype=torch.int32), 3),
+        (torch.tensor([[0], [2]], dtype=torch.uint8), 3),
+        (torch.tensor([1, 0]), 1),
+        (torch.tensor([[0, 1, 1], [1, 0, 0]]), 3),
+        (torch.tensor([[False, True, True], [True, False, False]]), 3),
     ],
-    ids=["single", "regression", "multi"],
+    ids=["single", "regression", "multi", "int32", "uint8", "whole numbers", "multi as integers", "multi as bool"],
 )
 def test_classification_losses(make_model, make_ids, labels, num_labels):
     model = make_model(model_class=TransfoXLForSequenceClassification, num_labels=num_labels, pad_token_id=60)
     output = model(make_ids(2, 5), labels=labels)
     if num_labels == 1:
-        expected = F.mse_loss(output.logits[:, 0], labels)
-    elif labels.dim() == 1:
-        expected = F.cross_entropy(output.logits, labels)
+        expected = F.mse_loss(output.logits[:, 0], labels.float())
+    elif labels.shape != output.logits.shape:
+        expected = F.cross_entropy(output.logits, labels.long().flatten())
     else:
-        expected = F.binary_cross_entropy_with_logits(output.logits, labels)
+        expected = F.binary_cross_entropy_with_logits(output.logits, labels.float())
     torch.testing.assert_close(output.loss, expected)
     output.loss.backward()
 

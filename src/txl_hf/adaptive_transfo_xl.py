@@ -735,12 +735,12 @@ def _best(log_probs: Tensor, k: int) -> Tensor:
     return log_probs.amax(-1, keepdim=True) if k == 1 else log_probs.topk(min(k, log_probs.shape[-1])).values
 
 
-def check_labels(labels: Tensor, vocab_size: int) -> None:
-    """Raise a ValueError if a label is neither -100 nor in [0, V)."""
-    _check_range(labels.masked_fill(labels == -100, 0), vocab_size, "labels", ValueError)
+def check_labels(labels: Tensor, size: int, of: str = "the vocabulary") -> None:
+    """Raise a ValueError if a label is neither -100 nor in [0, size), the numbers `of` what it is one of."""
+    _check_range(labels.masked_fill(labels == -100, 0), size, "labels", ValueError, of)
 
 
-def _check_range(ids: Tensor, vocab_size: int, name: str, error: type[Exception]) -> None:
+def _check_range(ids: Tensor, size: int, name: str, error: type[Exception], of: str = "the vocabulary") -> None:
     if ids.is_meta or ids.numel() == 0:
         return
     if torch.compiler.is_compiling():
@@ -748,8 +748,8 @@ def _check_range(ids: Tensor, vocab_size: int, name: str, error: type[Exception]
         # model has chosen, nor for the many calls of torch.func.vmap.
         looks = torch.compiler.is_dynamo_compiling() and not is_exporting() and ids.shape[-1] > 1
         if looks and not torch._C._functorch.is_batchedtensor(ids):
-            inside = (ids >= 0) & (ids < vocab_size)
-            torch._assert_async(inside.all(), f"{name} outside the vocabulary [0, {vocab_size})")
+            inside = (ids >= 0) & (ids < size)
+            torch._assert_async(inside.all(), f"{name} outside {of} [0, {size})")
         return
     if torch._C._functorch.is_functorch_wrapped_tensor(ids):
         # torch.func.vmap: the numbers of many calls at once, which none of them can look at.
@@ -757,11 +757,13 @@ def _check_range(ids: Tensor, vocab_size: int, name: str, error: type[Exception]
     low, high = ids.aminmax()
     if ids.is_cuda:
         # As for any embedding there: the device stops, and the host has not had to wait for it.
-        torch._assert_async((low >= 0) & (high < vocab_size), f"{name} outside the vocabulary [0, {vocab_size})")
+        torch._assert_async((low >= 0) & (high < size), f"{name} outside {of} [0, {size})")
         return
-    _raise_outside(int(low), int(high), vocab_size, name, error)
+    _raise_outside(int(low), int(high), size, name, error, of)
 
 
-def _raise_outside(low: int, high: int, vocab_size: int, name: str, error: type[Exception]) -> None:
-    if low < 0 or high >= vocab_size:
-        raise error(f"{name} holds {low if low < 0 else high}, outside the vocabulary [0, {vocab_size})")
+def _raise_outside(
+    low: int, high: int, size: int, name: str, error: type[Exception], of: str = "the vocabulary"
+) -> None:
+    if low < 0 or high >= size:
+        raise error(f"{name} holds {low if low < 0 else high}, outside {of} [0, {size})")

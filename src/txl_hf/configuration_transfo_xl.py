@@ -232,6 +232,9 @@ class TransfoXLConfig(PreTrainedConfig):
             raise ValueError(f"initial_memory={self.initial_memory!r} must be 'zeros' or 'empty'")
         if self.gating not in (None, "gru"):
             raise ValueError(f"gating={self.gating!r} must be None or 'gru'")
+        problems = ("regression", "single_label_classification", "multi_label_classification")
+        if self.problem_type not in (None, *problems):
+            raise ValueError(f"problem_type={self.problem_type!r} must be None or one of {', '.join(problems)}")
         if self.sample_softmax > 0:
             raise ValueError(
                 f"sample_softmax={self.sample_softmax}: sampled softmax is not offered; use -1 with cutoffs instead"

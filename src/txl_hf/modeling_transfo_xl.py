@@ -272,12 +272,23 @@ class TransfoXLAttention(nn.Module):
     def _project(self, positions: Tensor) -> Tensor:
         """(n, D) sinusoids or (n, H, Dh) learned keys → (H, n, Dh)."""
         if self.r_proj is not None:
+            _check_adapters(self.r_proj)
             positions = project(self.r_proj, positions).unflatten(-1, self.heads)
         return positions.transpose(0, 1)
 
     def _split_heads(self, projected: Tensor) -> Tensor:
         """(B, n, H·Dh) → (B, H, n, Dh)."""
         return projected.view(*projected.shape[:2], *self.heads).transpose(1, 2)
+
+
+def _check_adapters(r_proj: nn.Module) -> None:
+    """Raise a ValueError where PEFT would take distances for rows of a batch, each with an adapter of its own."""
+    for hook in r_proj._forward_pre_hooks.values():
+        if {"adapter_names", "alora_offsets"} & getattr(hook, "keywords", {}).keys():
+            raise ValueError(
+                "an adapter on r_proj, into which distances go, is the same for all rows and tokens: with "
+                'adapter_names or activated LoRA leave it out by exclude_modules=["r_proj"]'
+            )
 
 
 class TransfoXLGate(nn.Module):
@@ -451,8 +462,8 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutModel):
         """As in `transformers`: tokens come and go at the end of the vocabulary, which is in the last bin.
 
         Raises:
-            ValueError: fewer tokens than the last cutoff or a special token of the configuration needs, or a model
-                without tokens. The model is as it was.
+            ValueError: fewer tokens than the last cutoff or a special token of the configuration needs, a multiple
+                below 1, or a model without tokens. The model is as it was.
         """
         if self.config.vocab_size == 0:
             raise ValueError("vocab_size=0 means that there are no token embeddings to resize")
@@ -461,6 +472,8 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutModel):
             return embeddings
         vocab_size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of is not None:
+            if pad_to_multiple_of < 1:
+                raise ValueError(f"pad_to_multiple_of={pad_to_multiple_of} must be at least 1")
             vocab_size = -(-vocab_size // pad_to_multiple_of) * pad_to_multiple_of
         last_cutoff = self.config.cutoffs[-1] if self.config.cutoffs else 0
         if vocab_size <= last_cutoff:
@@ -472,13 +485,15 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutModel):
         resized.vocab_size = vocab_size
         resized.validate_architecture()
         tokens = vocab_size if len(embeddings.emb_layers) == 1 else vocab_size - last_cutoff
-        old = embeddings.emb_layers[-1]
-        new = self._get_resized_embeddings(old, tokens, mean_resizing=mean_resizing)
-        embeddings.emb_layers[-1] = new.requires_grad_(old.weight.requires_grad)
-        if hasattr(self, "lm_head"):
-            old = self.lm_head.out_layers[-1]
-            new = self._get_resized_lm_head(old.to_linear(), tokens, mean_resizing=mean_resizing)
-            self.lm_head.out_layers[-1] = OutputLayer(new.weight, new.bias).requires_grad_(old.weight.requires_grad)
+        layer, head = embeddings.emb_layers[-1], getattr(self, "lm_head", None)
+        # Of one token alone there is no deviation to draw new ones with.
+        mean_resizing = mean_resizing and len(layer.weight) > 1
+        resized_layer = self._get_resized_embeddings(layer, tokens, mean_resizing=mean_resizing)
+        if head is not None:
+            output = head.out_layers[-1]
+            linear = self._get_resized_lm_head(output.to_linear(), tokens, mean_resizing=mean_resizing)
+            head.out_layers[-1] = OutputLayer(linear.weight, linear.bias).requires_grad_(output.weight.requires_grad)
+        embeddings.emb_layers[-1] = resized_layer.requires_grad_(layer.weight.requires_grad)
         self.config.vocab_size = vocab_size
         # Keep today's ties: a checkpoint whose tensors differed was loaded untied.
         self.tie_weights(recompute_mapping=False)
@@ -680,6 +695,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         if input_ids is not None and inputs_embeds is None:
             if input_ids.dim() != 2 or input_ids.shape[1] == 0:
                 raise ValueError(f"input_ids are {tuple(input_ids.shape)}, not (B, L) with at least one token")
+            if input_ids.dtype not in (torch.long, torch.int):
+                raise ValueError(f"input_ids are {input_ids.dtype}, not torch.long or torch.int")
             return self.embed_tokens(input_ids)
         if input_ids is not None or inputs_embeds is None:
             needed = "inputs_embeds" if self.config.vocab_size == 0 else "exactly one of input_ids and inputs_embeds"
@@ -947,14 +964,15 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 is not `config.pad_token_id`, or else the last one of `inputs_embeds`. Padding may stand on either side
                 with a mask, and behind the text without one, which alone would hide it. A row without any real token,
                 as a text that ended in an earlier segment, has logits of NaN.
-            labels: (B,) classes, or (B,) or (B, num_labels) numbers for regression or multi-label classification. Of
-                classes -100 is ignored, as a row without real tokens needs it.
+            labels: (B,) or (B, 1) classes, or `num_labels` numbers for each row, for regression or multi-label
+                classification. Of classes -100 is ignored, as a row without real tokens needs it. Which they are says
+                `config.problem_type`, and where that is None, their shape.
             num_items_in_batch (in kwargs): what the sum of the losses of the labels that count is divided by, instead
                 of their number.
 
         Raises:
-            ValueError: a batch of several rows with neither a mask nor a `pad_token_id`, or labels of another shape,
-                or classes that are neither -100 nor in [0, num_labels).
+            ValueError: a batch of several rows with neither a mask nor a `pad_token_id`, labels of another shape, or
+                classes that are no integers, or neither -100 nor in [0, num_labels).
         """
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         check_tensors(labels=labels)
@@ -977,14 +995,14 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         logits = self._of_last_real_token(scores, input_ids, attention_mask)
         loss = None
         if labels is not None:
-            _check_classes(labels, len(scores), self.config)
-            count = (labels != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+            labels = _labels_of_rows(labels, logits, self.config)
+            count = _count(labels, num_items_in_batch)
             loss = self.loss_function(
                 logits=scores, labels=labels, pooled_logits=logits, config=self.config, num_items_in_batch=count
             )
             if num_items_in_batch is not None and self.config.problem_type != "single_label_classification":
                 # transformers' losses of numbers are means, whatever `num_items_in_batch` says.
-                loss = loss * labels.numel() / num_items_in_batch
+                loss = loss * labels.numel() / count
         return TransfoXLSequenceClassifierOutput(loss=loss, logits=logits, **_without_last_state(outputs))
 
     def _of_last_real_token(self, scores: Tensor, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
@@ -1065,7 +1083,7 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
         loss, losses = None, None
         if labels is not None:
             _check_targets("labels", labels, logits.shape[:2])
-            check_labels(labels, self.num_labels)
+            check_labels(labels, self.num_labels, "the classes")
             targets = labels.to(logits.device, torch.long)
             losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
             losses = losses.view(labels.shape)
@@ -1109,17 +1127,28 @@ def _check_targets(name: str, given: Tensor, shape: torch.Size):
         raise ValueError(f"{name} are {given.dtype}, not token ids or classes")
 
 
-def _check_classes(labels: Tensor, rows: int, config: TransfoXLConfig):
-    num_labels = config.num_labels
-    if labels.shape not in ((rows,), (rows, 1), (rows, num_labels)):
-        raise ValueError(
-            f"labels are {tuple(labels.shape)}, but {rows} rows need ({rows},), or ({rows}, {num_labels}) where "
-            "several classes or numbers are to be told of each"
-        )
-    # transformers' loss decides in the same way whether labels are classes.
-    are_classes = config.problem_type in (None, "single_label_classification") and num_labels > 1
-    if are_classes and labels.dtype in (torch.long, torch.int):
-        check_labels(labels, num_labels)
+def _labels_of_rows(labels: Tensor, logits: Tensor, config: TransfoXLConfig) -> Tensor:
+    """Labels in the type by which transformers' loss knows what they are: classes int64, numbers as the (B, n) logits.
+
+    Raises:
+        ValueError: see `TransfoXLForSequenceClassification.forward`.
+    """
+    rows, num_labels = logits.shape
+    are_classes = config.problem_type == "single_label_classification"
+    if config.problem_type is None:
+        are_classes = num_labels > 1 and labels.shape != logits.shape
+    one = are_classes or num_labels == 1
+    if labels.shape not in (((rows,), (rows, 1)) if one else ((rows, num_labels),)):
+        needed = f"({rows},)" if one else f"({rows}, {num_labels})"
+        if config.problem_type is None and num_labels > 1:
+            needed += f", or ({rows}, {num_labels}) where several classes are to be told of each"
+        raise ValueError(f"labels are {tuple(labels.shape)}, but {rows} rows need {needed}")
+    if not are_classes:
+        return labels.to(logits.dtype)
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"labels are {labels.dtype}, but classes are integers, such as torch.long")
+    check_labels(labels.long(), num_labels, "the classes")
+    return labels.long()
 
 
 def _mean_loss(losses: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
@@ -1127,8 +1156,14 @@ def _mean_loss(losses: Tensor, targets: Tensor, num_items_in_batch: Tensor | int
 
     Where a model is spread over several GPUs, targets and counts may be on another one.
     """
-    count = (targets != -100).sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    count = _count(targets, num_items_in_batch)
     return losses.sum() / (count.to(losses.device) if isinstance(count, Tensor) else count)
+
+
+def _count(targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | int:
+    """How many targets count, of these or of a whole step, as it is told; 1 where none do."""
+    count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
 def _pick_losses(log_probs: Tensor, targets: Tensor) -> Tensor:
