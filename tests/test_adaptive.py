@@ -153,16 +153,16 @@ def test_a_last_bin_of_one_token_grows(make_model, make_ids):
     torch.testing.assert_close(logits.exp().sum(-1), torch.ones(2, 5), atol=1e-5, rtol=0)
 
 
-def test_a_resizing_that_fails_leaves_the_model_as_it_was(make_model, make_ids, monkeypatch):
+def test_a_resizing_that_fails_leaves_the_model_as_it_was(make_model, monkeypatch):
     def fail(*args, **kwargs):
         raise MemoryError
 
-    model, ids = make_model(tie_word_embeddings=False), make_ids(2, 5)
-    before = model(ids).logits
+    model = make_model(tie_word_embeddings=False)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     monkeypatch.setattr(model, "_get_resized_lm_head", fail)
     with pytest.raises(MemoryError):
         model.resize_token_embeddings(70)
-    assert torch.equal(model(ids).logits, before)
+    assert {name: parameter.shape for name, parameter in model.named_parameters()} == shapes
 
 
 @pytest.mark.parametrize("name", ["bos_token_id", "eos_token_id", "pad_token_id"])

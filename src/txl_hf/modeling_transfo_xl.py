@@ -488,12 +488,13 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutModel):
         layer, head = embeddings.emb_layers[-1], getattr(self, "lm_head", None)
         # Of one token alone there is no deviation to draw new ones with.
         mean_resizing = mean_resizing and len(layer.weight) > 1
-        resized_layer = self._get_resized_embeddings(layer, tokens, mean_resizing=mean_resizing)
         if head is not None:
             output = head.out_layers[-1]
+            # Before the embeddings, which transformers resizes in place.
             linear = self._get_resized_lm_head(output.to_linear(), tokens, mean_resizing=mean_resizing)
+        self._get_resized_embeddings(layer, tokens, mean_resizing=mean_resizing)
+        if head is not None:
             head.out_layers[-1] = OutputLayer(linear.weight, linear.bias).requires_grad_(output.weight.requires_grad)
-        embeddings.emb_layers[-1] = resized_layer.requires_grad_(layer.weight.requires_grad)
         self.config.vocab_size = vocab_size
         # Keep today's ties: a checkpoint whose tensors differed was loaded untied.
         self.tie_weights(recompute_mapping=False)
