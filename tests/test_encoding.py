@@ -33,6 +33,14 @@ def test_a_tokenizer_of_pieces_gets_every_character_and_no_other_symbol():
     assert encode_text(tokenizer, "").shape == (0,)
 
 
+def test_a_text_is_not_taken_for_its_lines():
+    pieces = Tokenizer(models.BPE())
+    trained = TransfoXLTokenizer.train_from_iterator(["a b"], mode="whitespace")
+    for tokenizer in (PreTrainedTokenizerFast(tokenizer_object=pieces), trained):
+        with pytest.raises(ValueError, match="lines is one string; pass its lines"):
+            encode_lines(tokenizer, "a b\n")
+
+
 @pytest.mark.parametrize("mode", ["whitespace", "moses", "characters", "bytes"])
 def test_words_end_a_line_in_eos_and_characters_in_its_line_feed(mode):
     """An end of text that a vocabulary of characters has, too, is no end of a line."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, TextStreamer, pipeline
@@ -355,6 +356,34 @@ def test_unknown_symbols_without_unk_are_named(mode, text):
 def test_errors_say_what_was_wrong(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        ([{"text": "a b"}], r"\{'text': 'a b'\} of type dict is not; .*dataset\['text'\]"),
+        ([["a", 1]], "1 of type int"),
+        ([None], "None of type NoneType"),
+        ([b"abc"], "b'abc' of type bytes"),
+        ({"text": ["a b"]}, r"a dict with the keys \['text'\]"),
+        (Dataset.from_dict({"text": ["a b"]}), "of type dict is not"),
+    ],
+)
+def test_a_vocabulary_is_of_strings_and_batches_of_strings(lines, message):
+    with pytest.raises(ValueError, match=message):
+        TransfoXLTokenizer.train_from_iterator(lines, mode="whitespace")
+
+
+def test_a_vocabulary_may_be_of_a_column_a_tuple_or_nested_batches():
+    column = Dataset.from_dict({"text": ["a b", "a c"]})["text"]
+    for lines in (column, [("a b", "a c")], [["a b"], [["a c"]]], iter(["a b", "a c"])):
+        assert TransfoXLTokenizer.train_from_iterator(lines, "whitespace").symbols == ["<eos>", "<unk>", *"abc"]
+
+
+@pytest.mark.parametrize("text", ["the cat\n", {"text": ["the cat"]}], ids=type)
+def test_a_text_is_not_taken_for_its_lines(text):
+    with pytest.raises(ValueError, match="lines is one string; pass its lines|lines is a dict"):
+        small("whitespace").encode_lines(text)
 
 
 # ---- with transformers ----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .midi import is_midi_tokenizer, load_midi_tokenizer
-from .tokenization_transfo_xl_backend import WORD_MODES
+from .tokenization_transfo_xl_backend import WORD_MODES, check_lines
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
@@ -163,9 +163,13 @@ def encode_lines(
 
     Returns:
         (N,) int64.
+
+    Raises:
+        ValueError: `lines` is one string.
     """
     if getattr(tokenizer, "mode", None) is not None and hasattr(tokenizer, "encode_lines"):
         return tokenizer.encode_lines(lines, ends_lines(tokenizer) if add_eos is None else add_eos)
+    check_lines(lines)
     lines = list(lines)
     if not lines:
         return np.empty(0, dtype=np.int64)

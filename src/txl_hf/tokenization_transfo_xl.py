@@ -37,6 +37,7 @@ from .tokenization_transfo_xl_backend import (
     BYTE_SYMBOLS,
     LINE_END_MODES,
     build_backend,
+    check_lines,
     check_mode,
     count_symbols,
     flatten,
@@ -312,11 +313,10 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
                 a list or a dict of names and tokens.
 
         Raises:
-            ValueError: an unknown mode, a text without symbols, or a negative size.
+            ValueError: an unknown mode, lines that are no strings, a text without symbols, or a negative size.
         """
         check_mode(mode)
-        if isinstance(lines, str):
-            raise ValueError("lines is one string; pass its lines, for instance text.splitlines(keepends=True)")
+        check_lines(lines)
         if min_freq < 0 or (max_size is not None and max_size < 1):
             raise ValueError(f"min_freq={min_freq} must be at least 0 and max_size={max_size} at least 1 (or None)")
         kwargs = {**_TRAINING_SPECIALS[mode], **kwargs}
@@ -422,9 +422,10 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             `np.ndarray` of int64, one dimension.
 
         Raises:
-            ValueError: `add_eos` without an `eos_token`, or a symbol the vocabulary lacks while there is no
-                `unk_token`.
+            ValueError: `lines` is one string, `add_eos` without an `eos_token`, or a symbol the vocabulary lacks while
+                there is no `unk_token`.
         """
+        check_lines(lines)
         if add_eos is None:
             add_eos = self.line_ends or self.add_eos_token
         if add_eos and self.eos_token_id is None:

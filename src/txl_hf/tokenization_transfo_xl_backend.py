@@ -2,8 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import StringIO, TextIOBase
+from itertools import chain
 from os import PathLike
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
@@ -17,6 +18,7 @@ __all__ = [
     "MODES",
     "WORD_MODES",
     "build_backend",
+    "check_lines",
     "check_mode",
     "count_symbols",
     "flatten",
@@ -189,16 +191,34 @@ def count_symbols(lines, mode: str, lower_case: bool, specials: list[str]) -> Co
     lower = normalizers.Lowercase().normalize_str if lower_case else str
     between = specials_pattern(specials)
     counter: Counter[str] = Counter()
-    for line in flatten(lines):
+    for line in chain.from_iterable(map(flatten, lines)):
         for index, part in enumerate(between.split(line)):
             counter.update([part] if index % 2 else split(lower(part)))
     return counter
 
 
+def check_lines(lines) -> None:
+    """Raises ValueError where `lines` is one string, of which the items are characters, or a dict, of which they are
+    names."""
+    if isinstance(lines, str):
+        raise ValueError("lines is one string; pass its lines, for instance text.splitlines(keepends=True)")
+    if isinstance(lines, Mapping):
+        raise ValueError(f"lines is a {type(lines).__name__} with the keys {list(lines)!r:.99}; pass one of its texts")
+
+
 def flatten(text) -> Iterator[str]:
-    """The strings in a string, a list of strings, a list of lists …, in their order."""
+    """The strings in a string, a list of strings, a list of lists …, in their order.
+
+    Raises:
+        ValueError: something else is in it.
+    """
     if isinstance(text, str):
         yield text
-    else:
+    elif isinstance(text, (list, tuple)):
         for item in text:
             yield from flatten(item)
+    else:
+        raise ValueError(
+            f"a line is a string, and a batch a list of strings, which {text!r:.99} of type {type(text).__name__} is "
+            "not; of a data set pass the column with its texts, for instance dataset['text']"
+        )
