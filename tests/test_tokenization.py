@@ -22,6 +22,7 @@ from txl_hf import (
     TransfoXLModel,
     TransfoXLTokenizer,
 )
+from txl_hf.encoding import encode_text
 from txl_hf.tokenization_transfo_xl_backend import MODES
 
 GOLDENS = golden("tokenizer")
@@ -228,6 +229,36 @@ def test_line_ends_are_saved_and_can_be_chosen_on_loading(tmp_path):
     assert plain("the cat\nthe end")["input_ids"] == ids["with", True]
     the, cat, end, eos = tokenizer.convert_tokens_to_ids(["the", "cat", "end", "<eos>"])
     assert ids["with", True] == [the, cat, eos, the, end]
+
+
+@pytest.mark.parametrize("mode, end", [("whitespace", "dog"), ("moses", "<end>")])
+def test_another_eos_ends_the_lines_too(tmp_path, mode, end):
+    symbols = ["<eos>", "<unk>", "the", "cat", end]
+    TransfoXLTokenizer.from_symbols(symbols, mode=mode, line_ends=True).save_pretrained(tmp_path)
+    assigned = TransfoXLTokenizer.from_pretrained(tmp_path)
+    assigned.eos_token = end
+    numbered = TransfoXLTokenizer.from_pretrained(tmp_path)
+    numbered.eos_token_id = 4
+    chosen = [AutoTokenizer.from_pretrained(tmp_path, eos_token=end, line_ends=choice) for choice in (None, True)]
+    for tokenizer in (assigned, numbered, *chosen):
+        assert tokenizer.line_ends and tokenizer.eos_token == end
+        assert tokenizer("the\ncat\n")["input_ids"] == [2, 4, 3, 4]
+        assert tokenizer.encode_lines(["the\n", "cat\n"]).tolist() == [2, 4, 3, 4]
+        assert encode_text(tokenizer, "the\ncat\n").tolist() == [2, 4, 3, 4]
+    without = AutoTokenizer.from_pretrained(tmp_path, eos_token=end, line_ends=False)
+    assert not without.line_ends and without("the\ncat\n")["input_ids"] == [2, 3]
+    for other in ("<new>", None):
+        with pytest.raises(ValueError, match=f"needs an eos_token among the symbols, which eos_token={other!r} is"):
+            AutoTokenizer.from_pretrained(tmp_path, eos_token=other)
+        with pytest.raises(ValueError, match=f"needs an eos_token among the symbols, which eos_token={other!r} is"):
+            assigned.eos_token = other
+    assert assigned.eos_token == end
+
+
+def test_line_ends_are_not_assigned():
+    """Which changed `encode_lines` and no call."""
+    with pytest.raises(AttributeError, match="line_ends"):
+        small("whitespace").line_ends = True
 
 
 def test_what_is_saved_says_nothing_of_where_it_was_loaded_from(tmp_path):

@@ -42,7 +42,7 @@ from .tokenization_transfo_xl_backend import (
     count_symbols,
     flatten,
     open_lines,
-    set_normalizer,
+    set_steps,
     specials_pattern,
     split_symbols,
 )
@@ -160,7 +160,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             specials = (eos_token, unk_token, *extra)
             backend = build_backend(symbols, mode, lower_case, unk_token, specials, added=added.values())
             _check_added(backend, added, len(symbols))
-        self.line_ends = _set_line_ends(backend, mode, lower_case, eos_token, line_ends)
+        _set_line_ends(backend, mode, lower_case, eos_token, line_ends)
         if mode == "lm1b":
             kwargs.setdefault("bos_token", eos_token)
         kwargs.setdefault("pad_token", eos_token)
@@ -385,6 +385,17 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             **{name: getattr(self, name) for name in kept} | kwargs,
         )
 
+    def __setattr__(self, key, value):
+        if key in ("eos_token", "eos_token_id") and self.line_ends:
+            token = self.convert_ids_to_tokens(value) if key == "eos_token_id" and value is not None else value
+            _set_line_ends(self._tokenizer, self.mode, self.lower_case, token, None)
+        super().__setattr__(key, value)
+
+    @property
+    def line_ends(self) -> bool:
+        """Whether a call reads a line feed as `eos_token`. It is chosen where a tokenizer is made or loaded."""
+        return _line_end(self._tokenizer) is not None
+
     @property
     def symbols(self) -> list[str]:
         """The vocabulary in the order of the ids (the originals' `idx2sym`), added tokens not included."""
@@ -530,22 +541,29 @@ def _check_added(backend: Tokenizer, added: dict[int, AddedToken], size: int) ->
             )
 
 
-def _set_line_ends(backend: Tokenizer, mode: str, lower_case: bool, eos_token, line_ends: bool | None) -> bool:
-    """Whether line feeds become `eos_token`: as the backend has it, or as asked, which changes the backend."""
-    if mode not in LINE_END_MODES and not line_ends:
-        return False
-    probe = backend.normalizer.normalize_str("a\na") if backend.normalizer is not None else ""
-    found = eos_token is not None and str(eos_token) in probe
+def _line_end(backend: Tokenizer) -> str | None:
+    """The token that a line feed becomes; None: white space, or a symbol like others."""
+    if backend.normalizer is None:
+        return None
+    return backend.normalizer.normalize_str("a\na").removeprefix("a").removesuffix("a").strip() or None
+
+
+def _set_line_ends(backend: Tokenizer, mode: str, lower_case: bool, eos_token, line_ends: bool | None) -> None:
+    """Has line feeds become `eos_token` or not; None: as before, and `eos_token` may be another one now."""
+    found = _line_end(backend)
+    line_ends = found is not None if line_ends is None else line_ends
+    if found == (str(eos_token) if line_ends else None):
+        return
+    specials = [token for token in backend.get_added_tokens_decoder().values() if token.special]
+    if not line_ends:
+        set_steps(backend, mode, lower_case, specials)
+        return
     # A token that was added beside the symbols is looked for in the text as it is given, which has line feeds.
     known = eos_token is not None and backend.model.token_to_id(str(eos_token)) is not None
-    if (found if line_ends is None else line_ends) and mode in LINE_END_MODES and not known:
+    if mode in LINE_END_MODES and not known:
         given = None if eos_token is None else str(eos_token)
         raise ValueError(f"line_ends=True needs an eos_token among the symbols, which eos_token={given!r} is not")
-    if line_ends is None or line_ends == found:
-        return found
-    specials = [str(token) for token in backend.get_added_tokens_decoder().values()]
-    set_normalizer(backend, mode, lower_case, specials, str(eos_token) if line_ends else None)
-    return line_ends
+    set_steps(backend, mode, lower_case, [*specials, eos_token], str(eos_token))
 
 
 def _added_around(backend: Tokenizer) -> tuple[bool, bool]:

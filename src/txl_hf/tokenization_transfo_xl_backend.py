@@ -24,7 +24,7 @@ __all__ = [
     "flatten",
     "lines_of",
     "open_lines",
-    "set_normalizer",
+    "set_steps",
     "specials_pattern",
     "split_symbols",
 ]
@@ -64,7 +64,6 @@ def build_backend(
     lower_case: bool,
     unk_token,
     specials,
-    line_end: str | None = None,
     as_published: bool = False,
     added: Iterable[AddedToken] = (),
 ) -> Tokenizer:
@@ -73,7 +72,6 @@ def build_backend(
     Args:
         symbols, mode, lower_case, unk_token: as for `TransfoXLTokenizer.from_symbols`.
         specials: the special tokens, None among them skipped; those that are no symbols get ids after the symbols.
-        line_end: the special token that a line feed becomes, in the modes of words; None: white space.
         as_published: read a given alphabet as the originals wrote their data, `_` for a space and lines without ends.
         added: tokens that were added to the vocabulary, special ones among them, in the order of their ids, which come
             before those of other special tokens.
@@ -90,7 +88,6 @@ def build_backend(
     outside = [str(token) for token in specials if str(token) not in vocabulary]
     steps = []
     if mode == "moses":
-        backend.pre_tokenizer = moses_pre_tokenizer(specials, lower_case)
         backend.decoder = moses_decoder(symbols, outside)
     elif mode == "characters":
         backend.pre_tokenizer = pre_tokenizers.FixedLength(length=1)
@@ -106,7 +103,7 @@ def build_backend(
         backend.decoder = decoders.ByteLevel()
     else:
         backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    set_normalizer(backend, mode, lower_case, specials, line_end, steps)
+    set_steps(backend, mode, lower_case, specials, last=steps)
     special = {
         str(token): token if isinstance(token, AddedToken) else AddedToken(token, normalized=False)
         for token in specials
@@ -120,10 +117,15 @@ def build_backend(
     return backend
 
 
-def set_normalizer(
+def set_steps(
     backend: Tokenizer, mode: str, lower_case: bool, specials: list, line_end: str | None = None, last: Sequence = ()
 ) -> None:
-    """Sets how a text is changed before it is split: arguments as those of `build_backend`, and steps that come last.
+    """Sets how a text is changed before it is split, and by the Moses rules also where it is then split.
+
+    Args:
+        backend, mode, lower_case, specials: as for `build_backend`.
+        line_end: the symbol that a line feed becomes, in the modes of words; None: white space.
+        last: steps that come last.
 
     Raises:
         ValueError: the mode's texts have no lines, or the Moses rules would take `line_end` apart.
@@ -136,6 +138,7 @@ def set_normalizer(
         if line_end is not None and not re.fullmatch(r"<\w+>", line_end):
             raise ValueError(f"line_ends in mode 'moses' needs an eos_token such as '<eos>', not {line_end!r}")
         steps += moses_normalizers([] if lower_case else specials, line_end)
+        backend.pre_tokenizer = moses_pre_tokenizer(specials, lower_case)
     elif mode in WORD_MODES:
         # Four characters that Python, and so the originals, split at and `WhitespaceSplit` does not.
         steps.append(normalizers.Replace(Regex("[\x1c-\x1f]"), " "))
