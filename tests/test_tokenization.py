@@ -321,6 +321,31 @@ def test_train_new_from_iterator_keeps_mode_and_specials():
     assert new("One <x> three")["input_ids"] == [3, 2, 1, 0]
 
 
+def test_vocab_size_counts_special_tokens_once():
+    """Those that the text has, too."""
+    for size in (3, 4, 5, 7):
+        lines = ["a b c <unk> <unk> d e f g"]
+        trained = TransfoXLTokenizer.train_from_iterator(lines, mode="whitespace", vocab_size=size)
+        assert trained.symbols == ["<eos>", "<unk>", *"abcdefg"[: size - 2]]
+        assert trained.train_new_from_iterator(lines, vocab_size=size).symbols == trained.symbols
+
+
+@pytest.mark.parametrize("mode", ["whitespace", "lm1b"])
+@pytest.mark.parametrize("begins", [False, True])
+def test_train_new_from_iterator_keeps_how_texts_begin(mode, begins):
+    tokenizer = small(mode, bos_token="<s>", add_bos_token=begins)
+    new = tokenizer.train_new_from_iterator(["x y"])
+    for each in (tokenizer, new):
+        assert each.add_bos_token == begins
+        assert (each.bos_token_id in each("x y")["input_ids"]) == begins
+
+
+def test_train_new_from_iterator_takes_what_is_to_be_another():
+    new = small("whitespace").train_new_from_iterator(["Ab-c"], mode="moses", lower_case=True, eos_token="<end>")
+    assert (new.mode, new.lower_case, new.eos_token) == ("moses", True, "<end>")
+    assert new.tokenize("AB-C") == ["ab", "@-@", "c"]
+
+
 def test_train_new_from_iterator_keeps_named_and_added_specials(tmp_path):
     named = {"image_token": "<img>", "sound_token": "<snd>"}
     tokenizer = small("whitespace", extra_special_tokens=named, mask_token="<mask>")
@@ -371,11 +396,14 @@ def test_unknown_symbols_without_unk_are_named(mode, text):
         (lambda: TransfoXLTokenizer.from_symbols([]), "empty"),
         (lambda: TransfoXLTokenizer.from_symbols(["a"], eos_token="</s>"), "'</s>' is not one of the 1 symbols"),
         (lambda: TransfoXLTokenizer.from_symbols(["300"], mode="bytes"), "'300' is no byte"),
+        (lambda: small("bytes", eos_token="0"), "special token '0' is a byte's number"),
+        (lambda: small("bytes", extra_special_tokens=["10"]), "special token '10' is a byte's number"),
         (lambda: TransfoXLTokenizer.from_symbols(["a"], language="fr"), "language='fr'"),
         (lambda: TransfoXLTokenizer.train_from_iterator("text"), "one string"),
         (lambda: TransfoXLTokenizer.train_from_iterator([""]), "nothing to train on"),
         (lambda: TransfoXLTokenizer.train_from_iterator(["a"], max_size=0), "max_size=0"),
         (lambda: small("moses").train_new_from_iterator(["a"], vocab_size=2), "vocab_size=2"),
+        (lambda: TransfoXLTokenizer.train_from_iterator(["a"], vocab_size=2), "vocab_size=2"),
         (lambda: TransfoXLTokenizer.from_symbols(["a"]).encode_lines(["a"], add_eos=True), "needs an eos_token"),
         (lambda: small("characters").save_vocabulary("."), "cannot hold the symbol"),
         (lambda: small("characters", line_ends=True), "line_ends is for .* a line feed is a symbol"),

@@ -181,7 +181,13 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             eos_token=eos_token,
             **kwargs,
         )
-        if mode == "moses":
+        if mode == "bytes":
+            if numbers := [token for token in self.all_special_tokens if token in BYTE_SYMBOLS.values()]:
+                raise ValueError(
+                    f"the special token {numbers[0]!r} is a byte's number, which names that byte among the symbols; "
+                    "give another text, such as '<eos>'"
+                )
+        elif mode == "moses":
             whole = {*_LEGACY_NEVER_SPLIT, *map(str, self.added_tokens_decoder.values())}
             if split := [str(token) for token in never_split if str(token) not in whole]:
                 raise ValueError(
@@ -294,6 +300,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         min_freq: int = 0,
         max_size: int | None = None,
         lower_case: bool = False,
+        vocab_size: int | None = None,
         **kwargs,
     ) -> "TransfoXLTokenizer":
         """A tokenizer with the symbols of a text, the most frequent first, ties in the order of first occurrence.
@@ -307,13 +314,16 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
                 the modes `"characters"` and `"bytes"` and do not matter in the others.
             mode, lower_case: as for the class.
             min_freq (`int`, defaults to 0): leave out symbols that occur less often.
-            max_size (`int`, *optional*): keep at most this many symbols of the text, specials not counted.
+            max_size (`int`, *optional*): keep at most this many symbols of the text, special tokens that occur in it
+                among them; the others come on top.
+            vocab_size (`int`, *optional*): the vocabulary's largest size, special tokens included.
             kwargs: as for the class. `unk_token` and `eos_token` default to `<unk>` and `<eos>` (`<UNK>` and `<S>` in
                 mode `"lm1b"`, none in the modes `"characters"` and `"bytes"`); `extra_special_tokens` are more,
                 a list or a dict of names and tokens.
 
         Raises:
-            ValueError: an unknown mode, lines that are no strings, a text without symbols, or a negative size.
+            ValueError: an unknown mode, lines that are no strings, a text without symbols, a negative size, a
+                `vocab_size` that leaves no room beside the special tokens, or an unknown keyword.
         """
         check_mode(mode)
         check_lines(lines)
@@ -324,14 +334,21 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         extra = _extra_tokens(kwargs.get("extra_special_tokens"))
         specials = list(dict.fromkeys(str(token) for token in (*named, *extra) if token is not None))
 
+        if vocab_size is not None and vocab_size <= len(specials):
+            raise ValueError(f"vocab_size={vocab_size} leaves no room beside the special tokens {specials}")
+
         counter = count_symbols(lines, mode, lower_case, specials)
-        counted = {symbol for symbol, count in counter.most_common(max_size) if count >= min_freq}
+        frequent = [symbol for symbol, count in counter.most_common(max_size) if count >= min_freq]
+        if not frequent:
+            raise ValueError(f"no symbol occurs at least min_freq={min_freq} times in the text: nothing to train on")
+        if vocab_size is not None:
+            words = (symbol for symbol in frequent if symbol not in specials)
+            kept = {*specials, *islice(words, vocab_size - len(specials))}
+            frequent = [symbol for symbol in frequent if symbol in kept]
+        counted = set(frequent)
         eos_token = str(kwargs["eos_token"])
         first = [token for token in specials if token not in counted or token == eos_token]
-        frequent = (symbol for symbol, _ in counter.most_common(max_size) if symbol in counted)
         symbols = list(dict.fromkeys([*first, *frequent]))
-        if not counted:
-            raise ValueError(f"no symbol occurs at least min_freq={min_freq} times in the text: nothing to train on")
         return cls._assemble(symbols, mode, lower_case, False, **kwargs)
 
     def train_new_from_iterator(
@@ -354,10 +371,10 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             new_special_tokens (`list[str | AddedToken]`, *optional*): more special tokens.
             special_tokens_map (`dict[str, str]`, *optional*): new names for special tokens.
             min_freq (`int`, defaults to 0): leave out symbols that occur less often.
-            kwargs: what the new tokenizer has otherwise than this one, such as `model_max_length`.
+            kwargs: what the new tokenizer has otherwise than this one, such as `model_max_length` or `mode`.
 
         Raises:
-            ValueError: as for `train_from_iterator`, or `vocab_size` leaves no room beside the special tokens.
+            ValueError: as for `train_from_iterator`.
         """
         rename = special_tokens_map or {}
         named = {name: rename.get(token, token) for name, token in self.special_tokens_map.items()}
@@ -366,23 +383,19 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         extra = [rename.get(token, token) for token in added] + [str(token) for token in new_special_tokens or ()]
         extra = [token for token in extra if token not in specials.values()]
         kept = ("chat_template", "padding_side", "truncation_side", "model_max_length")
-        max_size = None
-        if vocab_size is not None:
-            max_size = vocab_size - len({*specials.values(), *extra} - {None})
-            if max_size < 1:
-                raise ValueError(f"vocab_size={vocab_size} leaves no room beside the special tokens")
-        return type(self).train_from_iterator(
-            text_iterator,
-            mode=self.mode,
-            min_freq=min_freq,
-            max_size=max_size,
-            lower_case=self.lower_case,
-            line_ends=self.line_ends,
-            add_eos_token=self.add_eos_token,
-            extra_special_tokens=extra,
-            model_specific_special_tokens=named,
+        options = {
+            "mode": self.mode,
+            "lower_case": self.lower_case,
+            "line_ends": self.line_ends,
+            "add_bos_token": self.add_bos_token,
+            "add_eos_token": self.add_eos_token,
+            "extra_special_tokens": extra,
+            "model_specific_special_tokens": named,
             **specials,
-            **{name: getattr(self, name) for name in kept} | kwargs,
+            **{name: getattr(self, name) for name in kept},
+        }
+        return type(self).train_from_iterator(
+            text_iterator, min_freq=min_freq, vocab_size=vocab_size, **options | kwargs
         )
 
     def __setattr__(self, key, value):
