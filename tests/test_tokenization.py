@@ -1,6 +1,7 @@
 """The tokenizer: equal to the legacy one, safe with its pickles, the same after saving, at home in transformers."""
 
 import json
+import pickle
 import shutil
 import sys
 from collections import Counter
@@ -11,6 +12,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, TextStreamer, pipeline
 
 from goldens import golden
@@ -23,7 +25,7 @@ from txl_hf import (
     TransfoXLTokenizer,
 )
 from txl_hf.encoding import encode_text
-from txl_hf.tokenization_transfo_xl_backend import MODES
+from txl_hf.tokenization_transfo_xl_backend import LINE_END_MODES, MODES
 
 GOLDENS = golden("tokenizer")
 DATA = Path(__file__).parents[2] / "shared" / "data"
@@ -116,6 +118,50 @@ def test_detokenisation(symbols, text):
     assert tokenizer.convert_tokens_to_string(symbols) == text
 
 
+MIXED = st.lists(
+    st.sampled_from([*"aA5.,'-<> \n", "zz", "Zoë", "the ", "cat", "<eos>", "<unk>", "<EOS>", "<a>", "New", "…"]),
+    max_size=9,
+)
+
+
+@pytest.mark.parametrize("options", [{}, {"lower_case": True, "add_bos_token": True}, {"line_ends": True}], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_symbols_of_a_text_are_those_that_a_call_encodes(mode, options):
+    """And what the vocabulary lacks is shown as it is written."""
+    if "line_ends" in options and mode not in LINE_END_MODES:
+        return
+    options = {"unk_token": "<unk>", "eos_token": "<eos>", "bos_token": "<s>", **options}
+    tokenizer = small(mode, **options)
+    tokenizer.add_tokens([AddedToken("<a>", lstrip=True), AddedToken("cat", single_word=True), "New"])
+
+    @given(text=MIXED.map("".join), pair=st.none() | MIXED.map("".join))
+    @settings(max_examples=60, deadline=None)
+    def check(text, pair):
+        for extra in (
+            {"add_special_tokens": True},
+            {"add_special_tokens": False},
+            {"add_special_tokens": False, "split_special_tokens": True},
+            {"add_special_tokens": True, "truncation": True, "max_length": 4},
+        ):
+            symbols = tokenizer.tokenize(text, pair, **extra)
+            encoded = tokenizer(text, pair, **extra)
+            ids = encoded["input_ids"]
+            found = zip(symbols, encoded.tokens(), ids, strict=True)
+            assert all(symbol == token or index == tokenizer.unk_token_id for symbol, token, index in found)
+            unknown = [symbol for symbol, index in zip(symbols, ids, strict=True) if index == tokenizer.unk_token_id]
+            assert not {*unknown} & ({*tokenizer.get_vocab()} - {"<unk>"})
+
+    check()
+
+
+def test_unknown_symbols_are_shown_as_the_steps_leave_them():
+    tokenizer = small("moses", lower_case=True)
+    assert tokenizer.tokenize("Dogs’ 7,8 …") == ["dogs", "'", "7", "@,@", "8", "..."]
+    assert small("characters").tokenize("Бa") == ["Б", "a"]
+    tokenizer.add_tokens([AddedToken("dog", single_word=True)])
+    assert tokenizer.tokenize("hotdog dog <unk>") == ["hotdog", "dog", "<unk>"]
+
+
 def test_offsets_point_into_the_text():
     text = 'Über 1,234 well-known "naïve" … – <unk> don’t'
     encoding = small("moses")(text, return_offsets_mapping=True)
@@ -168,11 +214,37 @@ def test_text8_writes_space_as_underscore_and_enwik8_skips_line_ends():
     assert numbers.symbols == ["32", "97"]
 
 
+@pytest.mark.parametrize(
+    "mode, symbols, text", [("characters", ["_", "e", "a"], "a e"), ("bytes", ["32", "97", "98"], "a a")]
+)
+def test_a_published_alphabet_is_read_as_such_from_any_file(tmp_path, mode, symbols, text):
+    given = TransfoXLTokenizer.from_symbols(symbols, mode=mode)
+    [path] = given.save_vocabulary(tmp_path)
+    (tmp_path / "legacy").mkdir()
+    (tmp_path / "legacy" / "vocab.pkl").write_bytes(pickle.dumps({"idx2sym": symbols}))
+    pickled = TransfoXLTokenizer.from_pretrained(tmp_path / "legacy", mode=mode)
+    for tokenizer in (TransfoXLTokenizer(vocab_file=path, mode=mode), pickled):
+        assert tokenizer.symbols == symbols
+        assert tokenizer(text + "\n" * (mode == "bytes"))["input_ids"] == given(text)["input_ids"]
+        assert tokenizer.decode(given(text)["input_ids"]) == text
+
+
 def test_one_billion_word_has_its_mark_on_both_sides():
     tokenizer = TransfoXLTokenizer.from_symbols(["<S>", "<UNK>", "the", "cat"], mode="lm1b")
     assert tokenizer("the dog cat")["input_ids"] == [0, 2, 1, 3, 0]
     assert tokenizer.encode_lines(["the cat", "dog"]).tolist() == [0, 2, 3, 0, 0, 1, 0]
     assert tokenizer.encode_lines(["the cat"], add_eos=False).tolist() == [2, 3]
+
+
+def test_a_line_begins_with_the_beginning_of_a_text():
+    symbols = ["<s>", "</s>", "<UNK>", "the"]
+    options = {"mode": "lm1b", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = TransfoXLTokenizer.from_symbols(symbols, **options)
+    assert tokenizer("the")["input_ids"] == tokenizer.encode_lines(["the"]).tolist() == [0, 3, 1]
+    ending = TransfoXLTokenizer.from_symbols(symbols, add_bos_token=False, **options)
+    assert ending("the")["input_ids"] == ending.encode_lines(["the"]).tolist() == [3, 1]
+    assert ending.encode_lines(["the"], add_eos=True).tolist() == [0, 3, 1]
+    assert ending.encode_lines(["the"], add_eos=False).tolist() == [3]
 
 
 def test_end_of_line_where_asked():
@@ -298,6 +370,14 @@ def test_training_order_is_by_frequency_then_first_occurrence():
     assert largest.symbols == ["<eos>", "<unk>", *"bac"]
     specials = TransfoXLTokenizer.train_from_iterator(lines, "whitespace", extra_special_tokens=["<pad>"])
     assert specials.symbols == ["<eos>", "<pad>", *"bacd", "<unk>"]
+
+
+@pytest.mark.parametrize("special", ["<pad>", "<unk>", "<eos>"])
+def test_words_with_special_tokens_in_other_letters_are_counted_as_they_are_cut(special):
+    text = f"St.{special.upper()}, 14'{special.upper()}"
+    for options in ({"pad_token": "<pad>"}, {"unk_token": None, "eos_token": None}):
+        tokenizer = TransfoXLTokenizer.train_from_iterator([text], **options)
+        assert set(tokenizer.tokenize(text)) <= set(tokenizer.symbols)
 
 
 def test_special_tokens_with_names_are_symbols_and_their_names_are_none(tmp_path):

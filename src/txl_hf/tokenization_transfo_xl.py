@@ -25,7 +25,8 @@ Ways to get one:
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from copy import copy
 from itertools import chain, islice
 from pathlib import Path
 
@@ -43,7 +44,7 @@ from .tokenization_transfo_xl_backend import (
     flatten,
     open_lines,
     set_steps,
-    specials_pattern,
+    spelling_backend,
     split_symbols,
 )
 from .vocabulary_transfo_xl import check_symbols, read_vocab_pickle, read_vocab_text
@@ -158,7 +159,9 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             extra = _extra_tokens(kwargs.get("extra_special_tokens") or kwargs.get("additional_special_tokens"))
             added = dict(sorted((kwargs.pop("added_tokens_decoder", None) or {}).items()))
             specials = (eos_token, unk_token, *extra)
-            backend = build_backend(symbols, mode, lower_case, unk_token, specials, added=added.values())
+            backend = build_backend(
+                symbols, mode, lower_case, unk_token, specials, as_published=True, added=added.values()
+            )
             _check_added(backend, added, len(symbols))
         _set_line_ends(backend, mode, lower_case, eos_token, line_ends)
         if mode == "lm1b":
@@ -422,25 +425,20 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         Args:
             text (`str`): the text.
             pair (`str`, *optional*): a second text, whose symbols follow.
-            add_special_tokens (`bool`, defaults to `False`): add what `add_eos_token` says.
+            add_special_tokens (`bool`, defaults to `False`): add what `add_bos_token` and `add_eos_token` say.
+            kwargs: as for a call.
         """
-        symbols = [*self._symbols(text), *(self._symbols(pair) if pair else ())]
-        if add_special_tokens and self.add_eos_token:
-            symbols = [*([self.bos_token] if self.add_bos_token else ()), *symbols, self.eos_token]
-        return symbols
-
-    def _symbols(self, text: str) -> Iterator[str]:
-        specials = specials_pattern(str(token) for token in self.added_tokens_decoder.values())
-        for index, part in enumerate(specials.split(text)):
-            yield from [part] if index % 2 else split_symbols(self._tokenizer, part)
+        speller = copy(self)
+        speller._tokenizer = spelling_backend(self._tokenizer)
+        return speller(text, pair, add_special_tokens=add_special_tokens, **kwargs).tokens()
 
     def encode_lines(self, lines: Iterable[str], add_eos: bool | None = None) -> np.ndarray:
         """The ids of many lines, one after the other: the stream a language model is trained on.
 
         Args:
             lines (`Iterable[str]`): the lines, with their ends or, in the modes of words, without.
-            add_eos (`bool`, *optional*): end each line with `eos_token` (and start it so in mode `"lm1b"`). Defaults
-                to the tokenizer's `line_ends` or `add_eos_token`.
+            add_eos (`bool`, *optional*): end each line with `eos_token` (and start it with `bos_token` in mode
+                `"lm1b"`). Defaults to the tokenizer's `line_ends` or `add_eos_token` (and `add_bos_token`).
 
         Returns:
             `np.ndarray` of int64, one dimension.
@@ -450,12 +448,13 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
                 there is no `unk_token`.
         """
         check_lines(lines)
+        add_bos = self.mode == "lm1b" and (self.add_bos_token if add_eos is None else add_eos)
         if add_eos is None:
             add_eos = self.line_ends or self.add_eos_token
         if add_eos and self.eos_token_id is None:
             raise ValueError("add_eos=True needs an eos_token and this tokenizer has none")
+        start = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
         end = [self.eos_token_id] if add_eos else []
-        start = end if self.mode == "lm1b" else []
         # Padding and truncation are the backend's state and survive a call that asked for them.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()

@@ -8,7 +8,7 @@ from itertools import chain
 from os import PathLike
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
-from tokenizers.models import WordLevel
+from tokenizers.models import Unigram, WordLevel
 
 from .tokenization_transfo_xl_moses import moses_decoder, moses_normalizers, moses_pre_tokenizer
 
@@ -25,7 +25,7 @@ __all__ = [
     "lines_of",
     "open_lines",
     "set_steps",
-    "specials_pattern",
+    "spelling_backend",
     "split_symbols",
 ]
 
@@ -174,6 +174,16 @@ def split_symbols(backend: Tokenizer, text: str) -> list[str]:
     return [symbol for symbol, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
 
 
+def spelling_backend(backend: Tokenizer) -> Tokenizer:
+    """A tokenizer that splits a text as another does, and whose tokens are the symbols as they are written."""
+    # WordLevel gives its unknown token for every symbol that it lacks; Unigram, without a piece, the symbol itself.
+    speller = Tokenizer(Unigram([("", 0.0)], unk_id=0))
+    speller.normalizer, speller.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
+    speller.post_processor = backend.post_processor
+    speller.add_tokens(list(backend.get_added_tokens_decoder().values()))
+    return speller
+
+
 def specials_pattern(specials: Iterable[str]) -> re.Pattern:
     """A pattern whose `split` gives text and special tokens in turn, a longer special token before its beginning."""
     longest_first = sorted(specials, key=len, reverse=True)
@@ -182,7 +192,7 @@ def specials_pattern(specials: Iterable[str]) -> re.Pattern:
 
 def count_symbols(lines, mode: str, lower_case: bool, specials: list[str]) -> Counter:
     """How often each symbol, each special token too, occurs in lines or batches of lines."""
-    backend = build_backend(["<unk>"], mode, lower_case, None, ["<unk>"])
+    backend = build_backend([], mode, lower_case, None, specials)
     splitters: dict[str, Callable[[str], Iterable[str]]] = {
         "whitespace": str.split,
         "lm1b": str.split,
