@@ -45,8 +45,8 @@ def test_a_byte_order_mark_is_no_part_of_the_first_symbol(tmp_path):
     assert tokenizer.symbols == ["<eos>", "the"] and tokenizer.eos_token_id == 0
 
 
-def legacy_folder(folder: Path, added: dict[str, int], decoder: bool = False, **config) -> Path:
-    """A vocabulary of five words and tokens that were added to it, in a file of their own or in the configuration."""
+def legacy_folder(folder: Path, added: dict[str, int], decoder: bool = False, more=(), **config) -> Path:
+    """A vocabulary of five words and more; tokens that were added to it, in a file of their own or the configuration."""
     config["tokenizer_class"] = "TransfoXLTokenizer"
     if decoder:
         flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False)
@@ -56,7 +56,7 @@ def legacy_folder(folder: Path, added: dict[str, int], decoder: bool = False, **
     else:
         (folder / "added_tokens.json").write_text(json.dumps(added))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "vocab.pkl").write_bytes(pickle.dumps({"idx2sym": ["<eos>", "<unk>", "the", "cat", "sat"]}))
+    (folder / "vocab.pkl").write_bytes(pickle.dumps({"idx2sym": ["<eos>", "<unk>", "the", "cat", "sat", *more]}))
     return folder
 
 
@@ -80,6 +80,22 @@ def test_tokens_that_were_added_to_a_legacy_vocabulary_keep_their_ids(tmp_path, 
     assert tokenizer.decode(ids, skip_special_tokens=True) == "the cat foo"
     tokenizer.save_pretrained(tmp_path / "new")
     assert AutoTokenizer.from_pretrained(tmp_path / "new")("the cat foo <formula>")["input_ids"] == ids
+
+
+@pytest.mark.parametrize("decoder", [False, True], ids=["added_tokens.json", "added_tokens_decoder"])
+def test_added_tokens_are_no_words_to_the_detokeniser(tmp_path, decoder):
+    """The texts are the legacy tokenizer's, which wrote what is between them piece by piece; padding is none of them."""
+    added = {"<formula>": 8, "<pad>": 9, "(foo)": 10, "cat": 3}
+    folder = legacy_folder(tmp_path, added, decoder, more=["(", ")", ","], pad_token="<pad>")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for token, text in {
+        "the": "the (the), sat",
+        "<pad>": "the (<pad>), sat",
+        "<formula>": "the ( <formula> ), sat",
+        "(foo)": "the ( (foo) ), sat",
+        "cat": "the ( cat ), sat",
+    }.items():
+        assert tokenizer.decode([2, 5, tokenizer.convert_tokens_to_ids(token), 6, 7, 4]) == text
 
 
 @pytest.mark.parametrize("added, would_get", [({"foo": 9}, 5), ({"the": 5}, 2), ({"foo": -1}, 5)], ids=str)

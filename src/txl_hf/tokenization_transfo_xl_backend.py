@@ -84,8 +84,10 @@ def build_backend(
         names = [_byte_character(symbol, specials) for symbol in symbols]
     vocabulary = {name: index for index, name in enumerate(names)}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="" if unk_token is None else str(unk_token)))
-    specials = [token for token in specials if token is not None]
-    outside = [str(token) for token in specials if str(token) not in vocabulary]
+    specials, added = [token for token in specials if token is not None], list(added)
+    special_names = set(map(str, specials))
+    outside = [name for name in map(str, specials) if name not in vocabulary]
+    outside += [str(token) for token in added if not token.special and str(token) not in special_names]
     steps = []
     if mode == "moses":
         backend.decoder = moses_decoder(symbols, outside)

@@ -288,9 +288,9 @@ def moses_decoder(symbols: list[str], outside: list[str]):
 
     Args:
         symbols: the vocabulary, whose quotes of more than one character each pair by themselves.
-        outside: special tokens that are not in it.
+        outside: special tokens that are not in it, and others that were added to it.
     """
-    # The text is ` word word … word `. A special token from outside the vocabulary stands between borders: the legacy
+    # The text is ` word word … word `. A token from outside the vocabulary stands between borders: the legacy
     # tokenizer detokenised the stretches between such tokens one by one.
     steps: list[decoders.Decoder] = [decoders.Replace(Regex(r"\A"), " ")]
     for token in outside:
