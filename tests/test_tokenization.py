@@ -484,6 +484,9 @@ def test_unknown_symbols_without_unk_are_named(mode, text):
         (lambda: TransfoXLTokenizer.train_from_iterator(["a"], max_size=0), "max_size=0"),
         (lambda: small("moses").train_new_from_iterator(["a"], vocab_size=2), "vocab_size=2"),
         (lambda: TransfoXLTokenizer.train_from_iterator(["a"], vocab_size=2), "vocab_size=2"),
+        (lambda: TransfoXLTokenizer.train_from_iterator(["a"], lowercase=True), "no keyword lowercase; .* lower_case"),
+        (lambda: TransfoXLTokenizer.from_symbols(["a"], eos_tokn="a"), "no keyword eos_tokn; did you mean eos_token"),
+        (lambda: TransfoXLTokenizer.from_symbols(["a"], vocab_size=1), "from_symbols has no keyword vocab_size"),
         (lambda: TransfoXLTokenizer.from_symbols(["a"]).encode_lines(["a"], add_eos=True), "needs an eos_token"),
         (lambda: small("characters").save_vocabulary("."), "cannot hold the symbol"),
         (lambda: small("characters", line_ends=True), "line_ends is for .* a line feed is a symbol"),
@@ -636,6 +639,39 @@ def test_a_saved_tokenizer_keeps_its_steps(tmp_path, changed):
     saved = TransfoXLTokenizer.from_pretrained(tmp_path)
     other = TransfoXLTokenizer.from_symbols(saved.symbols, **changed)
     assert other.tokenize("Tom 's well @-@ known") != saved.tokenize("Tom 's well @-@ known")
+
+
+def test_what_stands_for_unknown_words_can_be_chosen_on_loading(tmp_path):
+    small("whitespace", extra_special_tokens=["<oov>"]).save_pretrained(tmp_path / "saved")
+    chosen = AutoTokenizer.from_pretrained(tmp_path / "saved", unk_token="<oov>")
+    chosen.save_pretrained(tmp_path / "again")
+    for tokenizer in (chosen, AutoTokenizer.from_pretrained(tmp_path / "again")):
+        assert tokenizer("dog")["input_ids"] == [tokenizer.unk_token_id]
+        assert tokenizer.unk_token == "<oov>"
+    closed = AutoTokenizer.from_pretrained(tmp_path / "saved", unk_token=None)
+    with pytest.raises(ValueError, match="'dog' is not in the vocabulary"):
+        closed("dog")
+    with pytest.raises(ValueError, match="unk_token='<new>' is none of the symbols"):
+        AutoTokenizer.from_pretrained(tmp_path / "saved", unk_token="<new>")
+
+
+def test_the_side_of_padding_is_saved_for_every_class(tmp_path):
+    tokenizer = small("whitespace")
+    for side in ("left", "right"):
+        tokenizer.padding_side = side
+        tokenizer.save_pretrained(tmp_path)
+        for loader in (PreTrainedTokenizerFast, TransfoXLTokenizer):
+            assert loader.from_pretrained(tmp_path).padding_side == side
+
+
+def test_a_text_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"the\xff")
+    for mode in ("bytes", "whitespace"):
+        with pytest.raises(ValueError, match=r"text.txt is no text in UTF-8: .*0xff in position 3"):
+            small(mode).encode_file(tmp_path / "text.txt")
+    for encode in (small("whitespace").encode_lines, small("whitespace")):
+        with pytest.raises(ValueError, match=r"'the \\ud800' has '\\ud800', half a character"):
+            encode(["the", "the \ud800"])
 
 
 def test_a_legacy_vocabulary_takes_any_steps(tmp_path):

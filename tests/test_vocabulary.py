@@ -46,7 +46,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_symbol(tmp_path):
 
 
 def legacy_folder(folder: Path, added: dict[str, int], decoder: bool = False, more=(), **config) -> Path:
-    """A vocabulary of five words and more; tokens that were added to it, in a file of their own or the configuration."""
+    """A vocabulary of five words and more; what was added to it is in a file of its own or in the configuration."""
     config["tokenizer_class"] = "TransfoXLTokenizer"
     if decoder:
         flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False)
@@ -84,7 +84,7 @@ def test_tokens_that_were_added_to_a_legacy_vocabulary_keep_their_ids(tmp_path, 
 
 @pytest.mark.parametrize("decoder", [False, True], ids=["added_tokens.json", "added_tokens_decoder"])
 def test_added_tokens_are_no_words_to_the_detokeniser(tmp_path, decoder):
-    """The texts are the legacy tokenizer's, which wrote what is between them piece by piece; padding is none of them."""
+    """The texts are the legacy tokenizer's, which wrote what is between them piece by piece; padding is none."""
     added = {"<formula>": 8, "<pad>": 9, "(foo)": 10, "cat": 3}
     folder = legacy_folder(tmp_path, added, decoder, more=["(", ")", ","], pad_token="<pad>")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -216,6 +216,13 @@ def test_what_is_no_vocabulary_is_said(tmp_path, data, reason):
     with pytest.raises(ValueError, match=reason) as error:
         read_vocab_pickle(path)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("read", [read_vocab_pickle, lambda path: TransfoXLTokenizer.from_symbols(["a", "\ud800b"])])
+def test_a_symbol_that_no_file_can_hold_is_named(tmp_path, read):
+    (tmp_path / "vocab.pkl").write_bytes(b"\x80\x02}U\x07idx2sym](U\x01aX\x04\x00\x00\x00\xed\xa0\x80bes.")
+    with pytest.raises(ValueError, match=r"the symbol '\\ud800b' has half a character, which UTF-8 cannot hold"):
+        read(tmp_path / "vocab.pkl")
 
 
 def test_compressed_archives_are_refused(tmp_path):

@@ -25,8 +25,10 @@ Ways to get one:
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
+from difflib import get_close_matches
+from inspect import signature
 from itertools import chain, islice
 from pathlib import Path
 
@@ -47,7 +49,7 @@ from .tokenization_transfo_xl_backend import (
     spelling_backend,
     split_symbols,
 )
-from .vocabulary_transfo_xl import check_symbols, read_vocab_pickle, read_vocab_text
+from .vocabulary_transfo_xl import HALVES, check_symbols, read_vocab_pickle, read_vocab_text
 
 __all__ = ["TransfoXLTokenizer"]
 
@@ -62,6 +64,14 @@ _TRAINING_SPECIALS: dict[str, dict[str, str | None]] = {
 
 # What transformers reads of a tokenizer beside its vocabulary.
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json")
+
+# What a tokenizer reads beside the arguments that have names.
+_KEYWORDS = (
+    *("add_bos_token", "additional_special_tokens", "chat_control_tokens", "chat_template"),
+    *("clean_up_tokenization_spaces", "extra_special_tokens", "language", "model_input_names", "model_max_length"),
+    *("model_specific_special_tokens", "name_or_path", "never_split", "padding_side", "response_template"),
+    *("split_special_tokens", "truncation_side", "verbose"),
+)
 
 # What the legacy tokenizer kept beside its vocabulary and this one has no use for.
 _LEGACY_ARGUMENTS = ("special", "min_freq", "max_size", "do_lower_case")
@@ -90,13 +100,15 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             to `False` (`True` in mode `"lm1b"`, whose texts also start with it).
         kwargs: as for any fast tokenizer. `pad_token` defaults to `eos_token`, `padding_side` to `"left"`, which is
             what generation needs. `model_max_length` defaults to no limit: the memory carries a text on from segment
-            to segment, however long it is.
+            to segment, however long it is. What `decode` is told of `clean_up_tokenization_spaces` changes nothing in
+            mode `"moses"`, whose text is always detokenised.
 
     Raises:
         ValueError: an unknown mode or language, no vocabulary, a file that is damaged or no vocabulary, a pickle with
             anything in it but data, added tokens with ids that leave a gap behind the vocabulary's or are not those
-            that it gives them, `line_ends` without an `eos_token` among the symbols, or, in mode `"moses"`, a legacy
-            `never_split` with more than special and added tokens.
+            that it gives them, `line_ends` without an `eos_token` among the symbols, an `unk_token` for a saved
+            tokenizer that is none of its symbols, in mode `"bytes"` a special token that is a byte's number, or, in
+            mode `"moses"`, a legacy `never_split` with more than special and added tokens.
     """
 
     vocab_files_names = {
@@ -163,10 +175,13 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
                 symbols, mode, lower_case, unk_token, specials, as_published=True, added=added.values()
             )
             _check_added(backend, added, len(symbols))
+        _set_unknown(backend, unk_token)
         _set_line_ends(backend, mode, lower_case, eos_token, line_ends)
         if mode == "lm1b":
             kwargs.setdefault("bos_token", eos_token)
         kwargs.setdefault("pad_token", eos_token)
+        # Said, so that it is saved for other classes too.
+        kwargs.setdefault("padding_side", self.padding_side)
         if add_eos_token is None and backend.post_processor is None:
             add_eos_token = mode == "lm1b"
         if add_eos_token is not None or kwargs.get("add_bos_token") is not None:
@@ -260,10 +275,21 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             mode, lower_case, unk_token, eos_token, kwargs: as for the class.
 
         Raises:
-            ValueError: a symbol occurs twice, is no string or no byte's number, or a special token other than the
-                defaults is not among them.
+            ValueError: a symbol occurs twice, is no string or no byte's number, a special token other than the
+                defaults is not among them, or a keyword is unknown.
         """
+        cls._check_keywords(cls.from_symbols, kwargs)
         return cls._assemble(list(symbols), mode, lower_case, True, unk_token=unk_token, eos_token=eos_token, **kwargs)
+
+    @classmethod
+    def _check_keywords(cls, call: Callable, keywords: Iterable[str]) -> None:
+        known = {*_KEYWORDS, *signature(cls.__init__).parameters, *signature(call).parameters}
+        known -= {*cls.vocab_files_names, "self", "kwargs"}
+        for name in keywords:
+            # Any other name of this kind is that of a special token, `image_token`.
+            if name not in known and not name.endswith("_token"):
+                similar = "".join(f"; did you mean {near}?" for near in get_close_matches(name, known, 1))
+                raise ValueError(f"{cls.__name__}.{call.__name__} has no keyword {name}{similar}")
 
     @classmethod
     def _assemble(
@@ -330,6 +356,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         """
         check_mode(mode)
         check_lines(lines)
+        cls._check_keywords(cls.train_from_iterator, kwargs)
         if min_freq < 0 or (max_size is not None and max_size < 1):
             raise ValueError(f"min_freq={min_freq} must be at least 0 and max_size={max_size} at least 1 (or None)")
         kwargs = {**_TRAINING_SPECIALS[mode], **kwargs}
@@ -472,14 +499,20 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         """The ids of a UTF-8 text file, as `encode_lines` over its lines.
 
         As `txl-prepare` reads a file, a byte-order mark is no part of it, and a carriage return ends a line as a line
-        feed does. Mode `"bytes"` has all bytes as they are.
+        feed does. Mode `"bytes"` has all bytes as they are, of a text in UTF-8 too.
 
         Args:
             path (`str` or `os.PathLike`): the file.
             add_eos (`bool`, *optional*): as for `encode_lines`.
+
+        Raises:
+            ValueError: as for `encode_lines`, or the file is not UTF-8.
         """
         with open_lines(path, self.mode) as lines:
-            return self.encode_lines(lines, add_eos)
+            try:
+                return self.encode_lines(lines, add_eos)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path} is no text in UTF-8: {error}") from None
 
     def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str]:
         """Writes the symbols as `vocab.txt`, one a line in the order of the ids.
@@ -503,17 +536,23 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         try:
             return super()._encode_plus(text, *args, **kwargs)
         except Exception as error:
-            self._explain_missing_symbol(text, error)
+            self._explain(text, error)
             raise
 
     def _encode_backend(self, lines: list[str]) -> list:
         try:
             return self._tokenizer.encode_batch_fast(lines, add_special_tokens=False)
         except Exception as error:
-            self._explain_missing_symbol(lines, error)
+            self._explain(lines, error)
             raise
 
-    def _explain_missing_symbol(self, text, error: Exception) -> None:
+    def _explain(self, text, error: Exception) -> None:
+        if isinstance(error, TypeError):
+            for line in flatten(text):
+                if halves := HALVES.search(line):
+                    raise ValueError(
+                        f"{line!r:.99} has {halves[0]!r}, half a character, which UTF-8 cannot hold"
+                    ) from error
         if "Missing [UNK] token" not in str(error):
             return
         known = self._tokenizer.get_vocab()
@@ -551,6 +590,16 @@ def _check_added(backend: Tokenizer, added: dict[int, AddedToken], size: int) ->
                 f"the added token {str(token)!r} has id {index} in added_tokens.json or added_tokens_decoder but "
                 f"would get {found}: a symbol of the vocabulary keeps its id, others follow its {size} without a gap"
             )
+
+
+def _set_unknown(backend: Tokenizer, unk_token) -> None:
+    """Has `unk_token` stand for what the vocabulary lacks; None: that is an error."""
+    name = "" if unk_token is None else str(unk_token)
+    if name == (backend.model.unk_token or ""):
+        return
+    if name and backend.model.token_to_id(name) is None:
+        raise ValueError(f"unk_token={name!r} is none of the symbols and so cannot stand for what they lack")
+    backend.model.unk_token = name
 
 
 def _line_end(backend: Tokenizer) -> str | None:

@@ -5,13 +5,17 @@ Nothing in a pickle is ever executed.
 """
 
 import os
+import re
 from collections import Counter
 from itertools import islice
 from pathlib import Path
 
 from .unpickle_transfo_xl import UnsafePickleError, load, shown
 
-__all__ = ["check_symbols", "order_symbols", "read_vocab_pickle", "read_vocab_text", "repair_symbols"]
+__all__ = ["HALVES", "check_symbols", "order_symbols", "read_vocab_pickle", "read_vocab_text", "repair_symbols"]
+
+# Halves of a character in UTF-16, which a string of Python may have and no text in UTF-8.
+HALVES = re.compile("[\ud800-\udfff]")
 
 
 def read_vocab_text(path: str | os.PathLike) -> list[str]:
@@ -91,7 +95,7 @@ def repair_symbols(symbols: list[str]) -> list[str]:
 
 
 def check_symbols(symbols: list, source: str) -> None:
-    """Checks that a vocabulary has symbols, that they are strings, and each of them once.
+    """Checks that a vocabulary has symbols, that they are strings of whole characters, and each of them once.
 
     Args:
         symbols (`list`): the vocabulary in the order of the ids.
@@ -105,6 +109,8 @@ def check_symbols(symbols: list, source: str) -> None:
     for symbol in symbols:
         if not isinstance(symbol, str):
             raise ValueError(f"{source}: a symbol must be a string, not {shown(symbol)}.")
+        if HALVES.search(symbol):
+            raise ValueError(f"{source}: the symbol '{shown(symbol)}' has half a character, which UTF-8 cannot hold.")
     if len(set(symbols)) < len(symbols):
         symbol, count = Counter(symbols).most_common(1)[0]
         raise ValueError(f"{source}: the symbol '{shown(symbol)}' occurs {count} times; every symbol has one id.")
