@@ -283,6 +283,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
 
     @classmethod
     def _check_keywords(cls, call: Callable, keywords: Iterable[str]) -> None:
+        """Raises ValueError for a keyword that nothing reads. `__init__` lets them pass: saved files have others."""
         known = {*_KEYWORDS, *signature(cls.__init__).parameters, *signature(call).parameters}
         known -= {*cls.vocab_files_names, "self", "kwargs"}
         for name in keywords:
@@ -363,7 +364,6 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         named = [kwargs.get(name) for name in ("eos_token", "bos_token", "unk_token", "pad_token")]
         extra = _extra_tokens(kwargs.get("extra_special_tokens"))
         specials = list(dict.fromkeys(str(token) for token in (*named, *extra) if token is not None))
-
         if vocab_size is not None and vocab_size <= len(specials):
             raise ValueError(f"vocab_size={vocab_size} leaves no room beside the special tokens {specials}")
 
@@ -429,6 +429,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         )
 
     def __setattr__(self, key, value):
+        # `encode_lines` ends a line by what is set here, a call by its steps.
         if key in ("eos_token", "eos_token_id") and self.line_ends:
             token = self.convert_ids_to_tokens(value) if key == "eos_token_id" and value is not None else value
             _set_line_ends(self._tokenizer, self.mode, self.lower_case, token, None)
