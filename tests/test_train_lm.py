@@ -1014,17 +1014,19 @@ print(pages())
 
 def test_a_compiled_run_has_the_losses_of_another(tmp_path, corpus, monkeypatch):
     """A layer, steps without memory and with all of it, and a validation in segments as long as theirs. A captured
-    graph overwrites what it has returned."""
+    graph overwrites what it has returned, and would compute with a mask that hides nothing."""
     returned, step = [], loop.Training.train_step
+    masks = []
 
     def overwriting(self, batch):
         for states in returned:
             states.fill_(math.nan)
         return step(self, batch)
 
-    def recorded(outputs):
-        memory = memory_of(outputs)
+    def recorded(outputs, compiled):
+        memory = memory_of(outputs, compiled)
         returned[:] = memory["mems"]
+        masks.append(memory["mems_mask"])
         return memory
 
     lengths = {"tgt_len": 8, "mem_len": 8, "eval_tgt_len": 8}
@@ -1035,6 +1037,7 @@ def test_a_compiled_run_has_the_losses_of_another(tmp_path, corpus, monkeypatch)
         patch.setattr(loop, "memory_of", recorded)
         patch.setattr(loop.Training, "train_step", overwriting)
         train(recipe, "--data", corpus, "--output", tmp_path / "compiled", "--dynamo_backend", "aot_eager")
+    assert masks == 3 * [None]
     for value in ("loss", "validation_loss"):
         plain, compiled = (read_log(tmp_path / name, value) for name in ("plain", "compiled"))
         assert len(plain) == (3 if value == "loss" else 1)

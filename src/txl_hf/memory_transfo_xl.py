@@ -326,16 +326,20 @@ def remember(
     return tuple(_mark(states, mems_mask) for states in mems), mems_mask
 
 
-def memory_of(outputs: Mapping[str, Any]) -> dict[str, Any]:
+def memory_of(outputs: Mapping[str, Any], compiled: bool = False) -> dict[str, Any]:
     """The memory that a call has returned, as keyword arguments of the next one; nothing where there is none.
 
     Where NaN without a mask would be an error, a mask that hides nothing is written out: what is NaN because a
     training diverges is not padding whose mask was lost.
+
+    Args:
+        compiled: whether the next call is, which would compute with a mask that hides nothing: none is written out.
     """
     mems, mems_mask = outputs.get("mems"), outputs.get("mems_mask")
     if mems is None:
         return {}
-    return {"mems": mems, "mems_mask": real_states(mems, mems_mask) if _can_ask(mems[0]) else mems_mask}
+    is_asked = not compiled and _can_ask(mems[0])
+    return {"mems": mems, "mems_mask": real_states(mems, mems_mask) if is_asked else mems_mask}
 
 
 def latest_states(memory: dict[str, Any], mem_len: int) -> dict[str, Any]:

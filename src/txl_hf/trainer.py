@@ -340,11 +340,7 @@ class TransfoXLTrainer(Trainer):
         memory = latest_states(self._memory.memories[self._memory.micro_batch], self.model.config.mem_len)
         inputs = {**inputs, **memory}
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
-        memory = memory_of(outputs)
-        if memory and self.args.torch_compile:
-            # In a graph, a mask that hides nothing would be computed with.
-            memory["mems_mask"] = outputs.get("mems_mask")
-        self._memory.replace(self._detach(memory))
+        self._memory.replace(self._detach(memory_of(outputs, self.args.torch_compile)))
         if self._regularizer is not None and model.training:
             penalty = self._regularizer.penalty(inputs.get("shift_labels"), inputs.get("resets"))
             penalty = penalty / self.current_gradient_accumulation_steps

@@ -295,8 +295,9 @@ class Training:
             with accelerator.accumulate(self.model):
                 with self.autocast():
                     outputs = self.model(**inputs, **self.memories[i])
-                self.memories[i] = latest_states(memory_of(outputs), mem_len)
-                if is_compiled(accelerator):
+                compiled = is_compiled(accelerator)
+                self.memories[i] = latest_states(memory_of(outputs, compiled), mem_len)
+                if compiled:
                     self.memories[i] = cloned_states(self.memories[i])
                 if accelerator.mixed_precision == "fp16" and self.memories[i]:
                     # A stream would go on from what overflowed until the text ends, whatever the scaler skips.
