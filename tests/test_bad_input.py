@@ -280,6 +280,14 @@ def test_labels_that_do_not_fit_the_problem(make_model, make_ids, problem, label
         model(make_ids(2, 5), labels=labels)
 
 
+def test_one_class_of_many_possible_is_a_number_in_a_row(make_model, make_ids):
+    options = {"num_labels": 1, "problem_type": "multi_label_classification", "pad_token_id": 0}
+    model = make_model(model_class=TransfoXLForSequenceClassification, **options)
+    with pytest.raises(ValueError, match=r"labels are \(2,\), but 2 rows need \(2, 1\)"):
+        model(make_ids(2, 5), labels=torch.ones(2))
+    assert model(make_ids(2, 5), labels=torch.ones(2, 1)).loss.isfinite()
+
+
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.bool, torch.float32])
 def test_ids_of_another_type(make_model, make_ids, dtype):
     with pytest.raises(ValueError, match=f"input_ids are {dtype}, not torch.long or torch.int"):

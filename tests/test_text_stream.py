@@ -227,6 +227,8 @@ def test_a_state_of_other_segments_is_refused(tokenizer):
     state = TextStream(TEXTS, tokenizer, S, G).state_dict()
     with pytest.raises(ValueError, match=f"the state has segment_length={S}, the stream {S + 1}"):
         TextStream(TEXTS, tokenizer, S + 1, G).load_state_dict(state)
+    with pytest.raises(ValueError, match=f"the state has segment_length=None, the stream {S}"):
+        TextStream(TEXTS, tokenizer, S, G).load_state_dict({**state, "segment_length": None})
 
 
 @pytest.mark.parametrize("items", [1, G], ids=["within-a-step", "between-steps"])

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -146,8 +147,7 @@ def test_symbols_of_a_text_are_those_that_a_call_encodes(mode, options):
             symbols = tokenizer.tokenize(text, pair, **extra)
             encoded = tokenizer(text, pair, **extra)
             ids = encoded["input_ids"]
-            found = zip(symbols, encoded.tokens(), ids, strict=True)
-            assert all(symbol == token or index == tokenizer.unk_token_id for symbol, token, index in found)
+            assert tokenizer.convert_tokens_to_ids(symbols) == ids
             unknown = [symbol for symbol, index in zip(symbols, ids, strict=True) if index == tokenizer.unk_token_id]
             assert not {*unknown} & ({*tokenizer.get_vocab()} - {"<unk>"})
 
@@ -304,27 +304,53 @@ def test_line_ends_are_saved_and_can_be_chosen_on_loading(tmp_path):
 
 
 @pytest.mark.parametrize("mode, end", [("whitespace", "dog"), ("moses", "<end>")])
-def test_another_eos_ends_the_lines_too(tmp_path, mode, end):
+def test_lines_end_as_was_chosen_whatever_the_eos_is_later(tmp_path, mode, end):
+    """In calls and `encode_lines` alike."""
     symbols = ["<eos>", "<unk>", "the", "cat", end]
     TransfoXLTokenizer.from_symbols(symbols, mode=mode, line_ends=True).save_pretrained(tmp_path)
     assigned = TransfoXLTokenizer.from_pretrained(tmp_path)
     assigned.eos_token = end
     numbered = TransfoXLTokenizer.from_pretrained(tmp_path)
     numbered.eos_token_id = 4
-    chosen = [AutoTokenizer.from_pretrained(tmp_path, eos_token=end, line_ends=choice) for choice in (None, True)]
-    for tokenizer in (assigned, numbered, *chosen):
-        assert tokenizer.line_ends and tokenizer.eos_token == end
-        assert tokenizer("the\ncat\n")["input_ids"] == [2, 4, 3, 4]
-        assert tokenizer.encode_lines(["the\n", "cat\n"]).tolist() == [2, 4, 3, 4]
-        assert encode_text(tokenizer, "the\ncat\n").tolist() == [2, 4, 3, 4]
+    others = [AutoTokenizer.from_pretrained(tmp_path, eos_token=other) for other in (end, "<new>", None)]
+    chosen = AutoTokenizer.from_pretrained(tmp_path, eos_token=end, line_ends=True)
+    for tokenizer in (assigned, numbered, *others, chosen):
+        eos = 4 if tokenizer is chosen else 0
+        assert tokenizer.line_ends
+        assert tokenizer("the\ncat\n")["input_ids"] == [2, eos, 3, eos]
+        assert tokenizer.encode_lines(["the\n", "cat\n"]).tolist() == [2, eos, 3, eos]
+        assert encode_text(tokenizer, "the\ncat\n").tolist() == [2, eos, 3, eos]
+    assert {tokenizer.eos_token for tokenizer in (assigned, numbered, chosen)} == {end}
     without = AutoTokenizer.from_pretrained(tmp_path, eos_token=end, line_ends=False)
     assert not without.line_ends and without("the\ncat\n")["input_ids"] == [2, 3]
-    for other in ("<new>", None):
-        with pytest.raises(ValueError, match=f"needs an eos_token among the symbols, which eos_token={other!r} is"):
-            AutoTokenizer.from_pretrained(tmp_path, eos_token=other)
-        with pytest.raises(ValueError, match=f"needs an eos_token among the symbols, which eos_token={other!r} is"):
-            assigned.eos_token = other
-    assert assigned.eos_token == end
+
+
+def test_a_new_vocabulary_with_another_mode_or_eos_keeps_nothing_of_the_old_ones():
+    words = small("whitespace", line_ends=True, pad_token="<eos>")
+    letters = words.train_new_from_iterator(["the cat\n"], mode="characters")
+    assert not letters.line_ends and letters.decode(letters("a cat\n")["input_ids"][1:]) == " cat\n"
+    sentences = words.train_new_from_iterator(["the cat\n"], mode="lm1b")
+    assert sentences("the cat").tokens() == ["<S>", "the", "cat", "<eos>"]
+    ended = words.train_new_from_iterator(["the cat\n"], eos_token="<end>")
+    assert ended("the\ncat\n").tokens() == ["the", "<end>", "cat", "<end>"]
+    assert ended.pad_token == "<end>" and "<eos>" not in ended.get_vocab()
+
+
+def test_batches_of_any_kind_are_read():
+    lines = ["the cat\n", "the end\n"]
+    batches = (lines, [lines], [tuple(lines)], iter([np.array(lines)]), ((line for line in lines) for _ in range(1)))
+    trained = [TransfoXLTokenizer.train_from_iterator(given, mode="whitespace").symbols for given in batches]
+    assert all(symbols == ["<eos>", "<unk>", "the", "cat", "end"] for symbols in trained)
+
+
+def test_tokenize_takes_one_text():
+    with pytest.raises(ValueError, match="text is a list, not a string"):
+        small("whitespace").tokenize(["the", "cat"])
+
+
+def test_keywords_of_transformers_are_known():
+    tokenizer = TransfoXLTokenizer.from_symbols(["a"], mode="whitespace", max_len=7, processor_class="Processor")
+    assert tokenizer.model_max_length == 7
 
 
 def test_line_ends_are_not_assigned():

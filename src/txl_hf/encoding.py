@@ -119,8 +119,10 @@ def _list_symbols(tokenizer: Any) -> list[str]:
 
 
 def ends_lines(tokenizer: Any) -> bool:
-    """Whether a line ends in `eos_token` instead of its line feed: so it does in vocabularies of words."""
-    return getattr(tokenizer, "mode", None) in WORD_MODES and tokenizer.eos_token is not None
+    """Whether a line ends in a token instead of its line feed: so it does in vocabularies of words that have one."""
+    if getattr(tokenizer, "mode", None) not in WORD_MODES:
+        return False
+    return tokenizer.line_ends or tokenizer.eos_token is not None
 
 
 def fill_special_tokens(

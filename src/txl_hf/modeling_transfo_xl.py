@@ -1138,7 +1138,7 @@ def _labels_of_rows(labels: Tensor, logits: Tensor, config: TransfoXLConfig) -> 
     are_classes = config.problem_type == "single_label_classification"
     if config.problem_type is None:
         are_classes = num_labels > 1 and labels.shape != logits.shape
-    one = are_classes or num_labels == 1
+    one = are_classes or (num_labels == 1 and config.problem_type != "multi_label_classification")
     if labels.shape not in (((rows,), (rows, 1)) if one else ((rows, num_labels),)):
         needed = f"({rows},)" if one else f"({rows}, {num_labels})"
         if config.problem_type is None and num_labels > 1:

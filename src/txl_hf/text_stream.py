@@ -268,9 +268,9 @@ class TextStream(IterableDataset):
             raise ValueError(
                 f"the state has {len(states[0]['characters'])} rows, the stream batch_size={self.batch_size}"
             )
-        lengths = {each["segment_length"] for each in states}
-        if lengths != {self.segment_length}:
-            raise ValueError(f"the state has segment_length={max(lengths)}, the stream {self.segment_length}")
+        for length in (each.get("segment_length") for each in states):
+            if length != self.segment_length:
+                raise ValueError(f"the state has segment_length={length}, the stream {self.segment_length}")
         tokens, read = {}, {}
         for each in states:
             for row, ids in each["rows"].items():

@@ -68,9 +68,9 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.jso
 # What a tokenizer reads beside the arguments that have names.
 _KEYWORDS = (
     *("add_bos_token", "additional_special_tokens", "chat_control_tokens", "chat_template"),
-    *("clean_up_tokenization_spaces", "extra_special_tokens", "language", "model_input_names", "model_max_length"),
-    *("model_specific_special_tokens", "name_or_path", "never_split", "padding_side", "response_template"),
-    *("split_special_tokens", "truncation_side", "verbose"),
+    *("backend", "clean_up_tokenization_spaces", "extra_special_tokens", "language", "max_len", "model_input_names"),
+    *("model_max_length", "model_specific_special_tokens", "name_or_path", "never_split", "padding_side"),
+    *("processor_class", "response_schema", "response_template", "split_special_tokens", "truncation_side", "verbose"),
 )
 
 # What the legacy tokenizer kept beside its vocabulary and this one has no use for.
@@ -412,6 +412,9 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         added = [str(token) for token in self.added_tokens_decoder.values() if token.special]
         extra = [rename.get(token, token) for token in added] + [str(token) for token in new_special_tokens or ()]
         extra = [token for token in extra if token not in specials.values()]
+        if "eos_token" in kwargs:
+            # What stood in for the old one goes with it.
+            specials = {name: token for name, token in specials.items() if token != specials["eos_token"]}
         kept = ("chat_template", "padding_side", "truncation_side", "model_max_length")
         options = {
             "mode": self.mode,
@@ -424,20 +427,17 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             **specials,
             **{name: getattr(self, name) for name in kept},
         }
+        if kwargs.get("mode", self.mode) != self.mode:
+            # Each mode says where texts and lines end, and which special tokens a text has that names none.
+            ends = ("line_ends", "add_bos_token", "add_eos_token")
+            options = {name: value for name, value in options.items() if name not in ends and value is not None}
         return type(self).train_from_iterator(
             text_iterator, min_freq=min_freq, vocab_size=vocab_size, **options | kwargs
         )
 
-    def __setattr__(self, key, value):
-        # `encode_lines` ends a line by what is set here, a call by its steps.
-        if key in ("eos_token", "eos_token_id") and self.line_ends:
-            token = self.convert_ids_to_tokens(value) if key == "eos_token_id" and value is not None else value
-            _set_line_ends(self._tokenizer, self.mode, self.lower_case, token, None)
-        super().__setattr__(key, value)
-
     @property
     def line_ends(self) -> bool:
-        """Whether a call reads a line feed as `eos_token`. It is chosen where a tokenizer is made or loaded."""
+        """Whether a call reads a line feed as a token: the `eos_token` with which that was chosen, or was loaded."""
         return _line_end(self._tokenizer) is not None
 
     @property
@@ -455,18 +455,29 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             pair (`str`, *optional*): a second text, whose symbols follow.
             add_special_tokens (`bool`, defaults to `False`): add what `add_bos_token` and `add_eos_token` say.
             kwargs: as for a call.
+
+        Raises:
+            ValueError: `text` is no string.
         """
+        if not isinstance(text, str):
+            raise ValueError(f"text is a {type(text).__name__}, not a string: tokenize one text at a time")
         speller = copy(self)
         speller._tokenizer = spelling_backend(self._tokenizer)
-        return speller(text, pair, add_special_tokens=add_special_tokens, **kwargs).tokens()
+        added = {index: str(token) for index, token in speller.added_tokens_decoder.items()}
+        found = speller(text, pair, add_special_tokens=add_special_tokens, **kwargs).encodings[0]
+        # Of an added token there is the piece of text, in lower case or with white space around it. What is put before
+        # or behind a text has the id that it has for this tokenizer.
+        pieces = zip(found.tokens, found.ids, found.special_tokens_mask, strict=True)
+        return [piece if is_put else added.get(index, piece) for piece, index, is_put in pieces]
 
     def encode_lines(self, lines: Iterable[str], add_eos: bool | None = None) -> np.ndarray:
         """The ids of many lines, one after the other: the stream a language model is trained on.
 
         Args:
             lines (`Iterable[str]`): the lines, with their ends or, in the modes of words, without.
-            add_eos (`bool`, *optional*): end each line with `eos_token` (and start it with `bos_token` in mode
-                `"lm1b"`). Defaults to the tokenizer's `line_ends` or `add_eos_token` (and `add_bos_token`).
+            add_eos (`bool`, *optional*): end each line with the token that a call ends it with, or with `eos_token`
+                (and start it with `bos_token` in mode `"lm1b"`). Defaults to the tokenizer's `line_ends` or
+                `add_eos_token` (and `add_bos_token`).
 
         Returns:
             `np.ndarray` of int64, one dimension.
@@ -479,10 +490,11 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         add_bos = self.mode == "lm1b" and (self.add_bos_token if add_eos is None else add_eos)
         if add_eos is None:
             add_eos = self.line_ends or self.add_eos_token
-        if add_eos and self.eos_token_id is None:
+        line_end = _line_end(self._tokenizer) or self.eos_token
+        if add_eos and line_end is None:
             raise ValueError("add_eos=True needs an eos_token and this tokenizer has none")
         start = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
-        end = [self.eos_token_id] if add_eos else []
+        end = [self.convert_tokens_to_ids(line_end)] if add_eos else []
         # Padding and truncation are the backend's state and survive a call that asked for them.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -611,12 +623,10 @@ def _line_end(backend: Tokenizer) -> str | None:
 
 
 def _set_line_ends(backend: Tokenizer, mode: str, lower_case: bool, eos_token, line_ends: bool | None) -> None:
-    """Has line feeds become `eos_token` or not; None: as before, and `eos_token` may be another one now."""
-    found = _line_end(backend)
-    line_ends = found is not None if line_ends is None else line_ends
-    if found == (str(eos_token) if line_ends else None):
+    """Has line feeds become `eos_token` or not; None: as they are."""
+    if line_ends is None or _line_end(backend) == (str(eos_token) if line_ends else None):
         return
-    specials = [token for token in backend.get_added_tokens_decoder().values() if token.special]
+    specials = [str(token) for token in backend.get_added_tokens_decoder().values() if token.special]
     if not line_ends:
         set_steps(backend, mode, lower_case, specials)
         return
@@ -625,7 +635,7 @@ def _set_line_ends(backend: Tokenizer, mode: str, lower_case: bool, eos_token, l
     if mode in LINE_END_MODES and not known:
         given = None if eos_token is None else str(eos_token)
         raise ValueError(f"line_ends=True needs an eos_token among the symbols, which eos_token={given!r} is not")
-    set_steps(backend, mode, lower_case, [*specials, eos_token], str(eos_token))
+    set_steps(backend, mode, lower_case, list(dict.fromkeys([*specials, str(eos_token)])), str(eos_token))
 
 
 def _added_around(backend: Tokenizer) -> tuple[bool, bool]:

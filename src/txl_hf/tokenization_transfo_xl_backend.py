@@ -222,18 +222,18 @@ def check_lines(lines) -> None:
 
 
 def flatten(text) -> Iterator[str]:
-    """The strings in a string, a list of strings, a list of lists …, in their order.
+    """The strings in a string, a batch of strings, a batch of batches …, in their order.
 
     Raises:
         ValueError: something else is in it.
     """
     if isinstance(text, str):
         yield text
-    elif isinstance(text, (list, tuple)):
+    elif isinstance(text, Iterable) and not isinstance(text, Mapping | bytes):
         for item in text:
             yield from flatten(item)
     else:
         raise ValueError(
-            f"a line is a string, and a batch a list of strings, which {text!r:.99} of type {type(text).__name__} is "
-            "not; of a data set pass the column with its texts, for instance dataset['text']"
+            f"a line is a string, which {text!r:.99} of type {type(text).__name__} is not; of a data set pass the "
+            "column with its texts, for instance dataset['text']"
         )
