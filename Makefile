@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip install --constraint $(CONSTRAINTS)
 demo: $(VENV)/demo-installed
 	@$(BIN)/python examples/demo.py --output $(OUTPUT) $(if $(TEXT),--text "$(TEXT)")
 
-# The suite, in seven to ten minutes on two cores; ends with its ten slowest.
+# The suite, in ten to fifteen minutes on two cores; ends with its ten slowest.
 test: venv
 	$(PYTEST) --dist loadfile -m "not slow and not gpu" --ignore tests/test_triton.py
 	$(INTERPRETED) -m "not slow and not gpu" tests/test_triton.py
