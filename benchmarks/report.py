@@ -504,9 +504,11 @@ def tokenizer_table(runs: dict[str, dict[str, Row]]) -> str:
 
 
 def short_table() -> str:
-    """For the front page: a column for the machine of each maker that was measured last."""
+    """For the front page: a column for the machine of each maker that was measured last, on a CPU beside legacy
+    transformers."""
     newest: dict[str, tuple[tuple, dict[str, dict[str, Row]]]] = {}
-    for where, runs in machines_of("model.csv").items():
+    machines = machines_of("model.csv", lambda run: "legacy" in run or not ours_of(run).get("threads"))
+    for where, runs in machines.items():
         maker = where[0].split()[0]
         if maker not in newest or last_date(runs) >= last_date(newest[maker][1]):
             newest[maker] = where, runs

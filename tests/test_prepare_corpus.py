@@ -631,6 +631,17 @@ def test_output_that_exists_is_kept(tmp_path):
     assert (tmp_path / "output" / "thesis.txt").read_text() == "mine"
 
 
+def test_output_that_somebody_fills_meanwhile_is_kept(tmp_path, monkeypatch):
+    def fill(written):
+        (tmp_path / "output").mkdir()
+        (tmp_path / "output" / "thesis.txt").write_text("mine")
+
+    monkeypatch.setattr("txl_hf.prepare.sync", fill)
+    with pytest.raises(SystemExit):
+        prepare(tmp_path, "ptb", "--input", write(tmp_path / "input", "ptb.{}.txt"))
+    assert (tmp_path / "output" / "thesis.txt").read_text() == "mine"
+
+
 def test_tokenizer_and_data_set_that_are_not_there(tmp_path):
     folder = write(tmp_path / "input", "ptb.{}.txt")
     with pytest.raises(SystemExit, match="--tokenizer: the tokenizer of .*cannot be read"):

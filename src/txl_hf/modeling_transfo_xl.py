@@ -1148,8 +1148,9 @@ def _labels_of_rows(labels: Tensor, logits: Tensor, config: TransfoXLConfig) -> 
         return labels.to(logits.dtype)
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ValueError(f"labels are {labels.dtype}, but classes are integers, such as torch.long")
-    check_labels(labels.long(), num_labels, "the classes")
-    return labels.long()
+    labels = labels.long()
+    check_labels(labels, num_labels, "the classes")
+    return labels
 
 
 def _mean_loss(losses: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:

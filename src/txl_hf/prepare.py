@@ -90,7 +90,7 @@ from .corpora import (
     wanted,
 )
 from .encoding import LINE_FEED, document_end_token, encode_bytes, encode_lines, ends_lines, load_tokenizer
-from .files import move_into_place
+from .files import sync
 from .midi import (
     Piece,
     boundary_tokens,
@@ -130,7 +130,10 @@ def main(argv: list[str] | None = None) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
             information = prepare(options, Path(scratch))
-            move_into_place(Path(scratch) / "output", output)
+            written = Path(scratch) / "output"
+            sync(written)
+            # Not in place of a folder that somebody has filled meanwhile.
+            written.rename(output)
     for split, counts in information["splits"].items():
         print(f"{split:<10}", ", ".join(f"{count:>11,} {name}" for name, count in counts.items()))
     size = information["vocab_size"]

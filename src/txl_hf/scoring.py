@@ -23,11 +23,7 @@ from .cards import RESULTS, origin, read_results
 from .configuration_transfo_xl import TransfoXLConfig
 from .continuous_cache import ContinuousCache
 from .corpora import CorpusError
-from .encoding import (
-    check_symbols_of,
-    find_tokenizer,
-    load_tokenizer,
-)
+from .encoding import check_symbols_of, find_tokenizer, load_tokenizer
 from .evaluation import LanguageModelEvaluation, evaluate_language_model, figures
 from .files import whole_file, write_text
 from .loading import find_device, load_config, load_language_model

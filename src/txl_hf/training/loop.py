@@ -288,14 +288,13 @@ class Training:
         scale = chunks * accelerator.num_processes / targets
         if self.arguments.optimization.scale_lr_by_length:
             self.scale_learning_rate()
-        nll, mem_len = torch.zeros_like(self.nll), self.memory_length()
+        nll, mem_len, compiled = torch.zeros_like(self.nll), self.memory_length(), is_compiled(accelerator)
         parts = zip(*(tensor.chunk(chunks) for tensor in batch.values()), strict=True)
         for i, part in enumerate(parts):
             inputs = dict(zip(batch, part, strict=True))
             with accelerator.accumulate(self.model):
                 with self.autocast():
                     outputs = self.model(**inputs, **self.memories[i])
-                compiled = is_compiled(accelerator)
                 self.memories[i] = latest_states(memory_of(outputs, compiled), mem_len)
                 if compiled:
                     self.memories[i] = cloned_states(self.memories[i])
