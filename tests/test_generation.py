@@ -630,6 +630,25 @@ def test_documents_of_a_prompt_are_told_apart_at_every_step(make_model, make_ids
     assert torch.equal(written, model.generate(ids[:, 5:], **options)[:, -6:])
 
 
+@pytest.mark.skipif(version.parse(transformers.__version__) < version.parse("5.23"), reason="not offered before")
+@pytest.mark.parametrize("start", ["nothing", "zeros", "mems"])
+def test_chunked_prefill_skips_no_text_behind_a_cache_of_transformers(make_model, make_ids, start):
+    """Its length counts the memory that it began from."""
+    model = make_model(initial_memory="zeros" if start == "zeros" else "empty")
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "prefill_chunk_size": 4}
+    text, cache = make_ids(1, 14), DynamicCache()
+    with torch.no_grad():
+        memory = memory_of(model(make_ids(1, 4, seed=2))) if start == "mems" else {}
+        model(text[:, :3], **memory, past_key_values=cache, use_cache=True)
+    if start != "nothing":
+        with pytest.raises(ValueError, match="a DynamicCache, began from a memory, which prefill_chunk_size"):
+            model.generate(text, past_key_values=cache, **options)
+        return
+    own = model(text[:, :3], use_cache=True).past_key_values
+    written = model.generate(text, past_key_values=cache, **options)
+    assert torch.equal(written, model.generate(text, past_key_values=own, **options))
+
+
 def test_documents_that_positions_tell_of_are_not_lost_in_parts(make_model, make_ids):
     """A restart at the first token of a part of the prompt is a restart for nobody who sees that part alone."""
     model, ids = make_model(mem_len=30), make_ids(1, 8)

@@ -791,6 +791,21 @@ def test_dropout_draws_for_each_distance_even_where_they_share_a_key(make_model,
         assert len(positions) == 20 and len(positions.unique(dim=0)) > 10
 
 
+@pytest.mark.parametrize("how", ["alone in training", "replaced"])
+@torch.no_grad()
+def test_the_dropout_of_distances_is_called_with_a_cache_too(make_model, make_ids, how):
+    model, drawn = make_model(dropout=0.5), []
+    if how == "replaced":
+        model.transformer.position_dropout = torch.nn.Identity()
+    else:
+        model.transformer.position_dropout.train()
+    model.transformer.position_dropout.register_forward_hook(lambda *args: drawn.append(args[2]))
+    cache = MemoryCache(model.config)
+    for ids in make_ids(2, 3).split(1, dim=1):
+        model(ids, past_key_values=cache)
+    assert len(drawn) == 3
+
+
 @pytest.mark.parametrize("make_cache", [MemoryCache, lambda config: DynamicCache(), StaticMemoryCache])
 @pytest.mark.parametrize("how", ["written to", "others", "copied", "pickled"])
 @torch.no_grad()
@@ -829,6 +844,19 @@ def test_a_step_of_an_optimiser_projects_distances_anew(make_model, make_ids, fu
     more = make_ids(2, 1, seed=1)
     with torch.no_grad():
         close(model(more, past_key_values=cache).logits, model(more, past_key_values=other).logits)
+
+
+@torch.no_grad()
+def test_distances_projected_under_autocast_do_not_outlive_it(make_model, make_ids):
+    model, cache = make_model(), MemoryCache(make_model().config)
+    with torch.autocast("cpu", torch.bfloat16):
+        mems = model(make_ids(2, 1)).mems
+        model(make_ids(2, 1), past_key_values=cache)
+    # Enough to take the first keys out of every layer's memory.
+    for ids in make_ids(2, 40, seed=1).split(1, dim=1):
+        expected = model(ids, mems=mems)
+        logits, mems = model(ids, past_key_values=cache).logits, expected.mems
+    torch.testing.assert_close(logits, expected.logits, atol=2e-6, rtol=1e-6)
 
 
 @torch.no_grad()

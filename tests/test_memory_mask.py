@@ -370,6 +370,14 @@ def test_a_mask_and_that_of_the_memory_hide_together(make_model, make_ids):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float])
+def test_a_batch_without_rows_may_have_a_mask(make_model, dtype):
+    model, ids = make_model(), torch.zeros(0, 6, dtype=torch.long)
+    outputs = model(ids, labels=ids, attention_mask=torch.ones(0, 6, dtype=dtype))
+    assert outputs.loss == 0 and outputs.mems[0].shape[0] == 0
+
+
+@torch.no_grad()
 def test_masks_of_ones_and_zeros_in_floating_point_are_taken(make_model, make_ids):
     """As PEFT writes them before the columns of its prompts."""
     model, ids = make_model(), make_ids(2, 4)

@@ -5,12 +5,13 @@ import csv
 import dataclasses
 import lzma
 import re
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig
 
 import ablation
 import article
@@ -377,6 +378,12 @@ def test_models_that_are_not_the_miniature_leave_its_results_alone(study, option
 
 
 # ---- effective context length -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config_class, name", [(GPT2Config, "n_positions"), (OPTConfig, "max_position_embeddings")])
+def test_a_model_reads_as_many_tokens_as_it_has_learned_positions_of(config_class, name):
+    model = types.SimpleNamespace(config=config_class(**{name: 16}))
+    assert context_length.furthest(model, 99) == 16 and context_length.furthest(model, 9) == 9
 
 
 @pytest.mark.parametrize("name", ["recurrence-ours-full", "none-shaw-full", "none-vaswani-half", "lstm", "gpt2"])

@@ -27,6 +27,12 @@ def test_the_loss_is_the_mean_over_the_labels_that_count(model, make_ids):
     assert nothing == 0
 
 
+def test_a_model_in_fp64_computes_its_loss_in_it(model, make_ids):
+    model, labels = model.double(), torch.randint(3, (2, 5))
+    embeds = model.transformer.embed_tokens(make_ids(2, 5)).detach().requires_grad_()
+    assert torch.autograd.gradcheck(lambda embeds: model(inputs_embeds=embeds, labels=labels).loss, embeds)
+
+
 @torch.no_grad()
 def test_a_long_text_is_labelled_segment_by_segment_with_memory(make_model, make_ids):
     """While the memory covers the text, wherever it is cut."""

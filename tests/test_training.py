@@ -57,6 +57,22 @@ def test_gradients_of_each_row_by_vmap(make_model, make_ids, changes):
             torch.testing.assert_close(gradient[i], right, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("changes", [{}, {"attn_type": 2, "mem_len": 0}], ids=["relative", "absolute"])
+def test_derivatives_forward(make_model, make_ids, changes):
+    """PyTorch's fused attention has none."""
+    model, ids = make_model(**changes).double(), make_ids(2, 6)
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    torch.manual_seed(0)
+    direction = {name: torch.randn_like(parameter) for name, parameter in parameters.items()}
+
+    def loss_of(parameters):
+        return torch.func.functional_call(model, parameters, (ids,), {"labels": ids, "output_logits": True}).loss
+
+    _, found = torch.func.jvp(loss_of, (parameters,), (direction,))
+    gradients = torch.func.grad(loss_of)(parameters)
+    torch.testing.assert_close(found, sum((gradients[name] * direction[name]).sum() for name in parameters))
+
+
 @pytest.mark.parametrize("given", [(), ("mems",), ("mems", "mems_mask"), ("mems", "mems_mask", "resets")])
 def test_models_side_by_side_by_vmap(make_model, given):
     """Each with a memory of its own, as of agents that are trained together."""

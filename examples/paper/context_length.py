@@ -174,10 +174,10 @@ def furthest(model: Any, longest: int) -> int:
     config = model.config
     if uses_segment_end(model):
         return config.max_klen or config.tgt_len + config.ext_len
-    # Relative positions have no end; those of others that are learned do.
-    return (
-        longest if isinstance(model, TransfoXLForCausalLM) else min(longest, getattr(config, "n_positions", longest))
-    )
+    if isinstance(model, TransfoXLForCausalLM):  # relative positions have no end
+        return longest
+    names = ("n_positions", "max_position_embeddings")
+    return min([longest, *(getattr(config, name) for name in names if getattr(config, name, None))])
 
 
 # ---- Appendix C -------------------------------------------------------------------------------------------------

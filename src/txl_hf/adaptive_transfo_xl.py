@@ -39,6 +39,7 @@ __all__ = [
     "OutputLayer",
     "OutputProjection",
     "check_labels",
+    "wide",
 ]
 
 
@@ -328,13 +329,13 @@ class AdaptiveLogSoftmax(nn.Module):
         projected = self.out_projs[0](hidden_states)
         head = self.out_layers[0](_logits, projected, *self._table_range(0))
         if not self.config.cutoffs:
-            return _wide(head)
-        return _wide(torch.cat([head, self.clusters(projected)], dim=-1))
+            return wide(head)
+        return wide(torch.cat([head, self.clusters(projected)], dim=-1))
 
     def _bin_logits(self, hidden_states: Tensor, i: int) -> Tensor:
         """Bin i ≥ 1: (..., tokens of the bin) fp32."""
         layer = self.out_layers[i if len(self.out_layers) > 1 else 0]
-        return _wide(layer(_logits, self.out_projs[i](hidden_states), *self._table_range(i)))
+        return wide(layer(_logits, self.out_projs[i](hidden_states), *self._table_range(i)))
 
     def _table_range(self, i: int) -> tuple[int, int]:
         """The rows of its table that bin i has."""
@@ -347,7 +348,8 @@ def _wide_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _wide(logits: Tensor) -> Tensor:
+def wide(logits: Tensor) -> Tensor:
+    """Logits, (…), in the type in which they are normalised."""
     return logits.to(_wide_dtype(logits))
 
 
@@ -578,7 +580,7 @@ def _add_statistics(logits: Tensor, targets: Tensor, statistics: Tensor, first: 
     """As the kernel of this name does it."""
     for rows in _cached_rows(logits):
         normalizer, picked = statistics[:, rows]
-        part = _wide(logits[rows])
+        part = wide(logits[rows])
         column, inside = _column(targets[rows], first, part)
         picked.copy_(torch.where(inside, part.gather(1, column)[:, 0], picked))
         # Where all words of a block are forbidden, ∞ - ∞ must not be computed.
@@ -597,7 +599,7 @@ def _write_gradient(
     total = logits.new_zeros(1, logits.shape[1] if sums else 0, dtype=_wide_dtype(logits))
     in_place = result.dtype == total.dtype
     for rows in _cached_rows(logits):
-        probs = torch.sub(_wide(logits[rows]), normalizer[rows, None], out=result[rows] if in_place else None).exp_()
+        probs = torch.sub(wide(logits[rows]), normalizer[rows, None], out=result[rows] if in_place else None).exp_()
         column, inside = _column(targets[rows], first, probs)
         probs.scatter_(1, column, probs.gather(1, column) - inside[:, None].to(probs.dtype))
         probs.mul_(gradient[rows, None])

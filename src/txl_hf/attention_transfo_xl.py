@@ -36,7 +36,7 @@ from .attention_transfo_xl_inputs import (
     visible_keys,
 )
 from .attention_transfo_xl_triton import triton_relative_attention, why_not_triton
-from .linear_transfo_xl import is_by_intel, is_plain, reads_columns_sooner
+from .linear_transfo_xl import is_by_intel, is_plain, is_transformed, reads_columns_sooner
 
 __all__ = [
     "RELATIVE_ATTENTION_FUNCTIONS",
@@ -262,15 +262,16 @@ def auto_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | N
 
 def _fastest(inputs: AttentionInputs) -> str:
     query = inputs.query
+    if not torch.compiler.is_compiling() and is_transformed(query):
+        # PyTorch's fused attention has no tangent, and what vmap maps over does not say whether it needs a gradient.
+        return "eager"
     if query.device.type != "cpu":
         # One query has so few scores that plain products do, without a plan for every number of keys.
         return "eager" if query.shape[2] == 1 else "sdpa"
     if inputs.rel_key is None:
         return "sdpa"
-    # A checkpoint goes through dropout without a gradient first, and must draw as it does with one. What vmap maps
-    # over does not say whether it needs one.
-    mapped = torch._C._functorch.is_batchedtensor(query)
-    trained = mapped or _needs_gradient(query) or inputs.dropout > 0
+    # A checkpoint goes through dropout without a gradient first, and must draw as it does with one.
+    trained = _needs_gradient(query) or inputs.dropout > 0
     # Small tiles are done sooner all at once.
     large = query.shape[2] * inputs.key.shape[2] >= 1 << 14
     if large and why_not("txl_tiles", inputs) is None and _tiles_pay(query.dtype, trained):

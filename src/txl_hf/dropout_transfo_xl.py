@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from .linear_transfo_xl import is_plain, is_wrapped
 
-__all__ = ["draw_and_drop", "drop", "relu_and_drop", "scale_of"]
+__all__ = ["does_nothing", "draw_and_drop", "drop", "relu_and_drop", "scale_of"]
 
 # A draw has 16 bits, so that a probability is met to 2**-16.
 DRAWS = 2**16
@@ -20,11 +20,16 @@ DRAWS = 2**16
 
 def drop(states: Tensor, dropout: nn.Module) -> Tensor:
     """`dropout(states)`, for states (…) of any shape. It draws from PyTorch's generator, but not as PyTorch does."""
-    if not dropout.training and _is_ours(dropout):
+    if does_nothing(dropout):
         return states
     if _is_drawn_here(states, dropout) and states.is_cpu:
         return _Drop.apply(states, dropout.p)
     return dropout(states)
+
+
+def does_nothing(dropout: nn.Module) -> bool:
+    """Whether it hands on what it is given, and nobody would notice that it was not called."""
+    return not dropout.training and _is_ours(dropout)
 
 
 def relu_and_drop(states: Tensor, dropout: nn.Module) -> Tensor:

@@ -77,6 +77,12 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 raise ValueError("prefill_chunk_size cuts the text, but not where its documents begin: leave it out")
             if model_kwargs.get("inputs_embeds") is not None:
                 raise ValueError("prefill_chunk_size cuts input_ids, but no inputs_embeds: leave it out")
+            if cache is not None and cache.get_seq_length() != text_length(cache):
+                # The loop that reads the chunks skips as many tokens as the cache has keys, and some are no text's.
+                raise ValueError(
+                    f"past_key_values, a {type(cache).__name__}, began from a memory, which prefill_chunk_size would "
+                    "take for text that was read: give a MemoryCache, or leave prefill_chunk_size out"
+                )
         if cache is not None and generation_mode == GenerationMode.ASSISTED_GENERATION and text_length(cache) > 0:
             raise ValueError(
                 f"past_key_values have seen {text_length(cache)} tokens, and assisted decoding and prompt lookup "

@@ -211,7 +211,7 @@ def _check_zeros_and_ones(attention_mask: Tensor):
     Masks of ones and zeros in floating point are common: PEFT writes the columns of its prompts so. They are few
     enough that a GPU may be waited for.
     """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or attention_mask.numel() == 0:
         return
     if not bool(((attention_mask == 0) | (attention_mask == 1)).all()) or not bool(attention_mask.any()):
         raise ValueError(
@@ -227,6 +227,8 @@ def _check_no_numbers(attention_mask: Tensor):
     """
     graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if graph or attention_mask.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(attention_mask):
+        return
+    if attention_mask.numel() == 0:
         return
     low, high = attention_mask.aminmax()
     message = "attention_mask holds {}, but 1 = real and 0 = padding: where documents begin, resets or seq_idx tell"

@@ -26,6 +26,7 @@ __all__ = [
     "bf16_is_faster",
     "is_by_intel",
     "is_plain",
+    "is_transformed",
     "is_wrapped",
     "product",
     "products",
@@ -352,12 +353,15 @@ def is_plain(*tensors: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
+    return not is_transformed(*tensors) and all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+
+
+def is_transformed(*tensors: Tensor) -> bool:
+    """Whether torch.func maps over one of them or differentiates it, or it has a tangent."""
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     if transformed and any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
-        return False
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        return False
-    return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+        return True
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 class _ProjectionAfterMemory(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """The class behind the model `txl` of lm_eval: its requests, each read with memory."""
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
@@ -295,13 +296,30 @@ class TransfoXLLM(TemplateLM):
         # Not inferred from the ids: where the tokenizer pads by the token that ends lines, these would be hidden.
         mask = torch.ones_like(prompt)
         settings |= {"max_new_tokens": length, "stopping_criteria": [stop], **memory}
-        sequences = self.model.generate(prompt, attention_mask=mask, **settings)
+        with self._windows():
+            sequences = self.model.generate(prompt, attention_mask=mask, **settings)
         written = sequences[0, prompt.shape[1] :].tolist()
         ends = settings.get("eos_token_id", self.model.generation_config.eos_token_id)
         # What ends the text is no part of it, and where it ends lines too, no line feed.
         if written and written[-1] in (ends if isinstance(ends, list) else [ends]):
             written.pop()
         return stop.cut(self.tok_decode(written))
+
+    @contextmanager
+    def _windows(self) -> Iterator[None]:
+        """Without a memory `generate` reads the whole text for each token: let it read windows, as `_score` does."""
+        window = self.config.ext_len + self.segment_length
+
+        def cut(_, args, kwargs):
+            # The mask hides nothing.
+            return args, kwargs | {"input_ids": kwargs["input_ids"][:, -window:], "attention_mask": None}
+
+        hook = self.model.register_forward_pre_hook(cut, with_kwargs=True) if self.config.mem_len == 0 else None
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
 
     def _read(self, token_ids: list[int]) -> tuple[Tensor, ...] | None:
         """The memory after some tokens, without the last `ext_len`, to be read again; None where there is none yet."""

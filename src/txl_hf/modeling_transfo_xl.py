@@ -33,6 +33,7 @@ from .adaptive_transfo_xl import (
     OutputProjection,
     TargetsByBin,
     check_labels,
+    wide,
 )
 from .attention_transfo_xl import (
     RELATIVE_ATTENTION_FUNCTIONS,
@@ -43,7 +44,7 @@ from .attention_transfo_xl import (
 )
 from .cache_transfo_xl import CACHE_NAME, MemoryCache, chosen_cache, decoding_state_of, order_of_keys
 from .configuration_transfo_xl import TransfoXLConfig
-from .dropout_transfo_xl import drop, relu_and_drop
+from .dropout_transfo_xl import does_nothing, drop, relu_and_drop
 from .generation_transfo_xl import TransfoXLGenerationMixin
 from .inputs_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, check_tensors, packed_starts
 from .layout_transfo_xl import TransfoXLLayoutModel
@@ -143,10 +144,10 @@ class TransfoXLSequenceClassifierOutput(_HeadOutput):
 class TransfoXLTokenClassifierOutput(_HeadOutput):
     """
     Args:
-        loss: scalar fp32, with labels: the sum of `losses` over the number of labels.
+        loss: scalar, with labels: the sum of `losses` over the number of labels.
         logits: (B, L, num_labels), the scores of each token.
         mems, past_key_values, hidden_states, attentions, mems_mask: as in `TransfoXLModelOutput`.
-        losses: (B, L) fp32, with labels: the cross-entropy of each, 0 where ignored.
+        losses: (B, L), fp32 or fp64 where the scores are, with labels: the cross-entropy of each, 0 where ignored.
     """
 
     losses: Tensor | None = None
@@ -648,7 +649,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         wants_attentions = bool(kwargs.get("output_attentions", self.config.output_attentions))
         sight = self._see(memory, inputs_embeds, filled.window, past_key_values, wants_attentions)
         # What depends on distances alone is projected once for many calls, unless gradients or dropout need it anew.
-        keeps = past_key_values is not None and not torch.is_grad_enabled() and not self.training
+        draws = not does_nothing(self.position_dropout)
+        keeps = past_key_values is not None and not torch.is_grad_enabled() and not draws
         state = decoding_state_of(past_key_values) if keeps else None
         kept = None if state is None else state.distances
         distances = positions.distances(self, sight.key_length, inputs_embeds, kept, filled.clamp_len, filled.mem_len)
@@ -1086,7 +1088,7 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
             _check_targets("labels", labels, logits.shape[:2])
             check_labels(labels, self.num_labels, "the classes")
             targets = labels.to(logits.device, torch.long)
-            losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+            losses = F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten(), reduction="none")
             losses = losses.view(labels.shape)
             loss = _mean_loss(losses, targets, num_items_in_batch)
         return TransfoXLTokenClassifierOutput(loss=loss, logits=logits, losses=losses, **_without_last_state(outputs))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .linear_transfo_xl import reads_columns_sooner
+from .linear_transfo_xl import reads_columns_sooner, working_dtype
 from .operators_transfo_xl import is_exporting
 
 __all__ = ["POSITIONS", "Distances", "KeptDistances", "Positions", "sinusoid", "sinusoids_of_distances"]
@@ -81,25 +81,28 @@ class KeptDistances:
     Args:
         positions: (n, D), furthest distance first; distances beyond `clamp_len` share one.
         rel_keys: for each layer W_R R, (H, n, Dh).
-        weights: for each layer W_R, and its version and the steps of optimisers when it projected them.
+        weights: for each layer W_R, and when it projected them its version, the steps of optimisers and the type of
+            products.
     """
 
     positions: Tensor | None = None
     clamp_len: int = -1
     rel_keys: dict[int, Tensor] = field(default_factory=dict)
-    weights: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = field(default_factory=dict)
+    weights: dict[int, tuple[weakref.ref[Tensor], tuple[int, int, torch.dtype]]] = field(default_factory=dict)
 
     def rel_key(self, layer: int, weight: Any, project: Callable[[], Tensor]) -> Tensor:
         """W_R R of a layer: what it projects now, or has projected before, as a cache takes its keys and values.
 
-        Another weight, another version of it, or a step of an optimiser projects anew. What writes through `.data`
-        goes unnoticed. A graph cannot ask, and a quantised layer may have no tensor to be asked for.
+        Another weight, another version of it, a step of an optimiser, or another type, as autocast begins or ends,
+        projects anew. What writes through `.data` goes unnoticed. A graph cannot ask, and a quantised layer may have
+        no tensor to be asked for.
         """
         known = layer in self.rel_keys
         if isinstance(weight, Tensor) and not torch.compiler.is_compiling():
             _watch_optimizers()
             # A tensor of inference mode counts no versions.
-            version = -1 if weight.is_inference() else weight._version, _optimizer_steps
+            written = -1 if weight.is_inference() else weight._version
+            version = written, _optimizer_steps, working_dtype(weight)
             before = self.weights.get(layer)
             if before is None or before[0]() is not weight or before[1] != version:
                 known, self.weights[layer] = False, (weakref.ref(weight), version)
@@ -230,7 +233,7 @@ class RelativeSinusoids(Positions):
     ) -> list[Distances]:
         most = clamp_len + 1 if clamp_len > 0 else None
         if kept is None:
-            if model.training or model.position_dropout.training:
+            if model.position_dropout.training:
                 # Dropout draws for each distance by itself.
                 most = None
             length = _different(key_length, most)

@@ -185,8 +185,18 @@ def test_without_a_memory_each_token_sees_as_many_as_a_segment_holds(make_model,
             ]
         expected.append(sum(row[token].item() for row, token in zip(rows, ids[first:], strict=True)))
     assert [value for value, _ in lm.loglikelihood([Request(*pair) for pair in pairs])] == pytest.approx(expected)
-    best = lm.tok_decode([int(lm.model(torch.tensor([lm.tok_encode(context)[-SEGMENT:]])).logits[0, -1].argmax())])
+
+    def best_after(ids):
+        return int(lm.model(torch.tensor([ids[-SEGMENT:]])).logits[0, -1].argmax())
+
+    best = lm.tok_decode([best_after(lm.tok_encode(context))])
     assert lm.loglikelihood([Request(context, " " + best)])[0][1]
+    for seed in range(9):
+        ids = lm.tok_encode(words(17, seed))
+        while len(ids) < 23 and (token := best_after(ids)) != tokenizer.eos_token_id:
+            ids.append(token)
+        request = Request(words(17, seed), {"until": [], "max_gen_toks": 6})
+        assert lm.generate_until([request]) == [lm.tok_decode(ids[17:])]
 
 
 @pytest.mark.parametrize("ext_len", [3, 2 * SEGMENT])
