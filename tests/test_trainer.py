@@ -432,6 +432,19 @@ def test_settings_that_break_continuity_name_the_fix(tmp_path, changes, message)
         make_trainer(tmp_path, stream=stream, **arguments).train()
 
 
+@pytest.mark.parametrize("metric", ["perplexity", "eval_perplexity", "eval_here_perplexity", "bits_per_token"])
+def test_the_worst_checkpoint_is_not_called_the_best(tmp_path, metric):
+    with pytest.raises(ValueError, match=f"'{metric}' is the better the lower.*set greater_is_better=False"):
+        make_trainer(tmp_path, metric_for_best_model=metric)
+    trainer = make_trainer(tmp_path, metric_for_best_model=metric, greater_is_better=False)
+    assert trainer.args.metric_for_best_model == metric
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "tokens_per_second"])
+def test_a_figure_that_is_the_better_the_greater_may_tell_the_best_checkpoint(tmp_path, metric):
+    assert make_trainer(tmp_path, metric_for_best_model=metric).args.greater_is_better
+
+
 def test_datasets_that_say_nothing_of_streams(tmp_path):
     items = [{"input_ids": torch.arange(5), "labels": torch.arange(5)}] * 8
     with pytest.raises(ValueError, match="train_dataset is a list without batch_size.*TokenStream.*Trainer"):

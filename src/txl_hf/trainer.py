@@ -109,7 +109,8 @@ class TransfoXLTrainer(Trainer):
       step that the memory is from, whatever the step of the training.
 
     Raises:
-        ValueError: settings under which memory cannot be carried; the message names the fix.
+        ValueError: settings under which memory cannot be carried, or the worst checkpoint would be the best; the
+            message names the fix.
     """
 
     def __init__(
@@ -636,4 +637,10 @@ def _check_arguments(args: TrainingArguments, model: PreTrainedModel):
     if args.label_smoothing_factor:
         raise ValueError(
             f"label_smoothing_factor={args.label_smoothing_factor} does not reach shift_labels: set it to 0"
+        )
+    # TrainingArguments takes whatever is not named a loss for the better the greater.
+    if args.greater_is_better and re.fullmatch(f"(.*_)?({'|'.join(METRICS)})", args.metric_for_best_model or ""):
+        raise ValueError(
+            f"metric_for_best_model={args.metric_for_best_model!r} is the better the lower: set "
+            "greater_is_better=False, because True would keep the worst checkpoint"
         )
