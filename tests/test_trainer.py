@@ -1109,16 +1109,55 @@ def test_a_card_has_no_figures_of_other_weights(tmp_path):
     assert ModelCard.load(tmp_path / "README.md").data.base_model is None
 
 
-def test_the_best_model_has_the_figures_of_its_step(tmp_path):
-    text = TokenStream(make_text(41, seed=1), 5, 4)
-    settings = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    trainer = make_trainer(tmp_path, trainer={"eval_dataset": text}, learning_rate=0.1, **settings, **best)
+# The best model is an early one: that of the greatest loss.
+BEST_IS_EARLY = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,
+    "learning_rate": 0.1,
+    "max_steps": 4,
+}
+
+
+def test_the_best_model_has_the_figures_of_its_step_and_those_since(tmp_path):
+    """Of the text that chose it, and of one that is evaluated when it has been loaded."""
+    validation, test = (TokenStream(make_text(41, seed=seed), 5, 4) for seed in (1, 2))
+    trainer = make_trainer(tmp_path, trainer={"eval_dataset": validation}, **BEST_IS_EARLY)
     trainer.train()
-    trainer.create_model_card()
-    expected = [logs["eval_perplexity"] for logs in trainer.state.log_history if "eval_loss" in logs]
     assert trainer.state.best_global_step < 4
-    assert results_of_card(tmp_path) == {"validation": pytest.approx(max(expected), rel=1e-4)}
+    expected = {"validation": max(logged(trainer, "eval_perplexity"))}
+    trainer.create_model_card()
+    assert results_of_card(tmp_path) == pytest.approx(expected, rel=1e-4)
+    expected["test"] = trainer.evaluate(test, metric_key_prefix="eval_test")["eval_test_perplexity"]
+    trainer.create_model_card()
+    assert results_of_card(tmp_path) == pytest.approx(expected, rel=1e-4)
+
+
+class Interrupted(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, TransfoXLTrainer])
+def test_a_training_that_was_interrupted_has_the_figures_of_its_last_step(tmp_path, trainer_class):
+    """The best model, which is loaded at the end, it has not."""
+    text = TokenStream(make_text(41, seed=1), 5, 4)
+    data = {"train_dataset": TokenStream(make_text(301), 5, 4), "eval_dataset": text}
+    settings = make_arguments(tmp_path, label_names=["shift_labels"], **BEST_IS_EARLY)
+    trainer = trainer_class(make_model(), settings, callbacks=[Interrupted()], **data)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.state.best_global_step is not None
+    trainer.create_model_card()
+    assert results_of_card(tmp_path) == {} and "Its evaluation" not in (tmp_path / "README.md").read_text()
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.create_model_card()
+    assert f"`eval_loss` {loss:.4f}" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.parametrize("given", ["the training stream", "another stream of the same text"])

@@ -593,10 +593,13 @@ def _modified(path: Path) -> float:
 
 
 def evaluations_of_now(trainer: Trainer) -> list[dict[str, Any]]:
-    """What a Trainer has logged at the step whose weights its model has."""
-    state = trainer.state
-    step = trainer.args.load_best_model_at_end and state.best_global_step or state.global_step
-    return [logs for logs in state.log_history if logs.get("step") == step]
+    """What a Trainer has logged of the weights that its model has."""
+    state, history = trainer.state, trainer.state.log_history
+    # Only a training that came to its end, and so logged its time, has loaded the best model.
+    ended = next((i for i, logs in enumerate(history) if "train_runtime" in logs), None)
+    if ended is None or not trainer.args.load_best_model_at_end or state.best_model_checkpoint is None:
+        return [logs for logs in history if logs.get("step") == state.global_step]
+    return [logs for logs in history[:ended] if logs.get("step") == state.best_global_step] + history[ended:]
 
 
 def _check_whole(name: str, dataset):
