@@ -430,20 +430,48 @@ def test_a_row_that_is_no_text_is_named(tmp_path, corpus, rows, message):
     assert "\n" not in refused.value.code
 
 
+def write_splits(folder, *splits):
+    """A data set whose splits are called so, each of 60 rows of its own."""
+    files = "".join(f"  - split: {split}\n    path: {split}.parquet\n" for split in splits)
+    folder.mkdir()
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n")
+    for split in splits:
+        Dataset.from_dict({"text": [f"{split} {n}" for n in range(60)]}).to_parquet(folder / f"{split}.parquet")
+
+
 @pytest.mark.parametrize(
     ("splits", "message"),
     [
         (["train", "test"], "has no split validation; it has train, test: give one with train, validation, test, or"),
         (["train", "validation"], "has no split test; it has train, validation: give one with"),
+        (["train", "heldout"], "no split validation, test; it has train, heldout: give .* train alone, which is cut"),
+        (
+            ["train", "dev", "val", "test"],
+            "dev and val, each of which is named after validation: give one with one of",
+        ),
     ],
 )
-def test_a_text_that_is_held_out_is_not_left_out(tmp_path, splits, message):
-    for split in splits:
-        Dataset.from_dict({"text": [f"{split} {n}" for n in range(60)]}).to_parquet(
-            tmp_path / "dataset" / f"{split}.parquet"
-        )
+def test_a_text_that_may_be_held_out_is_not_left_out(tmp_path, splits, message):
+    write_splits(tmp_path / "dataset", *splits)
     with pytest.raises(SystemExit, match=message):
         prepare(tmp_path, "text", "--dataset", tmp_path / "dataset", "--mode", "whitespace")
+
+
+@pytest.mark.parametrize(
+    ("splits", "unread"),
+    [
+        (["training", "dev", "testing"], None),
+        (["train", "validation_matched", "test_matched", "unsupervised"], "unsupervised"),
+        (["train_small", "train", "validation", "test"], "train_small"),
+    ],
+)
+def test_the_words_in_the_name_of_a_data_sets_split_tell_which_it_is(tmp_path, capsys, splits, unread):
+    write_splits(tmp_path / "dataset", *splits)
+    tokens, tokenizer, _ = load(prepare(tmp_path, "text", "--dataset", tmp_path / "dataset", "--mode", "characters"))
+    read = ["".join(f"{split} {n}\n" for n in range(60)) for split in splits if split != unread]
+    assert [tokenizer.decode(ids) for ids in tokens.values()] == read
+    printed = capsys.readouterr().out
+    assert f"not read: {unread}\n" in printed if unread else "not read" not in printed
 
 
 def test_an_encrypted_archive_is_named(tmp_path):

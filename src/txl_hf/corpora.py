@@ -312,8 +312,11 @@ def read_rows(
 ) -> dict[str, "Dataset | bytes"]:
     """The splits of a data set as `read_files` gives those of files; a row is lines, the last with or without its end.
 
+    The words in their names tell which is which; beside `train`, `train_small` is not read.
+
     Raises:
-        CorpusError: it does not load, or lacks a split, the column, or a text in a row of it.
+        CorpusError: it does not load, or lacks a split, the column, or a text in a row of it, or two of its splits may
+            be one of ours.
     """
     import datasets
     from datasets import Features, Value, load_dataset
@@ -322,17 +325,27 @@ def read_rows(
         found = load_dataset(name, config)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise CorpusError(f"the data set {name} does not load: {error}") from None
-    named = {SPLIT_WORDS.get(split, split): texts for split, texts in found.items()}
-    found = datasets.DatasetDict(named) if len(named) == len(found) else found
+    told: dict[str | None, list[str]] = {}
+    for its_name in found:
+        split = split_of(Path(its_name), Path())
+        told.setdefault(None if split in found and split != its_name else split, []).append(its_name)
     # A text that may be held out is never trained on, nor left out: one split alone is cut.
-    splits = SPLITS[:1] if convention.whole is not None and set(found) & set(SPLITS) <= {"train"} else SPLITS
-    if missing := [split for split in splits if split not in found]:
+    splits = SPLITS[:1] if convention.whole is not None and set(told) == {"train"} else SPLITS
+    if missing := [split for split in splits if split not in told]:
         alone = ", or with train alone, which is cut" if convention.whole is not None else ""
         raise CorpusError(
             f"the data set {name} has no split {', '.join(missing)}; it has {', '.join(found)}: give one with "
             f"{', '.join(SPLITS)}{alone}"
         )
-    rows = {split: found[split] for split in splits}
+    for split in splits:
+        if len(told[split]) > 1:
+            raise CorpusError(
+                f"the data set {name} has {' and '.join(told[split])}, each of which is named after {split}: give one "
+                f"with one of them, or with {split}"
+            )
+    if unread := told.get(None):
+        print(f"not read: {', '.join(unread)}")
+    rows = {split: found[told[split][0]] for split in splits}
     for split, texts in rows.items():
         if column not in texts.column_names:
             raise CorpusError(

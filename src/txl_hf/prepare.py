@@ -28,6 +28,7 @@ are one text, in the order of their names, of which 90, 5 and 5 % of the lines a
 numbered over all three parts; lines keep their ends. With `--mode bytes` carriage returns and a byte-order mark are
 bytes like others; otherwise each of `\\r\\n` and `\\r` is a line's end, `\\n`, and a byte-order mark no part of the
 text. Its vocabulary begins with `<eos>`, `<unk>` and `<pad>`. Which file went where is printed, and in `corpus.json`.
+Words in the names of a data set's splits say which part they are too; one that has `train` alone is cut.
 
 `--corpus midi` is a folder with MIDI files, however nested, as tokens of MidiTok: REMI, or with `--tokens compound`
 compound words, each an event of several attributes. `--bpe SIZE` joins tokens that often follow one another, and
