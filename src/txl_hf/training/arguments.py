@@ -87,7 +87,11 @@ class DataArguments:
 
     data: str | None = option("Folder that txl-prepare wrote.")
     batch_size: int = option("Streams of one step, of all processes together.", 16)
-    batch_chunk: int = option("Parts in which a process computes its streams, to need less memory.", 1)
+    batch_chunk: int = option(
+        "Parts in which a process computes its streams, to need less memory. With documents --tar is the mean of the "
+        "means of parts and processes, which is nearly that of all.",
+        1,
+    )
     varlen: bool = option("Segment lengths that vary from step to step, around tgt_len.", False)
     mem_warmup_ratio: float = option("Part of all steps over which the memory grows from 1 to mem_len.", 0.0)
     loss: Literal["full", "half"] = option(
