@@ -713,6 +713,31 @@ def test_shards_take_the_place_of_one_file(tmp_path, variant):
     torch.testing.assert_close(outputs_of(found), outputs_of(old), **LAST_BIT)
 
 
+@pytest.mark.parametrize("variant", [None, "ema"])
+def test_an_adapter_leaves_the_file_that_took_the_place_of_shards(tmp_path, variant):
+    peft = pytest.importorskip("peft")
+    build().save_pretrained(tmp_path, variant=variant, max_shard_size="20KB")
+    build().save_pretrained(tmp_path, variant=variant)
+    assert not list(tmp_path.glob("*.index*.json"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, variant=variant)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path, variant=variant)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, variant=variant)
+    torch.testing.assert_close(outputs_of(again), outputs_of(build()), **LAST_BIT)
+
+
+def test_an_adapter_leaves_one_file_beside_shards(tmp_path):
+    """Which somebody else wrote: it is loaded before them."""
+    peft = pytest.importorskip("peft")
+    build().save_pretrained(tmp_path)
+    build().save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    shutil.copytree(tmp_path / "shards", tmp_path, dirs_exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+
+
 def test_tensors_that_are_not_tied_stay_so_when_the_vocabulary_grows(damage):
     """A checkpoint may have both of what its configuration ties, and they may differ."""
     name = "transformer.word_emb.emb_layers.0.weight"

@@ -217,14 +217,13 @@ class TransfoXLLayoutModel(CardedModel):
         card = Path(save_directory, "README.md")
         with ExitStack() as around:
             around.enter_context(self._without_class_of_shards())
-            if is_main_process:
-                around.enter_context(_replacing_one_file(card.parent, kwargs.get("variant")))
             if is_main_process and kwargs.get("push_to_hub"):
                 around.enter_context(self._keeping(card))
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if not is_main_process or self._is_adapted():
-            # An adapter is saved alone: the card of a whole model would not describe it.
+            # An adapter is saved alone: the card of a whole model would not describe it, and its weights stay.
             return
+        _remove_what_was_replaced(card.parent, kwargs.get("variant"))
         _write_code(save_directory)
         if not card.exists() or is_generated(card):
             name = kwargs.get("repo_id") or Path(save_directory).name
@@ -274,15 +273,15 @@ class TransfoXLLayoutModel(CardedModel):
         return getattr(self, "_hf_peft_config_loaded", False)
 
 
-@contextmanager
-def _replacing_one_file(folder: Path, variant: str | None) -> Iterator[None]:
-    """Remove a single file of weights beside shards that are written now: it would be loaded instead of them."""
+def _remove_what_was_replaced(folder: Path, variant: str | None):
+    """Remove the single file of weights beside shards that were written now, which would be loaded instead of them,
+    or the list of shards beside a single file: transformers removes shards of an earlier save alone.
+    """
     suffix = f".{variant}" if variant else ""
-    whole, index = folder / f"model{suffix}.safetensors", folder / f"model.safetensors.index{suffix}.json"
-    before = whole.stat().st_mtime_ns if whole.exists() else None
-    yield
-    if index.exists() and whole.exists() and whole.stat().st_mtime_ns == before:
-        whole.unlink()
+    five = "[0-9]" * 5
+    in_shards = any(folder.glob(f"model{suffix}-{five}-of-{five}.safetensors"))
+    replaced = f"model{suffix}.safetensors" if in_shards else f"model.safetensors.index{suffix}.json"
+    (folder / replaced).unlink(missing_ok=True)
 
 
 def _write_code(folder: str | os.PathLike):
