@@ -32,7 +32,12 @@ TABLE = [
 ]
 # model.py, and Keras's LayerNormalization.
 SETTINGS = {"mem_len": 512, "tgt_len": 512, "clamp_len": -1, "same_length": False}
-QUIRKS = {"initial_memory": "zeros", "layer_norm_epsilon": 1e-3, "mlp_output_relu": True}
+QUIRKS = {
+    "initial_memory": "zeros",
+    "same_length_counts_self": False,
+    "layer_norm_epsilon": 1e-3,
+    "mlp_output_relu": True,
+}
 DICTIONARY = "dictionary.pkl"
 
 

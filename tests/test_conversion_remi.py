@@ -54,8 +54,11 @@ def normalised(states, variables, scope):
     return (states - mean) / torch.sqrt(variance + 1e-3) * gamma.double() + beta.double()
 
 
-def reference(variables, ids, mems, n_head=2, d_head=4):
-    """modules.py's `transformer` in fp64, in the names of its variables: logits (B, L, V), and the new memory."""
+def reference(variables, ids, mems, n_head=2, d_head=4, same_length=False):
+    """modules.py's `transformer` in fp64, in the names of its variables: logits (B, L, V), and the new memory.
+
+    With `same_length` its mask leaves each query as many keys as the memory has states, and its own.
+    """
     variables = {name.removeprefix("transformer/"): value.double() for name, value in variables.items()}
     d_model = variables["layer_0/ff/layer_2/bias"].shape[0]
     table = variables["normal_embed/lookup_table"]
@@ -82,6 +85,7 @@ def reference(variables, ids, mems, n_head=2, d_head=4):
             rel_key,
             variables["r_w_bias"],
             variables["r_r_bias"],
+            window=mems[i].shape[1] if same_length else None,
         )
         output = attended.transpose(1, 2).flatten(2) @ variables[f"{scope}/rel_attn/o/kernel"]
         hidden = normalised(output + hidden, variables, f"{scope}/rel_attn")
@@ -97,20 +101,21 @@ def convert(tmp_path, variables, *options):
     return command_line.main([*arguments, "--output", str(tmp_path / "out"), *options])
 
 
+@pytest.mark.parametrize("same_length", [False, True])
 @pytest.mark.parametrize("d_embed", [8, 4], ids=["as published", "with a projection"])
 @torch.no_grad()
-def test_equals_the_originals_equations(d_embed, tmp_path):
+def test_equals_the_originals_equations(d_embed, same_length, tmp_path):
     """Two segments: the first sees zero states, as model.py begins, the second what the first left."""
     variables = variables_of(d_embed=d_embed)
-    assert convert(tmp_path, variables, "--mem-len", "5") == 0
+    assert convert(tmp_path, variables, "--mem-len", "5", *["--same-length"] * same_length) == 0
     model = TransfoXLForCausalLM.from_pretrained(tmp_path / "out").eval().double()
     config = model.config
     assert (config.layer_norm_epsilon, config.initial_memory, config.mlp_output_relu) == (1e-3, "zeros", True)
-    assert (config.same_length, config.clamp_len, config.eos_token_id) == (False, -1, None)
+    assert (config.same_length, config.clamp_len, config.eos_token_id) == (same_length, -1, None)
     ids = torch.tensor([[0, 1, 2, 5, 3, 4, 0, 1]])
     mems, own = [torch.zeros(1, 5, 8, dtype=torch.float64)] * 2, None
     for segment in ids.split(4, 1):
-        logits, mems = reference(variables, segment, mems)
+        logits, mems = reference(variables, segment, mems, same_length=same_length)
         out = model(segment, mems=own, output_logits=True)
         own = out.mems
         torch.testing.assert_close(out.logits, logits.log_softmax(-1), atol=1e-6, rtol=0)
