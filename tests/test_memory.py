@@ -958,13 +958,16 @@ def test_learned_positions_keep_their_rows_when_lengths_change(make_model, make_
 
 @pytest.mark.parametrize("attn_type", [2, 3])
 @torch.no_grad()
-def test_absolute_baselines_count_from_the_segments_end(make_model, make_ids, attn_type):
-    model = make_model(attn_type=attn_type, mem_len=0, tgt_len=12)
-    ids = make_ids(2, 7)
+def test_absolute_baselines_count_from_the_last_real_token(make_model, make_ids, attn_type):
+    model = make_model(attn_type=attn_type, mem_len=0, tgt_len=12, clamp_len=5)
+    ids = make_ids(4, 7)
     alone = model(ids).logits
-    padded = torch.cat([torch.full((2, 4), 60), ids], 1)
-    mask = torch.cat([torch.zeros(2, 4), torch.ones(2, 7)], 1)
-    close(model(padded, attention_mask=mask).logits[:, 4:], alone)
+    padded, mask = torch.full((4, 11), 60), torch.zeros(4, 11)
+    for row, behind in enumerate((0, 1, 2, 4)):
+        padded[row, 4 - behind : 11 - behind], mask[row, 4 - behind : 11 - behind] = ids[row], 1
+    logits = model(padded, attention_mask=mask).logits
+    for row, behind in enumerate((0, 1, 2, 4)):
+        close(logits[row, 4 - behind : 11 - behind], alone[row])
     assert model(ids, use_cache=True).past_key_values is None
     if attn_type == 3:
         with pytest.raises(ValueError, match="13 tokens.*max_klen=12"):

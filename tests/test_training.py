@@ -191,14 +191,14 @@ def test_logits_beside_a_loss(make_model, make_ids):
 # --- classification --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("changes", [{}, {"attn_type": 2, "mem_len": 0}], ids=["relative", "absolute"])
 @pytest.mark.parametrize("by", ["mask", "pad_token_id"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
-def test_classification_reads_the_last_real_token(make_model, make_ids, side, by):
+def test_classification_reads_the_last_real_token(make_model, make_ids, side, by, changes):
     """Quirk 22: the head is d_model wide, and padding may stand on either side."""
-    model = make_model(
-        model_class=TransfoXLForSequenceClassification, d_embed=8, num_labels=3, pad_token_id=60, same_length=False
-    )
+    changes = {"d_embed": 8, "num_labels": 3, "pad_token_id": 60, "same_length": False, **changes}
+    model = make_model(model_class=TransfoXLForSequenceClassification, **changes)
     assert model.score.weight.shape == (3, 16)
     ids = make_ids(2, 6)
     alone = model(ids[:1, :4]).logits

@@ -645,7 +645,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             inputs_embeds = self.embed_vectors(inputs_embeds)
 
         positions = self.config.positions
-        hidden_states = drop(positions.enter_model(self, inputs_embeds, filled.clamp_len), self.input_dropout)
+        entering = positions.enter_model(self, inputs_embeds, filled.clamp_len, memory.key_mask)
+        hidden_states = drop(entering, self.input_dropout)
         wants_attentions = bool(kwargs.get("output_attentions", self.config.output_attentions))
         sight = self._see(memory, inputs_embeds, filled.window, past_key_values, wants_attentions)
         # What depends on distances alone is projected once for many calls, unless gradients or dropout need it anew.
@@ -658,7 +659,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         entered: list[Tensor] = []
         read = None
         for i, layer in enumerate(self.layers[: self.config.n_layer]):
-            entering = positions.enter_layer(self, i, hidden_states)
+            entering = positions.enter_layer(self, i, hidden_states, memory.key_mask)
             if read is None or entering is not hidden_states:
                 # Under autocast states that products alone read are rounded for them once, and remembered so. A layer
                 # normalisation that reads them first is computed in fp32, of states as they are.
@@ -981,6 +982,10 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         check_tensors(labels=labels)
         if input_ids is not None:
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
+            if attention_mask is None and self.config.pad_token_id is not None and not self.config.positions.recurrent:
+                # These positions are counted from the last real token, of which the mask alone tells.
+                real = input_ids != self.config.pad_token_id
+                attention_mask = real.flip(1).cumsum(1).flip(1) > 0
         outputs = self.transformer(
             input_ids,
             mems=mems,

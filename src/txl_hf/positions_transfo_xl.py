@@ -160,7 +160,7 @@ class Positions:
     """An encoding: the interface, and for each method what most encodings need, nothing."""
 
     # Whether positions are counted from each query, so that a memory may precede the segment. The others are the
-    # paper's baselines, whose positions are counted from the segment's end.
+    # paper's baselines, whose positions are counted from the segment's last real token.
     recurrent = True
     # Whether, with `pre_lnorm`, what the queries are made of is normalised too.
     normalizes_queries = True
@@ -186,13 +186,13 @@ class Positions:
         """Give a layer's `TransfoXLAttention` what it learns of its own: `r_proj` and biases."""
 
     @staticmethod
-    def enter_model(model: Any, embeds: Tensor, clamp_len: int) -> Tensor:
-        """What the first layer sees of the embeddings: (B, L, D)."""
+    def enter_model(model: Any, embeds: Tensor, clamp_len: int, key_mask: Tensor | None) -> Tensor:
+        """What the first layer sees of the embeddings: (B, L, D). `key_mask`: (B, K) bool, real keys; None: all."""
         return embeds
 
     @staticmethod
-    def enter_layer(model: Any, layer: int, hidden_states: Tensor) -> Tensor:
-        """What a layer sees of the hidden states: (B, L, D)."""
+    def enter_layer(model: Any, layer: int, hidden_states: Tensor, key_mask: Tensor | None) -> Tensor:
+        """What a layer sees of the hidden states: (B, L, D). `key_mask`: see `enter_model`."""
         return hidden_states
 
     @staticmethod
@@ -285,8 +285,8 @@ class AbsoluteSinusoids(Positions):
     normalizes_queries = False
 
     @staticmethod
-    def enter_model(model: Any, embeds: Tensor, clamp_len: int) -> Tensor:
-        return embeds + sinusoids_of_distances(embeds.shape[1], embeds, clamp_len)
+    def enter_model(model: Any, embeds: Tensor, clamp_len: int, key_mask: Tensor | None) -> Tensor:
+        return embeds + _of_real_tokens(sinusoids_of_distances(embeds.shape[1], embeds, clamp_len), key_mask)
 
 
 class AbsoluteLearned(Positions):
@@ -310,13 +310,13 @@ class AbsoluteLearned(Positions):
         model.r_emb = _learned_rows(model.config)
 
     @staticmethod
-    def enter_model(model: Any, embeds: Tensor, clamp_len: int) -> Tensor:
+    def enter_model(model: Any, embeds: Tensor, clamp_len: int, key_mask: Tensor | None) -> Tensor:
         AbsoluteLearned.check_segment(embeds.shape[1], model.config)
         return embeds
 
     @staticmethod
-    def enter_layer(model: Any, layer: int, hidden_states: Tensor) -> Tensor:
-        return hidden_states + model.r_emb[layer, -hidden_states.shape[1] :].flatten(1)
+    def enter_layer(model: Any, layer: int, hidden_states: Tensor, key_mask: Tensor | None) -> Tensor:
+        return hidden_states + _of_real_tokens(model.r_emb[layer, -hidden_states.shape[1] :].flatten(1), key_mask)
 
 
 # By `attn_type`, as the authors number them.
@@ -326,6 +326,22 @@ POSITIONS: dict[int, type[Positions]] = {
     2: AbsoluteSinusoids,
     3: AbsoluteLearned,
 }
+
+
+def _of_real_tokens(positions: Tensor, key_mask: Tensor | None) -> Tensor:
+    """The positions of a segment's tokens, counted from each row's last real one: padding behind it has that one's.
+
+    Args:
+        positions: (L, D), the furthest first. key_mask: (B, L) bool, which tokens are real; None: all.
+
+    Returns:
+        (B, L, D), or (L, D) for all rows alike.
+    """
+    if key_mask is None:
+        return positions
+    columns = torch.arange(len(positions), device=positions.device)
+    last = (columns * key_mask).amax(-1, keepdim=True)
+    return positions[(columns + len(positions) - 1 - last).clamp(max=len(positions) - 1)]
 
 
 def _add_biases(module: Any) -> None:
