@@ -112,6 +112,16 @@ def push_in_shards(folder: Path):
     build()[0].save_pretrained(folder / "shards", push_to_hub=True, repo_id="user/shards", max_shard_size="30KB")
 
 
+def push_shards_over_one_file(folder: Path):
+    old, new = build()[0], build(1)[0]
+    for repository in ("user/pushed", "user/offered"):
+        old.push_to_hub(repository)
+    old.save_pretrained(folder / "replaced", push_to_hub=True, repo_id="user/replaced")
+    new.push_to_hub("user/pushed", max_shard_size="30KB")
+    new.push_to_hub("user/offered", max_shard_size="30KB", create_pr=True)
+    new.save_pretrained(folder / "replaced", push_to_hub=True, repo_id="user/replaced", max_shard_size="30KB")
+
+
 def push_beside_main(folder: Path):
     model, _ = build()
     model.push_to_hub("user/branches", revision="experiment")
@@ -234,6 +244,7 @@ ROLES = {
         push_while_saving,
         push_a_derived_class,
         push_in_shards,
+        push_shards_over_one_file,
         push_beside_main,
         push_from_trainer,
         push_without_rights,

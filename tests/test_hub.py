@@ -212,6 +212,17 @@ def test_save_pretrained_pushes_the_shards_it_saved(author, hub, folder):
     assert set(hub.repos["user/shards"].files()) == saved | {".gitattributes"}
 
 
+@pytest.mark.parametrize(
+    "repository, revision", [("user/pushed", "main"), ("user/offered", "refs/pr/1"), ("user/replaced", "main")]
+)
+def test_shards_take_the_place_of_one_file_on_the_hub(author, hub, repository, revision):
+    """Which would be loaded in place of them."""
+    author("push_shards_over_one_file")
+    files = hub.repos[repository].files(revision)
+    assert "model.safetensors.index.json" in files and "model.safetensors" not in files
+    assert revision == "main" or "model.safetensors" in hub.repos[repository].files()
+
+
 def test_branch_and_pull_request_leave_main_alone(author, hub):
     author("push_beside_main")
     repo = hub.repos["user/branches"]

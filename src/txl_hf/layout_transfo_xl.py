@@ -5,6 +5,7 @@ what is saved loads there.
 """
 
 import os
+import re
 import shutil
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,8 @@ __all__ = ["CheckpointError", "TransfoXLLayoutModel"]
 # How much memory a head that a checkpoint lacks may take, beside twice the size of the checkpoint.
 NEW_BYTES = 1 << 30
 MOST_NAMES = 16
+# A shard's name is that of the single file with its number in it.
+SHARD = re.compile(r"(model.*)-\d{5}-of-\d{5}(\.safetensors)")
 
 
 class _Split(WeightConverter):
@@ -250,14 +253,16 @@ class TransfoXLLayoutModel(CardedModel):
                 card.write_bytes(self._own_card)
             del self._own_card
 
-    def _upload_modified_files(self, working_dir: str | os.PathLike, repo_id: str, *args, **kwargs):
+    def _upload_modified_files(
+        self, working_dir: str | os.PathLike, repo_id: str, files_timestamps: Mapping[str, float], **kwargs
+    ):
         # `transformers` has put a card there: that of the repository, which is kept where somebody has written in it,
         # or one that does not say how to load the model. It has the tags of the call.
         if self._is_adapted():
-            return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
+            return super()._upload_modified_files(working_dir, repo_id, files_timestamps, **kwargs)
         _write_code(working_dir)
-        card, token = Path(working_dir, "README.md"), kwargs.get("token")
-        on_hub = HfApi(token=token).file_exists(repo_id, "README.md")
+        card, hub = Path(working_dir, "README.md"), HfApi(token=kwargs.get("token"))
+        on_hub = hub.file_exists(repo_id, "README.md")
         # `save_pretrained` sets it where it pushes; `push_to_hub` has a folder of its own, without a card.
         own_card = getattr(self, "_own_card", None)
         if own_card is not None and (not on_hub or is_generated(card)):
@@ -266,7 +271,14 @@ class TransfoXLLayoutModel(CardedModel):
             known = self._known_of_weights(card.parent, repo_id)
             given = ModelCard.load(card).data.tags or []
             self.write_model_card(card, repo_id, **known | {"tags": [*known.get("tags", []), *given]})
-        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
+        commit = super()._upload_modified_files(working_dir, repo_id, files_timestamps, **kwargs)
+        revision = commit.pr_revision or kwargs.get("revision")
+        files = {path.name: path.stat().st_mtime for path in card.parent.iterdir()}
+        for whole in _in_shards(name for name, time in files.items() if time > files_timestamps.get(name, 0)):
+            if hub.file_exists(repo_id, whole, revision=revision):
+                # It would be loaded instead of the shards.
+                hub.delete_file(whole, repo_id, revision=revision)
+        return commit
 
     def _is_adapted(self) -> bool:
         """Whether transformers saves an adapter of the model, that of `add_adapter`, in place of the model."""
@@ -278,10 +290,13 @@ def _remove_what_was_replaced(folder: Path, variant: str | None):
     or the list of shards beside a single file: transformers removes shards of an earlier save alone.
     """
     suffix = f".{variant}" if variant else ""
-    five = "[0-9]" * 5
-    in_shards = any(folder.glob(f"model{suffix}-{five}-of-{five}.safetensors"))
-    replaced = f"model{suffix}.safetensors" if in_shards else f"model.safetensors.index{suffix}.json"
-    (folder / replaced).unlink(missing_ok=True)
+    whole, index = f"model{suffix}.safetensors", f"model.safetensors.index{suffix}.json"
+    (folder / (whole if whole in _in_shards(os.listdir(folder)) else index)).unlink(missing_ok=True)
+
+
+def _in_shards(names: Iterable[str]) -> set[str]:
+    """The single files of weights in whose place there are shards among files of these names."""
+    return {"".join(match.groups()) for name in names if (match := SHARD.fullmatch(name))}
 
 
 def _write_code(folder: str | os.PathLike):
