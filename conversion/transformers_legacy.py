@@ -58,7 +58,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
         (folder / name).is_file() for name in ("config.json", *WEIGHTS_FILES, *INDEX_FILES)
     ):
         return Checkpoint({}, {}, origin=f"the tokenizer {code_span(folder.resolve().name)}", size=0, tokenizer=folder)
-    fields = _read_config(folder)
+    written, fields = _read_config(folder)
     # In the order of `from_pretrained`.
     each = tuple(name for pair in zip(WEIGHTS_FILES, INDEX_FILES, strict=True) for name in pair)
     path = find_file(folder, each, EXPECTED)
@@ -78,7 +78,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
         size=sum(file.stat().st_size for file in files),
         tokenizer=folder if tokenizer_files else None,
         head=_head(tensors),
-        generation=_read_generation(generation_file) if generation_file.is_file() else None,
+        generation=_read_generation(generation_file, written | fields),
     )
 
 
@@ -88,7 +88,8 @@ def _head(tensors: dict[str, Source]) -> str:
     return "softmax" if any(name.startswith("crit.") for name in tensors) else "none"
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What config.json says, and the fields of the configuration. Raises ConversionError."""
     path = folder / "config.json"
     if not path.is_file():
         raise ConversionError(f"{folder} has no config.json; {EXPECTED}")
@@ -102,16 +103,22 @@ def _read_config(folder: Path) -> dict[str, Any]:
     for name in ("auto_map", "quantization_config", "architectures", "transformers_version", "trainer_compatible"):
         written.pop(name, None)
     try:
-        return TransfoXLConfig.from_dict(written).to_dict()
+        return written, TransfoXLConfig.from_dict(dict(written)).to_dict()
     except Exception as error:  # the configuration's validators raise errors of several kinds
         raise ConversionError(f"{path} describes no model: {error}") from None
 
 
-def _read_generation(path: Path) -> GenerationConfig:
+def _read_generation(path: Path, fields: dict[str, Any]) -> GenerationConfig:
+    """How the model writes: as generation_config.json says or, without it, config.json, as older models have it.
+    Raises ConversionError.
+    """
     try:
-        return GenerationConfig.from_pretrained(path.parent, path.name)
+        if path.is_file():
+            return GenerationConfig.from_pretrained(path.parent, path.name)
+        path = path.with_name("config.json")
+        return GenerationConfig.from_model_config(fields)
     except Exception as error:  # its reader and its validators raise errors of several kinds
-        raise ConversionError(f"{path} cannot be used, mend or remove it: {error}") from None
+        raise ConversionError(f"{path} cannot be used, mend it: {error}") from None
 
 
 def _indexed_files(path: Path) -> list[Path]:

@@ -414,13 +414,32 @@ def test_how_a_legacy_model_writes_comes_along(tmp_path):
     assert (generation.do_sample, generation.temperature, generation.eos_token_id) == (True, 0.7, [0, 3])
 
 
+def test_how_a_model_writes_that_says_so_in_its_configuration_comes_along(tmp_path, capfd):
+    """As older folders have it; what these leave to the model, as its end of a text, stays the model's."""
+    folder = tmp_path / "legacy"
+    shutil.copytree(golden("hf_legacy/wt103_like"), folder)
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    del config["eos_token_id"]
+    config |= {"do_sample": True, "top_k": 20, "bad_words_ids": [[3]]}
+    (folder / "config.json").write_text(json.dumps(config))
+    convert_golden("transformers", folder, tmp_path / "out")
+    generation = TransfoXLForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    assert (generation.do_sample, generation.top_k, generation.bad_words_ids) == (True, 20, [[3]])
+    assert generation.eos_token_id == 0
+    config["cache_implementation"] = "none"
+    (folder / "config.json").write_text(json.dumps(config))
+    line = refusal(capfd, tmp_path, "transformers", folder)
+    assert "config.json cannot be used, mend it: " in line
+
+
 @pytest.mark.parametrize("content", ["{", "[]", '{"cache_implementation": "none"}', '{"max_new_tokens": "many"}'])
 def test_refuses_a_generation_config_that_says_nothing(content, tmp_path, capfd):
     folder = tmp_path / "legacy"
     shutil.copytree(golden("hf_legacy/wt103_like"), folder)
     (folder / "generation_config.json").write_text(content)
     line = refusal(capfd, tmp_path, "transformers", folder)
-    assert "generation_config.json cannot be used, mend or remove it: " in line
+    assert "generation_config.json cannot be used, mend it: " in line
 
 
 def pickle_class(monkeypatch, module, name):
