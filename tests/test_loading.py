@@ -680,15 +680,27 @@ def test_60_damaged_files_load_or_are_named(tmp_path, kind):
     assert refused > 20
 
 
-def test_truncated_shard_is_named(tmp_path):
-    build().save_pretrained(tmp_path, max_shard_size="20KB")
-    path = sorted(tmp_path.glob("*.safetensors"))[1]
+@pytest.mark.parametrize("variant", [None, "ema"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_truncated_shard_is_named(tmp_path, variant, number):
+    build().save_pretrained(tmp_path, variant=variant, max_shard_size="20KB")
+    path = sorted(tmp_path.glob("*.safetensors"))[number]
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match=path.name):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
+        AutoModelForCausalLM.from_pretrained(tmp_path, variant=variant)
     path.unlink()
     with pytest.raises(OSError, match=path.name):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
+        AutoModelForCausalLM.from_pretrained(tmp_path, variant=variant)
+
+
+@pytest.mark.parametrize("name", ["mems.safetensors", "model.ema.safetensors", "notes.index.json"])
+def test_a_damaged_file_that_is_not_loaded_explains_nothing(tmp_path, name):
+    build().save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(b"[")
+    with pytest.raises(TypeError, match="memlen"):
+        TransfoXLForCausalLM.from_pretrained(tmp_path, memlen=3)
+    with pytest.raises(OSError, match=r"model\.fp16\.safetensors"):
+        TransfoXLForCausalLM.from_pretrained(tmp_path, variant="fp16")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"weight_map": {}}', '{"metadata": {}, "weight_map": []}'])

@@ -34,12 +34,14 @@ class _Listing(Machine):
         return StandIn(Name("torch", "Storage"))
 
 
-def weight_files(name: str | os.PathLike | None, subfolder: str) -> list[str]:
+def weight_files(name: str | os.PathLike | None, subfolder: str = "", variant: str | None = None) -> list[str]:
     """The files in a folder that `from_pretrained` may read weights from; none where the name is of no folder."""
     if name is None or not os.path.isdir(name):
         return []
-    folder = Path(name, subfolder)
-    patterns = ("pytorch_model*.bin", "*.safetensors", "*.index*.json")
+    folder, suffix = Path(name, subfolder), f".{variant}" if variant else ""
+    patterns = ["adapter_model.safetensors"]
+    for stem, kind in (("pytorch_model", "bin"), ("model", "safetensors")):
+        patterns += [f"{stem}{suffix}.{kind}", f"{stem}{suffix}-*.{kind}", f"{stem}.{kind}.index{suffix}.json"]
     return sorted(str(path) for pattern in patterns for path in folder.glob(pattern))
 
 

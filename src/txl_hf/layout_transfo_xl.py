@@ -141,7 +141,8 @@ class TransfoXLLayoutModel(CardedModel):
                 # An argument is wrong. One damaged file in a thousand raises this too, and keeps torch's message.
                 raise
             # Files are also opened before `_load_pretrained_model`, to see their dtype.
-            problems = file_problems(weight_files(name, kwargs.get("subfolder", "")))
+            where = {key: kwargs[key] for key in ("subfolder", "variant") if key in kwargs}
+            problems = file_problems(weight_files(name, **where))
             if not problems and isinstance(error, SafetensorError | UnpicklingError):  # of a file in the Hub's cache
                 problems = [f"{name}: its weights are truncated or damaged: download them again"]
             if not problems:
