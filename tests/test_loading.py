@@ -915,6 +915,19 @@ def test_device_map(tmp_path, name, placement):
     torch.testing.assert_close(outputs_of(again), outputs_of(expected), **LAST_BIT)
 
 
+def test_an_offloaded_model_whose_queries_and_keys_lie_in_two_shards_is_saved_with_them_apart_or_not_at_all(tmp_path):
+    """transformers joins what lies in one shard, and would leave a part out without a word."""
+    pytest.importorskip("accelerate")
+    build("no-cutoffs").save_pretrained(tmp_path / "saved")
+    options = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "offload"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
+    with pytest.raises(RuntimeError, match="save_original_format=False"):
+        model.save_pretrained(tmp_path / "again", max_shard_size="6KB")
+    model.save_pretrained(tmp_path / "again", max_shard_size="6KB", save_original_format=False)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    torch.testing.assert_close(outputs_of(again), outputs_of(build("no-cutoffs")), **LAST_BIT)
+
+
 # ---- adapters ------------------------------------------------------------------------------------------------------
 
 

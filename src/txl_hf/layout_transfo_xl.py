@@ -44,6 +44,9 @@ class _Split(WeightConverter):
     """
 
     def convert(self, layer_name: str, model=None, config=None, hf_quantizer=None, loading_info=None):
+        # Joined on the way back, where transformers has an offloaded model's tensors one shard at a time.
+        if absent := [name for name in self.source_patterns if name not in self.collected_tensors]:
+            raise ValueError(f"{layer_name} cannot be joined without {', '.join(absent)}")
         tensors = super().convert(layer_name, model, config, None, loading_info)
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         if hf_quantizer is None or self.quantization_operation is None:
