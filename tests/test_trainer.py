@@ -1197,12 +1197,30 @@ def test_a_card_follows_its_weights(tmp_path):
     card = ModelCard.load(tmp_path / "copy" / "README.md")
     assert results_of_card(tmp_path / "copy") == {"test": 7.0} and card.data.license == "mit"
     assert 'AutoTokenizer.from_pretrained("copy"' in card.text and "mems=outputs.mems" in card.text
+    loaded.save_pretrained(tmp_path / "model")
+    card = ModelCard.load(tmp_path / "model" / "README.md")
+    assert results_of_card(tmp_path / "model") == {"test": 7.0} and card.data.license == "mit"
+    assert "Its weights are those of" not in card.text
     with torch.no_grad():
         loaded.first_parameter.mul_(2)
     for folder in ("changed", "model"):
         loaded.save_pretrained(tmp_path / folder)
         assert results_of_card(tmp_path / folder) == {}
         assert ModelCard.load(tmp_path / folder / "README.md").data.license is None
+
+
+@pytest.mark.parametrize("change", [{"mem_len": 0}, {"clamp_len": 1}, {"layer_norm_epsilon": 0.1}], ids=str)
+@pytest.mark.parametrize("target", ["copy", "model"])
+def test_results_stay_with_the_configuration_that_they_were_scored_with(tmp_path, change, target):
+    """What holds for the weights however they are read, as their licence, goes along."""
+    model = make_model()
+    model.save_pretrained(tmp_path / "model")
+    results = to_results({"test": {"perplexity": 7.0}}, "text")
+    known = {"license": "mit", "model_name": "model", "eval_results": results}
+    model.write_model_card(tmp_path / "model" / "README.md", "model", **known)
+    type(model).from_pretrained(tmp_path / "model", **change).save_pretrained(tmp_path / target)
+    assert results_of_card(tmp_path / target) == {}
+    assert ModelCard.load(tmp_path / target / "README.md").data.license == "mit"
 
 
 def test_a_card_names_what_the_weights_began_as(tmp_path):

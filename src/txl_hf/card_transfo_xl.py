@@ -1,11 +1,10 @@
 """The card of a model: what it is, where it comes from and how it is loaded, on a page beside the weights."""
 
-import filecmp
 import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 
 from .configuration_transfo_xl import TransfoXLConfig
 
-__all__ = ["CardedModel", "is_generated", "is_repo_id", "model_card", "plain_markdown"]
+__all__ = ["CardedModel", "is_generated", "is_repo_id", "model_card", "plain_markdown", "saved_in"]
 
 # The task under which the Hub lists a model. It cannot tell the task from code that comes with the model.
 TASKS = {
@@ -24,6 +23,20 @@ TASKS = {
 }
 # These fields of a card describe the weights, wherever they lie, so that a copy of the weights takes them along.
 CARRIED = ("base_model", "datasets", "eval_results", "language", "license", "model_name", "tags")
+# Those that say what the weights scored, and the fields of a configuration that this depends on beside the weights.
+RESULTS = ("eval_results", "model_name")
+SCORED_WITH = (
+    "clamp_len",
+    "ext_len",
+    "initial_memory",
+    "layer_norm_epsilon",
+    "mem_len",
+    "mlp_output_relu",
+    "n_head",
+    "pre_lnorm",
+    "same_length",
+    "same_length_counts_self",
+)
 MODEL_CARD = """---
 {metadata}
 ---
@@ -106,6 +119,27 @@ def plain_markdown(text: str) -> str:
     )
 
 
+class Saved(NamedTuple):
+    """What a folder holds of a model: each file of weights with its digest, and what config.json says of
+    `SCORED_WITH`."""
+
+    weights: dict[str, str]
+    settings: dict[str, Any]
+
+
+def saved_in(folder: Path) -> Saved:
+    """What a folder holds of a model, or nothing."""
+    weights = {}
+    for path in folder.glob("model*.safetensors"):
+        with path.open("rb") as file:
+            weights[path.name] = hashlib.file_digest(file, "blake2b").hexdigest()
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return Saved(weights, {name: config.get(name) for name in SCORED_WITH})
+    except (OSError, ValueError, AttributeError):  # another program's
+        return Saved(weights, {})
+
+
 class CardedModel(PreTrainedModel):
     """A model that writes its own card."""
 
@@ -146,20 +180,25 @@ class CardedModel(PreTrainedModel):
         base_model = _card_data(source / "README.md").get("base_model")
         return {"origin": origin} | ({"base_model": base_model} if base_model else {})
 
-    def _known_of_weights(self, folder: Path, repo_id: str) -> dict[str, Any]:
+    def _known_of_weights(self, folder: Path, repo_id: str, before: Saved | None = None) -> dict[str, Any]:
         """What the card in the folder that this model came from knows, its results among it, where the weights that
-        now lie in another one are the same, byte by byte; what they began as otherwise.
+        now lie in another one, or there again, are the same, byte by byte; what they began as otherwise.
+
+        Args:
+            folder, repo_id: see `began_as`.
+            before: what `folder` held before the model was saved there. None: nothing of a card that is still there.
         """
         source = Path(self.name_or_path or folder)
-        weights = sorted(path.name for path in folder.glob("model*.safetensors"))
-        same = (source / "README.md").is_file() and not folder.samefile(source) and weights
-        if not same or not all((source / name).is_file() for name in weights):
+        if not (source / "README.md").is_file():
             return self.began_as(folder, repo_id)
-        if not all(filecmp.cmp(source / name, folder / name, shallow=False) for name in weights):
+        here = folder.samefile(source)
+        had, now = before if here else saved_in(source), saved_in(folder)
+        if had is None or not now.weights or not now.weights.items() <= had.weights.items():
             return self.began_as(folder, repo_id)
         data = _card_data(source / "README.md")
-        origin = f"Its weights are those of {plain_markdown(source.resolve().name)}."
-        return {"origin": origin} | {name: data[name] for name in CARRIED if data.get(name)}
+        carried = CARRIED if now.settings == had.settings else [name for name in CARRIED if name not in RESULTS]
+        origin = {} if here else {"origin": f"Its weights are those of {plain_markdown(source.resolve().name)}."}
+        return origin | {name: data[name] for name in carried if data.get(name)}
 
 
 def _card_data(card: Path) -> dict[str, Any]:
