@@ -685,6 +685,57 @@ def test_no_gradient_reaches_the_segment_before(make_model, make_ids):
     assert gradient.abs().max() > 0
 
 
+@pytest.mark.parametrize(
+    "make_cache",
+    [
+        lambda config: None,
+        lambda config: DynamicCache(),
+        lambda config: StaticCache(config=config, max_cache_len=7),
+        StaticMemoryCache,
+    ],
+    ids=["MemoryCache", "DynamicCache", "StaticCache", "StaticMemoryCache"],
+)
+def test_no_gradient_reaches_the_segment_before_through_a_cache(make_model, make_ids, make_cache):
+    """Its keys and values are constants of the next segment's loss, as the states of mems are."""
+    model = make_model().train()
+    embeds = model.get_input_embeddings()(make_ids(2, 11)).detach().requires_grad_()
+    segments = [(embeds[:, cut], make_ids(2, 11)[:, cut]) for cut in (slice(0, 5), slice(5, 10), slice(10, 11))]
+    found = []
+    for mems in (True, False):
+        past, gradients = {} if mems else {"past_key_values": make_cache(model.config)}, []
+        for vectors, labels in segments:
+            output = model(inputs_embeds=vectors, shift_labels=labels, use_cache=not mems, **past)
+            past = {"mems": output.mems} if mems else {"past_key_values": output.past_key_values}
+            # The graph of a segment is gone before the next one's loss.
+            gradients += torch.autograd.grad(output.loss, embeds)
+        found.append(gradients)
+    for cached, expected in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(cached, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_keys_that_a_cache_is_given_with_gradients_learn(make_model, make_ids):
+    """As the prefixes of PEFT's prefix tuning do."""
+    model = make_model()
+    prefix = torch.randn(2, 2, 2, 2, 3, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    cache = DynamicCache([tuple(layer) for layer in prefix])
+    output = model(make_ids(2, 4), past_key_values=cache, labels=make_ids(2, 4))
+    [gradient] = torch.autograd.grad(output.loss, prefix)
+    assert (gradient.abs().amax(dim=(2, 3, 4, 5)) > 0).all()
+
+
+def test_a_backward_pass_finds_the_keys_that_a_later_call_hides(make_model, make_ids):
+    model, gradients = make_model(), []
+    for goes_on in (False, True):
+        output = model(make_ids(2, 4), labels=make_ids(2, 4), use_cache=True)
+        if goes_on:
+            mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+            with torch.no_grad():
+                model(make_ids(2, 1), attention_mask=mask, past_key_values=output.past_key_values, use_cache=True)
+        gradients.append(torch.autograd.grad(output.loss, tuple(model.parameters()), materialize_grads=True))
+    for found, expected in zip(*gradients, strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_inputs_are_never_modified(make_model, make_ids):
     model = make_model().train()
     ids = make_ids(2, 5)

@@ -41,6 +41,7 @@ __all__ = [
     "is_filled",
     "order_of_keys",
     "remembered_mask",
+    "stop_gradients",
     "text_length",
 ]
 
@@ -380,6 +381,20 @@ def clear_keys(cache: Cache, hidden: Tensor) -> None:
                     states.masked_fill_(there, 0)
             else:
                 layer.keys, layer.values = (states.masked_fill(there, 0) for states in (layer.keys, layer.values))
+
+
+def stop_gradients(cache: Cache) -> None:
+    """Let no gradient flow from a later call into what a cache holds now: SG of the paper, as for mems."""
+    for layer in cache.layers:
+        if not layer.is_initialized or not (layer.keys.requires_grad or layer.values.requires_grad):
+            continue
+        if cache.is_compileable:
+            # These stay where they are: see `clear_keys`.
+            layer.keys.detach_()
+            layer.values.detach_()
+        else:
+            # Copies, since a later call may write into them what the backward pass of this one must not find.
+            layer.keys, layer.values = (states.detach().clone() for states in (layer.keys, layer.values))
 
 
 def _may_write(states: Tensor) -> bool:

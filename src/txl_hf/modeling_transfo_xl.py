@@ -42,7 +42,7 @@ from .attention_transfo_xl import (
     hidden_keys,
     relative_attention,
 )
-from .cache_transfo_xl import CACHE_NAME, MemoryCache, chosen_cache, decoding_state_of, order_of_keys
+from .cache_transfo_xl import CACHE_NAME, MemoryCache, chosen_cache, decoding_state_of, order_of_keys, stop_gradients
 from .configuration_transfo_xl import TransfoXLConfig
 from .dropout_transfo_xl import does_nothing, drop, relu_and_drop
 from .generation_transfo_xl import TransfoXLGenerationMixin
@@ -679,6 +679,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         new_mems = new_mask = None
         if past_key_values is not None:
             remember_key_mask(past_key_values, memory, inputs_embeds.shape[1], attention_mask)
+            if torch.is_grad_enabled():
+                stop_gradients(past_key_values)
             if kept is not None and past_key_values.is_compileable:
                 kept.crop(1 + filled.mem_len)
         elif filled.mem_len > 0:
