@@ -22,7 +22,7 @@ import measures
 from midi_files import write_folder, write_piece
 from models import small_model
 from txl_hf import prepare
-from txl_hf.midi import load_midi_tokenizer
+from txl_hf.midi import load_midi_tokenizer, tokenise_batch
 from txl_hf.midi_grammar import MusicGrammar
 from txl_hf.training import command
 
@@ -217,11 +217,31 @@ def test_key_and_tempo_begin_the_piece(saved, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "sharps", "minor"), [("C", 0, 0), ("F#", 6, 0), ("Cb", -7, 0), ("Am", 0, 1), ("G#m", 5, 1)]
+    ("name", "sharps", "minor"), [("C", 0, 0), ("F#", 6, 0), ("Cb", 5, 0), ("Am", 0, 1), ("G#m", 5, 1), ("Ebm", 6, 1)]
 )
 def test_names_of_keys(name, sharps, minor):
     signature = generate.key_signature(name)
     assert (signature.key, signature.tonality) == (sharps, minor)
+
+
+def test_pieces_and_prompts_begin_in_keys_that_were_learned(tmp_path):
+    """Training has one name for keys that sound alike, and every other one is a token that it has never seen."""
+    tokenizer = make_tokenizer(tmp_path)
+    score = symusic.Score(write_piece(tmp_path / "prompt.mid", 3, bars=1))
+    for name, fifths, tonality in (("Ebm", -6, 1), ("Cb", -7, 0), ("C#", 7, 0)):
+        score.key_signatures[0].key, score.key_signatures[0].tonality = fifths, tonality
+        score.dump_midi(tmp_path / "prompt.mid")
+        row = {"path": [str(tmp_path / "prompt.mid")], "semitones": [0]}
+        [learned] = {index for index in tokenise_batch(row, tokenizer, "ids", 0, 0)["ids"] if is_key(tokenizer, index)}
+        for ids in (
+            generate.heading(tokenizer, name, None),
+            generate.prompt_tokens(tokenizer, tmp_path / "prompt.mid", None),
+        ):
+            assert [index for index in ids if is_key(tokenizer, index)] == [learned]
+
+
+def is_key(tokenizer: miditok.REMI, index: int) -> bool:
+    return tokenizer[index].startswith("KeySig")
 
 
 def test_notes_that_are_said_twice_or_begin_anew(tmp_path):

@@ -26,7 +26,7 @@ from transformers import LogitsProcessorList, set_seed
 from txl_hf import TransfoXLForCausalLM
 from txl_hf.command_line import CommandParser, hub_or_folder, one_line_errors
 from txl_hf.files import whole_folder
-from txl_hf.midi import boundary_tokens, load_midi_tokenizer, read_score
+from txl_hf.midi import boundary_tokens, load_midi_tokenizer, read_score, spelled, transpose
 from txl_hf.midi_grammar import MusicGrammar
 
 with one_line_errors():
@@ -81,7 +81,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def key_signature(name: str) -> symusic.KeySignature:
-    """A key as people write it.
+    """A key as people write it, spelled as those that models learn from.
 
     Raises:
         ValueError: it is none, or has more than seven accidentals.
@@ -93,7 +93,7 @@ def key_signature(name: str) -> symusic.KeySignature:
         sharps = SHARPS[letter] + {"#": 7, "b": -7, "": 0}[accidental] - (3 if minor else 0)
     if match is None or abs(sharps) > 7:
         raise ValueError(f"--key {name} must be a letter from A to G, then # or b, then m for minor, such as Bbm")
-    return symusic.KeySignature(0, sharps, 1 if minor else 0)
+    return symusic.KeySignature(0, spelled(sharps), 1 if minor else 0)
 
 
 def heading(tokenizer: MusicTokenizer, key: str | None, tempo: float | None) -> list[int]:
@@ -133,7 +133,8 @@ def prompt_tokens(tokenizer: MusicTokenizer, path: Path, bars: int | None) -> li
         raise ValueError(f"--prompt {path} cannot be read: {error}") from None
     if tokenizer.score_has_time_signatures_not_in_vocab(score):
         print(f"{path.name} has a time signature that the model lacks: its bars are read as the model has them.")
-    sequence = tokenizer.encode(score, encode_ids=False)
+    # Moved by nothing, as for training: keys are spelled so.
+    sequence = tokenizer.encode(transpose(score, 0, tokenizer.config.pitch_range), encode_ids=False)
     starts = [i for i, token in enumerate(sequence.tokens) if token.startswith("Bar")]
     if bars is not None and bars < len(starts):
         sequence = sequence[: starts[bars]]

@@ -29,6 +29,7 @@ __all__ = [
     "make_midi_tokenizer",
     "read_pieces",
     "read_score",
+    "spelled",
     "split_pieces",
     "tokenise_pieces",
     "transpose",
@@ -316,7 +317,7 @@ def cut_pieces(pieces: list[Piece]) -> dict[str, list[Piece]]:
 
 
 def transpose(score: "Score", semitones: int, pitch_range: tuple[int, int]) -> "Score | None":
-    """A copy with its notes, but not drums, and its key signatures moved; without any, from C major.
+    """A copy with its notes, but not drums, and its key signatures moved, and `spelled`; without any, from C major.
 
     None where a pitch would be outside of `pitch_range`, which has both its ends and is that of the tokenizer's
     configuration: MidiTok leaves out such a note. What is moved by nothing is never None.
@@ -336,9 +337,14 @@ def transpose(score: "Score", semitones: int, pitch_range: tuple[int, int]) -> "
         # MidiTok takes what says nothing of its key for C major: moved, it is in another.
         moved.key_signatures.insert(0, symusic.KeySignature(0, 0, 0))
     for signature in moved.key_signatures:
-        # A semitone up is seven fifths up; of keys that sound alike the one with the fewer accidentals.
-        signature.key = (signature.key + 7 * semitones + 5) % 12 - 5
+        # A semitone up is seven fifths up.
+        signature.key = spelled(signature.key + 7 * semitones)
     return moved
+
+
+def spelled(fifths: int) -> int:
+    """Of keys that sound alike the one with the fewer accidentals, in which all pieces are: -5 to 6 fifths from C."""
+    return (fifths + 5) % 12 - 5
 
 
 # --- tokens ----------------------------------------------------------------------------------------------------------
