@@ -273,6 +273,20 @@ def test_a_prompt_is_gone_on_from(kind, request, tmp_path):
     assert last < 4 * 4 * score.ticks_per_quarter
 
 
+def test_notes_of_a_prompt_that_the_tokenizer_lacks_are_told(saved, tmp_path, capsys):
+    score = symusic.Score(write_piece(tmp_path / "prompt.mid", 3, bars=2))
+    assert [track.name for track in score.tracks] == ["melody", "bass", "drums"]
+    score.tracks[1].program = 40
+    score.dump_midi(tmp_path / "viola.mid")
+    generated(saved, tmp_path / "pieces", "--prompt", tmp_path / "viola.mid", "--bars", 1)
+    assert "viola.mid: the model's tokenizer leaves out 2 of 12 notes, which it lacks." in capsys.readouterr().out
+    del score.tracks[2], score.tracks[0]
+    score.dump_midi(tmp_path / "alone.mid")
+    with pytest.raises(SystemExit, match="alone.mid cannot be read: the tokenizer has none of its 2 note"):
+        generated(saved, tmp_path / "none", "--prompt", tmp_path / "alone.mid", "--bars", 1)
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_long_piece_is_written_in_the_memory_of_the_model(saved, tmp_path, monkeypatch):
     """However long the piece: what decoding keeps is never longer than the memory and the token that is read."""
     kept = []

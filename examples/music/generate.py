@@ -26,7 +26,7 @@ from transformers import LogitsProcessorList, set_seed
 from txl_hf import TransfoXLForCausalLM
 from txl_hf.command_line import CommandParser, hub_or_folder, one_line_errors
 from txl_hf.files import whole_folder
-from txl_hf.midi import boundary_tokens, load_midi_tokenizer, read_score, spelled, transpose
+from txl_hf.midi import boundary_tokens, load_midi_tokenizer, preprocess, read_score, spelled
 from txl_hf.midi_grammar import MusicGrammar
 
 with one_line_errors():
@@ -129,12 +129,16 @@ def prompt_tokens(tokenizer: MusicTokenizer, path: Path, bars: int | None) -> li
     """The tokens of a file, or of its first bars."""
     try:
         score = read_score(path)
+        for signature in score.key_signatures:
+            signature.key = spelled(signature.key)
+        kept, lost = preprocess(score, tokenizer)
     except (ValueError, OSError) as error:
         raise ValueError(f"--prompt {path} cannot be read: {error}") from None
     if tokenizer.score_has_time_signatures_not_in_vocab(score):
         print(f"{path.name} has a time signature that the model lacks: its bars are read as the model has them.")
-    # Moved by nothing, as for training: keys are spelled so.
-    sequence = tokenizer.encode(transpose(score, 0, tokenizer.config.pitch_range), encode_ids=False)
+    if lost:
+        print(f"{path.name}: the model's tokenizer leaves out {lost} of {score.note_num()} notes, which it lacks.")
+    sequence = tokenizer.encode(kept, encode_ids=False, no_preprocess_score=True)
     starts = [i for i, token in enumerate(sequence.tokens) if token.startswith("Bar")]
     if bars is not None and bars < len(starts):
         sequence = sequence[: starts[bars]]

@@ -27,6 +27,7 @@ __all__ = [
     "is_midi_tokenizer",
     "load_midi_tokenizer",
     "make_midi_tokenizer",
+    "preprocess",
     "read_pieces",
     "read_score",
     "spelled",
@@ -194,15 +195,12 @@ def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
     row |= {"other_metre": False, "other_tempo": False, "no_key": False}
     try:
         score = read_score(Path(path))
-        kept = tokenizer.preprocess_score(score)
-        row |= {"fingerprint": fingerprint(score), "notes": kept.note_num()}
-        row["lost"] = score.note_num() - row["notes"]
+        kept, lost = preprocess(score, tokenizer)
+        row |= {"fingerprint": fingerprint(score), "notes": kept.note_num(), "lost": lost}
         row["other_metre"] = tokenizer.score_has_time_signatures_not_in_vocab(score)
         row["other_tempo"] = not all(has_tempo(tokenizer, tempo.qpm) for tempo in score.tempos)
         row["no_key"] = tokenizer.config.use_key_signatures and not begins_in_a_key(score)
-        if row["notes"] == 0:
-            row["problem"] = f"the tokenizer has none of its {row['lost']} note(s)"
-        elif len(tokenizer.encode(kept, encode_ids=False, no_preprocess_score=True)) == 0:
+        if len(tokenizer.encode(kept, encode_ids=False, no_preprocess_score=True)) == 0:
             row["problem"] = "the tokenizer makes no token of it"
     except ValueError as error:
         row["problem"] = str(error)
@@ -210,6 +208,18 @@ def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
         # Whatever a strange file makes MidiTok stumble over.
         row["problem"] = f"MidiTok cannot tokenise it: {error!r}"
     return row
+
+
+def preprocess(score: "Score", tokenizer: "MusicTokenizer") -> tuple["Score", int]:
+    """A score as the tokenizer takes it, without what it lacks, and how many notes are lost.
+
+    Raises:
+        ValueError: all are.
+    """
+    kept = tokenizer.preprocess_score(score)
+    if kept.note_num() == 0:
+        raise ValueError(f"the tokenizer has none of its {score.note_num()} note(s)")
+    return kept, score.note_num() - kept.note_num()
 
 
 def has_tempo(tokenizer: "MusicTokenizer", tempo: float) -> bool:
