@@ -115,6 +115,29 @@ def test_nothing_lies_behind_its_bar(tmp_path):
         assert [name for name in allowed if name.startswith("Position")] == [f"Position_{i}" for i in range(positions)]
 
 
+def test_a_metre_does_not_change_within_its_bar(tmp_path):
+    """A shorter one would end the bar before what has been said in it."""
+    tokenizer = make_tokenizer(tmp_path)
+    names = ["Bar_None", "TimeSig_4/4", "Position_15", f"Tempo_{tokenizer.default_tempo}", "TimeSig_3/4"]
+    ids = [tokenizer[name] for name in names]
+    assert "TimeSig" in tokenizer.tokens_types_graph["Tempo"]
+    grammar = MusicGrammar(tokenizer)
+    assert not grammar.mask(grammar.read(ids[:4]))[ids[4]]
+    assert grammar.mask(grammar.read([*ids[:4], ids[0]]))[ids[4]], "but in the next bar"
+
+
+def test_the_first_position_is_where_its_bar_begins(tmp_path):
+    """What was said of that time holds there: no note begins once more, and the key stays."""
+    tokenizer = make_tokenizer(tmp_path)
+    names = "Bar_None TimeSig_4/4 KeySig_0:0 Program_0 Pitch_60 Velocity_63 Duration_1.0.4 Position_{} Program_0"
+    grammar = MusicGrammar(tokenizer)
+    for position, is_free in ((0, False), (1, True)):
+        ids = [tokenizer[name] for name in names.format(position).split()]
+        note, key = grammar.mask(grammar.read(ids)), grammar.mask(grammar.read(ids[:-1]))
+        assert (note[tokenizer["Pitch_60"]], key[tokenizer["KeySig_2:0"]]) == (is_free, is_free)
+        assert note[tokenizer["Pitch_62"]]
+
+
 def test_a_piece_ends_where_a_bar_could_begin_and_after_all_its_bars(tmp_path):
     tokenizer = make_tokenizer(tmp_path)
     names = ["Bar_None", "TimeSig_4/4", "Position_0", "Program_0", "Pitch_60", "Velocity_63", "Duration_1.0.4"]

@@ -26,8 +26,8 @@ class Place:
         position: the last position in the bar; -1 at its beginning.
         positions: how many the bar has.
         program: the instrument of the next note.
-        played: (instrument, pitch) of the notes that begin at this position.
-        told: types of `ONCE` that were said since the last position.
+        played: (instrument, pitch) of the notes that begin at this time.
+        told: types of `ONCE` that were said of this time.
     """
 
     kind: str
@@ -99,6 +99,9 @@ class MusicGrammar(LogitsProcessor):
             return not last_bar
         if kind == "Position":
             return place.position < int(value) < place.positions
+        if kind == "TimeSig" and place.position >= 0:
+            # Positions may have been said that a bar of another metre has not.
+            return False
         if kind in ONCE:
             return kind not in place.told
         if kind in PITCHES:
@@ -114,7 +117,9 @@ class MusicGrammar(LogitsProcessor):
         if kind == "Bar":
             return replace(place, bars=place.bars + 1, position=-1, played=frozenset(), told=frozenset())
         if kind == "Position":
-            return replace(place, position=int(value), played=frozenset(), told=frozenset())
+            place = replace(place, position=int(value))
+            # The first position is where the bar begins, and so the same time.
+            return place if place.position == 0 else replace(place, played=frozenset(), told=frozenset())
         if kind == "TimeSig":
             place = replace(place, positions=int(value.split("/")[0]) * self.resolution)
         if kind in ONCE:
