@@ -182,6 +182,15 @@ def test_tokens_without_bars_are_refused():
             MusicGrammar(kind(config))
 
 
+@pytest.mark.parametrize("option", ["use_rests", "use_bar_end_tokens"])
+def test_tokens_of_which_not_each_bar_begins_with_one_are_refused(option):
+    tokenizer = miditok.REMI(
+        miditok.TokenizerConfig(use_programs=True, special_tokens=["PAD", "BOS", "EOS"], **{option: True})
+    )
+    with pytest.raises(ValueError, match=f"must have .*{option}=False"):
+        MusicGrammar(tokenizer)
+
+
 # --- writing pieces --------------------------------------------------------------------------------------------------
 
 

@@ -51,12 +51,15 @@ class MusicGrammar(LogitsProcessor):
         bars: end after so many bars, not before; those of a prompt count. None: the model ends the piece.
 
     Raises:
-        ValueError: the tokens have no bars, or are compound ones.
+        ValueError: the tokens have no bars, or are compound ones, or not every bar begins with one `Bar` token.
     """
 
     def __init__(self, tokenizer: "MusicTokenizer", bars: int | None = None):
         if tokenizer.is_multi_voc or "Bar" not in tokenizer.tokens_types_graph:
             raise ValueError(f"{type(tokenizer).__name__} has compound tokens or none for bars: use REMI")
+        if tokenizer.config.use_rests or tokenizer.config.additional_params.get("use_bar_end_tokens"):
+            # Rests pass over bars, and what ends a bar is a `Bar` token too.
+            raise ValueError("the tokenizer must have use_rests=False and use_bar_end_tokens=False: bars are counted")
         self.tokenizer, self.bars = tokenizer, bars
         self.graph = tokenizer.tokens_types_graph
         self.resolution = tokenizer.config.max_num_pos_per_beat
