@@ -259,8 +259,25 @@ def test_notes_that_the_tokenizer_lacks_are_told_and_not_counted(tmp_path, capsy
     for split in SPLITS:
         assert information["splits"][split]["notes"] == sum(notes[name] for name in information["files"][split])
     printed = capsys.readouterr().out
-    assert "5 file(s) with notes that the tokenizer lacks, and leaves out: " in printed
+    assert "5 file(s) with notes that the tokenizer lacks or has already, and leaves out: " in printed
     assert "high.mid (39 of 48)" in printed and "book 1/piece-1.mid (8 of 48)" in printed
+
+
+def test_notes_that_begin_twice_are_not_told_as_ones_that_the_tokenizer_lacks(tmp_path, capsys):
+    config = miditok.TokenizerConfig(
+        pitch_range=(0, 127), use_programs=True, special_tokens=["PAD", "BOS", "EOS"], remove_duplicated_notes=True
+    )
+    miditok.REMI(config).save_pretrained(tmp_path / "own")
+    folder = write_folder(tmp_path / "midi", 4)
+    score = symusic.Score(folder / "book 0" / "piece-0.mid")
+    score.tracks[0].notes.append(score.tracks[0].notes[0])
+    score.dump_midi(folder / "book 0" / "piece-0.mid")
+    _, _, information = prepared(folder, tmp_path, "--tokenizer", tmp_path / "own")
+    assert information["notes_lost"] == {"book 0/piece-0.mid": 1}
+    assert (
+        "1 file(s) with notes that the tokenizer lacks or has already, and leaves out: book 0/piece-0.mid (1 of 49)"
+        in capsys.readouterr().out
+    )
 
 
 def test_joined_tokens_say_the_same_in_fewer(tmp_path):

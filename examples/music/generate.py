@@ -137,7 +137,7 @@ def prompt_tokens(tokenizer: MusicTokenizer, path: Path, bars: int | None) -> li
     if tokenizer.score_has_time_signatures_not_in_vocab(score):
         print(f"{path.name} has a time signature that the model lacks: its bars are read as the model has them.")
     if lost:
-        print(f"{path.name}: the model's tokenizer leaves out {lost} of {score.note_num()} notes, which it lacks.")
+        print(f"{path.name}: {lost} of {score.note_num()} notes are left out, which the model lacks or has already.")
     sequence = tokenizer.encode(kept, encode_ids=False, no_preprocess_score=True)
     starts = [i for i, token in enumerate(sequence.tokens) if token.startswith("Bar")]
     if bars is not None and bars < len(starts):

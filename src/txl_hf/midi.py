@@ -54,7 +54,7 @@ class Piece(NamedTuple):
         name: its path in the folder that was given.
         fingerprint: what it has in common with its copies and its transpositions alone.
         notes: how many are in its tokens.
-        lost: how many are not, because the tokenizer has no such pitch or instrument.
+        lost: how many are not, because the tokenizer has no such pitch or instrument, or has them already.
         other_metre: whether it has a time signature that the tokenizer lacks, which MidiTok passes over.
         other_tempo: whether it has a tempo outside of the tokenizer's, in whose place MidiTok takes the nearest.
         no_key: whether it begins without a word of its key, which MidiTok takes for C major.
@@ -211,10 +211,10 @@ def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
 
 
 def preprocess(score: "Score", tokenizer: "MusicTokenizer") -> tuple["Score", int]:
-    """A score as the tokenizer takes it, without what it lacks, and how many notes are lost.
+    """A score as the tokenizer takes it, and how many notes it leaves out, which it lacks or has already.
 
     Raises:
-        ValueError: all are.
+        ValueError: it leaves out all.
     """
     kept = tokenizer.preprocess_score(score)
     if kept.note_num() == 0:

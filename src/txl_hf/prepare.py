@@ -327,7 +327,7 @@ def tell_pieces(splits: dict[str, list[Piece]], left_out: dict[str, str], repeat
         print(f"{len(repeated)} file(s) left out that are held out in another split, or named after none: {names}")
     chosen = list(chain.from_iterable(splits.values()))
     if lost := [f"{piece.name} ({piece.lost} of {piece.lost + piece.notes})" for piece in chosen if piece.lost]:
-        print(f"{len(lost)} file(s) with notes that the tokenizer lacks, and leaves out: {some(lost)}")
+        print(f"{len(lost)} file(s) with notes that the tokenizer lacks or has already, and leaves out: {some(lost)}")
     if other := [piece.name for piece in chosen if piece.other_metre]:
         print(f"{len(other)} file(s) with a time signature that the tokenizer lacks, and passes over: {some(other)}")
     if other := [piece.name for piece in chosen if piece.other_tempo]:
