@@ -1,5 +1,6 @@
 """The card of a model: what it is, where it comes from and how it is loaded, on a page beside the weights."""
 
+import filecmp
 import hashlib
 import json
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from .configuration_transfo_xl import TransfoXLConfig
 
-__all__ = ["CardedModel", "is_generated", "is_repo_id", "model_card", "plain_markdown", "saved_in"]
+__all__ = ["CardedModel", "is_generated", "is_repo_id", "model_card", "plain_markdown"]
 
 # The task under which the Hub lists a model. It cannot tell the task from code that comes with the model.
 TASKS = {
@@ -120,24 +121,10 @@ def plain_markdown(text: str) -> str:
 
 
 class Saved(NamedTuple):
-    """What a folder holds of a model: each file of weights with its digest, and what config.json says of
-    `SCORED_WITH`."""
+    """What a folder holds of a model: digests of its files of weights, and what config.json says of `SCORED_WITH`."""
 
     weights: dict[str, str]
     settings: dict[str, Any]
-
-
-def saved_in(folder: Path) -> Saved:
-    """What a folder holds of a model, or nothing."""
-    weights = {}
-    for path in folder.glob("model*.safetensors"):
-        with path.open("rb") as file:
-            weights[path.name] = hashlib.file_digest(file, "blake2b").hexdigest()
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return Saved(weights, {name: config.get(name) for name in SCORED_WITH})
-    except (OSError, ValueError, AttributeError):  # another program's
-        return Saved(weights, {})
 
 
 class CardedModel(PreTrainedModel):
@@ -180,25 +167,64 @@ class CardedModel(PreTrainedModel):
         base_model = _card_data(source / "README.md").get("base_model")
         return {"origin": origin} | ({"base_model": base_model} if base_model else {})
 
+    def _saved_before(self, folder: Path) -> Saved | None:
+        """What a folder holds that this model is to be saved in again; None of one that it did not come from."""
+        source = Path(self.name_or_path or folder)
+        if not (is_generated(folder / "README.md") and source.is_dir() and folder.samefile(source)):
+            return None
+        return Saved(_digests(folder), _settings(folder))
+
     def _known_of_weights(self, folder: Path, repo_id: str, before: Saved | None = None) -> dict[str, Any]:
         """What the card in the folder that this model came from knows, its results among it, where the weights that
         now lie in another one, or there again, are the same, byte by byte; what they began as otherwise.
 
         Args:
             folder, repo_id: see `began_as`.
-            before: what `folder` held before the model was saved there. None: nothing of a card that is still there.
+            before: see `_saved_before`.
         """
         source = Path(self.name_or_path or folder)
         if not (source / "README.md").is_file():
             return self.began_as(folder, repo_id)
-        here = folder.samefile(source)
-        had, now = before if here else saved_in(source), saved_in(folder)
-        if had is None or not now.weights or not now.weights.items() <= had.weights.items():
+        if folder.samefile(source):
+            origin, had = {}, before.settings if before else {}
+            same = before is not None and _digests(folder).items() <= before.weights.items()
+        else:
+            origin, had = (
+                {"origin": f"Its weights are those of {plain_markdown(source.resolve().name)}."},
+                _settings(source),
+            )
+            # Others differ in their first bytes, so that few are read.
+            same = all(
+                (source / path.name).is_file() and filecmp.cmp(source / path.name, path, shallow=False)
+                for path in _weights(folder)
+            )
+        if not same or not _weights(folder):
             return self.began_as(folder, repo_id)
         data = _card_data(source / "README.md")
-        carried = CARRIED if now.settings == had.settings else [name for name in CARRIED if name not in RESULTS]
-        origin = {} if here else {"origin": f"Its weights are those of {plain_markdown(source.resolve().name)}."}
+        carried = CARRIED if _settings(folder) == had else [name for name in CARRIED if name not in RESULTS]
         return origin | {name: data[name] for name in carried if data.get(name)}
+
+
+def _weights(folder: Path) -> list[Path]:
+    return sorted(folder.glob("model*.safetensors"))
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """By the names of the files of weights."""
+    found = {}
+    for path in _weights(folder):
+        with path.open("rb") as file:
+            found[path.name] = hashlib.file_digest(file, "blake2b").hexdigest()
+    return found
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    """What config.json says of `SCORED_WITH`; nothing where it is another program's."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return {name: config.get(name) for name in SCORED_WITH}
+    except (OSError, ValueError, AttributeError):
+        return {}
 
 
 def _card_data(card: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from transformers.conversion_mapping import (
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from .card_transfo_xl import CardedModel, is_generated, saved_in
+from .card_transfo_xl import CardedModel, is_generated
 from .configuration_transfo_xl import TransfoXLConfig
 from .damaged_transfo_xl import file_problems, packing_problem, weight_files
 
@@ -222,7 +222,7 @@ class TransfoXLLayoutModel(CardedModel):
             # Quantised matrices have scales and more beside them, which joining q, k and v would leave behind.
             kwargs["save_original_format"] = False
         card = Path(save_directory, "README.md")
-        before = saved_in(card.parent) if is_main_process and is_generated(card) else None
+        before = self._saved_before(card.parent) if is_main_process else None
         with ExitStack() as around:
             around.enter_context(self._without_class_of_shards())
             if is_main_process and kwargs.get("push_to_hub"):
