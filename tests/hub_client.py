@@ -87,6 +87,20 @@ def push_a_card_of_ones_own(folder: Path):
     return card.read_text(encoding="utf-8")
 
 
+def push_what_was_loaded_from_a_folder(folder: Path):
+    from huggingface_hub import EvalResult
+
+    from txl_hf import TransfoXLForCausalLM
+
+    place, model = folder / "scored", build()[0]
+    model.save_pretrained(place)
+    result = EvalResult("text-generation", "text", "A text", "perplexity", 7.5)
+    known = {"license": "mit", "model_name": "scored", "eval_results": [result]}
+    model.write_model_card(place / "README.md", "scored", **known)
+    TransfoXLForCausalLM.from_pretrained(place).save_pretrained(place, push_to_hub=True, repo_id="user/scored")
+    return (place / "README.md").read_text(encoding="utf-8")
+
+
 def push_while_saving(folder: Path):
     # The token comes as an argument alone, as where nobody is logged in.
     token = os.environ.pop("HF_TOKEN")
@@ -241,6 +255,7 @@ ROLES = {
         push_over_an_edited_card,
         push_another_model,
         push_a_card_of_ones_own,
+        push_what_was_loaded_from_a_folder,
         push_while_saving,
         push_a_derived_class,
         push_in_shards,

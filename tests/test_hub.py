@@ -191,6 +191,13 @@ def test_another_model_in_a_repository_has_its_own_card(author, hub):
     assert "AutoModelForCausalLM" not in card.text
 
 
+def test_what_is_pushed_from_the_folder_it_was_loaded_from_keeps_its_results(author, hub):
+    """There and on the Hub, whatever card transformers writes there first."""
+    for card in (author("push_what_was_loaded_from_a_folder"), hub.repos["user/scored"].files()["README.md"].decode()):
+        data = ModelCard(card).data
+        assert data.license == "mit" and [result.metric_value for result in data.eval_results] == [7.5]
+
+
 def test_save_pretrained_pushes(author, hub, folder):
     author("push_while_saving")
     repo = hub.repos["user/saved"]

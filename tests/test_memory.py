@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
@@ -713,6 +714,18 @@ def test_no_gradient_reaches_the_segment_before_through_a_cache(make_model, make
         torch.testing.assert_close(cached, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "make_cache", [MemoryCache, StaticMemoryCache, lambda config: StaticCache(config=config, max_cache_len=9)]
+)
+def test_a_compiled_call_with_a_cache_may_have_gradients_on(make_model, make_ids, make_cache):
+    model, found = make_model(), []
+    for call in (model, torch.compile(model, backend="aot_eager")):
+        cache = make_cache(model.config)
+        outputs = [call(ids, past_key_values=cache).logits for ids in make_ids(2, 3).split(1, dim=1)]
+        found.append(torch.cat(outputs, dim=1))
+    close(*found)
+
+
 def test_keys_that_a_cache_is_given_with_gradients_learn(make_model, make_ids):
     """As the prefixes of PEFT's prefix tuning do."""
     model = make_model()
@@ -847,7 +860,7 @@ def test_dropout_draws_for_each_distance_even_where_they_share_a_key(make_model,
 def test_the_dropout_of_distances_is_called_with_a_cache_too(make_model, make_ids, how):
     model, drawn = make_model(dropout=0.5), []
     if how == "replaced":
-        model.transformer.position_dropout = torch.nn.Identity()
+        model.transformer.position_dropout = torch.nn.AlphaDropout(0.5)
     else:
         model.transformer.position_dropout.train()
     model.transformer.position_dropout.register_forward_hook(lambda *args: drawn.append(args[2]))
@@ -895,6 +908,18 @@ def test_a_step_of_an_optimiser_projects_distances_anew(make_model, make_ids, fu
     more = make_ids(2, 1, seed=1)
     with torch.no_grad():
         close(model(more, past_key_values=cache).logits, model(more, past_key_values=other).logits)
+
+
+@pytest.mark.parametrize("how", ["as it is", "without dropout", "spread by accelerate"])
+@torch.no_grad()
+def test_distances_are_kept_where_their_dropout_does_nothing(make_model, make_ids, how):
+    model, cache = make_model(), MemoryCache(make_model().config)
+    if how == "without dropout":
+        model.transformer.position_dropout = torch.nn.Identity()
+    if how == "spread by accelerate":
+        add_hook_to_module(model.transformer.position_dropout, AlignDevicesHook("cpu"))
+    model(make_ids(2, 3), past_key_values=cache)
+    assert sorted(cache.decoding_state.distances.rel_keys) == [0, 1]
 
 
 @torch.no_grad()

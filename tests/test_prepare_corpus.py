@@ -463,6 +463,7 @@ def test_a_text_that_may_be_held_out_is_not_left_out(tmp_path, splits, message):
         (["training", "dev", "testing"], None),
         (["train", "validation_matched", "test_matched", "unsupervised"], "unsupervised"),
         (["train_small", "train", "validation", "test"], "train_small"),
+        (["train", "validation", "test", "dev_test"], "dev_test"),
     ],
 )
 def test_the_words_in_the_name_of_a_data_sets_split_tell_which_it_is(tmp_path, capsys, splits, unread):

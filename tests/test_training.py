@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from safetensors.torch import load_file, load_model, save_model
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
@@ -71,6 +72,22 @@ def test_derivatives_forward(make_model, make_ids, changes):
     _, found = torch.func.jvp(loss_of, (parameters,), (direction,))
     gradients = torch.func.grad(loss_of)(parameters)
     torch.testing.assert_close(found, sum((gradients[name] * direction[name]).sum() for name in parameters))
+
+
+@pytest.mark.parametrize("name", ["k_proj.weight", "v_proj.weight", "r_proj.weight", "content_bias"])
+def test_derivatives_forward_of_one_matrix(make_model, make_ids, name):
+    """What the attention reads beside its queries alone has a tangent."""
+    model, ids = make_model(n_layer=1, untie_r=True).double(), make_ids(2, 6)
+    full = f"transformer.layers.0.self_attn.{name}"
+    parameters = {full: model.get_parameter(full)}
+
+    def loss_of(parameters):
+        return torch.func.functional_call(model, parameters, (ids,), {"labels": ids, "output_logits": True}).loss
+
+    expected = torch.autograd.grad(loss_of(parameters), parameters[full])[0].sum()
+    with torch.no_grad(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(parameters[full].detach(), torch.ones_like(parameters[full]))
+        torch.testing.assert_close(forward_ad.unpack_dual(loss_of({full: dual})).tangent, expected)
 
 
 @pytest.mark.parametrize("given", [(), ("mems",), ("mems", "mems_mask"), ("mems", "mems_mask", "resets")])
@@ -520,8 +537,12 @@ def test_an_export_serves_memories_on_both_sides_of_the_clamp(make_model, make_i
         torch.testing.assert_close(exported(token, mems), Step()(token, mems))
 
 
-def test_what_is_traced_serves_other_batches_and_masks(make_model, make_ids):
-    """Nothing of the example is built into the trace: not its rows, nor that its mask hid nothing, nor its bins."""
+@pytest.mark.parametrize(
+    "changes", [{}, {"attn_type": 2, "mem_len": 0}, {"attn_type": 3, "mem_len": 0, "tgt_len": 400}]
+)
+def test_what_is_traced_serves_other_batches_and_masks(make_model, make_ids, changes):
+    """Nothing of the example is built into the trace: not its rows, nor that its mask hid nothing, nor its bins; and
+    without a memory not its length."""
 
     class Forward(torch.nn.Module):
         def __init__(self, model):
@@ -533,13 +554,13 @@ def test_what_is_traced_serves_other_batches_and_masks(make_model, make_ids):
             losses = self.model(ids, attention_mask=mask, shift_labels=targets, return_dict=False)[-1]
             return logits, losses
 
-    forward = Forward(make_model())
+    forward = Forward(make_model(**changes))
     length = 400  # so long that, outside a trace, tiles would be computed one by one
-    few, many = make_ids(1, length), make_ids(3, length, seed=1)
+    few, many = make_ids(1, length), make_ids(3, length - 30 if changes else length, seed=1)
     with torch.no_grad():
         traced = torch.jit.trace(forward, (few, torch.ones_like(few), few), check_trace=False)
         mask = torch.ones_like(many)
-        mask[0, :3] = mask[2, :9] = 0
+        mask[0, :3] = mask[2, :9] = mask[1, -4:] = 0
         for actual, expected in zip(traced(many, mask, many), forward(many, mask, many), strict=True):
             torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 

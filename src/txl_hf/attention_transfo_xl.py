@@ -262,7 +262,16 @@ def auto_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | N
 
 def _fastest(inputs: AttentionInputs) -> str:
     query = inputs.query
-    if not torch.compiler.is_compiling() and is_transformed(query):
+    tensors = (
+        query,
+        inputs.key,
+        inputs.value,
+        inputs.rel_key,
+        inputs.rel_bias,
+        inputs.content_bias,
+        inputs.position_bias,
+    )
+    if not torch.compiler.is_compiling() and is_transformed(*(tensor for tensor in tensors if tensor is not None)):
         # PyTorch's fused attention has no tangent, and what vmap maps over does not say whether it needs a gradient.
         return "eager"
     if query.device.type != "cpu":

@@ -389,9 +389,10 @@ def stop_gradients(cache: Cache) -> None:
         if not layer.is_initialized or not (layer.keys.requires_grad or layer.values.requires_grad):
             continue
         if cache.is_compileable:
-            # These stay where they are: see `clear_keys`.
-            layer.keys.detach_()
-            layer.values.detach_()
+            # These stay where they are: see `clear_keys`. A graph cannot detach what it has kept for its gradients.
+            if not torch.compiler.is_compiling():
+                layer.keys.detach_()
+                layer.values.detach_()
         else:
             # Copies, since a later call may write into them what the backward pass of this one must not find.
             layer.keys, layer.values = (states.detach().clone() for states in (layer.keys, layer.values))

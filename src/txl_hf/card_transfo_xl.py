@@ -121,10 +121,12 @@ def plain_markdown(text: str) -> str:
 
 
 class Saved(NamedTuple):
-    """What a folder holds of a model: digests of its files of weights, and what config.json says of `SCORED_WITH`."""
+    """What a folder holds of a model: digests of its files of weights, what config.json says of `SCORED_WITH`, and the
+    metadata of its card."""
 
     weights: dict[str, str]
     settings: dict[str, Any]
+    card: dict[str, Any]
 
 
 class CardedModel(PreTrainedModel):
@@ -168,11 +170,15 @@ class CardedModel(PreTrainedModel):
         return {"origin": origin} | ({"base_model": base_model} if base_model else {})
 
     def _saved_before(self, folder: Path) -> Saved | None:
-        """What a folder holds that this model is to be saved in again; None of one that it did not come from."""
+        """What a folder holds that this model is to be saved in again; None of one that it did not come from, or whose
+        card knows nothing of the weights."""
         source = Path(self.name_or_path or folder)
         if not (is_generated(folder / "README.md") and source.is_dir() and folder.samefile(source)):
             return None
-        return Saved(_digests(folder), _settings(folder))
+        card = _card_data(folder / "README.md")
+        if not any(card.get(name) for name in CARRIED if name != "tags"):
+            return None
+        return Saved({path.name: _digest_of(path) for path in _weights(folder)}, _settings(folder), card)
 
     def _known_of_weights(self, folder: Path, repo_id: str, before: Saved | None = None) -> dict[str, Any]:
         """What the card in the folder that this model came from knows, its results among it, where the weights that
@@ -182,40 +188,33 @@ class CardedModel(PreTrainedModel):
             folder, repo_id: see `began_as`.
             before: see `_saved_before`.
         """
-        source = Path(self.name_or_path or folder)
-        if not (source / "README.md").is_file():
-            return self.began_as(folder, repo_id)
-        if folder.samefile(source):
-            origin, had = {}, before.settings if before else {}
-            same = before is not None and _digests(folder).items() <= before.weights.items()
-        else:
-            origin, had = (
-                {"origin": f"Its weights are those of {plain_markdown(source.resolve().name)}."},
-                _settings(source),
-            )
-            # Others differ in their first bytes, so that few are read.
+        source, weights = Path(self.name_or_path or folder), _weights(folder)
+        if before is not None:
+            same = all(before.weights.get(path.name) == _digest_of(path) for path in weights)
+            origin, (_, settings, card) = {}, before
+        elif (source / "README.md").is_file() and not folder.samefile(source):
+            # Other weights differ in their first bytes, so that few are read.
             same = all(
                 (source / path.name).is_file() and filecmp.cmp(source / path.name, path, shallow=False)
-                for path in _weights(folder)
+                for path in weights
             )
-        if not same or not _weights(folder):
+            origin = {"origin": f"Its weights are those of {plain_markdown(source.resolve().name)}."}
+            settings, card = _settings(source), _card_data(source / "README.md")
+        else:
+            same = False
+        if not (same and weights):
             return self.began_as(folder, repo_id)
-        data = _card_data(source / "README.md")
-        carried = CARRIED if _settings(folder) == had else [name for name in CARRIED if name not in RESULTS]
-        return origin | {name: data[name] for name in carried if data.get(name)}
+        carried = CARRIED if _settings(folder) == settings else [name for name in CARRIED if name not in RESULTS]
+        return origin | {name: card[name] for name in carried if card.get(name)}
 
 
 def _weights(folder: Path) -> list[Path]:
     return sorted(folder.glob("model*.safetensors"))
 
 
-def _digests(folder: Path) -> dict[str, str]:
-    """By the names of the files of weights."""
-    found = {}
-    for path in _weights(folder):
-        with path.open("rb") as file:
-            found[path.name] = hashlib.file_digest(file, "blake2b").hexdigest()
-    return found
+def _digest_of(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "blake2b").hexdigest()
 
 
 def _settings(folder: Path) -> dict[str, Any]:

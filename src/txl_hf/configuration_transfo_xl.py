@@ -300,7 +300,7 @@ class TransfoXLConfig(PreTrainedConfig):
         if not self.positions.recurrent:
             raise ValueError(
                 f"{told_by} tell of documents that begin inside a segment, but attn_type={self.attn_type} counts "
-                "positions from the segment's end: give each document a row of its own"
+                "positions from a row's last token: give each document a row of its own"
             )
         if self.initial_memory == "zeros" and (self.mem_len if mem_len is None else mem_len) > 0:
             raise ValueError(

@@ -326,8 +326,12 @@ def read_rows(
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         raise CorpusError(f"the data set {name} does not load: {error}") from None
     told: dict[str | None, list[str]] = {}
+    exact = found.keys() & set(SPLITS)
     for its_name in found:
-        split = split_of(Path(its_name), Path())
+        # Where each is called as it is, no other name is asked: `dev_test` would tell of two.
+        split = (
+            its_name if its_name in exact else None if len(exact) == len(SPLITS) else split_of(Path(its_name), Path())
+        )
         told.setdefault(None if split in found and split != its_name else split, []).append(its_name)
     # A text that may be held out is never trained on, nor left out: one split alone is cut.
     splits = SPLITS[:1] if convention.whole is not None and set(told) == {"train"} else SPLITS

@@ -20,7 +20,7 @@ DRAWS = 2**16
 
 def drop(states: Tensor, dropout: nn.Module) -> Tensor:
     """`dropout(states)`, for states (…) of any shape. It draws from PyTorch's generator, but not as PyTorch does."""
-    if does_nothing(dropout):
+    if not dropout.training and _is_ours(dropout):
         return states
     if _is_drawn_here(states, dropout) and states.is_cpu:
         return _Drop.apply(states, dropout.p)
@@ -28,8 +28,9 @@ def drop(states: Tensor, dropout: nn.Module) -> Tensor:
 
 
 def does_nothing(dropout: nn.Module) -> bool:
-    """Whether it hands on what it is given, and nobody would notice that it was not called."""
-    return not dropout.training and _is_ours(dropout)
+    """Whether it hands on what it is given, as is known of PyTorch's own. Hooks do not count: accelerate's only move
+    tensors."""
+    return type(dropout) is nn.Identity or (type(dropout) is nn.Dropout and not dropout.training)
 
 
 def relu_and_drop(states: Tensor, dropout: nn.Module) -> Tensor:

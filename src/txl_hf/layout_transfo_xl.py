@@ -24,7 +24,7 @@ from transformers.conversion_mapping import (
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from .card_transfo_xl import CardedModel, is_generated
+from .card_transfo_xl import CardedModel, Saved, is_generated
 from .configuration_transfo_xl import TransfoXLConfig
 from .damaged_transfo_xl import file_problems, packing_problem, weight_files
 
@@ -222,11 +222,9 @@ class TransfoXLLayoutModel(CardedModel):
             # Quantised matrices have scales and more beside them, which joining q, k and v would leave behind.
             kwargs["save_original_format"] = False
         card = Path(save_directory, "README.md")
-        before = self._saved_before(card.parent) if is_main_process else None
         with ExitStack() as around:
             around.enter_context(self._without_class_of_shards())
-            if is_main_process and kwargs.get("push_to_hub"):
-                around.enter_context(self._keeping(card))
+            before = around.enter_context(self._keeping(card)) if is_main_process else None
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if not is_main_process or self._is_adapted():
             # An adapter is saved alone: the card of a whole model would not describe it, and its weights stay.
@@ -248,15 +246,17 @@ class TransfoXLLayoutModel(CardedModel):
             self.__class__ = present_class
 
     @contextmanager
-    def _keeping(self, card: Path) -> Iterator[None]:
-        """Keep a card that somebody has written: with `push_to_hub` transformers writes one of its own over it."""
+    def _keeping(self, card: Path) -> Iterator[Saved | None]:
+        """Keep a card that somebody has written, and what a generated one knows: with `push_to_hub` transformers
+        writes one of its own over it."""
         self._own_card = card.read_bytes() if card.is_file() and not is_generated(card) else None
+        self._before = self._saved_before(card.parent)
         try:
-            yield
+            yield self._before
         finally:
-            if self._own_card is not None:
+            if self._own_card is not None and card.read_bytes() != self._own_card:
                 card.write_bytes(self._own_card)
-            del self._own_card
+            del self._own_card, self._before
 
     def _upload_modified_files(
         self, working_dir: str | os.PathLike, repo_id: str, files_timestamps: Mapping[str, float], **kwargs
@@ -268,12 +268,12 @@ class TransfoXLLayoutModel(CardedModel):
         _write_code(working_dir)
         card, hub = Path(working_dir, "README.md"), HfApi(token=kwargs.get("token"))
         on_hub = hub.file_exists(repo_id, "README.md")
-        # `save_pretrained` sets it where it pushes; `push_to_hub` has a folder of its own, without a card.
+        # `save_pretrained` sets these; `push_to_hub` has a folder of its own, without a card.
         own_card = getattr(self, "_own_card", None)
         if own_card is not None and (not on_hub or is_generated(card)):
             card.write_bytes(own_card)
         elif not on_hub or is_generated(card):
-            known = self._known_of_weights(card.parent, repo_id)
+            known = self._known_of_weights(card.parent, repo_id, getattr(self, "_before", None))
             given = ModelCard.load(card).data.tags or []
             self.write_model_card(card, repo_id, **known | {"tags": [*known.get("tags", []), *given]})
         commit = super()._upload_modified_files(working_dir, repo_id, files_timestamps, **kwargs)

@@ -339,9 +339,11 @@ def _of_real_tokens(positions: Tensor, key_mask: Tensor | None) -> Tensor:
     """
     if key_mask is None:
         return positions
-    columns = torch.arange(len(positions), device=positions.device)
+    # A trace must not be bound to this length, which `len` would be a number of.
+    length = positions.shape[0]
+    columns = torch.arange(length, device=positions.device)
     last = (columns * key_mask).amax(-1, keepdim=True)
-    return positions[(columns + len(positions) - 1 - last).clamp(max=len(positions) - 1)]
+    return positions[(columns + length - 1 - last).clamp(max=length - 1)]
 
 
 def _add_biases(module: Any) -> None:
