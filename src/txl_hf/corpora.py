@@ -328,11 +328,11 @@ def read_rows(
     told: dict[str | None, list[str]] = {}
     exact = found.keys() & set(SPLITS)
     for its_name in found:
-        # Where each is called as it is, no other name is asked: `dev_test` would tell of two.
-        split = (
-            its_name if its_name in exact else None if len(exact) == len(SPLITS) else split_of(Path(its_name), Path())
-        )
-        told.setdefault(None if split in found and split != its_name else split, []).append(its_name)
+        split = its_name if its_name in exact else None
+        # Where each has its exact name, words are not asked for: those of `dev_test` would tell of two.
+        if split is None and len(exact) < len(SPLITS) and (told_by := split_of(Path(its_name), Path())) not in exact:
+            split = told_by
+        told.setdefault(split, []).append(its_name)
     # A text that may be held out is never trained on, nor left out: one split alone is cut.
     splits = SPLITS[:1] if convention.whole is not None and set(told) == {"train"} else SPLITS
     if missing := [split for split in splits if split not in told]:
