@@ -138,12 +138,13 @@ def test_statistics_are_taken_once_for_many_readings(make_model, make_ids, setti
         ({"memory_length": 9, "clamp_len": 2}, "taken with mem_len=7, clamp_len=-1, and .* mem_len=9, clamp_len=2:"),
         ({"ext_len": 1}, "taken with ext_len=0"),
         ({"same_length": True}, "taken with same_length=False"),
+        ({"document_end": 7}, "taken with document_end=None, and .* with document_end=7:"),
     ],
     ids=str,
 )
 def test_statistics_of_other_lengths_are_refused(make_model, make_ids, reading, message):
     """They served any reading: of segments ten times as long, say, at a rate that is then of another size."""
-    model, ids = make_model(), make_ids(1, 66)[0]
+    model, ids = make_model(initial_memory="empty"), make_ids(1, 66)[0]
     lengths = {"segment_length": 5, "memory_length": 7, "batch_size": 3}
     taken = GradientStatistics.of(model, ids, **lengths)
     assert "tensor" not in repr(taken)

@@ -452,6 +452,17 @@ def test_context_length_of_the_miniatures_group(work, tmp_path, monkeypatch, cap
     assert (tmp_path / "context_length.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_longest_context_is_a_bound_also_where_an_interval_ends_there():
+    row = {"model": "ours", "contexts": "40", "step": "8", "positions": "300", "group": "ours", "paper": ""}
+    rows = [
+        row | {"measure": measure, "r": str(r), "length": length, "low": "8", "high": "40"}
+        for measure, length in (("RECL", "40"), ("ECL", "32"))
+        for r in context_length.FRACTIONS
+    ]
+    table = context_length.table(rows)
+    assert "| ≥ 40 (8–≥ 40) |" in table and "| 32 (8–≥ 40) |" in table
+
+
 def test_a_group_that_cannot_be_compared_is_refused(work):
     model = contenders.make_model(contenders.ROWS["gpt2"], TINY, 200)
     other = contenders.make_model(contenders.ROWS["gpt2"], TINY, 150)

@@ -3,12 +3,18 @@
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache
+from transformers import DataCollatorWithFlattening, DynamicCache, StaticCache, Trainer, TrainingArguments
 
 from models import BACKENDS, SMALL
-from txl_hf import MemoryLengths, TransfoXLConfig, TransfoXLForCausalLM
+from txl_hf import (
+    MemoryLengths,
+    TransfoXLConfig,
+    TransfoXLForCausalLM,
+    TransfoXLForTokenClassification,
+)
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
 from txl_hf.attention_transfo_xl_inputs import AttentionInputs, keep_documents_apart
 from txl_hf.cache_transfo_xl import MemoryCache, StaticMemoryCache
@@ -298,6 +304,18 @@ def test_what_the_flattening_collator_writes_are_resets(make_model, make_ids, na
     found = model(**(told | {"input_ids": batch["input_ids"]})).logits
     expected = torch.cat([model(torch.tensor([text])).logits for text in texts], 1)
     close(found, expected)
+
+
+@pytest.mark.parametrize("told", [{"position_ids": [0, 1, 2, 0, 1, 2, 3, 4]}, {"seq_idx": [0] * 3 + [1] * 5}])
+@pytest.mark.parametrize("head", [TransfoXLForCausalLM, TransfoXLForTokenClassification], ids=lambda h: h.__name__)
+def test_trainer_keeps_the_columns_that_tell_where_documents_begin(make_model, make_ids, tmp_path, head, told):
+    model, ids = make_model(model_class=head), make_ids(2, 8)
+    labels = ids % 2
+    rows = [{"input_ids": ids[i].tolist(), "labels": labels[i].tolist(), **told} for i in range(2)]
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+    loss = Trainer(model, arguments, eval_dataset=Dataset.from_list(rows)).evaluate()["eval_loss"]
+    assert loss == pytest.approx(model(ids, labels=labels, resets=resets_of([3, 5], 8).expand(2, -1)).loss.item())
+    assert loss != pytest.approx(model(ids, labels=labels).loss.item())
 
 
 @torch.no_grad()

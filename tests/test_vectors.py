@@ -1,5 +1,6 @@
 """A model without tokens, which reads vectors."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -148,6 +149,32 @@ def test_trainer_trains_it_with_gradient_checkpointing(make_model, tmp_path):
     before = model.transformer.embed_vectors.weight.clone()
     Trainer(model=model, args=arguments, train_dataset=texts).train()
     assert not torch.equal(model.transformer.embed_vectors.weight, before)
+
+
+@pytest.mark.parametrize("input_size", [None, 5])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed_layers_have_gradients_and_the_callers_vectors_none(make_model, use_reentrant, input_size):
+    model = make_model(model_class=TransfoXLForTokenClassification, **(VECTORS | {"input_size": input_size})).train()
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    vectors = torch.randn(2, 6, input_size or 16)
+    model(inputs_embeds=vectors, labels=torch.ones(2, 6, dtype=torch.long)).loss.backward()
+    assert not vectors.requires_grad and all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("head", [TransfoXLForTokenClassification, TransfoXLForSequenceClassification])
+def test_trainer_hands_the_vectors_to_the_metrics(make_model, head, tmp_path):
+    model = make_model(model_class=head, **VECTORS)
+    labels = torch.tensor(1) if head is TransfoXLForSequenceClassification else torch.ones(6, dtype=torch.long)
+    texts = [{"inputs_embeds": torch.randn(6, 5), "labels": labels} for _ in range(3)]
+    arguments = TrainingArguments(
+        str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, include_for_metrics=["inputs"]
+    )
+    seen = []
+    trainer = Trainer(
+        model, arguments, eval_dataset=texts, compute_metrics=lambda given: seen.append(given.inputs) or {}
+    )
+    trainer.evaluate()
+    assert np.array_equal(seen[0], torch.stack([text["inputs_embeds"] for text in texts]).numpy())
 
 
 def test_adapters_reach_what_is_frozen(make_backbone):

@@ -263,7 +263,7 @@ def table(rows: list[dict[str, str]]) -> str:
     for name in dict.fromkeys(row["model"] for row in rows):
         own = {(row["measure"], float(row["r"])): row for row in rows if row["model"] == name}
         cells = [
-            f"{'≥ ' if row['at_least'] == 'True' else ''}{row['length']} ({row['low']}–{row['high']})"
+            f"{_shown(row, 'length')} ({'–'.join(dict.fromkeys(_shown(row, end) for end in ('low', 'high')))})"
             for kind in ("RECL", "ECL")
             for r in FRACTIONS
             if (row := own[kind, r])
@@ -276,6 +276,11 @@ def table(rows: list[dict[str, str]]) -> str:
         f"the middle 95 % of resampled positions. RECL belongs to this group of models: {first['group']}."
     )
     return "\n".join(lines)
+
+
+def _shown(row: dict[str, str], name: str) -> str:
+    """A length; the longest context is one that nothing ended, see `effective_length`."""
+    return f"≥ {row[name]}" if row[name] == row["contexts"] else row[name]
 
 
 def plot(names: list[str], losses: Tensor, contexts: list[int], path: Path):

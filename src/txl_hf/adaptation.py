@@ -148,13 +148,13 @@ class GradientStatistics:
     """The statistics of a `DynamicEvaluation`, taken once for many readings: of other rates, of prompt after prompt.
 
     They belong to the weights that they were taken with, which nothing checks but their names and shapes, and to the
-    lengths and streams: a text that is read with others is refused. They are as large as the weights, those of half
-    precision in fp32.
+    lengths, streams and token that ends documents: a text that is read with others is refused. They are as large as
+    the weights, those of half precision in fp32.
 
     Args:
         roots: √S of each parameter, by its name and in its shape.
         tokens: how many tokens the training text had.
-        protocol: the lengths and streams that it was read with.
+        protocol: the lengths, streams and token that ends documents that it was read with.
     """
 
     roots: dict[str, Tensor] = field(repr=False)
@@ -199,7 +199,7 @@ class GradientStatistics:
         return self.tokens
 
     def check(self, protocol: dict[str, int | bool | None]):
-        """Refuse to serve a reading with other lengths or streams, whose gradients are of another size.
+        """Refuse to serve a reading with other lengths, streams or documents, whose gradients are of another size.
 
         Raises:
             ValueError: with those that differ.
@@ -439,14 +439,18 @@ def adapting(
 
 def _open_statistics(token_ids: Any, model: TransfoXLForCausalLM, text: Text, accelerator: Any) -> Text:
     """A training text, to be read as another one is."""
-    # Places are those of the text, but a token ends documents of every text.
-    document_end = text.document_end if isinstance(text.document_end, int) else None
+    vocab_size = model.config.vocab_size
     try:
         return Text(
-            token_ids, text.segment_length, text.batch_size, 0, accelerator, model.config.vocab_size, document_end
+            token_ids, text.segment_length, text.batch_size, 0, accelerator, vocab_size, _document_end_of_any(text)
         )
     except ValueError as error:
         raise ValueError(f"statistics: {error}") from None
+
+
+def _document_end_of_any(text: Text) -> int | None:
+    """The token that ends documents of every text; places are those of one."""
+    return text.document_end if isinstance(text.document_end, int) else None
 
 
 def _protocol(text: Text, lengths: MemoryLengths, model: TransfoXLForCausalLM) -> dict[str, int | bool | None]:
@@ -454,6 +458,7 @@ def _protocol(text: Text, lengths: MemoryLengths, model: TransfoXLForCausalLM) -
     return {
         "segment_length": text.segment_length,
         "batch_size": text.batch_size,
+        "document_end": _document_end_of_any(text),
         **asdict(lengths.of(model.config)),
     }
 

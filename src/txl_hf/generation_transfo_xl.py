@@ -207,6 +207,9 @@ class TransfoXLGenerationMixin(GenerationMixin):
         """Masks stay (B, n): what a query may see beside padding, the attention knows."""
         return attention_mask
 
+    def _prepare_position_ids_for_generation(self, *args, **kwargs) -> None:
+        """None: where a step stands in the text, the memory says."""
+
     def _prepare_model_inputs(self, *args, **kwargs):
         inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
         cache = model_kwargs.pop("cache", None)

@@ -407,6 +407,8 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutModel):
         # `from_pretrained(mem_len=…)` sets fields after the configuration was validated.
         config.validate_architecture()
         super().__init__(config, *args, **kwargs)
+        if config.vocab_size == 0:
+            self.main_input_name = "inputs_embeds"
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -433,6 +435,13 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutModel):
             init.uniform_(weight, -self.config.init_range, self.config.init_range)
         else:
             init.normal_(weight, 0.0, self.config.init_std)
+
+    def _set_gradient_checkpointing(self, enable: bool = True, *args, **kwargs):
+        super()._set_gradient_checkpointing(enable, *args, **kwargs)
+        if enable and self.config.vocab_size == 0:
+            # With use_reentrant=True only what has inputs with gradients gets gradients. transformers sees to that for
+            # models whose main input is input_ids.
+            self.enable_input_require_grads()
 
     @property
     def embeddings(self) -> "TransfoXLModel":
@@ -550,7 +559,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         if config.vocab_size > 0:
             self.embed_tokens = AdaptiveEmbedding(config)
         else:
-            self._input_embed_layer, self.main_input_name = "embed_vectors", "inputs_embeds"
+            self._input_embed_layer = "embed_vectors"
             self.embed_vectors = (
                 nn.Identity() if config.input_size is None else VectorEmbedding(config.input_size, config.d_model)
             )
@@ -614,6 +623,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx (in kwargs): as collators of `transformers` and TRL
                 write them for documents packed into a row; where one begins inside it, that is a reset. Whether the
                 row's first token continues a text, `mems` alone say. Whether position_ids count on, the host asks too.
+                The heads name position_ids and seq_idx: of a data set `Trainer` keeps the columns that a head names.
 
         Raises:
             ValueError: inputs that do not fit the model or each other; the message names them.
@@ -642,7 +652,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             # A table's rows are finite, but what a caller has written into padding may be NaN, which must not spread.
             inputs_embeds = hide_states(inputs_embeds, memory.key_mask[:, memory.length :])
         if self.config.vocab_size == 0:
-            inputs_embeds = self.embed_vectors(inputs_embeds)
+            # A view: what the module returns may be made to require gradients, see `_set_gradient_checkpointing`.
+            inputs_embeds = self.embed_vectors(inputs_embeds.view_as(inputs_embeds))
 
         positions = self.config.positions
         entering = positions.enter_model(self, inputs_embeds, filled.clamp_len, memory.key_mask)
@@ -847,12 +858,14 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         lengths: MemoryLengths | None = None,
         mems_mask: Tensor | None = None,
         resets: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         **kwargs,
     ) -> TransfoXLCausalLMOutput:
         """
         Args:
-            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets: see
-                `TransfoXLModel.forward`.
+            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets,
+                position_ids, seq_idx: see `TransfoXLModel.forward`.
             labels: (B, L), shifted inside: token i predicts label i + 1. -100 is ignored, and so is what
                 `attention_mask` masks: padding is no target, and predicts none, also not the first token behind it.
             shift_labels (in kwargs): (B, L), targets aligned with the inputs already, so that the last token of a
@@ -892,6 +905,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             lengths=lengths,
             mems_mask=mems_mask,
             resets=resets,
+            position_ids=position_ids,
+            seq_idx=seq_idx,
             return_dict=True,
             **kwargs,
         )
@@ -961,15 +976,18 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         lengths: MemoryLengths | None = None,
         mems_mask: Tensor | None = None,
         resets: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         **kwargs,
     ) -> TransfoXLSequenceClassifierOutput:
         """
         Args:
-            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets: see
-                `TransfoXLModel.forward`. The last real token is the last one that `attention_mask` marks, or else that
-                is not `config.pad_token_id`, or else the last one of `inputs_embeds`. Padding may stand on either side
-                with a mask, and behind the text without one, which alone would hide it. A row without any real token,
-                as a text that ended in an earlier segment, has logits of NaN.
+            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets,
+                position_ids, seq_idx: see `TransfoXLModel.forward`. The last real token is the last one that
+                `attention_mask` marks, or else that is not `config.pad_token_id`, or else the last one of
+                `inputs_embeds`. Padding may stand on either side with a mask, and behind the text without one, which
+                alone would hide it. A row without any real token, as a text that ended in an earlier segment, has
+                logits of NaN.
             labels: (B,) or (B, 1) classes, or `num_labels` numbers for each row, for regression or multi-label
                 classification. Of classes -100 is ignored, as a row without real tokens needs it. Which they are says
                 `config.problem_type`, and where that is None, their shape.
@@ -998,6 +1016,8 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
             lengths=lengths,
             mems_mask=mems_mask,
             resets=resets,
+            position_ids=position_ids,
+            seq_idx=seq_idx,
             return_dict=True,
             **kwargs,
         )
@@ -1061,12 +1081,14 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
         lengths: MemoryLengths | None = None,
         mems_mask: Tensor | None = None,
         resets: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         **kwargs,
     ) -> TransfoXLTokenClassifierOutput:
         """
         Args:
-            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets: see
-                `TransfoXLModel.forward`.
+            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets,
+                position_ids, seq_idx: see `TransfoXLModel.forward`.
             labels: (B, L), the class of each token, not shifted. -100 is ignored.
             num_items_in_batch (in kwargs): what the sum of the losses is divided by, instead of the number of labels.
 
@@ -1086,6 +1108,8 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
             lengths=lengths,
             mems_mask=mems_mask,
             resets=resets,
+            position_ids=position_ids,
+            seq_idx=seq_idx,
             return_dict=True,
             **kwargs,
         )
