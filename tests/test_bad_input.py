@@ -8,7 +8,12 @@ import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import DynamicCache, StaticCache
 
-from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLForSequenceClassification
+from txl_hf import (
+    TransfoXLConfig,
+    TransfoXLForCausalLM,
+    TransfoXLForSequenceClassification,
+    TransfoXLForTokenClassification,
+)
 from txl_hf.cache_transfo_xl import MemoryCache, StaticMemoryCache
 
 BAD_CONFIGS = {
@@ -161,6 +166,19 @@ BAD_INPUTS = (
 def test_an_input_that_will_not_do_is_named(make_model, make_ids, bins, changes, message):
     with pytest.raises(ValueError, match=message):
         make_model(**bins)(**({"input_ids": make_ids(2, 5)} | changes))
+
+
+@pytest.mark.parametrize("name", ["input_ids", "inputs_embeds", "attention_mask"])
+@pytest.mark.parametrize(
+    "head", [TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLForTokenClassification]
+)
+def test_a_list_is_named_beside_labels_too(make_model, make_ids, head, name):
+    """A head looks at what counts before the model does."""
+    ids = make_ids(2, 5)
+    labels = ids[:, 0] % 2 if head is TransfoXLForSequenceClassification else ids % 2
+    given = {"input_ids": None if name == "inputs_embeds" else ids, name: [[1] * 5] * 2}
+    with pytest.raises(ValueError, match=rf"^{name} must be a torch.Tensor, not builtins.list$"):
+        make_model(model_class=head, pad_token_id=60)(**given, labels=labels)
 
 
 @pytest.mark.parametrize("bins", [{}, {"cutoffs": [], "div_val": 1}], ids=["cutoffs", "no-cutoffs"])

@@ -515,8 +515,11 @@ def test_a_split_of_a_file_is_refused(text, model, capsys):
         (["--decay", "0"], "--decay is of dynamic evaluation"),
         (["--epsilon", "1e-5"], "--epsilon is of dynamic evaluation"),
         (["--parameters", "lora"], "--parameters is of dynamic evaluation"),
-        (["--dynamic", "0.1", "--statistics", "-5"], "--statistics must be at least 1"),
-        (["--dynamic", "0.1", "--statistics", "0"], "--statistics must be at least 1"),
+        (
+            ["--dynamic", "0.1", "--statistics", "-5"],
+            "argument --statistics: '-5' has to be a whole number",
+        ),
+        (["--dynamic", "0.1", "--statistics", "0"], "argument --statistics: '0' has to be a whole number"),
         (["--dynamic", "0.1", "--epsilon", "1"], "--epsilon does nothing without --statistics"),
     ],
 )

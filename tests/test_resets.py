@@ -213,13 +213,13 @@ def test_what_a_document_cannot_compute_leaves_a_cache_with_it(make_model, make_
 def test_on_a_cpu_keys_are_copied_only_where_one_is_not_finite(device):
     """Elsewhere nobody may ask."""
     key, value = torch.randn(2, 2, 7, 4, device=device), torch.randn(2, 2, 7, 4, device=device)
-    inputs = AttentionInputs(key[:, :, :3], key, value, scaling=1.0)
     first_key = torch.full((2, 3), 5, device=device)
-    kept, broken = keep_documents_apart(inputs, first_key)
+    inputs = AttentionInputs(key[:, :, :3], key, value, scaling=1.0, first_key=first_key)
+    kept, broken = keep_documents_apart(inputs)
     assert (kept is inputs and broken is None) == (device == "cpu")
     for number in (torch.nan, torch.inf, -torch.inf):
         value[1, 0, 2, 3] = number
-        kept, broken = keep_documents_apart(inputs, first_key)
+        kept, broken = keep_documents_apart(inputs)
         assert broken.shape == (2, 1, 3, 1)
         if device == "cpu":
             assert not kept.value[1, :, 2].any() and not broken.any()

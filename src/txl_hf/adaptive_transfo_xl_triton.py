@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attention_transfo_xl_triton import LOG2_E, why_not_triton
+from .attention_transfo_xl_triton import LOG2_E, why_no_kernels
 from .operators_transfo_xl import namespace_of
 
 try:
@@ -41,7 +41,7 @@ COLUMNS = 4096
 
 def fuses(hidden_states: Tensor) -> bool:
     """Whether the kernels take the logits of these states, (n, d): on a GPU that Triton knows, fp16, bf16 or fp32."""
-    return hidden_states.device.type == "cuda" and why_not_triton(hidden_states[:, :1]) is None
+    return hidden_states.device.type == "cuda" and why_no_kernels(hidden_states) is None
 
 
 def _padding(count: int) -> int:

@@ -77,9 +77,7 @@ def relative_shift(scores: Tensor) -> Tensor:
 
 def eager_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """The reference: every score is materialised, so the probabilities can be returned."""
-    query = _add_bias(inputs.query, inputs.content_bias) * inputs.scaling
-    scores = _product(query, inputs.key.transpose(-1, -2))
-    by_distance = _position_scores(inputs)
+    scores, by_distance = _content_scores(inputs), _position_scores(inputs)
     scores = _hide(scores if by_distance is None else scores + by_distance, inputs)
     wide = torch.promote_types(scores.dtype, torch.float32)
     probabilities = F.softmax(scores, dim=-1, dtype=wide).to(inputs.value.dtype)
@@ -125,29 +123,19 @@ def attention_terms(inputs: AttentionInputs) -> AttentionTerms:
 
     A model's inputs are what a backend of one's own is called with: enter it in `RELATIVE_ATTENTION_FUNCTIONS`.
     """
-    inputs = inputs.of_every_distance()
-    query, key, rel_key = inputs.query, inputs.key, inputs.rel_key
-    (B, H, L, _), K = query.shape, key.shape[2]
-    visible = visible_keys(L, K, inputs.window, inputs.key_mask, query.device, inputs.first_key)
+    (B, H, L, _), K = inputs.query.shape, inputs.key.shape[2]
+    visible = visible_keys(L, K, inputs.window, inputs.key_mask, inputs.query.device, inputs.first_key)
     visible = _in_order(visible, inputs)
-    u, v, learned = (
-        None if bias is None else bias.to(query.dtype)
-        for bias in (inputs.content_bias, inputs.position_bias, inputs.rel_bias)
+    # What is left of the scores where the queries are zeros is what the biases give.
+    biases = inputs._replace(query=torch.zeros_like(inputs.query))
+    found = (
+        _content_scores(inputs._replace(content_bias=None)),
+        _position_scores(inputs._replace(position_bias=None, rel_bias=None)),
+        _content_scores(biases),
+        _position_scores(biases),
     )
-
-    def scores(queries: Tensor | None, keys: Tensor | None) -> Tensor:
-        """(B, H, L, K) products of (…, L or 1, Dh) with (…, K, Dh); 0 where one of them is missing."""
-        found = None if queries is None or keys is None else queries @ keys.transpose(-1, -2) * inputs.scaling
-        return query.new_zeros(B, H, L, K) if found is None else found.expand(B, H, L, K)
-
-    position_bias = scores(None if v is None else v[:, None], rel_key)
-    if learned is not None:
-        position_bias = position_bias + learned[:, None] * inputs.scaling
-    by_key = (scores(query, key), scores(None if u is None else u[:, None], key))
-    by_distance = (
-        _in_order(relative_shift(F.pad(found, (1, 0))), inputs) for found in (scores(query, rel_key), position_bias)
-    )
-    a, c, b, d = (found.masked_fill(~visible, 0) for found in (*by_key, *by_distance))
+    nothing = inputs.query.new_zeros(B, H, L, K)
+    a, b, c, d = (nothing if scores is None else scores.masked_fill(~visible, 0) for scores in found)
     return AttentionTerms(content=a, position=b, content_bias=c, position_bias=d, visible=visible)
 
 
@@ -261,17 +249,8 @@ def auto_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | N
 
 
 def _fastest(inputs: AttentionInputs) -> str:
-    query = inputs.query
-    tensors = (
-        query,
-        inputs.key,
-        inputs.value,
-        inputs.rel_key,
-        inputs.rel_bias,
-        inputs.content_bias,
-        inputs.position_bias,
-    )
-    if not torch.compiler.is_compiling() and is_transformed(*(tensor for tensor in tensors if tensor is not None)):
+    query, tensors = inputs.query, (given for given in inputs if isinstance(given, Tensor))
+    if not torch.compiler.is_compiling() and is_transformed(*tensors):
         # PyTorch's fused attention has no tangent, and what vmap maps over does not say whether it needs a gradient.
         return "eager"
     if query.device.type != "cpu":
@@ -323,6 +302,12 @@ def _add_bias(query: Tensor, bias: Tensor | None, scaling: float = 1.0) -> Tenso
         return query if scaling == 1 else query * scaling
     bias = bias[:, None].to(query.dtype)
     return query + bias if scaling == 1 else torch.add(bias * scaling, query, alpha=scaling)
+
+
+def _content_scores(inputs: AttentionInputs) -> Tensor:
+    """(a) + (c): (B, H, L, K)."""
+    query = _add_bias(inputs.query, inputs.content_bias) * inputs.scaling
+    return _product(query, inputs.key.transpose(-1, -2))
 
 
 def _position_scores(inputs: AttentionInputs) -> Tensor | None:
@@ -517,9 +502,7 @@ def relative_attention(
         order=order,
         hidden=hidden,
     )
-    if first_key is None:
-        return _attend(implementation, inputs, module)
-    inputs, broken = keep_documents_apart(inputs, first_key)
+    inputs, broken = keep_documents_apart(inputs)
     attended, probabilities = _attend(implementation, inputs, module)
     if broken is None:
         return attended, probabilities

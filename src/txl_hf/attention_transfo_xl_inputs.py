@@ -132,17 +132,17 @@ def hidden_keys(
     return hidden if order is None else hidden.index_select(-1, order)
 
 
-def keep_documents_apart(inputs: AttentionInputs, first_key: Tensor) -> tuple[AttentionInputs, Tensor | None]:
+def keep_documents_apart(inputs: AttentionInputs) -> tuple[AttentionInputs, Tensor | None]:
     """Let a document see nothing of what is not finite in the one before: under a weight of 0 NaN would stay NaN.
-
-    Args:
-        inputs: what attention is given. first_key: that of the inputs.
 
     Returns:
         The inputs with zeros for keys and values that are not finite; and (B, 1, L, 1) bool, which queries see such a
-        key, so that nothing right can be computed for them. On a CPU None where there is no such key.
+        key, so that nothing right can be computed for them. None where no document begins, and on a CPU where there is
+        no such key.
     """
-    key, value = inputs.key, inputs.value
+    key, value, first_key = inputs.key, inputs.value, inputs.first_key
+    if first_key is None:
+        return inputs, None
     # Sums read each number once and write none. One of finite numbers that is not finite itself only costs the time.
     if key.is_cpu and is_plain(key, value) and all(math.isfinite(part.detach().sum()) for part in (key, value)):
         return inputs, None

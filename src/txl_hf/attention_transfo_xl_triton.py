@@ -60,7 +60,7 @@ try:
 except ImportError:
     triton = None
 
-__all__ = ["triton_relative_attention", "why_not_triton", "why_triton_cannot_begin"]
+__all__ = ["triton_relative_attention", "why_no_kernels", "why_not_triton", "why_triton_cannot_begin"]
 
 LOG2_E = 1.4426950408889634
 # Kernels built under Triton's interpreter run on the CPU; Triton decides at the same moment, when it decorates them.
@@ -75,19 +75,23 @@ LARGEST_TILE = 128
 
 def why_not_triton(query: Tensor) -> str | None:
     """The reason why `triton_relative_attention` cannot take this query (B, H, L, Dh), or None if it can."""
+    reason = why_no_kernels(query)
+    return f"heads are {query.shape[-1]} wide, more than 128" if reason is None and query.shape[-1] > 128 else reason
+
+
+def why_no_kernels(tensor: Tensor) -> str | None:
+    """The reason why no kernel of ours can read this tensor, or None if they can."""
     if triton is None:
         return "Triton is not installed"
     if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
         return f"Triton {triton.__version__} is older than {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]}"
-    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"{query.dtype} is not supported"
-    if query.shape[-1] > 128:
-        return f"heads are {query.shape[-1]} wide, more than 128"
+    if tensor.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"{tensor.dtype} is not supported"
     if INTERPRETED:
         return None
-    if query.device.type != "cuda":
-        return f"the tensors are on {query.device.type}, not on a GPU"
-    if torch.version.hip is None and torch.cuda.get_device_capability(query.device) < (8, 0):
+    if tensor.device.type != "cuda":
+        return f"the tensors are on {tensor.device.type}, not on a GPU"
+    if torch.version.hip is None and torch.cuda.get_device_capability(tensor.device) < (8, 0):
         return "the GPU is older than compute capability 8.0"
     return why_triton_cannot_begin()
 
@@ -783,42 +787,19 @@ if triton is not None:
     def _strides(tensor: Tensor | None) -> tuple[int, ...]:
         return (0, 0) if tensor is None else tensor.stride()[:-1]
 
-    def _shared_arguments(
-        query,
-        key,
-        value,
-        rel_key,
-        content_bias,
-        position_bias,
-        rel_bias,
-        key_mask,
-        first_key,
-        kept,
-        window,
-        scaling,
-        dropout,
-    ) -> dict:
+    # What every operator is given first: tensors that the kernels read row by row, and those that they read whole.
+    _BY_ROWS = ("query", "key", "value", "rel_key")
+    _WHOLE = ("content_bias", "position_bias", "rel_bias", "key_mask", "first_key", "kept")
+
+    def _shared_arguments(*inputs) -> dict:
         """The arguments that all kernels have in common, tensors in a layout they can read."""
-        query, key, value = _rows_in_order(query), _rows_in_order(key), _rows_in_order(value)
-        rel_key = None if rel_key is None else _rows_in_order(rel_key)
-        small = {
-            "content_bias": content_bias,
-            "position_bias": position_bias,
-            "rel_bias": rel_bias,
-            "key_mask": key_mask,
-            "first_key": first_key,
-        }
-        return {
-            "query": query,
-            "key": key,
-            "value": value,
-            "rel_key": rel_key,
-            **{name: None if tensor is None else tensor.contiguous() for name, tensor in small.items()},
-            "kept": kept,
-            "query_strides": _strides(query),
-            "key_strides": _strides(key),
-            "value_strides": _strides(value),
-            "rel_key_strides": _strides(rel_key),
+        *tensors, window, scaling, dropout = inputs
+        given = dict(zip((*_BY_ROWS, *_WHOLE), tensors, strict=True))
+        for names, lay_out in ((_BY_ROWS, _rows_in_order), (_WHOLE, Tensor.contiguous)):
+            given |= {name: lay_out(given[name]) for name in names if given[name] is not None}
+        query, key = given["query"], given["key"]
+        return given | {
+            **{f"{name}_strides": _strides(given[name]) for name in _BY_ROWS},
             "H": query.shape[1],
             "L": query.shape[2],
             "K": key.shape[2],

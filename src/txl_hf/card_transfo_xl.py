@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from .configuration_transfo_xl import TransfoXLConfig
 
-__all__ = ["CardedModel", "is_generated", "is_repo_id", "model_card", "plain_markdown"]
+__all__ = ["CardedModel", "is_generated", "is_repo_id", "model_card", "plain_markdown", "saved_weights"]
 
 # The task under which the Hub lists a model. It cannot tell the task from code that comes with the model.
 TASKS = {
@@ -178,9 +178,9 @@ class CardedModel(PreTrainedModel):
         card = _card_data(folder / "README.md")
         if not any(card.get(name) for name in CARRIED if name != "tags"):
             return None
-        return Saved({path.name: _digest_of(path) for path in _weights(folder)}, _settings(folder), card)
+        return Saved({path.name: _digest_of(path) for path in saved_weights(folder)}, _settings(folder), card)
 
-    def _known_of_weights(self, folder: Path, repo_id: str, before: Saved | None = None) -> dict[str, Any]:
+    def _known_of_weights(self, folder: Path, repo_id: str, before: Saved | None) -> dict[str, Any]:
         """What the card in the folder that this model came from knows, its results among it, where the weights that
         now lie in another one, or there again, are the same, byte by byte; what they began as otherwise.
 
@@ -188,7 +188,7 @@ class CardedModel(PreTrainedModel):
             folder, repo_id: see `began_as`.
             before: see `_saved_before`.
         """
-        source, weights = Path(self.name_or_path or folder), _weights(folder)
+        source, weights = Path(self.name_or_path or folder), saved_weights(folder)
         if before is not None:
             same = all(before.weights.get(path.name) == _digest_of(path) for path in weights)
             origin, (_, settings, card) = {}, before
@@ -208,7 +208,8 @@ class CardedModel(PreTrainedModel):
         return origin | {name: card[name] for name in carried if card.get(name)}
 
 
-def _weights(folder: Path) -> list[Path]:
+def saved_weights(folder: Path) -> list[Path]:
+    """The files of weights that `save_pretrained` has written to a folder."""
     return sorted(folder.glob("model*.safetensors"))
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult
 
+from .card_transfo_xl import saved_weights
+
 __all__ = [
     "RESULTS",
     "SCORED",
@@ -51,14 +53,10 @@ def to_results(figures: Mapping[str, Mapping[str, Any]], dataset: str) -> list[E
     ]
 
 
-def _weights(folder: Path) -> list[Path]:
-    return sorted(folder.glob("model*.safetensors"))
-
-
 def weights_digest(folder: Path) -> str:
     """SHA-256 of the weights of the model in a folder, all files of theirs."""
     digest = hashlib.sha256()
-    for path in _weights(folder):
+    for path in saved_weights(folder):
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
@@ -78,7 +76,7 @@ def read_results(folder: Path) -> dict[str, Any]:
         if "weights" in results:
             return results if results["weights"] == weights_digest(folder) else {}
         written = path.stat().st_mtime_ns
-        stale = any(weights.stat().st_mtime_ns > written for weights in _weights(folder))
+        stale = any(weights.stat().st_mtime_ns > written for weights in saved_weights(folder))
     except (OSError, ValueError):
         return {}
     return {} if stale else results

@@ -193,7 +193,7 @@ class TransfoXLConfig(PreTrainedConfig):
         # Before anyone asks for the type of each layer.
         self._validate_sizes()
         if self.max_klen is None and self.positions.learned:
-            self.max_klen = self.tgt_len + self.ext_len + self.mem_len
+            self.max_klen = self.n_positions
             if self.max_klen == 0:
                 raise ValueError(
                     f"attn_type={self.attn_type} learns a position for each of max_klen keys, by default tgt_len + "
@@ -343,15 +343,10 @@ class TransfoXLConfig(PreTrainedConfig):
         return POSITIONS[self.attn_type]
 
     @property
-    def learned_positions(self) -> int:
-        """Rows of the learned positions of `attn_type` 1 and 3."""
-        return self.max_klen or 0
-
-    @property
     def n_positions(self) -> int:
         """How many tokens a token of the training was predicted from at most, itself one of them: the length of the
         windows that a program should cut a text into if it carries no memory from one to the next. lm_eval's own
-        model asks for it; with memory a text has any length.
+        model asks for it; with memory a text has any length. Of `attn_type` 1 and 3 it is how many rows are learned.
         """
         return self.max_klen or self.tgt_len + self.ext_len + self.mem_len
 

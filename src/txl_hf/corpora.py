@@ -25,7 +25,6 @@ __all__ = [
     "LINES",
     "SPLITS",
     "Convention",
-    "CorpusError",
     "Source",
     "count_batch",
     "count_stream",
@@ -36,7 +35,8 @@ __all__ = [
     "read_rows",
     "some_names",
     "split_of",
-    "unpack",
+    "unpacked",
+    "useful_processes",
     "wanted",
 ]
 
@@ -111,10 +111,6 @@ CORPORA = {
 }
 
 
-class CorpusError(ValueError):
-    """What was given is not the corpus that it should be; the message names it."""
-
-
 @dataclasses.dataclass
 class Source:
     """The files of a corpus.
@@ -140,16 +136,12 @@ def find_files(path: Path, corpus: str, convention: Convention, scratch: Path) -
     """The files of a folder, an archive (unpacked into `scratch`) or the one file that a corpus is.
 
     Raises:
-        CorpusError: they are not laid out as the corpus, or it is not clear which file is what.
+        ValueError: they are not laid out as the corpus, or it is not clear which file is what.
     """
-    if not path.exists():
-        raise CorpusError(f"{path} does not exist")
-    folder = unpack(path, scratch / "unpacked") if path.name.endswith((".zip", ".tgz", ".tar.gz")) else path
+    folder = unpacked(path, scratch)
     if folder.is_file():
         if convention.whole is None:
-            raise CorpusError(
-                f"{path} is one file, but {corpus} is {wanted(convention)}: give their folder or archive"
-            )
+            raise ValueError(f"{path} is one file, but {corpus} is {wanted(convention)}: give their folder or archive")
         return Source({"train": [folder]}, folder.parent)
     if not convention.layouts:
         return own_text(folder, path)
@@ -160,9 +152,7 @@ def find_files(path: Path, corpus: str, convention: Convention, scratch: Path) -
             return Source(files, folder, vocabulary or None)
     if convention.whole and (whole := matches(folder, convention.whole)):
         return Source({"train": whole}, folder)
-    raise CorpusError(
-        f"{path} is not laid out as {corpus}, which is {wanted(convention)}; it has {some_names(folder)}"
-    )
+    raise ValueError(f"{path} is not laid out as {corpus}, which is {wanted(convention)}; it has {some_names(folder)}")
 
 
 def own_text(folder: Path, path: Path) -> Source:
@@ -171,7 +161,7 @@ def own_text(folder: Path, path: Path) -> Source:
     texts = [file for file in everything if file.suffix.lower() in TEXT_SUFFIXES]
     texts = texts or (everything if len(everything) == 1 else [])
     if not texts:
-        raise CorpusError(f"{path} has no text, a file that ends in {', '.join(TEXT_SUFFIXES)}; {some_names(folder)}")
+        raise ValueError(f"{path} has no text, a file that ends in {', '.join(TEXT_SUFFIXES)}; {some_names(folder)}")
     found: dict[str | None, list[Path]] = {}
     for file in texts:
         found.setdefault(split_of(file, folder), []).append(file)
@@ -180,7 +170,7 @@ def own_text(folder: Path, path: Path) -> Source:
         return Source({"train": unsplit}, folder)
     if missing := [split for split in SPLITS if split not in found]:
         told = "; ".join(f"{split}: {_relative(files[0], folder)}" for split, files in found.items())
-        raise CorpusError(
+        raise ValueError(
             f"{path} has no text for {' and '.join(missing)} (by their names, {told}): name files of all three after "
             "train, valid and test, or none"
         )
@@ -194,7 +184,7 @@ def split_of(file: Path, folder: Path) -> str | None:
         words = [word.lower() for word in re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", part)]
         if splits := {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}:
             if len(splits) > 1:
-                raise CorpusError(f"{file.relative_to(folder)} is named after {' and '.join(sorted(splits))}: which?")
+                raise ValueError(f"{file.relative_to(folder)} is named after {' and '.join(sorted(splits))}: which?")
             return splits.pop()
     return None
 
@@ -221,7 +211,7 @@ def files_below(folder: Path, pattern: str = "*") -> list[Path]:
 def matches(folder: Path, pattern: str) -> list[Path]:
     files = files_below(folder, pattern)
     if len(files) > 1 and "*" not in pattern:
-        raise CorpusError(f"{files[0]} and {files[1]}: which of them? Give a folder with one {pattern}")
+        raise ValueError(f"{files[0]} and {files[1]}: which of them? Give a folder with one {pattern}")
     return files
 
 
@@ -235,25 +225,30 @@ def wanted(convention: Convention) -> str:
     return " or ".join(forms)
 
 
-def unpack(archive: Path, folder: Path) -> Path:
-    """The files of an archive, in a folder that nothing of it leaves.
+def unpacked(path: Path, scratch: Path) -> Path:
+    """What was given; of an archive its files, in a folder that nothing of it leaves.
 
     Raises:
-        CorpusError: it is damaged, or holds what is no file of its own.
+        ValueError: it does not exist, is damaged, or holds what is no file of its own.
     """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist")
+    if not path.name.endswith((".zip", ".tgz", ".tar.gz")):
+        return path
+    folder = scratch / "unpacked"
     try:
-        if archive.suffix == ".zip":
+        if path.suffix == ".zip":
             # It is always read so that nothing leaves the folder.
-            shutil.unpack_archive(archive, folder)
+            shutil.unpack_archive(path, folder)
         else:
             # File by file, because early versions of Python 3.11 (Debian 12 has one) cannot filter what they unpack.
-            with tarfile.open(archive) as members:
+            with tarfile.open(path) as members:
                 for member in members:
                     if not member.isdir():
                         unpack_member(members, member, folder)
     # A zip file that is encrypted, or packed in a way that Python does not know, raises the last.
     except (shutil.ReadError, zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, RuntimeError) as error:
-        raise CorpusError(f"{archive} cannot be unpacked: {error}") from None
+        raise ValueError(f"{path} cannot be unpacked: {error}") from None
     return folder
 
 
@@ -280,7 +275,7 @@ def read_files(source: Source, path: Path, convention: Convention, mode: str | N
         return {split: paths[0].read_bytes() for split, paths in source.splits.items()}
     for split, paths in source.splits.items():
         if not any(file.stat().st_size for file in paths):
-            raise CorpusError(f"the {split} text of {path.name} is empty")
+            raise ValueError(f"the {split} text of {path.name} is empty")
     return {split: read_lines(paths, mode, scratch / f"{split}-lines.arrow") for split, paths in source.splits.items()}
 
 
@@ -297,7 +292,7 @@ def read_lines(paths: list[Path], mode: str | None, arrow: Path) -> "Dataset":
                 for lines in _batches(path, mode):
                     writer.write_batch(pa.record_batch([pa.array(lines, pa.string())], schema))
             except UnicodeDecodeError as error:
-                raise CorpusError(f"{path} is not UTF-8 text: {error}") from None
+                raise ValueError(f"{path} is not UTF-8 text: {error}") from None
     return Dataset.from_file(str(arrow))
 
 
@@ -315,7 +310,7 @@ def read_rows(
     The words in their names tell which is which; beside `train`, `train_small` is not read.
 
     Raises:
-        CorpusError: it does not load, or lacks a split, the column, or a text in a row of it, or two of its splits may
+        ValueError: it does not load, or lacks a split, the column, or a text in a row of it, or two of its splits may
             be one of ours.
     """
     import datasets
@@ -324,7 +319,7 @@ def read_rows(
     try:
         found = load_dataset(name, config)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        raise CorpusError(f"the data set {name} does not load: {error}") from None
+        raise ValueError(f"the data set {name} does not load: {error}") from None
     told: dict[str | None, list[str]] = {}
     exact = found.keys() & set(SPLITS)
     for its_name in found:
@@ -337,13 +332,13 @@ def read_rows(
     splits = SPLITS[:1] if convention.whole is not None and set(told) == {"train"} else SPLITS
     if missing := [split for split in splits if split not in told]:
         alone = ", or with train alone, which is cut" if convention.whole is not None else ""
-        raise CorpusError(
+        raise ValueError(
             f"the data set {name} has no split {', '.join(missing)}; it has {', '.join(found)}: give one with "
             f"{', '.join(SPLITS)}{alone}"
         )
     for split in splits:
         if len(told[split]) > 1:
-            raise CorpusError(
+            raise ValueError(
                 f"the data set {name} has {' and '.join(told[split])}, each of which is named after {split}: give one "
                 f"with one of them, or with {split}"
             )
@@ -352,7 +347,7 @@ def read_rows(
     rows = {split: found[told[split][0]] for split in splits}
     for split, texts in rows.items():
         if column not in texts.column_names:
-            raise CorpusError(
+            raise ValueError(
                 f"{split} of the data set {name} has no column {column}: choose one of "
                 f"{', '.join(texts.column_names)} with --column"
             )
@@ -381,9 +376,9 @@ def check_texts(rows: "pa.ChunkedArray", place: str):
 
     if rows.null_count:
         row = pc.index(rows.is_null(), True).as_py()
-        raise CorpusError(f"{place} has no text in row {row}, the first being 0: leave out rows without one")
+        raise ValueError(f"{place} has no text in row {row}, the first being 0: leave out rows without one")
     if not (pa.types.is_string(rows.type) or pa.types.is_large_string(rows.type)):
-        raise CorpusError(f"{place} has rows of type {rows.type}, which are no text: choose another with --column")
+        raise ValueError(f"{place} has rows of type {rows.type}, which are no text: choose another with --column")
 
 
 def split_lines(rows: list[str], mode: str | None) -> dict[str, list[str]]:
@@ -392,12 +387,18 @@ def split_lines(rows: list[str], mode: str | None) -> dict[str, list[str]]:
     return {"text": [line for text in texts for line in lines_of(text, mode)]}
 
 
+def useful_processes(pieces: int, num_proc: int) -> int | None:
+    """As many as have one of so many pieces of work, for `Dataset.map`; None is this process."""
+    useful = min(num_proc, pieces)
+    return useful if useful > 1 else None
+
+
 def cut(text, convention: Convention) -> dict:
     """Hold out the last two times 5 % of a text: of 100,000,000 bytes 90 M, 5 M and 5 M."""
     held_out = len(text) // 20
     if held_out == 0:
         unit = "bytes" if convention.stream else "line(s)"
-        raise CorpusError(f"the text is too short to hold out 5 % of it twice: it has {len(text)} {unit}, not 20")
+        raise ValueError(f"the text is too short to hold out 5 % of it twice: it has {len(text)} {unit}, not 20")
     bounds = [0, len(text) - 2 * held_out, len(text) - held_out, len(text)]
     parts = zip(SPLITS, bounds, bounds[1:], strict=False)
     if not convention.stream:

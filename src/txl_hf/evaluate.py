@@ -33,7 +33,7 @@ at the attention length of training (`null` where that is not among the lengths)
 import argparse
 import sys
 
-from .command_line import CommandParser, add_scoring_options, check_files, hub_or_folder, one_line_errors
+from .command_line import CommandParser, add_scoring_options, at_least_one, check_files, hub_or_folder, one_line_errors
 
 __all__ = ["main"]
 
@@ -56,14 +56,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--memory_length", type=int, nargs="+", help="one or more (the model's mem_len, without --sliding_window)"
     )
-    parser.add_argument("--sliding_window", type=int, nargs="+", default=[], help="window lengths to score")
+    parser.add_argument("--sliding_window", type=at_least_one, nargs="+", default=[], help="window lengths to score")
     parser.add_argument(
         "--warm_up", type=int, default=0, help="tokens of each stream read but not scored (%(default)s)"
     )
     parser.add_argument("--dynamic", type=float, metavar="RATE", help="let the weights follow the text at this rate")
     parser.add_argument("--decay", type=float, help="of --dynamic: draw them back (0.0)")
     parser.add_argument("--epsilon", type=float, help="of --dynamic with --statistics (1e-05)")
-    parser.add_argument("--statistics", type=int, help="of --dynamic: tokens of the training text to take them from")
+    parser.add_argument(
+        "--statistics", type=at_least_one, help="of --dynamic: tokens of the training text to take them from"
+    )
     parser.add_argument("--parameters", help="of --dynamic: names of the parameters that follow, a regular expression")
     parser.add_argument(
         "--cache",
@@ -72,7 +74,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar=("SIZE", "WEIGHT", "TEMPERATURE"),
         help="mix in a continuous cache; see tune_lm.py",
     )
-    parser.add_argument("--max_tokens", type=int, help="score the beginning of the text only")
+    parser.add_argument("--max_tokens", type=at_least_one, help="score the beginning of the text only")
     parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")
     parser.add_argument(
         "--progress",
@@ -81,14 +83,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="show a progress bar (where standard error is a terminal)",
     )
     options = parser.parse_args(argv)
-    at_least_one = {
-        "sliding_window": options.sliding_window,
-        "max_tokens": [options.max_tokens],
-        "statistics": [options.statistics],
-    }
-    for name, values in at_least_one.items():
-        if any(value is not None and value < 1 for value in values):
-            parser.error(f"--{name} must be at least 1")
     for name in ("decay", "epsilon", "statistics", "parameters"):
         if options.dynamic is None and getattr(options, name) is not None:
             parser.error(f"--{name} is of dynamic evaluation: give its rate too, with --dynamic")

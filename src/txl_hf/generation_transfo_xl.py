@@ -226,19 +226,15 @@ class TransfoXLGenerationMixin(GenerationMixin):
             )
         cache = model_kwargs.get(CACHE_NAME)
         is_new = not isinstance(cache, Cache) or not is_filled(cache)
-        positions = model_kwargs.get("position_ids")
-        if positions is not None and is_new:
-            mask = model_kwargs.get("attention_mask")
-            starts = packed_starts(inputs.shape[:2], inputs.device, mask, position_ids=positions)
-            if bool(starts.any()):
-                # A step that reads part of the text could not tell from positions that restart where it begins.
-                # `generate` counts on by itself.
-                del model_kwargs["position_ids"]
-                resets = model_kwargs.get("resets")
-                model_kwargs["resets"] = starts if resets is None else resets | starts
-        if packed := {name: model_kwargs.pop(name) for name in PACKED_KEYWORDS if model_kwargs.get(name) is not None}:
-            starts = packed_starts(inputs.shape[:2], inputs.device, model_kwargs.get("attention_mask"), **packed)
-            resets = model_kwargs.get("resets")
+        positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+        shape, device = inputs.shape[:2], inputs.device
+        documents = {name: model_kwargs.pop(name) for name in PACKED_KEYWORDS if model_kwargs.get(name) is not None}
+        if positions is not None and is_new and bool(packed_starts(shape, device, mask, positions).any()):
+            # A step that reads part of the text could not tell from positions that restart where it begins. `generate`
+            # counts on by itself.
+            documents["position_ids"] = model_kwargs.pop("position_ids")
+        if documents:
+            starts, resets = packed_starts(shape, device, mask, **documents), model_kwargs.get("resets")
             model_kwargs["resets"] = starts if resets is None else resets | starts
         resets = model_kwargs.get("resets")
         if resets is not None and is_new and resets.shape != inputs.shape[:2]:

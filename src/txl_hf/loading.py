@@ -9,7 +9,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from .card_transfo_xl import is_repo_id
 from .configuration_transfo_xl import TransfoXLConfig
-from .corpora import CorpusError
 from .files import MANIFEST_NAME
 from .modeling_transfo_xl import TransfoXLForCausalLM
 
@@ -25,9 +24,9 @@ def load_config(name: str) -> TransfoXLConfig:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         where = "" if Path(name).exists() else "there is no such folder here, and as a name on the Hub "
-        raise CorpusError(f"--model {name} does not load: {where}{error}") from None
+        raise ValueError(f"--model {name} does not load: {where}{error}") from None
     if not isinstance(config, TransfoXLConfig):
-        raise CorpusError(f"--model {name} is a {config.model_type}, not a Transformer-XL")
+        raise ValueError(f"--model {name} is a {config.model_type}, not a Transformer-XL")
     return config
 
 
@@ -38,12 +37,12 @@ def load_language_model(name: str, **options) -> TransfoXLForCausalLM:
         options: of `from_pretrained`.
 
     Raises:
-        CorpusError: its weights lack something, such as the softmax, which would be made anew.
+        ValueError: its weights lack something, such as the softmax, which would be made anew.
     """
     model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **options)
     if missing := sorted(report["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CorpusError(f"{name} is no whole language model: its weights lack {missing[0]}{more}")
+        raise ValueError(f"{name} is no whole language model: its weights lack {missing[0]}{more}")
     return model
 
 

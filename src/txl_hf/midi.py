@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .corpora import SPLITS, CorpusError, files_below, some_names, split_of, unpack
+from .corpora import SPLITS, files_below, some_names, split_of, unpacked, useful_processes
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -44,6 +44,8 @@ COMPARED = 12
 # Quarter notes, two days at any tempo. A damaged time is read as centuries, each bar of which would be a token.
 LONGEST = 100_000
 TOKENIZER_FILE = "tokenizer.json"
+# So many are worth a process.
+FILES = 64
 
 
 class Piece(NamedTuple):
@@ -147,23 +149,21 @@ def read_pieces(
     """The MIDI files of a folder or an archive; of each that cannot be used the name and why; and their folder.
 
     Raises:
-        CorpusError: there is no MIDI file that can be used.
+        ValueError: there is no MIDI file that can be used.
     """
     from datasets import Dataset
 
-    if not folder.exists():
-        raise CorpusError(f"{folder} does not exist")
-    root = unpack(folder, scratch / "unpacked") if folder.name.endswith((".zip", ".tgz", ".tar.gz")) else folder
+    root = unpacked(folder, scratch)
     if not root.is_dir():
-        raise CorpusError(f"{folder} is one file: give a folder of MIDI files, or its archive")
+        raise ValueError(f"{folder} is one file: give a folder of MIDI files, or its archive")
     paths = [path for path in files_below(root) if path.suffix.lower() in MIDI_SUFFIXES]
     if not paths:
-        raise CorpusError(f"{folder} has no MIDI file, which ends in {', '.join(MIDI_SUFFIXES)}; {some_names(root)}")
+        raise ValueError(f"{folder} has no MIDI file, which ends in {', '.join(MIDI_SUFFIXES)}; {some_names(root)}")
     found = Dataset.from_dict({"path": [str(path) for path in paths]}).map(
         inspect,
         input_columns="path",
         fn_kwargs={"tokenizer": tokenizer},
-        num_proc=processes(len(paths), num_proc),
+        num_proc=useful_processes(len(paths) // FILES, num_proc),
         cache_file_name=str(scratch / "pieces.arrow"),
         desc="read",
     )
@@ -177,16 +177,10 @@ def read_pieces(
             pieces.append(Piece(path, name, *(row[key] for key in Piece._fields[2:])))
     if not pieces:
         name, reason = next(iter(left_out.items()))
-        raise CorpusError(
+        raise ValueError(
             f"none of {len(left_out)} MIDI file(s) in {folder} can be used, for instance {name}: {reason}"
         )
     return pieces, left_out, root
-
-
-def processes(files: int, num_proc: int) -> int | None:
-    """As many as have something to do; None is this process."""
-    useful = min(num_proc, files // 64)
-    return useful if useful > 1 else None
 
 
 def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
@@ -285,7 +279,7 @@ def split_pieces(pieces: list[Piece], root: Path) -> tuple[dict[str, list[Piece]
     test, which ones being decided by their fingerprints, so that copies and transpositions of a piece stay together.
 
     Raises:
-        CorpusError: names tell only some splits, or a split is empty.
+        ValueError: names tell only some splits, or a split is empty.
     """
     named: dict[str | None, list[Piece]] = {}
     for piece in pieces:
@@ -293,7 +287,7 @@ def split_pieces(pieces: list[Piece], root: Path) -> tuple[dict[str, list[Piece]
     if not set(named) - {None}:
         return cut_pieces(pieces), []
     if missing := [split for split in SPLITS if split not in named]:
-        raise CorpusError(
+        raise ValueError(
             f"the folder has MIDI files named after {', '.join(filter(None, named))}, none of them after "
             f"{' and '.join(missing)}: name those of all three after train, valid and test, or none"
         )
@@ -308,7 +302,7 @@ def split_pieces(pieces: list[Piece], root: Path) -> tuple[dict[str, list[Piece]
             else:
                 repeated.append(piece)
     if empty := [split for split in SPLITS if not splits[split]]:
-        raise CorpusError(f"all pieces for {' and '.join(empty)} are held out in another split too")
+        raise ValueError(f"all pieces for {' and '.join(empty)} are held out in another split too")
     return {split: splits[split] for split in SPLITS}, [*repeated, *named.get(None, [])]
 
 
@@ -317,7 +311,7 @@ def cut_pieces(pieces: list[Piece]) -> dict[str, list[Piece]]:
     for piece in pieces:
         groups.setdefault(piece.fingerprint, []).append(piece)
     if len(groups) < len(SPLITS):
-        raise CorpusError(
+        raise ValueError(
             f"{len(groups)} piece(s), copies and transpositions aside, are too few to train on and to hold out two"
         )
     held_out = max(1, len(groups) // 20)
@@ -387,7 +381,7 @@ def tokenise_pieces(
         remove_columns=["path", "semitones"],
         features=Features({column: kind}),
         fn_kwargs={"tokenizer": tokenizer, "column": column, "begin": begin, "end": end},
-        num_proc=processes(len(rows), num_proc),
+        num_proc=useful_processes(len(rows) // FILES, num_proc),
         cache_file_name=str(cache),
         desc="tokenise",
     )

@@ -31,7 +31,6 @@ from .adaptive_transfo_xl import (
     InputProjection,
     OutputLayer,
     OutputProjection,
-    TargetsByBin,
     check_labels,
     wide,
 )
@@ -887,14 +886,27 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             ValueError: a label is neither -100 nor in [0, V), or has another shape; and see `TransfoXLModel.forward`.
         """
         shift_labels = kwargs.pop("shift_labels", None)
-        check_tensors(labels=labels, shift_labels=shift_labels)
+        check_tensors(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            labels=labels,
+            shift_labels=shift_labels,
+        )
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         logits_top_k = kwargs.pop("logits_top_k", None)
         state_listeners = kwargs.pop("state_listeners", ())
         if output_logits is None:
             output_logits = self.config.output_logits or not self.config.cutoffs
-        # Targets are sorted before the layers run, so that a GPU has the counts ready when the host asks for them.
-        by_bin = None if output_logits else self._sort_early(labels, shift_labels, attention_mask)
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        given = targets = by_bin = None
+        # Inputs of no such shape are refused by the model.
+        if inputs is not None and inputs.dim() > 1:
+            given = _targets(labels, shift_labels, inputs.shape[:2])
+            targets = None if given is None else without_padding(given, attention_mask, inputs.shape[1])
+        if targets is not None and not output_logits and not torch.jit.is_tracing():
+            # Before the layers run, so that a GPU has the counts ready when the host asks for them.
+            by_bin = self.lm_head.sort_targets(targets.flatten())
         outputs = self.transformer(
             input_ids,
             mems=mems,
@@ -913,13 +925,11 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         hidden_states = outputs.last_hidden_state
         for listener in state_listeners:
             listener(hidden_states, attention_mask)
-        given = _targets(labels, shift_labels, hidden_states.shape[:2])
 
         loss, losses, logits = None, None, None
-        if given is None:
+        if given is None or targets is None:
             logits = self.lm_head(_keep(hidden_states, logits_to_keep), top_k=logits_top_k)
         else:
-            targets = without_padding(given, attention_mask, hidden_states.shape[1])
             predicting = hidden_states[:, : targets.shape[1]]
             if not output_logits:
                 losses = self.lm_head(predicting.flatten(0, 1), targets.flatten(), by_bin=by_bin).view(targets.shape)
@@ -933,16 +943,6 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
                 # the others of this batch do.
                 loss = loss * ((given != -100).sum() / (targets != -100).sum().clamp(min=1)).to(loss.device)
         return TransfoXLCausalLMOutput(loss=loss, logits=logits, losses=losses, **_without_last_state(outputs))
-
-    def _sort_early(
-        self, labels: Tensor | None, shift_labels: Tensor | None, attention_mask: Tensor | None
-    ) -> TargetsByBin | None:
-        """The targets of labels that are (B, L), sorted by bin; None for others, which `_targets` refuses."""
-        given = labels if shift_labels is None else shift_labels
-        if given is None or given.dim() != 2 or given.is_floating_point() or torch.jit.is_tracing():
-            return None
-        targets = without_padding(given[:, 1:] if shift_labels is None else given, attention_mask, given.shape[1])
-        return self.lm_head.sort_targets(targets.flatten())
 
 
 TransfoXLLMHeadModel = TransfoXLForCausalLM
@@ -999,7 +999,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 classes that are no integers, or neither -100 nor in [0, num_labels).
         """
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-        check_tensors(labels=labels)
+        check_tensors(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
         if input_ids is not None:
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
             if attention_mask is None and self.config.pad_token_id is not None and not self.config.positions.recurrent:

@@ -261,13 +261,13 @@ class RelativeLearned(Positions):
         config = model.config
         model.content_bias = nn.Parameter(torch.empty(config.n_layer, config.n_head, config.d_head))
         model.r_emb = _learned_rows(config)
-        model.r_bias = nn.Parameter(torch.empty(config.n_layer, config.learned_positions, config.n_head))
+        model.r_bias = nn.Parameter(torch.empty(config.n_layer, config.n_positions, config.n_head))
 
     @staticmethod
     def distances(
         model: Any, key_length: int, embeds: Tensor, kept: KeptDistances | None, clamp_len: int, mem_len: int
     ) -> list[Distances]:
-        learned = model.config.learned_positions
+        learned = model.config.n_positions
         furthest = min(clamp_len, learned) if clamp_len > 0 else learned
         length = _different(key_length, furthest)
         rows = learned - 1 - torch.arange(length - 1, -1, -1, device=embeds.device).clamp(max=furthest - 1)
@@ -299,7 +299,7 @@ class AbsoluteLearned(Positions):
 
     @classmethod
     def check_segment(cls, length: int, config: Any, given: str = "the call") -> None:
-        if length > config.learned_positions:
+        if length > config.n_positions:
             raise ValueError(
                 f"{given} reads {length} tokens at once, but the model learned max_klen={config.max_klen} absolute "
                 "positions (tgt_len + ext_len + mem_len)"
@@ -355,4 +355,4 @@ def _add_biases(module: Any) -> None:
 
 def _learned_rows(config: Any) -> nn.Parameter:
     """(n_layer, max_klen, H, Dh), the furthest position first."""
-    return nn.Parameter(torch.empty(config.n_layer, config.learned_positions, config.n_head, config.d_head))
+    return nn.Parameter(torch.empty(config.n_layer, config.n_positions, config.n_head, config.d_head))

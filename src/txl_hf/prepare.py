@@ -75,19 +75,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .command_line import CommandParser, hub_or_folder, one_line_errors
+from .command_line import CommandParser, at_least_one, hub_or_folder, one_line_errors
 from .corpora import (
     CORPORA,
     LINES,
     SPLITS,
     Convention,
-    CorpusError,
     count_batch,
     count_stream,
     cut,
     find_files,
     read_files,
     read_rows,
+    useful_processes,
     wanted,
 )
 from .encoding import LINE_FEED, document_end_token, encode_bytes, encode_lines, ends_lines, load_tokenizer
@@ -125,9 +125,9 @@ def main(argv: list[str] | None = None) -> None:
     output: Path = options.output
     with one_line_errors(), no_bars_in_logs():
         if output.exists():
-            raise CorpusError(f"{output} exists: choose another folder with --output, or remove it")
+            raise ValueError(f"{output} exists: choose another folder with --output, or remove it")
         if "::" in str(output.absolute()):
-            raise CorpusError(f"{output}: datasets takes '::' for a chain of file systems: choose another --output")
+            raise ValueError(f"{output}: datasets takes '::' for a chain of file systems: choose another --output")
         output.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
             information = prepare(options, Path(scratch))
@@ -174,7 +174,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--document_end", metavar="TOKEN", help="token that ends each document (the text is one)")
-    parser.add_argument("--num_proc", type=int, default=os.cpu_count(), help="processes (%(default)s)")
+    parser.add_argument("--num_proc", type=at_least_one, default=os.cpu_count(), help="processes (%(default)s)")
     text = parser.add_argument_group("symbols of --corpus text")
     text.add_argument("--mode", choices=["whitespace", "moses", "characters", "bytes"], help="(whitespace)")
     text.add_argument("--lower_case", action="store_true", default=None)
@@ -192,8 +192,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     chosen = [name for name in SYMBOLS if getattr(options, name) is not None]
     if chosen and (options.corpus != "text" or options.tokenizer):
         parser.error(f"--{chosen[0]} is for --corpus text without --tokenizer, which otherwise decide")
-    if options.num_proc < 1:
-        parser.error(f"--num_proc {options.num_proc} must be at least 1")
     return options
 
 
@@ -234,14 +232,14 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict:
     }
     for split, count in counts.items():
         if count["characters"] == 0 or count["words"] == 0:
-            raise CorpusError(f"the {split} text of {source_name(options)} is empty")
+            raise ValueError(f"the {split} text of {source_name(options)} is empty")
     tokenizer, tokens = tokenise(texts, tokenizer, convention, vocabulary, options.num_proc, scratch)
     document_end = None
     if options.document_end is not None:
         document_end = document_end_token(tokenizer, options.document_end)
         for split, ends in count_documents(tokens, document_end).items():
             if ends == 0:
-                raise CorpusError(f"--document_end {options.document_end} is not in the {split} text")
+                raise ValueError(f"--document_end {options.document_end} is not in the {split} text")
             counts[split]["documents"] = ends
     write(tokens, tokenizer, scratch / "output")
     line_end = tokenizer.eos_token if ends_lines(tokenizer) and not convention.stream else None
@@ -306,9 +304,9 @@ def midi_tokenizer(options: argparse.Namespace) -> Any:
     try:
         tokenizer = load_midi_tokenizer(options.tokenizer)
     except ValueError as error:
-        raise CorpusError(f"--tokenizer {error}") from None
+        raise ValueError(f"--tokenizer {error}") from None
     if options.bpe is not None and (tokenizer.is_trained or tokenizer.is_multi_voc):
-        raise CorpusError(
+        raise ValueError(
             f"--tokenizer {options.tokenizer} joins tokens already, or has compound ones: leave out --bpe"
         )
     return tokenizer
@@ -340,7 +338,7 @@ def tell_pieces(splits: dict[str, list[Piece]], left_out: dict[str, str], repeat
 def train_pairs(tokenizer: Any, size: int, pieces: list[Piece]):
     """Let the tokenizer join tokens that often follow one another in these pieces, until it has so many."""
     if size <= len(tokenizer):
-        raise CorpusError(f"--bpe {size} must be more than the {len(tokenizer)} tokens that are joined")
+        raise ValueError(f"--bpe {size} must be more than the {len(tokenizer)} tokens that are joined")
     tokenizer.train(vocab_size=size, files_paths=[piece.path for piece in pieces])
 
 
@@ -372,7 +370,7 @@ def read(
         return read_files(source, options.input, convention, mode, scratch), names, source.vocabulary
     name, config = (options.dataset, options.config) if options.dataset else convention.hub or (None, None)
     if name is None:
-        raise CorpusError(
+        raise ValueError(
             f"--corpus {options.corpus} needs a text: give {wanted(convention)} with --input, or a data set with "
             "--dataset"
         )
@@ -396,9 +394,9 @@ def text_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     try:
         tokenizer = load_tokenizer(name)
     except ValueError as error:
-        raise CorpusError(f"--tokenizer: {error}") from None
+        raise ValueError(f"--tokenizer: {error}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise CorpusError(f"--tokenizer {name} is of MidiTok and reads no text: use it with --corpus {MIDI}")
+        raise ValueError(f"--tokenizer {name} is of MidiTok and reads no text: use it with --corpus {MIDI}")
     return tokenizer
 
 
@@ -407,8 +405,11 @@ def write(tokens: dict[str, "Dataset"], tokenizer: Any, folder: Path) -> None:
 
     # Rows written at once. A slice of a column takes time in proportion to how often that was: 68 ms with the default
     # for 100 M tokens, 0.1 ms with this.
-    datasets.config.DEFAULT_MAX_BATCH_SIZE = 1 << 24
-    datasets.DatasetDict(tokens).save_to_disk(folder)
+    default, datasets.config.DEFAULT_MAX_BATCH_SIZE = datasets.config.DEFAULT_MAX_BATCH_SIZE, 1 << 24
+    try:
+        datasets.DatasetDict(tokens).save_to_disk(folder)
+    finally:
+        datasets.config.DEFAULT_MAX_BATCH_SIZE = default
     tokenizer.save_pretrained(folder)
 
 
@@ -423,7 +424,7 @@ def count_lines(lines: "Dataset", num_proc: int) -> dict[str, int]:
         batch_size=LINES,
         input_columns="text",
         remove_columns="text",
-        num_proc=processes(lines, num_proc),
+        num_proc=useful_processes(len(lines) // LINES, num_proc),
         keep_in_memory=True,
         desc="count",
     )
@@ -439,12 +440,6 @@ def count_documents(tokens: dict[str, "Dataset"], document_end: int) -> dict[str
 
     columns = {split: data.data.column("token_ids") for split, data in tokens.items()}
     return {split: pc.sum(pc.equal(column, document_end)).as_py() or 0 for split, column in columns.items()}
-
-
-def processes(lines: "Dataset", num_proc: int) -> int | None:
-    """As many as have something to do; None is this process."""
-    useful = min(num_proc, len(lines) // LINES)
-    return useful if useful > 1 else None
 
 
 # ---- tokens -----------------------------------------------------------------------------------------------------
@@ -486,7 +481,7 @@ def tokenise_lines(
         remove_columns="text",
         features=Features({"token_ids": Value("int32")}),
         fn_kwargs={"tokenizer": tokenizer, "add_eos": add_eos},
-        num_proc=processes(lines, num_proc),
+        num_proc=useful_processes(len(lines) // LINES, num_proc),
         cache_file_name=str(cache),
         desc="tokenise",
     )
@@ -505,7 +500,7 @@ def word_tokenizer(
     if vocabulary is not None:
         tokenizer = TransfoXLTokenizer(vocab_file=str(vocabulary), mode=convention.mode)
         if tokenizer.eos_token is None or tokenizer.unk_token is None:
-            raise CorpusError(f"{vocabulary} is no vocabulary of the corpus: it has no <S> or no <UNK>")
+            raise ValueError(f"{vocabulary} is no vocabulary of the corpus: it has no <S> or no <UNK>")
         return tokenizer
     options: dict[str, Any] = {}
     if convention.mode in LINE_END_MODES:
@@ -544,7 +539,7 @@ def stream_tokenizer(texts: dict[str, bytes], convention: Convention) -> "Transf
         return TransfoXLTokenizer.from_symbols(map(str, found), mode="bytes")
     symbols = bytes(found).decode("latin-1").replace(" ", "_")
     if strange := re.sub("[a-z_]", "", symbols):
-        raise CorpusError(f"text8 is small letters and spaces, but this text has {strange[0]!r}")
+        raise ValueError(f"text8 is small letters and spaces, but this text has {strange[0]!r}")
     return TransfoXLTokenizer.from_symbols(symbols, mode="characters")
 
 

@@ -42,7 +42,7 @@ class Segment(NamedTuple):
         labels: (B, L), the tokens that come next; -100 behind the end of a stream.
         targets: (B, L), those of them that are scored; -100 elsewhere.
         resets: (B, e + L) bool, True where a document begins; None where the text is one.
-        scored: how many these are.
+        scored: how many targets are.
         labels_of_all: how many labels there are, of all processes; at least one.
     """
 
@@ -383,9 +383,9 @@ def _labels(streams: list[range], begin: int, end: int) -> int:
     return sum(max(0, min(end, len(stream) - 1) - begin) for stream in streams)
 
 
-def _check_vocabulary(token_ids, vocab_size: int, chunk: int = 1 << 20) -> None:
-    for start in range(0, len(token_ids), chunk):
-        ids = read_tokens(token_ids, start, min(start + chunk, len(token_ids))).numpy()
+def _check_vocabulary(token_ids, vocab_size: int) -> None:
+    for start in range(0, len(token_ids), TOKENS_MOVED):
+        ids = read_tokens(token_ids, start, min(start + TOKENS_MOVED, len(token_ids))).numpy()
         outside = (ids < 0) | (ids >= vocab_size)
         if outside.any():
             position = int(outside.argmax())

@@ -1,7 +1,6 @@
 """What `txl-evaluate` does: a text scored with memories and windows, and what is said and written of it."""
 
 import argparse
-import copy
 import dataclasses
 import datetime
 import json
@@ -22,11 +21,11 @@ from .attention_transfo_xl import fastest_attention
 from .cards import RESULTS, origin, read_results
 from .configuration_transfo_xl import TransfoXLConfig
 from .continuous_cache import ContinuousCache
-from .corpora import CorpusError
 from .encoding import check_symbols_of, find_tokenizer, load_tokenizer
 from .evaluation import LanguageModelEvaluation, evaluate_language_model, figures
 from .files import whole_file, write_text
 from .loading import find_device, load_config, load_language_model
+from .memory_transfo_xl import MemoryLengths
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .streams import check_sizes
 from .texts import TokenisedText, read_document_end, read_prepared, read_raw
@@ -59,7 +58,7 @@ def run(options: argparse.Namespace):
     adaptation = read_adaptation(options)
     text = read_text(options)
     if len(text.token_ids) == 0:
-        raise CorpusError(f"{options.data} is empty: it has no token")
+        raise ValueError(f"{options.data} is empty: it has no token")
     check_vocabulary(text, config, options)
     text = text.beginning(options.max_tokens)
     model = load_language_model(options.model, dtype=getattr(torch, options.dtype))
@@ -201,16 +200,15 @@ def protocols(options: argparse.Namespace, config: TransfoXLConfig) -> list[dict
     return with_memory + windows
 
 
-def check_protocol(config: TransfoXLConfig, segment_length: int, memory_length: int, ext_len: int | None, **_):
+def check_protocol(
+    config: TransfoXLConfig, segment_length: int, memory_length: int, ext_len: int | None, clamp_len: int | None, **_
+):
     """Raise a ValueError for lengths that the model cannot be read with, before it is read with others."""
+    check_sizes(segment_length=segment_length)
+    filled = MemoryLengths(memory_length, ext_len, clamp_len).of(config)
     lengths = {"segment_length": segment_length, "memory_length": memory_length, "ext_len": ext_len}
-    config = copy.deepcopy(config)
-    config.mem_len, config.ext_len = memory_length, config.ext_len if ext_len is None else ext_len
-    config.validate_architecture()
-    if segment_length < 1:
-        raise ValueError(f"segment_length={segment_length} must be an integer of at least 1")
     given = ", ".join(f"{name}={value}" for name, value in lengths.items() if value is not None)
-    config.positions.check_segment(segment_length + config.ext_len, config, given)
+    config.positions.check_segment(segment_length + filled.ext_len, config, given)
 
 
 def read_adaptation(options: argparse.Namespace) -> dict[str, Any]:
@@ -224,7 +222,7 @@ def read_adaptation(options: argparse.Namespace) -> dict[str, Any]:
         settings = {name: value for name, value in given.items() if value is not None}
         if options.statistics is not None:
             if not options.data.is_dir():
-                raise CorpusError(f"--statistics needs a folder of txl-prepare, which {options.data} is not")
+                raise ValueError(f"--statistics needs a folder of txl-prepare, which {options.data} is not")
             train = read_prepared(options.data, "train")
             check_statistics(options.statistics, train)
             settings["statistics"] = train.token_ids[: options.statistics]
@@ -348,14 +346,14 @@ def plot(report: dict[str, Any], path: Path):
 def read_text(options: argparse.Namespace) -> TokenisedText:
     if options.data.is_dir():
         if options.tokenizer is not None:
-            raise CorpusError(f"--tokenizer is for a text file: {options.data} has been tokenised")
+            raise ValueError(f"--tokenizer is for a text file: {options.data} has been tokenised")
         text = read_prepared(options.data, options.split)
         return dataclasses.replace(text, document_end=find_document_end(options, text))
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else find_tokenizer(options.model)
     if tokenizer is None:
-        raise CorpusError(f"{options.model} has no tokenizer: name one with --tokenizer")
+        raise ValueError(f"{options.model} has no tokenizer: name one with --tokenizer")
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise CorpusError(
+        raise ValueError(
             f"{options.tokenizer or options.model} reads music: --data {options.data} must be a folder of txl-prepare"
         )
     text = read_raw(options.data, tokenizer)
@@ -365,7 +363,7 @@ def read_text(options: argparse.Namespace) -> TokenisedText:
 def check_vocabulary(text: TokenisedText, config: TransfoXLConfig, options: argparse.Namespace):
     """The text's symbols must be the model's."""
     if len(text.tokenizer) > config.vocab_size:
-        raise CorpusError(
+        raise ValueError(
             f"{options.data} has a vocabulary of {len(text.tokenizer)}, which does not fit {options.model} with one "
             f"of {config.vocab_size}"
         )

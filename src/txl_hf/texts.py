@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .corpora import CorpusError, count_batch, count_stream
+from .corpora import count_batch, count_stream
 from .encoding import document_end_token, encode_bytes, encode_lines, find_tokenizer, reads_streams
 from .midi import EVENTS
 from .tokenization_transfo_xl_backend import open_lines
@@ -41,7 +41,7 @@ class TokenisedText:
 
 def read_prepared(folder: Path, split: str) -> TokenisedText:
     if not (folder / INFORMATION).is_file():
-        raise CorpusError(f"{folder} has no {INFORMATION}: it is no folder of txl-prepare")
+        raise ValueError(f"{folder} has no {INFORMATION}: it is no folder of txl-prepare")
     # Of an extra, which a text file does without.
     from datasets import DatasetDict
 
@@ -50,13 +50,13 @@ def read_prepared(folder: Path, split: str) -> TokenisedText:
         corpus, counts = information["corpus"], information["splits"][split]
     except (ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise CorpusError(f"{folder / INFORMATION} is damaged ({reason}): prepare the text again") from None
+        raise ValueError(f"{folder / INFORMATION} is damaged ({reason}): prepare the text again") from None
     tokenizer = find_tokenizer(str(folder))
     if tokenizer is None:
-        raise CorpusError(f"{folder} has no tokenizer: prepare the text again with txl-prepare")
+        raise ValueError(f"{folder} has no tokenizer: prepare the text again with txl-prepare")
     dataset = DatasetDict.load_from_disk(folder)[split]
     if EVENTS in dataset.column_names:
-        raise CorpusError(f"{folder} has compound tokens, which are no one text: see examples/music/compound.py")
+        raise ValueError(f"{folder} has compound tokens, which are no one text: see examples/music/compound.py")
     return TokenisedText(
         token_ids=dataset.with_format("numpy")["token_ids"],
         tokenizer=tokenizer,
@@ -76,15 +76,15 @@ def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedText:
         with open_lines(path, getattr(tokenizer, "mode", None)) as file:
             lines = file.readlines()
     except UnicodeDecodeError as error:
-        raise CorpusError(f"{path} is not UTF-8 text: {error}") from None
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from None
     [words], [characters], _ = count_batch(lines).values()
     if words == 0:
-        raise CorpusError(f"{path} is empty: it has no word")
+        raise ValueError(f"{path} is empty: it has no word")
     token_ids = encode_lines(tokenizer, lines)
     return TokenisedText(token_ids, tokenizer, words=words + len(lines), characters=characters)
 
 
-def read_document_end(folder: Path, tokenizer: Any, given: str | None = None) -> int | None:
+def read_document_end(folder: Path, tokenizer: Any, given: str | None) -> int | None:
     """The token that ends each document of a folder of `txl-prepare`; None where it is one text.
 
     Args:

@@ -208,7 +208,7 @@ _NUMBERS = [
 ]
 
 
-def moses_normalizers(specials: list, line_end: str | None = None) -> list:
+def moses_normalizers(specials: list, line_end: str | None) -> list:
     """The steps that set a space between the symbols of a text.
 
     Args:

@@ -153,9 +153,7 @@ def find_document_end(arguments: Arguments, tokenizer: Any, config: TransfoXLCon
     return document_end
 
 
-def make_stream(
-    token_ids, config: TransfoXLConfig, arguments: Arguments, document_end: int | None = None
-) -> TokenStream:
+def make_stream(token_ids, config: TransfoXLConfig, arguments: Arguments, document_end: int | None) -> TokenStream:
     """The training text; where it is of documents, each is read without what came before it."""
     data, seed = arguments.data, arguments.run.seed
     if data.roll:
