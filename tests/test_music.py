@@ -266,7 +266,7 @@ def test_pieces_and_prompts_begin_in_keys_that_were_learned(tmp_path):
         row = {"path": [str(tmp_path / "prompt.mid")], "semitones": [0]}
         [learned] = {index for index in tokenise_batch(row, tokenizer, "ids", 0, 0)["ids"] if is_key(tokenizer, index)}
         for ids in (
-            generate.heading(tokenizer, name, None),
+            generate.heading(tokenizer, generate.key_signature(name), None),
             generate.prompt_tokens(tokenizer, tmp_path / "prompt.mid", None),
         ):
             assert [index for index in ids if is_key(tokenizer, index)] == [learned]
@@ -347,8 +347,6 @@ def test_a_piece_that_is_cut_off_ends_with_a_whole_event(saved, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--key", "H"], "--key H must be a letter from A to G"),
-        (["--key", "D#"], "--key D# must be a letter"),
         (["--tempo", "1"], "--tempo 1 is outside the model's 40 to 250"),
         (["--prompt", "none.mid"], "--prompt none.mid cannot be read"),
         (["--wav"], "--wav needs the program fluidsynth: apt install fluidsynth"),
@@ -363,6 +361,30 @@ def test_what_cannot_be_written_is_refused_in_one_line(saved, tmp_path, monkeypa
         generate.main(["--model", str(saved), "--output", "pieces", *options])
     assert message in refused.value.code and "\n" not in refused.value.code
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["H", "D#", ""])
+def test_what_is_no_key_is_refused_before_anything_is_read(capsys, key):
+    with pytest.raises(SystemExit):
+        generate.parse_arguments(["--model", "model", "--output", "pieces", "--key", key])
+    assert f"--key: {key} must be a letter from A to G" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [1, 12, 33])
+def test_a_picture_of_many_instruments_has_all_their_names_and_keeps_its_notes(tmp_path, monkeypatch, count):
+    score = symusic.Score(480)
+    for i in range(count):
+        score.tracks.append(symusic.Track(f"Instrument {i}", i))
+        score.tracks[i].notes.append(symusic.Note(480 * i, 480, 40 + i, 80))
+    figures = []
+    monkeypatch.setattr(generate.plt, "close", figures.append)
+    generate.draw(score, tmp_path / "roll.png", "a piece")
+    [figure] = figures
+    [axes] = figure.axes
+    picture, names = figure.bbox, axes.get_legend().get_window_extent()
+    assert len({bars.patches[0].get_facecolor() for bars in axes.containers}) == count
+    assert picture.y0 <= names.y0 and names.y1 <= picture.y1 and names.x1 <= picture.x1
+    assert axes.get_window_extent().height > 0.6 * picture.height
 
 
 @pytest.mark.parametrize("option", ["--count", "--bars", "--prompt_bars"])

@@ -434,6 +434,19 @@ def test_what_holds_no_whole_model_is_named(tmp_path, recipe, corpus, capsys):
     train(*options, tmp_path / "whole", "--max_steps", "1")
 
 
+def test_a_model_that_is_nowhere_or_lacks_weights_is_named(tmp_path, recipe, corpus, capsys):
+    """As `txl-evaluate` names them. The softmax of a base model would be made anew."""
+    options = [recipe, "--data", corpus, "--output", tmp_path / "second", "--model_name_or_path"]
+    said = refused(capsys, *options, "nowhere")
+    assert "--model_name_or_path nowhere does not load: there is no such folder here, and as a name on the Hub" in said
+    train(recipe, "--data", corpus, "--output", tmp_path / "first")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "first").base_model
+    base.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "base")
+    assert "base is no whole language model: its weights lack lm_head" in refused(capsys, *options, tmp_path / "base")
+    assert not (tmp_path / "second").exists()
+
+
 def test_fine_tuning_is_resumed(tmp_path, recipe, corpus):
     """The losses of the run that was not cut, from a model that was loaded and a checkpoint on top of it."""
     train(recipe, "--data", corpus, "--output", tmp_path / "first")
@@ -1276,7 +1289,7 @@ def test_what_a_run_says(tmp_path, capsys, recipe, corpus, monkeypatch):
     train(recipe, "--data", corpus, "--output", tmp_path / "output", "--log-every", "100", "--eval_every", "100")
     printed = capsys.readouterr()
     assert (
-        "training 0.0 M parameters on 1 × cpu in fp32: 12 steps of 32 tokens, 1.3 epochs of a text of 289"
+        "training 0.0 M parameters on 1 × cpu in fp32: 12 steps of 32 tokens, 1.3 epochs of a text of 289 tokens\n"
         in printed.err
     )
     assert "1/12" in printed.err and "perplexity" in printed.err.split("12/12")[0]

@@ -543,6 +543,18 @@ def test_evaluation_is_that_of_the_text(tmp_path):
     assert metrics["eval_bits_per_token"] == pytest.approx(expected.bits_per_token, rel=1e-5)
 
 
+def test_an_evaluation_says_how_much_of_its_text_it_leaves_out(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(txl_hf.trainer.logger, "warning_once", said.append)
+    for options in ({}, {"keep_remainder": True}):
+        held_out = TokenStream(make_text(48), 5, 2, **options)
+        make_trainer(tmp_path, trainer={"eval_dataset": held_out}, per_device_eval_batch_size=2)
+    assert said == [
+        "eval_dataset leaves out 7 tokens at the end of its text, which the figures are not of: make it with "
+        "keep_remainder=True"
+    ]
+
+
 @pytest.mark.parametrize("iterable", [False, True])
 @pytest.mark.parametrize(
     ("changes", "message"),

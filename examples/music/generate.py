@@ -52,7 +52,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bars", type=int, default=32, help="of each piece, behind the prompt (%(default)s)")
     parser.add_argument("--prompt", type=Path, help="a MIDI file to go on from")
     parser.add_argument("--prompt_bars", type=int, help="bars of it (all)")
-    parser.add_argument("--key", help="such as C, F#, Bb, or Am for A minor")
+    parser.add_argument("--key", type=key_signature, help="such as C, F#, Bb, or Am for A minor")
     parser.add_argument("--tempo", type=float, help="quarter notes a minute")
     parser.add_argument("--memory_length", type=int, help="tokens remembered (the model's)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token (%(default)s)")
@@ -84,7 +84,7 @@ def key_signature(name: str) -> symusic.KeySignature:
     """A key as people write it, spelled as those that models learn from.
 
     Raises:
-        ValueError: it is none, or has more than seven accidentals.
+        argparse.ArgumentTypeError: it is none, or has more than seven accidentals.
     """
     match = re.fullmatch(r"([A-G])([#b]?)(m?)", name)
     sharps = 0
@@ -92,17 +92,20 @@ def key_signature(name: str) -> symusic.KeySignature:
         letter, accidental, minor = match.groups()
         sharps = SHARPS[letter] + {"#": 7, "b": -7, "": 0}[accidental] - (3 if minor else 0)
     if match is None or abs(sharps) > 7:
-        raise ValueError(f"--key {name} must be a letter from A to G, then # or b, then m for minor, such as Bbm")
+        raise argparse.ArgumentTypeError(
+            f"{name} must be a letter from A to G, then # or b, then m for minor, such as Bbm"
+        )
     return symusic.KeySignature(0, spelled(sharps), 1 if minor else 0)
 
 
-def heading(tokenizer: MusicTokenizer, key: str | None, tempo: float | None) -> list[int]:
+def heading(tokenizer: MusicTokenizer, key: "symusic.KeySignature | None", tempo: float | None) -> list[int]:
     """The tokens that come before the first note of a piece in this key and at this tempo."""
     if key is None and tempo is None:
         return []
     config = tokenizer.config
-    if (key and not config.use_key_signatures) or (tempo and not config.use_tempos):
-        raise ValueError(f"the model's tokenizer has no {'key signatures' if key else 'tempos'}: leave out the option")
+    if (key is not None and not config.use_key_signatures) or (tempo and not config.use_tempos):
+        lacks = "tempos" if key is None else "key signatures"
+        raise ValueError(f"the model's tokenizer has no {lacks}: leave out the option")
     if tempo is not None:
         tempos = tokenizer.tempos
         if not tempos.min() <= tempo <= tempos.max():
@@ -114,7 +117,7 @@ def heading(tokenizer: MusicTokenizer, key: str | None, tempo: float | None) -> 
     score.time_signatures.append(symusic.TimeSignature(0, 4, 4))
     score.tempos.append(symusic.Tempo(0, tempo or tokenizer.default_tempo))
     if key is not None:
-        score.key_signatures.append(key_signature(key))
+        score.key_signatures.append(key)
     score.tracks.append(symusic.Track("one", int(next(p for p in config.programs if p >= 0))))
     score.tracks[0].notes.append(symusic.Note(0, 480, sum(config.pitch_range) // 2, 64))
     sequence = tokenizer.encode(score, encode_ids=False)
@@ -204,18 +207,19 @@ def draw(score: symusic.Score, path: Path, title: str):
     ticks = score.ticks_per_quarter
     metre = score.time_signatures[0] if len(score.time_signatures) else symusic.TimeSignature(0, 4, 4)
     bar = 4 * metre.numerator / metre.denominator
-    figure, axes = plt.subplots(figsize=(12, 4), layout="constrained")
+    # The instruments' names stand beside the notes, one below the other.
+    count = len(score.tracks)
+    figure, axes = plt.subplots(figsize=(12, max(4, 0.25 * count)), layout="constrained")
+    colours = plt.get_cmap("tab10" if count <= 10 else "tab20") if count <= 20 else plt.get_cmap("turbo", count)
     for i, track in enumerate(score.tracks):
         notes = track.notes.numpy()
-        lengths = notes["duration"] / ticks / bar
         # A little shorter, so that repeated notes can be told apart.
-        axes.barh(
-            notes["pitch"], 0.93 * lengths, 0.9, 1 + notes["time"] / ticks / bar, color=f"C{i}", label=track.name
-        )
+        lengths, starts = 0.93 * notes["duration"] / ticks / bar, 1 + notes["time"] / ticks / bar
+        axes.barh(notes["pitch"], lengths, 0.9, starts, color=colours(i), label=track.name)
     axes.set(xlabel="bar", ylabel="MIDI pitch", title=title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    if len(score.tracks):
+    if count:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
     figure.savefig(path, dpi=100)
     plt.close(figure)
@@ -257,12 +261,12 @@ def main(arguments: list[str] | None = None):
         soundfont = find_soundfont(options.soundfont) if options.wav else None
         tokenizer = load_midi_tokenizer(options.model)
         settings = {} if options.memory_length is None else {"mem_len": options.memory_length}
-        model = TransfoXLForCausalLM.from_pretrained(options.model, **settings).eval()
-        model.to(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
         if options.prompt:
             prompt = prompt_tokens(tokenizer, options.prompt, options.prompt_bars)
         else:
             prompt = heading(tokenizer, options.key, options.tempo)
+        model = TransfoXLForCausalLM.from_pretrained(options.model, **settings).eval()
+        model.to(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
         set_seed(options.seed)
         with whole_folder(options.output) as folder:
             for i, ids in enumerate(write_tokens(model, tokenizer, prompt, options), start=1):

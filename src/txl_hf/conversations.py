@@ -121,6 +121,7 @@ def names_no_device(name: str | None) -> bool:
 def serve(options: argparse.Namespace) -> None:
     """Start transformers' server and stay in it. Raises ValueError for what is no Transformer-XL."""
     import uvicorn
+    from fastapi import HTTPException
     from transformers.cli.serve import Serve
     from transformers.cli.serving import model_manager, utils
 
@@ -132,10 +133,19 @@ def serve(options: argparse.Namespace) -> None:
             model.generate = Conversations(model, options.texts).generate
             return model
 
+        def _load_processor(self, *args, **kwargs):
+            processor = super()._load_processor(*args, **kwargs)
+            if processor.chat_template is None:
+                processor.apply_chat_template = refuse_chat
+            return processor
+
         @staticmethod
         def get_gen_models(cache_dir: str | None = None) -> list[dict]:
             """What `/v1/models` lists: the one model that requests may name, in place of the Hub's cache."""
             return [{"id": options.model, "object": "model", "created": started, "owned_by": "txl-serve"}]
+
+    def refuse_chat(*args, **kwargs):
+        raise HTTPException(400, f"the tokenizer of {options.model} has no chat_template: use /v1/completions")
 
     def chosen(handler, body: dict, *args, **kwargs) -> GenerationConfig:
         """As the server has it, which sets a seed when a request comes, not when its reply is drawn, and takes the

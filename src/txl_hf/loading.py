@@ -15,8 +15,15 @@ from .modeling_transfo_xl import TransfoXLForCausalLM
 __all__ = ["check_model_folder", "find_device", "load_config", "load_language_model"]
 
 
-def load_config(name: str) -> TransfoXLConfig:
-    """That of `--model`. Where that is no folder, it says so first: without a network, asking the Hub ends late."""
+def load_config(name: str, option: str = "--model") -> TransfoXLConfig:
+    """That of a model. Where that is no folder, it says so first: without a network, asking the Hub ends late.
+
+    Args:
+        option: by which a command was given the name.
+
+    Raises:
+        ValueError: it does not load, or is of another model.
+    """
     if not Path(name).exists() and is_repo_id(name):
         print(f"{name} is no folder here: looking for it on the Hub", file=sys.stderr)
     check_model_folder(name)
@@ -24,9 +31,9 @@ def load_config(name: str) -> TransfoXLConfig:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         where = "" if Path(name).exists() else "there is no such folder here, and as a name on the Hub "
-        raise ValueError(f"--model {name} does not load: {where}{error}") from None
+        raise ValueError(f"{option} {name} does not load: {where}{error}") from None
     if not isinstance(config, TransfoXLConfig):
-        raise ValueError(f"--model {name} is a {config.model_type}, not a Transformer-XL")
+        raise ValueError(f"{option} {name} is a {config.model_type}, not a Transformer-XL")
     return config
 
 

@@ -272,7 +272,8 @@ def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:
     splits, repeated = split_pieces(pieces, root)
     tell_pieces(splits, left_out, repeated)
     if options.bpe is not None:
-        train_pairs(tokenizer, options.bpe, splits["train"])
+        # Tokens that often follow one another in these pieces are joined, until there are so many.
+        tokenizer.train(vocab_size=options.bpe, files_paths=[piece.path for piece in splits["train"]])
     tokens, parts = {}, {}
     for split, chosen in splits.items():
         semitones = (options.transpose or 0) if split == "train" else 0
@@ -300,15 +301,19 @@ def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:
 
 def midi_tokenizer(options: argparse.Namespace) -> Any:
     if options.tokenizer is None:
-        return make_midi_tokenizer(options.tokens or "remi")
-    try:
-        tokenizer = load_midi_tokenizer(options.tokenizer)
-    except ValueError as error:
-        raise ValueError(f"--tokenizer {error}") from None
-    if options.bpe is not None and (tokenizer.is_trained or tokenizer.is_multi_voc):
-        raise ValueError(
-            f"--tokenizer {options.tokenizer} joins tokens already, or has compound ones: leave out --bpe"
-        )
+        tokenizer = make_midi_tokenizer(options.tokens or "remi")
+    else:
+        try:
+            tokenizer = load_midi_tokenizer(options.tokenizer)
+        except ValueError as error:
+            raise ValueError(f"--tokenizer {error}") from None
+    if options.bpe is not None:
+        if tokenizer.is_trained or tokenizer.is_multi_voc:
+            raise ValueError(
+                f"--tokenizer {options.tokenizer} joins tokens already, or has compound ones: leave out --bpe"
+            )
+        if options.bpe <= len(tokenizer):
+            raise ValueError(f"--bpe {options.bpe} must be more than the {len(tokenizer)} tokens that are joined")
     return tokenizer
 
 
@@ -333,13 +338,6 @@ def tell_pieces(splits: dict[str, list[Piece]], left_out: dict[str, str], repeat
     if keyless := [piece.name for piece in chosen if piece.no_key]:
         read_as = "which the tokenizer reads as C major"
         print(f"{len(keyless)} file(s) that begin without a key signature, {read_as}: {some(keyless)}")
-
-
-def train_pairs(tokenizer: Any, size: int, pieces: list[Piece]):
-    """Let the tokenizer join tokens that often follow one another in these pieces, until it has so many."""
-    if size <= len(tokenizer):
-        raise ValueError(f"--bpe {size} must be more than the {len(tokenizer)} tokens that are joined")
-    tokenizer.train(vocab_size=size, files_paths=[piece.path for piece in pieces])
 
 
 def chosen_convention(options: argparse.Namespace) -> Convention:

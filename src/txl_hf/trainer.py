@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments, default_da
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy
+from transformers.utils import logging
 
 from .cards import METRICS, RESULTS, results_of_folder, to_results
 from .checkpoints import (
@@ -42,6 +43,8 @@ from .streams import check_loader, describe_stream
 from .text_stream import TextStream
 
 __all__ = ["TransfoXLTrainer"]
+
+logger = logging.get_logger(__name__)
 
 # What a card calls the split and the data set of an evaluation that nobody has named.
 HELD_OUT, TRAINING = ("validation", "held-out text"), ("train", "training text")
@@ -146,7 +149,7 @@ class TransfoXLTrainer(Trainer):
         named = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval_dataset": self.eval_dataset}
         for name, dataset in named.items():
             self._check_batch_size(name, dataset, "per_device_eval_batch_size", self.args.eval_batch_size)
-            _check_ends(name, dataset)
+            _check_end(name, dataset)
         if self.args.label_names is None:
             self.label_names = ["shift_labels"]
         self._memory, self._sums = _Memory(), _Sums()
@@ -214,13 +217,13 @@ class TransfoXLTrainer(Trainer):
         elif isinstance(eval_dataset, str):
             eval_dataset = self.eval_dataset[eval_dataset]
         self._check_loader(loader, eval_dataset, "eval_dataset")
-        _check_ends("eval_dataset", eval_dataset)
+        _check_end("eval_dataset", eval_dataset)
         return loader
 
     def get_test_dataloader(self, test_dataset) -> DataLoader:
         loader = super().get_test_dataloader(test_dataset)
         self._check_loader(loader, test_dataset, "test_dataset")
-        _check_ends("test_dataset", test_dataset)
+        _check_end("test_dataset", test_dataset)
         return loader
 
     def _get_dataloader(self, dataset, *args, is_training=False, **kwargs) -> DataLoader:
@@ -611,10 +614,15 @@ def _check_whole(name: str, dataset):
         )
 
 
-def _check_ends(name: str, dataset):
-    """Refuse an evaluation of a text that is read again and again."""
+def _check_end(name: str, dataset):
+    """Refuse an evaluation of a text that is read again and again, and say what one leaves out."""
     if isinstance(dataset, TextStream) and dataset.epochs is None:
         raise ValueError(f"{name} is a TextStream with epochs=None, which never ends: make it with epochs=1")
+    if left_out := getattr(dataset, "dropped_tokens", 0):
+        logger.warning_once(
+            f"{name} leaves out {left_out:,} tokens at the end of its text, which the figures are not of: make it "
+            "with keep_remainder=True"
+        )
 
 
 def _check_arguments(args: TrainingArguments, model: PreTrainedModel):

@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import openai
 import pytest
@@ -49,6 +51,13 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(model):
+    with served(model) as client:
+        yield client
+
+
+@contextmanager
+def served(model):
+    """A client of a server of the model."""
     command = [sys.executable, "-c", COUNTED, str(model), "--port", "0"]
     process = subprocess.Popen(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, stdout=subprocess.PIPE, text=True)
     try:
@@ -121,6 +130,18 @@ def test_a_conversation_goes_on_with_its_memory(client, model):
         assert "".join(part.choices[0].delta.content or "" for part in streamed) == found
         messages.append({"role": "assistant", "content": found})
         text += f"assistant: {found}\n"
+
+
+def test_chat_without_a_template_is_refused_in_one_sentence(model, tmp_path):
+    """So are the models of `txl-train`."""
+    plain = shutil.copytree(model, tmp_path / "plain")
+    (plain / "chat_template.jinja").unlink()
+    with served(plain) as client:
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model=str(plain), messages=[{"role": "user", "content": "hi"}])
+        detail = f"the tokenizer of {plain} has no chat_template: use /v1/completions"
+        assert refused.value.response.json() == {"detail": detail}
+        assert client.completions.create(model=str(plain), prompt="hello", max_tokens=1).usage.completion_tokens == 1
 
 
 def test_transformers_chat_talks_to_it(client, model, tmp_path):

@@ -215,10 +215,11 @@ class Training:
         per_step = stream.batch_size * stream.segment_length
         begun = f" from step {self.step:,}" if self.step else ""
         precision = PRECISIONS[self.accelerator.mixed_precision]
+        left_out = f", but for its last {stream.dropped_tokens:,}" if stream.dropped_tokens else ""
         return (
             f"training {parameters / 1e6:.1f} M parameters on {self.accelerator.num_processes} × "
             f"{self.accelerator.device.type} in {precision}{begun}: {self.max_steps:,} steps of {per_step:,} tokens, "
-            f"{self.max_steps / stream.steps:.1f} epochs of a text of {len(stream.token_ids):,} tokens"
+            f"{self.max_steps / stream.steps:.1f} epochs of a text of {len(stream.token_ids):,} tokens{left_out}"
         )
 
     def expect(self) -> bool:

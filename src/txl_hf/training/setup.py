@@ -19,13 +19,13 @@ from accelerate.utils import DataLoaderConfiguration, DistributedType, GradientA
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
+from transformers import AutoModelForCausalLM, get_scheduler
 
 from ..attention_transfo_xl import fastest_attention
 from ..configuration_transfo_xl import TransfoXLConfig
 from ..encoding import check_symbols_of, load_tokenizer
 from ..linear_transfo_xl import bf16_is_faster
-from ..loading import check_model_folder
+from ..loading import load_config, load_language_model
 from ..memory_transfo_xl import MemoryLengths
 from ..midi import EVENTS
 from ..modeling_transfo_xl import TransfoXLForCausalLM
@@ -201,11 +201,7 @@ def make_config(arguments: ModelArguments, tokenizer: Any, data: DataArguments) 
     `loss="half"` as many tokens are read again as a segment has."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     source, vocab_size = given.pop("model_name_or_path", None), len(tokenizer)
-    if source is not None:
-        check_model_folder(source)
-    config = TransfoXLConfig() if source is None else AutoConfig.from_pretrained(source)
-    if not isinstance(config, TransfoXLConfig):
-        raise ValueError(f"--model_name_or_path {source} is no Transformer-XL, but a {config.model_type} model")
+    config = TransfoXLConfig() if source is None else load_config(source, "--model_name_or_path")
     if data.loss == "half":
         tgt_len = given.get("tgt_len", config.tgt_len)
         if given.setdefault("ext_len", tgt_len) != tgt_len:
@@ -237,8 +233,7 @@ def make_model(config: TransfoXLConfig, arguments: ModelArguments, run: RunArgum
     implementation = run.attn_implementation or fastest_attention(config.n_head, config.d_head)
     settings = {} if implementation is None else {"attn_implementation": implementation}
     if arguments.model_name_or_path is not None:
-        name = arguments.model_name_or_path
-        model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=torch.float32, **settings)
+        model = load_language_model(arguments.model_name_or_path, config=config, dtype=torch.float32, **settings)
     else:
         model = AutoModelForCausalLM.from_config(config, **settings)
     if run.gradient_checkpointing:
