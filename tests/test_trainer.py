@@ -1135,10 +1135,11 @@ BEST_IS_EARLY = {
 }
 
 
-def test_the_best_model_has_the_figures_of_its_step_and_those_since(tmp_path):
+@pytest.mark.parametrize("changes", [{}, {"include_num_input_tokens_seen": "all"}], ids=str)
+def test_the_best_model_has_the_figures_of_its_step_and_those_since(tmp_path, changes):
     """Of the text that chose it, and of one that is evaluated when it has been loaded."""
     validation, test = (TokenStream(make_text(41, seed=seed), 5, 4) for seed in (1, 2))
-    trainer = make_trainer(tmp_path, trainer={"eval_dataset": validation}, **BEST_IS_EARLY)
+    trainer = make_trainer(tmp_path, trainer={"eval_dataset": validation}, **BEST_IS_EARLY, **changes)
     trainer.train()
     assert trainer.state.best_global_step < 4
     expected = {"validation": max(logged(trainer, "eval_perplexity"))}

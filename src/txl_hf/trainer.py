@@ -598,8 +598,9 @@ def _modified(path: Path) -> float:
 def evaluations_of_now(trainer: Trainer) -> list[dict[str, Any]]:
     """What a Trainer has logged of the weights that its model has."""
     state, history = trainer.state, trainer.state.log_history
-    # Only a training that came to its end, and so logged its time, has loaded the best model.
-    ended = next((i for i, logs in enumerate(history) if "train_runtime" in logs), None)
+    # Only a training that came to its end has loaded the best model. It has logged its time, which all logs may hold
+    # (include_num_input_tokens_seen), and its operations.
+    ended = next((i for i, logs in enumerate(history) if "total_flos" in logs), None)
     if ended is None or not trainer.args.load_best_model_at_end or state.best_model_checkpoint is None:
         return [logs for logs in history if logs.get("step") == state.global_step]
     return [logs for logs in history[:ended] if logs.get("step") == state.best_global_step] + history[ended:]
