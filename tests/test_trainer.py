@@ -1030,7 +1030,8 @@ def test_plain_trainer_writes_the_same_card(tmp_path):
     assert "Its evaluation" not in card.text, "it was trained since"
     loss = trainer.evaluate()["eval_loss"]
     trainer.create_model_card()
-    assert f"`eval_loss` {loss:.4f}" in (tmp_path / "README.md").read_text()
+    # And no time of the machine.
+    assert f"\nIts evaluation: `eval_loss` {loss:.4f}.\n" in (tmp_path / "README.md").read_text()
     # It is one that was generated.
     make_model(vocab_size=101).save_pretrained(tmp_path)
     assert "over a vocabulary of 101," in (tmp_path / "README.md").read_text()

@@ -112,7 +112,7 @@ def _evaluated(trainer: Trainer) -> str:
         name: value
         for logs in evaluations_of_now(trainer)
         for name, value in logs.items()
-        if name.startswith("eval_") and not name.endswith(("_runtime", "_per_second"))
+        if name.startswith("eval_") and not name.endswith(("_runtime", "_per_second", "_model_preparation_time"))
     }
     listed = [f"`{name}` {value:.4f}" for name, value in figures.items() if isinstance(value, float)]
     return f"\nIts evaluation: {', '.join(listed)}.\n" if listed else ""
