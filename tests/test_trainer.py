@@ -26,6 +26,7 @@ from transformers import (
     AutoTokenizer,
     EarlyStoppingCallback,
     GPT2Config,
+    GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     Trainer,
     TrainerCallback,
@@ -52,6 +53,7 @@ from trainer_process import (
 from txl_hf import (
     TokenStream,
     TransfoXLForCausalLM,
+    TransfoXLForSequenceClassification,
     TransfoXLForTokenClassification,
     TransfoXLTokenizer,
     TransfoXLTrainer,
@@ -443,6 +445,40 @@ def test_the_worst_checkpoint_is_not_called_the_best(tmp_path, metric):
 @pytest.mark.parametrize("metric", ["accuracy", "tokens_per_second"])
 def test_a_figure_that_is_the_better_the_greater_may_tell_the_best_checkpoint(tmp_path, metric):
     assert make_trainer(tmp_path, metric_for_best_model=metric).args.greater_is_better
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, TransfoXLTrainer])
+def test_special_tokens_that_the_model_lacks_are_refused_before_training(tmp_path, trainer_class):
+    """Trainer gives them to the configuration, which could not be saved. Resizing is all that they wait for."""
+    tokenizer = TransfoXLTokenizer.from_symbols([str(token) for token in range(61)], mode="whitespace")
+    known = len(tokenizer)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    model, settings = make_model(vocab_size=known), {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    arguments = make_arguments(tmp_path, label_names=["shift_labels"], **settings)
+    data = {"train_dataset": TokenStream(make_text(301), 5, 4), "data_collator": default_data_collator}
+    trainer = trainer_class(model, arguments, processing_class=tokenizer, **data)
+    with pytest.raises(ValueError, match=rf"pad_token='<pad>' .* {known}, .*\[0, {known}\): call .*resize_token_em"):
+        trainer.train()
+    assert model.config.pad_token_id is None
+    model.resize_token_embeddings(len(tokenizer))
+    trainer.train()
+    assert TransfoXLForCausalLM.from_pretrained(tmp_path / "checkpoint-1").config.pad_token_id == known
+
+
+@pytest.mark.parametrize("trained", ["another model", "vectors"])
+def test_special_tokens_are_asked_of_no_other_model(tmp_path, trained):
+    tokenizer = TransfoXLTokenizer.from_symbols(["a"], mode="whitespace")
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    labels = torch.tensor(0)
+    if trained == "vectors":
+        model = TransfoXLForSequenceClassification(small_config(vocab_size=0, cutoffs=[], input_size=3))
+        items = [{"inputs_embeds": torch.zeros(5, 3), "labels": labels}] * 8
+    else:
+        model = GPT2ForSequenceClassification(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=1, pad_token_id=0))
+        items = [{"input_ids": torch.zeros(5, dtype=torch.int64), "labels": labels}] * 8
+    data = {"train_dataset": items, "data_collator": default_data_collator, "processing_class": tokenizer}
+    Trainer(model, make_arguments(tmp_path, max_steps=1), **data).train()
+    assert model.config.pad_token_id == tokenizer.pad_token_id >= model.config.vocab_size
 
 
 def test_datasets_that_say_nothing_of_streams(tmp_path):

@@ -7,8 +7,10 @@ module is there by half, the classes are registered with those Auto classes that
 them. Auto classes that were there before this package are served at once.
 
 `Trainer` has no place to register a card, so its `create_model_card` asks this package first, whose card says how to
-load the model. Whatever else it trains, adapters of PEFT too, has the card that it always had. Pipelines deal out what
-a model returned for a batch row by row, and know of no `mems`, which are a tensor for each layer: they leave them out.
+load the model; and its `train`, which gives the tokenizer's special tokens to the model, asks first whether the model
+has them. Whatever else it trains, adapters of PEFT too, it trains and describes as it always did. Pipelines deal out
+what a model returned for a batch row by row, and know of no `mems`, which are a tensor for each layer: they leave them
+out.
 """
 
 import sys
@@ -150,23 +152,37 @@ def _register(module: ModuleType, auto: ModuleType, classes: dict[str, str]) -> 
             register(TransfoXLConfig, found)
 
 
-def _give_cards(module: ModuleType) -> None:
+def _own_model(trainer):
+    """The model of a Trainer, unwrapped, where it is one of this package; None where it is another."""
+    # A model of ours exists only where this module has been imported.
+    layout = sys.modules.get(f"{_PACKAGE}.layout_transfo_xl")
+    if layout is None:
+        return None
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    return model if isinstance(model, layout.TransfoXLLayoutModel) else None
+
+
+def _serve_trainer(module: ModuleType) -> None:
     trainer_class = module.Trainer
-    theirs = trainer_class.create_model_card
+    their_train, their_card = trainer_class.train, trainer_class.create_model_card
 
-    @wraps(theirs)
+    @wraps(their_train)
+    def train(self, *args, **kwargs):
+        if (model := _own_model(self)) is not None:
+            from .trainer import check_special_tokens
+
+            check_special_tokens(model.config, self.processing_class)
+        return their_train(self, *args, **kwargs)
+
+    @wraps(their_card)
     def create_model_card(self, *args, **kwargs):
-        # A model of ours exists only where this module has been imported.
-        layout = sys.modules.get(f"{_PACKAGE}.layout_transfo_xl")
-        if layout is not None:
-            model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            if isinstance(model, layout.TransfoXLLayoutModel):
-                from . import trainer_cards
+        if (model := _own_model(self)) is not None:
+            from . import trainer_cards
 
-                return trainer_cards.create_model_card(self, model, *args, **kwargs)
-        return theirs(self, *args, **kwargs)
+            return trainer_cards.create_model_card(self, model, *args, **kwargs)
+        return their_card(self, *args, **kwargs)
 
-    trainer_class.create_model_card = create_model_card
+    trainer_class.train, trainer_class.create_model_card = train, create_model_card
 
 
 def _leave_mems_whole(module: ModuleType) -> None:
@@ -186,4 +202,4 @@ def _leave_mems_whole(module: ModuleType) -> None:
 
 
 # What is done to modules of transformers once they are there.
-_PREPARED = {"transformers.trainer": _give_cards, "transformers.pipelines.pt_utils": _leave_mems_whole}
+_PREPARED = {"transformers.trainer": _serve_trainer, "transformers.pipelines.pt_utils": _leave_mems_whole}

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import EvalResult
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
-from transformers import PreTrainedModel, Trainer, TrainingArguments, default_data_collator
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy
@@ -34,6 +34,7 @@ from .checkpoints import (
     remove_old_checkpoints,
     save_mems,
 )
+from .configuration_transfo_xl import TransfoXLConfig
 from .evaluation import figures
 from .memory_transfo_xl import cloned_states, latest_states, mask_overflow, memory_of, real_states
 from .modeling_transfo_xl import without_padding
@@ -176,7 +177,8 @@ class TransfoXLTrainer(Trainer):
         """As `Trainer.train`, but only a complete checkpoint is resumed; with True, the last complete one.
 
         Raises:
-            ValueError: there is no complete checkpoint, or the one that is named is not complete, or of `txl-train`.
+            ValueError: there is no complete checkpoint, or the one that is named is not complete, or of `txl-train`;
+                or the model lacks a special token of `processing_class`.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
@@ -604,6 +606,29 @@ def evaluations_of_now(trainer: Trainer) -> list[dict[str, Any]]:
     if ended is None or not trainer.args.load_best_model_at_end or state.best_model_checkpoint is None:
         return [logs for logs in history if logs.get("step") == state.global_step]
     return [logs for logs in history[:ended] if logs.get("step") == state.best_global_step] + history[ended:]
+
+
+def check_special_tokens(config: TransfoXLConfig, tokenizer):
+    """Check that a model has the special tokens of a tokenizer, which `Trainer.train` writes into its configuration.
+
+    Args:
+        config: the model's.
+        tokenizer: the `processing_class` of a Trainer, whatever that is.
+
+    Raises:
+        ValueError: a token lies beyond the vocabulary, so that the model could be trained and not saved.
+    """
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return
+    for name in ("bos_token", "eos_token", "pad_token"):
+        token = getattr(tokenizer, f"{name}_id")
+        # A model without a vocabulary reads vectors, whatever tokens its configuration names.
+        if token is not None and 0 < config.vocab_size <= token:
+            raise ValueError(
+                f"{name}={getattr(tokenizer, name)!r} of the tokenizer is token {token}, but the model has the tokens "
+                f"[0, {config.vocab_size}): call model.resize_token_embeddings(len(tokenizer)) before training"
+            )
 
 
 def _check_whole(name: str, dataset):
