@@ -87,16 +87,22 @@ def push_a_card_of_ones_own(folder: Path):
     return card.read_text(encoding="utf-8")
 
 
-def push_what_was_loaded_from_a_folder(folder: Path):
+def save_scored(place: Path) -> Path:
+    """A model with a card that knows results."""
     from huggingface_hub import EvalResult
 
-    from txl_hf import TransfoXLForCausalLM
-
-    place, model = folder / "scored", build()[0]
+    model = build()[0]
     model.save_pretrained(place)
     result = EvalResult("text-generation", "text", "A text", "perplexity", 7.5)
     known = {"license": "mit", "model_name": "scored", "eval_results": [result]}
     model.write_model_card(place / "README.md", "scored", **known)
+    return place
+
+
+def push_what_was_loaded_from_a_folder(folder: Path):
+    from txl_hf import TransfoXLForCausalLM
+
+    place = save_scored(folder / "scored")
     TransfoXLForCausalLM.from_pretrained(place).save_pretrained(place, push_to_hub=True, repo_id="user/scored")
     return (place / "README.md").read_text(encoding="utf-8")
 
@@ -153,6 +159,31 @@ def push_from_trainer(folder: Path):
     trainer.push_to_hub()
     with torch.no_grad():
         return trainer.model.eval()(IDS).logits
+
+
+def push_in_training(folder: Path):
+    """By both Trainers, which go no further than their last save, to where a card is of other weights, or by hand."""
+    from transformers import Trainer, TrainingArguments
+
+    from txl_hf import TokenStream, TransfoXLTokenizer, TransfoXLTrainer
+
+    arguments = {"push_to_hub": True, "save_steps": 1, "max_steps": 1, "per_device_train_batch_size": 2}
+    arguments |= {"label_names": ["shift_labels"], "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+    tokenizer, trained = TransfoXLTokenizer.train_from_iterator([TEXT], mode="whitespace"), {}
+    of_others = (save_scored(folder / "others") / "README.md").read_text(encoding="utf-8")
+    for name, trainer_class, card in (
+        ("begun", Trainer, of_others),
+        ("begun-with-memory", TransfoXLTrainer, "# By hand\n"),
+    ):
+        (folder / name).mkdir()
+        (folder / name / "README.md").write_text(card, encoding="utf-8")
+        settings = TrainingArguments(str(folder / name), hub_model_id=f"user/{name}", **arguments)
+        data = TokenStream(IDS.flatten(), segment_length=4, batch_size=2)
+        trainer = trainer_class(build()[0], settings, train_dataset=data, processing_class=tokenizer)
+        trainer.train()
+        with torch.no_grad():
+            trained[name] = trainer.model.eval()(IDS).logits
+    return trained
 
 
 def push_without_rights(folder: Path):
@@ -215,6 +246,16 @@ def read_trained(folder: Path):
         return AutoModelForCausalLM.from_pretrained("user/trained", **OPTIONS).eval()(IDS).logits
 
 
+def read_what_is_in_training(folder: Path):
+    from transformers import AutoModelForCausalLM
+
+    names = ("begun", "begun-with-memory")
+    with torch.no_grad():
+        return {
+            name: AutoModelForCausalLM.from_pretrained(f"user/{name}", **OPTIONS).eval()(IDS).logits for name in names
+        }
+
+
 def read_config(folder: Path):
     from transformers import AutoConfig
 
@@ -262,10 +303,19 @@ ROLES = {
         push_shards_over_one_file,
         push_beside_main,
         push_from_trainer,
+        push_in_training,
         push_without_rights,
     ],
-    "reader": [read, read_trained, read_config, read_tokenizer],
-    "stranger": [load_without_trust, read, read_trained, read_config, read_tokenizer, save_again],
+    "reader": [read, read_trained, read_what_is_in_training, read_config, read_tokenizer],
+    "stranger": [
+        load_without_trust,
+        read,
+        read_trained,
+        read_what_is_in_training,
+        read_config,
+        read_tokenizer,
+        save_again,
+    ],
     "next_stranger": [read_again_from_folder, read_again_from_hub],
 }
 

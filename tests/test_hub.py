@@ -150,6 +150,20 @@ def test_what_trainer_pushed_loads(author, reader, hub):
     assert (card.data.pipeline_tag, card.data.base_model) == ("text-generation", None)
 
 
+def test_what_trainer_pushes_in_training_loads(author, reader, hub):
+    """The training may never come to its end, where Trainer pushes all that it has."""
+    trained = author("push_in_training")
+    for name, outputs in reader("read_what_is_in_training").items():
+        assert hub.repos[f"user/{name}"].messages[-1] == "Training in progress, step 1"
+        assert set(hub.repos[f"user/{name}"].files()) >= MODEL
+        torch.testing.assert_close(outputs, trained[name], **LAST_BIT)
+    card = hub.repos["user/begun"].files()["README.md"].decode()
+    for auto_class in ("AutoModelForCausalLM", "AutoTokenizer"):
+        assert f'{auto_class}.from_pretrained("user/begun", trust_remote_code=True)' in card
+    assert not ModelCard(card).data.eval_results
+    assert hub.repos["user/begun-with-memory"].files()["README.md"] == b"# By hand\n"
+
+
 def test_config_loads_from_the_hub(reader):
     assert reader("read_config") == ("TransfoXLConfig", 32, [10, 30])
 

@@ -7,10 +7,10 @@ module is there by half, the classes are registered with those Auto classes that
 them. Auto classes that were there before this package are served at once.
 
 `Trainer` has no place to register a card, so its `create_model_card` asks this package first, whose card says how to
-load the model; and its `train`, which gives the tokenizer's special tokens to the model, asks first whether the model
-has them. Whatever else it trains, adapters of PEFT too, it trains and describes as it always did. Pipelines deal out
-what a model returned for a batch row by row, and know of no `mems`, which are a tensor for each layer: they leave them
-out.
+load the model. What it pushes while it trains has code and card beside it. Its `train`, which gives the tokenizer's
+special tokens to the model, asks first whether the model has them. Whatever else it trains, adapters of PEFT too, is
+trained, described and pushed as it always was. Pipelines deal out what a model returned for a batch row by row, and
+know of no `mems`, which are a tensor for each layer: they leave them out.
 """
 
 import sys
@@ -24,7 +24,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["register_when_imported"]
+__all__ = ["own_model", "register_when_imported"]
 
 _PACKAGE = __name__.partition(".")[0]
 # The modules of this package, where their Auto classes are, and which of these is for which class.
@@ -152,7 +152,7 @@ def _register(module: ModuleType, auto: ModuleType, classes: dict[str, str]) -> 
             register(TransfoXLConfig, found)
 
 
-def _own_model(trainer):
+def own_model(trainer):
     """The model of a Trainer, unwrapped, where it is one of this package; None where it is another."""
     # A model of ours exists only where this module has been imported.
     layout = sys.modules.get(f"{_PACKAGE}.layout_transfo_xl")
@@ -165,10 +165,11 @@ def _own_model(trainer):
 def _serve_trainer(module: ModuleType) -> None:
     trainer_class = module.Trainer
     their_train, their_card = trainer_class.train, trainer_class.create_model_card
+    their_repository = trainer_class.init_hf_repo
 
     @wraps(their_train)
     def train(self, *args, **kwargs):
-        if (model := _own_model(self)) is not None:
+        if (model := own_model(self)) is not None:
             from .trainer import check_special_tokens
 
             check_special_tokens(model.config, self.processing_class)
@@ -176,13 +177,22 @@ def _serve_trainer(module: ModuleType) -> None:
 
     @wraps(their_card)
     def create_model_card(self, *args, **kwargs):
-        if (model := _own_model(self)) is not None:
+        if (model := own_model(self)) is not None:
             from . import trainer_cards
 
             return trainer_cards.create_model_card(self, model, *args, **kwargs)
         return their_card(self, *args, **kwargs)
 
+    @wraps(their_repository)
+    def init_hf_repo(self, *args, **kwargs):
+        their_repository(self, *args, **kwargs)
+        if own_model(self) is not None:
+            from .trainer_cards import WholePush
+
+            self.add_callback(WholePush(self))
+
     trainer_class.train, trainer_class.create_model_card = train, create_model_card
+    trainer_class.init_hf_repo = init_hf_repo
 
 
 def _leave_mems_whole(module: ModuleType) -> None:

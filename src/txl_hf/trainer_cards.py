@@ -1,19 +1,23 @@
-"""The card that a Trainer writes of a model of this package; `registration` has transformers' Trainer ask for it."""
+"""The card that a Trainer writes of a model of this package, and what lies beside the weights that it pushes while it
+trains; `registration` has transformers' Trainer ask for both."""
 
+import shutil
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers.modelcard import TrainingSummary
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from .card_transfo_xl import plain_markdown
+from .card_transfo_xl import is_generated, plain_markdown
 from .cards import results_of_folder
 from .layout_transfo_xl import TransfoXLLayoutModel
+from .registration import own_model
 from .trainer import HELD_OUT, TransfoXLTrainer, evaluations_of_now
 
-__all__ = ["create_model_card"]
+__all__ = ["WholePush", "create_model_card"]
 
 # Where Trainer's own card begins to tell of the training itself, until its end.
 PROCEDURE = "\n## Training procedure\n"
@@ -89,12 +93,40 @@ def create_model_card(
         "datasets": on_hub or None,
         "model_name": name if results else None,
         "eval_results": results or None,
+        **_tokenizer(trainer),
     }
-    if trainer.processing_class is not None:
-        data["tokenizer"] = True
     if tasks:
         data["pipeline_tag"] = _as_list(tasks)[0]
     model.write_model_card(path, repository, _as_list(tags), **data)
+
+
+class WholePush(TrainerCallback):
+    """Has each push in training bring the code that loads the model, and a card in place of none or a generated one.
+
+    Of a checkpoint Trainer takes along weights and configuration alone, so that nobody could load them before the end.
+    """
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+
+    def on_push_begin(self, args, state, control, **kwargs):
+        output, repository = Path(args.output_dir), self.trainer.hub_model_id
+        code = list((output / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}").glob("*.py"))
+        # There is none beside an adapter, which is saved alone.
+        if not code or not self.trainer.is_world_process_zero():
+            return
+        for file in code:
+            shutil.copyfile(file, output / file.name)
+        card = output / "README.md"
+        if not card.exists() or is_generated(card):
+            # Results in the folder are of other weights: these are copied after this.
+            model = own_model(self.trainer)
+            model.write_model_card(card, repository, **model.began_as(output, repository), **_tokenizer(self.trainer))
+
+
+def _tokenizer(trainer: Trainer) -> dict[str, bool]:
+    """For a card, that there is a tokenizer where the Trainer saves one; otherwise the folder tells."""
+    return {} if trainer.processing_class is None else {"tokenizer": True}
 
 
 def _trained_on(datasets: list[str], configurations: list[str]) -> str:
