@@ -325,6 +325,15 @@ def test_lines_end_as_was_chosen_whatever_the_eos_is_later(tmp_path, mode, end):
     assert not without.line_ends and without("the\ncat\n")["input_ids"] == [2, 3]
 
 
+def test_a_tokenizer_that_is_made_from_the_backend_of_another_leaves_it_as_it_was():
+    given = small("whitespace").backend_tokenizer
+    before = given.to_str()
+    others = {"line_ends": True, "unk_token": None, "mask_token": "<m>", "add_eos_token": True}
+    made = TransfoXLTokenizer(tokenizer_object=given, mode="whitespace", **others)
+    assert given.to_str() == before
+    assert made("the\n<m>").tokens() == ["the", "<eos>", "<m>", "<eos>"] and made.unk_token is None
+
+
 def test_a_new_vocabulary_with_another_mode_or_eos_keeps_nothing_of_the_old_ones():
     words = small("whitespace", line_ends=True, pad_token="<eos>")
     letters = words.train_new_from_iterator(["the cat\n"], mode="characters")

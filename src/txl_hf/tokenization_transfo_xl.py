@@ -26,7 +26,7 @@ Ways to get one:
 
 import json
 from collections.abc import Callable, Iterable
-from copy import copy
+from copy import copy, deepcopy
 from difflib import get_close_matches
 from inspect import signature
 from itertools import chain, islice
@@ -147,7 +147,10 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         tokenizer_file = kwargs.pop("tokenizer_file", None)
         pretrained_vocab_file = pretrained_vocab_file or kwargs.pop("pretrained_vocab_file_torch", None)
         kwargs.pop("pretrained_vocab_file_torch", None)
-        if backend is None and tokenizer_file is not None:
+        if backend is not None:
+            # It is the caller's, and steps are set below.
+            backend = deepcopy(backend)
+        elif tokenizer_file is not None:
             backend = _read_backend(tokenizer_file)
         if backend is not None:
             vocabulary = backend.get_vocab()
@@ -191,8 +194,9 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             kwargs["add_eos_token"] = add_eos_token
         # The decoder cleans up by itself, so that every reader of tokenizer.json decodes alike.
         kwargs["clean_up_tokenization_spaces"] = False
+        # As a `tokenizer_object` it would be copied, which takes as long as reading a large vocabulary.
+        self._tokenizer = backend
         super().__init__(
-            tokenizer_object=backend,
             mode=mode,
             lower_case=lower_case,
             unk_token=unk_token,
