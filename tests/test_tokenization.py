@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, TextStreamer, pipeline
 
 from goldens import golden
@@ -674,6 +674,67 @@ def test_a_saved_tokenizer_keeps_its_steps(tmp_path, changed):
     saved = TransfoXLTokenizer.from_pretrained(tmp_path)
     other = TransfoXLTokenizer.from_symbols(saved.symbols, **changed)
     assert other.tokenize("Tom 's well @-@ known") != saved.tokenize("Tom 's well @-@ known")
+
+
+@pytest.mark.parametrize("options", [{}, {"lower_case": True}, {"line_ends": True}], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_tokenizer_json_alone_says_which_mode_and_case_it_is_of(tmp_path, mode, options):
+    if "line_ends" in options and mode not in LINE_END_MODES:
+        return
+    saved = small(mode, **options)
+    saved.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for read in (
+        TransfoXLTokenizer(tokenizer_file=tmp_path / "tokenizer.json"),
+        TransfoXLTokenizer(tokenizer_object=saved.backend_tokenizer),
+        TransfoXLTokenizer(tokenizer_object=saved.backend_tokenizer, mode=mode, lower_case=saved.lower_case),
+        TransfoXLTokenizer.from_pretrained(tmp_path, mode=None),
+    ):
+        assert (read.mode, read.lower_case, read.line_ends) == (mode, saved.lower_case, saved.line_ends)
+        assert read.train_new_from_iterator([SENTENCE]).symbols == saved.train_new_from_iterator([SENTENCE]).symbols
+        if mode in LINE_END_MODES:
+            read = TransfoXLTokenizer(tokenizer_object=read.backend_tokenizer, line_ends=True)
+            assert read.tokenize(SENTENCE) == [*saved.tokenize(SENTENCE.strip()), "<eos>"]
+        read.save_pretrained(tmp_path / "again")
+        assert AutoTokenizer.from_pretrained(tmp_path / "again").mode == mode
+
+
+@pytest.mark.parametrize("asked", MODES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_given_backend_is_taken_for_no_other_mode_than_its_own(tmp_path, mode, asked):
+    """Its steps cannot tell the two apart that split at white space."""
+    path = tmp_path / "tokenizer.json"
+    backend = small(mode).backend_tokenizer
+    backend.save(str(path))
+    if {mode, asked} <= {"whitespace", "lm1b"} or mode == asked:
+        assert TransfoXLTokenizer(tokenizer_file=path, mode=asked).mode == asked
+        return
+    shown = "'whitespace'" if mode == "lm1b" else f"'{mode}'"
+    for source, named in ((path, {"tokenizer_file": path}), ("tokenizer_object", {"tokenizer_object": backend})):
+        with pytest.raises(ValueError, match=f"mode='{asked}', but the steps in {source} are those of mode={shown}"):
+            TransfoXLTokenizer(**named, mode=asked)
+
+
+@pytest.mark.parametrize("line_ends, mode", [(False, "lm1b"), (True, "whitespace")])
+def test_of_two_modes_that_split_alike_a_backend_has_the_one_with_marks_on_both_sides(line_ends, mode):
+    """Unless a line feed is a mark by itself: a sentence has none."""
+    marked = small("whitespace", bos_token="<s>", add_bos_token=True, add_eos_token=True, line_ends=line_ends)
+    assert TransfoXLTokenizer(tokenizer_object=marked.backend_tokenizer).mode == mode
+
+
+def test_a_given_backend_that_keeps_capitals_is_not_taken_for_one_in_lower_case():
+    with pytest.raises(ValueError, match="lower_case=True, but the steps in tokenizer_object are .* lower_case=False"):
+        TransfoXLTokenizer(tokenizer_object=small("moses").backend_tokenizer, lower_case=True)
+
+
+@pytest.mark.parametrize("steps", [None, pre_tokenizers.Whitespace(), pre_tokenizers.Metaspace()], ids=str)
+def test_a_backend_with_steps_of_its_own_is_taken_for_the_mode_that_is_named(tmp_path, steps):
+    backend = small("whitespace").backend_tokenizer
+    backend.pre_tokenizer = steps
+    with pytest.raises(ValueError, match="the steps in tokenizer_object are of none of the modes moses, .*mode="):
+        TransfoXLTokenizer(tokenizer_object=backend)
+    TransfoXLTokenizer(tokenizer_object=backend, mode="whitespace").save_pretrained(tmp_path)
+    read = AutoTokenizer.from_pretrained(tmp_path)
+    assert read.mode == "whitespace" and read("the cat").tokens() == backend.encode("the cat").tokens
 
 
 def test_what_stands_for_unknown_words_can_be_chosen_on_loading(tmp_path):

@@ -39,11 +39,13 @@ from transformers import PreTrainedTokenizerFast
 from .tokenization_transfo_xl_backend import (
     BYTE_SYMBOLS,
     LINE_END_MODES,
+    MODES,
     build_backend,
     check_lines,
     check_mode,
     count_symbols,
     flatten,
+    modes_of,
     open_lines,
     set_steps,
     spelling_backend,
@@ -73,6 +75,9 @@ _KEYWORDS = (
     *("processor_class", "response_schema", "response_template", "split_special_tokens", "truncation_side", "verbose"),
 )
 
+# What says how text becomes symbols, which a tokenizer's backend does as it was made to.
+_STEPS = ("mode", "lower_case")
+
 # What the legacy tokenizer kept beside its vocabulary and this one has no use for.
 _LEGACY_ARGUMENTS = ("special", "min_freq", "max_size", "do_lower_case")
 # What it kept whole by default: its special tokens, which a saved `never_split` lists, in the vocabulary or not.
@@ -85,8 +90,11 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
     Args:
         vocab_file (`str`, *optional*): a text file with one symbol a line, in the order of the ids.
         pretrained_vocab_file (`str`, *optional*): the legacy `vocab.pkl` (or `vocab.bin`), read without executing it.
-        mode (`str`, defaults to `"moses"`): one of `"moses"`, `"whitespace"`, `"lm1b"`, `"characters"`, `"bytes"`.
-        lower_case (`bool`, defaults to `False`): lower-case the text (special tokens excepted).
+        mode (`str`, *optional*): one of `"moses"`, `"whitespace"`, `"lm1b"`, `"characters"`, `"bytes"`. Defaults to
+            that of a `tokenizer_file` or `tokenizer_object`, else to `"moses"`. Of the two that split alike,
+            `"whitespace"` and `"lm1b"`, a tokenizer has the second where it puts a token on both sides of a text.
+        lower_case (`bool`, *optional*): lower-case the text (special tokens excepted). Defaults to what a
+            `tokenizer_file` or `tokenizer_object` does, else to `False`.
         unk_token (`str`, *optional*, defaults to `"<unk>"`): stands for what the vocabulary does not have. The default
             becomes `"<UNK>"`, or none at all, where the vocabulary says so; without one, unknown text is an error.
         eos_token (`str`, *optional*, defaults to `"<eos>"`): end of a line. The default becomes none where the
@@ -98,17 +106,20 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             as `add_eos_token` in mode `"lm1b"`, and False in others.
         add_eos_token (`bool`, *optional*): end every encoded text with `eos_token`. Defaults to what was saved, else
             to `False` (`True` in mode `"lm1b"`, whose texts also start with it).
-        kwargs: as for any fast tokenizer. `pad_token` defaults to `eos_token`, `padding_side` to `"left"`, which is
-            what generation needs. `model_max_length` defaults to no limit: the memory carries a text on from segment
-            to segment, however long it is. What `decode` is told of `clean_up_tokenization_spaces` changes nothing in
-            mode `"moses"`, whose text is always detokenised.
+        kwargs: as for any fast tokenizer, among them `tokenizer_file`, a tokenizer.json, and `tokenizer_object`, a
+            tokenizer of the `tokenizers` library, which is copied. `pad_token` defaults to `eos_token`,
+            `padding_side` to `"left"`, which is what generation needs. `model_max_length` defaults to no limit: the
+            memory carries a text on from segment to segment, however long it is. What `decode` is told of
+            `clean_up_tokenization_spaces` changes nothing in mode `"moses"`, whose text is always detokenised.
 
     Raises:
-        ValueError: an unknown mode or language, no vocabulary, a file that is damaged or no vocabulary, a pickle with
-            anything in it but data, added tokens with ids that leave a gap behind the vocabulary's or are not those
-            that it gives them, `line_ends` without an `eos_token` among the symbols, an `unk_token` for a saved
-            tokenizer that is none of its symbols, in mode `"bytes"` a special token that is a byte's number, or, in
-            mode `"moses"`, a legacy `never_split` with more than special and added tokens.
+        ValueError: an unknown mode or language, another `mode` than that of a given tokenizer, or none where its
+            steps are of no mode, `lower_case` for a given tokenizer that keeps capitals, no vocabulary, a file that
+            is damaged or no vocabulary, a pickle with anything in it but data, added tokens with ids that leave a gap
+            behind the vocabulary's or are not those that it gives them, `line_ends` without an `eos_token` among the
+            symbols, an `unk_token` for a saved tokenizer that is none of its symbols, in mode `"bytes"` a special
+            token that is a byte's number, or, in mode `"moses"`, a legacy `never_split` with more than special and
+            added tokens.
     """
 
     vocab_files_names = {
@@ -124,8 +135,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         self,
         vocab_file: str | None = None,
         pretrained_vocab_file: str | None = None,
-        mode: str = "moses",
-        lower_case: bool = False,
+        mode: str | None = None,
+        lower_case: bool | None = None,
         unk_token: str | AddedToken | None = "<unk>",
         eos_token: str | AddedToken | None = "<eos>",
         line_ends: bool | None = None,
@@ -137,7 +148,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         never_split = kwargs.pop("never_split", None) or ()
         if kwargs.pop("delimiter", None) == "":
             mode = "characters"
-        check_mode(mode)
+        if mode is not None:
+            check_mode(mode)
         if (language := kwargs.pop("language", "en")) != "en":
             raise ValueError(
                 f"language={language!r} is not supported: the Moses rules here are English, language='en'"
@@ -153,8 +165,10 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         elif tokenizer_file is not None:
             backend = _read_backend(tokenizer_file)
         if backend is not None:
+            mode, lower_case = _steps_of(backend, mode, lower_case, tokenizer_file or "tokenizer_object")
             vocabulary = backend.get_vocab()
         else:
+            mode, lower_case = mode or "moses", bool(lower_case)
             if pretrained_vocab_file is not None:
                 symbols = read_vocab_pickle(pretrained_vocab_file)
             elif vocab_file is not None:
@@ -237,19 +251,16 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         for path in (folder / name for name in _TOKENIZER_FILES):
             if path.is_file():
                 _check_json(path)
-        if steps := {name: kwargs[name] for name in ("mode", "lower_case") if name in kwargs}:
+        kwargs = {name: value for name, value in kwargs.items() if name not in _STEPS or value is not None}
+        if steps := {name: kwargs[name] for name in _STEPS if name in kwargs}:
             # Here, because it imports the Auto classes, which register this one.
             from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
             # A legacy vocabulary has no steps of its own, and takes any.
             saved = get_tokenizer_config(pretrained_model_name_or_path, **kwargs)
             for name, value in steps.items():
-                if saved.get(name, value) != value:
-                    raise ValueError(
-                        f"{name}={value!r}, but the steps in {pretrained_model_name_or_path} are those of "
-                        f"{name}={saved[name]!r}: for others on the same vocabulary load it as it is, and make "
-                        f"TransfoXLTokenizer.from_symbols(tokenizer.symbols, {name}={value!r})"
-                    )
+                if (found := saved.get(name)) not in (None, value):
+                    raise _other_steps(pretrained_model_name_or_path, name, value, found)
         try:
             return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         except (AttributeError, KeyError, TypeError, RecursionError) as error:
@@ -607,6 +618,32 @@ def _check_added(backend: Tokenizer, added: dict[int, AddedToken], size: int) ->
                 f"the added token {str(token)!r} has id {index} in added_tokens.json or added_tokens_decoder but "
                 f"would get {found}: a symbol of the vocabulary keeps its id, others follow its {size} without a gap"
             )
+
+
+def _steps_of(backend: Tokenizer, mode: str | None, lower_case: bool | None, source) -> tuple[str, bool]:
+    """The mode and the case of a tokenizer that was given, with which those that were asked for agree."""
+    modes = modes_of(backend)
+    if mode is None:
+        if not modes:
+            raise ValueError(
+                f"the steps in {source} are of none of the modes {', '.join(MODES)}: PreTrainedTokenizerFast takes "
+                "any tokenizer, and mode= says which mode to take this one for"
+            )
+        is_marked = all(_added_around(backend)) and _line_end(backend) is None
+        mode = "lm1b" if is_marked and "lm1b" in modes else modes[0]
+    elif modes and mode not in modes:
+        raise _other_steps(source, "mode", mode, modes[0])
+    lowers = backend.normalizer is not None and backend.normalizer.normalize_str("A") == "a"
+    if lower_case and not lowers:
+        raise _other_steps(source, "lower_case", True, False)
+    return mode, lowers
+
+
+def _other_steps(source, name: str, value, found) -> ValueError:
+    return ValueError(
+        f"{name}={value!r}, but the steps in {source} are those of {name}={found!r}: for others on the same "
+        f"vocabulary load it as it is, and make TransfoXLTokenizer.from_symbols(tokenizer.symbols, {name}={value!r})"
+    )
 
 
 def _set_unknown(backend: Tokenizer, unk_token) -> None:

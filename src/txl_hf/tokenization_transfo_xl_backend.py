@@ -23,6 +23,7 @@ __all__ = [
     "count_symbols",
     "flatten",
     "lines_of",
+    "modes_of",
     "open_lines",
     "set_steps",
     "spelling_backend",
@@ -89,10 +90,10 @@ def build_backend(
     outside = [name for name in map(str, specials) if name not in vocabulary]
     outside += [str(token) for token in added if not token.special and str(token) not in special_names]
     steps = []
+    backend.pre_tokenizer = _pre_tokenizer(mode)
     if mode == "moses":
         backend.decoder = moses_decoder(symbols, outside)
     elif mode == "characters":
-        backend.pre_tokenizer = pre_tokenizers.FixedLength(length=1)
         backend.decoder = decoders.Fuse()
         if as_published and "_" in vocabulary and " " not in vocabulary:
             steps.append(normalizers.Replace(" ", "_"))
@@ -100,11 +101,7 @@ def build_backend(
     elif mode == "bytes":
         if as_published and _BYTE_CHARACTERS["10"] not in vocabulary:
             steps.append(normalizers.Replace("\n", ""))
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([byte_level, pre_tokenizers.FixedLength(length=1)])
         backend.decoder = decoders.ByteLevel()
-    else:
-        backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     set_steps(backend, mode, lower_case, specials, last=steps)
     special = {
         str(token): token if isinstance(token, AddedToken) else AddedToken(token, normalized=False)
@@ -148,6 +145,34 @@ def set_steps(
             steps.append(normalizers.Replace("\n", f" {line_end} "))
     steps += last
     backend.normalizer = normalizers.Sequence(steps) if steps else None
+
+
+def _pre_tokenizer(mode: str) -> pre_tokenizers.PreTokenizer:
+    """Where a mode splits a text without special tokens, which the Moses rules know from `set_steps`."""
+    if mode == "moses":
+        return moses_pre_tokenizer([], lower_case=False)
+    if mode in WORD_MODES:
+        return pre_tokenizers.WhitespaceSplit()
+    characters = pre_tokenizers.FixedLength(length=1)
+    if mode == "characters":
+        return characters
+    return pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), characters])
+
+
+# A letter of two bytes, a sign beside a letter, white space, a joiner of the Moses rules, and what they do not split.
+_TELLTALE = "é+a @-@ it's"
+
+
+def modes_of(backend: Tokenizer) -> list[str]:
+    """The modes that split a text where a tokenizer does, `"whitespace"` and `"lm1b"` alike; none: it is another's."""
+
+    def split(pre_tokenizer) -> list[str]:
+        return [symbol for symbol, _ in pre_tokenizer.pre_tokenize_str(_TELLTALE)]
+
+    if backend.pre_tokenizer is None:
+        return []
+    found = split(backend.pre_tokenizer)
+    return [mode for mode in MODES if split(_pre_tokenizer(mode)) == found]
 
 
 def _byte_characters() -> dict[str, str]:
