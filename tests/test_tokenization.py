@@ -247,6 +247,20 @@ def test_a_line_begins_with_the_beginning_of_a_text():
     assert ending.encode_lines(["the"], add_eos=False).tolist() == [3]
 
 
+@pytest.mark.parametrize("mode", ["lm1b", "whitespace"])
+def test_what_is_not_said_of_the_beginning_of_texts_is_as_it_was_saved(tmp_path, mode):
+    said = {"mode": mode, "bos_token": "<s>"}
+    saved = TransfoXLTokenizer.from_symbols(["<s>", "<eos>", "the"], **said, add_bos_token=None, add_eos_token=True)
+    assert saved("the")["input_ids"] == ([0, 2, 1] if mode == "lm1b" else [2, 1])
+    saved.add_bos_token = True
+    saved.save_pretrained(tmp_path)
+    for read in (
+        TransfoXLTokenizer(tokenizer_object=saved.backend_tokenizer, **said, add_bos_token=None),
+        AutoTokenizer.from_pretrained(tmp_path, add_bos_token=None),
+    ):
+        assert (read.add_bos_token, read.add_eos_token, read("the")["input_ids"]) == (True, True, [0, 2, 1])
+
+
 def test_end_of_line_where_asked():
     tokenizer = small("whitespace")
     the, eos = tokenizer.convert_tokens_to_ids(["the", "<eos>"])

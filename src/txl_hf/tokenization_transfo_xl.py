@@ -69,7 +69,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.jso
 
 # What a tokenizer reads beside the arguments that have names.
 _KEYWORDS = (
-    *("add_bos_token", "additional_special_tokens", "chat_control_tokens", "chat_template"),
+    *("additional_special_tokens", "chat_control_tokens", "chat_template"),
     *("backend", "clean_up_tokenization_spaces", "extra_special_tokens", "language", "max_len", "model_input_names"),
     *("model_max_length", "model_specific_special_tokens", "name_or_path", "never_split", "padding_side"),
     *("processor_class", "response_schema", "response_template", "split_special_tokens", "truncation_side", "verbose"),
@@ -141,6 +141,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         eos_token: str | AddedToken | None = "<eos>",
         line_ends: bool | None = None,
         add_eos_token: bool | None = None,
+        add_bos_token: bool | None = None,
         **kwargs,
     ):
         for name in _LEGACY_ARGUMENTS:
@@ -201,11 +202,12 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         kwargs.setdefault("padding_side", self.padding_side)
         if add_eos_token is None and backend.post_processor is None:
             add_eos_token = mode == "lm1b"
-        if add_eos_token is not None or kwargs.get("add_bos_token") is not None:
+        if add_eos_token is not None or add_bos_token is not None:
             begins, ends = _added_around(backend)
             add_eos_token = ends if add_eos_token is None else add_eos_token
-            kwargs.setdefault("add_bos_token", add_eos_token if mode == "lm1b" else begins)
-            kwargs["add_eos_token"] = add_eos_token
+            if add_bos_token is None:
+                add_bos_token = add_eos_token if mode == "lm1b" else begins
+            kwargs |= {"add_bos_token": add_bos_token, "add_eos_token": add_eos_token}
         # The decoder cleans up by itself, so that every reader of tokenizer.json decodes alike.
         kwargs["clean_up_tokenization_spaces"] = False
         # As a `tokenizer_object` it would be copied, which takes as long as reading a large vocabulary.
