@@ -2,7 +2,7 @@
 
     python examples/half_hours.py --texts texts
     python examples/half_hours.py --texts texts --only wikitext-2 --seeds 0
-    python examples/half_hours.py --smoke --output build/half_hours
+    python examples/half_hours.py --smoke --only ptb --contenders recipe --seeds 0 --output build/half_hours
 
 --texts holds the folders `wikitext-2`, `ptb` and `wikipedia-long`, with the files that `txl-prepare` reads, and
 `warandpeace` with `warandpeace.txt`. Before a text is begun, steps of its first contender and of those that are to run

@@ -138,7 +138,8 @@ def test_statistics_are_taken_once_for_many_readings(make_model, make_ids, setti
         ({"memory_length": 9, "clamp_len": 2}, "taken with mem_len=7, clamp_len=-1, and .* mem_len=9, clamp_len=2:"),
         ({"ext_len": 1}, "taken with ext_len=0"),
         ({"same_length": True}, "taken with same_length=False"),
-        ({"document_end": 7}, "taken with document_end=None, and .* with document_end=7:"),
+        ({"document_end": 7}, "taken with documents=False, and .* with documents=True:"),
+        ({"document_end": [20, 40]}, "taken with documents=False, and .* with documents=True:"),
     ],
     ids=str,
 )
@@ -150,6 +151,17 @@ def test_statistics_of_other_lengths_are_refused(make_model, make_ids, reading, 
     assert "tensor" not in repr(taken)
     with pytest.raises(ValueError, match=f"^statistics: they were {message}"):
         token_losses(model, ids, **lengths | reading, dynamic=DynamicEvaluation(RATE, statistics=taken))
+
+
+def test_statistics_of_documents_serve_documents_however_they_are_told(make_model, make_ids):
+    model, text = make_model(initial_memory="empty"), make_ids(1, 66)[0]
+    places = (text == text[9]).nonzero()[:, 0] + 1
+    taken = GradientStatistics.of(model, make_ids(1, 45, seed=1)[0], 5, 7, document_end=int(text[9]))
+    dynamic = DynamicEvaluation(RATE, statistics=taken)
+    told = [token_losses(model, text, 5, 7, document_end=end, dynamic=dynamic) for end in (int(text[9]), places)]
+    assert torch.equal(*told)
+    with pytest.raises(ValueError, match="taken with documents=True, and the text is read with documents=False:"):
+        token_losses(model, text, 5, 7, dynamic=dynamic)
 
 
 def test_statistics_are_taken_once_for_prompt_after_prompt(make_model, make_ids):

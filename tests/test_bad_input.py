@@ -168,6 +168,21 @@ def test_an_input_that_will_not_do_is_named(make_model, make_ids, bins, changes,
         make_model(**bins)(**({"input_ids": make_ids(2, 5)} | changes))
 
 
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"inputs_embeds": torch.randn(5, 16)}, r"inputs_embeds are \(5, 16\)"),
+        ({"input_ids": torch.zeros(2, 5, 1, dtype=torch.long)}, r"input_ids are \(2, 5, 1\)"),
+        ({"input_ids": torch.zeros(2, 5, dtype=torch.long), "inputs_embeds": torch.randn(2, 5, 16)}, "exactly one of"),
+        ({}, "exactly one of"),
+    ],
+    ids=["vectors", "ids", "both", "none"],
+)
+def test_inputs_that_will_not_do_are_named_before_labels(make_model, inputs, message):
+    with pytest.raises(ValueError, match=message):
+        make_model()(**inputs, labels=torch.arange(5))
+
+
 @pytest.mark.parametrize("name", ["input_ids", "inputs_embeds", "attention_mask"])
 @pytest.mark.parametrize(
     "head", [TransfoXLForCausalLM, TransfoXLForSequenceClassification, TransfoXLForTokenClassification]

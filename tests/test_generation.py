@@ -47,16 +47,6 @@ def memory_model(make_model):
     return model
 
 
-def test_more_than_the_learned_positions_is_refused_before_anything_is_written(make_model, make_ids, monkeypatch):
-    model = make_model(attn_type=3, mem_len=0, tgt_len=9, eos_token_id=None)
-    ids, options = make_ids(2, 4), {"do_sample": False, "eos_token_id": None}
-    # Nothing reads the last token.
-    assert model.generate(ids, max_new_tokens=6, **options).shape == (2, 10)
-    monkeypatch.setattr(model, "forward", lambda *args, **kwargs: pytest.fail("a token was read"))
-    with pytest.raises(ValueError, match="the last step of generate reads 10 tokens at once, but .* max_klen=9"):
-        model.generate(ids, max_new_tokens=7, **options)
-
-
 @torch.no_grad()
 def by_hand(model, ids, steps, memory=None):
     """Greedy continuation with mems, one token at a time; without a memory by reading the whole text each time."""

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, pre_tokenizers
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, TextStreamer, pipeline
 
 from goldens import golden
@@ -733,6 +733,40 @@ def test_of_two_modes_that_split_alike_a_backend_has_the_one_with_marks_on_both_
     """Unless a line feed is a mark by itself: a sentence has none."""
     marked = small("whitespace", bos_token="<s>", add_bos_token=True, add_eos_token=True, line_ends=line_ends)
     assert TransfoXLTokenizer(tokenizer_object=marked.backend_tokenizer).mode == mode
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        ({"mode": "characters"}, {"pre_tokenizer": pre_tokenizers.WhitespaceSplit()}),
+        ({"mode": "whitespace", "lower_case": True}, {"normalizer": normalizers.NFC()}),
+    ],
+    ids=["mode", "case"],
+)
+def test_steps_that_somebody_has_changed_are_loaded_as_they_were_saved(tmp_path, options, change):
+    saved = TransfoXLTokenizer.from_symbols(["<eos>", "<unk>", "it's", "The"], **options)
+    for name, steps in change.items():
+        setattr(saved.backend_tokenizer, name, steps)
+    saved.save_pretrained(tmp_path)
+    loaded = TransfoXLTokenizer.from_pretrained(tmp_path)
+    assert (loaded.mode, loaded.lower_case) == (saved.mode, saved.lower_case)
+    assert loaded.tokenize("The it's") == saved.tokenize("The it's") == ["The", "it's"]
+
+
+def test_a_given_backend_in_lower_case_is_not_taken_for_one_that_keeps_capitals():
+    given = TransfoXLTokenizer.from_symbols(["<eos>", "<unk>", "the"], mode="whitespace", lower_case=True)
+    with pytest.raises(ValueError, match="lower_case=False, but the steps in tokenizer_object are .* lower_case=True"):
+        TransfoXLTokenizer(tokenizer_object=given.backend_tokenizer, lower_case=False)
+
+
+def test_what_is_said_of_the_end_of_texts_leaves_their_beginning_as_it_was_saved(tmp_path):
+    saved = TransfoXLTokenizer.from_symbols(
+        ["<S>", "<UNK>", "cat"], mode="lm1b", add_bos_token=False, add_eos_token=True
+    )
+    saved.save_pretrained(tmp_path)
+    for said in ({}, {"add_bos_token": None}):
+        loaded = TransfoXLTokenizer.from_pretrained(tmp_path, add_eos_token=True, **said)
+        assert loaded("cat").tokens() == saved("cat").tokens() == ["cat", "<S>"]
 
 
 def test_a_given_backend_that_keeps_capitals_is_not_taken_for_one_in_lower_case():

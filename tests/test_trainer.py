@@ -1,5 +1,6 @@
 """TransfoXLTrainer: memory from step to step, exact means, refusals, evaluation, checkpoints, two processes."""
 
+import contextlib
 import json
 import logging
 import math
@@ -479,6 +480,24 @@ def test_special_tokens_are_asked_of_no_other_model(tmp_path, trained):
     data = {"train_dataset": items, "data_collator": default_data_collator, "processing_class": tokenizer}
     Trainer(model, make_arguments(tmp_path, max_steps=1), **data).train()
     assert model.config.pad_token_id == tokenizer.pad_token_id >= model.config.vocab_size
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_a_model_that_is_made_when_training_begins_is_asked_then(tmp_path, lacks):
+    """A search for hyper-parameters takes the one before away."""
+    tokenizer = TransfoXLTokenizer.from_symbols([str(token) for token in range(61)], mode="whitespace")
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    sizes = [len(tokenizer), len(tokenizer) - lacks]
+    trainer = Trainer(
+        model_init=lambda: make_model(vocab_size=sizes.pop(0)),
+        args=make_arguments(tmp_path, label_names=["shift_labels"], max_steps=1),
+        processing_class=tokenizer,
+        train_dataset=TokenStream(make_text(301), 5, 4),
+        data_collator=default_data_collator,
+    )
+    trainer.model = trainer.model_wrapped = None
+    with pytest.raises(ValueError, match="pad_token='<pad>'") if lacks else contextlib.nullcontext():
+        trainer.train()
 
 
 def test_datasets_that_say_nothing_of_streams(tmp_path):

@@ -161,6 +161,17 @@ def test_checkpointed_layers_have_gradients_and_the_callers_vectors_none(make_mo
     assert not vectors.requires_grad and all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("model_class", [TransfoXLModel, TransfoXLForTokenClassification])
+def test_checkpointing_leaves_nothing_behind_and_one_graph(make_model, model_class):
+    model = make_model(model_class=model_class, **(VECTORS | {"input_size": None})).train()
+    vectors = torch.randn(2, 6, 16)
+    model.gradient_checkpointing_enable()
+    plain, compiled = model(inputs_embeds=vectors)[0], torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(inputs_embeds=vectors)[0], plain)
+    model.gradient_checkpointing_disable()
+    assert not model.requires_grad_(False)(inputs_embeds=vectors)[0].requires_grad
+
+
 @pytest.mark.parametrize("head", [TransfoXLForTokenClassification, TransfoXLForSequenceClassification])
 def test_trainer_hands_the_vectors_to_the_metrics(make_model, head, tmp_path):
     model = make_model(model_class=head, **VECTORS)

@@ -148,13 +148,13 @@ class GradientStatistics:
     """The statistics of a `DynamicEvaluation`, taken once for many readings: of other rates, of prompt after prompt.
 
     They belong to the weights that they were taken with, which nothing checks but their names and shapes, and to the
-    lengths, streams and token that ends documents: a text that is read with others is refused. They are as large as
-    the weights, those of half precision in fp32.
+    lengths and streams, and to texts that are one or that are documents, as theirs was: a text that is read
+    otherwise is refused. They are as large as the weights, those of half precision in fp32.
 
     Args:
         roots: √S of each parameter, by its name and in its shape.
         tokens: how many tokens the training text had.
-        protocol: the lengths, streams and token that ends documents that it was read with.
+        protocol: the lengths and streams that it was read with, and whether as documents.
     """
 
     roots: dict[str, Tensor] = field(repr=False)
@@ -204,8 +204,9 @@ class GradientStatistics:
         Raises:
             ValueError: with those that differ.
         """
-        if differ := [name for name, value in protocol.items() if self.protocol[name] != value]:
-            taken, read = (", ".join(f"{name}={each[name]}" for name in differ) for each in (self.protocol, protocol))
+        if differ := [name for name, value in protocol.items() if self.protocol.get(name) != value]:
+            both = (self.protocol, protocol)
+            taken, read = (", ".join(f"{name}={each.get(name)}" for name in differ) for each in both)
             raise ValueError(
                 f"statistics: they were taken with {taken}, and the text is read with {read}: take them with the "
                 "same, by GradientStatistics.of"
@@ -439,18 +440,14 @@ def adapting(
 
 def _open_statistics(token_ids: Any, model: TransfoXLForCausalLM, text: Text, accelerator: Any) -> Text:
     """A training text, to be read as another one is."""
-    vocab_size = model.config.vocab_size
+    # Places are those of the text, but a token ends documents of every text.
+    document_end = text.document_end if isinstance(text.document_end, int) else None
     try:
         return Text(
-            token_ids, text.segment_length, text.batch_size, 0, accelerator, vocab_size, _document_end_of_any(text)
+            token_ids, text.segment_length, text.batch_size, 0, accelerator, model.config.vocab_size, document_end
         )
     except ValueError as error:
         raise ValueError(f"statistics: {error}") from None
-
-
-def _document_end_of_any(text: Text) -> int | None:
-    """The token that ends documents of every text; places are those of one."""
-    return text.document_end if isinstance(text.document_end, int) else None
 
 
 def _protocol(text: Text, lengths: MemoryLengths, model: TransfoXLForCausalLM) -> dict[str, int | bool | None]:
@@ -458,7 +455,7 @@ def _protocol(text: Text, lengths: MemoryLengths, model: TransfoXLForCausalLM) -
     return {
         "segment_length": text.segment_length,
         "batch_size": text.batch_size,
-        "document_end": _document_end_of_any(text),
+        "documents": text.document_end is not None,
         **asdict(lengths.of(model.config)),
     }
 

@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import functools
 import inspect
 import time
 from collections import OrderedDict
@@ -130,7 +131,7 @@ def serve(options: argparse.Namespace) -> None:
     class Manager(model_manager.ModelManager):
         def _load_model(self, *args, **kwargs):
             model = super()._load_model(*args, **kwargs)
-            model.generate = Conversations(model, options.texts).generate
+            model.generate = refusing(Conversations(model, options.texts).generate)
             return model
 
         def _load_processor(self, *args, **kwargs):
@@ -144,9 +145,22 @@ def serve(options: argparse.Namespace) -> None:
             """What `/v1/models` lists: the one model that requests may name, in place of the Hub's cache."""
             return [{"id": options.model, "object": "model", "created": started, "owned_by": "txl-serve"}]
 
+    def refusing(function):
+        """The function, whose refusals are answers to the request, and no failures of the server."""
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            try:
+                return function(*args, **kwargs)
+            except (ValueError, TypeError) as error:
+                raise HTTPException(400, str(error)) from error
+
+        return call
+
     def refuse_chat(*args, **kwargs):
         raise HTTPException(400, f"the tokenizer of {options.model} has no chat_template: use /v1/completions")
 
+    @refusing
     def chosen(handler, body: dict, *args, **kwargs) -> GenerationConfig:
         """As the server has it, which sets a seed when a request comes, not when its reply is drawn, and takes the
         likeliest token at every temperature unless the model's own configuration draws."""
@@ -157,7 +171,10 @@ def serve(options: argparse.Namespace) -> None:
             config.do_sample = True
         if seed is not None:
             # What is no seed is refused now, not when an answer has begun.
-            torch.Generator().manual_seed(seed)
+            try:
+                torch.Generator().manual_seed(seed)
+            except RuntimeError:
+                raise ValueError(f"seed is {seed!r}, but has to be an integer of 64 bits") from None
         setattr(config, SEED, options.default_seed if seed is None else seed)
         return config
 

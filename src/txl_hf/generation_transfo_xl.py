@@ -59,7 +59,6 @@ class TransfoXLGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, max_length):
         mem_len = self._mem_len(model_kwargs.get("lengths"))
         checkpointing = self.transformer.gradient_checkpointing and self.training
-        self.config.positions.check_segment(max_length, self.config, "the last step of generate")
         if mem_len == 0 or checkpointing:
             # Nothing is remembered between steps, so that every step reads the whole text.
             if model_kwargs.get("inputs_embeds") is not None:

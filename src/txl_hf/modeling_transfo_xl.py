@@ -435,13 +435,6 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutModel):
         else:
             init.normal_(weight, 0.0, self.config.init_std)
 
-    def _set_gradient_checkpointing(self, enable: bool = True, *args, **kwargs):
-        super()._set_gradient_checkpointing(enable, *args, **kwargs)
-        if enable and self.config.vocab_size == 0:
-            # With use_reentrant=True only what has inputs with gradients gets gradients. transformers sees to that for
-            # models whose main input is input_ids.
-            self.enable_input_require_grads()
-
     @property
     def embeddings(self) -> "TransfoXLModel":
         """Where PEFT looks for `embeddings.word_embeddings`, which no single table is."""
@@ -651,8 +644,10 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             # A table's rows are finite, but what a caller has written into padding may be NaN, which must not spread.
             inputs_embeds = hide_states(inputs_embeds, memory.key_mask[:, memory.length :])
         if self.config.vocab_size == 0:
-            # A view: what the module returns may be made to require gradients, see `_set_gradient_checkpointing`.
-            inputs_embeds = self.embed_vectors(inputs_embeds.view_as(inputs_embeds))
+            inputs_embeds = self.embed_vectors(inputs_embeds)
+            if self._is_checkpointed_reentrantly() and not inputs_embeds.requires_grad:
+                # Only what has inputs with gradients gets gradients then. Of tables transformers sees to that.
+                inputs_embeds = inputs_embeds.detach().requires_grad_()
 
         positions = self.config.positions
         entering = positions.enter_model(self, inputs_embeds, filled.clamp_len, memory.key_mask)
@@ -701,6 +696,11 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             **{CACHE_NAME: past_key_values},
             mems_mask=new_mask,
         )
+
+    def _is_checkpointed_reentrantly(self) -> bool:
+        if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
+            return False
+        return getattr(self._gradient_checkpointing_func, "keywords", {}).get("use_reentrant", False)
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         """(B, L, D) from the one that is given; (B, L, F) vectors as they are given."""
@@ -898,12 +898,10 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         state_listeners = kwargs.pop("state_listeners", ())
         if output_logits is None:
             output_logits = self.config.output_logits or not self.config.cutoffs
-        inputs = input_ids if inputs_embeds is None else inputs_embeds
         given = targets = by_bin = None
-        # Inputs of no such shape are refused by the model.
-        if inputs is not None and inputs.dim() > 1:
-            given = _targets(labels, shift_labels, inputs.shape[:2])
-            targets = None if given is None else without_padding(given, attention_mask, inputs.shape[1])
+        if (shape := _segment_shape(input_ids, inputs_embeds)) is not None:
+            given = _targets(labels, shift_labels, shape)
+            targets = None if given is None else without_padding(given, attention_mask, shape[1])
         if targets is not None and not output_logits and not torch.jit.is_tracing():
             # Before the layers run, so that a GPU has the counts ready when the host asks for them.
             by_bin = self.lm_head.sort_targets(targets.flatten())
@@ -1128,6 +1126,13 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
 def _without_last_state(outputs: TransfoXLModelOutput) -> dict[str, Any]:
     """What a head hands on of what the model has returned: the memory, and what was asked for beside it."""
     return {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+
+
+def _segment_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> torch.Size | None:
+    """(B, L); None for inputs that the model refuses."""
+    if input_ids is None:
+        return inputs_embeds.shape[:2] if inputs_embeds is not None and inputs_embeds.dim() == 3 else None
+    return input_ids.shape if inputs_embeds is None and input_ids.dim() == 2 else None
 
 
 def _targets(labels: Tensor | None, shift_labels: Tensor | None, shape: torch.Size) -> Tensor | None:

@@ -7,10 +7,10 @@ module is there by half, the classes are registered with those Auto classes that
 them. Auto classes that were there before this package are served at once.
 
 `Trainer` has no place to register a card, so its `create_model_card` asks this package first, whose card says how to
-load the model. What it pushes while it trains has code and card beside it. Its `train`, which gives the tokenizer's
-special tokens to the model, asks first whether the model has them. Whatever else it trains, adapters of PEFT too, is
-trained, described and pushed as it always was. Pipelines deal out what a model returned for a batch row by row, and
-know of no `mems`, which are a tensor for each layer: they leave them out.
+load the model. What it pushes while it trains has code and card beside it. Before it gives the tokenizer's special
+tokens to a model, that is asked whether it has them. Whatever else it trains, adapters of PEFT too, is trained,
+described and pushed as it always was. Pipelines deal out what a model returned for a batch row by row, and know of no
+`mems`, which are a tensor for each layer: they leave them out.
 """
 
 import sys
@@ -154,26 +154,28 @@ def _register(module: ModuleType, auto: ModuleType, classes: dict[str, str]) -> 
 
 def own_model(trainer):
     """The model of a Trainer, unwrapped, where it is one of this package; None where it is another."""
+    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    return model if _is_own(model) else None
+
+
+def _is_own(model) -> bool:
     # A model of ours exists only where this module has been imported.
     layout = sys.modules.get(f"{_PACKAGE}.layout_transfo_xl")
-    if layout is None:
-        return None
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    return model if isinstance(model, layout.TransfoXLLayoutModel) else None
+    return layout is not None and isinstance(model, layout.TransfoXLLayoutModel)
 
 
 def _serve_trainer(module: ModuleType) -> None:
     trainer_class = module.Trainer
-    their_train, their_card = trainer_class.train, trainer_class.create_model_card
-    their_repository = trainer_class.init_hf_repo
+    their_card, their_repository = trainer_class.create_model_card, trainer_class.init_hf_repo
+    their_alignment = module.align_special_tokens
 
-    @wraps(their_train)
-    def train(self, *args, **kwargs):
-        if (model := own_model(self)) is not None:
+    @wraps(their_alignment)
+    def align_special_tokens(model, processing_class):
+        if _is_own(model):
             from .trainer import check_special_tokens
 
-            check_special_tokens(model.config, self.processing_class)
-        return their_train(self, *args, **kwargs)
+            check_special_tokens(model.config, processing_class)
+        their_alignment(model, processing_class)
 
     @wraps(their_card)
     def create_model_card(self, *args, **kwargs):
@@ -191,8 +193,8 @@ def _serve_trainer(module: ModuleType) -> None:
 
             self.add_callback(WholePush(self))
 
-    trainer_class.train, trainer_class.create_model_card = train, create_model_card
-    trainer_class.init_hf_repo = init_hf_repo
+    trainer_class.create_model_card, trainer_class.init_hf_repo = create_model_card, init_hf_repo
+    vars(module)["align_special_tokens"] = align_special_tokens
 
 
 def _leave_mems_whole(module: ModuleType) -> None:

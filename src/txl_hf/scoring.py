@@ -61,6 +61,8 @@ def run(options: argparse.Namespace):
         raise ValueError(f"{options.data} is empty: it has no token")
     check_vocabulary(text, config, options)
     text = text.beginning(options.max_tokens)
+    if config.initial_memory == "empty":
+        tell_unused_memory(planned, len(text.token_ids), options.batch_size)
     model = load_language_model(options.model, dtype=getattr(torch, options.dtype))
     model.to(options.device)
     if model.device.type == "cuda" and model.dtype != torch.float32:
@@ -228,6 +230,19 @@ def read_adaptation(options: argparse.Namespace) -> dict[str, Any]:
             settings["statistics"] = train.token_ids[: options.statistics]
         found["dynamic"] = DynamicEvaluation(options.dynamic, **settings)
     return found
+
+
+def tell_unused_memory(planned: list[dict[str, Any]], tokens: int, streams: int) -> None:
+    """Say where all memories give one figure, as no segment follows another."""
+    # The first token of a stream is no target.
+    longest = -(-tokens // streams) - 1
+    if any(settings["memory_length"] and longest <= settings["segment_length"] for settings in planned):
+        fewer = "" if streams == 1 else "--batch_size 1, or "
+        print(
+            f"no memory is used: each of {streams} stream(s) has {longest} tokens, no more than a segment. Try {fewer}"
+            "a smaller --segment_length",
+            file=sys.stderr,
+        )
 
 
 def score(

@@ -114,7 +114,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
 
     Raises:
         ValueError: an unknown mode or language, another `mode` than that of a given tokenizer, or none where its
-            steps are of no mode, `lower_case` for a given tokenizer that keeps capitals, no vocabulary, a file that
+            steps are of no mode, another `lower_case` than a given tokenizer has, no vocabulary, a file that
             is damaged or no vocabulary, a pickle with anything in it but data, added tokens with ids that leave a gap
             behind the vocabulary's or are not those that it gives them, `line_ends` without an `eos_token` among the
             symbols, an `unk_token` for a saved tokenizer that is none of its symbols, in mode `"bytes"` a special
@@ -166,7 +166,9 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         elif tokenizer_file is not None:
             backend = _read_backend(tokenizer_file)
         if backend is not None:
-            mode, lower_case = _steps_of(backend, mode, lower_case, tokenizer_file or "tokenizer_object")
+            # `from_pretrained` gives the name of its folder, where steps may lie that somebody has changed.
+            source = None if "name_or_path" in kwargs else tokenizer_file or "tokenizer_object"
+            mode, lower_case = _steps_of(backend, mode, lower_case, source)
             vocabulary = backend.get_vocab()
         else:
             mode, lower_case = mode or "moses", bool(lower_case)
@@ -206,7 +208,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             begins, ends = _added_around(backend)
             add_eos_token = ends if add_eos_token is None else add_eos_token
             if add_bos_token is None:
-                add_bos_token = add_eos_token if mode == "lm1b" else begins
+                add_bos_token = add_eos_token if mode == "lm1b" and backend.post_processor is None else begins
             kwargs |= {"add_bos_token": add_bos_token, "add_eos_token": add_eos_token}
         # The decoder cleans up by itself, so that every reader of tokenizer.json decodes alike.
         kwargs["clean_up_tokenization_spaces"] = False
@@ -623,22 +625,28 @@ def _check_added(backend: Tokenizer, added: dict[int, AddedToken], size: int) ->
 
 
 def _steps_of(backend: Tokenizer, mode: str | None, lower_case: bool | None, source) -> tuple[str, bool]:
-    """The mode and the case of a tokenizer that was given, with which those that were asked for agree."""
+    """The mode and the case of a tokenizer that was given: those that are named, or else those of its steps.
+
+    Args:
+        source: where it is from, so that what is named has to agree with its steps. None: it need not.
+    """
     modes = modes_of(backend)
     if mode is None:
         if not modes:
             raise ValueError(
-                f"the steps in {source} are of none of the modes {', '.join(MODES)}: PreTrainedTokenizerFast takes "
-                "any tokenizer, and mode= says which mode to take this one for"
+                f"the steps in {source or 'tokenizer.json'} are of none of the modes {', '.join(MODES)}: "
+                "PreTrainedTokenizerFast takes any tokenizer, and mode= says which mode to take this one for"
             )
         is_marked = all(_added_around(backend)) and _line_end(backend) is None
         mode = "lm1b" if is_marked and "lm1b" in modes else modes[0]
-    elif modes and mode not in modes:
+    elif source is not None and modes and mode not in modes:
         raise _other_steps(source, "mode", mode, modes[0])
     lowers = backend.normalizer is not None and backend.normalizer.normalize_str("A") == "a"
-    if lower_case and not lowers:
-        raise _other_steps(source, "lower_case", True, False)
-    return mode, lowers
+    if lower_case is None:
+        lower_case = lowers
+    elif source is not None and lower_case != lowers:
+        raise _other_steps(source, "lower_case", lower_case, lowers)
+    return mode, lower_case
 
 
 def _other_steps(source, name: str, value, found) -> ValueError:

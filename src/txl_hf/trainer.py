@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import EvalResult
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments, default_data_collator
+from transformers import PreTrainedModel, Trainer, TrainingArguments, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy
@@ -613,14 +613,12 @@ def check_special_tokens(config: TransfoXLConfig, tokenizer):
 
     Args:
         config: the model's.
-        tokenizer: the `processing_class` of a Trainer, whatever that is.
+        tokenizer: the `processing_class` of a Trainer, which may be a processor that has one.
 
     Raises:
         ValueError: a token lies beyond the vocabulary, so that the model could be trained and not saved.
     """
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-    if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        return
     for name in ("bos_token", "eos_token", "pad_token"):
         token = getattr(tokenizer, f"{name}_id")
         # A model without a vocabulary reads vectors, whatever tokens its configuration names.

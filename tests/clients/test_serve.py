@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -142,6 +143,23 @@ def test_chat_without_a_template_is_refused_in_one_sentence(model, tmp_path):
         detail = f"the tokenizer of {plain} has no chat_template: use /v1/completions"
         assert refused.value.response.json() == {"detail": detail}
         assert client.completions.create(model=str(plain), prompt="hello", max_tokens=1).usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "detail"),
+    [
+        ({"prompt": ""}, "input_ids"),
+        ({"max_tokens": 0}, "max_new_tokens"),
+        ({"seed": "x"}, "seed is 'x', but has to be an integer of 64 bits"),
+    ],
+    ids=str,
+)
+def test_a_request_that_will_not_do_is_told_why(client, model, changes, detail):
+    asked = json.dumps({"model": str(model), "prompt": "hello", "max_tokens": 2} | changes).encode()
+    request = urllib.request.Request(f"{client.base_url}completions", asked, {"Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=60)
+    assert refused.value.code == 400 and detail in json.load(refused.value)["detail"]
 
 
 def test_transformers_chat_talks_to_it(client, model, tmp_path):
