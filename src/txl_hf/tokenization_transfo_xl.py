@@ -630,23 +630,27 @@ def _steps_of(backend: Tokenizer, mode: str | None, lower_case: bool | None, sou
     Args:
         source: where it is from, so that what is named has to agree with its steps. None: it need not.
     """
-    modes = modes_of(backend)
     if mode is None:
-        if not modes:
-            raise ValueError(
-                f"the steps in {source or 'tokenizer.json'} are of none of the modes {', '.join(MODES)}: "
-                "PreTrainedTokenizerFast takes any tokenizer, and mode= says which mode to take this one for"
-            )
-        is_marked = all(_added_around(backend)) and _line_end(backend) is None
-        mode = "lm1b" if is_marked and "lm1b" in modes else modes[0]
-    elif source is not None and modes and mode not in modes:
+        mode = _mode_of(backend, source)
+    elif source is not None and (modes := modes_of(backend)) and mode not in modes:
         raise _other_steps(source, "mode", mode, modes[0])
-    lowers = backend.normalizer is not None and backend.normalizer.normalize_str("A") == "a"
-    if lower_case is None:
+    if lower_case is None or source is not None:
+        lowers = backend.normalizer is not None and backend.normalizer.normalize_str("A") == "a"
+        if lower_case not in (None, lowers):
+            raise _other_steps(source, "lower_case", lower_case, lowers)
         lower_case = lowers
-    elif source is not None and lower_case != lowers:
-        raise _other_steps(source, "lower_case", lower_case, lowers)
     return mode, lower_case
+
+
+def _mode_of(backend: Tokenizer, source) -> str:
+    modes = modes_of(backend)
+    if not modes:
+        raise ValueError(
+            f"the steps in {source or 'tokenizer.json'} are of none of the modes {', '.join(MODES)}: "
+            "PreTrainedTokenizerFast takes any tokenizer, and mode= says which mode to take this one for"
+        )
+    is_marked = all(_added_around(backend)) and _line_end(backend) is None
+    return "lm1b" if is_marked and "lm1b" in modes else modes[0]
 
 
 def _other_steps(source, name: str, value, found) -> ValueError:
