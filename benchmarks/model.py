@@ -17,6 +17,7 @@ its probabilities; one that does not is not timed, and the program fails when th
     ours-mems             evaluation with the memory as hidden states
     ours-eager, …         another attn_implementation; eager evaluates with hidden states and is what all must equal
     ours-…-compile        training with each layer through torch.compile, with the backend named before if there is one
+    ours-…-graphs         and the kernels of a step launched together, as by `txl-train --cuda_graphs`
     ours-static           decoding with generate's static cache, which is compiled on a GPU
     ours-bf16             in bf16, or trained under autocast, beside others in fp32; the gate lets it be off by more
     ours-int8             the layers' weights in int8, by torchao, for decoding; likewise
@@ -33,6 +34,7 @@ held before it had a model. Rows go to `results/model.csv`.
 import argparse
 import copy
 import itertools
+import re
 import sys
 import tempfile
 import time
@@ -89,13 +91,22 @@ MODELS = {
     "wt103-large": WT103 | LARGE,
     "nvidia-base": NVIDIA,
     "nvidia-large": NVIDIA | LARGE,
+    "wikitext2": ENWIK8
+    | {"vocab_size": 33278, "d_model": 400, "d_embed": 400, "n_head": 10, "d_head": 40, "d_inner": 900, "n_layer": 16},
     "smoke": ENWIK8
     | {"vocab_size": 60, "cutoffs": [20, 40], "n_layer": 2, "d_model": 32, "d_embed": 32, "n_head": 2, "d_head": 16}
     | {"d_inner": 64, "init_std": 0.3},
 }
 # Of attention probabilities, in the recipe.
-DROPATT = {"nvidia-large": 0.2}
-DROPOUT = {"enwik8": 0.1, "enwik8-large": 0.15, "wt103-large": 0.2, "nvidia-base": 0.1, "nvidia-large": 0.2}
+DROPATT = {"nvidia-large": 0.2, "wikitext2": 0.2}
+DROPOUT = {
+    "wikitext2": 0.2,
+    "enwik8": 0.1,
+    "enwik8-large": 0.15,
+    "wt103-large": 0.2,
+    "nvidia-base": 0.1,
+    "nvidia-large": 0.2,
+}
 REFERENCE = "ours-eager"
 # Contenders that compute in another type than the rest of their run.
 TYPES = {"ours-bf16": "bf16", "ours-int8": "int8"}
@@ -110,6 +121,8 @@ CUDA = {
         *BACKENDS,
         "ours-compile",
         "ours-txl_triton-compile",
+        "ours-txl_triton-graphs",
+        "ours-txl_triton-compile-graphs",
         "ours-eager",
         "legacy",
         "legacy-autocast",
@@ -178,6 +191,7 @@ WORKLOADS = {
     "train-nvidia-large-b32": Workload("train", "nvidia-large", 384, 384, 32, dropout=True),
     "train-enwik8-b22": Workload("train", "enwik8", 512, 512, 22, dropout=True),
     "train-enwik8-large-b8": Workload("train", "enwik8-large", 768, 768, 8, dropout=True),
+    "train-wikitext2-b32": Workload("train", "wikitext2", 150, 150, 32, dropout=True),
     "train-wt103-large-b16": Workload("train", "wt103-large", 384, 384, 16, dropout=True),
     "evaluate-enwik8-large-3800": Workload("evaluate", "enwik8-large", 3800, 128),
     "evaluate-wt103-large-1600": Workload("evaluate", "wt103-large", 1600, 128),
@@ -556,10 +570,10 @@ def load(contender: str, workload: Workload, folder: str, arguments: argparse.Na
         from txl_hf import TransfoXLForCausalLM
         from txl_hf.training.compilation import compile_layers
 
-        variant = contender.partition("-")[2].removesuffix("compile").removesuffix("-")
+        variant, compiled = re.fullmatch(r"ours-?(.*?)-?(compile)?-?(graphs)?", contender).group(1, 2)
         implementation = None if variant in ("", "step", "mems", "static", *TYPES.values()) else variant
         model = TransfoXLForCausalLM.from_pretrained(folder, attn_implementation=implementation)
-        if contender.endswith("compile"):
+        if compiled:
             compile_layers(model)
         if contender == "ours-int8":
             from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -622,7 +636,8 @@ class Train:
     def __init__(self, contender: str, model, ids, workload: Workload):
         self.contender, self.model, self.ids, self.segment = contender, model, ids, workload.segment
         self.optimizer = make_optimizer(workload.optimizer, model)
-        self.count, self.mems = 0, None
+        self.count = 0
+        self._begin()
 
     def check(self, rows: int) -> dict:
         """Mean NLL of three steps, without dropout, for some rows."""
@@ -630,29 +645,46 @@ class Train:
 
         self.model.eval()
         losses = [self._step(self.ids[:rows]).item() for _ in range(3)]
-        self.mems = None
         self.model.train()
-        if self.contender.endswith("compile"):
+        self._begin()
+        if "compile" in self.contender:
             # Having seen two batch sizes, torch would compile for all of them.
             torch.compiler.reset()
         return {"nll": losses}
+
+    def _begin(self):
+        """The text, with no memory and, where it makes graphs, with none of them."""
+        self.mems = None
+        if self.contender.endswith("graphs"):
+            from txl_hf.training import steps
+
+            # The steps that warm up, and those that are checked, are few.
+            steps.STEPS_BEFORE = 0
+            self.graphs, self.memory = steps.CapturedSteps(steps.Forward(self.model, lambda: self.autocast)), {}
 
     def step(self) -> tuple[int, dict]:
         self._step(self.ids)
         return len(self.ids) * self.segment, {}
 
     def _step(self, ids):
-        import torch
 
         start = self.count % 4 * self.segment
         ids = ids[:, start : start + self.segment]
         self.count += 1
+        if self.contender.endswith("graphs"):
+            total, _, self.memory = self.graphs({"input_ids": ids, "labels": ids}, self.memory)
+            return self._learn(total / (ids.numel() - len(ids)))
         with self.autocast:
             if self.contender == "gpt2":
                 loss = self.model(ids, labels=ids).loss
             else:
                 output = self.model(ids, mems=self.mems, labels=ids)
                 self.mems, loss = output.mems, output.losses.float().mean()
+        return self._learn(loss)
+
+    def _learn(self, loss):
+        import torch
+
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.25)
         self.optimizer.step()

@@ -33,7 +33,7 @@ from ..columns import open_tokens
 from ..encoding import fill_special_tokens
 from ..evaluation import figures
 from ..files import disk_errors, move_into_place, whole_folder
-from ..memory_transfo_xl import cloned_states, latest_states, mask_overflow, memory_of, real_states
+from ..memory_transfo_xl import cloned_states, latest_states, mask_overflow, real_states
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..regularization import regularize
 from ..streams import check_loader, describe_stream
@@ -70,6 +70,7 @@ from .setup import (
     make_stream,
     take_autocast,
 )
+from .steps import CapturedSteps, Forward, should_capture_steps
 
 # How far a run is, with the types in a checkpoint's JSON; the rest is accelerate's.
 STATE = {"step": int, "tokens": int, "best": float}
@@ -109,7 +110,7 @@ class Training:
         validated: whether there was a validation after the step that the run goes on from.
         memories: for each chunk of this process's streams the `mems` and `mems_mask` that they go on from, neither at
             the beginning of the text.
-        autocast: what calls of the model in training are put into.
+        forward: the forward pass of a step.
         nll, targets: sums since the last line of the log, on the device.
     """
 
@@ -141,14 +142,19 @@ class Training:
         # A checkpoint brings its own.
         fill_special_tokens(model.generation_config, self.tokenizer, self.document_end)
         self.averaged = make_average(model, optimization, self.max_steps, self.accelerator)
-        self.regularizer = regularize(model, regularization) if any(vars(regularization).values()) else None
+        regularizer = regularize(model, regularization) if any(vars(regularization).values()) else None
         optimizer = make_optimizer(model, optimization)
         # Not prepared: a prepared one takes a step for each process.
         self.scheduler = make_scheduler(optimizer, optimization, self.max_steps)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
-        self.autocast = take_autocast(self.accelerator, self.plain_model())
-        if should_compile_layers(arguments, is_compiled(self.accelerator)):
+        whole = is_compiled(self.accelerator)
+        self.forward: Forward | CapturedSteps = Forward(
+            self.model, take_autocast(self.accelerator, self.plain_model()), regularizer, whole
+        )
+        if should_compile_layers(arguments, whole):
             compile_layers(self.plain_model())
+        if should_capture_steps(run, self.accelerator, self.plain_model()):
+            self.forward = CapturedSteps(self.forward)
         check_loader(
             self.loader,
             num_processes=self.accelerator.num_processes,
@@ -203,7 +209,7 @@ class Training:
                 self.since = time.perf_counter()
         self.bar.close()
         # DDP's reducer goes before the processes part: freed after them, it can wait for ever for gloo's threads.
-        del self.model, self.optimizer
+        del self.model, self.forward, self.optimizer
         self.accelerator.free_memory()
         self.accelerator.end_training()
         if main:
@@ -294,24 +300,20 @@ class Training:
         for i, part in enumerate(parts):
             inputs = dict(zip(batch, part, strict=True))
             with accelerator.accumulate(self.model):
-                with self.autocast():
-                    outputs = self.model(**inputs, **self.memories[i])
-                self.memories[i] = latest_states(memory_of(outputs, compiled), mem_len)
+                loss_sum, penalty, memory = self.forward(inputs, self.memories[i])
+                self.memories[i] = latest_states(memory, mem_len)
                 if compiled:
                     self.memories[i] = cloned_states(self.memories[i])
                 if accelerator.mixed_precision == "fp16" and self.memories[i]:
                     # A stream would go on from what overflowed until the text ends, whatever the scaler skips.
                     self.memories[i]["mems_mask"] = mask_overflow(**self.memories[i])
-                loss = outputs.losses.sum() * scale
-                if self.regularizer is not None:
-                    loss = loss + self.regularizer.penalty(inputs["shift_labels"], inputs.get("resets"))
-                accelerator.backward(loss)
+                accelerator.backward(loss_sum * scale + penalty)
                 if accelerator.sync_gradients:
                     limit = self.arguments.optimization.max_grad_norm or math.inf
                     grad_norm = accelerator.clip_grad_norm_(self.model.parameters(), limit)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            nll += outputs.losses.detach().sum()
+            nll += loss_sum.detach()
         if accelerator.mixed_precision == "fp16":
             # The scaler has skipped a step that overflowed, and so does the log.
             finite = accelerator.reduce(nll, "sum").isfinite()

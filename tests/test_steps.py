@@ -1,0 +1,236 @@
+"""Steps of the same shapes are launched together: losses, gradients and memory are those of steps launched one by one.
+
+On a CPU a recorder of the test takes the place of CUDA's. As there, what it recorded reads from the same places and
+returns the same tensors every time.
+"""
+
+import logging
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DistributedType, DynamoBackend
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from txl_hf.memory_transfo_xl import latest_states
+from txl_hf.regularization import regularize
+from txl_hf.regularization_arguments import RegularizationArguments
+from txl_hf.training import steps
+from txl_hf.training.compilation import compile_layers
+from txl_hf.training.steps import STEPS_BEFORE, CapturedSteps, Forward, should_capture_steps
+
+PLAIN = {"cutoffs": [], "div_val": 1}
+DROPOUTS = RegularizationArguments(
+    word_dropout=0.2, input_dropout=0.3, attention_dropout=0.2, mlp_dropout=0.2, output_dropout=0.3, ar=0.2, tar=0.1
+)
+
+
+class Recorder:
+    """Counts what it has recorded and how often that ran; gradients come of the same places too."""
+
+    def __init__(self, fails: bool = False):
+        self.fails, self.recorded, self.runs = fails, 0, 0
+
+    def __call__(self, step, places, pool):
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.recorded += 1
+        recorder, (leaves, _) = self, tree_flatten(places)
+        static, returned, specification = [], [], []
+
+        class Replayed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, *given):
+                recorder.runs += 1
+                for place, tensor in zip(leaves, given, strict=True):
+                    if place.data_ptr() != tensor.data_ptr():
+                        place.copy_(tensor)
+                with torch.enable_grad():
+                    found, structure = tree_flatten(step(*places))
+                specification[:] = [structure]
+                static[:] = found
+                if not returned:
+                    returned[:] = [tensor.detach().clone() for tensor in found]
+                for place, tensor in zip(returned, found, strict=True):
+                    place.copy_(tensor.detach())
+                return tuple(place.detach() for place in returned)
+
+            @staticmethod
+            def backward(ctx, *gradients):
+                asked = [
+                    (tensor, gradient)
+                    for tensor, gradient in zip(static, gradients, strict=True)
+                    if tensor.requires_grad
+                ]
+                outputs, gradients = zip(*asked, strict=True)
+                weights = [leaf for leaf in leaves if leaf.requires_grad]
+                found = iter(torch.autograd.grad(outputs, weights, gradients, allow_unused=True))
+                return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
+
+        def run(*given):
+            results = Replayed.apply(*tree_leaves(given))
+            return tree_unflatten(results, specification[0])
+
+        return pool, run
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """A recorder for CPUs."""
+    found = Recorder()
+    monkeypatch.setitem(steps.RECORDERS, "cpu", found)
+    return found
+
+
+def no_context():
+    return torch.autocast("cpu", enabled=False)
+
+
+def train(forward, model, texts, mem_len, chunks=1):
+    """The losses, penalties, gradients and memories of steps over several texts, of the chunks in turn."""
+    found, memories = [], [{} for _ in range(chunks)]
+    for number, ids in enumerate(texts):
+        inputs, chunk = {"input_ids": ids, "shift_labels": ids.roll(-1, 1)}, number % chunks
+        nll, penalty, memory = forward(inputs, memories[chunk])
+        memories[chunk] = latest_states(memory, mem_len)
+        (nll / ids.numel() + penalty).backward()
+        gradients = [None if weight.grad is None else weight.grad.clone() for weight in model.parameters()]
+        model.zero_grad()
+        states = [state.clone() for state in memories[chunk].get("mems", ())]
+        found.append([nll.detach().clone(), penalty.detach().clone(), gradients, states])
+    return found
+
+
+def lengths_of(make_ids, *lengths, device="cpu"):
+    return [make_ids(2, length, seed=seed).to(device) for seed, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("mem_len", [0, 6])
+def test_steps_of_several_lengths_and_chunks_are_those_that_are_launched(
+    make_model, make_ids, recorder, mem_len, chunks
+):
+    texts = lengths_of(make_ids, *[7, 7, 5, 7, 5, 7, 7, 5, 7, 5, 5, 7, 7, 7, 5, 5] * 2)
+    model = make_model("eager", mem_len=mem_len, **PLAIN).train()
+    expected = train(Forward(model, no_context), model, texts, mem_len, chunks)
+    captured = CapturedSteps(Forward(model, no_context))
+    found = train(captured, model, texts, mem_len, chunks)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    assert recorder.recorded == len(captured.graphs) >= 2 and recorder.runs >= 16
+
+
+def test_a_graph_is_made_of_the_fourth_step_of_its_shapes_and_there_are_only_so_many(
+    make_model, make_ids, recorder, monkeypatch
+):
+    monkeypatch.setattr(steps, "MOST_GRAPHS", 1)
+    model = make_model("eager", mem_len=0, **PLAIN).train()
+    captured = CapturedSteps(Forward(model, no_context))
+    train(captured, model, lengths_of(make_ids, *[5] * STEPS_BEFORE), 0)
+    assert recorder.recorded == 0
+    train(captured, model, lengths_of(make_ids, 5), 0)
+    assert (recorder.recorded, recorder.runs) == (1, 1)
+    train(captured, model, lengths_of(make_ids, *[7] * 6), 0)
+    assert (recorder.recorded, recorder.runs) == (1, 1)
+
+
+def test_what_cannot_be_captured_is_launched_and_a_warning_says_why(make_model, make_ids, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    steps.logger.warning_once.cache_clear()
+    monkeypatch.setitem(steps.RECORDERS, "cpu", Recorder(fails=True))
+    model, texts = make_model("eager", **PLAIN).train(), lengths_of(make_ids, *[5] * 8)
+    expected = train(Forward(model, no_context), model, texts, 6)
+    torch.testing.assert_close(train(CapturedSteps(Forward(model, no_context)), model, texts, 6), expected)
+    assert "launched kernel by kernel" in caplog.text and "not permitted" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("reason", "changes", "given"),
+    [
+        ("no graphs on meta", {}, {"device": torch.device("meta")}),
+        ("MULTI_CPU", {}, {"distributed_type": DistributedType.MULTI_CPU}),
+        ("whole model is compiled", {}, {"backend": DynamoBackend.INDUCTOR}),
+        ("each bin", {"cutoffs": [9, 30]}, {}),
+        ("--gradient_checkpointing", {}, {"gradient_checkpointing": True}),
+        ("flex_attention", {"attn_implementation": "flex_attention"}, {}),
+        (None, {}, {}),
+    ],
+    ids=str,
+)
+def test_steps_are_captured_on_one_gpu_unless_something_is_against_it(make_model, recorder, reason, changes, given):
+    given = {
+        "device": torch.device("cpu"),
+        "distributed_type": DistributedType.NO,
+        "backend": DynamoBackend.NO,
+        "gradient_checkpointing": False,
+    } | given
+    accelerator = SimpleNamespace(
+        device=given["device"],
+        distributed_type=given["distributed_type"],
+        state=SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=given["backend"])),
+    )
+    backend = changes.pop("attn_implementation", "eager")
+    model = make_model(backend, **(PLAIN | changes))
+
+    def chosen(cuda_graphs):
+        run = SimpleNamespace(cuda_graphs=cuda_graphs, gradient_checkpointing=given["gradient_checkpointing"])
+        return should_capture_steps(run, accelerator, model)
+
+    assert not chosen(False)
+    assert chosen(None) == (reason is None)
+    if reason is None:
+        assert chosen(True)
+    else:
+        with pytest.raises(ValueError, match=f"--cuda_graphs True: .*{reason}"):
+            chosen(True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+class TestOnGPU:
+    @staticmethod
+    def forward_of(model, arguments=None):
+        """In bf16, as `txl-train` has it."""
+        regularizer = regularize(model, arguments) if arguments is not None else None
+        return Forward(model, lambda: torch.autocast("cuda", torch.bfloat16), regularizer)
+
+    @pytest.mark.parametrize("compiled", [False, True])
+    @pytest.mark.parametrize("backend", ["auto", "txl_triton"])
+    @pytest.mark.parametrize("regularized", [False, True])
+    def test_steps_are_those_that_are_launched_with_the_same_masks(
+        self, make_model, make_ids, backend, regularized, compiled
+    ):
+        changes = PLAIN if regularized else PLAIN | {"dropout": 0.1, "dropatt": 0.1}
+        models = [make_model(backend, **changes).cuda().train() for _ in range(2)]
+        torch.compiler.reset()
+        forwards = [self.forward_of(model, DROPOUTS if regularized else None) for model in models]
+        if compiled:
+            # Of both: what Inductor draws is not what PyTorch draws.
+            for model in models:
+                compile_layers(model)
+        texts = lengths_of(make_ids, *[7, 5] * 10, device="cuda")
+        captured, found = CapturedSteps(forwards[1]), []
+        for forward, model in zip((forwards[0], captured), models, strict=True):
+            torch.manual_seed(3)
+            found.append(train(forward, model, texts, 6))
+        torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=2e-2)
+        assert len(captured.graphs) >= 2
+        # The masks differ from step to step.
+        assert len({round(float(nll), 4) for nll, *_ in found[1]}) == len(texts)
+
+    def test_a_failed_capture_leaves_the_stream_and_the_generator(self, make_model, make_ids, monkeypatch):
+        model = make_model(**PLAIN, dropout=0.1).cuda().train()
+        captured, stream = CapturedSteps(self.forward_of(model)), torch.cuda.current_stream()
+        forward, seen = type(model.transformer).forward, []
+
+        def forward_that_waits(self, *args, **kwargs):
+            outputs = forward(self, *args, **kwargs)
+            # The host may not wait for what is only captured.
+            seen.append(outputs.last_hidden_state.sum().item())
+            return outputs
+
+        monkeypatch.setattr(type(model.transformer), "forward", forward_that_waits)
+        found = train(captured, model, lengths_of(make_ids, *[5] * 9, device="cuda"), 6)
+        assert not captured.graphs and len(seen) >= 9
+        assert all(math.isfinite(nll) for nll, *_ in found)
+        assert torch.cuda.current_stream() == stream and torch.rand(2, device="cuda").isfinite().all()
