@@ -93,7 +93,9 @@ STEPS = [
     attention("txl_triton", 75, "sdpa"),
     *(Step("sliding_window", (*WINDOW, *other), 90) for other in ((), ("--implementation", "txl_triton"))),
     *(model(workload, "ours", "ours-txl_triton", limit=90) for workload in EVALUATIONS),
-    # What is good to know.
+    # What is good to know. A small step takes as long as Python launches its kernels.
+    *each("train-wikitext2-b32", {"ours-txl_triton-graphs": 75, "ours-txl_triton": 60}),
+    *each("train-wikitext2-b32", {"ours-txl_triton-compile-graphs": 120, "ours-txl_triton-compile": 100}),
     *(model(workload, "ours") for workload in DECODINGS),
     Step("attention_tiles", (), 100),
     attention("sdpa_relative", 60),

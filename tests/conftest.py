@@ -19,7 +19,8 @@ from transformers.utils import logging
 
 import txl_hf
 from models import SMALL, small_config
-from txl_hf import TransfoXLForCausalLM
+from recorder import Recorder
+from txl_hf import TransfoXLForCausalLM, captured
 
 # The converters of this checkout, whichever is installed.
 txl_hf.__path__.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -80,6 +81,14 @@ def make_ids():
         return torch.randint(vocab_size, (batch_size, length), generator=generator)
 
     return make
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    """What takes the place of CUDA's graphs on a CPU."""
+    found = Recorder()
+    monkeypatch.setitem(captured.RECORDERS, "cpu", found)
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """Segments that are alike are read by one graph: the losses are those of segments that are launched one by one.
 
-On a CPU a recorder of the test takes the place of CUDA's. As there, what it recorded returns one tensor every time.
+On a CPU a recorder of the tests takes the place of CUDA's.
 """
 
 import gc
@@ -17,6 +17,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import small_model
+from recorder import Recorder
 from txl_hf import (
     ContinuousCache,
     MemoryLengths,
@@ -41,35 +42,6 @@ def tiny_model(**changes) -> TransfoXLForCausalLM:
 
 def text(length: int) -> torch.Tensor:
     return torch.randint(0, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(length))
-
-
-class Recorder:
-    """Counts what it has recorded and how often that ran."""
-
-    def __init__(self, fails: bool = False):
-        self.fails, self.recorded, self.runs = fails, 0, 0
-
-    def __call__(self, step, device):
-        if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        self.recorded += 1
-        result = torch.empty(0)
-
-        def run():
-            self.runs += 1
-            states = step()
-            result.resize_(states.shape).copy_(states)
-            return result
-
-        return run
-
-
-@pytest.fixture
-def recorder(monkeypatch):
-    """A recorder for CPUs."""
-    found = Recorder()
-    monkeypatch.setitem(captured.RECORDERS, "cpu", found)
-    return found
 
 
 @pytest.fixture

@@ -92,4 +92,4 @@ def test_layers_are_compiled_on_a_gpu_unless_something_else_is(tmp_path, monkeyp
     monkeypatch.setattr(compilation, "why_triton_cannot_begin", lambda: None)
     assert chosen()
     assert not chosen("--compile_layers", "False")
-    assert not chosen(whole=True) and chosen("--word_dropout", "0.1")
+    assert not chosen(whole=True) and not chosen("--word_dropout", "0.1")

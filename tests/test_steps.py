@@ -1,7 +1,6 @@
 """Steps of the same shapes are launched together: losses, gradients and memory are those of steps launched one by one.
 
-On a CPU a recorder of the test takes the place of CUDA's. As there, what it recorded reads from the same places and
-returns the same tensors every time.
+On a CPU a recorder of the tests takes the place of CUDA's.
 """
 
 import logging
@@ -11,76 +10,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType, DynamoBackend
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from recorder import Recorder
+from txl_hf import captured
 from txl_hf.memory_transfo_xl import latest_states
 from txl_hf.regularization import regularize
 from txl_hf.regularization_arguments import RegularizationArguments
 from txl_hf.training import steps
 from txl_hf.training.compilation import compile_layers
-from txl_hf.training.steps import STEPS_BEFORE, CapturedSteps, Forward, should_capture_steps
+from txl_hf.training.steps import STEPS_BEFORE, CapturedSteps, Forward, check_graphs
 
 PLAIN = {"cutoffs": [], "div_val": 1}
 DROPOUTS = RegularizationArguments(
     word_dropout=0.2, input_dropout=0.3, attention_dropout=0.2, mlp_dropout=0.2, output_dropout=0.3, ar=0.2, tar=0.1
 )
-
-
-class Recorder:
-    """Counts what it has recorded and how often that ran; gradients come of the same places too."""
-
-    def __init__(self, fails: bool = False):
-        self.fails, self.recorded, self.runs = fails, 0, 0
-
-    def __call__(self, step, places, pool):
-        if self.fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        self.recorded += 1
-        recorder, (leaves, _) = self, tree_flatten(places)
-        static, returned, specification = [], [], []
-
-        class Replayed(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, *given):
-                recorder.runs += 1
-                for place, tensor in zip(leaves, given, strict=True):
-                    if place.data_ptr() != tensor.data_ptr():
-                        place.copy_(tensor)
-                with torch.enable_grad():
-                    found, structure = tree_flatten(step(*places))
-                specification[:] = [structure]
-                static[:] = found
-                if not returned:
-                    returned[:] = [tensor.detach().clone() for tensor in found]
-                for place, tensor in zip(returned, found, strict=True):
-                    place.copy_(tensor.detach())
-                return tuple(place.detach() for place in returned)
-
-            @staticmethod
-            def backward(ctx, *gradients):
-                asked = [
-                    (tensor, gradient)
-                    for tensor, gradient in zip(static, gradients, strict=True)
-                    if tensor.requires_grad
-                ]
-                outputs, gradients = zip(*asked, strict=True)
-                weights = [leaf for leaf in leaves if leaf.requires_grad]
-                found = iter(torch.autograd.grad(outputs, weights, gradients, allow_unused=True))
-                return tuple(next(found) if leaf.requires_grad else None for leaf in leaves)
-
-        def run(*given):
-            results = Replayed.apply(*tree_leaves(given))
-            return tree_unflatten(results, specification[0])
-
-        return pool, run
-
-
-@pytest.fixture
-def recorder(monkeypatch):
-    """A recorder for CPUs."""
-    found = Recorder()
-    monkeypatch.setitem(steps.RECORDERS, "cpu", found)
-    return found
 
 
 def no_context():
@@ -114,10 +57,11 @@ def test_steps_of_several_lengths_and_chunks_are_those_that_are_launched(
     texts = lengths_of(make_ids, *[7, 7, 5, 7, 5, 7, 7, 5, 7, 5, 5, 7, 7, 7, 5, 5] * 2)
     model = make_model("eager", mem_len=mem_len, **PLAIN).train()
     expected = train(Forward(model, no_context), model, texts, mem_len, chunks)
-    captured = CapturedSteps(Forward(model, no_context))
-    found = train(captured, model, texts, mem_len, chunks)
+    graphs = CapturedSteps(Forward(model, no_context))
+    found = train(graphs, model, texts, mem_len, chunks)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
-    assert recorder.recorded == len(captured.graphs) >= 2 and recorder.runs >= 16
+    # Of the forward pass and of the backward pass.
+    assert recorder.recorded == 2 * len(graphs.graphs) >= 4 and recorder.runs >= 32
 
 
 def test_a_graph_is_made_of_the_fourth_step_of_its_shapes_and_there_are_only_so_many(
@@ -125,19 +69,19 @@ def test_a_graph_is_made_of_the_fourth_step_of_its_shapes_and_there_are_only_so_
 ):
     monkeypatch.setattr(steps, "MOST_GRAPHS", 1)
     model = make_model("eager", mem_len=0, **PLAIN).train()
-    captured = CapturedSteps(Forward(model, no_context))
-    train(captured, model, lengths_of(make_ids, *[5] * STEPS_BEFORE), 0)
+    graphs = CapturedSteps(Forward(model, no_context))
+    train(graphs, model, lengths_of(make_ids, *[5] * STEPS_BEFORE), 0)
     assert recorder.recorded == 0
-    train(captured, model, lengths_of(make_ids, 5), 0)
-    assert (recorder.recorded, recorder.runs) == (1, 1)
-    train(captured, model, lengths_of(make_ids, *[7] * 6), 0)
-    assert (recorder.recorded, recorder.runs) == (1, 1)
+    train(graphs, model, lengths_of(make_ids, 5), 0)
+    assert (recorder.recorded, recorder.runs) == (2, 2)
+    train(graphs, model, lengths_of(make_ids, *[7] * 6), 0)
+    assert (recorder.recorded, recorder.runs) == (2, 2)
 
 
 def test_what_cannot_be_captured_is_launched_and_a_warning_says_why(make_model, make_ids, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     steps.logger.warning_once.cache_clear()
-    monkeypatch.setitem(steps.RECORDERS, "cpu", Recorder(fails=True))
+    monkeypatch.setitem(captured.RECORDERS, "cpu", Recorder(fails=True))
     model, texts = make_model("eager", **PLAIN).train(), lengths_of(make_ids, *[5] * 8)
     expected = train(Forward(model, no_context), model, texts, 6)
     torch.testing.assert_close(train(CapturedSteps(Forward(model, no_context)), model, texts, 6), expected)
@@ -157,7 +101,7 @@ def test_what_cannot_be_captured_is_launched_and_a_warning_says_why(make_model, 
     ],
     ids=str,
 )
-def test_steps_are_captured_on_one_gpu_unless_something_is_against_it(make_model, recorder, reason, changes, given):
+def test_what_cannot_be_captured_is_refused_with_the_reason(make_model, recorder, reason, changes, given):
     given = {
         "device": torch.device("cpu"),
         "distributed_type": DistributedType.NO,
@@ -172,17 +116,16 @@ def test_steps_are_captured_on_one_gpu_unless_something_is_against_it(make_model
     backend = changes.pop("attn_implementation", "eager")
     model = make_model(backend, **(PLAIN | changes))
 
-    def chosen(cuda_graphs):
+    def check(cuda_graphs=True):
         run = SimpleNamespace(cuda_graphs=cuda_graphs, gradient_checkpointing=given["gradient_checkpointing"])
-        return should_capture_steps(run, accelerator, model)
+        check_graphs(run, accelerator, model)
 
-    assert not chosen(False)
-    assert chosen(None) == (reason is None)
+    check(False)
     if reason is None:
-        assert chosen(True)
+        check()
     else:
-        with pytest.raises(ValueError, match=f"--cuda_graphs True: .*{reason}"):
-            chosen(True)
+        with pytest.raises(ValueError, match=f"--cuda_graphs: .*{reason}"):
+            check()
 
 
 @pytest.mark.gpu
@@ -209,18 +152,18 @@ class TestOnGPU:
             for model in models:
                 compile_layers(model)
         texts = lengths_of(make_ids, *[7, 5] * 10, device="cuda")
-        captured, found = CapturedSteps(forwards[1]), []
-        for forward, model in zip((forwards[0], captured), models, strict=True):
+        graphs, found = CapturedSteps(forwards[1]), []
+        for forward, model in zip((forwards[0], graphs), models, strict=True):
             torch.manual_seed(3)
             found.append(train(forward, model, texts, 6))
         torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=2e-2)
-        assert len(captured.graphs) >= 2
+        assert len(graphs.graphs) >= 2
         # The masks differ from step to step.
         assert len({round(float(nll), 4) for nll, *_ in found[1]}) == len(texts)
 
     def test_a_failed_capture_leaves_the_stream_and_the_generator(self, make_model, make_ids, monkeypatch):
         model = make_model(**PLAIN, dropout=0.1).cuda().train()
-        captured, stream = CapturedSteps(self.forward_of(model)), torch.cuda.current_stream()
+        graphs, stream = CapturedSteps(self.forward_of(model)), torch.cuda.current_stream()
         forward, seen = type(model.transformer).forward, []
 
         def forward_that_waits(self, *args, **kwargs):
@@ -230,7 +173,7 @@ class TestOnGPU:
             return outputs
 
         monkeypatch.setattr(type(model.transformer), "forward", forward_that_waits)
-        found = train(captured, model, lengths_of(make_ids, *[5] * 9, device="cuda"), 6)
-        assert not captured.graphs and len(seen) >= 9
+        found = train(graphs, model, lengths_of(make_ids, *[5] * 9, device="cuda"), 6)
+        assert not graphs.graphs and len(seen) >= 9
         assert all(math.isfinite(nll) for nll, *_ in found)
         assert torch.cuda.current_stream() == stream and torch.rand(2, device="cuda").isfinite().all()

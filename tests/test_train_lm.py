@@ -48,7 +48,7 @@ from txl_hf import (
 from txl_hf.attention_transfo_xl import fastest_attention
 from txl_hf.checkpoints import last_checkpoint
 from txl_hf.memory_transfo_xl import memory_of
-from txl_hf.training import command, loop, setup
+from txl_hf.training import command, loop, setup, steps
 from txl_hf.training.arguments import (
     DataArguments,
     ModelArguments,
@@ -1047,7 +1047,7 @@ def test_a_compiled_run_has_the_losses_of_another(tmp_path, corpus, monkeypatch)
     torch.compiler.reset()
     train(recipe, "--data", corpus, "--output", tmp_path / "plain")
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "memory_of", recorded)
+        patch.setattr(steps, "memory_of", recorded)
         patch.setattr(loop.Training, "train_step", overwriting)
         train(recipe, "--data", corpus, "--output", tmp_path / "compiled", "--dynamo_backend", "aot_eager")
     assert masks == 3 * [None]
@@ -1055,6 +1055,22 @@ def test_a_compiled_run_has_the_losses_of_another(tmp_path, corpus, monkeypatch)
         plain, compiled = (read_log(tmp_path / name, value) for name in ("plain", "compiled"))
         assert len(plain) == (3 if value == "loss" else 1)
         np.testing.assert_allclose(compiled, plain, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--batch_chunk", "2"], ["--dropout", "0.2", "--mixed_precision", "bf16"]], ids=str
+)
+def test_a_captured_run_has_the_losses_of_another(tmp_path, corpus, recorder, options):
+    lengths = {"tgt_len": 8, "mem_len": 12, "eval_tgt_len": 8}
+    recipe = write_recipe(tmp_path / "recipe.yaml", n_layer=2, max_steps=8, cutoffs=[], div_val=1, **lengths)
+    given = recipe, "--data", corpus, *options, "--output"
+    train(*given, tmp_path / "plain")
+    evaluating = recorder.recorded
+    train(*given, tmp_path / "captured", "--cuda_graphs", "True")
+    assert recorder.recorded > 2 * evaluating
+    for value in ("loss", "validation_loss", "grad_norm"):
+        plain, found = (read_log(tmp_path / name, value) for name in ("plain", "captured"))
+        np.testing.assert_allclose(found, plain, rtol=1e-4)
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ Letters: B batch, L segment, M the memory's length, K = M + L keys, D = `d_model
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ BACKENDS = {name: RELATIVE_ATTENTION_FUNCTIONS[name] for name in ("auto", "eager
 # Whose modules are known to do so too: a graph runs the kernels that a module has launched, and not the module.
 PACKAGES = ("torch", __name__.partition(".")[0])
 
-Step = Callable[[], Tensor]
+Step = Callable[[], Any]
 
 _capturing = threading.Lock()
 
@@ -182,24 +183,44 @@ def _is_full(cache: MemoryCache, length: int) -> bool:
     return all(layer.is_initialized and layer.keys.shape[2] == length for layer in cache.layers)
 
 
-def _record(step: Step, device: torch.device) -> Step:
-    """A function that does on a GPU what `step` does, and returns the same tensor each time."""
+def _record(
+    step: Step,
+    device: torch.device,
+    stream: torch.cuda.Stream | None = None,
+    pool: Any = None,
+    draws: bool = False,
+) -> Step:
+    """A function that does on a GPU what `step` does, and returns the same tensors each time.
+
+    Args:
+        stream: that it is captured on; None: one of its own.
+        pool: of what other graphs have in memory while they run, none of which run at the same time; None: its own.
+        draws: whether a replay draws numbers, as `step` does, from the generator that all others draw from.
+    """
     with torch.cuda.device(device), _capturing:
-        graph, stream, before = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        stream = torch.cuda.Stream() if stream is None else stream
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         # A graph has the generator that it finds for itself, and other threads may draw meanwhile.
         drawing = generator.graphsafe_get_state()
-        generator.graphsafe_set_state(drawing.clone_state())
+        aside = drawing.clone_state()
+        if not draws:
+            generator.graphsafe_set_state(aside)
         try:
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                generator.graphsafe_set_state(drawing)
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                if not draws:
+                    generator.graphsafe_set_state(drawing)
                 result = step()
+        except Exception:
+            # One that was captured with may not draw otherwise any more.
+            drawing = aside if draws else drawing
+            raise
         finally:
             generator.graphsafe_set_state(drawing)
             # Where capturing ends in an error, PyTorch leaves its stream in the place of this one.
             torch.cuda.set_stream(before)
 
-    def replay() -> Tensor:
+    def replay() -> Any:
         graph.replay()
         return result
 
@@ -207,4 +228,4 @@ def _record(step: Step, device: torch.device) -> Step:
 
 
 # By device type.
-RECORDERS: dict[str, Callable[[Step, torch.device], Step]] = {"cuda": _record}
+RECORDERS: dict[str, Callable[..., Step]] = {"cuda": _record}

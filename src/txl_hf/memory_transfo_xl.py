@@ -360,9 +360,9 @@ def cloned_states(memory: dict[str, Any]) -> dict[str, Any]:
     step, and would overwrite what it is about to read."""
     if not memory:
         return memory
-    mems, mems_mask = memory["mems"], memory.get("mems_mask")
+    mems, mems_mask = memory["mems"], memory["mems_mask"]
     return {
-        "mems": tuple(states.detach().clone() for states in mems),
+        "mems": tuple(states.clone() for states in mems),
         "mems_mask": None if mems_mask is None else mems_mask.clone(),
     }
 

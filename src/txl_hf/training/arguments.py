@@ -173,11 +173,11 @@ class RunArguments:
         "Compile the whole model, e.g. with inductor. By default what accelerate launch says."
     )
     compile_layers: bool | None = option(
-        "Compile each layer, one graph for all of them. By default on a GPU, where the whole model is not compiled."
+        "Compile each layer, one graph for all of them. By default on a GPU, where the whole model is not compiled "
+        "and no dropout is put around layers."
     )
-    cuda_graphs: bool | None = option(
-        "Launch the kernels of a step together, once some of its shapes were launched one by one. By default on one "
-        "GPU, where the vocabulary has no cutoffs and the whole model is not compiled."
+    cuda_graphs: bool = option(
+        "Launch the kernels of a step together, for small steps on one GPU; for a vocabulary without cutoffs.", False
     )
 
 

@@ -22,12 +22,13 @@ def is_compiled(accelerator: Accelerator) -> bool:
 
 def should_compile_layers(arguments: Arguments, whole: bool) -> bool:
     """What `--compile_layers` says; by default on a GPU that Triton runs on, of which the compiled kernels are, unless
-    all is compiled (`whole`).
+    all is compiled (`whole`), or dropouts are put around layers.
     """
     chosen = arguments.run.compile_layers
     if chosen is not None:
         return chosen
-    return not whole and torch.cuda.is_available() and has_triton() and why_triton_cannot_begin() is None
+    usual = not whole and not any(vars(arguments.regularization).values())
+    return usual and torch.cuda.is_available() and has_triton() and why_triton_cannot_begin() is None
 
 
 def compile_layers(model: TransfoXLForCausalLM, backend: str = "inductor") -> None:

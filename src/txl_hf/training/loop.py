@@ -70,7 +70,7 @@ from .setup import (
     make_stream,
     take_autocast,
 )
-from .steps import CapturedSteps, Forward, should_capture_steps
+from .steps import CapturedSteps, Forward, check_graphs
 
 # How far a run is, with the types in a checkpoint's JSON; the rest is accelerate's.
 STATE = {"step": int, "tokens": int, "best": float}
@@ -153,7 +153,8 @@ class Training:
         )
         if should_compile_layers(arguments, whole):
             compile_layers(self.plain_model())
-        if should_capture_steps(run, self.accelerator, self.plain_model()):
+        check_graphs(run, self.accelerator, self.plain_model())
+        if run.cuda_graphs:
             self.forward = CapturedSteps(self.forward)
         check_loader(
             self.loader,

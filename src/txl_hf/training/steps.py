@@ -2,9 +2,11 @@
 
 A GPU computes a step of a thousand tokens several times faster than Python launches the thousands of kernels for it.
 Steps of the same shapes launch the same kernels, on the same weights: captured in two CUDA graphs, these are launched
-by two calls, with what `torch.cuda.make_graphed_callables` says of it.
+by two calls. What `torch.cuda.make_graphed_callables` says of weights, shapes and memory holds here too; it is not
+used because it stops what other threads do, such as reading ahead, and fails on weights that have been trained before.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,16 +16,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 from transformers.utils import logging
 
-from ..captured import BACKENDS
+from ..captured import BACKENDS, RECORDERS
 from ..memory_transfo_xl import cloned_states, memory_of
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..regularization import Regularizer
 from .arguments import RunArguments
 from .compilation import is_compiled
 
-__all__ = ["MOST_GRAPHS", "RECORDERS", "STEPS_BEFORE", "CapturedSteps", "Forward", "should_capture_steps"]
+__all__ = ["MOST_GRAPHS", "STEPS_BEFORE", "CapturedStep", "CapturedSteps", "Forward", "check_graphs"]
 
 logger = logging.get_logger(__name__)
 
@@ -35,21 +39,17 @@ MOST_GRAPHS = 32
 Memory = dict[str, Any]
 
 
-def should_capture_steps(run: RunArguments, accelerator: Accelerator, model: TransfoXLForCausalLM) -> bool:
-    """What `--cuda_graphs` says; by default wherever nothing is against it.
+def check_graphs(run: RunArguments, accelerator: Accelerator, model: TransfoXLForCausalLM) -> None:
+    """Refuse `--cuda_graphs` where steps cannot be captured.
 
     Args:
         model: behind its wrappers.
 
     Raises:
-        ValueError: there can be no graphs, but they were asked for.
+        ValueError: they cannot; it says why.
     """
-    if run.cuda_graphs is False:
-        return False
-    reason = _why_not(run, accelerator, model)
-    if run.cuda_graphs and reason:
-        raise ValueError(f"--cuda_graphs True: {reason}")
-    return reason is None
+    if run.cuda_graphs and (reason := _why_not(run, accelerator, model)):
+        raise ValueError(f"--cuda_graphs: {reason}")
 
 
 def _why_not(run: RunArguments, accelerator: Accelerator, model: TransfoXLForCausalLM) -> str | None:
@@ -101,83 +101,131 @@ class Forward(nn.Module):
 
 
 class CapturedSteps:
-    """What computes as a `Forward` on a GPU does, and launches what it has launched before as one graph.
+    """What computes as a `Forward` on a GPU does, and launches what it has launched before as two graphs.
 
-    The next number that is drawn is the one that would be drawn without graphs.
+    The numbers that are drawn are those that would be drawn without graphs.
 
     Attributes:
         graphs: by the shapes of what they are given.
     """
 
     def __init__(self, forward: Forward):
-        self.graphs: dict[tuple, Callable] = {}
+        self.graphs: dict[tuple, CapturedStep] = {}
         self._forward, self._seen = forward, Counter[tuple]()
-        self._pool: Any = None
+        # A step's graphs run when those of the last step are done, and may use the same memory.
+        self._shared: dict[str, Any] = {}
         self._given_up = False
 
     def __call__(self, inputs: dict[str, Tensor], memory: Memory) -> tuple[Tensor, Tensor, Memory]:
         """As `Forward.forward`; the memory is in tensors of its own."""
-        memory = _without_none(memory)
-        shapes = _shapes_of(inputs | memory)
+        shapes = tuple(
+            (name, *(tensor.shape for tensor in _tensors_of(given))) for name, given in (inputs | memory).items()
+        )
         self._seen[shapes] += 1
         is_known = self._seen[shapes] > STEPS_BEFORE and not self._given_up
         if is_known and shapes not in self.graphs and len(self.graphs) < MOST_GRAPHS:
             self._capture(shapes, inputs, memory)
         if shapes not in self.graphs:
             return self._forward(inputs, memory)
-        nll, penalty, memory = self.graphs[shapes](inputs, memory, self._parameters())
+        nll, penalty, memory = self.graphs[shapes](inputs, memory)
         return nll, penalty, cloned_states(memory)
 
-    def _parameters(self) -> list[nn.Parameter]:
-        """What has gradients."""
-        return [parameter for parameter in self._forward.parameters() if parameter.requires_grad]
-
     def _capture(self, shapes: tuple, inputs: dict[str, Tensor], memory: Memory) -> None:
-        def step(inputs: dict[str, Tensor], memory: Memory, parameters: list[nn.Parameter]):
-            nll, penalty, memory = self._forward(inputs, memory)
-            return nll, penalty, _without_none(memory)
-
-        # These stay the places that a graph reads.
-        copies = {name: tensor.clone() for name, tensor in inputs.items()}, _without_none(cloned_states(memory))
         device = inputs["input_ids"].device
+        if device.type == "cuda" and not self._shared:
+            self._shared = {"stream": torch.cuda.Stream(device), "pool": torch.cuda.graph_pool_handle()}
         try:
-            self._pool, self.graphs[shapes] = RECORDERS[device.type](step, (*copies, self._parameters()), self._pool)
+            self.graphs[shapes] = CapturedStep(self._forward, inputs, memory, self._shared)
         except Exception as error:
-            # Whatever CUDA, its driver or this PyTorch refuses.
+            # Whatever CUDA, its driver or this PyTorch refuses. What ends a capture says only that it was in vain.
             self._given_up = True
             self.graphs.clear()
-            logger.warning_once(f"steps are launched kernel by kernel, as no graph of them was captured: {error}")
+            reason = error.__context__ or error
+            logger.warning_once(f"steps are launched kernel by kernel, as no graph of them was captured: {reason}")
 
 
-def _record(step: Callable, places: tuple, pool: Any) -> tuple[Any, Callable]:
-    """A function that does on a GPU what `step` does with what is in `places`, and the memory that it shares."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    drawn, healthy = generator.get_state(), generator.graphsafe_get_state().clone_state()
-    stream, pool = torch.cuda.current_stream(), pool or torch.cuda.graph_pool_handle()
-    try:
-        graphed = torch.cuda.make_graphed_callables(step, places, allow_unused_input=True, pool=pool)
-    except Exception:
-        # Where capturing ends in an error, PyTorch leaves its stream in the place of this one, and a generator that
-        # draws nothing outside of a graph.
-        torch.cuda.set_stream(stream)
-        generator.graphsafe_set_state(healthy)
-        raise
-    # What was computed to warm up has drawn too.
-    generator.set_state(drawn)
-    return pool, graphed
+class CapturedStep:
+    """The graphs of the steps of some shapes: one of the forward pass, and one of the backward pass."""
+
+    def __init__(self, forward: Forward, inputs: dict[str, Tensor], memory: Memory, shared: dict[str, Any]):
+        """Args:
+        inputs, memory: of a step of these shapes. shared: where it is recorded, as recorders take it.
+        """
+        device = inputs["input_ids"].device
+        record = functools.partial(RECORDERS[device.type], device=device, draws=True, **shared)
+        learned = {name: weight for name, weight in forward.named_parameters() if weight.requires_grad}
+        self._parameters: list[Tensor] = list(learned.values())
+        self.memory: Memory = {}
+        # A graph reads where it was captured. The weights are where they are, but as leaves that no other step has
+        # met: a capture would have to wait for the stream on which that one asked for their gradients.
+        self._places = {name: _cloned(given) for name, given in (inputs | memory).items()}
+        places = tuple({name: self._places[name] for name in names} for names in (inputs, memory))
+        leaves: dict[str, Tensor] = {name: nn.Parameter(weight.detach()) for name, weight in learned.items()}
+        losses: list[Tensor] = []
+
+        def compute() -> tuple[Tensor, Tensor, Memory]:
+            nll, penalty, memory = functional_call(forward, leaves, places)
+            losses[:] = [loss for loss in (nll, penalty) if loss.requires_grad]
+            return nll.detach(), penalty.detach(), memory
+
+        def differentiate() -> tuple[Tensor | None, ...]:
+            return torch.autograd.grad(losses, list(leaves.values()), self._given, allow_unused=True)
+
+        # The numbers that are drawn here are drawn again when it runs.
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            if (stream := shared.get("stream")) is not None:
+                stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                # What is compiled for these shapes, or chosen by trying, is so before it is recorded.
+                compute()
+                self._given = [torch.ones_like(loss) for loss in losses]
+                differentiate()
+            self.forward, self.backward = record(compute), record(differentiate)
+
+    def __call__(self, inputs: dict[str, Tensor], memory: Memory) -> tuple[Tensor, Tensor, Memory]:
+        """As `Forward.forward`; the next call returns the memory in the same tensors."""
+        for name, given in (inputs | memory).items():
+            for place, tensor in zip(_tensors_of(self._places[name]), _tensors_of(given), strict=True):
+                place.copy_(tensor, non_blocking=True)
+        nll, penalty = _Replayed.apply(self, *self._parameters)
+        return nll, penalty, self.memory
+
+    def gradients(self, *of_losses: Tensor) -> list[Tensor | None]:
+        """Of the parameters, given those of the sum of the losses and of the penalty."""
+        for place, gradient in zip(self._given, of_losses, strict=False):
+            place.copy_(gradient)
+        found = self.backward()
+        # The next step of these shapes, which may add to them, writes to the same tensors.
+        copies = iter(torch._foreach_mul([gradient for gradient in found if gradient is not None], 1.0))
+        return [None if gradient is None else next(copies) for gradient in found]
 
 
-# By device type.
-RECORDERS: dict[str, Callable[[Callable, tuple, Any], tuple[Any, Callable]]] = {"cuda": _record}
+class _Replayed(torch.autograd.Function):
+    """The losses of a captured step, with gradients for the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, step: CapturedStep, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.step = step
+        nll, penalty, step.memory = step.forward()
+        # The places of what is returned would belong to this step for ever.
+        return nll.clone(), penalty.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *of_losses: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.step.gradients(*of_losses)
 
 
-def _without_none(memory: Memory) -> Memory:
-    """A graph is given tensors, and returns tensors."""
-    return {name: states for name, states in memory.items() if states is not None}
+Given = Tensor | tuple[Tensor, ...] | None
 
 
-def _shapes_of(tensors: dict[str, Any]) -> tuple:
-    return tuple(
-        (name, *(tuple(tensor.shape) for tensor in (given if isinstance(given, tuple) else (given,))))
-        for name, given in tensors.items()
-    )
+def _tensors_of(given: Given) -> tuple[Tensor, ...]:
+    """Of a memory there is a tensor for each layer, and may be no mask."""
+    if given is None:
+        return ()
+    return given if isinstance(given, tuple) else (given,)
+
+
+def _cloned(given: Given) -> Given:
+    copies = tuple(tensor.clone() for tensor in _tensors_of(given))
+    return copies if isinstance(given, tuple) else next(iter(copies), None)
