@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType, DynamoBackend
 
+from host_reads import count_host_reads
 from recorder import Recorder
 from txl_hf import captured
 from txl_hf.memory_transfo_xl import latest_states
@@ -78,6 +79,28 @@ def test_a_graph_is_made_of_the_fourth_step_of_its_shapes_and_there_are_only_so_
     assert (recorder.recorded, recorder.runs) == (2, 2)
 
 
+def test_what_comes_once_an_epoch_gets_no_graph(make_model, make_ids, recorder):
+    model = make_model("eager", mem_len=0, **PLAIN).train()
+    graphs = CapturedSteps(Forward(model, no_context))
+    train(graphs, model, lengths_of(make_ids, *([3] + [5] * 200) * 5), 0)
+    assert len(graphs.graphs) == 1
+
+
+@pytest.mark.parametrize("regularized", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"initial_memory": "zeros"}, {"same_length": True, "clamp_len": 4}, {"gating": "gru"}, {"untie_r": False}],
+    ids=str,
+)
+def test_the_host_reads_no_number(make_model, make_ids, monkeypatch, changes, regularized):
+    """What is captured cannot wait for one."""
+    model = make_model("sdpa", **PLAIN, **changes).train()
+    forward = Forward(model, no_context, regularize(model, DROPOUTS) if regularized else None)
+    counts = count_host_reads(monkeypatch, Forward, "forward")
+    train(forward, model, lengths_of(make_ids, 7, 7, 5), 6)
+    assert counts == [0, 0, 0]
+
+
 def test_what_cannot_be_captured_is_launched_and_a_warning_says_why(make_model, make_ids, monkeypatch, caplog):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     steps.logger.warning_once.cache_clear()
@@ -97,6 +120,7 @@ def test_what_cannot_be_captured_is_launched_and_a_warning_says_why(make_model, 
         ("each bin", {"cutoffs": [9, 30]}, {}),
         ("--gradient_checkpointing", {}, {"gradient_checkpointing": True}),
         ("flex_attention", {"attn_implementation": "flex_attention"}, {}),
+        ("--document_end none", {}, {"document_end": 3}),
         (None, {}, {}),
     ],
     ids=str,
@@ -107,6 +131,7 @@ def test_what_cannot_be_captured_is_refused_with_the_reason(make_model, recorder
         "distributed_type": DistributedType.NO,
         "backend": DynamoBackend.NO,
         "gradient_checkpointing": False,
+        "document_end": None,
     } | given
     accelerator = SimpleNamespace(
         device=given["device"],
@@ -118,7 +143,7 @@ def test_what_cannot_be_captured_is_refused_with_the_reason(make_model, recorder
 
     def check(cuda_graphs=True):
         run = SimpleNamespace(cuda_graphs=cuda_graphs, gradient_checkpointing=given["gradient_checkpointing"])
-        check_graphs(run, accelerator, model)
+        check_graphs(run, accelerator, model, given["document_end"])
 
     check(False)
     if reason is None:

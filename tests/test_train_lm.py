@@ -1073,6 +1073,18 @@ def test_a_captured_run_has_the_losses_of_another(tmp_path, corpus, recorder, op
         np.testing.assert_allclose(found, plain, rtol=1e-4)
 
 
+def test_while_the_memory_grows_no_step_is_captured(tmp_path, corpus, recorder):
+    lengths = {"tgt_len": 4, "mem_len": 12, "eval_mem_len": 0, "mem_warmup_ratio": 0.5}
+    recipe = write_recipe(tmp_path / "recipe.yaml", n_layer=1, max_steps=24, cutoffs=[], div_val=1, **lengths)
+    given = recipe, "--data", corpus, "--output"
+    train(*given, tmp_path / "plain")
+    evaluating = recorder.recorded
+    train(*given, tmp_path / "captured", "--cuda_graphs", "True")
+    assert recorder.recorded == 2 * evaluating + 2
+    plain, found = (read_log(tmp_path / name) for name in ("plain", "captured"))
+    np.testing.assert_allclose(found, plain, rtol=1e-4)
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 

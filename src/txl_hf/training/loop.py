@@ -110,7 +110,7 @@ class Training:
         validated: whether there was a validation after the step that the run goes on from.
         memories: for each chunk of this process's streams the `mems` and `mems_mask` that they go on from, neither at
             the beginning of the text.
-        forward: the forward pass of a step.
+        forward: the forward pass of a step. captured: the same by graphs, if those are wanted.
         nll, targets: sums since the last line of the log, on the device.
     """
 
@@ -148,14 +148,11 @@ class Training:
         self.scheduler = make_scheduler(optimizer, optimization, self.max_steps)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
         whole = is_compiled(self.accelerator)
-        self.forward: Forward | CapturedSteps = Forward(
-            self.model, take_autocast(self.accelerator, self.plain_model()), regularizer, whole
-        )
+        self.forward = Forward(self.model, take_autocast(self.accelerator, self.plain_model()), regularizer, whole)
         if should_compile_layers(arguments, whole):
             compile_layers(self.plain_model())
-        check_graphs(run, self.accelerator, self.plain_model())
-        if run.cuda_graphs:
-            self.forward = CapturedSteps(self.forward)
+        check_graphs(run, self.accelerator, self.plain_model(), self.document_end)
+        self.captured = CapturedSteps(self.forward) if run.cuda_graphs else None
         check_loader(
             self.loader,
             num_processes=self.accelerator.num_processes,
@@ -210,7 +207,7 @@ class Training:
                 self.since = time.perf_counter()
         self.bar.close()
         # DDP's reducer goes before the processes part: freed after them, it can wait for ever for gloo's threads.
-        del self.model, self.forward, self.optimizer
+        del self.model, self.forward, self.captured, self.optimizer
         self.accelerator.free_memory()
         self.accelerator.end_training()
         if main:
@@ -297,11 +294,15 @@ class Training:
         if self.arguments.optimization.scale_lr_by_length:
             self.scale_learning_rate()
         nll, mem_len, compiled = torch.zeros_like(self.nll), self.memory_length(), is_compiled(accelerator)
+        forward: Forward | CapturedSteps = self.forward
+        if self.captured is not None and mem_len == self.plain_model().config.mem_len:
+            # Before, while it grows, no step is like the last one.
+            forward = self.captured
         parts = zip(*(tensor.chunk(chunks) for tensor in batch.values()), strict=True)
         for i, part in enumerate(parts):
             inputs = dict(zip(batch, part, strict=True))
             with accelerator.accumulate(self.model):
-                loss_sum, penalty, memory = self.forward(inputs, self.memories[i])
+                loss_sum, penalty, memory = forward(inputs, self.memories[i])
                 self.memories[i] = latest_states(memory, mem_len)
                 if compiled:
                     self.memories[i] = cloned_states(self.memories[i])

@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
 from transformers.utils import logging
 
 from ..captured import BACKENDS, RECORDERS
@@ -33,26 +34,31 @@ logger = logging.get_logger(__name__)
 
 # So many steps of a shape are launched kernel by kernel; to capture the next one takes as long as some four of them.
 STEPS_BEFORE = 3
-# Each graph has gradients of its own, as large as all weights; activations are where those of other graphs are.
-MOST_GRAPHS = 32
+# Each graph has gradients of its own, as large as all weights; activations are where those of other graphs are. The
+# beginning of a text, which comes once an epoch, is not worth one.
+MOST_GRAPHS, LEAST_SHARE = 32, 1 / 128
 
 Memory = dict[str, Any]
 
 
-def check_graphs(run: RunArguments, accelerator: Accelerator, model: TransfoXLForCausalLM) -> None:
+def check_graphs(
+    run: RunArguments, accelerator: Accelerator, model: TransfoXLForCausalLM, document_end: int | None
+) -> None:
     """Refuse `--cuda_graphs` where steps cannot be captured.
 
     Args:
-        model: behind its wrappers.
+        model: behind its wrappers. document_end: token that ends a document of the text; None: it is one.
 
     Raises:
         ValueError: they cannot; it says why.
     """
-    if run.cuda_graphs and (reason := _why_not(run, accelerator, model)):
+    if run.cuda_graphs and (reason := _why_not(run, accelerator, model, document_end)):
         raise ValueError(f"--cuda_graphs: {reason}")
 
 
-def _why_not(run: RunArguments, accelerator: Accelerator, model: TransfoXLForCausalLM) -> str | None:
+def _why_not(
+    run: RunArguments, accelerator: Accelerator, model: TransfoXLForCausalLM, document_end: int | None
+) -> str | None:
     if accelerator.device.type not in RECORDERS:
         return f"there are no graphs on {accelerator.device.type}"
     if accelerator.distributed_type is not DistributedType.NO:
@@ -61,6 +67,8 @@ def _why_not(run: RunArguments, accelerator: Accelerator, model: TransfoXLForCau
         return "the whole model is compiled, with graphs if its backend makes some"
     if model.config.cutoffs:
         return "the host has to know how many targets each bin of the vocabulary has"
+    if document_end is not None:
+        return "the host has to know at each step whether a document ends in it (--document_end none)"
     if run.gradient_checkpointing:
         return "the host has to know what a layer draws that is computed twice (--gradient_checkpointing)"
     if (backend := model.config._attn_implementation) not in BACKENDS:
@@ -106,7 +114,7 @@ class CapturedSteps:
     The numbers that are drawn are those that would be drawn without graphs.
 
     Attributes:
-        graphs: by the shapes of what they are given.
+        graphs: by the shapes and types of what they are given.
     """
 
     def __init__(self, forward: Forward):
@@ -118,24 +126,25 @@ class CapturedSteps:
 
     def __call__(self, inputs: dict[str, Tensor], memory: Memory) -> tuple[Tensor, Tensor, Memory]:
         """As `Forward.forward`; the memory is in tensors of its own."""
-        shapes = tuple(
-            (name, *(tensor.shape for tensor in _tensors_of(given))) for name, given in (inputs | memory).items()
-        )
-        self._seen[shapes] += 1
-        is_known = self._seen[shapes] > STEPS_BEFORE and not self._given_up
-        if is_known and shapes not in self.graphs and len(self.graphs) < MOST_GRAPHS:
-            self._capture(shapes, inputs, memory)
-        if shapes not in self.graphs:
+        kind = tuple((tensor.shape, tensor.dtype) for tensor in _tensors_of(inputs, memory))
+        self._seen[kind] += 1
+        is_known = self._seen[kind] > max(STEPS_BEFORE, self._seen.total() * LEAST_SHARE) and not self._given_up
+        if is_known and kind not in self.graphs and len(self.graphs) < MOST_GRAPHS:
+            self._capture(kind, inputs, memory)
+        if kind not in self.graphs:
             return self._forward(inputs, memory)
-        nll, penalty, memory = self.graphs[shapes](inputs, memory)
+        nll, penalty, memory = self.graphs[kind](inputs, memory)
         return nll, penalty, cloned_states(memory)
 
-    def _capture(self, shapes: tuple, inputs: dict[str, Tensor], memory: Memory) -> None:
+    def _capture(self, kind: tuple, inputs: dict[str, Tensor], memory: Memory) -> None:
         device = inputs["input_ids"].device
         if device.type == "cuda" and not self._shared:
-            self._shared = {"stream": torch.cuda.Stream(device), "pool": torch.cuda.graph_pool_handle()}
+            # Streams go round among those of a priority. Where a graph ends that was captured on one, PyTorch takes
+            # away what cuBLAS has in memory for it (from 2.12 on), and those of evaluations come and go.
+            stream = torch.cuda.Stream(device, priority=-1)
+            self._shared = {"stream": stream, "pool": torch.cuda.graph_pool_handle()}
         try:
-            self.graphs[shapes] = CapturedStep(self._forward, inputs, memory, self._shared)
+            self.graphs[kind] = CapturedStep(self._forward, inputs, memory, self._shared)
         except Exception as error:
             # Whatever CUDA, its driver or this PyTorch refuses. What ends a capture says only that it was in vain.
             self._given_up = True
@@ -155,11 +164,9 @@ class CapturedStep:
         record = functools.partial(RECORDERS[device.type], device=device, draws=True, **shared)
         learned = {name: weight for name, weight in forward.named_parameters() if weight.requires_grad}
         self._parameters: list[Tensor] = list(learned.values())
-        self.memory: Memory = {}
         # A graph reads where it was captured. The weights are where they are, but as leaves that no other step has
         # met: a capture would have to wait for the stream on which that one asked for their gradients.
-        self._places = {name: _cloned(given) for name, given in (inputs | memory).items()}
-        places = tuple({name: self._places[name] for name in names} for names in (inputs, memory))
+        places = {name: tensor.clone() for name, tensor in inputs.items()}, cloned_states(memory)
         leaves: dict[str, Tensor] = {name: nn.Parameter(weight.detach()) for name, weight in learned.items()}
         losses: list[Tensor] = []
 
@@ -180,52 +187,41 @@ class CapturedStep:
                 compute()
                 self._given = [torch.ones_like(loss) for loss in losses]
                 differentiate()
-            self.forward, self.backward = record(compute), record(differentiate)
+            self._forward, self._backward = record(compute), record(differentiate)
+        self._places = _tensors_of(*places)
 
     def __call__(self, inputs: dict[str, Tensor], memory: Memory) -> tuple[Tensor, Tensor, Memory]:
         """As `Forward.forward`; the next call returns the memory in the same tensors."""
-        for name, given in (inputs | memory).items():
-            for place, tensor in zip(_tensors_of(self._places[name]), _tensors_of(given), strict=True):
-                place.copy_(tensor, non_blocking=True)
-        nll, penalty = _Replayed.apply(self, *self._parameters)
-        return nll, penalty, self.memory
+        for place, tensor in zip(self._places, _tensors_of(inputs, memory), strict=True):
+            place.copy_(tensor, non_blocking=True)
+        nll, penalty, memory = self._forward()
+        return *_Learned.apply(self.gradients, nll, penalty, *self._parameters), memory
 
     def gradients(self, *of_losses: Tensor) -> list[Tensor | None]:
         """Of the parameters, given those of the sum of the losses and of the penalty."""
         for place, gradient in zip(self._given, of_losses, strict=False):
             place.copy_(gradient)
-        found = self.backward()
+        found = self._backward()
         # The next step of these shapes, which may add to them, writes to the same tensors.
         copies = iter(torch._foreach_mul([gradient for gradient in found if gradient is not None], 1.0))
         return [None if gradient is None else next(copies) for gradient in found]
 
 
-class _Replayed(torch.autograd.Function):
-    """The losses of a captured step, with gradients for the parameters."""
+class _Learned(torch.autograd.Function):
+    """The losses that a graph has computed, and the gradients that another one will compute."""
 
     @staticmethod
-    def forward(ctx: Any, step: CapturedStep, *parameters: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.step = step
-        nll, penalty, step.memory = step.forward()
-        # The places of what is returned would belong to this step for ever.
-        return nll.clone(), penalty.clone()
+    def forward(ctx: Any, gradients: Callable, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.gradients = gradients
+        # Of tensors that the next step returns again, this one's history would be the next one's.
+        return tensors[0].clone(), tensors[1].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *of_losses: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.step.gradients(*of_losses)
+        return None, None, None, *ctx.gradients(*of_losses)
 
 
-Given = Tensor | tuple[Tensor, ...] | None
-
-
-def _tensors_of(given: Given) -> tuple[Tensor, ...]:
-    """Of a memory there is a tensor for each layer, and may be no mask."""
-    if given is None:
-        return ()
-    return given if isinstance(given, tuple) else (given,)
-
-
-def _cloned(given: Given) -> Given:
-    copies = tuple(tensor.clone() for tensor in _tensors_of(given))
-    return copies if isinstance(given, tuple) else next(iter(copies), None)
+def _tensors_of(inputs: dict[str, Tensor], memory: Memory) -> list[Tensor]:
+    """Of a memory there is one for each layer, and may be a mask."""
+    return [tensor for tensor in tree_leaves((inputs, memory)) if tensor is not None]
