@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType, DynamoBackend
 
 from host_reads import count_host_reads
 from recorder import Recorder
-from txl_hf import captured
+from txl_hf import captured, token_losses
 from txl_hf.memory_transfo_xl import latest_states
 from txl_hf.regularization import regularize
 from txl_hf.regularization_arguments import RegularizationArguments
@@ -185,6 +185,21 @@ class TestOnGPU:
         assert len(graphs.graphs) >= 2
         # The masks differ from step to step.
         assert len({round(float(nll), 4) for nll, *_ in found[1]}) == len(texts)
+
+    def test_evaluations_between_steps_take_nothing_from_them(self, make_model, make_ids):
+        """Where the graph of an evaluation ends, PyTorch takes memory of its stream away, and streams go round."""
+        found, texts = [], lengths_of(make_ids, *[1600] * 10, device="cuda")
+        for kind in (Forward, CapturedSteps):
+            model = make_model("txl_triton", **PLAIN).cuda().train()
+            forward = self.forward_of(model)
+            forward = kind(forward) if kind is CapturedSteps else forward
+            found.append(train(forward, model, texts[:5], 6))
+            for _ in range(34 if kind is CapturedSteps else 0):
+                token_losses(model.eval(), texts[0][0, :80], 5)
+                torch.cuda.empty_cache()
+                model.train()
+            found[-1] += train(forward, model, texts[5:], 6)
+        torch.testing.assert_close(found[1], found[0], atol=2e-3, rtol=2e-2)
 
     def test_a_failed_capture_leaves_the_stream_and_the_generator(self, make_model, make_ids, monkeypatch):
         model = make_model(**PLAIN, dropout=0.1).cuda().train()

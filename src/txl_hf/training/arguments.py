@@ -177,7 +177,9 @@ class RunArguments:
         "and no dropout is put around layers."
     )
     cuda_graphs: bool = option(
-        "Launch the kernels of a step together, for small steps on one GPU; for a vocabulary without cutoffs.", False
+        "Launch the kernels of a step together, for small steps on one GPU; a vocabulary without cutoffs, a text "
+        "that is one.",
+        False,
     )
 
 
