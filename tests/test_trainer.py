@@ -12,6 +12,7 @@ import signal
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -531,6 +532,14 @@ def test_items_without_the_labels_that_are_named_are_no_evaluation(tmp_path, lab
     trainer = make_trainer(tmp_path, label_names=[label])
     with pytest.raises(ValueError, match=rf"label_names=\['{label}'\], but the items have input_ids, and no {label}"):
         trainer.predict(Unlabelled(make_text(81), 5, 4))
+
+
+def test_a_mean_of_the_means_of_processes_is_refused(tmp_path, monkeypatch):
+    arguments = make_arguments(tmp_path, average_tokens_across_devices=False)
+    TransfoXLTrainer(make_model(), arguments, train_dataset=TokenStream(make_text(301), 5, 4))
+    monkeypatch.setattr(type(arguments), "world_size", 2)
+    with pytest.raises(ValueError, match="average_tokens_across_devices=False.*set it to True"):
+        TransfoXLTrainer(make_model(), arguments, train_dataset=TokenStream(make_text(301), 5, 4))
 
 
 def test_outputs_without_names_are_refused(tmp_path):
@@ -1092,9 +1101,65 @@ def test_plain_trainer_writes_the_same_card(tmp_path):
     assert "over a vocabulary of 101," in (tmp_path / "README.md").read_text()
 
 
-@pytest.mark.parametrize("trained", ["another model", "an adapter"])
-def test_trainer_writes_its_own_card_of_other_models(tmp_path, trained):
+class Pushes:
+    """In the place of the Hub: what lay in the folder at each push."""
+
+    def __init__(self, monkeypatch):
+        self.folders = []
+        monkeypatch.setattr(transformers.trainer, "hf_api", lambda *args, **kwargs: self)
+
+    def create_repo(self, *args, **kwargs):
+        return SimpleNamespace(repo_id="user/name")
+
+    def upload_folder(self, folder_path, **kwargs):
+        self.folders.append({path.name: path.read_bytes() for path in Path(folder_path).iterdir() if path.is_file()})
+        return SimpleNamespace(is_done=lambda: True, done=lambda: True, result=lambda: None)
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, TransfoXLTrainer])
+@pytest.mark.parametrize("trained", ["whole", "in a search", "an adapter"])
+def test_each_push_brings_the_code_and_the_card_of_a_whole_model(tmp_path, monkeypatch, trained, trainer_class):
+    pushes, model = Pushes(monkeypatch), make_model()
     if trained == "an adapter":
+        model.add_adapter(pytest.importorskip("peft").LoraConfig(target_modules=["q_proj"]))
+    hub = {"push_to_hub": True, "hub_model_id": "user/name", "save_steps": 1, "max_steps": 2}
+    arguments = make_arguments(tmp_path, label_names=["shift_labels"], **SAVING | hub)
+    trainer = trainer_class(model, arguments, train_dataset=TokenStream(make_text(301), 5, 4))
+    if trained == "in a search":
+        # Its checkpoints lie in a folder for each trial.
+        monkeypatch.setattr(Trainer, "_get_output_dir", lambda self, trial: str(tmp_path / "run-1"))
+    trainer.train()
+    trainer.push_to_hub()
+    assert len(pushes.folders) == 3
+    for folder in pushes.folders:
+        described = b"trust_remote_code=True" in folder.get("README.md", b"")
+        if trained == "an adapter":
+            assert not described and "adapter_model.safetensors" in folder
+        else:
+            assert described and {"modeling_transfo_xl.py", "config.json", "model.safetensors"} <= folder.keys()
+
+
+def test_a_card_that_is_not_finished_takes_no_place(tmp_path, monkeypatch):
+    """One that is cut short would pass for somebody's own, and stay."""
+    model, write = make_model(), Path.write_text
+
+    def write_half(self, text, **kwargs):
+        write(self, text[:9], **kwargs)
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(Path, "write_text", write_half)
+        model.write_model_card(tmp_path / "README.md", "user/name")
+    model.save_pretrained(tmp_path)
+    assert "trust_remote_code=True" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("trained", ["another model", "an adapter", "an added adapter"])
+def test_trainer_writes_its_own_card_of_other_models(tmp_path, trained):
+    if trained == "an added adapter":
+        model = make_model()
+        model.add_adapter(pytest.importorskip("peft").LoraConfig(target_modules=["q_proj"]))
+    elif trained == "an adapter":
         peft = pytest.importorskip("peft")
         model = peft.get_peft_model(make_model(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     else:

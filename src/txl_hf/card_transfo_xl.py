@@ -3,6 +3,7 @@
 import filecmp
 import hashlib
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,7 +147,10 @@ class CardedModel(PreTrainedModel):
         beside = [path.parent] + [Path(self.name_or_path)] * bool(self.name_or_path)
         data.setdefault("tokenizer", any((folder / "tokenizer_config.json").exists() for folder in beside))
         card = model_card(repo_id, self.config, type(self)._auto_class or "AutoModel", tags=tags, **data)
-        path.write_text(card + SIGNATURE.format(digest=_digest(card)), encoding="utf-8")
+        # One that is cut short would pass for somebody's own, and be kept.
+        aside = path.with_name(f"_unfinished-{os.getpid()}-{path.name}")
+        aside.write_text(card + SIGNATURE.format(digest=_digest(card)), encoding="utf-8")
+        aside.replace(path)
 
     def began_as(self, folder: Path, repo_id: str) -> dict[str, Any]:
         """For [`write_model_card`] of a model that is not as it was loaded: what its weights began as.

@@ -153,9 +153,10 @@ def _register(module: ModuleType, auto: ModuleType, classes: dict[str, str]) -> 
 
 
 def own_model(trainer):
-    """The model of a Trainer, unwrapped, where it is one of this package; None where it is another."""
+    """The model of a Trainer, unwrapped, where it is one of this package; None where it is another, or an adapter is
+    saved in its place."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    return model if _is_own(model) else None
+    return model if _is_own(model) and not model._is_adapted() else None
 
 
 def _is_own(model) -> bool:
@@ -166,7 +167,7 @@ def _is_own(model) -> bool:
 
 def _serve_trainer(module: ModuleType) -> None:
     trainer_class = module.Trainer
-    their_card, their_repository = trainer_class.create_model_card, trainer_class.init_hf_repo
+    their_card, their_push = trainer_class.create_model_card, trainer_class._push_from_checkpoint
     their_alignment = module.align_special_tokens
 
     @wraps(their_alignment)
@@ -185,15 +186,15 @@ def _serve_trainer(module: ModuleType) -> None:
             return trainer_cards.create_model_card(self, model, *args, **kwargs)
         return their_card(self, *args, **kwargs)
 
-    @wraps(their_repository)
-    def init_hf_repo(self, *args, **kwargs):
-        their_repository(self, *args, **kwargs)
-        if own_model(self) is not None:
-            from .trainer_cards import WholePush
+    @wraps(their_push)
+    def _push_from_checkpoint(self, checkpoint_folder):
+        if (model := own_model(self)) is not None:
+            from .trainer_cards import complete_push
 
-            self.add_callback(WholePush(self))
+            complete_push(self, model, checkpoint_folder)
+        their_push(self, checkpoint_folder)
 
-    trainer_class.create_model_card, trainer_class.init_hf_repo = create_model_card, init_hf_repo
+    trainer_class.create_model_card, trainer_class._push_from_checkpoint = create_model_card, _push_from_checkpoint
     vars(module)["align_special_tokens"] = align_special_tokens
 
 

@@ -667,6 +667,11 @@ def _check_arguments(args: TrainingArguments, model: PreTrainedModel):
             f"DataParallel over {args.n_gpu} GPUs mixes the rows of streams: start one process per GPU with torchrun "
             "or accelerate launch, or show one GPU with CUDA_VISIBLE_DEVICES"
         )
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        raise ValueError(
+            "average_tokens_across_devices=False takes the mean of the processes' means and counts the tokens of one: "
+            "set it to True"
+        )
     if getattr(model.config, "return_dict", True) is False:
         raise ValueError("config.return_dict=False leaves the memory without a name: set it to True")
     if args.label_smoothing_factor:

@@ -7,17 +7,16 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from transformers.modelcard import TrainingSummary
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import HubStrategy
 
 from .card_transfo_xl import is_generated, plain_markdown
 from .cards import results_of_folder
 from .layout_transfo_xl import TransfoXLLayoutModel
-from .registration import own_model
 from .trainer import HELD_OUT, TransfoXLTrainer, evaluations_of_now
 
-__all__ = ["WholePush", "create_model_card"]
+__all__ = ["complete_push", "create_model_card"]
 
 # Where Trainer's own card begins to tell of the training itself, until its end.
 PROCEDURE = "\n## Training procedure\n"
@@ -100,28 +99,25 @@ def create_model_card(
     model.write_model_card(path, repository, _as_list(tags), **data)
 
 
-class WholePush(TrainerCallback):
-    """Has each push in training bring the code that loads the model, and a card in place of none or a generated one.
+def complete_push(trainer: Trainer, model: TransfoXLLayoutModel, checkpoint: str) -> None:
+    """Put the code that loads a model beside what Trainer pushes of its checkpoint, and a card in place of none or of
+    a generated one.
 
-    Of a checkpoint Trainer takes along weights and configuration alone, so that nobody could load them before the end.
+    It takes along weights and configuration alone, so that nobody could load them before the end.
+
+    Args:
+        trainer: whose output directory is pushed. model: its model, unwrapped. checkpoint: the folder.
     """
-
-    def __init__(self, trainer: Trainer):
-        self.trainer = trainer
-
-    def on_push_begin(self, args, state, control, **kwargs):
-        output, repository = Path(args.output_dir), self.trainer.hub_model_id
-        code = list((output / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}").glob("*.py"))
-        # There is none beside an adapter, which is saved alone.
-        if not code or not self.trainer.is_world_process_zero():
-            return
-        for file in code:
-            shutil.copyfile(file, output / file.name)
-        card = output / "README.md"
-        if not card.exists() or is_generated(card):
-            # Results in the folder are of other weights: these are copied after this.
-            model = own_model(self.trainer)
-            model.write_model_card(card, repository, **model.began_as(output, repository), **_tokenizer(self.trainer))
+    if not trainer.is_world_process_zero() or trainer.args.hub_strategy == HubStrategy.END:
+        return
+    output, repository = Path(trainer.args.output_dir), trainer.hub_model_id
+    for file in Path(checkpoint).glob("*.py"):
+        shutil.copyfile(file, output / file.name)
+    card = output / "README.md"
+    if not card.exists() or is_generated(card):
+        # Results in the folder are of other weights: these are copied after this.
+        known: dict[str, Any] = model.began_as(output, repository) | _tokenizer(trainer)
+        model.write_model_card(card, repository, **known)
 
 
 def _tokenizer(trainer: Trainer) -> dict[str, bool]:
