@@ -74,12 +74,22 @@ def main(argv: list[str] | None = None):
         parser.error(f"--max-new-tokens {options.max_new_tokens} has to be at least 1")
     if not 0 <= options.temperature < float("inf"):
         parser.error(f"--temperature {options.temperature} has to be 0 or more")
+    if options.seed < 0:
+        parser.error(f"--seed {options.seed} has to be 0 or more")
     for name in ("tokenizer.json", "segment.onnx", "step.onnx"):
         if not (options.model / name).exists():
             sys.exit(f"error: --model {options.model} has no {name}: write a folder with txl-export")
-    tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
-    reader = Reader(options.model)
-    token_ids = tokenizer.encode(options.prompt).ids
+    try:
+        tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
+        reader = Reader(options.model)
+    except Exception as error:
+        # Each library has errors of its own for a file that is damaged.
+        sys.exit(f"error: --model {options.model} is damaged: {' '.join(str(error).split())}")
+    try:
+        token_ids = tokenizer.encode(options.prompt).ids
+    except Exception as error:
+        # It has no token for a symbol.
+        sys.exit(f"error: --prompt cannot be read: {error}")
     if not token_ids:
         parser.error("--prompt is empty")
     reader.read(token_ids)

@@ -521,6 +521,30 @@ def test_genomes_that_cannot_be_read(script, monkeypatch, tmp_path, fasta, genes
     assert re.search(message, said) and len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (("--held-out", "0.00001"), "no base to label: hold out more"),
+        (("--width", "2"), "d_head=0 must be at least 1"),
+    ],
+)
+def test_what_labels_nothing_or_no_model_has_labels_no_genome(script, monkeypatch, tmp_path, option, message):
+    (tmp_path / "x.fna").write_text(">one\n" + "ACGT" * 300 + "\n")
+    (tmp_path / "x.gff3").write_text(table("one 1 90 +"))
+    files = ["--fasta", tmp_path / "x.fna", "--genes", tmp_path / "x.gff3", "--batch-size", 2, "--lookahead", 0]
+    said = refused(script, monkeypatch, "genome_labels", *files, "--output", tmp_path / "labels", *option)
+    assert re.search(message, said) and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("option", ["--lookahead", "--memory", "--seed"])
+def test_numbers_below_zero_label_no_genome(script, option, tmp_path, capsys):
+    (tmp_path / "x").touch()
+    files = ["--fasta", str(tmp_path / "x"), "--genes", str(tmp_path / "x"), "--output", str(tmp_path / "labels")]
+    with pytest.raises(SystemExit):
+        script("genome_labels").PARSER.parse_args([*files, option, "-2"])
+    assert f"{option}: '-2' has to be a whole number, at least 0" in capsys.readouterr().err
+
+
 # --- the agent with a memory -----------------------------------------------------------------------------------------
 
 

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import miditok
+import numpy as np
 import pytest
 import symusic
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from miditok import TokSequence
 
 import compound
@@ -22,7 +25,7 @@ import measures
 from midi_files import write_folder, write_piece
 from models import small_model
 from txl_hf import prepare
-from txl_hf.midi import load_midi_tokenizer, tokenise_batch
+from txl_hf.midi import bar_lines, load_midi_tokenizer, tokenise_batch
 from txl_hf.midi_grammar import MusicGrammar
 from txl_hf.training import command
 
@@ -445,13 +448,59 @@ def test_bars_may_be_shorter_than_a_sixteenth(tmp_path, numerator, denominator, 
     assert (found.bars, found.empty) == (bars, 0)
 
 
+def changing_metres() -> symusic.Score:
+    """A bar of two quarters, and eight of four, in each a note that lasts through it."""
+    score = symusic.Score(480)
+    score.time_signatures.append(symusic.TimeSignature(0, 2, 4))
+    score.time_signatures.append(symusic.TimeSignature(960, 4, 4))
+    score.tracks.append(symusic.Track("a", 0))
+    score.tracks[0].notes.append(symusic.Note(0, 960, 60, 80))
+    for bar in range(8):
+        score.tracks[0].notes.append(symusic.Note(960 + 1920 * bar, 1920, 61 + bar, 80))
+    return score
+
+
+def test_bars_are_those_of_the_metre_that_holds(tmp_path, monkeypatch):
+    score = changing_metres()
+    assert bar_lines(score).tolist() == [0, *range(960, 960 + 9 * 1920, 1920)]
+    changing_metres().dump_midi(tmp_path / "a.mid")
+    found = measures.measure([tmp_path / "a.mid"])
+    assert (found.bars, found.empty, found.repeated) == (9, 0, 0)
+    figures = []
+    monkeypatch.setattr(generate.plt, "close", figures.append)
+    generate.draw(score, tmp_path / "a.png", "a")
+    bars = [(patch.get_x(), patch.get_width()) for patch in figures[0].axes[0].patches]
+    np.testing.assert_allclose(bars, [(bar, 0.93) for bar in range(1, 10)], rtol=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    metres=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 7), st.sampled_from([2, 4, 8, 16])), max_size=4),
+    length=st.integers(1, 9000),
+)
+def test_bars_follow_one_another_without_a_gap(metres, length):
+    """As many as are said to be of each metre, and as many as it takes behind them."""
+    score, time, expected = symusic.Score(480), 0, [0]
+    for count, numerator, denominator in metres:
+        score.time_signatures.append(symusic.TimeSignature(time, numerator, denominator))
+        bar = 4 * 480 * numerator // denominator
+        expected += [time + bar * i for i in range(1, count + 1)]
+        time += count * bar
+    bar = bar if metres else 1920
+    score.tracks.append(symusic.Track("a", 0))
+    score.tracks[0].notes.append(symusic.Note(0, length, 60, 80))
+    found = bar_lines(score).tolist()
+    while expected[-1] < length:
+        expected.append(expected[-1] + bar)
+    assert found == [line for before, line in zip([-1, *expected], expected, strict=False) if before < length]
+
+
 def test_pictures_are_linked_from_where_the_page_is(tmp_path, monkeypatch):
     monkeypatch.setattr(measures, "check_readers", lambda paths: None)
     for folder in ("pieces", "pieces/sub", "corpus"):
         (tmp_path / folder).mkdir()
         write_piece(tmp_path / folder / "piece-1.mid", 0)
     page = tmp_path / "reports" / "README.md"
-    page.parent.mkdir()
     measures.main(["--pieces", str(tmp_path / "pieces"), "--corpus", str(tmp_path / "corpus"), "--output", str(page)])
     text = page.read_text()
     assert "](../pieces/piece-1.png)" in text and "](../pieces/sub/piece-1.png)" in text
@@ -597,12 +646,28 @@ def test_a_run_on_chorales_that_has_no_checkpoint_begins_anew(chorales, tmp_path
 def test_chorales_that_are_none_are_refused(tmp_path):
     for text, message in (
         ("[]", "must hold lists of frames"),
-        ('{"train": [[[20]]], "valid": [], "test": []}', "pitch 20"),
-        ('{"train": [[[104]]], "valid": [], "test": []}', "pitch 104: in all keys, a piano has those from 27 to 103"),
+        ('{"train": [[[20]]], "valid": [[[60]]], "test": [[[]]]}', "pitch 20"),
+        ('{"train": [[[60]]], "valid": [[[104]]], "test": [[[60]]]}', "pitch 104: in all keys.* from 27 to 103"),
+        ('{"train": [], "valid": [[[60]]], "test": [[[60]]]}', "no chorale under train"),
+        ('{"train": [[[60]]], "valid": [], "test": [[[60]]]}', "no chorale under valid"),
+        ('{"train": [[[60]]], "valid": [[[60]]], "test": [[[60]], []]}', "chorale 1 under test has no frame"),
+        ('{"train": [[[60.7]]], "valid": [[[60]]], "test": [[[60]]]}', "chorale 0 under train has 60.7 as a pitch"),
+        ('{"train": [[["64"]]], "valid": [[[60]]], "test": [[[60]]]}', "chorale 0 under train has '64' as a pitch"),
     ):
         (tmp_path / "jsb.json").write_text(text)
         with pytest.raises(SystemExit, match=message):
             jsb.main(["--data", str(tmp_path / "jsb.json"), "--output", str(tmp_path / "run")])
+
+
+@pytest.mark.parametrize(
+    "option",
+    [("--learning-rate", "nan"), ("--dropout", "3"), ("--memory", "-1"), ("--seed", "-1"), ("--minutes", "0")],
+)
+def test_what_is_refused_begins_no_run_on_chorales(chorales, tmp_path, option, capsys):
+    with pytest.raises(SystemExit) as refused:
+        jsb.main(["--data", str(chorales), "--output", str(tmp_path / "run"), "--width", "32", *option])
+    assert refused.value.code and not (tmp_path / "run").exists()
+    assert option[0][2:].replace("-", "_") in (str(refused.value.code) + capsys.readouterr().err).replace("-", "_")
 
 
 # --- events of several attributes ------------------------------------------------------------------------------------
@@ -677,6 +742,43 @@ def test_events_are_written_that_midi_tok_finds_no_fault_with(events, tmp_path, 
     assert tokenizer.tokens_errors(TokSequence(ids=written)) == 0
     bar = tokenizer.vocab[1]["Bar_None"]
     assert 0 < sum(event[1] == bar for event in written) <= 5
+
+
+FAVOURED = ("Family_Note", "Pitch_60", "Program_0")
+
+
+def test_no_note_is_said_twice_at_one_time(events, tmp_path, capsys, monkeypatch):
+    """A model that would say the likeliest note for ever says the others, and comes to the next position."""
+    model, splits, tokenizer, arguments = compound_model(events, "--bars", "3")
+    boundaries = compound.boundary_tokens(tokenizer)
+    grammar = compound.EventGrammar(tokenizer, set())
+    shapes = {grammar.shape(event) for event in splits["train"].tolist() if event not in boundaries}
+    likeliest = argparse.Namespace(**vars(arguments) | {"temperature": 0.0})
+    names = compound.EventGrammar(tokenizer, set()).names
+    # Notes, and of these one, are what it likes best.
+    with torch.no_grad():
+        for head, vocabulary in zip(model.heads, names, strict=True):
+            head.weight.zero_(), head.bias.zero_()
+            for place, name in enumerate(vocabulary):
+                head.bias[place] = name.startswith("Position") + 3 * name.startswith(FAVOURED)
+    begun, counts = set(), []
+    for event in compound.write(model, tokenizer, shapes, likeliest, longest=400):
+        note = tuple(vocabulary[i] for vocabulary, i in zip(names, event, strict=True))
+        note = tuple(name for name in note if name.startswith(("Pitch", "Program")))
+        if not note:
+            counts.append(len(begun))
+            begun = set()
+            continue
+        assert note not in begun
+        begun.add(note)
+    assert max([*counts, len(begun)]) > 1
+
+
+def test_a_piece_that_is_cut_short_is_told(events, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compound, "LONGEST", 7)
+    sizes = ["--width", "8", "--layers", "1", "--segment_length", "16", "--memory_length", "8", "--steps", "1"]
+    compound.main(["--data", str(events), "--output", str(tmp_path / "run"), "--bars", "40", *sizes])
+    assert "piece 1 is cut short, as 7 events have fewer than --bars 40" in capsys.readouterr().out
 
 
 def test_plain_tokens_are_refused(tmp_path):

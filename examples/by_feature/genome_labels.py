@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 import common
-from txl_hf.command_line import at_least_one, existing_file, new_path, one_line_errors, positive
+from txl_hf.command_line import at_least_one, at_least_zero, existing_file, new_path, one_line_errors, positive
 
 PARSER = common.Parser(__doc__)
 PARSER.add_argument("--fasta", type=existing_file, required=True, help="the genome")
@@ -37,15 +37,17 @@ PARSER.add_argument(
 PARSER.add_argument("--output", type=new_path, required=True, help="a new folder for the model and results.json")
 PARSER.add_argument("--held-out", type=float, default=0.2, help="the last part, to label (%(default)s)")
 PARSER.add_argument("--window", type=at_least_one, default=128, help="bases in a window (%(default)s)")
-PARSER.add_argument("--memory", type=int, default=256, help="bases that each layer remembers (%(default)s)")
-PARSER.add_argument("--lookahead", type=int, default=32, help="bases read before one is labelled (%(default)s)")
+PARSER.add_argument("--memory", type=at_least_zero, default=256, help="bases that each layer remembers (%(default)s)")
+PARSER.add_argument(
+    "--lookahead", type=at_least_zero, default=32, help="bases read before one is labelled (%(default)s)"
+)
 PARSER.add_argument(
     "--passes", type=at_least_one, default=1, help="how often the genome is learned from (%(default)s)"
 )
 PARSER.add_argument("--batch-size", type=at_least_one, default=32, help="places that are read at once (%(default)s)")
 PARSER.add_argument("--width", type=at_least_one, default=64, help="d_model (%(default)s)")
 PARSER.add_argument("--learning-rate", type=positive, default=2e-3, help="at most (%(default)s)")
-PARSER.add_argument("--seed", type=int, default=1, help="of the first weights (%(default)s)")
+PARSER.add_argument("--seed", type=at_least_zero, default=1, help="of the first weights (%(default)s)")
 
 if __name__ == "__main__":
     PARSER.refuse_first()
@@ -251,7 +253,11 @@ def main():
                 f"{options.fasta} has {border} places to learn from, but --batch-size {options.batch_size} of them "
                 f"need a --window of {options.window} each"
             )
-    bases, held_out_bases = (int((part.labels != IGNORED).sum()) for part in (learned, held_out))
+        bases, held_out_bases = (int((part.labels != IGNORED).sum()) for part in (learned, held_out))
+        if not held_out_bases:
+            raise ValueError(f"--held-out {options.held_out} of {options.fasta} has no base to label: hold out more")
+        # What it refuses, it refuses before the other one is trained.
+        make_model(options, options.memory)
     print(f"{bases} bases to learn from; {held_out_bases} held out.")
     results: dict = {"held_out_bases": held_out_bases}
     with common.whole_folder(options.output) as folder:

@@ -528,7 +528,8 @@ def tabulate(folder: Path):
         axis.set_title(env)
         axis.set_xlabel("environment steps")
         axis.set_ylabel("return of an episode")
-        axis.legend()
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend()
     with whole_file(folder / "agents.png") as aside:
         figure.savefig(aside, dpi=110, format="png")
     plt.close(figure)

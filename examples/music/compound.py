@@ -27,13 +27,19 @@ from transformers import get_cosine_schedule_with_warmup, set_seed
 
 from generate import draw, to_score
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLModel
-from txl_hf.command_line import CommandParser, at_least_one, one_line_errors
+from txl_hf.command_line import CommandParser, at_least_one, at_least_zero, one_line_errors, positive
 from txl_hf.files import whole_folder
 from txl_hf.memory_transfo_xl import memory_of
 from txl_hf.midi import EVENTS, boundary_tokens, is_midi_tokenizer, load_midi_tokenizer
 
 with one_line_errors():
     from miditok import MusicTokenizer
+
+
+# What tells a note from others that begin at the same time, in this order.
+NOTE = ("Pitch", "Program")
+# Events of a piece, at most.
+LONGEST = 10_000
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -44,13 +50,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--width", type=at_least_one, default=128, help="d_model, a multiple of 8 (%(default)s)")
     parser.add_argument("--layers", type=at_least_one, default=4, help="(%(default)s)")
     parser.add_argument("--segment_length", type=at_least_one, default=64, help="events (%(default)s)")
-    parser.add_argument("--memory_length", type=int, default=192, help="events (%(default)s)")
+    parser.add_argument("--memory_length", type=at_least_zero, default=192, help="events (%(default)s)")
     parser.add_argument("--batch_size", type=at_least_one, default=8, help="streams (%(default)s)")
-    parser.add_argument("--learning_rate", type=float, default=2e-3, help="(%(default)s)")
+    parser.add_argument("--learning_rate", type=positive, default=2e-3, help="(%(default)s)")
     parser.add_argument("--pieces", type=at_least_one, default=1, help="to write (%(default)s)")
     parser.add_argument("--bars", type=at_least_one, default=16, help="of each (%(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    parser.add_argument("--seed", type=at_least_zero, default=0, help="(%(default)s)")
     options = parser.parse_args(arguments)
     if not 0 <= options.temperature < math.inf:
         parser.error(f"--temperature {options.temperature} has to be 0 or more")
@@ -111,6 +117,9 @@ class EventGrammar:
         self.tokenizer, self.shapes, self.graph = tokenizer, shapes, tokenizer.tokens_types_graph
         self.names = [sorted(vocabulary, key=vocabulary.get) for vocabulary in tokenizer.vocab]
         self.kind, self.bars, self.position = "BOS", 0, -1
+        self.programs = [name for names in self.names for name in names if name.startswith("Program")]
+        # Notes that begin now, each as what tells it from others. One that begins twice would be one.
+        self.begun: set[frozenset[str]] = set()
         self.positions = 4 * tokenizer.config.max_num_pos_per_beat
 
     def shape(self, event: list[int]) -> tuple[str, ...]:
@@ -135,7 +144,8 @@ class EventGrammar:
             for shape in self.shapes
             if shape[:place] == begun and self.kind_of(shape) in follows and self._in_time(shape)
         }
-        return torch.tensor([self._fits(name, types) for name in self.names[place]])
+        chosen = {names[index] for names, index in zip(self.names, event, strict=False)}
+        return torch.tensor([self._fits(name, types) and self._is_new(chosen, name) for name in self.names[place]])
 
     def _in_time(self, shape: tuple[str, ...]) -> bool:
         return "Position" not in shape or self.position + 1 < self.positions
@@ -145,9 +155,23 @@ class EventGrammar:
         in_time = kind != "Position" or self.position < int(value) < self.positions
         return self.type_of(name) in types and in_time
 
+    def _is_new(self, chosen: set[str], name: str) -> bool:
+        """Whether there can be a note with this attribute, besides those chosen, that does not begin now already."""
+        if not name.startswith(NOTE):
+            return True
+        note = {other for other in chosen if other.startswith(NOTE)} | {name}
+        # By its pitch alone it can be of any program.
+        others = len(self.programs) if len(note) == 1 and self.programs else 1
+        return sum(note <= begun for begun in self.begun) < others
+
     def advance(self, event: list[int]):
         self.kind = self.kind_of(self.shape(event))
-        for name in (names[index] for names, index in zip(self.names, event, strict=True)):
+        chosen = [names[index] for names, index in zip(self.names, event, strict=True)]
+        if note := frozenset(name for name in chosen if name.startswith(NOTE)):
+            self.begun.add(note)
+        else:
+            self.begun.clear()
+        for name in chosen:
             kind, value = name.split("_", 1)
             if kind == "Bar":
                 self.bars, self.position = self.bars + 1, -1
@@ -250,9 +274,9 @@ def score(model: CompoundModel, events: Tensor, ends: np.ndarray, memory_length:
 
 @torch.no_grad()
 def write(
-    model: CompoundModel, tokenizer: MusicTokenizer, shapes: set, options: argparse.Namespace, longest: int = 10_000
+    model: CompoundModel, tokenizer: MusicTokenizer, shapes: set, options: argparse.Namespace, longest: int
 ) -> list[list[int]]:
-    """The events of a piece of so many bars."""
+    """The events of a piece of so many bars, `longest` at most."""
     model.eval()
     begin, _ = boundary_tokens(tokenizer)
     grammar, events = EventGrammar(tokenizer, shapes), [begin]
@@ -269,8 +293,8 @@ def write(
 
 def main(arguments: list[str] | None = None):
     options = parse_arguments(arguments)
-    set_seed(options.seed)
     with one_line_errors():
+        set_seed(options.seed)
         if options.output.exists():
             raise ValueError(f"--output {options.output} exists: choose another folder")
         splits, tokenizer = read_data(options.data)
@@ -293,7 +317,10 @@ def main(arguments: list[str] | None = None):
             tokenizer.save_pretrained(folder)
             (folder / "shapes.json").write_text(json.dumps(sorted(kinds)))
             for i in range(1, options.pieces + 1):
-                music = to_score(tokenizer, write(model, tokenizer, kinds, options))
+                events = write(model, tokenizer, kinds, options, LONGEST)
+                if len(events) == LONGEST:
+                    print(f"piece {i} is cut short, as {LONGEST:,} events have fewer than --bars {options.bars}.")
+                music = to_score(tokenizer, events)
                 music.dump_midi(folder / f"piece-{i}.mid")
                 draw(music, folder / f"piece-{i}.png", f"piece {i}")
     print(f"{options.output} has the model and {options.pieces} piece(s).")

@@ -26,7 +26,7 @@ from transformers import LogitsProcessorList, set_seed
 from txl_hf import TransfoXLForCausalLM
 from txl_hf.command_line import CommandParser, hub_or_folder, one_line_errors
 from txl_hf.files import whole_folder
-from txl_hf.midi import boundary_tokens, load_midi_tokenizer, preprocess, read_score, spelled
+from txl_hf.midi import bar_lines, boundary_tokens, load_midi_tokenizer, preprocess, read_score, spelled
 from txl_hf.midi_grammar import MusicGrammar
 
 with one_line_errors():
@@ -68,6 +68,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} must be at least 1")
     if not 0 <= options.temperature < math.inf:
         parser.error("--temperature must be at least 0, and finite")
+    if not 0 < options.top_p <= 1:
+        parser.error("--top_p must be above 0, and at most 1")
     if options.prompt and (options.key or options.tempo):
         parser.error("--key and --tempo begin a piece: leave them out with --prompt, which has its own")
     if options.prompt_bars and not options.prompt:
@@ -204,18 +206,17 @@ def to_score(tokenizer: MusicTokenizer, ids: list) -> symusic.Score:
 
 def draw(score: symusic.Score, path: Path, title: str):
     """A piano roll: pitches against bars, a colour for each instrument."""
-    ticks = score.ticks_per_quarter
-    metre = score.time_signatures[0] if len(score.time_signatures) else symusic.TimeSignature(0, 4, 4)
-    bar = 4 * metre.numerator / metre.denominator
+    lines = bar_lines(score)
+    bars = np.arange(1, 1 + len(lines))
     # The instruments' names stand beside the notes, one below the other.
     count = len(score.tracks)
     figure, axes = plt.subplots(figsize=(12, max(4, 0.25 * count)), layout="constrained")
     colours = plt.get_cmap("tab10" if count <= 10 else "tab20") if count <= 20 else plt.get_cmap("turbo", count)
     for i, track in enumerate(score.tracks):
         notes = track.notes.numpy()
+        starts, ends = (np.interp(time, lines, bars) for time in (notes["time"], notes["time"] + notes["duration"]))
         # A little shorter, so that repeated notes can be told apart.
-        lengths, starts = 0.93 * notes["duration"] / ticks / bar, 1 + notes["time"] / ticks / bar
-        axes.barh(notes["pitch"], lengths, 0.9, starts, color=colours(i), label=track.name)
+        axes.barh(notes["pitch"], 0.93 * (ends - starts), 0.9, starts, color=colours(i), label=track.name)
     axes.set(xlabel="bar", ylabel="MIDI pitch", title=title)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)

@@ -32,7 +32,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 import txl_hf
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTrainer, token_losses
 from txl_hf.checkpoints import last_checkpoint
-from txl_hf.command_line import CommandParser, at_least_one, one_line_errors
+from txl_hf.command_line import CommandParser, at_least_one, at_least_zero, one_line_errors, positive
 from txl_hf.files import keep_options, whole_file
 
 SPLITS = {"train": "train", "validation": "valid", "test": "test"}
@@ -54,13 +54,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="folder of the run")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--steps", type=at_least_one, default=1500, help="of 1,024 symbols")
-    parser.add_argument("--minutes", type=float, help="stop after so many, with the best model so far")
+    parser.add_argument("--minutes", type=positive, help="stop after so many, with the best model so far")
     parser.add_argument("--width", type=at_least_one, default=128, help="d_model")
     parser.add_argument("--layers", type=at_least_one, default=3, help="layers")
     parser.add_argument("--dropout", type=float, default=0.2, help="of states; half as much of attention")
-    parser.add_argument("--memory", type=int, default=256, help="mem_len in training")
-    parser.add_argument("--learning-rate", type=float, default=3e-3, help="at the end of the warm-up")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, dropout and transpositions")
+    parser.add_argument("--memory", type=at_least_zero, default=256, help="mem_len in training")
+    parser.add_argument("--learning-rate", type=positive, default=3e-3, help="at the end of the warm-up")
+    parser.add_argument("--seed", type=at_least_zero, default=0, help="of weights, dropout and transpositions")
     return parser.parse_args(arguments)
 
 
@@ -75,11 +75,17 @@ def read_chorales(path: Path) -> dict[str, list[Chorale]]:
     """
     try:
         splits = json.loads(path.read_text(encoding="utf-8"))
-        chorales = {
-            split: [[sorted({*map(int, frame)}) for frame in c] for c in splits[SPLITS[split]]] for split in SPLITS
-        }
+        chorales = {split: [[sorted({*frame}) for frame in c] for c in splits[SPLITS[split]]] for split in SPLITS}
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} must hold lists of frames under train, valid and test: {error!r}") from error
+    for split, pieces in chorales.items():
+        if not pieces:
+            raise ValueError(f"{path} has no chorale under {SPLITS[split]}")
+        for number, chorale in enumerate(pieces):
+            if not chorale:
+                raise ValueError(f"{path}: chorale {number} under {SPLITS[split]} has no frame")
+            if wrong := [pitch for frame in chorale for pitch in frame if type(pitch) is not int]:
+                raise ValueError(f"{path}: chorale {number} under {SPLITS[split]} has {wrong[0]!r} as a pitch")
     pitches = {pitch for split in chorales.values() for chorale in split for frame in chorale for pitch in frame}
     # All keys of a piano but those that transpositions need.
     lowest, highest = LOWEST - SHIFTS[0], LOWEST + PITCHES - 1 - SHIFTS[-1]
@@ -143,7 +149,9 @@ def make_model(arguments: argparse.Namespace) -> TransfoXLForCausalLM:
     return TransfoXLForCausalLM(config)
 
 
-def make_trainer(arguments: argparse.Namespace, chorales: dict[str, list[Chorale]]) -> TransfoXLTrainer:
+def make_trainer(
+    arguments: argparse.Namespace, model: TransfoXLForCausalLM, chorales: dict[str, list[Chorale]]
+) -> TransfoXLTrainer:
     text, ends = training_text(chorales["train"], arguments.steps * SEGMENT * STREAMS + 1, arguments.seed)
     held_out, held_out_ends = join([write_symbols(chorale) for chorale in chorales["validation"]])
     every = max(1, arguments.steps // 20)
@@ -171,7 +179,7 @@ def make_trainer(arguments: argparse.Namespace, chorales: dict[str, list[Chorale
         report_to=[],
     )
     return TransfoXLTrainer(
-        make_model(arguments),
+        model,
         settings,
         train_dataset=TokenStream(text, SEGMENT, STREAMS, document_end=ends),
         eval_dataset=TokenStream(held_out, SEGMENT, 8, keep_remainder=True, document_end=held_out_ends),
@@ -225,11 +233,13 @@ def main(arguments: list[str] | None = None):
         if options.output.exists() and not options.resume:
             raise ValueError(f"--output {options.output} exists: go on with --resume, or choose another folder")
         chorales = read_chorales(options.data)
+        set_seed(options.seed)
+        model = make_model(options)
+        # What could be refused has been: a folder that was begun goes on with its options.
         options.output.mkdir(parents=True, exist_ok=True)
         given = vars(options).keys() - {"data", "output", "resume", "minutes"}
         keep_options(options.output / "options.json", {name: getattr(options, name) for name in given})
-        set_seed(options.seed)
-        trainer = make_trainer(options, chorales)
+        trainer = make_trainer(options, model, chorales)
         if options.minutes is not None:
             trainer.add_callback(StopAfter(options.minutes))
         start = time.perf_counter()

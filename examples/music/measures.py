@@ -9,7 +9,6 @@ corpus that cannot be read are named and left out, as by txl-prepare.
 """
 
 import argparse
-import math
 import os
 import warnings
 from collections import Counter
@@ -21,7 +20,7 @@ import numpy as np
 from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.corpora import files_below
 from txl_hf.files import write_text
-from txl_hf.midi import MIDI_SUFFIXES, read_score
+from txl_hf.midi import MIDI_SUFFIXES, bar_lines, read_score
 
 with one_line_errors():
     import symusic
@@ -93,15 +92,16 @@ class Measures:
         self.sounding.update(sounds.tolist())
 
     def _add_bars(self, score: symusic.Score, rows: list[tuple[int, int, int, str]]):
-        """Of a piece in its first metre."""
-        metre = score.time_signatures[0] if len(score.time_signatures) else symusic.TimeSignature(0, 4, 4)
         # In sixteenths; a metre of thirty-seconds may have a part of one.
-        bar = 16 * metre.numerator / metre.denominator
+        lines = bar_lines(score) / (score.ticks_per_quarter / 4)
         contents: dict[int, set] = {}
         sounding = set()
         for start, length, pitch, name in rows:
-            contents.setdefault(int(start // bar), set()).add((start % bar, length, pitch, name))
-            sounding |= set(range(int(start // bar), math.ceil((start + length) / bar)))
+            # A rounded note may reach past the last line.
+            bar, behind = (int(i) for i in np.searchsorted(lines, (start, start + length), side="right"))
+            bar, last = bar - 1, behind - (lines[behind - 1] == start + length)
+            contents.setdefault(bar, set()).add((start - lines[bar], length, pitch, name))
+            sounding |= set(range(bar, last))
         bars = max(sounding) + 1
         self.bars += bars
         self.empty += bars - len(sounding)
@@ -220,6 +220,7 @@ def main(arguments: list[str] | None = None):
         if options.output is not None:
             pages = (os.path.relpath(path.with_suffix(".png"), options.output.parent) for path in paths)
             pictures = (f"![{path.stem}]({Path(page).as_posix()})" for path, page in zip(paths, pages, strict=True))
+            options.output.parent.mkdir(parents=True, exist_ok=True)
             write_text(options.output, "\n\n".join(["# Pieces beside their corpus", text, *pictures]) + "\n")
     print(f"music21 and pretty_midi read {len(paths)} file(s) of {options.pieces} without complaint.")
     if corpus.left_out:

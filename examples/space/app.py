@@ -46,7 +46,11 @@ class Page:
         self.config = self.model.config
 
     def read(self, text: str) -> list[int]:
-        ids = self.tokenizer(text[-LONGEST:])["input_ids"]
+        try:
+            ids = self.tokenizer(text[-LONGEST:])["input_ids"]
+        except ValueError as error:
+            # It has no token for a symbol.
+            raise gr.Error(str(error)) from None
         if len(ids) < 2:
             raise gr.Error("Write a little more: there is nothing to go on from.")
         return ids
@@ -58,13 +62,25 @@ class Page:
         streamer, read = TextIteratorStreamer(self.tokenizer), len(self.tokenizer.decode(ids[0]))
         choice = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         settings = {"attention_mask": torch.ones_like(ids), "max_new_tokens": int(tokens), "streamer": streamer}
-        writer = Thread(target=self.model.generate, args=(ids,), kwargs=settings | choice)
+        failed = []
+
+        def generate():
+            try:
+                self.model.generate(ids, **settings, **choice)
+            except Exception as error:
+                # Whatever it is, nobody would hear of it, and the page would wait for more.
+                failed.append(error)
+                streamer.end()
+
+        writer = Thread(target=generate)
         writer.start()
         written = ""
         for piece in streamer:
             written += piece
             yield written[read:]
         writer.join()
+        if failed:
+            raise gr.Error(str(failed[0]))
 
     def write(self, text: str, tokens: int, temperature: float) -> Iterator[str]:
         """The text with what may follow it, longer and longer."""

@@ -151,12 +151,22 @@ def hub_or_folder(name: str) -> str:
 
 def at_least_one(text: str) -> int:
     """The type of an option that counts things. Raises an ArgumentTypeError for what is no number from 1 on."""
+    return _at_least(1, text)
+
+
+def at_least_zero(text: str) -> int:
+    """The type of an option that may be none of something. Raises an ArgumentTypeError for what is no number from 0
+    on."""
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     try:
         number = int(text)
     except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} has to be a whole number, at least 1")
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{text!r} has to be a whole number, at least {least}")
     return number
 
 

@@ -254,6 +254,25 @@ def read_score(path: Path) -> "Score":
     return score
 
 
+def bar_lines(score: "Score") -> np.ndarray:
+    """Where each bar begins, and where the last one with a note ends, in ticks: (bars + 1,), of at least one bar.
+
+    The first metre holds from the beginning, 4/4 where there is none; a bar in which it changes ends there.
+    """
+    whole = 4 * score.ticks_per_quarter
+    # One of no quarters, which a broken file may have, says nothing.
+    metres = [metre for metre in score.time_signatures if metre.numerator]
+    lengths = [whole * metre.numerator / metre.denominator for metre in metres] or [whole]
+    end = max([1, *(note.end for track in score.tracks for note in track.notes)])
+    lines = [0.0]
+    for length, until in zip(lengths, [*(metre.time for metre in metres[1:]), end], strict=True):
+        while lines[-1] < min(until, end):
+            # The last bar is a whole one, whenever its last note ends.
+            following = lines[-1] + length
+            lines.append(following if until >= end else min(following, until))
+    return np.array(lines)
+
+
 def fingerprint(score: "Score") -> str:
     """A hash of when notes begin and of the intervals between them, which transposition leaves as they are."""
     drums: list[np.ndarray] = []

@@ -1,7 +1,9 @@
 """`txl-export`, and onnxruntime on what it writes: torch's figures, and generate's text, with the memory carried."""
 
 import json
+import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -145,6 +147,32 @@ def test_a_model_without_tokenizer_is_written_without_one_and_that_is_said(make_
     commands.export(["--model", str(tmp_path / "model"), "--output", str(tmp_path / "out")])
     assert "no tokenizer was found with " in capsys.readouterr().err
     assert not (tmp_path / "out" / "tokenizer_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--temperature", "1", "--seed", "-1"], "--seed -1 has to be 0 or more"),
+        (["--prompt", "Grüße"], "--prompt cannot be read: .*"),
+        (["--model", "damaged"], "--model .*damaged is damaged: .+"),
+    ],
+    ids=["seed", "prompt", "model"],
+)
+def test_what_cannot_be_gone_on_with_is_one_line(options, message, folders, tmp_path, monkeypatch, capsys):
+    if options[0] == "--model":
+        shutil.copytree(folders[1], tmp_path / "damaged")
+        (tmp_path / "damaged" / "step.onnx").write_bytes(b"no graph")
+        options = ["--model", str(tmp_path / "damaged")]
+    if options[0] == "--prompt":
+        # A tokenizer without a token for what it does not know.
+        shutil.copytree(folders[1], tmp_path / "strict")
+        TransfoXLTokenizer.from_symbols([*"abc \n"], mode="characters").save_pretrained(tmp_path / "strict")
+        options = ["--model", str(tmp_path / "strict"), *options]
+    monkeypatch.setattr(sys, "argv", [str(GENERATE), "--model", str(folders[1]), "--prompt", "word1", *options])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(GENERATE), run_name="__main__")
+    said = str(end.value.code) + capsys.readouterr().err
+    assert re.search(message, said) and "Traceback" not in said
 
 
 @pytest.mark.parametrize("missing", ["tokenizer.json", "segment.onnx", "step.onnx"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from gradio_client import Client
+from gradio_client.exceptions import AppError
 
 from models import small_model
 from txl_hf import TransfoXLTokenizer, token_losses
@@ -55,6 +56,29 @@ def test_a_text_goes_on(page, client):
 def test_a_text_goes_on_as_one_types(page, client):
     written = client.predict(TEXT, 12, 0, api_name="/go_on")
     assert len(written) == 12 and client.predict(TEXT, 12, 0, api_name="/write") == TEXT + written
+
+
+def test_a_text_that_cannot_go_on_is_an_error_and_the_next_one_does(page, client, monkeypatch):
+    _, shown = page
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("probability tensor contains inf")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shown.model, "generate", fail)
+        for name in ("/write", "/go_on"):
+            job = client.submit(TEXT, 12, 0, api_name=name)
+            with pytest.raises(AppError, match="contains inf"):
+                job.result(timeout=60)
+    assert client.submit(TEXT, 12, 0, api_name="/write").result(timeout=60).startswith(TEXT)
+
+
+def test_a_symbol_that_the_tokenizer_lacks_is_said(page, client, tmp_path, monkeypatch):
+    module, shown = page
+    tokenizer = TransfoXLTokenizer.from_symbols([*"abc \n"], mode="characters")
+    monkeypatch.setattr(shown, "tokenizer", tokenizer)
+    with pytest.raises(module.gr.Error, match="ß"):
+        shown.read("abc ß")
 
 
 def test_what_the_memory_is_worth(page, client):
