@@ -525,6 +525,7 @@ def test_genomes_that_cannot_be_read(script, monkeypatch, tmp_path, fasta, genes
     ("option", "message"),
     [
         (("--held-out", "0.00001"), "no base to label: hold out more"),
+        (("--lookahead", "5000", "--window", "64"), "--lookahead 5000 leaves no base to learn from"),
         (("--width", "2"), "d_head=0 must be at least 1"),
     ],
 )

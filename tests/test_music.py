@@ -473,6 +473,33 @@ def test_bars_are_those_of_the_metre_that_holds(tmp_path, monkeypatch):
     np.testing.assert_allclose(bars, [(bar, 0.93) for bar in range(1, 10)], rtol=1e-6)
 
 
+@pytest.mark.parametrize(("time", "first"), [(640, 0), (1880, 1880), (1930, 1930)])
+def test_bars_that_begin_between_two_sixteenths_are_alike_where_they_are(tmp_path, time, first):
+    """Behind a metre that is said again within a bar."""
+    score = symusic.Score(480)
+    score.time_signatures.append(symusic.TimeSignature(0, 4, 4))
+    score.time_signatures.append(symusic.TimeSignature(time, 4, 4))
+    score.tracks.append(symusic.Track("a", 0))
+    for bar in range(8):
+        score.tracks[0].notes.append(symusic.Note(time + 1920 * bar, 1920, 60, 80))
+    score.dump_midi(tmp_path / "a.mid")
+    found = measures.measure([tmp_path / "a.mid"])
+    upbeat = len(bar_lines(score)) - 1 - 8
+    assert upbeat == (2 if time > 1920 else 1)
+    assert (found.bars, found.empty, found.repeated) == (8 + upbeat, upbeat, 7)
+
+
+def test_a_metre_of_no_length_says_nothing(tmp_path):
+    piece = changing_metres()
+    piece.dump_midi(tmp_path / "a.mid")
+    data = (tmp_path / "a.mid").read_bytes()
+    # A half as the unit, 2 to the power of 8.
+    broken = data.replace(b"\xff\x58\x04\x02\x02", b"\xff\x58\x04\x02\x08", 1)
+    assert broken != data
+    (tmp_path / "a.mid").write_bytes(broken)
+    assert measures.measure([tmp_path / "a.mid"]).bars == 9
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     metres=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 7), st.sampled_from([2, 4, 8, 16])), max_size=4),
@@ -661,13 +688,27 @@ def test_chorales_that_are_none_are_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "option",
-    [("--learning-rate", "nan"), ("--dropout", "3"), ("--memory", "-1"), ("--seed", "-1"), ("--minutes", "0")],
+    [
+        ("--steps", "0"),
+        ("--learning-rate", "nan"),
+        ("--dropout", "3"),
+        ("--memory", "-1"),
+        ("--seed", "-1"),
+        ("--minutes", "0"),
+    ],
 )
 def test_what_is_refused_begins_no_run_on_chorales(chorales, tmp_path, option, capsys):
     with pytest.raises(SystemExit) as refused:
         jsb.main(["--data", str(chorales), "--output", str(tmp_path / "run"), "--width", "32", *option])
     assert refused.value.code and not (tmp_path / "run").exists()
     assert option[0][2:].replace("-", "_") in (str(refused.value.code) + capsys.readouterr().err).replace("-", "_")
+
+
+def test_chorales_that_are_too_short_begin_no_run(tmp_path):
+    (tmp_path / "jsb.json").write_text('{"train": [[[60]]], "valid": [[[60]]], "test": [[[60]]]}')
+    with pytest.raises(SystemExit, match="error: .*tokens.*streams"):
+        jsb.main(["--data", str(tmp_path / "jsb.json"), "--output", str(tmp_path / "run"), "--width", "8"])
+    assert not (tmp_path / "run").exists()
 
 
 # --- events of several attributes ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import time
+from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -1104,8 +1105,8 @@ def test_plain_trainer_writes_the_same_card(tmp_path):
 class Pushes:
     """In the place of the Hub: what lay in the folder at each push."""
 
-    def __init__(self, monkeypatch):
-        self.folders = []
+    def __init__(self, monkeypatch, done: bool = True):
+        self.folders, self.done = [], done
         monkeypatch.setattr(transformers.trainer, "hf_api", lambda *args, **kwargs: self)
 
     def create_repo(self, *args, **kwargs):
@@ -1113,7 +1114,10 @@ class Pushes:
 
     def upload_folder(self, folder_path, **kwargs):
         self.folders.append({path.name: path.read_bytes() for path in Path(folder_path).iterdir() if path.is_file()})
-        return SimpleNamespace(is_done=lambda: True, done=lambda: True, result=lambda: None)
+        job = Future()
+        if self.done:
+            job.set_result(None)
+        return job
 
 
 @pytest.mark.parametrize("trainer_class", [Trainer, TransfoXLTrainer])
@@ -1139,6 +1143,24 @@ def test_each_push_brings_the_code_and_the_card_of_a_whole_model(tmp_path, monke
             assert described and {"modeling_transfo_xl.py", "config.json", "model.safetensors"} <= folder.keys()
 
 
+@pytest.mark.parametrize("trainer_class", [Trainer, TransfoXLTrainer])
+def test_nothing_is_written_to_what_is_being_uploaded(tmp_path, monkeypatch, trainer_class):
+    """A push that goes on while two more checkpoints are saved."""
+    pushes = Pushes(monkeypatch, done=False)
+    hub = {"push_to_hub": True, "hub_model_id": "user/name", "save_steps": 1, "max_steps": 3}
+    arguments = make_arguments(tmp_path, label_names=["shift_labels"], **SAVING | hub)
+    trainer = trainer_class(make_model(), arguments, train_dataset=TokenStream(make_text(301), 5, 4))
+    # At its end it would wait for it.
+    monkeypatch.setattr(trainer, "_finish_current_push", lambda: None)
+    trainer.train()
+    [uploaded] = pushes.folders
+    names = [name for name in uploaded if name.endswith((".py", ".md"))]
+    assert "modeling_transfo_xl.py" in names and "README.md" in names
+    # As old as the first checkpoint, or older.
+    second = (tmp_path / "checkpoint-2" / "config.json").stat().st_mtime_ns
+    assert all((tmp_path / name).stat().st_mtime_ns < second for name in names)
+
+
 def test_a_card_that_is_not_finished_takes_no_place(tmp_path, monkeypatch):
     """One that is cut short would pass for somebody's own, and stay."""
     model, write = make_model(), Path.write_text
@@ -1150,6 +1172,7 @@ def test_a_card_that_is_not_finished_takes_no_place(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
         patch.setattr(Path, "write_text", write_half)
         model.write_model_card(tmp_path / "README.md", "user/name")
+    assert not list(tmp_path.iterdir())
     model.save_pretrained(tmp_path)
     assert "trust_remote_code=True" in (tmp_path / "README.md").read_text()
 

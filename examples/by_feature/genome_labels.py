@@ -254,6 +254,8 @@ def main():
                 f"need a --window of {options.window} each"
             )
         bases, held_out_bases = (int((part.labels != IGNORED).sum()) for part in (learned, held_out))
+        if not bases:
+            raise ValueError(f"--lookahead {options.lookahead} leaves no base to learn from: give a shorter one")
         if not held_out_bases:
             raise ValueError(f"--held-out {options.held_out} of {options.fasta} has no base to label: hold out more")
         # What it refuses, it refuses before the other one is trained.

@@ -14,6 +14,7 @@ piece.
 import argparse
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,10 @@ class EventGrammar:
         self.names = [sorted(vocabulary, key=vocabulary.get) for vocabulary in tokenizer.vocab]
         self.kind, self.bars, self.position = "BOS", 0, -1
         self.programs = [name for names in self.names for name in names if name.startswith("Program")]
-        # Notes that begin now, each as what tells it from others. One that begins twice would be one.
+        # Notes that begin now, each as what tells it from others, and how many have each of that. One that begins
+        # twice would be one.
         self.begun: set[frozenset[str]] = set()
+        self.counts = Counter[str]()
         self.positions = 4 * tokenizer.config.max_num_pos_per_beat
 
     def shape(self, event: list[int]) -> tuple[str, ...]:
@@ -159,18 +162,21 @@ class EventGrammar:
         """Whether there can be a note with this attribute, besides those chosen, that does not begin now already."""
         if not name.startswith(NOTE):
             return True
-        note = {other for other in chosen if other.startswith(NOTE)} | {name}
-        # By its pitch alone it can be of any program.
-        others = len(self.programs) if len(note) == 1 and self.programs else 1
-        return sum(note <= begun for begun in self.begun) < others
+        note = frozenset(other for other in chosen if other.startswith(NOTE)) | {name}
+        if len(note) == 1 and self.programs:
+            # By its pitch alone it can be of any program.
+            return self.counts[name] < len(self.programs)
+        return note not in self.begun
 
     def advance(self, event: list[int]):
         self.kind = self.kind_of(self.shape(event))
         chosen = [names[index] for names, index in zip(self.names, event, strict=True)]
         if note := frozenset(name for name in chosen if name.startswith(NOTE)):
             self.begun.add(note)
+            self.counts.update(note)
         else:
             self.begun.clear()
+            self.counts.clear()
         for name in chosen:
             kind, value = name.split("_", 1)
             if kind == "Bar":

@@ -149,11 +149,19 @@ def make_model(arguments: argparse.Namespace) -> TransfoXLForCausalLM:
     return TransfoXLForCausalLM(config)
 
 
-def make_trainer(
-    arguments: argparse.Namespace, model: TransfoXLForCausalLM, chorales: dict[str, list[Chorale]]
-) -> TransfoXLTrainer:
+def make_streams(arguments: argparse.Namespace, chorales: dict[str, list[Chorale]]) -> dict[str, Any]:
+    """What a Trainer learns from and is evaluated on."""
     text, ends = training_text(chorales["train"], arguments.steps * SEGMENT * STREAMS + 1, arguments.seed)
     held_out, held_out_ends = join([write_symbols(chorale) for chorale in chorales["validation"]])
+    return {
+        "train_dataset": TokenStream(text, SEGMENT, STREAMS, document_end=ends),
+        "eval_dataset": TokenStream(held_out, SEGMENT, 8, keep_remainder=True, document_end=held_out_ends),
+    }
+
+
+def make_trainer(
+    arguments: argparse.Namespace, model: TransfoXLForCausalLM, streams: dict[str, Any]
+) -> TransfoXLTrainer:
     every = max(1, arguments.steps // 20)
     settings = TrainingArguments(
         str(arguments.output),
@@ -178,12 +186,7 @@ def make_trainer(
         use_cpu=not torch.accelerator.is_available(),
         report_to=[],
     )
-    return TransfoXLTrainer(
-        model,
-        settings,
-        train_dataset=TokenStream(text, SEGMENT, STREAMS, document_end=ends),
-        eval_dataset=TokenStream(held_out, SEGMENT, 8, keep_remainder=True, document_end=held_out_ends),
-    )
+    return TransfoXLTrainer(model, settings, **streams)
 
 
 class StopAfter(TrainerCallback):
@@ -234,12 +237,12 @@ def main(arguments: list[str] | None = None):
             raise ValueError(f"--output {options.output} exists: go on with --resume, or choose another folder")
         chorales = read_chorales(options.data)
         set_seed(options.seed)
-        model = make_model(options)
+        model, streams = make_model(options), make_streams(options, chorales)
         # What could be refused has been: a folder that was begun goes on with its options.
         options.output.mkdir(parents=True, exist_ok=True)
         given = vars(options).keys() - {"data", "output", "resume", "minutes"}
         keep_options(options.output / "options.json", {name: getattr(options, name) for name in given})
-        trainer = make_trainer(options, model, chorales)
+        trainer = make_trainer(options, model, streams)
         if options.minutes is not None:
             trainer.add_callback(StopAfter(options.minutes))
         start = time.perf_counter()

@@ -76,36 +76,30 @@ class Measures:
         key = score.key_signatures[0].key if len(score.key_signatures) else 0
         sixteenth = score.ticks_per_quarter / 4
         rows = []
+        lines, sounding = bar_lines(score), set()
+        contents: dict[int, set] = {}
         for track in score.tracks:
             for note in track.notes:
                 start, length = round(note.time / sixteenth), max(1, round(note.duration / sixteenth))
-                rows.append((start, length, note.pitch, instrument(track)))
+                rows.append((start, length))
+                # A bar may begin between two sixteenths: what is rounded is how far a note is behind that.
+                bar = int(np.searchsorted(lines, note.time, side="right")) - 1
+                place = round((note.time - lines[bar]) / sixteenth), length, note.pitch, instrument(track)
+                contents.setdefault(bar, set()).add(place)
+                sounding |= set(range(bar, max(bar + 1, int(np.searchsorted(lines, note.end)))))
                 if not track.is_drum:
                     self.classes[(note.pitch - 7 * key) % 12] += 1
                 self.lengths[length / 4] += 1
                 self.pitches.setdefault(instrument(track), []).append(note.pitch)
         self.notes += len(rows)
-        self._add_bars(score, rows)
-        sounds = np.zeros(max(start + length for start, length, *_ in rows), dtype=int)
-        for start, length, *_ in rows:
-            sounds[start : start + length] += 1
-        self.sounding.update(sounds.tolist())
-
-    def _add_bars(self, score: symusic.Score, rows: list[tuple[int, int, int, str]]):
-        # In sixteenths; a metre of thirty-seconds may have a part of one.
-        lines = bar_lines(score) / (score.ticks_per_quarter / 4)
-        contents: dict[int, set] = {}
-        sounding = set()
-        for start, length, pitch, name in rows:
-            # A rounded note may reach past the last line.
-            bar, behind = (int(i) for i in np.searchsorted(lines, (start, start + length), side="right"))
-            bar, last = bar - 1, behind - (lines[behind - 1] == start + length)
-            contents.setdefault(bar, set()).add((start - lines[bar], length, pitch, name))
-            sounding |= set(range(bar, last))
         bars = max(sounding) + 1
         self.bars += bars
         self.empty += bars - len(sounding)
         self.repeated += len(contents) - len({frozenset(content) for content in contents.values()})
+        sounds = np.zeros(max(start + length for start, length in rows), dtype=int)
+        for start, length in rows:
+            sounds[start : start + length] += 1
+        self.sounding.update(sounds.tolist())
 
 
 def instrument(track: symusic.Track) -> str:

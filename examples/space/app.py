@@ -68,9 +68,10 @@ class Page:
             try:
                 self.model.generate(ids, **settings, **choice)
             except Exception as error:
-                # Whatever it is, nobody would hear of it, and the page would wait for more.
+                # Whatever it is, nobody would hear of it, and the page would wait for more. What is left may not
+                # decode.
                 failed.append(error)
-                streamer.end()
+                streamer.on_finalized_text("", stream_end=True)
 
         writer = Thread(target=generate)
         writer.start()

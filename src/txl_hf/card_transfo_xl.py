@@ -149,8 +149,11 @@ class CardedModel(PreTrainedModel):
         card = model_card(repo_id, self.config, type(self)._auto_class or "AutoModel", tags=tags, **data)
         # One that is cut short would pass for somebody's own, and be kept.
         aside = path.with_name(f"_unfinished-{os.getpid()}-{path.name}")
-        aside.write_text(card + SIGNATURE.format(digest=_digest(card)), encoding="utf-8")
-        aside.replace(path)
+        try:
+            aside.write_text(card + SIGNATURE.format(digest=_digest(card)), encoding="utf-8")
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
 
     def began_as(self, folder: Path, repo_id: str) -> dict[str, Any]:
         """For [`write_model_card`] of a model that is not as it was loaded: what its weights began as.

@@ -257,11 +257,12 @@ def read_score(path: Path) -> "Score":
 def bar_lines(score: "Score") -> np.ndarray:
     """Where each bar begins, and where the last one with a note ends, in ticks: (bars + 1,), of at least one bar.
 
-    The first metre holds from the beginning, 4/4 where there is none; a bar in which it changes ends there.
+    The first metre holds from the beginning, 4/4 where there is none; a bar in which it changes ends there, but for
+    the last.
     """
     whole = 4 * score.ticks_per_quarter
-    # One of no quarters, which a broken file may have, says nothing.
-    metres = [metre for metre in score.time_signatures if metre.numerator]
+    # One of no parts, or of parts of no length, which a broken file may have, says nothing.
+    metres = [metre for metre in score.time_signatures if metre.numerator and metre.denominator]
     lengths = [whole * metre.numerator / metre.denominator for metre in metres] or [whole]
     end = max([1, *(note.end for track in score.tracks for note in track.notes)])
     lines = [0.0]

@@ -1,6 +1,7 @@
 """The card that a Trainer writes of a model of this package, and what lies beside the weights that it pushes while it
 trains; `registration` has transformers' Trainer ask for both."""
 
+import filecmp
 import shutil
 from dataclasses import replace
 from itertools import zip_longest
@@ -108,11 +109,16 @@ def complete_push(trainer: Trainer, model: TransfoXLLayoutModel, checkpoint: str
     Args:
         trainer: whose output directory is pushed. model: its model, unwrapped. checkpoint: the folder.
     """
-    if not trainer.is_world_process_zero() or trainer.args.hub_strategy == HubStrategy.END:
+    push = trainer.push_in_progress
+    is_pushing = push is not None and not push.is_done() and not trainer.args.hub_always_push
+    if not trainer.is_world_process_zero() or trainer.args.hub_strategy == HubStrategy.END or is_pushing:
+        # Trainer pushes nothing either.
         return
     output, repository = Path(trainer.args.output_dir), trainer.hub_model_id
     for file in Path(checkpoint).glob("*.py"):
-        shutil.copyfile(file, output / file.name)
+        copy = output / file.name
+        if not copy.exists() or not filecmp.cmp(file, copy, shallow=False):
+            shutil.copyfile(file, copy)
     card = output / "README.md"
     if not card.exists() or is_generated(card):
         # Results in the folder are of other weights: these are copied after this.

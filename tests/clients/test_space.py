@@ -64,6 +64,16 @@ def test_a_text_that_cannot_go_on_is_an_error_and_the_next_one_does(page, client
     def fail(*args, **kwargs):
         raise RuntimeError("probability tensor contains inf")
 
+    decode, calls = type(shown.tokenizer).decode, []
+
+    def fail_later(*args, **kwargs):
+        calls.append(1)
+        return fail() if len(calls) > 2 else decode(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(shown.tokenizer), "decode", fail_later)
+        with pytest.raises(AppError, match="contains inf"):
+            client.submit(TEXT, 12, 0, api_name="/write").result(timeout=60)
     with monkeypatch.context() as patch:
         patch.setattr(shown.model, "generate", fail)
         for name in ("/write", "/go_on"):
