@@ -1161,6 +1161,18 @@ def test_nothing_is_written_to_what_is_being_uploaded(tmp_path, monkeypatch, tra
     assert all((tmp_path / name).stat().st_mtime_ns < second for name in names)
 
 
+def test_of_several_processes_one_completes_a_push(tmp_path, monkeypatch):
+    """The others have no repository, and know nothing of its pushes."""
+    pushes = Pushes(monkeypatch)
+    monkeypatch.setattr(Trainer, "is_world_process_zero", lambda self: False)
+    hub = {"push_to_hub": True, "hub_model_id": "user/name", "save_steps": 1, "max_steps": 1}
+    arguments = make_arguments(tmp_path, label_names=["shift_labels"], **SAVING | hub)
+    trainer = Trainer(make_model(), arguments, train_dataset=TokenStream(make_text(301), 5, 4))
+    trainer.train()
+    assert not hasattr(trainer, "push_in_progress") and not pushes.folders
+    assert not [path for path in tmp_path.iterdir() if path.suffix in (".py", ".md")]
+
+
 def test_a_card_that_is_not_finished_takes_no_place(tmp_path, monkeypatch):
     """One that is cut short would pass for somebody's own, and stay."""
     model, write = make_model(), Path.write_text

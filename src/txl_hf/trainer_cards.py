@@ -109,10 +109,7 @@ def complete_push(trainer: Trainer, model: TransfoXLLayoutModel, checkpoint: str
     Args:
         trainer: whose output directory is pushed. model: its model, unwrapped. checkpoint: the folder.
     """
-    push = trainer.push_in_progress
-    is_pushing = push is not None and not push.is_done() and not trainer.args.hub_always_push
-    if not trainer.is_world_process_zero() or trainer.args.hub_strategy == HubStrategy.END or is_pushing:
-        # Trainer pushes nothing either.
+    if not _pushes_now(trainer):
         return
     output, repository = Path(trainer.args.output_dir), trainer.hub_model_id
     for file in Path(checkpoint).glob("*.py"):
@@ -124,6 +121,14 @@ def complete_push(trainer: Trainer, model: TransfoXLLayoutModel, checkpoint: str
         # Results in the folder are of other weights: these are copied after this.
         known: dict[str, Any] = model.began_as(output, repository) | _tokenizer(trainer)
         model.write_model_card(card, repository, **known)
+
+
+def _pushes_now(trainer: Trainer) -> bool:
+    """What decides whether Trainer pushes a checkpoint; of the processes, one does."""
+    if not trainer.is_world_process_zero() or trainer.args.hub_strategy == HubStrategy.END:
+        return False
+    push = trainer.push_in_progress
+    return push is None or push.is_done() or trainer.args.hub_always_push
 
 
 def _tokenizer(trainer: Trainer) -> dict[str, bool]:
