@@ -17,7 +17,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import small_model
-from recorder import Recorder
+from recorder import Recorder, let_the_host_wait
 from txl_hf import (
     ContinuousCache,
     MemoryLengths,
@@ -262,15 +262,7 @@ class TestOnGPU:
         model, ids = tiny_model().cuda(), text(400)
         expected = token_losses(model, ids, 5)
         stream = torch.cuda.current_stream()
-        forward, hidden = type(model.transformer).forward, []
-
-        def forward_that_waits(self, *args, **kwargs):
-            outputs = forward(self, *args, **kwargs)
-            # The host may not wait for what is only captured.
-            hidden.append(outputs.last_hidden_state.sum().item())
-            return outputs
-
-        monkeypatch.setattr(type(model.transformer), "forward", forward_that_waits)
+        hidden = let_the_host_wait(monkeypatch, model)
         assert torch.equal(token_losses(model, ids, 5), expected)
         assert "no graph of them was captured" in caplog.text
         assert torch.cuda.current_stream() == stream and len(hidden) >= 80

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import DistributedType, DynamoBackend
 
 from host_reads import count_host_reads
-from recorder import Recorder
+from recorder import Recorder, let_the_host_wait
 from txl_hf import captured, token_losses
 from txl_hf.memory_transfo_xl import latest_states
 from txl_hf.regularization import regularize
@@ -204,15 +204,7 @@ class TestOnGPU:
     def test_a_failed_capture_leaves_the_stream_and_the_generator(self, make_model, make_ids, monkeypatch):
         model = make_model(**PLAIN, dropout=0.1).cuda().train()
         graphs, stream = CapturedSteps(self.forward_of(model)), torch.cuda.current_stream()
-        forward, seen = type(model.transformer).forward, []
-
-        def forward_that_waits(self, *args, **kwargs):
-            outputs = forward(self, *args, **kwargs)
-            # The host may not wait for what is only captured.
-            seen.append(outputs.last_hidden_state.sum().item())
-            return outputs
-
-        monkeypatch.setattr(type(model.transformer), "forward", forward_that_waits)
+        seen = let_the_host_wait(monkeypatch, model)
         found = train(graphs, model, lengths_of(make_ids, *[5] * 9, device="cuda"), 6)
         assert not graphs.graphs and len(seen) >= 9
         assert all(math.isfinite(nll) for nll, *_ in found)
