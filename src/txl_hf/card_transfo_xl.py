@@ -150,7 +150,10 @@ class CardedModel(PreTrainedModel):
         # One that is cut short would pass for somebody's own, and be kept.
         aside = path.with_name(f"_unfinished-{os.getpid()}-{path.name}")
         try:
-            aside.write_text(card + SIGNATURE.format(digest=_digest(card)), encoding="utf-8")
+            with aside.open("w", encoding="utf-8") as file:
+                file.write(card + SIGNATURE.format(digest=_digest(card)))
+                file.flush()
+                os.fsync(file.fileno())
             aside.replace(path)
         finally:
             aside.unlink(missing_ok=True)
