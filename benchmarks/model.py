@@ -656,11 +656,11 @@ class Train:
         """The text, with no memory and, where it makes graphs, with none of them."""
         self.mems = None
         if self.contender.endswith("graphs"):
-            from txl_hf.training import steps
+            from txl_hf.training.steps import CapturedSteps, Forward
 
             # The steps that warm up, and those that are checked, are few.
-            steps.STEPS_BEFORE = 0
-            self.graphs, self.memory = steps.CapturedSteps(steps.Forward(self.model, lambda: self.autocast)), {}
+            self.graphs = CapturedSteps(Forward(self.model, lambda: self.autocast), steps_before=0)
+            self.memory: dict = {}
 
     def step(self) -> tuple[int, dict]:
         self._step(self.ids)

@@ -966,6 +966,8 @@ def test_what_a_gpu_computes_in(monkeypatch, recipe, has_gpu, has_bf16, precisio
     monkeypatch.setattr(setup, "Accelerator", lambda **given: SimpleNamespace(distributed_type=None, **given))
     before = torch.get_float32_matmul_precision()
     try:
+        # As PyTorch has it, whatever ran here before.
+        torch.set_float32_matmul_precision("highest")
         accelerator = setup.make_accelerator(parse_arguments([str(recipe), "--data", "data", "--output", "output"]))
         assert torch.get_float32_matmul_precision() == multiplied
     finally:

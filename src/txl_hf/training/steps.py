@@ -117,9 +117,10 @@ class CapturedSteps:
         graphs: by the shapes and types of what they are given.
     """
 
-    def __init__(self, forward: Forward):
+    def __init__(self, forward: Forward, steps_before: int = STEPS_BEFORE):
+        """Args: steps_before: so many of a shape are launched kernel by kernel."""
         self.graphs: dict[tuple, CapturedStep] = {}
-        self._forward, self._seen = forward, Counter[tuple]()
+        self._forward, self._steps_before, self._seen = forward, steps_before, Counter[tuple]()
         # A step's graphs run when those of the last step are done, and may use the same memory.
         self._shared: dict[str, Any] = {}
         self._given_up = False
@@ -128,7 +129,7 @@ class CapturedSteps:
         """As `Forward.forward`; the memory is in tensors of its own."""
         kind = tuple((tensor.shape, tensor.dtype) for tensor in _tensors_of(inputs, memory))
         self._seen[kind] += 1
-        is_known = self._seen[kind] > max(STEPS_BEFORE, self._seen.total() * LEAST_SHARE) and not self._given_up
+        is_known = self._seen[kind] > max(self._steps_before, self._seen.total() * LEAST_SHARE) and not self._given_up
         if is_known and kind not in self.graphs and len(self.graphs) < MOST_GRAPHS:
             self._capture(kind, inputs, memory)
         if kind not in self.graphs:
