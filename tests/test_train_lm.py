@@ -48,7 +48,7 @@ from txl_hf import (
 from txl_hf.attention_transfo_xl import fastest_attention
 from txl_hf.checkpoints import last_checkpoint
 from txl_hf.memory_transfo_xl import memory_of
-from txl_hf.training import command, loop, setup, steps
+from txl_hf.training import command, loop, progress, setup, steps
 from txl_hf.training.arguments import (
     DataArguments,
     ModelArguments,
@@ -1314,8 +1314,8 @@ def test_the_defaults_of_help_are_those_of_the_model(tmp_path):
 
 def test_what_a_run_says(tmp_path, capsys, recipe, corpus, monkeypatch):
     """What it will do, its loss before the first line of the log, and at the end where all is."""
-    assert loop.SECONDS_SHOWN <= 10
-    monkeypatch.setattr(loop, "SECONDS_SHOWN", 0)
+    assert progress.SECONDS_SHOWN <= 10
+    monkeypatch.setattr(progress, "SECONDS_SHOWN", 0)
     train(recipe, "--data", corpus, "--output", tmp_path / "output", "--log-every", "100", "--eval_every", "100")
     printed = capsys.readouterr()
     assert (

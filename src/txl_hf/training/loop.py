@@ -15,7 +15,6 @@ import transformers
 from accelerate import skip_first_batches
 from accelerate.utils import set_seed
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from ..checkpoints import (
     UNFINISHED_PREFIX,
@@ -39,6 +38,7 @@ from ..regularization import regularize
 from ..streams import check_loader, describe_stream
 from .arguments import SPLITS, Arguments
 from .compilation import compile_layers, is_compiled, should_compile_layers, uncompiled
+from .progress import Progress
 from .results import (
     BEST,
     LOG,
@@ -74,9 +74,6 @@ from .steps import CapturedSteps, Forward, check_graphs
 
 # How far a run is, with the types in a checkpoint's JSON; the rest is accelerate's.
 STATE = {"step": int, "tokens": int, "best": float}
-SECONDS_SHOWN = 5
-# How long steps are measured to say how long all will take; of a short run a tenth will do.
-SECONDS_MEASURED = 5
 STATE_NAME, AVERAGE_NAME = "training_state.json", "average.pt"
 
 
@@ -86,18 +83,6 @@ def quiet():
     datasets.disable_progress_bars()
     # It warns of tied tables at every checkpoint.
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
-
-
-def duration(seconds: float) -> str:
-    """A time in the two largest units that it has."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
 class Training:
@@ -177,23 +162,16 @@ class Training:
                     "its highest",
                     file=sys.stderr,
                 )
-        self.bar = tqdm(total=self.max_steps, initial=self.step, unit="step", desc="train", disable=not main)
+        self.progress = self.begin_progress()
         self.since = time.perf_counter()
-        # The first step is shown at once.
-        self.shown = -math.inf
-        self.measured: tuple[int, float] | None = None
         if self.step > 0 and self.validating() and not self.validated:
             # It comes after its checkpoint.
             self.validate()
         self.model.train()
-        expecting = main
         for batch in self.batches():
             self.grad_norm = self.train_step(batch)
             self.step += 1
-            self.bar.update()
-            self.show_loss()
-            if expecting:
-                expecting = self.expect()
+            self.progress.update(self.step, self.recent_loss)
             # Nothing that a validation meets takes with it what has been learned, least of all the first.
             saving = self.last() or self.step % self.arguments.run.save_every == 0
             saving = saving or (self.validating() and self.best == math.inf)
@@ -205,7 +183,7 @@ class Training:
                 self.validate()
             if self.validating() or saving:
                 self.since = time.perf_counter()
-        self.bar.close()
+        self.progress.close()
         # DDP's reducer goes before the processes part: freed after them, it can wait for ever for gloo's threads.
         del self.model, self.forward, self.captured, self.optimizer
         self.accelerator.free_memory()
@@ -214,7 +192,7 @@ class Training:
             finish(self.output, self.texts, self.arguments, self.document_end)
 
     def describe(self) -> str:
-        """The first line: what is trained, on what, how long. `expect` adds the time when it has measured some."""
+        """The first line: what is trained, on what, how long. `Progress` adds the time when it has measured some."""
         stream, parameters = self.stream, self.plain_model().num_parameters()
         per_step = stream.batch_size * stream.segment_length
         begun = f" from step {self.step:,}" if self.step else ""
@@ -226,36 +204,23 @@ class Training:
             f"{self.max_steps / stream.steps:.1f} epochs of a text of {len(stream.token_ids):,} tokens{left_out}"
         )
 
-    def expect(self) -> bool:
-        """Say how long the steps will take once some are measured; returns whether more have to be."""
-        if self.measured is None:
-            # Not the first one, which may compile.
-            self.measured = self.step, time.perf_counter()
-            return True
-        begun, since = self.measured
-        enough = time.perf_counter() - since > SECONDS_MEASURED or (self.step - begun) * 10 >= self.max_steps - begun
-        if not enough:
-            return True
-        # What the device was given to do is done when this is known.
-        int(self.targets)
-        seconds = (time.perf_counter() - since) / (self.step - begun)
-        left = (self.max_steps - self.step) * seconds
-        tokens = self.stream.batch_size * self.stream.segment_length / seconds
-        without = "without the validations"
+    def begin_progress(self) -> Progress:
+        left_out = "without the validations"
         if self.arguments.data.mem_warmup_ratio:
-            without += " and what a longer memory will cost"
-        tqdm.write(
-            f"expected time: {duration(left)} more, at {tokens:,.0f} tokens a second, {without}", file=sys.stderr
+            left_out += " and what a longer memory will cost"
+        return Progress(
+            self.step,
+            self.max_steps,
+            self.stream.batch_size * self.stream.segment_length,
+            self.arguments.evaluation.metric,
+            left_out,
+            self.accelerator.is_main_process,
         )
-        return False
 
-    def show_loss(self):
-        """Every few seconds, whatever the log waits for; of this process's streams."""
-        if time.perf_counter() - self.shown > SECONDS_SHOWN and not self.bar.disable and int(self.targets):
-            metric = self.arguments.evaluation.metric
-            value = figures(float(self.nll) * self.accelerator.num_processes / int(self.targets))[metric]
-            self.bar.set_postfix_str(f"{metric} {value:.2f}")
-            self.shown = time.perf_counter()
+    def recent_loss(self) -> float | None:
+        """Of this process's streams since the last line of the log; None where nothing was learned from."""
+        targets = int(self.targets)
+        return float(self.nll) * self.accelerator.num_processes / targets if targets else None
 
     def last(self) -> bool:
         return self.step == self.max_steps
@@ -392,11 +357,10 @@ class Training:
         values = {"loss": loss, **figures(loss), "learning_rate": self.optimizer.param_groups[0]["lr"]}
         values |= {"grad_norm": float(self.grad_norm), "tokens_per_second": targets / (now - self.since)}
         self.log(values)
-        metric = self.arguments.evaluation.metric
-        self.bar.set_postfix_str(f"{metric} {values[metric]:.2f}, {values['tokens_per_second']:.0f} tokens/s")
+        self.progress.show(loss, values["tokens_per_second"])
         self.nll.zero_()
         self.targets.zero_()
-        self.since = self.shown = now
+        self.since = now
 
     def log(self, values: dict[str, float]):
         """To TensorBoard, and as a line of the log."""

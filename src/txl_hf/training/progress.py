@@ -1,0 +1,83 @@
+"""What a run says of itself while it goes: a bar with the loss in it, and how long the rest will take."""
+
+import math
+import sys
+import time
+from collections.abc import Callable
+
+from tqdm.auto import tqdm
+
+from ..evaluation import figures
+
+SECONDS_SHOWN = 5
+# How long steps are measured to say how long all will take; of a short run a tenth will do.
+SECONDS_MEASURED = 5
+
+
+def duration(seconds: float) -> str:
+    """A time in the two largest units that it has."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+class Progress:
+    """The bar of a run, which only the main process shows."""
+
+    def __init__(self, step: int, max_steps: int, tokens: int, metric: str, left_out: str, is_main: bool):
+        """Args:
+        step: from which the run goes on. tokens: of a step. metric: of `figures`, in which a loss is shown.
+        left_out: what takes time beside the steps that are measured.
+        """
+        self._bar = tqdm(total=max_steps, initial=step, unit="step", desc="train", disable=not is_main)
+        self._total, self._tokens, self._metric, self._left_out = max_steps, tokens, metric, left_out
+        # The first step is shown at once.
+        self._shown = -math.inf
+        self._measured: tuple[int, float] | None = None
+        self._expecting = is_main
+
+    def update(self, step: int, loss: Callable[[], float | None]):
+        """After a step.
+
+        Args:
+            step: steps done. loss: the mean in nats since the last line of the log, for which the host waits for the
+                device; None: nothing was learned from.
+        """
+        self._bar.update()
+        if self._bar.disable:
+            return
+        # Every few seconds, whatever the log waits for.
+        if time.perf_counter() - self._shown > SECONDS_SHOWN and (found := loss()) is not None:
+            self.show(found)
+        if self._expecting:
+            self._expect(step, loss)
+
+    def show(self, loss: float, tokens_per_second: float | None = None):
+        """Put a loss, in nats, into the bar."""
+        speed = "" if tokens_per_second is None else f", {tokens_per_second:.0f} tokens/s"
+        self._bar.set_postfix_str(f"{self._metric} {figures(loss)[self._metric]:.2f}{speed}")
+        self._shown = time.perf_counter()
+
+    def close(self):
+        self._bar.close()
+
+    def _expect(self, step: int, wait: Callable[[], object]):
+        """Say how long the steps will take once enough are measured."""
+        if self._measured is None:
+            # Not the first one, which may compile.
+            self._measured = step, time.perf_counter()
+            return
+        (begun, since), total = self._measured, self._total
+        if time.perf_counter() - since <= SECONDS_MEASURED and (step - begun) * 10 < total - begun:
+            return
+        # What the device was given to do is done when this is known.
+        wait()
+        seconds = (time.perf_counter() - since) / (step - begun)
+        left, speed = duration((total - step) * seconds), self._tokens / seconds
+        tqdm.write(f"expected time: {left} more, at {speed:,.0f} tokens a second, {self._left_out}", file=sys.stderr)
+        self._expecting = False
