@@ -5,12 +5,13 @@ import sys
 from itertools import pairwise
 
 import miditok
+import mido
 import numpy as np
 import pytest
 import symusic
 from datasets import DatasetDict
 
-from midi_files import write_folder, write_piece
+from midi_files import QUARTER, write_folder, write_piece
 from txl_hf import TransfoXLConfig, evaluate, prepare
 from txl_hf.midi import load_midi_tokenizer, make_midi_tokenizer, read_score, transpose
 from txl_hf.training import command
@@ -70,6 +71,46 @@ def test_the_tokens_give_the_notes_back(tmp_path):
     for track, back in zip(expected.tracks, found.tracks, strict=True):
         places = [(note.time / expected.tpq, note.duration / expected.tpq, note.pitch) for note in track.notes]
         assert places == [(note.time / found.tpq, note.duration / found.tpq, note.pitch) for note in back.notes]
+
+
+def test_what_is_said_behind_the_last_note_makes_no_bars(tmp_path):
+    path, tokenizer = write_piece(tmp_path / "piece.mid", 3, bars=4), make_midi_tokenizer("remi")
+    expected = tokenizer.encode(read_score(path)).ids
+    score = symusic.Score(path)
+    for bar in (4, 20):
+        score.tempos.append(symusic.Tempo(4 * 480 * bar, 60))
+        score.time_signatures.append(symusic.TimeSignature(4 * 480 * bar, 3, 4))
+        score.key_signatures.append(symusic.KeySignature(4 * 480 * bar, 2, 0))
+    score.dump_midi(path)
+    assert tokenizer.encode(read_score(path)).ids == expected
+
+
+@pytest.mark.parametrize("place", ["with the notes", "in the first track", "in both"])
+def test_instruments_are_of_channels_whichever_track_sets_them(tmp_path, place):
+    """Format 1: a flute whose program changes to an oboe's after two beats, and drums."""
+    file = mido.MidiFile(ticks_per_beat=QUARTER)
+    setup, flute, drums = mido.MidiTrack(), mido.MidiTrack(), mido.MidiTrack()
+    file.tracks += [setup, flute, drums]
+    setup.append(mido.MetaMessage("set_tempo", tempo=600_000))
+    for i in range(4):
+        for track, channel in ((flute, 0), (drums, 9)):
+            if track is flute and i in (0, 2) and place != "in the first track":
+                track.append(mido.Message("program_change", channel=channel, program=73 if i == 0 else 68))
+            track.append(mido.Message("note_on", channel=channel, note=60 + i, velocity=80))
+            track.append(mido.Message("note_off", channel=channel, note=60 + i, time=QUARTER))
+    if place == "in the first track":
+        setup.append(mido.Message("program_change", channel=0, program=73))
+        setup.append(mido.Message("program_change", channel=0, program=68, time=2 * QUARTER))
+    if place == "in both":
+        setup.append(mido.Message("program_change", channel=0, program=1))
+    file.save(tmp_path / "piece.mid")
+    notes = {
+        (track.program, track.is_drum, note.pitch, note.time)
+        for track in read_score(tmp_path / "piece.mid").tracks
+        for note in track.notes
+    }
+    expected = {(73 if i < 2 else 68, False, 60 + i, i * QUARTER) for i in range(4)}
+    assert notes == expected | {(0, True, 60 + i, i * QUARTER) for i in range(4)}
 
 
 def test_files_that_cannot_be_used_are_named_counted_and_left_out(tmp_path, capsys):

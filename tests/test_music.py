@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,7 +26,7 @@ import measures
 from midi_files import write_folder, write_piece
 from models import small_model
 from txl_hf import prepare
-from txl_hf.midi import bar_lines, load_midi_tokenizer, tokenise_batch
+from txl_hf.midi import bar_lines, load_midi_tokenizer, make_midi_tokenizer, tokenise_batch
 from txl_hf.midi_grammar import MusicGrammar
 from txl_hf.training import command
 
@@ -107,6 +108,22 @@ def test_what_is_allowed_is_without_error_for_midi_tok(tmp_path, joined):
         assert grammar.whole(row[:end]) == row[:end]
         assert tokenizer.tokens_errors(sequence) == 0
         assert sequence.tokens.count("Bar_None") == 2
+
+
+def test_there_are_no_more_instruments_than_channels_of_midi():
+    """In a file the sixteenth would be played by the first one's channel, and the first by the sixteenth's sounds."""
+    tokenizer = make_midi_tokenizer("remi")
+    grammar = MusicGrammar(tokenizer)
+    note = "Program_{} Pitch_60 Velocity_63 Duration_1.0.8"
+    names = ["BOS_None", "Bar_None", "TimeSig_4/4", "Position_0", *(note.format(i) for i in range(15))]
+    place = grammar.read([tokenizer[name] for name in " ".join(names).split()])
+
+    def programs(place) -> set[str]:
+        allowed = {tokenizer[int(index)] for index in grammar.mask(place).nonzero()}
+        return {name for name in allowed if name.startswith("Program")}
+
+    assert programs(place) == {f"Program_{i}" for i in range(-1, 15)}
+    assert len(programs(replace(place, programs=place.programs - {"3"}))) == 129
 
 
 def test_nothing_lies_behind_its_bar(tmp_path):
@@ -244,6 +261,26 @@ def test_what_becomes_of_a_tempo_a_metre_and_a_length_is_said(saved, tmp_path, c
     assert "piece 1 is cut short, as it has no end within --max_tokens 5." in said
 
 
+def test_what_begins_a_piece_is_asked_for_or_said(tmp_path, capsys):
+    tokenizer = make_tokenizer(tmp_path)
+
+    def begin(key: str | None, tempo: float | None) -> list[str]:
+        ids = generate.heading(tokenizer, key and generate.key_signature(key), tempo)
+        return [tokenizer[index].split("_")[0] for index in ids]
+
+    assert begin(None, None) == [] and capsys.readouterr().out == ""
+    assert begin(None, float(tokenizer.tempos[3])) == ["Bar", "TimeSig", "Position", "Tempo"]
+    assert capsys.readouterr().out == "The music begins in 4/4, too.\n"
+    assert begin("Dm", None) == ["Bar", "TimeSig", "Position", "Tempo", "KeySig"]
+    default = f"{tokenizer.default_tempo:g}"
+    assert capsys.readouterr().out == f"The music begins in 4/4 at {default} quarter notes a minute, too.\n"
+    with pytest.raises(ValueError, match="--tempo 0 is outside the model's"):
+        begin(None, 0.0)
+    with pytest.raises(SystemExit):
+        generate.parse_arguments(["--model", "model", "--output", "pieces", "--prompt", "a.mid", "--tempo", "0"])
+    assert "leave them out with --prompt" in capsys.readouterr().err
+
+
 def test_key_and_tempo_begin_the_piece(saved, tmp_path):
     # As on a fresh machine, not even the folder around it is there.
     [score] = generated(saved, tmp_path / "build" / "pieces", "--bars", 1, "--key", "Bbm", "--tempo", 80)
@@ -323,6 +360,16 @@ def test_notes_of_a_prompt_that_the_tokenizer_lacks_are_told(saved, tmp_path, ca
     assert not (tmp_path / "none").exists()
 
 
+def test_a_prompt_of_more_instruments_than_channels_is_told(tmp_path, capsys):
+    score = symusic.Score(480)
+    for program in range(16):
+        score.tracks.append(symusic.Track("", program))
+        score.tracks[-1].notes.append(symusic.Note(0, 480, 60, 80))
+    score.dump_midi(tmp_path / "many.mid")
+    generate.prompt_tokens(make_midi_tokenizer("remi"), tmp_path / "many.mid", None)
+    assert "many.mid has 16 instruments, and MIDI 15 channels: players mix some up." in capsys.readouterr().out
+
+
 def test_a_long_piece_is_written_in_the_memory_of_the_model(saved, tmp_path, monkeypatch):
     """However long the piece: what decoding keeps is never longer than the memory and the token that is read."""
     kept = []
@@ -397,19 +444,29 @@ def test_of_no_bars_and_pieces_nothing_is_made(capsys, option):
     assert f"{option} must be at least 1" in capsys.readouterr().err
 
 
+SOUNDS = b"RIFF\4\0\0\0sfbk"
+
+
 def test_a_recording_is_that_of_fluidsynth(saved, tmp_path, monkeypatch):
     """By a stand-in, which writes down what it was asked for."""
     program = tmp_path / "bin" / "fluidsynth"
     program.parent.mkdir()
-    program.write_text(
-        '#!/bin/sh\nfor a; do last=$a; [ "$before" = -F ] && out=$a; before=$a; done; echo "$@" > "$out"\n'
-    )
+    script = '#!/bin/sh\nfor a; do last=$a; [ "$before" = -F ] && out=$a; before=$a; done; echo "$@" > "$out"\n'
+    program.write_text(script)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     options = ["--model", str(saved), "--output", str(tmp_path / "pieces"), "--bars", "1", "--wav", "--soundfont"]
     with pytest.raises(SystemExit, match="--soundfont .*none.sf2 does not exist"):
         generate.main([*options, str(tmp_path / "none.sf2")])
-    (tmp_path / "sounds.sf2").touch()
+    (tmp_path / "text.sf2").write_text("no sounds")
+    with pytest.raises(SystemExit, match="--soundfont .*text.sf2 is none: one begins with RIFF and sfbk"):
+        generate.main([*options, str(tmp_path / "text.sf2")])
+    (tmp_path / "sounds.sf2").write_bytes(SOUNDS)
+    # What it says of a soundfont that it could not load; it then plays silence, and ends well.
+    program.write_text(f"{script}echo 'fluidsynth: error: Failed to load SoundFont' >&2\n")
+    with pytest.raises(SystemExit, match="made no sound of piece-1.mid with .*sounds.sf2: .*Failed to load SoundFont"):
+        generate.main([*options, str(tmp_path / "sounds.sf2")])
+    program.write_text(script)
     generate.main([*options, str(tmp_path / "sounds.sf2")])
     asked = (tmp_path / "pieces" / "piece-1.wav").read_text().split()
     assert asked[-2] == str(tmp_path / "sounds.sf2") and asked[-1].endswith("piece-1.mid")
@@ -813,6 +870,25 @@ def test_no_note_is_said_twice_at_one_time(events, tmp_path, capsys, monkeypatch
         assert note not in begun
         begun.add(note)
     assert max([*counts, len(begun)]) > 1
+
+
+def test_events_have_no_more_instruments_than_channels_of_midi(events):
+    _, splits, tokenizer, _ = compound_model(events)
+    grammar = compound.EventGrammar(tokenizer, set())
+    event = next(event for event in splits["train"].tolist() if "Program" in grammar.shape(event))
+    program = grammar.shape(event).index("Program")
+    grammar.shapes = {grammar.shape(event)}
+
+    def programs() -> set[str]:
+        allowed = grammar.allowed(event[:program]).nonzero()
+        return {grammar.names[program][int(index)] for index in allowed}
+
+    for i in range(15):
+        event[program] = tokenizer.vocab[program][f"Program_{i}"]
+        grammar.advance(event)
+        assert i == 14 or len(programs()) == 129 - (i + 1), "but not the same note again"
+    event[grammar.shape(event).index("Pitch")] -= 1
+    assert programs() == {f"Program_{i}" for i in range(-1, 15)}
 
 
 def test_a_piece_that_is_cut_short_is_told(events, tmp_path, capsys, monkeypatch):

@@ -62,10 +62,13 @@ def write_chorale(path: Path, target: Path) -> bool:
     if len(music.tracks) != len(VOICES):
         return False
     first = score.parts[0].getElementsByClass("Measure").first()
-    missing = round((first.barDuration.quarterLength - first.duration.quarterLength) * TICKS)
+    missing = max(0, round((first.barDuration.quarterLength - first.duration.quarterLength) * TICKS))
     for track, (name, program) in zip(music.tracks, VOICES.items(), strict=True):
         track.name, track.program = name, program
-        track.shift_time(max(0, missing), inplace=True)
+        track.shift_time(missing, inplace=True)
+    for event in (*music.tempos, *music.time_signatures, *music.key_signatures):
+        # What holds from the beginning holds for all of the first bar.
+        event.time += missing if event.time else 0
     music.dump_midi(target)
     return True
 

@@ -31,7 +31,7 @@ from txl_hf import TokenStream, TransfoXLConfig, TransfoXLModel
 from txl_hf.command_line import CommandParser, at_least_one, at_least_zero, one_line_errors, positive
 from txl_hf.files import whole_folder
 from txl_hf.memory_transfo_xl import memory_of
-from txl_hf.midi import EVENTS, boundary_tokens, is_midi_tokenizer, load_midi_tokenizer
+from txl_hf.midi import CHANNELS, EVENTS, boundary_tokens, is_midi_tokenizer, load_midi_tokenizer
 
 with one_line_errors():
     from miditok import MusicTokenizer
@@ -39,6 +39,7 @@ with one_line_errors():
 
 # What tells a note from others that begin at the same time, in this order.
 NOTE = ("Pitch", "Program")
+DRUMS = "Program_-1"
 # Events of a piece, at most.
 LONGEST = 10_000
 
@@ -118,7 +119,9 @@ class EventGrammar:
         self.tokenizer, self.shapes, self.graph = tokenizer, shapes, tokenizer.tokens_types_graph
         self.names = [sorted(vocabulary, key=vocabulary.get) for vocabulary in tokenizer.vocab]
         self.kind, self.bars, self.position = "BOS", 0, -1
-        self.programs = [name for names in self.names for name in names if name.startswith("Program")]
+        # What notes may be of: the instruments so far and drums, once there is no channel of MIDI for another.
+        self.programs = {name for names in self.names for name in names if name.startswith("Program")}
+        self.used: set[str] = set()
         # Notes that begin now, each as what tells it from others, and how many have each of that. One that begins
         # twice would be one.
         self.begun: set[frozenset[str]] = set()
@@ -162,6 +165,8 @@ class EventGrammar:
         """Whether there can be a note with this attribute, besides those chosen, that does not begin now already."""
         if not name.startswith(NOTE):
             return True
+        if name.startswith("Program") and name not in self.programs:
+            return False
         note = frozenset(other for other in chosen if other.startswith(NOTE)) | {name}
         if len(note) == 1 and self.programs:
             # By its pitch alone it can be of any program.
@@ -179,6 +184,10 @@ class EventGrammar:
             self.counts.clear()
         for name in chosen:
             kind, value = name.split("_", 1)
+            if kind == "Program" and name != DRUMS:
+                self.used.add(name)
+                if len(self.used) == CHANNELS:
+                    self.programs &= self.used | {DRUMS}
             if kind == "Bar":
                 self.bars, self.position = self.bars + 1, -1
             elif kind == "Position":

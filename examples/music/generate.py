@@ -26,7 +26,7 @@ from transformers import LogitsProcessorList, set_seed
 from txl_hf import TransfoXLForCausalLM
 from txl_hf.command_line import CommandParser, hub_or_folder, one_line_errors
 from txl_hf.files import whole_folder
-from txl_hf.midi import bar_lines, boundary_tokens, load_midi_tokenizer, preprocess, read_score, spelled
+from txl_hf.midi import CHANNELS, bar_lines, boundary_tokens, load_midi_tokenizer, preprocess, read_score, spelled
 from txl_hf.midi_grammar import MusicGrammar
 
 with one_line_errors():
@@ -70,7 +70,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--temperature must be at least 0, and finite")
     if not 0 < options.top_p <= 1:
         parser.error("--top_p must be above 0, and at most 1")
-    if options.prompt and (options.key or options.tempo):
+    if options.prompt and (options.key is not None or options.tempo is not None):
         parser.error("--key and --tempo begin a piece: leave them out with --prompt, which has its own")
     if options.prompt_bars and not options.prompt:
         parser.error("--prompt_bars is of --prompt, which is missing")
@@ -101,11 +101,14 @@ def key_signature(name: str) -> symusic.KeySignature:
 
 
 def heading(tokenizer: MusicTokenizer, key: "symusic.KeySignature | None", tempo: float | None) -> list[int]:
-    """The tokens that come before the first note of a piece in this key and at this tempo."""
+    """The tokens that come before the first note of a piece in this key and at this tempo.
+
+    Its metre is 4/4, and what comes before the key is its tempo.
+    """
     if key is None and tempo is None:
         return []
     config = tokenizer.config
-    if (key is not None and not config.use_key_signatures) or (tempo and not config.use_tempos):
+    if (key is not None and not config.use_key_signatures) or (tempo is not None and not config.use_tempos):
         lacks = "tempos" if key is None else "key signatures"
         raise ValueError(f"the model's tokenizer has no {lacks}: leave out the option")
     if tempo is not None:
@@ -123,8 +126,14 @@ def heading(tokenizer: MusicTokenizer, key: "symusic.KeySignature | None", tempo
     score.tracks.append(symusic.Track("one", int(next(p for p in config.programs if p >= 0))))
     score.tracks[0].notes.append(symusic.Note(0, 480, sum(config.pitch_range) // 2, 64))
     sequence = tokenizer.encode(score, encode_ids=False)
-    first_note = next(i for i, token in enumerate(sequence.tokens) if token.startswith(("Program", "Pitch")))
-    sequence = sequence[:first_note]
+    # What is not asked for and comes last is left to the model.
+    ends = ("Program", "Pitch") if key is not None else ("Program", "Pitch", "KeySig")
+    sequence = sequence[: next(i for i, token in enumerate(sequence.tokens) if token.startswith(ends))]
+    told = ["in 4/4"] if config.use_time_signatures else []
+    if tempo is None and config.use_tempos:
+        told.append(f"at {tokenizer.default_tempo:g} quarter notes a minute")
+    if told:
+        print(f"The music begins {' '.join(told)}, too.")
     if tokenizer.is_trained:
         tokenizer.encode_token_ids(sequence)
     return sequence.ids
@@ -143,6 +152,9 @@ def prompt_tokens(tokenizer: MusicTokenizer, path: Path, bars: int | None) -> li
         print(f"{path.name} has a time signature that the model lacks: its bars are read as the model has them.")
     if lost:
         print(f"{path.name}: {lost} of {score.note_num()} notes are left out, which the model lacks or has already.")
+    instruments = {track.program for track in kept.tracks if not track.is_drum}
+    if len(instruments) > CHANNELS:
+        print(f"{path.name} has {len(instruments)} instruments, and MIDI {CHANNELS} channels: players mix some up.")
     sequence = tokenizer.encode(kept, encode_ids=False, no_preprocess_score=True)
     starts = [i for i, token in enumerate(sequence.tokens) if token.startswith("Bar")]
     if bars is not None and bars < len(starts):
@@ -237,6 +249,11 @@ def find_soundfont(given: Path | None) -> Path:
     if given is not None:
         if not given.is_file():
             raise ValueError(f"--soundfont {given} does not exist")
+        # fluidsynth would play others, or silence.
+        with given.open("rb") as file:
+            begin = file.read(12)
+        if (begin[:4], begin[8:]) != (b"RIFF", b"sfbk"):
+            raise ValueError(f"--soundfont {given} is none: one begins with RIFF and sfbk")
         return given
     package = find_spec("pretty_midi")
     inside = list(Path(package.origin).parent.glob("*.sf2")) if package and package.origin else []
@@ -250,7 +267,8 @@ def record(midi: Path, soundfont: Path):
     """A WAV file beside a MIDI file."""
     command = ["fluidsynth", "-n", "-i", "-q", "-r", "44100", "-F", midi.with_suffix(".wav"), soundfont, midi]
     run = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    if run.returncode != 0 or not midi.with_suffix(".wav").exists():
+    # It ends well when it could not load a soundfont.
+    if run.returncode != 0 or not midi.with_suffix(".wav").exists() or "SoundFont" in run.stderr:
         raise ValueError(f"fluidsynth made no sound of {midi.name} with {soundfont}: {run.stderr}")
 
 

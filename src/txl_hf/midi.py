@@ -4,7 +4,9 @@ MidiTok and symusic are in the extra `music`. They are imported where they are u
 """
 
 import hashlib
+import io
 import json
+import re
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from symusic import Score
 
 __all__ = [
+    "CHANNELS",
     "EVENTS",
     "MIDI_SUFFIXES",
     "Piece",
@@ -37,6 +40,8 @@ __all__ = [
 ]
 
 MIDI_SUFFIXES = (".mid", ".midi", ".kar")
+# Of MIDI, each with an instrument, without that of drums.
+CHANNELS = 15
 # The column of compound tokens; token_ids, as everywhere, is that of plain ones.
 EVENTS = "events"
 # Positions of a quarter note that are told apart when two pieces are compared.
@@ -46,6 +51,8 @@ LONGEST = 100_000
 TOKENIZER_FILE = "tokenizer.json"
 # So many are worth a process.
 FILES = 64
+# The byte that begins a change of program, of any channel but that of drums.
+PROGRAM_CHANGE = re.compile(rb"[\xc0-\xc8\xca-\xcf]")
 
 
 class Piece(NamedTuple):
@@ -229,7 +236,7 @@ def begins_in_a_key(score: "Score") -> bool:
 
 
 def read_score(path: Path) -> "Score":
-    """A MIDI file.
+    """A MIDI file, with what it says of tempo, metre and key until its last note ends.
 
     Raises:
         ValueError: it is damaged, of format 2, has no notes, or does not end.
@@ -237,11 +244,11 @@ def read_score(path: Path) -> "Score":
     import symusic
 
     try:
-        with path.open("rb") as file:
-            # symusic would play its sequences all at once.
-            if file.read(10)[8:] == b"\x00\x02":
-                raise ValueError("it is of format 2, several sequences that are not one piece: save each in a file")
-        score = symusic.Score(path, fmt="midi")
+        data = path.read_bytes()
+        # symusic would play its sequences all at once.
+        if data[8:10] == b"\x00\x02":
+            raise ValueError("it is of format 2, several sequences that are not one piece: save each in a file")
+        score = symusic.Score.from_midi(with_programs(data))
     except Exception as error:
         # It raises RuntimeErrors, ValueErrors and what its binding makes of C++'s.
         raise ValueError(" ".join(str(error).split())) from None
@@ -251,7 +258,58 @@ def read_score(path: Path) -> "Score":
         raise ValueError("it has no notes")
     if score.end() > LONGEST * score.ticks_per_quarter:
         raise ValueError(f"it lasts {score.end() // score.ticks_per_quarter:,} quarter notes, more than {LONGEST:,}")
+    # MidiTok would go on with empty bars until the last of them.
+    end = last_end(score)
+    for said in (score.tempos, score.time_signatures, score.key_signatures):
+        said.filter(lambda event: event.time < end)
     return score
+
+
+def with_programs(data: bytes) -> bytes:
+    """A MIDI file in which each track says what instruments it has.
+
+    A program is of a channel, whichever track sets it, often the first one for all. symusic looks for it in the track
+    of the notes, and takes what finds none there for a piano.
+    """
+    first = data.find(b"MTrk")
+    length = int.from_bytes(data[first + 4 : first + 8], "big")
+    # Nothing but the first track is looked at before the file is taken to pieces, which takes a while.
+    if data[8:10] != b"\x00\x01" or not PROGRAM_CHANGE.search(data[first + 8 : first + 8 + length]):
+        return data
+    import mido
+
+    try:
+        file = mido.MidiFile(file=io.BytesIO(data), clip=True)
+    except Exception:
+        # symusic says what is wrong with it, if it finds fault with it too.
+        return data
+    timed = []
+    for track in file.tracks:
+        times = np.cumsum([message.time for message in track])
+        timed.append([message.copy(time=int(time)) for message, time in zip(track, times, strict=True)])
+    programs = [[message for message in track if message.type == "program_change"] for track in timed]
+    changed = False
+    for i, track in enumerate(timed):
+        played = {message.channel for message in track if message.type == "note_on"}
+        missing = played - {message.channel for message in programs[i]}
+        elsewhere = [message for other in programs for message in other if message.channel in missing]
+        if elsewhere:
+            changed = True
+            ordered = sorted([*elsewhere, *track], key=lambda message: message.time)
+            begins = [0, *(message.time for message in ordered)]
+            file.tracks[i] = mido.MidiTrack(
+                message.copy(time=message.time - begin) for message, begin in zip(ordered, begins, strict=False)
+            )
+    if not changed:
+        return data
+    written = io.BytesIO()
+    file.save(file=written)
+    return written.getvalue()
+
+
+def last_end(score: "Score") -> int:
+    """Where the last note ends, in ticks; 1 at least."""
+    return max([1, *(note.end for track in score.tracks for note in track.notes)])
 
 
 def bar_lines(score: "Score") -> np.ndarray:
@@ -264,7 +322,7 @@ def bar_lines(score: "Score") -> np.ndarray:
     # One of no parts, or of parts of no length, which a broken file may have, says nothing.
     metres = [metre for metre in score.time_signatures if metre.numerator and metre.denominator]
     lengths = [whole * metre.numerator / metre.denominator for metre in metres] or [whole]
-    end = max([1, *(note.end for track in score.tracks for note in track.notes)])
+    end = last_end(score)
     lines = [0.0]
     for length, until in zip(lengths, [*(metre.time for metre in metres[1:]), end], strict=True):
         while lines[-1] < min(until, end):

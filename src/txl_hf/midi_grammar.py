@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from .midi import CHANNELS
+
 if TYPE_CHECKING:
     from miditok import MusicTokenizer
 
@@ -14,6 +16,7 @@ __all__ = ["MusicGrammar", "Place"]
 
 ONCE = ("KeySig", "Tempo", "TimeSig")
 PITCHES = ("Pitch", "PitchDrum")
+DRUMS = "-1"
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Place:
         position: the last position in the bar; -1 at its beginning.
         positions: how many the bar has.
         program: the instrument of the next note.
+        programs: all instruments so far but drums.
         played: (instrument, pitch) of the notes that begin at this time.
         told: types of `ONCE` that were said of this time.
     """
@@ -35,6 +39,7 @@ class Place:
     bars: int = 0
     position: int = -1
     program: str = "0"
+    programs: frozenset = frozenset()
     played: frozenset = frozenset()
     told: frozenset = frozenset()
 
@@ -43,8 +48,9 @@ class MusicGrammar(LogitsProcessor):
     """Lets `generate` choose only tokens that continue a piece.
 
     Types follow one another as in the tokenizer's `tokens_types_graph`; beside that, time goes forward, positions lie
-    within their bar, drums alone are drums, no note begins twice at once, and a piece begins with a bar and ends after
-    a complete event. Of joined tokens (BPE) every part has to fit. A row that has ended is padded.
+    within their bar, drums alone are drums, no note begins twice at once, each instrument can have a channel of MIDI,
+    and a piece begins with a bar and ends after a complete event. Of joined tokens (BPE) every part has to fit. A row
+    that has ended is padded.
 
     Args:
         tokenizer: MidiTok's, of tokens with bars, such as REMI's.
@@ -107,8 +113,10 @@ class MusicGrammar(LogitsProcessor):
             return False
         if kind in ONCE:
             return kind not in place.told
+        if kind == "Program":
+            return value == DRUMS or value in place.programs or len(place.programs) < CHANNELS
         if kind in PITCHES:
-            drum = place.program == "-1" and self.tokenizer.config.use_pitchdrum_tokens
+            drum = place.program == DRUMS and self.tokenizer.config.use_pitchdrum_tokens
             return (kind == "PitchDrum") == drum and (place.program, value) not in place.played
         return True
 
@@ -128,7 +136,7 @@ class MusicGrammar(LogitsProcessor):
         if kind in ONCE:
             return replace(place, told=place.told | {kind})
         if kind == "Program":
-            return replace(place, program=value)
+            return replace(place, program=value, programs=place.programs | ({value} - {DRUMS}))
         if kind in PITCHES:
             return replace(place, played=place.played | {(place.program, value)})
         return place

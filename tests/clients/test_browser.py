@@ -16,7 +16,7 @@ from models import small_model
 from txl_hf import TransfoXLTokenizer, commands
 
 BROWSER = Path(__file__).parents[2] / "examples" / "browser"
-PROMPT = "a prompt that is longer than a segment"
+PROMPT = "A prompt that is longer than a segment, in 2 Cases"
 ASKED = {"prompt": PROMPT, "tokens": 15, "temperature": 0}
 
 
@@ -29,7 +29,9 @@ class Quiet(SimpleHTTPRequestHandler):
 
 def test_the_page_writes_what_torch_writes(tmp_path):
     letters = "abcdefghijklmnopqrstuvwxyz"
-    tokenizer = TransfoXLTokenizer.from_symbols(["<unk>", *letters, " "], mode="characters", unk_token="<unk>")
+    tokenizer = TransfoXLTokenizer.from_symbols(
+        ["<unk>", *letters, " "], mode="characters", unk_token="<unk>", lower_case=True
+    )
     sizes = {"cutoffs": [], "div_val": 1, "mem_len": 20, "tgt_len": 10, "eos_token_id": None}
     model = small_model(vocab_size=len(tokenizer), **sizes).eval()
     model.save_pretrained(tmp_path / "saved")
@@ -43,6 +45,8 @@ def test_the_page_writes_what_torch_writes(tmp_path):
         outputs = model(part, mems=mems)
         mems = outputs.mems
     for _ in range(15):
+        # What is no character is no text.
+        outputs.logits[..., tokenizer.unk_token_id] = -torch.inf
         tokens.append(int(outputs.logits[0, -1].argmax()))
         outputs = model(torch.tensor([tokens[-1:]]), mems=mems)
         mems = outputs.mems
@@ -56,4 +60,4 @@ def test_the_page_writes_what_torch_writes(tmp_path):
     server.shutdown()
     found = re.search(r'<body data-text="([^"]*)"', page)
     assert found, re.findall(r'id="status"[^>]*>([^<]*)<', page)
-    assert html.unescape(found[1]) == tokenizer.decode(tokens)
+    assert html.unescape(found[1]) == PROMPT + tokenizer.decode(tokens[-15:])
