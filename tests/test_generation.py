@@ -17,7 +17,7 @@ from txl_hf import (
     generation_transfo_xl,
 )
 from txl_hf.adaptive_transfo_xl import AdaptiveLogSoftmax
-from txl_hf.cache_transfo_xl import StaticMemoryCache
+from txl_hf.cache_transfo_xl import MemoryCache, StaticMemoryCache
 from txl_hf.memory_transfo_xl import memory_of
 
 VARIANTS = {
@@ -266,6 +266,28 @@ def test_static_cache_compiled_once_without_graph_breaks(make_model, make_ids, c
             assert torch.equal(written, text)
             assert cache.get_seq_length() == written.shape[1] - 1
     assert steps == [3] + [1] * 11 + [5] + [1] * 11
+
+
+@pytest.mark.parametrize("changes", [{}, {"initial_memory": "zeros"}], ids=["empty", "zeros"])
+def test_static_cache_with_the_prompt_in_a_graph(make_model, make_ids, changes):
+    """As a user compiles, all of the forward, whoever makes the cache: `generate`, the model itself or the caller."""
+    model = make_model(n_layer=1, **changes)
+    model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=60)
+    ids, mask = make_ids(2, 5), torch.ones(2, 5, dtype=torch.long)
+    if not changes:
+        mask[0, :2] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    expected = model.generate(ids, **options)
+    first = model(ids, attention_mask=mask, use_cache=True)
+    torch.compiler.reset()
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        assert torch.equal(model.generate(ids, cache_implementation="static", **options), expected)
+    static = StaticCache(model.config, max_cache_len=1 + model.config.mem_len)
+    assert torch.equal(model.generate(ids, past_key_values=static, **options), expected)
+    found = model(ids, attention_mask=mask, use_cache=True)
+    assert isinstance(found.past_key_values, MemoryCache)
+    torch.testing.assert_close(found.logits, first.logits)
 
 
 @pytest.mark.parametrize("kind", ["assistant", "prompt-lookup", "early-exit"])

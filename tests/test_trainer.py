@@ -759,6 +759,27 @@ def test_an_evaluation_of_a_classifier_is_the_mean_over_its_labels(tmp_path):
     assert not [name for logs in (metrics, *trainer.state.log_history) for name in logs if "perplexity" in name]
 
 
+def test_a_search_is_for_the_loss_or_the_metrics_of_the_user(tmp_path, monkeypatch):
+    """Figures that an evaluation gains would be added up in its place, and of a classifier they are never others."""
+    monkeypatch.setattr(Trainer, "hyperparameter_search", lambda self, space, objective, trials: (objective, trials))
+
+    def objective(**options):
+        options["eval_dataset"] = TokenStream(make_text(81), 5, 4)
+        trainer = make_trainer(tmp_path, max_steps=1, trainer=options)
+        found, trials = trainer.hyperparameter_search(None, None, 7)
+        assert trials == 7
+        # As in a trial: before it has trained, it says how long a model takes to be prepared, too.
+        trainer.train()
+        return trainer, found
+
+    trainer, found = objective()
+    metrics = trainer.evaluate()
+    assert {"eval_tokens", "eval_perplexity"} <= metrics.keys() and found(metrics) == metrics["eval_loss"]
+    trainer, found = objective(compute_metrics=lambda prediction: {"accuracy": 0.25, "bad_tokens": 3.0})
+    assert found(trainer.evaluate()) == 3.25
+    assert trainer.hyperparameter_search(None, len, 7) == (len, 7)
+
+
 @pytest.mark.parametrize("model_changes", [{}, {"output_logits": True}], ids=["default", "output_logits"])
 def test_predictions_are_logits_alone(tmp_path, model_changes):
     """Also those of a model with cutoffs, which with labels computes none unless it is asked to."""

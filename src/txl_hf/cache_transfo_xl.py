@@ -157,7 +157,11 @@ class DecodingState:
     initial_length: int = 0
     key_mask: Tensor | None = None
     end: int = 0
-    distances: KeptDistances = field(default_factory=KeptDistances)
+    distances: KeptDistances = field(init=False)
+
+    def __post_init__(self):
+        # torch.compile makes an object of a class that it finds by a name, and of no default_factory.
+        self.distances = KeptDistances()
 
 
 # By the name of each method of a cache that picks rows: how to pick the same rows of a mask.

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainingArguments, default_data_collator
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy, default_compute_objective
 from transformers.utils import logging
 
 from .cards import METRICS, RESULTS, results_of_folder, to_results
@@ -172,6 +172,10 @@ class TransfoXLTrainer(Trainer):
         if self._regularization is not None:
             self._regularizer = regularize(model, self._regularization)
         return model
+
+    def hyperparameter_search(self, hp_space=None, compute_objective=None, *args, **kwargs):
+        """As `Trainer.hyperparameter_search`: for `eval_loss`, or the sum of what `compute_metrics` gives."""
+        return super().hyperparameter_search(hp_space, compute_objective or default_objective, *args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | os.PathLike | bool | None = None, *args, **kwargs):
         """As `Trainer.train`, but only a complete checkpoint is resumed; with True, the last complete one.
@@ -647,6 +651,13 @@ def _check_end(name: str, dataset):
             f"{name} leaves out {left_out:,} tokens at the end of its text, which the figures are not of: make it "
             "with keep_remainder=True"
         )
+
+
+def default_objective(metrics: dict[str, float]) -> float:
+    """Of a search, as `default_compute_objective` has it, without the figures that an evaluation gains here."""
+    prefixes = [name.removesuffix("_tokens_per_second") for name in metrics if name.endswith("_tokens_per_second")]
+    gained = {f"{prefix}_{name}" for prefix in prefixes for name in (*METRICS, "tokens")}
+    return default_compute_objective({name: value for name, value in metrics.items() if name not in gained})
 
 
 def _check_arguments(args: TrainingArguments, model: PreTrainedModel):
