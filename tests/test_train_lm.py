@@ -761,6 +761,60 @@ def test_an_extended_run_that_is_killed_in_its_last_validation_makes_up_for_it(
     assert last < first
 
 
+@pytest.mark.parametrize("change", ["text", "lengths"])
+def test_losses_of_another_validation_are_not_compared(tmp_path, recipe, corpus, change):
+    """A best model from before is scored as the run validates now."""
+    output, data, options = tmp_path / "output", corpus, []
+    argv = [recipe, "--output", output, "--eval_every", "2", "--learning_rate", "0.003"]
+    train(*argv, "--data", corpus, "--max_steps", "4")
+    assert json.loads((output / "best.json").read_text())["step"] == 4
+    before = read_log(output, "validation_loss")[-1]
+    if change == "text":
+        data = tmp_path / "data"
+        splits = load_from_disk(corpus)
+        # Tokens that the model has hardly seen.
+        rare = Dataset.from_dict({"token_ids": np.random.default_rng(0).permutation(502).astype(np.int32)})
+        DatasetDict({"train": splits["train"], "validation": rare, "test": splits["test"]}).save_to_disk(data)
+        AutoTokenizer.from_pretrained(corpus).save_pretrained(data)
+    else:
+        options = ["--eval_clamp_len", "0", "--eval_tgt_len", "1"]
+    train(*argv, "--data", data, *options, "--max_steps", "8", "--resume")
+    losses, best = read_log(output, "validation_loss"), json.loads((output / "best.json").read_text())
+    found = json.loads((output / "results.json").read_text())["validation"]["nll"]
+    assert found == pytest.approx(best["validation_loss"], rel=1e-5)
+    if change == "text":
+        assert before < min(losses[2:]) and found <= min(losses[2:])
+    assert best["of"]["eval_tgt_len"] == (64 if change == "text" else 1)
+
+
+def test_a_best_model_of_a_step_that_comes_again_is_chosen_anew(tmp_path, corpus, capsys, monkeypatch):
+    """What was best until the checkpoint is no more, and the steps behind it may become others."""
+    output = tmp_path / "output"
+    recipe = write_recipe(tmp_path / "recipe.yaml", eval_every=2, scheduler="constant")
+    argv = [recipe, "--data", corpus, "--output", output]
+
+    class Killed(BaseException):
+        pass
+
+    def killed(self, batch, step=loop.Training.train_step):
+        if self.step == 9:
+            raise Killed
+        return step(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Training, "train_step", killed)
+        with pytest.raises(Killed):
+            train(*argv)
+    assert json.loads((output / "best" / "best.json").read_text())["step"] == 8
+    train(*argv, "--resume", "--learning_rate", "0.3")
+    said = "the best model is of step 8, which comes again: it is chosen anew from step 5 on"
+    assert said in capsys.readouterr().err
+    losses, best = read_log(output, "validation_loss"), json.loads((output / "best.json").read_text())
+    assert best["step"] > 5 and best["validation_loss"] == min(losses[2:]) > min(losses[:2])
+    found = json.loads((output / "results.json").read_text())["validation"]["nll"]
+    assert found == pytest.approx(best["validation_loss"], rel=1e-5)
+
+
 def test_a_run_goes_on_in_other_chunks_with_the_same_steps(tmp_path, recipe, corpus):
     argv = [recipe, "--data", corpus, "--scheduler", "constant", "--output"]
     train(*argv, tmp_path / "whole")

@@ -8,9 +8,9 @@ DIR of --data is what `txl-prepare` (examples/prepare_corpus.py) wrote. A recipe
 below; the command line wins. examples/recipes has those of published results.
 
 --output then holds the model that was best in validation, with its tokenizer (for `AutoModelForCausalLM` and
-`AutoTokenizer`), `results.json`, the run's log (`log.jsonl`, TensorBoard's, `training.png`), the settings it ran with
-(`recipe.yaml`), and checkpoints, which are complete or absent. Killed at any moment and resumed, a run goes on as if
-it had never stopped.
+`AutoTokenizer`) and its step (`best.json`), `results.json`, the run's log (`log.jsonl`, TensorBoard's,
+`training.png`), the settings it ran with (`recipe.yaml`), and checkpoints, which are complete or absent. Killed at any
+moment and resumed, a run goes on as if it had never stopped.
 """
 
 import os

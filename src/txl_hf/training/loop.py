@@ -15,6 +15,7 @@ import transformers
 from accelerate import skip_first_batches
 from accelerate.utils import set_seed
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from ..checkpoints import (
     UNFINISHED_PREFIX,
@@ -31,18 +32,20 @@ from ..checkpoints import (
 from ..columns import open_tokens
 from ..encoding import fill_special_tokens
 from ..evaluation import figures
-from ..files import disk_errors, move_into_place, whole_folder
+from ..files import disk_errors, move_into_place, whole_folder, write_text
 from ..memory_transfo_xl import cloned_states, latest_states, mask_overflow, real_states
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..regularization import regularize
-from ..streams import check_loader, describe_stream
+from ..streams import check_loader, describe_stream, text_fingerprint
 from .arguments import SPLITS, Arguments
 from .compilation import compile_layers, is_compiled, should_compile_layers, uncompiled
 from .progress import Progress
 from .results import (
     BEST,
+    BEST_SCORE,
     LOG,
     PLOT,
+    best_folder,
     changed_settings,
     cut_log,
     evaluate,
@@ -50,6 +53,7 @@ from .results import (
     lock_output,
     open_output,
     plot,
+    read_best,
     read_log,
 )
 from .setup import (
@@ -73,7 +77,9 @@ from .setup import (
 from .steps import CapturedSteps, Forward, check_graphs
 
 # How far a run is, with the types in a checkpoint's JSON; the rest is accelerate's.
-STATE = {"step": int, "tokens": int, "best": float}
+STATE = {"step": int, "tokens": int}
+# Of the options of an evaluation, those that leave a validation loss as it is.
+UNSCORED = ("eval_every", "eval_memory_lengths", "metric")
 STATE_NAME, AVERAGE_NAME = "training_state.json", "average.pt"
 
 
@@ -91,7 +97,8 @@ class Training:
     Attributes:
         step: optimiser steps done; with it, the place in the stream is known.
         tokens: targets that were learned from until the last line of the log.
-        best: the lowest validation loss, in nats.
+        best: the validation loss of the best model, in nats.
+        is_comparable: whether that is of the text and the lengths that this run validates with.
         validated: whether there was a validation after the step that the run goes on from.
         memories: for each chunk of this process's streams the `mems` and `mems_mask` that they go on from, neither at
             the beginning of the text.
@@ -145,6 +152,7 @@ class Training:
         )
 
         self.step, self.tokens, self.best, self.validated = 0, 0, math.inf, False
+        self.is_comparable = True
         self.memories: list[dict[str, Any]] = [{} for _ in range(data.batch_chunk)]
         self.nll = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         self.targets = torch.zeros((), dtype=torch.int64, device=self.accelerator.device)
@@ -316,6 +324,10 @@ class Training:
         text, evaluation = self.texts["validation"], self.arguments.evaluation
         with uncompiled():
             nll = evaluate(model, text, evaluation, self.document_end, accelerator=self.accelerator).nll
+            if not self.is_comparable:
+                best = AutoModelForCausalLM.from_pretrained(best_folder(self.output)).to(self.accelerator.device)
+                self.best = evaluate(best, text, evaluation, self.document_end, accelerator=self.accelerator).nll
+                self.is_comparable = True
         if not math.isfinite(nll):
             raise FloatingPointError(f"the validation loss is {nll} after step {self.step}: lower --learning_rate")
         if nll < self.best:
@@ -325,6 +337,11 @@ class Training:
         self.log({"validation_loss": nll, **figures(nll, "validation_")})
         if self.accelerator.is_main_process:
             plot(read_log(self.output / LOG), self.output / PLOT, evaluation.metric)
+
+    def validates_on(self) -> dict[str, Any]:
+        """What a validation loss is of: only losses of the same can be compared."""
+        ways = {name: value for name, value in vars(self.arguments.evaluation).items() if name not in UNSCORED}
+        return {"text": text_fingerprint(self.texts["validation"]), "document_end": self.document_end, **ways}
 
     def evaluated_model(self) -> TransfoXLForCausalLM:
         """The average of the weights, once there is one."""
@@ -341,6 +358,8 @@ class Training:
         state_dict = self.accelerator.get_state_dict(model, unwrap=False)
         if self.accelerator.is_main_process:
             with disk_errors(self.output), whole_folder(self.output / BEST) as aside:
+                score = {"step": self.step, "validation_loss": self.best, "of": self.validates_on()}
+                write_text(aside / BEST_SCORE, json.dumps(score, indent=1) + "\n")
                 model.save_pretrained(aside, state_dict=state_dict, repo_id=self.output.name)
                 self.tokenizer.save_pretrained(aside)
         self.accelerator.wait_for_everyone()
@@ -458,9 +477,8 @@ class Training:
             )
         # The checkpoint was written before the validation after its step.
         log = [line for line in read_log(self.output / LOG) if line["step"] <= self.step]
-        losses = {line["step"]: line["validation_loss"] for line in log if "validation_loss" in line}
-        self.best = min([self.best, *losses.values()])
-        self.validated = self.step in losses
+        self.validated = any(line["step"] == self.step and "validation_loss" in line for line in log)
+        self.find_best()
         self.go_on_with_schedule()
         share = self.stream.batch_size // self.accelerator.num_processes
         first, rows = self.accelerator.process_index * share, share // len(self.memories)
@@ -468,12 +486,24 @@ class Training:
         memories = load_mems(folder, self.position(), starts, rows, self.accelerator.device)
         self.memories = [latest_states(memory, self.plain_model().config.mem_len) for memory in memories]
 
+    def find_best(self):
+        """Go on with the best model, unless that is of a step that comes again: it has replaced those before."""
+        found = read_best(self.output)
+        if found and found["step"] <= self.step:
+            self.best, self.is_comparable = found["validation_loss"], found["of"] == self.validates_on()
+            return
+        # At the end no later one would be chosen.
+        self.validated &= not self.last()
+        if found and self.accelerator.is_main_process:
+            later = f"the best model is of step {found['step']}, which comes again"
+            print(f"{later}: it is chosen anew from step {self.step} on", file=sys.stderr)
+
     def load_state(self, path: Path):
         """How far the run is; nothing else that the file may hold is taken."""
         state = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
         if not isinstance(state, dict) or not all(isinstance(state.get(name), kind) for name, kind in STATE.items()):
             raise ValueError(f"{path} is no state of a run of txl-train, with {', '.join(STATE)}")
-        self.step, self.tokens, self.best = (state[name] for name in STATE)
+        self.step, self.tokens = (state[name] for name in STATE)
 
     def go_on_with_schedule(self):
         """Learning rates are a function of the steps done, and of the recipe."""

@@ -31,6 +31,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
 
 LOG, PLOT, BEST = "log.jsonl", "training.png", "best"
+# Beside the best model: its step, its validation loss, and what that is of.
+BEST_SCORE = "best.json"
 # Options that nothing but the beginning of a run reads.
 DRAWN = ("seed", "init", "init_range", "init_std", "proj_init_std")
 
@@ -128,6 +130,17 @@ def evaluate(
         accelerator=accelerator,
         progress=progress,
     )
+
+
+def best_folder(output: Path) -> Path:
+    """Where the best model is: aside until the run ends."""
+    return output / BEST if (output / BEST).exists() else output
+
+
+def read_best(output: Path) -> dict[str, Any]:
+    """What is written beside the best model; {} where there is none."""
+    path = best_folder(output) / BEST_SCORE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def finish(output: Path, texts: dict, arguments: Arguments, document_end: int | None):
