@@ -36,7 +36,7 @@ from txl_hf.attention_transfo_xl import relative_attention, visible_keys
 SHAPES = {f"nvidia-base-B{B}": (B, 8, 192, 192, 64) for B in (32, 64, 128, 256)}
 SHAPES |= {f"nvidia-large-B{B}": (B, 16, 384, 384, 64) for B in (8, 32)}
 SHAPES |= {f"enwik8-base-B{B}": (B, 8, 512, 512, 64) for B in (8, 32)}
-SHAPES |= {"wt103-base-B60": (60, 10, 150, 150, 41)}
+SHAPES |= {"enwik8-large-B8": (8, 8, 768, 768, 128), "wt103-base-B60": (60, 10, 150, 150, 41)}
 SHAPES |= {f"long-m{m}": (4, 8, 512, m, 64) for m in (2048, 4096, 8192, 16384)}
 CPU_SHAPES = {
     "enwik8-base-train": (2, 8, 512, 512, 64),

@@ -2,6 +2,7 @@
 
     python benchmarks/launches.py                 # the table; written to a file with --output results/launches.csv
     python benchmarks/launches.py --note "before heads were padded"     # and kept in results/launches_history.csv
+    python benchmarks/launches.py --workloads base-train-autocast-compiled base-decode-static-graph    # only these
 
 The model's own code runs on meta tensors, which have shapes and no numbers and take the paths of a GPU: in bf16
 throughout, or, as `autocast` in a name says, in fp32 under autocast to bf16, as with `txl-train`. PyTorch has no
@@ -12,17 +13,17 @@ products compute.
 A kernel of ours counts as one operator, and PyTorch's own attention falls apart into what it is made of. Dropout is
 the one kernel that it is on a GPU. How many targets each bin has is a number that the host waits for: it is given, by
 Zipf's law, which the words of a text nearly follow, and counted as a wait unless it was asked for before the layers.
-Nothing is compiled but with `--compiled` and `--graph`; the optimiser and the check of ids are left out, and so is
-what others put around the model.
+Nothing is compiled but where a name says so; the optimiser and the check of ids are left out, and so is what others
+put around the model.
 
 An evaluated segment is read and scored as `evaluate_language_model` does, with the memory as keys and values.
 
-`--graph` counts the kernels of a decoded token of the base model with a static cache when all of it is one graph, as
-Inductor writes them for a CPU, without compiling them. For a GPU it may join them otherwise: nobody has seen that yet.
+`graph` in a name is a decoded token with a static cache when all of it is one graph: the kernels that Inductor writes
+for a CPU, without compiling them, and no other count. For a GPU it may join them otherwise: nobody has seen that yet.
 
-`--compiled` counts a training step under autocast whose layers are compiled one by one, as by `txl-train` on a GPU:
-what is outside of them as above, and in them the kernels that Inductor writes for a CPU, products and ours, with what
-these read and write. The number of rows it compiles is a prime that no other size has, so that what grows with them is
+`compiled` in a name is a training step under autocast, layers compiled one by one, as by `txl-train` on a GPU: what is
+outside of them as above, and in them the kernels that Inductor writes for a CPU, products and ours, with what these
+read and write. The number of rows that is compiled is a prime that no other size has, so that what grows with them is
 known.
 
 `tests/test_launches.py` runs the small sizes and fails where a count grows.
@@ -99,6 +100,7 @@ class Workload:
 
     The tasks are "train", "evaluate", "decode", "decode_static" with a cache that never moves, and "softmax", the part
     of a training step that the losses and their gradients are. The model is in bf16, or in fp32 with `autocast`.
+    `compiled` may be "layers", each by itself, or "graph", all of a decoded token in fp32.
     """
 
     task: str
@@ -107,25 +109,32 @@ class Workload:
     segment: int
     memory: int
     autocast: bool = False
+    compiled: str = ""
 
     @property
     def backends(self) -> list[str]:
-        """Of attention, which the softmax alone has none of."""
-        return ["none"] if self.task == "softmax" else BACKENDS
+        """Of attention, which the softmax alone has none of; in a graph what "auto" is on a GPU for one query."""
+        if self.task == "softmax":
+            return ["none"]
+        return {"": BACKENDS, "layers": ["txl_triton"], "graph": ["eager"]}[self.compiled]
 
 
 WORKLOADS = {
     "base-train": Workload("train", BASE, 256, 192, 192),
     "base-train-autocast": Workload("train", BASE, 256, 192, 192, autocast=True),
+    "base-train-autocast-compiled": Workload("train", BASE, 256, 192, 192, autocast=True, compiled="layers"),
     "base-softmax": Workload("softmax", BASE, 256, 192, 0),
     "large-train": Workload("train", LARGE, 128, 384, 384),
     "large-train-autocast": Workload("train", LARGE, 128, 384, 384, autocast=True),
+    "large-train-autocast-compiled": Workload("train", LARGE, 128, 384, 384, autocast=True, compiled="layers"),
     "large-softmax": Workload("softmax", LARGE, 128, 384, 0),
     "base-evaluate": Workload("evaluate", BASE, 32, 64, 640),
     "base-evaluate-long": Workload("evaluate", BASE, 1, 1024, 640),
     "base-decode": Workload("decode", BASE, 1, 1, 640),
     "base-decode-32": Workload("decode", BASE, 32, 1, 640),
     "base-decode-static": Workload("decode_static", BASE, 1, 1, 640),
+    "base-decode-static-graph": Workload("decode_static", BASE, 1, 1, 640, compiled="graph"),
+    "base-decode-static-graph-32": Workload("decode_static", BASE, 32, 1, 640, compiled="graph"),
 }
 SMALL_WORKLOADS = {
     "small-train": Workload("train", SMALL, 4, 32, 32),
@@ -136,6 +145,7 @@ SMALL_WORKLOADS = {
     "small-decode-static": Workload("decode_static", SMALL, 1, 1, 64),
 }
 BACKENDS = ["auto", "txl_triton"]
+COUNTS = ("launches", "gigabytes", "teraflops", "waits")
 
 
 class Counter(TorchDispatchMode):
@@ -293,7 +303,11 @@ def pretending(counter: Counter):
 
 
 def count(workload: Workload, backend: str) -> dict[str, float]:
-    """The counts of one step, after one that made the memory."""
+    """The counts of one step, after one that made the memory; of one graph its launches alone."""
+    if workload.compiled == "graph":
+        return {"launches": count_in_one_graph(workload, backend)}
+    if workload.compiled == "layers":
+        return count_with_compiled_layers(workload, backend)
     counter = Counter()
     config = TransfoXLConfig(**workload.config, mem_len=workload.memory, tgt_len=workload.segment)
     with torch.device("meta"), pretending(counter):
@@ -371,11 +385,10 @@ def calls(code: str) -> int:
     return len(re.findall(r"^ +(?:\w+ = )?(?:extern_kernels|cpp_fused|torch\.ops|aten)[\w.]*\(", code, re.MULTILINE))
 
 
-def count_in_one_graph(workload: Workload) -> int:
+def count_in_one_graph(workload: Workload, backend: str) -> int:
     """The kernels and products that Inductor calls for a decoded token, in fp32."""
     config = TransfoXLConfig(**workload.config, mem_len=workload.memory, tgt_len=1)
-    # What "auto" is on a GPU for one query.
-    config._attn_implementation = "eager"
+    config._attn_implementation = backend
     model, cache = TransfoXLForCausalLM(config).eval(), StaticMemoryCache(config)
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     rows = workload.rows
@@ -395,10 +408,10 @@ def count_in_one_graph(workload: Workload) -> int:
 PRIME = 7
 
 
-def layer_of(workload: Workload, rows: int, **options) -> Callable[[], None]:
-    """One layer of the model in training, forward and backward: what `--compiled` compiles."""
+def layer_of(workload: Workload, backend: str, rows: int, **options) -> Callable[[], None]:
+    """One layer of the model in training, forward and backward: what is compiled by itself."""
     config = TransfoXLConfig(**workload.config, mem_len=workload.memory, tgt_len=workload.segment)
-    config._attn_implementation = "txl_triton"
+    config._attn_implementation = backend
     layer = TransfoXLLayer(config, 0).train()
     if options:
         layer.compile(**options)
@@ -410,13 +423,13 @@ def layer_of(workload: Workload, rows: int, **options) -> Callable[[], None]:
 
     def step():
         with torch.autocast(hidden.device.type, torch.bfloat16):
-            outputs = layer(hidden, memory, read, distances, Sight(keys, "txl_triton"), rounds=True)
+            outputs = layer(hidden, memory, read, distances, Sight(keys, backend), rounds=True)
         torch.autograd.grad(outputs, [hidden, read, *layer.parameters()], [gradient, gradient.to(torch.bfloat16)])
 
     return step
 
 
-def count_compiled_layer(workload: Workload) -> dict[str, float]:
+def count_compiled_layer(workload: Workload, backend: str) -> dict[str, float]:
     """The launches and gigabytes of a layer as Inductor compiles it."""
     read_and_written = 0
 
@@ -453,7 +466,7 @@ def count_compiled_layer(workload: Workload) -> dict[str, float]:
         inductor.patch(fx_graph_cache=False, cpp_wrapper=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
     )
-    step = layer_of(workload, PRIME, fullgraph=True)
+    step = layer_of(workload, backend, PRIME, fullgraph=True)
     torch._dynamo.reset()
     with contextlib.ExitStack() as stack:
         for patch in patches:
@@ -462,16 +475,16 @@ def count_compiled_layer(workload: Workload) -> dict[str, float]:
     return {"launches": sum(map(calls, codes)), "gigabytes": read_and_written / 1e9}
 
 
-def count_with_compiled_layers(workload: Workload) -> dict[str, float]:
-    """`count` of launches and gigabytes, with the layers' replaced by those of compiled ones."""
-    whole, counter, layers = count(workload, "txl_triton"), Counter(), workload.config["n_layer"]
+def count_with_compiled_layers(workload: Workload, backend: str) -> dict[str, float]:
+    """`count` of the step, with the layers' launches and gigabytes replaced by those of compiled ones."""
+    whole, counter = count(dataclasses.replace(workload, compiled=""), backend), Counter()
     with torch.device("meta"), pretending(counter):
-        step = layer_of(workload, workload.rows)
+        step = layer_of(workload, backend, workload.rows)
         with counter:
             step()
-    eager, compiled = {"launches": counter.launches, "gigabytes": counter.bytes / 1e9}, count_compiled_layer(workload)
-    print(f"a layer: {eager}; compiled: {compiled}")
-    return {name: whole[name] + layers * (compiled[name] - eager[name]) for name in eager}
+    eager = {"launches": counter.launches, "gigabytes": counter.bytes / 1e9}
+    compiled, layers = count_compiled_layer(workload, backend), workload.config["n_layer"]
+    return whole | {name: whole[name] + layers * (compiled[name] - eager[name]) for name in eager}
 
 
 def rows(workloads: dict[str, Workload]) -> list[dict[str, str]]:
@@ -479,7 +492,8 @@ def rows(workloads: dict[str, Workload]) -> list[dict[str, str]]:
     for name, workload in workloads.items():
         for backend in workload.backends:
             counts = count(workload, backend)
-            found.append({"workload": name, "backend": backend, **{key: f"{counts[key]:.6g}" for key in counts}})
+            shown = {key: f"{counts[key]:.6g}" if key in counts else "" for key in COUNTS}
+            found.append({"workload": name, "backend": backend, **shown})
             print(*found[-1].values(), flush=True)
     return found
 
@@ -488,18 +502,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="a csv file to write instead of printing alone")
     parser.add_argument("--note", help="what the sources are, for the rows of large workloads in the history")
-    parser.add_argument("--graph", action="store_true", help="count what a decoded token is as one graph, and no more")
-    parser.add_argument("--compiled", action="store_true", help="count steps with compiled layers, and no more")
+    known = WORKLOADS | SMALL_WORKLOADS
+    parser.add_argument(
+        "--workloads", nargs="+", choices=known, default=list(known), metavar="NAME", help="only these"
+    )
     arguments = parser.parse_args()
-    if arguments.compiled:
-        for name, workload in WORKLOADS.items():
-            if workload.autocast:
-                print(name, count_with_compiled_layers(workload), flush=True)
-        return 0
-    if arguments.graph:
-        print(f"base-decode-static as one graph: {count_in_one_graph(WORKLOADS['base-decode-static'])} kernels")
-        return 0
-    found = rows(WORKLOADS | SMALL_WORKLOADS)
+    found = rows({name: known[name] for name in arguments.workloads})
     if arguments.output:
         with arguments.output.open("w", newline="") as file:
             writer = csv.DictWriter(file, found[0])

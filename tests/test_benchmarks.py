@@ -523,6 +523,7 @@ def test_bars_are_met_missed_or_not_measured(tmp_path, monkeypatch, capsys):
     harness.append(tmp_path / "attention_kernel.csv", shapes)
     perplexities = {"ptb_average": 54.53, "wikitext2": 63.13}
     trained = [row | {"recipe": name, "test_perplexity": value} for name, value in perplexities.items()]
+    trained += [row | {"recipe": name, "test_bits_per_token": 0.994} for name in ("enwik8_large", "text8_large")]
     (tmp_path / "elsewhere").mkdir()
     harness.append(tmp_path / "elsewhere" / "gpu_train.csv", trained)
     monkeypatch.setattr(report, "fill", lambda text: text)
@@ -538,12 +539,31 @@ def test_bars_are_met_missed_or_not_measured(tmp_path, monkeypatch, capsys):
     harness.append(tmp_path / "old" / "gpu_train.csv", [trained[0] | {"date": "2025-12-31"}])
     with pytest.raises(SystemExit, match="has a row of 2025-12-31, and here is one of 2026-01-01: nothing added"):
         report.main(["--add", str(tmp_path / "old")])
-    assert len(harness.read(tmp_path / "gpu_train.csv")) == 2
+    assert len(harness.read(tmp_path / "gpu_train.csv")) == 4
     verdicts = judged(capsys)
     assert {verdicts[name] for name in ("NVIDIA base, 8 A100", "large on one GPU", "NVIDIA base-640-b1")} == {"met"}
     assert verdicts["NVIDIA large, 8 A100"] == verdicts["of plain sdpa, forward"] == "missed"
     assert verdicts["the paper's at 3,800"] == "not measured"
     assert (verdicts["test perplexity, ptb_average"], verdicts["test perplexity, wikitext2"]) == ("missed", "met")
+    assert verdicts["test bits, enwik8_large"] == verdicts["test bits, text8_large"] == "met"
+    assert verdicts["test perplexity, wt103_large"] == verdicts["test bits, enwik8_base"] == "not measured"
+
+
+def test_every_figure_that_a_recipe_names_as_published_is_a_bar():
+    import report
+
+    def published(path):
+        """The first one that its first lines name."""
+        said = " ".join(line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#"))
+        named = re.search(r"(?:Published|reports) ?(?:test perplexity)?:? ([\d.]+\d)", said)
+        return float(named[1]) if named else None
+
+    # Penn Treebank's figure is that of both parts; an ablation has one for each of its rows.
+    paths = [path for path in (report.ROOT / "examples" / "recipes").glob("*.yaml") if path.stem != "ptb"]
+    found = {path.stem: published(path) for path in paths if not path.stem.endswith("_ablation")}
+    bars = {bar.wanted["recipe"]: bar.figure for bar in report.BARS if bar.file == "gpu_train.csv"}
+    # One reproduction reports what the figure to reach was rounded from.
+    assert {name: figure for name, figure in found.items() if figure} == bars | {"wikitext2": 63.13}
 
 
 def judged(capsys) -> dict[str, str]:
@@ -744,6 +764,18 @@ def test_attention_and_its_gate(tmp_path, monkeypatch, capsys):
     assert "auto: FAILED" in capsys.readouterr().out
     # The others are timed all the same.
     assert {row["contender"] for row in read(output)[len(written) :]} == {"eager", "sdpa"}
+
+
+def test_attention_is_measured_at_every_width_of_heads_that_a_model_for_a_gpu_has():
+    """Widths that are padded to one are one. Those of enwik8's large model were left out."""
+    import attention_kernel
+    import gpu
+    import model
+
+    asked = {option for step in gpu.STEPS for option in step.options} & model.WORKLOADS.keys()
+    heads = {model.MODELS[model.WORKLOADS[name].model]["d_head"] for name in asked}
+    shapes = {shape[-1] for shape in attention_kernel.SHAPES.values()}
+    assert {-(-width // 16) for width in heads} <= {-(-width // 16) for width in shapes}
 
 
 def test_an_attention_that_raises_takes_nobody_with_it(tmp_path, monkeypatch, capsys):
