@@ -428,6 +428,19 @@ def test_without_midi_tok_one_line_says_what_to_install(tmp_path, monkeypatch):
     assert refused.value.code == 'error: miditok is not installed: pip install "txl-hf[music]"'
 
 
+def test_what_a_file_needs_and_is_not_installed_is_no_fault_of_the_file(tmp_path, monkeypatch):
+    """Its first track sets a program, which another reader than symusic has to look at."""
+    file = mido.MidiFile()
+    file.tracks.append(mido.MidiTrack([mido.Message("program_change", program=73)]))
+    file.tracks.append(mido.MidiTrack([mido.Message("note_on"), mido.Message("note_off", time=480)]))
+    (tmp_path / "midi").mkdir()
+    file.save(tmp_path / "midi" / "piece.mid")
+    monkeypatch.setitem(sys.modules, "mido", None)
+    with pytest.raises(SystemExit) as refused:
+        prepared(tmp_path / "midi", tmp_path)
+    assert refused.value.code == 'error: mido is not installed: pip install "txl-hf[music]"'
+
+
 def test_a_model_of_music_is_trained_and_evaluated_and_has_its_tokenizer(tmp_path):
     _, tokenizer, information = prepared(write_folder(tmp_path / "midi", 12), tmp_path)
     sizes = "--n_layer 1 --d_model 16 --n_head 2 --d_head 8 --d_inner 16 --tgt_len 16 --mem_len 16 --batch_size 4"

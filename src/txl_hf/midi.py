@@ -1,6 +1,6 @@
 """MIDI files as tokens of MidiTok, for `txl-prepare --corpus midi`: read, split, transposed, tokenised.
 
-MidiTok and symusic are in the extra `music`. They are imported where they are used, so that a text needs neither.
+MidiTok, symusic and mido are in the extra `music`. They are imported where they are used: a text needs none of them.
 """
 
 import hashlib
@@ -205,6 +205,8 @@ def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
             row["problem"] = "the tokenizer makes no token of it"
     except ValueError as error:
         row["problem"] = str(error)
+    except ImportError:
+        raise
     except Exception as error:
         # Whatever a strange file makes MidiTok stumble over.
         row["problem"] = f"MidiTok cannot tokenise it: {error!r}"
@@ -249,6 +251,9 @@ def read_score(path: Path) -> "Score":
         if data[8:10] == b"\x00\x02":
             raise ValueError("it is of format 2, several sequences that are not one piece: save each in a file")
         score = symusic.Score.from_midi(with_programs(data))
+    except ImportError:
+        # What is not installed is no fault of the file.
+        raise
     except Exception as error:
         # It raises RuntimeErrors, ValueErrors and what its binding makes of C++'s.
         raise ValueError(" ".join(str(error).split())) from None
