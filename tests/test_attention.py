@@ -448,6 +448,17 @@ def test_a_score_that_distances_share_is_computed_once(L, distances, multiplied,
     assert columns == ([multiplied] if L == 1 else [multiplied, 9, 8])
 
 
+def test_keys_are_copied_where_that_is_sooner_than_to_read_them():
+    """Those of heads that lie among one another are, for several tiles or for oneDNN; rows and columns never are."""
+    rows, columns = torch.randn(3, 5, 8), torch.randn(3, 8, 5).transpose(1, 2)
+    among = torch.randn(5, 3, 8).transpose(0, 1)
+    tile, read_of = attention_transfo_xl_cpu.TILE_QUERIES, attention_transfo_xl_cpu._to_be_read
+    for L, single in ((tile, False), (tile + 1, False), (1, True)):
+        assert all(read_of(states, L, single) is states for states in (rows, columns))
+        read = read_of(among, L, single)
+        assert (read is among) == (L == tile) and torch.equal(read, among)
+
+
 def test_tiles_drop_probabilities_like_eager_and_replay(tiles):
     """Every probability is dropped by itself, the rest scaled; the gradient is that of what was kept."""
     tensors, _ = draw((1, 2, 5, 4, 9), torch.float64)
