@@ -1239,6 +1239,8 @@ def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
         ),
         # As many as the text has: a file of Python, and each version has its own.
         ({"eval_batch_size": 2000}, "the validation text has {} tokens, too few for --eval_batch_size 2000"),
+        ({"eval_memory_lengths": [0, 20_000]}, "--eval_memory_lengths 20000 is longer than any text of --data"),
+        ({"eval_mem_len": 20_000}, "--eval_mem_len 20000 is longer than any text of --data"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
