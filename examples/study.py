@@ -10,7 +10,8 @@ __all__ = ["StudyParser"]
 
 
 class StudyParser(CommandParser):
-    """Where a study's results and models go, and `--smoke`, which never goes where results are kept.
+    """Where a study's results and models go, and `--smoke`, which never goes where results are kept. What an option
+    lists is made once, so that nothing may stand in it twice.
 
     Args:
         output: folder of the results unless told otherwise. work: folder of models and texts unless told otherwise.
@@ -26,6 +27,9 @@ class StudyParser(CommandParser):
 
     def parse_study(self, argv: list[str] | None) -> argparse.Namespace:
         options = self.parse_args(argv)
+        for name, values in vars(options).items():
+            if isinstance(values, list) and (again := [each for each in values if values.count(each) > 1]):
+                self.error(f"--{name} has {again[0]} twice: name each once")
         if options.smoke:
             self.keep_out(options.output, "--smoke measures nothing worth keeping")
         options.work = options.work or (options.output / "work" if options.smoke else self.work)

@@ -296,7 +296,10 @@ def warn_of_an_end(kind: str, point: Point, options: argparse.Namespace, tokens:
     if kind == "dynamic" and point.dynamic is None:
         print(f"note: no --rate of those tried is better than none: try smaller ones than {min(options.rate):g}")
     if kind == "cache" and point.cache is None:
-        print("note: no cache of those tried is better than none: try a smaller --cache_weight")
+        # A weight of 0 is no cache.
+        weights = [weight for weight in options.cache_weight if weight > 0]
+        instead = f"smaller ones than {min(weights):g}" if weights else "one above 0"
+        print(f"note: no --cache_weight of those tried is better than none: try {instead}")
     best: dict[str, float] = {}
     if (dynamic := point.dynamic) is not None:
         best |= {"rate": dynamic.learning_rate, "decay": dynamic.decay, "epsilon": dynamic.epsilon}

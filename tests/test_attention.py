@@ -174,6 +174,19 @@ def test_flex_attention_wants_wide_heads_on_a_gpu():
         assert why_not("flex_attention", AttentionInputs(*[query(8, 16)] * 3, scaling=1.0)) is None
 
 
+def test_flex_attention_is_of_no_double_precision_on_a_cpu(ran):
+    tensors = {name: tensor.detach().double() for name, tensor in draw((1, 2, 4, 3, 8))[0].items()}
+    expected, _ = relative_attention(**tensors, implementation="auto")
+    actual, _ = relative_attention(**tensors, implementation="flex_attention")
+    assert ran[: len(ran) // 2] == ran[len(ran) // 2 :] and torch.equal(actual, expected)
+    given = {name: tensors[name] for name in ("query", "key", "value")}
+    reason = why_not("flex_attention", AttentionInputs(**given, scaling=1.0))
+    assert reason == "FlexAttention computes nothing in torch.float64 on CPU"
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        narrow = {name: tensor.to(dtype) for name, tensor in given.items()}
+        assert why_not("flex_attention", AttentionInputs(**narrow, scaling=1.0)) is None
+
+
 def test_flex_attention_is_compiled_for_no_single_query():
     tensors, _ = draw((1, 1, 1, 6, 16))
     assert "for each number of keys" in why_not(

@@ -648,9 +648,17 @@ def test_agents_of_other_settings_are_no_seeds_of_one(script, tmp_path):
         (["--minibatches", "0"], "argument --minibatches: '0' has to be a whole number, at least 1"),
         (["--episodes", "none"], "argument --episodes: 'none' has to be a whole number"),
         (["--window", "1", "--num-envs", "4"], "--window 1 leaves a minibatch one observation"),
+        (["--gamma", "1.5"], "--gamma 1.5 must lie between 0 and 1"),
+        (["--gamma", "nan"], "--gamma nan must lie between 0 and 1"),
+        (["--gae-lambda", "-0.5"], "--gae-lambda -0.5 must lie between 0 and 1"),
+        (["--gae-lambda", "1.01"], "--gae-lambda 1.01 must lie between 0 and 1"),
+        (["--clip", "0"], "argument --clip: '0' has to be a number above 0, and finite"),
+        (["--clip", "nan"], "argument --clip: 'nan' has to be a number above 0, and finite"),
+        (["--entropy", "-0.1"], "--entropy -0.1 must be at least 0, and finite"),
+        (["--entropy", "inf"], "--entropy inf must be at least 0, and finite"),
     ],
 )
-def test_sizes_of_an_agent_are_checked(script, capsys, tmp_path, options, message):
+def test_numbers_of_an_agent_are_checked(script, capsys, tmp_path, options, message):
     module = script("memory_agent")
     given = ["--env", "recall", "--output", str(tmp_path / "agents"), *options]
     try:
@@ -659,6 +667,13 @@ def test_sizes_of_an_agent_are_checked(script, capsys, tmp_path, options, messag
         assert message in f"{error} {capsys.readouterr().err}"
     else:
         pytest.fail("nothing was refused")
+
+
+def test_an_agent_may_do_without_discount_and_entropy(script, tmp_path):
+    module = script("memory_agent")
+    for share in ("0", "1"):
+        options = ["--gamma", share, "--gae-lambda", share, "--entropy", "0"]
+        module.check(module.PARSER.parse_args(["--env", "recall", "--output", str(tmp_path / "agents"), *options]))
 
 
 def test_what_is_added_to_a_checkpoint_has_a_seed(script, monkeypatch, checkpoint, tmp_path):

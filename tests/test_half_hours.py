@@ -362,6 +362,10 @@ def test_seeds_are_averaged_with_their_range():
         (["--texts", ".", "--share", "0.2"], "--share 0.2 is not the whole time: name other folders with --output"),
         (["--texts", ".", "--share", "1.5"], "--share 1.5 must be above 0 and at most 1"),
         (["--contenders", "Moon"], "--contenders ['Moon']: of wikitext-2, ptb,"),
+        # Each would be trained again, and count as a seed more.
+        (["--texts", ".", "--seeds", "0", "1", "0"], "--seeds has 0 twice: name each once"),
+        (["--texts", ".", "--only", "ptb", "ptb"], "--only has ptb twice: name each once"),
+        (["--texts", ".", "--contenders", "recipe", "recipe"], "--contenders has recipe twice: name each once"),
     ],
 )
 def test_errors_are_one_line(options, message, capsys):

@@ -377,6 +377,21 @@ def test_models_that_are_not_the_miniature_leave_its_results_alone(study, option
     assert study.parse_arguments([*command, "--output", str(tmp_path)]).output == tmp_path
 
 
+@pytest.mark.parametrize(
+    "study, given, said",
+    [
+        (ablation, ["--seeds", "2", "2"], "--seeds has 2 twice"),
+        (ablation, ["--rows", "none-ours-full", "none-ours-full"], "--rows has none-ours-full twice"),
+        (context_length, ["--models", "one", "one", "--data", "text"], "--models has one twice"),
+    ],
+)
+def test_a_model_that_is_named_twice_is_refused(study, given, said, tmp_path, capsys):
+    """It would be trained twice, and count as a seed or a model more."""
+    with pytest.raises(SystemExit):
+        study.parse_arguments([*given, "--output", str(tmp_path)])
+    assert f"{said}: name each once" in capsys.readouterr().err
+
+
 # ---- effective context length -----------------------------------------------------------------------------------
 
 

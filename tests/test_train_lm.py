@@ -1293,6 +1293,8 @@ def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
         ),
         # As many as the text has: a file of Python, and each version has its own.
         ({"eval_batch_size": 2000}, "the validation text has {} tokens, too few for --eval_batch_size 2000"),
+        ({"eval_memory_lengths": [0, 20_000]}, "--eval_memory_lengths 20000 is longer than any text of --data"),
+        ({"eval_mem_len": 20_000}, "--eval_mem_len 20000 is longer than any text of --data"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -1313,6 +1315,56 @@ def test_a_memory_in_evaluation_that_the_model_cannot_have_is_refused_before_tra
     assert not (tmp_path / "output").exists()
     train(*argv, "--max_steps", "1")
     assert json.loads((tmp_path / "output" / "results.json").read_text())["test"]["memory_length"] == 0
+
+
+@pytest.mark.parametrize(
+    ("set_by", "typed", "taken"),
+    [
+        ({"max_steps": 9}, ["--max_epochs", "0.5"], (None, 0.5)),
+        ({"max_steps": 9}, ["--max-epochs=2"], (None, 2.0)),
+        ({"max_steps": None, "max_epochs": 3.0}, ["--max_steps", "4"], (4, None)),
+        ({"max_steps": 9, "max_epochs": 3.0}, ["--max_steps", "4"], (4, None)),
+        ({"max_steps": 9}, ["--max_steps", "4"], (4, None)),
+        ({"max_steps": 9}, [], (9, None)),
+    ],
+)
+def test_steps_on_the_command_line_replace_the_epochs_of_a_recipe_and_the_reverse(
+    tmp_path, capsys, set_by, typed, taken
+):
+    argv = [str(write_recipe(tmp_path / "recipe.yaml", **set_by)), "--smoke", *typed]
+    found = parse_arguments(argv).optimization
+    assert (found.max_steps, found.max_epochs) == taken
+    with pytest.raises(SystemExit):
+        parse_arguments([*argv, "--help"])
+    page = " ".join(capsys.readouterr().out.split())
+    for text, value in zip(("Steps to train for.", "Epochs to train for, instead of max_steps."), taken, strict=True):
+        assert f"{text} (default: {value})" in page if value is not None else f"{text} (" not in page
+
+
+def test_both_numbers_on_the_command_line_are_one_too_many(capsys, recipe):
+    message = refused(capsys, recipe, "--smoke", "--max_steps", "4", "--max_epochs", "1")
+    assert message == "error: set one of --max_steps and --max_epochs"
+
+
+def test_a_run_of_steps_goes_on_for_epochs(tmp_path, recipe, corpus):
+    """Its recipe then says epochs alone, and it is one that can be given again."""
+    output = tmp_path / "output"
+    train(recipe, "--data", corpus, "--output", output, "--max_steps", "4")
+    # Nine steps each.
+    train(recipe, "--data", corpus, "--output", output, "--max_epochs", "1", "--resume")
+    assert [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()][-1]["step"] == 9
+    written = yaml.safe_load((output / "recipe.yaml").read_text())
+    assert written["max_epochs"] == 1.0 and "max_steps" not in written
+    again = parse_arguments([str(output / "recipe.yaml"), "--resume"]).optimization
+    assert (again.max_steps, again.max_epochs) == (None, 1.0)
+
+
+def test_a_schedule_on_the_command_line_leaves_out_the_line_of_the_recipe_s(tmp_path, capsys):
+    recipe = write_recipe(tmp_path / "recipe.yaml", scheduler="stable_decay", decay_steps=3)
+    assert parse_arguments([str(recipe), "--smoke", "--scheduler", "cosine"]).optimization.decay_steps is None
+    assert parse_arguments([str(recipe), "--smoke", "--scheduler", "stable_decay"]).optimization.decay_steps == 3
+    message = refused(capsys, recipe, "--smoke", "--scheduler", "cosine", "--decay-steps", "2")
+    assert message == "error: --decay_steps 2 is of --scheduler stable_decay: leave it out"
 
 
 def test_command_lines_that_are_refused(tmp_path, capsys, recipe, corpus):

@@ -129,12 +129,19 @@ def test_an_end_is_named_where_something_is_beyond_it(capsys, place, statistics,
     assert ("the best --cache_size for both is 100" in capsys.readouterr().out) == (place == 2)
 
 
-@pytest.mark.parametrize(("kind", "said"), [("dynamic", "try smaller ones than 0.01"), ("cache", "--cache_weight")])
-def test_it_is_said_that_none_of_those_tried_is_better_than_none(capsys, kind, said):
-    options = Namespace(**TRIED | {"rate": [0.1, 0.01]}, statistics=None)
+@pytest.mark.parametrize(
+    ("kind", "tried", "said"),
+    [
+        ("dynamic", {"rate": [0.1, 0.01]}, "no --rate of those tried is better than none: try smaller ones than 0.01"),
+        ("cache", {}, "no --cache_weight of those tried is better than none: try smaller ones than 0.1"),
+        ("cache", {"cache_weight": [0.0]}, "no --cache_weight of those tried is better than none: try one above 0"),
+    ],
+)
+def test_it_is_said_that_none_of_those_tried_is_better_than_none(capsys, kind, tried, said):
+    options = Namespace(**TRIED | tried, statistics=None)
     tune_lm.warn_of_an_end(kind, tune_lm.Point(None, None, None, 0.0), options, 100)
     [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("note: no ") and "of those tried is better than none" in line and said in line
+    assert line == f"note: {said}"
 
 
 class Stopped(Exception):

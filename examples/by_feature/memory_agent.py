@@ -22,6 +22,7 @@ has not ended. At the end the agent plays held-out episodes, without chance in i
 import argparse
 import csv
 import json
+import math
 import time
 from collections import defaultdict
 from functools import partial
@@ -51,7 +52,7 @@ PARSER.add_argument("--minibatches", type=at_least_one, default=4, help="updates
 PARSER.add_argument("--learning-rate", type=positive, default=1e-3, help="at the start; it falls to 0 (%(default)s)")
 PARSER.add_argument("--gamma", type=float, default=0.99, help="discount (%(default)s)")
 PARSER.add_argument("--gae-lambda", type=float, default=0.95, help="(%(default)s)")
-PARSER.add_argument("--clip", type=float, default=0.2, help="of the ratio (%(default)s)")
+PARSER.add_argument("--clip", type=positive, default=0.2, help="of the ratio (%(default)s)")
 PARSER.add_argument("--entropy", type=float, default=0.01, help="factor of the entropy (%(default)s)")
 PARSER.add_argument("--block", type=at_least_one, default=10, help="updates between checkpoints (%(default)s)")
 PARSER.add_argument("--episodes", type=at_least_one, default=128, help="held out, at the end (%(default)s)")
@@ -69,6 +70,11 @@ def check(options: argparse.Namespace):
         raise ValueError(f"--width {options.width} must be a multiple of 8: the agent has four heads")
     if not 0 <= options.seed < HELD_OUT:
         raise ValueError(f"--seed {options.seed} must lie between 0 and {HELD_OUT - 1}")
+    for name, share in (("gamma", options.gamma), ("gae-lambda", options.gae_lambda)):
+        if not 0 <= share <= 1:
+            raise ValueError(f"--{name} {share:g} must lie between 0 and 1")
+    if not 0 <= options.entropy < math.inf:
+        raise ValueError(f"--entropy {options.entropy:g} must be at least 0, and finite")
     if options.num_envs < options.minibatches:
         raise ValueError(f"--minibatches {options.minibatches} are more than --num-envs {options.num_envs}")
     if options.num_envs // options.minibatches * options.window < 2:

@@ -89,8 +89,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if bool(options.models) != bool(options.data):
         parser.error("--models and --data go together")
     if options.models:
-        if len({*options.models}) < len(options.models):
-            parser.error("--models names one twice: a group is of models that differ")
         parser.keep_out(options.output, "--models are not the miniature, whose results are kept there")
     if options.contexts < 2 * options.step:
         parser.error(f"--contexts {options.contexts} leaves no second context after --step {options.step}")

@@ -231,6 +231,9 @@ def _compiled_flex_attention() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=False)
 
 
+_FLEX_ON_CPU = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def _why_not_flex(inputs: AttentionInputs) -> str | None:
     if inputs.dropout > 0:
         return "FlexAttention has no dropout of probabilities"
@@ -238,6 +241,8 @@ def _why_not_flex(inputs: AttentionInputs) -> str | None:
         return "it compiles for each number of keys, and of a single query there is a new one at each token"
     if inputs.query.device.type == "cpu" and _needs_gradient(inputs.query):
         return "FlexAttention has no backward on CPU"
+    if inputs.query.device.type == "cpu" and inputs.query.dtype not in _FLEX_ON_CPU:
+        return f"FlexAttention computes nothing in {inputs.query.dtype} on CPU"
     if inputs.query.device.type == "cuda" and inputs.query.shape[-1] < 16:
         return f"heads are {inputs.query.shape[-1]} wide, and FlexAttention wants 16 at least on a GPU"
     return None

@@ -32,7 +32,8 @@ class ContinuousCache:
     are computed, in one product of its states with those before.
 
     Args:
-        size: ≥ 1, how many positions are looked at. It may be far longer than the memory: a position costs one state.
+        size: ≥ 1, below 2⁶², how many positions are looked at. It may be far longer than the memory: a position costs
+            one state.
         weight: λ in [0, 1).
         temperature: θ ≥ 0; it multiplies. With 0, p_cache is the share that a token had of the last `size`.
 
@@ -46,6 +47,8 @@ class ContinuousCache:
 
     def __post_init__(self):
         check_sizes(size=self.size)
+        if self.size >= 2**62:
+            raise ValueError(f"size={self.size!r} must be below 2**62, which is more than any text has")
         if not (isinstance(self.weight, Real) and 0 <= self.weight < 1):
             raise ValueError(f"weight={self.weight!r} must be a number at least 0 and below 1")
         if not (isinstance(self.temperature, Real) and 0 <= self.temperature < math.inf):

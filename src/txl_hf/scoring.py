@@ -218,7 +218,10 @@ def read_adaptation(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"dynamic": None, "cache": None}
     if options.cache is not None:
         size, weight, temperature = options.cache
-        found["cache"] = ContinuousCache(int(size) if size.is_integer() else size, weight, temperature)
+        try:
+            found["cache"] = ContinuousCache(int(size) if size.is_integer() else size, weight, temperature)
+        except ValueError as error:
+            raise ValueError(f"--cache {size:g} {weight:g} {temperature:g}: {error}") from None
     if options.dynamic is not None:
         given = {name: getattr(options, name) for name in ("decay", "epsilon", "parameters")}
         settings = {name: value for name, value in given.items() if value is not None}

@@ -244,10 +244,7 @@ def parse_arguments(argv: list[str] | None = None, description: str | None = Non
     parser.add_argument("recipe", type=Path, help="YAML file; examples/recipes has the published ones")
     if {"-h", "--help"} & {*argv}:
         explain(parser, argv)
-    recipe = parser.parse_args(argv).recipe
-    settings = parser.parse_args([str(recipe), *recipe_options(recipe)])
-    settings = parser.parse_args(argv, namespace=settings)
-    forget_memory(settings, argv)
+    settings = read_settings(parser, parser.parse_args(argv).recipe, argv)
     try:
         arguments = Arguments(*parser.parse_dict(vars(settings), allow_extra_keys=True))
         check_arguments(arguments)
@@ -256,12 +253,22 @@ def parse_arguments(argv: list[str] | None = None, description: str | None = Non
     return arguments
 
 
+def read_settings(parser: Parser, recipe: Path, argv: list[str]) -> argparse.Namespace:
+    """A recipe's settings, and over them those of the command line, without what these leave no use for."""
+    settings = parser.parse_args([str(recipe), *recipe_options(recipe)])
+    settings = parser.parse_args(argv, namespace=settings)
+    typed = {argument.partition("=")[0].replace("-", "_")[2:] for argument in argv if argument.startswith("--")}
+    forget_length(settings, typed)
+    forget_decay(settings, typed)
+    forget_memory(settings, typed)
+    return settings
+
+
 def explain(parser: Parser, argv: list[str]):
     """Print the help with the values that will hold: of the recipe, if it is on the command line, and of the model."""
     given = [argument for argument in argv if argument not in ("-h", "--help")]
     if given and not given[0].startswith("-"):
-        settings = parser.parse_args([given[0], *recipe_options(Path(given[0]))])
-        parser.set_defaults(**vars(parser.parse_args(given, namespace=settings)))
+        parser.set_defaults(**vars(read_settings(parser, Path(given[0]), given)))
     holding = {action.dest: action.default for action in parser._actions}
     model = defaults_of_model(holding["model_name_or_path"])
     # As make_config has it.
@@ -297,17 +304,29 @@ def defaults_of_model(checkpoint: str | None) -> dict[str, Any]:
         return dict.fromkeys(found, "the checkpoint's")
 
 
-def forget_memory(settings: argparse.Namespace, argv: list[str]):
+def forget_length(settings: argparse.Namespace, typed: set[str]):
+    """A number of steps on the command line replaces the recipe's number of epochs, and the other way round."""
+    for name, other in (("max_steps", "max_epochs"), ("max_epochs", "max_steps")):
+        if name in typed and other not in typed:
+            setattr(settings, other, None)
+
+
+def forget_decay(settings: argparse.Namespace, typed: set[str]):
+    """A schedule without a line at its end, chosen on the command line, has no use for the length of the recipe's."""
+    if "scheduler" in typed and "decay_steps" not in typed and settings.scheduler != "stable_decay":
+        settings.decay_steps = None
+
+
+def forget_memory(settings: argparse.Namespace, typed: set[str]):
     """An encoding without recurrence, chosen on the command line, has no use for the recipe's memory in evaluation."""
     if not settings.attn_type:
         # The paper's has; nothing slow is imported to know that.
         return
-    typed = {argument.partition("=")[0].replace("-", "_") for argument in argv if argument.startswith("--")}
     from ..positions_transfo_xl import POSITIONS
 
     if settings.attn_type in POSITIONS and not POSITIONS[settings.attn_type].recurrent:
         for name, without in (("eval_mem_len", 0), ("eval_memory_lengths", [])):
-            if f"__{name}" not in typed and getattr(settings, name):
+            if name not in typed and getattr(settings, name):
                 setattr(settings, name, without)
 
 

@@ -70,7 +70,8 @@ def load_data(folder: Path) -> tuple[Any, datasets.DatasetDict]:
 
 def check_texts(corpus: datasets.DatasetDict, config: TransfoXLConfig, arguments: Arguments):
     """Raise a ValueError for what training or evaluation would stumble over hours later."""
-    batch_size = arguments.evaluation.eval_batch_size
+    evaluation = arguments.evaluation
+    batch_size = evaluation.eval_batch_size
     for split in SPLITS:
         tokens = len(corpus[split])
         if split != "train" and tokens <= batch_size:
@@ -80,6 +81,15 @@ def check_texts(corpus: datasets.DatasetDict, config: TransfoXLConfig, arguments
             raise ValueError(
                 f"the {split} text holds token ids from {ids['min']} to {ids['max']}, outside the vocabulary "
                 f"[0, {config.vocab_size})"
+            )
+    # The text of an evaluation may well be shorter than a recipe's memory.
+    tokens = max(len(corpus[split]) for split in SPLITS)
+    for name in ("eval_mem_len", "eval_memory_lengths"):
+        given = getattr(evaluation, name) or 0
+        if (longest := max(given) if isinstance(given, list) else given) > tokens:
+            raise ValueError(
+                f"--{name} {longest} is longer than any text of --data {arguments.data.data}, of at most {tokens} "
+                "tokens: give a shorter memory"
             )
 
 
