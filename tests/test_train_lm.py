@@ -48,7 +48,7 @@ from txl_hf import (
 from txl_hf.attention_transfo_xl import fastest_attention
 from txl_hf.checkpoints import last_checkpoint
 from txl_hf.memory_transfo_xl import memory_of
-from txl_hf.training import command, loop, progress, setup, steps
+from txl_hf.training import command, loop, progress, results, setup, steps
 from txl_hf.training.arguments import (
     DataArguments,
     ModelArguments,
@@ -761,58 +761,140 @@ def test_an_extended_run_that_is_killed_in_its_last_validation_makes_up_for_it(
     assert last < first
 
 
-@pytest.mark.parametrize("change", ["text", "lengths"])
-def test_losses_of_another_validation_are_not_compared(tmp_path, recipe, corpus, change):
-    """A best model from before is scored as the run validates now."""
-    output, data, options = tmp_path / "output", corpus, []
-    argv = [recipe, "--output", output, "--eval_every", "2", "--learning_rate", "0.003"]
+class Killed(BaseException):
+    """In the place of a signal that ends a process."""
+
+
+def train_and_kill_at(step: int, *argv):
+    """`train`, as if killed before this step; whether its validation came about has to be seen to."""
+
+    def train_step(self, batch, original=loop.Training.train_step):
+        if self.step == step:
+            raise Killed
+        return original(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Training, "train_step", train_step)
+        with pytest.raises(Killed):
+            train(*argv)
+
+
+def read_best(output: Path) -> dict:
+    return json.loads((output / "best.json").read_text())
+
+
+def check_best(output: Path, step: int):
+    """The model in the folder is of this step, as it says, and has the loss that it says."""
+    best, results = read_best(output), json.loads((output / "results.json").read_text())
+    assert best["step"] == step
+    assert results["validation"]["nll"] == pytest.approx(best["validation_loss"], rel=1e-5)
+
+
+# With these the fourth step is better than those that follow.
+WORSE = ["--scheduler", "constant", "--warmup_steps", "0", "--learning_rate", "0.3"]
+
+
+@pytest.mark.parametrize("changes", [{"eval_tgt_len": 1, "eval_clamp_len": 0}, {"mem_len": 40}, {"text": "a part"}])
+def test_losses_of_another_validation_are_not_compared(tmp_path, recipe, corpus, changes):
+    """The best model from before is scored as the run validates now."""
+    output, data = tmp_path / "output", corpus
+    argv = [recipe, "--output", output, "--eval_every", "2", "--scheduler", "constant"]
     train(*argv, "--data", corpus, "--max_steps", "4")
-    assert json.loads((output / "best.json").read_text())["step"] == 4
-    before = read_log(output, "validation_loss")[-1]
-    if change == "text":
+    check_best(output, 4)
+    before = read_best(output)["validation_loss"]
+    if "text" in changes:
         data = tmp_path / "data"
         splits = load_from_disk(corpus)
-        # Tokens that the model has hardly seen.
-        rare = Dataset.from_dict({"token_ids": np.random.default_rng(0).permutation(502).astype(np.int32)})
-        DatasetDict({"train": splits["train"], "validation": rare, "test": splits["test"]}).save_to_disk(data)
+        part = splits["validation"].select(range(500)).flatten_indices()
+        DatasetDict({"train": splits["train"], "validation": part, "test": splits["test"]}).save_to_disk(data)
         AutoTokenizer.from_pretrained(corpus).save_pretrained(data)
-    else:
-        options = ["--eval_clamp_len", "0", "--eval_tgt_len", "1"]
-    train(*argv, "--data", data, *options, "--max_steps", "8", "--resume")
-    losses, best = read_log(output, "validation_loss"), json.loads((output / "best.json").read_text())
-    found = json.loads((output / "results.json").read_text())["validation"]["nll"]
-    assert found == pytest.approx(best["validation_loss"], rel=1e-5)
-    if change == "text":
-        assert before < min(losses[2:]) and found <= min(losses[2:])
-    assert best["of"]["eval_tgt_len"] == (64 if change == "text" else 1)
+    options = [str(part) for name, value in changes.items() if name != "text" for part in (f"--{name}", value)]
+    seen = []
+
+    def recorded(*args, original=loop.evaluate_alike):
+        seen.append(original(*args))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "evaluate_alike", recorded)
+        train(*argv, "--data", data, *options, *WORSE, "--max_steps", "8", "--resume")
+    [found] = seen
+    assert found.nll != before and read_best(output)["step"] == 4
+    assert found.nll < min(read_log(output, "validation_loss")[2:])
+    assert found.memory_length == changes.get("mem_len", 12)
 
 
-def test_a_best_model_of_a_step_that_comes_again_is_chosen_anew(tmp_path, corpus, capsys, monkeypatch):
+def test_a_best_model_of_a_step_that_comes_again_is_chosen_anew(tmp_path, corpus, capsys):
     """What was best until the checkpoint is no more, and the steps behind it may become others."""
     output = tmp_path / "output"
     recipe = write_recipe(tmp_path / "recipe.yaml", eval_every=2, scheduler="constant")
     argv = [recipe, "--data", corpus, "--output", output]
-
-    class Killed(BaseException):
-        pass
-
-    def killed(self, batch, step=loop.Training.train_step):
-        if self.step == 9:
-            raise Killed
-        return step(self, batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop.Training, "train_step", killed)
-        with pytest.raises(Killed):
-            train(*argv)
-    assert json.loads((output / "best" / "best.json").read_text())["step"] == 8
+    train_and_kill_at(9, *argv)
+    assert read_best(output / "best")["step"] == 8
     train(*argv, "--resume", "--learning_rate", "0.3")
-    said = "the best model is of step 8, which comes again: it is chosen anew from step 5 on"
-    assert said in capsys.readouterr().err
-    losses, best = read_log(output, "validation_loss"), json.loads((output / "best.json").read_text())
-    assert best["step"] > 5 and best["validation_loss"] == min(losses[2:]) > min(losses[:2])
-    found = json.loads((output / "results.json").read_text())["validation"]["nll"]
-    assert found == pytest.approx(best["validation_loss"], rel=1e-5)
+    assert "the best model, of step 8, is chosen anew from step 5 on" in capsys.readouterr().err
+    losses = read_log(output, "validation_loss")
+    assert min(losses[2:]) > min(losses[:2])
+    check_best(output, 6 + 2 * losses[2:].index(min(losses[2:])))
+
+
+def test_at_the_end_of_a_run_a_best_model_is_chosen_anew_too(tmp_path, corpus):
+    """Whatever is to be validated was, before what it said to be the best was replaced."""
+    output = tmp_path / "output"
+    recipe = write_recipe(tmp_path / "recipe.yaml", eval_every=2, save_every=4, scheduler="constant")
+    argv = [recipe, "--data", corpus, "--output", output]
+    train_and_kill_at(7, *argv)
+    assert read_best(output / "best")["step"] == 6
+    train(*argv, "--resume", "--max_steps", "4")
+    check_best(output, 4)
+
+
+def test_a_finished_model_is_the_best_where_a_later_one_comes_again(tmp_path, corpus):
+    output = tmp_path / "output"
+    recipe = write_recipe(tmp_path / "recipe.yaml", eval_every=2, save_every=100, scheduler="constant")
+    argv = [recipe, "--data", corpus, "--output", output, "--resume"]
+    train(*argv, "--max_steps", "4")
+    train_and_kill_at(7, *argv, "--max_steps", "8")
+    assert read_best(output / "best")["step"] == 6
+    train(*argv, "--max_steps", "8", *WORSE)
+    check_best(output, 4)
+
+
+@pytest.mark.parametrize("further", [True, False])
+def test_a_best_model_that_says_nothing_of_itself_is_scored(tmp_path, corpus, further):
+    """As earlier versions have left it."""
+    output = tmp_path / "output"
+    recipe = write_recipe(tmp_path / "recipe.yaml", eval_every=2, scheduler="constant")
+    argv = [recipe, "--data", corpus, "--output", output]
+    train(*argv, "--max_steps", "4")
+    weights = (output / "model.safetensors").read_bytes()
+    (output / "best.json").unlink()
+    train(*argv, "--resume", "--max_steps", "8" if further else "4", *WORSE)
+    assert (output / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize("moved", [0, 1, 2, 5])
+def test_a_run_that_is_killed_while_it_moves_its_best_model_has_it_in_the_end(tmp_path, corpus, monkeypatch, moved):
+    """The best is not the last one here."""
+    output = tmp_path / "output"
+    recipe = write_recipe(tmp_path / "recipe.yaml", eval_every=2, save_every=2)
+    argv = [recipe, "--data", corpus, "--output", output, "--resume"]
+    train(*argv, "--max_steps", "4")
+    left = [*range(moved)]
+
+    def replace(*paths, original=results.os.replace):
+        if not left:
+            raise Killed
+        left.pop()
+        original(*paths)
+
+    better = [*argv, "--max_steps", "6", "--scheduler", "constant"]
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "os", SimpleNamespace(replace=replace))
+        with pytest.raises(Killed):
+            train(*better)
+    train(*argv, "--max_steps", "8", *WORSE)
+    check_best(output, 6)
 
 
 def test_a_run_goes_on_in_other_chunks_with_the_same_steps(tmp_path, recipe, corpus):

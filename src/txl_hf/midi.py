@@ -261,12 +261,12 @@ def read_score(path: Path) -> "Score":
         raise ValueError(f"it has {score.ticks_per_quarter} ticks per quarter note")
     if score.note_num() == 0:
         raise ValueError("it has no notes")
-    if score.end() > LONGEST * score.ticks_per_quarter:
-        raise ValueError(f"it lasts {score.end() // score.ticks_per_quarter:,} quarter notes, more than {LONGEST:,}")
     # MidiTok would go on with empty bars until the last of them.
     end = last_end(score)
     for said in (score.tempos, score.time_signatures, score.key_signatures):
         said.filter(lambda event: event.time < end)
+    if score.end() > LONGEST * score.ticks_per_quarter:
+        raise ValueError(f"it lasts {score.end() // score.ticks_per_quarter:,} quarter notes, more than {LONGEST:,}")
     return score
 
 

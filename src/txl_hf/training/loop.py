@@ -36,7 +36,7 @@ from ..files import disk_errors, move_into_place, whole_folder, write_text
 from ..memory_transfo_xl import cloned_states, latest_states, mask_overflow, real_states
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..regularization import regularize
-from ..streams import check_loader, describe_stream, text_fingerprint
+from ..streams import check_loader, describe_stream
 from .arguments import SPLITS, Arguments
 from .compilation import compile_layers, is_compiled, should_compile_layers, uncompiled
 from .progress import Progress
@@ -49,12 +49,15 @@ from .results import (
     changed_settings,
     cut_log,
     evaluate,
+    evaluate_alike,
     finish,
     lock_output,
     open_output,
     plot,
     read_best,
     read_log,
+    score_of,
+    settle_best,
 )
 from .setup import (
     PRECISIONS,
@@ -78,8 +81,6 @@ from .steps import CapturedSteps, Forward, check_graphs
 
 # How far a run is, with the types in a checkpoint's JSON; the rest is accelerate's.
 STATE = {"step": int, "tokens": int}
-# Of the options of an evaluation, those that leave a validation loss as it is.
-UNSCORED = ("eval_every", "eval_memory_lengths", "metric")
 STATE_NAME, AVERAGE_NAME = "training_state.json", "average.pt"
 
 
@@ -98,7 +99,7 @@ class Training:
         step: optimiser steps done; with it, the place in the stream is known.
         tokens: targets that were learned from until the last line of the log.
         best: the validation loss of the best model, in nats.
-        is_comparable: whether that is of the text and the lengths that this run validates with.
+        best_of: what that is of, `score_of`; {}: nobody knows; None: there is no best model.
         validated: whether there was a validation after the step that the run goes on from.
         memories: for each chunk of this process's streams the `mems` and `mems_mask` that they go on from, neither at
             the beginning of the text.
@@ -152,7 +153,7 @@ class Training:
         )
 
         self.step, self.tokens, self.best, self.validated = 0, 0, math.inf, False
-        self.is_comparable = True
+        self.best_of: dict[str, Any] | None = None
         self.memories: list[dict[str, Any]] = [{} for _ in range(data.batch_chunk)]
         self.nll = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         self.targets = torch.zeros((), dtype=torch.int64, device=self.accelerator.device)
@@ -320,28 +321,25 @@ class Training:
 
     def validate(self):
         """Score the validation text, which the processes share out among them, and keep the best model."""
+        text, accelerator = self.texts["validation"], self.accelerator
         model = self.evaluated_model()
-        text, evaluation = self.texts["validation"], self.arguments.evaluation
         with uncompiled():
-            nll = evaluate(model, text, evaluation, self.document_end, accelerator=self.accelerator).nll
-            if not self.is_comparable:
-                best = AutoModelForCausalLM.from_pretrained(best_folder(self.output)).to(self.accelerator.device)
-                self.best = evaluate(best, text, evaluation, self.document_end, accelerator=self.accelerator).nll
-                self.is_comparable = True
+            found = evaluate(model, text, self.arguments.evaluation, self.document_end, accelerator=accelerator)
+            of = score_of(found, text)
+            if self.best_of not in (None, of):
+                best = AutoModelForCausalLM.from_pretrained(best_folder(self.output)).to(accelerator.device)
+                self.best = evaluate_alike(best, text, found, self.document_end, accelerator).nll
+                self.best_of = of
+        nll = found.nll
         if not math.isfinite(nll):
             raise FloatingPointError(f"the validation loss is {nll} after step {self.step}: lower --learning_rate")
         if nll < self.best:
-            self.best = nll
+            self.best, self.best_of = nll, of
             self.save_model(model)
         # A line of the log says that all of this is done.
         self.log({"validation_loss": nll, **figures(nll, "validation_")})
         if self.accelerator.is_main_process:
-            plot(read_log(self.output / LOG), self.output / PLOT, evaluation.metric)
-
-    def validates_on(self) -> dict[str, Any]:
-        """What a validation loss is of: only losses of the same can be compared."""
-        ways = {name: value for name, value in vars(self.arguments.evaluation).items() if name not in UNSCORED}
-        return {"text": text_fingerprint(self.texts["validation"]), "document_end": self.document_end, **ways}
+            plot(read_log(self.output / LOG), self.output / PLOT, self.arguments.evaluation.metric)
 
     def evaluated_model(self) -> TransfoXLForCausalLM:
         """The average of the weights, once there is one."""
@@ -358,7 +356,7 @@ class Training:
         state_dict = self.accelerator.get_state_dict(model, unwrap=False)
         if self.accelerator.is_main_process:
             with disk_errors(self.output), whole_folder(self.output / BEST) as aside:
-                score = {"step": self.step, "validation_loss": self.best, "of": self.validates_on()}
+                score = {"step": self.step, "validation_loss": self.best, "of": self.best_of}
                 write_text(aside / BEST_SCORE, json.dumps(score, indent=1) + "\n")
                 model.save_pretrained(aside, state_dict=state_dict, repo_id=self.output.name)
                 self.tokenizer.save_pretrained(aside)
@@ -411,10 +409,14 @@ class Training:
                 move_into_place(Path(checkpoint), named)
                 checkpoint = str(named)
             remove_unfinished(self.output)
+            if checkpoint is not None:
+                settle_best(self.output, self.step)
             open_output(self.output, self.arguments, self.step, self.max_steps - self.step)
             cut_log(self.output / LOG, self.step)
             self.run_id = begin_run(self.output, checkpoint)
         self.accelerator.wait_for_everyone()
+        if checkpoint is not None:
+            self.find_best()
         self.accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": self.step + 1}})
 
     def save_checkpoint(self):
@@ -478,7 +480,6 @@ class Training:
         # The checkpoint was written before the validation after its step.
         log = [line for line in read_log(self.output / LOG) if line["step"] <= self.step]
         self.validated = any(line["step"] == self.step and "validation_loss" in line for line in log)
-        self.find_best()
         self.go_on_with_schedule()
         share = self.stream.batch_size // self.accelerator.num_processes
         first, rows = self.accelerator.process_index * share, share // len(self.memories)
@@ -487,16 +488,13 @@ class Training:
         self.memories = [latest_states(memory, self.plain_model().config.mem_len) for memory in memories]
 
     def find_best(self):
-        """Go on with the best model, unless that is of a step that comes again: it has replaced those before."""
-        found = read_best(self.output)
-        if found and found["step"] <= self.step:
-            self.best, self.is_comparable = found["validation_loss"], found["of"] == self.validates_on()
-            return
-        # At the end no later one would be chosen.
-        self.validated &= not self.last()
-        if found and self.accelerator.is_main_process:
-            later = f"the best model is of step {found['step']}, which comes again"
-            print(f"{later}: it is chosen anew from step {self.step} on", file=sys.stderr)
+        """Go on with the best model, unless it is of a step that comes again."""
+        known = read_best(self.output)
+        if known is None or known.get("step", 0) > self.step:
+            # At the end no other would be chosen.
+            self.validated &= not self.last()
+        else:
+            self.best, self.best_of = known.get("validation_loss", math.inf), known.get("of", {})
 
     def load_state(self, path: Path):
         """How far the run is; nothing else that the file may hold is taken."""

@@ -13,11 +13,13 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
+from transformers.utils import CONFIG_NAME
 
 from ..cards import RESULTS, SCORED, origin, to_results, weights_digest
 from ..evaluation import LanguageModelEvaluation, evaluate_language_model, figures
 from ..files import LOCK_NAME, lock_folder, options_that_differ, whole_file, write_text
 from ..modeling_transfo_xl import TransfoXLForCausalLM
+from ..streams import text_fingerprint
 from .arguments import (
     RECIPE,
     ArchitectureArguments,
@@ -33,6 +35,8 @@ import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
 LOG, PLOT, BEST = "log.jsonl", "training.png", "best"
 # Beside the best model: its step, its validation loss, and what that is of.
 BEST_SCORE = "best.json"
+# Of an evaluation, as `evaluate_language_model` takes them.
+LENGTHS = ("segment_length", "memory_length", "batch_size", "ext_len", "clamp_len", "same_length")
 # Options that nothing but the beginning of a run reads.
 DRAWN = ("seed", "init", "init_range", "init_std", "proj_init_std")
 
@@ -132,24 +136,60 @@ def evaluate(
     )
 
 
+def evaluate_alike(
+    model: TransfoXLForCausalLM,
+    token_ids,
+    like: LanguageModelEvaluation,
+    document_end: int | None,
+    accelerator: Accelerator,
+) -> LanguageModelEvaluation:
+    """Of another model, as one was evaluated."""
+    lengths = {name: getattr(like, name) for name in LENGTHS}
+    return evaluate_language_model(model, token_ids, **lengths, document_end=document_end, accelerator=accelerator)
+
+
+def score_of(evaluation: LanguageModelEvaluation, token_ids) -> dict[str, Any]:
+    """What a loss is of: the text and how it was read. Only losses of the same can be compared."""
+    settings = {name: value for name, value in dataclasses.asdict(evaluation).items() if name != "nll"}
+    return {"text": text_fingerprint(token_ids), **settings}
+
+
 def best_folder(output: Path) -> Path:
     """Where the best model is: aside until the run ends."""
     return output / BEST if (output / BEST).exists() else output
 
 
-def read_best(output: Path) -> dict[str, Any]:
-    """What is written beside the best model; {} where there is none."""
+def read_best(output: Path) -> dict[str, Any] | None:
+    """What is written beside the best model, {} if nothing; None: there is none."""
     path = best_folder(output) / BEST_SCORE
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))
+    return {} if (path.parent / CONFIG_NAME).exists() else None
+
+
+def settle_best(output: Path, step: int):
+    """End what a kill has left of `move_best`, and remove a best model of a step that comes again."""
+    if not (output / BEST).exists():
+        return
+    if not (output / BEST / BEST_SCORE).exists():
+        move_best(output)
+    elif (later := (read_best(output) or {})["step"]) > step:
+        print(f"the best model, of step {later}, is chosen anew from step {step} on", file=sys.stderr)
+        shutil.rmtree(output / BEST)
+
+
+def move_best(output: Path):
+    """Put the best model into its place. First goes what says which it is: a model without is being moved."""
+    for path in sorted((output / BEST).iterdir(), key=lambda path: path.name != BEST_SCORE):
+        os.replace(path, output / path.name)
+    (output / RESULTS).unlink(missing_ok=True)
+    (output / BEST).rmdir()
 
 
 def finish(output: Path, texts: dict, arguments: Arguments, document_end: int | None):
     """Put the best model into its place, and say and write what it scores."""
     if (output / BEST).exists():
-        for path in (output / BEST).iterdir():
-            os.replace(path, output / path.name)
-        (output / RESULTS).unlink(missing_ok=True)
-        (output / BEST).rmdir()
+        move_best(output)
     if not (output / RESULTS).exists():
         model = AutoModelForCausalLM.from_pretrained(output).to("cuda" if torch.cuda.is_available() else "cpu")
         scores = score(model, texts, arguments, document_end) | {"weights": weights_digest(output)}
