@@ -272,7 +272,7 @@ def bin_shares(ids, cutoffs: list[int], vocab_size: int) -> list[float]:
 
 
 def meets(found: float, published: float) -> bool:
-    """Whether a perplexity is the published one, or below it, to the digits that were published."""
+    """Whether a figure is the published one, or below it, to the digits that were published."""
     return round(found, len(str(published).partition(".")[2])) <= published
 
 

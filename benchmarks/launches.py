@@ -507,6 +507,8 @@ def main() -> int:
         "--workloads", nargs="+", choices=known, default=list(known), metavar="NAME", help="only these"
     )
     arguments = parser.parse_args()
+    if arguments.output and {*arguments.workloads} != known.keys():
+        parser.error("--output is the table of all workloads: leave out --workloads")
     found = rows({name: known[name] for name in arguments.workloads})
     if arguments.output:
         with arguments.output.open("w", newline="") as file:

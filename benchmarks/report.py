@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import gpu_train
 import harness
 
 ROOT = Path(__file__).parents[1]
@@ -184,19 +185,6 @@ INFERENCE = {
     "large-1600-b16": 30_783,
     "large-1600-b32": 32_162,
 }
-# What is published of a model that was trained as a recipe does, on its test split; a converted one is its original.
-# `gpu_train.py` trains the first two; of the others a row of its table says what `txl-train` has scored.
-PERPLEXITIES = {
-    "ptb_average": 54.52,
-    "wikitext2": 63.1,
-    "wt103_base": 24.0,
-    "wt103_large": 18.3,
-    "nvidia_base": 23.24,
-    "nvidia_large": 18.17,
-    "lm1b_base": 23.5,
-    "lm1b_large": 21.8,
-}
-BITS = {"enwik8_base": 1.06, "enwik8_medium": 1.03, "enwik8_large": 0.99, "text8_large": 1.08}
 
 
 @dataclass(frozen=True)
@@ -271,9 +259,16 @@ BARS = [
         for length, least in ((800, 363), (1800, 773), (2800, 1409), (3800, 1874))
     ),
     *(
-        Bar(f"test {what}, {recipe}", "gpu_train.csv", {"recipe": recipe}, f"test_{column}", most, at_most=True)
-        for what, column, figures in (("perplexity", "perplexity", PERPLEXITIES), ("bits", "bits_per_token", BITS))
-        for recipe, most in figures.items()
+        Bar(
+            f"test {part.metric.replace('_', ' ')}, {part.recipe}",
+            "gpu_train.csv",
+            {"recipe": part.recipe},
+            f"test_{part.metric}",
+            part.published,
+            at_most=True,
+        )
+        for part in gpu_train.PARTS
+        if part.published is not None
     ),
 ]
 

@@ -77,7 +77,7 @@ def test_what_is_said_behind_the_last_note_makes_no_bars(tmp_path):
     path, tokenizer = write_piece(tmp_path / "piece.mid", 3, bars=4), make_midi_tokenizer("remi")
     expected = tokenizer.encode(read_score(path)).ids
     score = symusic.Score(path)
-    for bar in (4, 20):
+    for bar in (4, 20, 200_000):
         score.tempos.append(symusic.Tempo(4 * 480 * bar, 60))
         score.time_signatures.append(symusic.TimeSignature(4 * 480 * bar, 3, 4))
         score.key_signatures.append(symusic.KeySignature(4 * 480 * bar, 2, 0))
@@ -85,7 +85,11 @@ def test_what_is_said_behind_the_last_note_makes_no_bars(tmp_path):
     assert tokenizer.encode(read_score(path)).ids == expected
 
 
-@pytest.mark.parametrize("place", ["with the notes", "in the first track", "in both"])
+# Of four beats, before which the track of the notes says what it is.
+SAID = {"with the notes": (0, 2), "in both": (0, 2), "in the first track": (), "in the first track and then": (2,)}
+
+
+@pytest.mark.parametrize("place", SAID)
 def test_instruments_are_of_channels_whichever_track_sets_them(tmp_path, place):
     """Format 1: a flute whose program changes to an oboe's after two beats, and drums."""
     file = mido.MidiFile(ticks_per_beat=QUARTER)
@@ -94,12 +98,13 @@ def test_instruments_are_of_channels_whichever_track_sets_them(tmp_path, place):
     setup.append(mido.MetaMessage("set_tempo", tempo=600_000))
     for i in range(4):
         for track, channel in ((flute, 0), (drums, 9)):
-            if track is flute and i in (0, 2) and place != "in the first track":
+            if track is flute and i in SAID[place]:
                 track.append(mido.Message("program_change", channel=channel, program=73 if i == 0 else 68))
             track.append(mido.Message("note_on", channel=channel, note=60 + i, velocity=80))
             track.append(mido.Message("note_off", channel=channel, note=60 + i, time=QUARTER))
-    if place == "in the first track":
+    if place.startswith("in the first track"):
         setup.append(mido.Message("program_change", channel=0, program=73))
+    if place == "in the first track":
         setup.append(mido.Message("program_change", channel=0, program=68, time=2 * QUARTER))
     if place == "in both":
         setup.append(mido.Message("program_change", channel=0, program=1))

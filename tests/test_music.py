@@ -126,6 +126,21 @@ def test_there_are_no_more_instruments_than_channels_of_midi():
     assert len(programs(replace(place, programs=place.programs - {"3"}))) == 129
 
 
+def test_an_instrument_whose_pitches_all_begin_now_begins_no_other(tmp_path):
+    """Nothing could follow."""
+    config = miditok.TokenizerConfig(
+        pitch_range=(60, 62), use_programs=True, programs=[0, 1], special_tokens=["PAD", "BOS", "EOS"]
+    )
+    tokenizer = miditok.REMI(config)
+    grammar = MusicGrammar(tokenizer)
+    place = grammar.read([tokenizer[name] for name in ("BOS_None", "Bar_None", "Position_0")])
+    for pitch in (60, 61, 62):
+        for name in ("Program_0", f"Pitch_{pitch}", "Velocity_63", "Duration_1.0.8"):
+            assert grammar.mask(place)[tokenizer[name]]
+            place = grammar.read([tokenizer[name]], place)
+    assert not grammar.mask(place)[tokenizer["Program_0"]] and grammar.mask(place)[tokenizer["Program_1"]]
+
+
 def test_nothing_lies_behind_its_bar(tmp_path):
     tokenizer = make_tokenizer(tmp_path)
     grammar = MusicGrammar(tokenizer)

@@ -6,6 +6,7 @@ MidiTok, symusic and mido are in the extra `music`. They are imported where they
 import hashlib
 import io
 import json
+import math
 import re
 from collections.abc import Iterable
 from itertools import chain
@@ -273,8 +274,8 @@ def read_score(path: Path) -> "Score":
 def with_programs(data: bytes) -> bytes:
     """A MIDI file in which each track says what instruments it has.
 
-    A program is of a channel, whichever track sets it, often the first one for all. symusic looks for it in the track
-    of the notes, and takes what finds none there for a piano.
+    A program is of a channel, whichever track sets it, and where it is not that of the notes it is the first one, for
+    all. symusic looks for it in the track of the notes, and takes what finds none there for a piano.
     """
     first = data.find(b"MTrk")
     length = int.from_bytes(data[first + 4 : first + 8], "big")
@@ -295,9 +296,13 @@ def with_programs(data: bytes) -> bytes:
     programs = [[message for message in track if message.type == "program_change"] for track in timed]
     changed = False
     for i, track in enumerate(timed):
-        played = {message.channel for message in track if message.type == "note_on"}
-        missing = played - {message.channel for message in programs[i]}
-        elsewhere = [message for other in programs for message in other if message.channel in missing]
+        kinds = "note_on", "program_change"
+        sounds, says = ({m.channel: m.time for m in reversed(track) if m.type == kind} for kind in kinds)
+        # Until when a channel sounds here of which this track does not say what it is.
+        silent = {channel: says.get(channel, math.inf) for channel in sounds}
+        silent = {channel: end for channel, end in silent.items() if sounds[channel] < end}
+        others = chain.from_iterable(programs[:i] + programs[i + 1 :])
+        elsewhere = [message for message in others if message.time < silent.get(message.channel, 0)]
         if elsewhere:
             changed = True
             ordered = sorted([*elsewhere, *track], key=lambda message: message.time)

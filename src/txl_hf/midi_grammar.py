@@ -1,5 +1,6 @@
 """What may follow what in a piece of music, told by MidiTok's own graph of token types."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,8 @@ class MusicGrammar(LogitsProcessor):
         self.resolution = tokenizer.config.max_num_pos_per_beat
         self.parts = [self._parts(index) for index in range(len(tokenizer))]
         self.end = [parts == [("EOS", "None")] for parts in self.parts].index(True)
+        # How many there are of each kind.
+        self.pitches = Counter(parts[0][0] for parts in self.parts if len(parts) == 1)
         self.closing = torch.tensor([bool(parts) and parts[0][0] in ("Bar", "EOS") for parts in self.parts])
         self.begin = Place("BOS", 4 * self.resolution)
         self._rows: list[tuple[Tensor, Place]] = []
@@ -85,6 +88,10 @@ class MusicGrammar(LogitsProcessor):
         self.tokenizer.complete_sequence(sequence)
         pairs = (token.split("_", 1) for token in sequence.tokens)
         return [(kind, value) for kind, value in pairs]
+
+    def _pitch(self, program: str) -> str:
+        """What its pitches are called."""
+        return PITCHES[program == DRUMS and self.tokenizer.config.use_pitchdrum_tokens]
 
     # --- one token after the other -----------------------------------------------------------------------------------
 
@@ -114,10 +121,12 @@ class MusicGrammar(LogitsProcessor):
         if kind in ONCE:
             return kind not in place.told
         if kind == "Program":
-            return value == DRUMS or value in place.programs or len(place.programs) < CHANNELS
+            has_channel = value == DRUMS or value in place.programs or len(place.programs) < CHANNELS
+            return (
+                has_channel and sum(value == program for program, _ in place.played) < self.pitches[self._pitch(value)]
+            )
         if kind in PITCHES:
-            drum = place.program == DRUMS and self.tokenizer.config.use_pitchdrum_tokens
-            return (kind == "PitchDrum") == drum and (place.program, value) not in place.played
+            return kind == self._pitch(place.program) and (place.program, value) not in place.played
         return True
 
     def advance(self, place: Place, kind: str, value: str) -> Place:
