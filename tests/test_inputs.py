@@ -101,8 +101,9 @@ def test_positions_of_padding_say_nothing():
         ([1, 0, 1, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 2, 0, 1], [2, 6]),
         ([0, 0, 1, 1, 0, 1, 1, 1], [7, 7, 0, 1, 1, 2, 3, 4], []),
         ([0, 0, 1, 1, 0, 1, 1, 1], [0, 1, 2, 3, 4, 5, 6, 7], []),
+        ([1, 1, 1, 0, 1, 1, 1, 1], [0, 1, 2, 0, 3, 4, 5, 6], []),
     ],
-    ids=["padding at 0", "padding counted", "twice", "documents of a token", "cumsum", "padding is counted too"],
+    ids=["at 0", "counted", "twice", "documents of a token", "cumsum", "counted within a document", "at 0 within one"],
 )
 def test_positions_may_restart_behind_padding(mask, positions, starts):
     found = packed_starts((1, 8), torch.device("cpu"), torch.tensor([mask]), position_ids=torch.tensor([positions]))
