@@ -327,6 +327,7 @@ class Training:
             found = evaluate(model, text, self.arguments.evaluation, self.document_end, accelerator=accelerator)
             of = score_of(found, text)
             if self.best_of not in (None, of):
+                # It was scored on another text, or read in another way.
                 best = AutoModelForCausalLM.from_pretrained(best_folder(self.output)).to(accelerator.device)
                 self.best = evaluate_alike(best, text, found, self.document_end, accelerator).nll
                 self.best_of = of
