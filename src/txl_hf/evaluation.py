@@ -19,6 +19,7 @@ from .reading import TOKENS_MOVED, Reader, Segment, Text, device_of, evaluating,
 from .streams import check_sizes, describe_document_end
 
 __all__ = [
+    "LENGTHS",
     "LanguageModelEvaluation",
     "bits",
     "evaluate_caches",
@@ -27,6 +28,9 @@ __all__ = [
     "perplexity",
     "token_losses",
 ]
+
+# Of an evaluation, what says how the text was read: arguments of `evaluate_language_model`.
+LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_length", "batch_size")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from .cards import RESULTS, origin, read_results
 from .configuration_transfo_xl import TransfoXLConfig
 from .continuous_cache import ContinuousCache
 from .encoding import check_symbols_of, find_tokenizer, load_tokenizer
-from .evaluation import LanguageModelEvaluation, evaluate_language_model, figures
+from .evaluation import LENGTHS, LanguageModelEvaluation, evaluate_language_model, figures
 from .files import whole_file, write_text
 from .loading import find_device, load_config, load_language_model
 from .memory_transfo_xl import MemoryLengths
@@ -41,8 +41,6 @@ __all__ = [
 ]
 
 MEMORY, WINDOW = "memory", "sliding window"
-# What results.json says of the reading that gave its figures.
-LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_length", "batch_size")
 
 
 def run(options: argparse.Namespace):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import CONFIG_NAME
 
 from ..cards import RESULTS, SCORED, origin, to_results, weights_digest
-from ..evaluation import LanguageModelEvaluation, evaluate_language_model, figures
+from ..evaluation import LENGTHS, LanguageModelEvaluation, evaluate_language_model, figures
 from ..files import LOCK_NAME, lock_folder, options_that_differ, whole_file, write_text
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..streams import text_fingerprint
@@ -35,8 +35,6 @@ import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
 LOG, PLOT, BEST = "log.jsonl", "training.png", "best"
 # Beside the best model: its step, its validation loss, and what that is of.
 BEST_SCORE = "best.json"
-# Of an evaluation, as `evaluate_language_model` takes them.
-LENGTHS = ("segment_length", "memory_length", "batch_size", "ext_len", "clamp_len", "same_length")
 # Options that nothing but the beginning of a run reads.
 DRAWN = ("seed", "init", "init_range", "init_std", "proj_init_std")
 
@@ -171,10 +169,10 @@ def settle_best(output: Path, step: int):
     """End what a kill has left of `move_best`, and remove a best model of a step that comes again."""
     if not (output / BEST).exists():
         return
-    if not (output / BEST / BEST_SCORE).exists():
+    if not (found := read_best(output)):
         move_best(output)
-    elif (later := (read_best(output) or {})["step"]) > step:
-        print(f"the best model, of step {later}, is chosen anew from step {step} on", file=sys.stderr)
+    elif found["step"] > step:
+        print(f"the best model, of step {found['step']}, is chosen anew from step {step} on", file=sys.stderr)
         shutil.rmtree(output / BEST)
 
 
