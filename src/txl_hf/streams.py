@@ -438,7 +438,7 @@ def _as_array(tokens) -> np.ndarray:
     if isinstance(tokens, list | tuple) and (not tokens or {bool, np.bool_} & set(map(type, tokens))):
         return np.zeros(len(tokens), bool if tokens else np.int64)
     try:
-        return np.asarray(tokens)
+        return np.asarray(tokens.cpu() if isinstance(tokens, Tensor) else tokens)
     except ValueError:
         # Sequences of different lengths.
         return np.asarray([None])
