@@ -19,7 +19,7 @@ from txl_hf.regularization import regularize
 from txl_hf.regularization_arguments import RegularizationArguments
 from txl_hf.training import steps
 from txl_hf.training.compilation import compile_layers
-from txl_hf.training.steps import STEPS_BEFORE, CapturedSteps, Forward, check_graphs
+from txl_hf.training.steps import STEPS_BEFORE, CapturedSteps, Forward, should_capture_steps
 
 PLAIN = {"cutoffs": [], "div_val": 1}
 DROPOUTS = RegularizationArguments(
@@ -79,11 +79,25 @@ def test_a_graph_is_made_of_the_fourth_step_of_its_shapes_and_there_are_only_so_
     assert (recorder.recorded, recorder.runs) == (2, 2)
 
 
-def test_what_comes_once_an_epoch_gets_no_graph(make_model, make_ids, recorder):
+def test_gradients_of_graphs_and_of_launched_chunks_add_up(make_model, make_ids, recorder):
+    """A chunk of a shape that has no graph yet comes behind, between and before others that have one."""
     model = make_model("eager", mem_len=0, **PLAIN).train()
-    graphs = CapturedSteps(Forward(model, no_context))
-    train(graphs, model, lengths_of(make_ids, *([3] + [5] * 200) * 5), 0)
-    assert len(graphs.graphs) == 1
+    plain = Forward(model, no_context)
+    graphs = CapturedSteps(plain, steps_before=1)
+    sevens, fives, threes = (lengths_of(make_ids, *[length] * 6) for length in (7, 5, 3))
+    train(graphs, model, [*sevens[:2], *fives[:2]], 0)
+    assert len(graphs.graphs) == 2
+    steps_of = [[sevens[2], threes[0], fives[2]], [threes[1], fives[3], sevens[3]], [fives[4], sevens[4]]]
+    for number, ids in enumerate(steps_of):
+        found = []
+        for forward in (plain, graphs):
+            for chunk in ids:
+                nll, penalty, _ = forward({"input_ids": chunk, "shift_labels": chunk.roll(-1, 1)}, {})
+                (nll + penalty).backward()
+            found.append([weight.grad.clone() for weight in model.parameters()])
+            # As optimisers do, or as those who write zeros.
+            model.zero_grad(set_to_none=number != 1)
+        torch.testing.assert_close(found[1], found[0], atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("regularized", [False, True])
@@ -125,7 +139,7 @@ def test_what_cannot_be_captured_is_launched_and_a_warning_says_why(make_model, 
     ],
     ids=str,
 )
-def test_what_cannot_be_captured_is_refused_with_the_reason(make_model, recorder, reason, changes, given):
+def test_what_cannot_be_captured_is_launched_or_refused_with_the_reason(make_model, recorder, reason, changes, given):
     given = {
         "device": torch.device("cpu"),
         "distributed_type": DistributedType.NO,
@@ -141,16 +155,18 @@ def test_what_cannot_be_captured_is_refused_with_the_reason(make_model, recorder
     backend = changes.pop("attn_implementation", "eager")
     model = make_model(backend, **(PLAIN | changes))
 
-    def check(cuda_graphs=True):
+    def captures(cuda_graphs, tokens=captured.MOST_TOKENS):
         run = SimpleNamespace(cuda_graphs=cuda_graphs, gradient_checkpointing=given["gradient_checkpointing"])
-        check_graphs(run, accelerator, model, given["document_end"])
+        return should_capture_steps(run, accelerator, model, given["document_end"], tokens)
 
-    check(False)
+    assert not captures(False)
+    # By default, where it can be and helps.
+    assert captures(None) == (reason is None) and not captures(None, captured.MOST_TOKENS + 1)
     if reason is None:
-        check()
+        assert captures(True, captured.MOST_TOKENS + 1)
     else:
         with pytest.raises(ValueError, match=f"--cuda_graphs: .*{reason}"):
-            check()
+            captures(True)
 
 
 @pytest.mark.gpu

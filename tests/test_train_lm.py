@@ -1046,7 +1046,7 @@ def test_a_step_that_overflowed_in_fp16_is_left_out_of_the_log(tmp_path, corpus,
 
     def train_step(training, batch):
         monkeypatch.setattr(Accelerator, "mixed_precision", "fp16")
-        hidden = training.plain_model().transformer.layers[0]
+        hidden = training.plain_model.transformer.layers[0]
         hook = hidden.register_forward_hook(lambda *call: call[-1] * (math.inf if training.step in overflown else 1))
         try:
             return step(training, batch)
@@ -1202,9 +1202,9 @@ def test_a_captured_run_has_the_losses_of_another(tmp_path, corpus, recorder, op
     lengths = {"tgt_len": 8, "mem_len": 12, "eval_tgt_len": 8}
     recipe = write_recipe(tmp_path / "recipe.yaml", n_layer=2, max_steps=8, cutoffs=[], div_val=1, **lengths)
     given = recipe, "--data", corpus, *options, "--output"
-    train(*given, tmp_path / "plain")
+    train(*given, tmp_path / "plain", "--cuda_graphs", "False")
     evaluating = recorder.recorded
-    train(*given, tmp_path / "captured", "--cuda_graphs", "True")
+    train(*given, tmp_path / "captured")
     assert recorder.recorded > 2 * evaluating
     for value in ("loss", "validation_loss", "grad_norm"):
         plain, found = (read_log(tmp_path / name, value) for name in ("plain", "captured"))
@@ -1215,9 +1215,9 @@ def test_while_the_memory_grows_no_step_is_captured(tmp_path, corpus, recorder):
     lengths = {"tgt_len": 4, "mem_len": 12, "eval_mem_len": 0, "mem_warmup_ratio": 0.5}
     recipe = write_recipe(tmp_path / "recipe.yaml", n_layer=1, max_steps=24, cutoffs=[], div_val=1, **lengths)
     given = recipe, "--data", corpus, "--output"
-    train(*given, tmp_path / "plain")
+    train(*given, tmp_path / "plain", "--cuda_graphs", "False")
     evaluating = recorder.recorded
-    train(*given, tmp_path / "captured", "--cuda_graphs", "True")
+    train(*given, tmp_path / "captured")
     assert recorder.recorded == 2 * evaluating + 2
     plain, found = (read_log(tmp_path / name) for name in ("plain", "captured"))
     np.testing.assert_allclose(found, plain, rtol=1e-4)

@@ -176,10 +176,9 @@ class RunArguments:
         "Compile each layer, one graph for all of them. By default on a GPU, where the whole model is not compiled "
         "and no dropout is put around layers."
     )
-    cuda_graphs: bool = option(
-        "Launch the kernels of a step together, for small steps on one GPU; a vocabulary without cutoffs, a text "
-        "that is one.",
-        False,
+    cuda_graphs: bool | None = option(
+        "Launch the kernels of a step together, on one GPU and for a vocabulary without cutoffs and a text that is "
+        "one. By default where the steps are small, and can be captured."
     )
 
 

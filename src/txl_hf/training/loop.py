@@ -77,7 +77,7 @@ from .setup import (
     make_stream,
     take_autocast,
 )
-from .steps import CapturedSteps, Forward, check_graphs
+from .steps import CapturedSteps, Forward, should_capture_steps
 
 # How far a run is, with the types in a checkpoint's JSON; the rest is accelerate's.
 STATE = {"step": int, "tokens": int}
@@ -103,7 +103,8 @@ class Training:
         validated: whether there was a validation after the step that the run goes on from.
         memories: for each chunk of this process's streams the `mems` and `mems_mask` that they go on from, neither at
             the beginning of the text.
-        forward: the forward pass of a step. captured: the same by graphs, if those are wanted.
+        model: as it is prepared. plain_model: as it was before, with the weights of now.
+        forward: the forward pass of a step. captured: the same by graphs; None: without.
         nll, targets: sums since the last line of the log, on the device.
     """
 
@@ -140,12 +141,14 @@ class Training:
         # Not prepared: a prepared one takes a step for each process.
         self.scheduler = make_scheduler(optimizer, optimization, self.max_steps)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
+        self.plain_model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         whole = is_compiled(self.accelerator)
-        self.forward = Forward(self.model, take_autocast(self.accelerator, self.plain_model()), regularizer, whole)
+        self.forward = Forward(self.model, take_autocast(self.accelerator, self.plain_model), regularizer, whole)
         if should_compile_layers(arguments, whole):
-            compile_layers(self.plain_model())
-        check_graphs(run, self.accelerator, self.plain_model(), self.document_end)
-        self.captured = CapturedSteps(self.forward) if run.cuda_graphs else None
+            compile_layers(self.plain_model)
+        tokens = self.stream.batch_size // data.batch_chunk * self.stream.segment_length
+        captures = should_capture_steps(run, self.accelerator, self.plain_model, self.document_end, tokens)
+        self.captured = CapturedSteps(self.forward) if captures else None
         check_loader(
             self.loader,
             num_processes=self.accelerator.num_processes,
@@ -194,7 +197,7 @@ class Training:
                 self.since = time.perf_counter()
         self.progress.close()
         # DDP's reducer goes before the processes part: freed after them, it can wait for ever for gloo's threads.
-        del self.model, self.forward, self.captured, self.optimizer
+        del self.model, self.plain_model, self.forward, self.captured, self.optimizer
         self.accelerator.free_memory()
         self.accelerator.end_training()
         if main:
@@ -202,7 +205,7 @@ class Training:
 
     def describe(self) -> str:
         """The first line: what is trained, on what, how long. `Progress` adds the time when it has measured some."""
-        stream, parameters = self.stream, self.plain_model().num_parameters()
+        stream, parameters = self.stream, self.plain_model.num_parameters()
         per_step = stream.batch_size * stream.segment_length
         begun = f" from step {self.step:,}" if self.step else ""
         precision = PRECISIONS[self.accelerator.mixed_precision]
@@ -269,7 +272,7 @@ class Training:
             self.scale_learning_rate()
         nll, mem_len, compiled = torch.zeros_like(self.nll), self.memory_length(), is_compiled(accelerator)
         forward: Forward | CapturedSteps = self.forward
-        if self.captured is not None and mem_len == self.plain_model().config.mem_len:
+        if self.captured is not None and mem_len == self.plain_model.config.mem_len:
             # Before, while it grows, no step is like the last one.
             forward = self.captured
         parts = zip(*(tensor.chunk(chunks) for tensor in batch.values()), strict=True)
@@ -298,12 +301,12 @@ class Training:
         self.targets += targets
         self.scheduler.step()
         if self.averaged is not None and self.step >= self.arguments.optimization.average_start:
-            self.averaged.update(self.plain_model())
+            self.averaged.update(self.plain_model)
         return grad_norm
 
     def memory_length(self) -> int:
         """How many states this step leaves the next, at most. Zeros that begin a text are as many as ever."""
-        mem_len = self.plain_model().config.mem_len
+        mem_len = self.plain_model.config.mem_len
         growing = self.arguments.data.mem_warmup_ratio * self.max_steps
         if self.step >= growing:
             return mem_len
@@ -346,11 +349,7 @@ class Training:
         """The average of the weights, once there is one."""
         if self.averaged is not None and self.averaged.steps > 0:
             return self.averaged.module
-        return self.plain_model()
-
-    def plain_model(self) -> TransfoXLForCausalLM:
-        """The model as it was before it was compiled and distributed, with the weights of now."""
-        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        return self.plain_model
 
     def save_model(self, model: TransfoXLForCausalLM):
         """Put a model into the place of the best one."""
@@ -486,7 +485,7 @@ class Training:
         first, rows = self.accelerator.process_index * share, share // len(self.memories)
         starts = range(first, first + share, rows)
         memories = load_mems(folder, self.position(), starts, rows, self.accelerator.device)
-        self.memories = [latest_states(memory, self.plain_model().config.mem_len) for memory in memories]
+        self.memories = [latest_states(memory, self.plain_model.config.mem_len) for memory in memories]
 
     def find_best(self):
         """Go on with the best model, unless it is of a step that comes again."""

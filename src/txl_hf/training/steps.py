@@ -21,39 +21,43 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 from transformers.utils import logging
 
-from ..captured import BACKENDS, RECORDERS
+from ..captured import BACKENDS, MOST_TOKENS, RECORDERS
 from ..memory_transfo_xl import cloned_states, memory_of
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..regularization import Regularizer
 from .arguments import RunArguments
 from .compilation import is_compiled
 
-__all__ = ["MOST_GRAPHS", "STEPS_BEFORE", "CapturedStep", "CapturedSteps", "Forward", "check_graphs"]
+__all__ = ["MOST_GRAPHS", "STEPS_BEFORE", "CapturedStep", "CapturedSteps", "Forward", "should_capture_steps"]
 
 logger = logging.get_logger(__name__)
 
 # So many steps of a shape are launched kernel by kernel; to capture the next one takes as long as some four of them.
 STEPS_BEFORE = 3
-# Each graph has gradients of its own, as large as all weights; activations are where those of other graphs are. The
-# beginning of a text, which comes once an epoch, is not worth one.
-MOST_GRAPHS, LEAST_SHARE = 32, 1 / 128
+# Each graph has its own inputs and memory; activations and gradients are where those of the others are.
+MOST_GRAPHS = 64
 
 Memory = dict[str, Any]
 
 
-def check_graphs(
-    run: RunArguments, accelerator: Accelerator, model: TransfoXLForCausalLM, document_end: int | None
-) -> None:
-    """Refuse `--cuda_graphs` where steps cannot be captured.
+def should_capture_steps(
+    run: RunArguments, accelerator: Accelerator, model: TransfoXLForCausalLM, document_end: int | None, tokens: int
+) -> bool:
+    """What `--cuda_graphs` says; by default where steps can be captured, and Python is slower than the GPU.
 
     Args:
         model: behind its wrappers. document_end: token that ends a document of the text; None: it is one.
+        tokens: of a step, or of a part of one.
 
     Raises:
-        ValueError: they cannot; it says why.
+        ValueError: they cannot be captured, but are to be; it says why.
     """
-    if run.cuda_graphs and (reason := _why_not(run, accelerator, model, document_end)):
+    if run.cuda_graphs is False:
+        return False
+    reason = _why_not(run, accelerator, model, document_end)
+    if run.cuda_graphs and reason:
         raise ValueError(f"--cuda_graphs: {reason}")
+    return run.cuda_graphs or (reason is None and tokens <= MOST_TOKENS)
 
 
 def _why_not(
@@ -123,13 +127,14 @@ class CapturedSteps:
         self._forward, self._steps_before, self._seen = forward, steps_before, Counter[tuple]()
         # A step's graphs run when those of the last step are done, and may use the same memory.
         self._shared: dict[str, Any] = {}
+        self._gradients: Gradients | None = None
         self._given_up = False
 
     def __call__(self, inputs: dict[str, Tensor], memory: Memory) -> tuple[Tensor, Tensor, Memory]:
         """As `Forward.forward`; the memory is in tensors of its own."""
         kind = tuple((tensor.shape, tensor.dtype) for tensor in _tensors_of(inputs, memory))
         self._seen[kind] += 1
-        is_known = self._seen[kind] > max(self._steps_before, self._seen.total() * LEAST_SHARE) and not self._given_up
+        is_known = self._seen[kind] > self._steps_before and not self._given_up
         if is_known and kind not in self.graphs and len(self.graphs) < MOST_GRAPHS:
             self._capture(kind, inputs, memory)
         if kind not in self.graphs:
@@ -145,7 +150,8 @@ class CapturedSteps:
             stream = torch.cuda.Stream(device, priority=-1)
             self._shared = {"stream": stream, "pool": torch.cuda.graph_pool_handle()}
         try:
-            self.graphs[kind] = CapturedStep(self._forward, inputs, memory, self._shared)
+            self._gradients = self._gradients or Gradients(self._forward)
+            self.graphs[kind] = CapturedStep(self._forward, inputs, memory, self._gradients, self._shared)
         except Exception as error:
             # Whatever CUDA, its driver or this PyTorch refuses. What ends a capture says only that it was in vain.
             self._given_up = True
@@ -154,21 +160,56 @@ class CapturedSteps:
             logger.warning_once(f"steps are launched kernel by kernel, as no graph of them was captured: {reason}")
 
 
+class Gradients:
+    """Where the graphs of all shapes add their gradients: they would be as large as all weights for each.
+
+    Attributes:
+        weights: by name, those that are trained. places: for each of them.
+    """
+
+    def __init__(self, forward: Forward):
+        self.weights = {name: weight for name, weight in forward.named_parameters() if weight.requires_grad}
+        self.places = [torch.zeros_like(weight) for weight in self.weights.values()]
+
+    def begin(self) -> None:
+        """Forget what was added in steps before the present one, whose gradients are no weight's any more."""
+        pairs = zip(self.weights.values(), self.places, strict=True)
+        if forgotten := [place for weight, place in pairs if weight.grad is not place]:
+            torch._foreach_zero_(forgotten)
+
+    def hand_over(self, is_learned: list[bool]) -> None:
+        """Make what was added the gradient of each weight that is learned, or add it to what was launched."""
+        for weight, place, learned in zip(self.weights.values(), self.places, is_learned, strict=True):
+            if not learned or weight.grad is place:
+                continue
+            if weight.grad is None:
+                weight.grad = place
+            else:
+                weight.grad += place
+
+
 class CapturedStep:
     """The graphs of the steps of some shapes: one of the forward pass, and one of the backward pass."""
 
-    def __init__(self, forward: Forward, inputs: dict[str, Tensor], memory: Memory, shared: dict[str, Any]):
+    def __init__(
+        self,
+        forward: Forward,
+        inputs: dict[str, Tensor],
+        memory: Memory,
+        gradients: Gradients,
+        shared: dict[str, Any],
+    ):
         """Args:
         inputs, memory: of a step of these shapes. shared: where it is recorded, as recorders take it.
         """
         device = inputs["input_ids"].device
         record = functools.partial(RECORDERS[device.type], device=device, draws=True, **shared)
-        learned = {name: weight for name, weight in forward.named_parameters() if weight.requires_grad}
-        self._parameters: list[Tensor] = list(learned.values())
         # A graph reads where it was captured. The weights are where they are, but as leaves that no other step has
         # met: a capture would have to wait for the stream on which that one asked for their gradients.
         places = {name: tensor.clone() for name, tensor in inputs.items()}, cloned_states(memory)
-        leaves: dict[str, Tensor] = {name: nn.Parameter(weight.detach()) for name, weight in learned.items()}
+        leaves: dict[str, Tensor] = {
+            name: nn.Parameter(weight.detach()) for name, weight in gradients.weights.items()
+        }
         losses: list[Tensor] = []
 
         def compute() -> tuple[Tensor, Tensor, Memory]:
@@ -179,6 +220,11 @@ class CapturedStep:
         def differentiate() -> tuple[Tensor | None, ...]:
             return torch.autograd.grad(losses, list(leaves.values()), self._given, allow_unused=True)
 
+        def learn() -> None:
+            found = differentiate()
+            places = [place for place, gradient in zip(gradients.places, found, strict=True) if gradient is not None]
+            torch._foreach_add_(places, [gradient for gradient in found if gradient is not None])
+
         # The numbers that are drawn here are drawn again when it runs.
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             if (stream := shared.get("stream")) is not None:
@@ -187,40 +233,43 @@ class CapturedStep:
                 # What is compiled for these shapes, or chosen by trying, is so before it is recorded.
                 compute()
                 self._given = [torch.ones_like(loss) for loss in losses]
-                differentiate()
-            self._forward, self._backward = record(compute), record(differentiate)
-        self._places = _tensors_of(*places)
+                self._is_learned = [gradient is not None for gradient in differentiate()]
+            self._forward, self._backward = record(compute), record(learn)
+        self._places, self._gradients = _tensors_of(*places), gradients
+        # What is differentiated by.
+        self._asked = torch.zeros((), device=device, requires_grad=True)
 
     def __call__(self, inputs: dict[str, Tensor], memory: Memory) -> tuple[Tensor, Tensor, Memory]:
         """As `Forward.forward`; the next call returns the memory in the same tensors."""
         for place, tensor in zip(self._places, _tensors_of(inputs, memory), strict=True):
             place.copy_(tensor, non_blocking=True)
         nll, penalty, memory = self._forward()
-        return *_Learned.apply(self.gradients, nll, penalty, *self._parameters), memory
+        return *_Learned.apply(self.learn, nll, penalty, self._asked), memory
 
-    def gradients(self, *of_losses: Tensor) -> list[Tensor | None]:
-        """Of the parameters, given those of the sum of the losses and of the penalty."""
+    def learn(self, *of_losses: Tensor) -> None:
+        """Add to the gradients of the weights, given those of the sum of the losses and of the penalty."""
         for place, gradient in zip(self._given, of_losses, strict=False):
             place.copy_(gradient)
-        found = self._backward()
-        # The next step of these shapes, which may add to them, writes to the same tensors.
-        copies = iter(torch._foreach_mul([gradient for gradient in found if gradient is not None], 1.0))
-        return [None if gradient is None else next(copies) for gradient in found]
+        self._gradients.begin()
+        self._backward()
+        self._gradients.hand_over(self._is_learned)
 
 
 class _Learned(torch.autograd.Function):
-    """The losses that a graph has computed, and the gradients that another one will compute."""
+    """The losses that a graph has computed, of which another one learns where they are backpropagated."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: Callable, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.gradients = gradients
+    def forward(ctx: Any, learn: Callable, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.learn = learn
         # Of tensors that the next step returns again, this one's history would be the next one's.
         return tensors[0].clone(), tensors[1].clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *of_losses: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, *ctx.gradients(*of_losses)
+    def backward(ctx: Any, *of_losses: Tensor) -> tuple[None, ...]:
+        # Through autograd, each of hundreds of gradients would be copied and handed on by itself.
+        ctx.learn(*of_losses)
+        return None, None, None, None
 
 
 def _tensors_of(inputs: dict[str, Tensor], memory: Memory) -> list[Tensor]:
