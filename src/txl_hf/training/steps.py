@@ -207,9 +207,7 @@ class CapturedStep:
         # A graph reads where it was captured. The weights are where they are, but as leaves that no other step has
         # met: a capture would have to wait for the stream on which that one asked for their gradients.
         places = {name: tensor.clone() for name, tensor in inputs.items()}, cloned_states(memory)
-        leaves: dict[str, Tensor] = {
-            name: nn.Parameter(weight.detach()) for name, weight in gradients.weights.items()
-        }
+        leaves: dict[str, Tensor] = {name: nn.Parameter(weight.detach()) for name, weight in gradients.weights.items()}
         losses: list[Tensor] = []
 
         def compute() -> tuple[Tensor, Tensor, Memory]:
