@@ -195,6 +195,7 @@ class Training:
                 self.validate()
             if self.validating() or saving:
                 self.since = time.perf_counter()
+                self.progress.interrupted()
         self.progress.close()
         # DDP's reducer goes before the processes part: freed after them, it can wait for ever for gloo's threads.
         del self.model, self.plain_model, self.forward, self.captured, self.optimizer

@@ -10,8 +10,10 @@ from tqdm.auto import tqdm
 from ..evaluation import figures
 
 SECONDS_SHOWN = 5
-# How long steps are measured to say how long all will take; of a short run a tenth will do.
-SECONDS_MEASURED = 5
+# How long steps are measured to say how long all will take; of a short run a tenth will do. They are measured again,
+# for twice as long each time, as the first ones may compile or be captured: what was said is corrected where it was
+# wrong by this share.
+SECONDS_MEASURED, TOLERANCE = 5, 1 / 3
 
 
 def duration(seconds: float) -> str:
@@ -38,8 +40,10 @@ class Progress:
         self._total, self._tokens, self._metric, self._left_out = max_steps, tokens, metric, left_out
         # The first step is shown at once.
         self._shown = -math.inf
-        self._measured: tuple[int, float] | None = None
-        self._expecting = is_main
+        self._begun: tuple[int, float] | None = None
+        self._seconds = SECONDS_MEASURED
+        # When all is done, as it was said.
+        self._end: float | None = None
 
     def update(self, step: int, loss: Callable[[], float | None]):
         """After a step.
@@ -54,8 +58,7 @@ class Progress:
         # Every few seconds, whatever the log waits for.
         if time.perf_counter() - self._shown > SECONDS_SHOWN and (found := loss()) is not None:
             self.show(found)
-        if self._expecting:
-            self._expect(step, loss)
+        self._expect(step, loss)
 
     def show(self, loss: float, tokens_per_second: float | None = None):
         """Put a loss, in nats, into the bar."""
@@ -66,18 +69,28 @@ class Progress:
     def close(self):
         self._bar.close()
 
+    def interrupted(self):
+        """Something else than steps took time."""
+        self._begun = None
+
     def _expect(self, step: int, wait: Callable[[], object]):
         """Say how long the steps will take once enough are measured."""
-        if self._measured is None:
+        if self._begun is None:
             # Not the first one, which may compile.
-            self._measured = step, time.perf_counter()
+            self._begun = step, time.perf_counter()
             return
-        (begun, since), total = self._measured, self._total
-        if time.perf_counter() - since <= SECONDS_MEASURED and (step - begun) * 10 < total - begun:
+        (begun, since), total = self._begun, self._total
+        is_enough = self._end is None and (step - begun) * 10 >= total - begun
+        if not is_enough and time.perf_counter() - since <= self._seconds:
             return
         # What the device was given to do is done when this is known.
         wait()
-        seconds = (time.perf_counter() - since) / (step - begun)
-        left, speed = duration((total - step) * seconds), self._tokens / seconds
-        tqdm.write(f"expected time: {left} more, at {speed:,.0f} tokens a second, {self._left_out}", file=sys.stderr)
-        self._expecting = False
+        now = time.perf_counter()
+        seconds = (now - since) / (step - begun)
+        left = (total - step) * seconds
+        # What a few seconds take says little of as few.
+        if self._end is None or abs(now + left - self._end) > max(left * TOLERANCE, self._seconds):
+            speed = f"{self._tokens / seconds:,.0f} tokens a second"
+            tqdm.write(f"expected time: {duration(left)} more, at {speed}, {self._left_out}", file=sys.stderr)
+            self._end = now + left
+        self._begun, self._seconds = (step, now), 2 * self._seconds
