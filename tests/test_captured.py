@@ -3,11 +3,14 @@
 On a CPU a recorder of the tests takes the place of CUDA's.
 """
 
+import contextlib
+import functools
 import gc
 import logging
 import math
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -241,6 +244,33 @@ def test_a_graph_casts_weights_itself(monkeypatch):
     monkeypatch.setitem(captured.RECORDERS, "cpu", record)
     read_until_captured(MODEL, text(5)[None])
     assert seen == [False] and torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_other_threads_draw_from_the_generator_as_soon_as_capturing_has_begun(monkeypatch, fails):
+    """Of CUDA's generator and its graph, what takes their place has what is asked of them."""
+    found = []
+
+    class State(str):
+        def clone_state(self):
+            return State(f"{self} aside")
+
+    generator = SimpleNamespace(state=State("drawing"))
+    generator.graphsafe_get_state = lambda: generator.state
+    generator.graphsafe_set_state = functools.partial(setattr, generator, "state")
+
+    def begin(graph, pool, capture_error_mode):
+        found.append((generator.state, pool, capture_error_mode))
+        if fails:
+            raise RuntimeError("no memory")
+
+    monkeypatch.setattr(torch.cuda, "default_generators", [generator])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", begin)
+    graph = object.__new__(captured._UndrawnGraph)
+    with pytest.raises(RuntimeError, match="no memory") if fails else contextlib.nullcontext():
+        graph.capture_begin("pool", capture_error_mode="thread_local")
+    assert found == [("drawing aside", "pool", "thread_local")] and generator.state == "drawing"
 
 
 @pytest.mark.gpu

@@ -183,6 +183,20 @@ def _is_full(cache: MemoryCache, length: int) -> bool:
     return all(layer.is_initialized and layer.keys.shape[2] == length for layer in cache.layers)
 
 
+class _UndrawnGraph(torch.cuda.CUDAGraph):
+    """A graph in which no numbers are drawn, and which leaves the generator to other threads."""
+
+    def capture_begin(self, *args, **kwargs):
+        # A graph has the state that it finds for itself. A thread that draws here, draws the same numbers once more.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        drawing = generator.graphsafe_get_state()
+        generator.graphsafe_set_state(drawing.clone_state())
+        try:
+            super().capture_begin(*args, **kwargs)
+        finally:
+            generator.graphsafe_set_state(drawing)
+
+
 def _record(
     step: Step,
     device: torch.device,
@@ -198,25 +212,19 @@ def _record(
         draws: whether a replay draws numbers, as `step` does, from the generator that all others draw from.
     """
     with torch.cuda.device(device), _capturing:
-        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        graph, before = torch.cuda.CUDAGraph() if draws else _UndrawnGraph(), torch.cuda.current_stream()
         stream = torch.cuda.Stream() if stream is None else stream
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        # A graph has the generator that it finds for itself, and other threads may draw meanwhile.
-        drawing = generator.graphsafe_get_state()
-        aside = drawing.clone_state()
-        if not draws:
-            generator.graphsafe_set_state(aside)
+        fresh = generator.clone_state() if draws else None
         try:
             with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                if not draws:
-                    generator.graphsafe_set_state(drawing)
                 result = step()
         except Exception:
-            # One that was captured with may not draw otherwise any more.
-            drawing = aside if draws else drawing
+            if fresh is not None:
+                # The state that was captured with may not draw otherwise any more.
+                generator.graphsafe_set_state(fresh)
             raise
         finally:
-            generator.graphsafe_set_state(drawing)
             # Where capturing ends in an error, PyTorch leaves its stream in the place of this one.
             torch.cuda.set_stream(before)
 
