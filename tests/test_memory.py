@@ -718,7 +718,7 @@ def test_no_gradient_reaches_the_segment_before_through_a_cache(make_model, make
     "make_cache", [MemoryCache, StaticMemoryCache, lambda config: StaticCache(config=config, max_cache_len=9)]
 )
 def test_a_compiled_call_with_a_cache_may_have_gradients_on(make_model, make_ids, make_cache):
-    model, found = make_model(), []
+    model, found = make_model(n_layer=1), []
     for call in (model, torch.compile(model, backend="aot_eager")):
         cache = make_cache(model.config)
         outputs = [call(ids, past_key_values=cache).logits for ids in make_ids(2, 3).split(1, dim=1)]

@@ -185,9 +185,9 @@ assert not failed, failed
 @pytest.mark.parametrize(
     "names",
     [
-        ["AutoModelForCausalLM", "AutoTokenizer"],
+        pytest.param(["AutoModelForCausalLM", "AutoTokenizer"], marks=pytest.mark.slow),
         ["Trainer", "AutoTokenizer"],
-        ["AutoTokenizer", "TransfoXLForCausalLM"],
+        pytest.param(["AutoTokenizer", "TransfoXLForCausalLM"], marks=pytest.mark.slow),
         ["AutoModelForCausalLM", "AutoTokenizer", "Trainer", "AutoConfig"],
     ],
     ids="-".join,

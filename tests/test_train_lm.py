@@ -1149,7 +1149,7 @@ from txl_hf.training.setup import keep_freed_memory
 
 def pages():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(32):
+    for _ in range(16):
         torch.ones(2**24)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
