@@ -14,7 +14,7 @@ from txl_hf.training.compilation import compile_layers, should_compile_layers, u
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_one_graph_serves_all_layers_in_training_and_evaluation_runs_without(make_model, make_ids, backend):
     torch.compiler.reset()
-    plain, compiled = (make_model(backend, n_layer=4).train() for _ in range(2))
+    plain, compiled = (make_model(backend, n_layer=3).train() for _ in range(2))
     graphs = CompileCounterWithBackend("aot_eager")
     compile_layers(compiled, graphs)
     assert plain.state_dict().keys() == compiled.state_dict().keys()
@@ -43,7 +43,7 @@ def test_one_graph_serves_all_layers_in_training_and_evaluation_runs_without(mak
 def test_segments_of_several_lengths_go_on_from_a_memory_under_a_mask(make_model, make_ids, initial_memory):
     """A second length has numbers in the graph's place of lengths."""
     torch.compiler.reset()
-    model = make_model(mem_len=5, initial_memory=initial_memory)
+    model = make_model(n_layer=1, mem_len=5, initial_memory=initial_memory)
     compiled, memory = torch.compile(model, backend="eager"), {}
     for length in (4, 6, 5, 3):
         ids, mask = make_ids(2, length, seed=length), torch.ones(2, length, dtype=torch.long)

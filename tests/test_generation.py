@@ -268,7 +268,9 @@ def test_static_cache_compiled_once_without_graph_breaks(make_model, make_ids, c
     assert steps == [3] + [1] * 11 + [5] + [1] * 11
 
 
-@pytest.mark.parametrize("changes", [{}, {"initial_memory": "zeros"}], ids=["empty", "zeros"])
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param({"initial_memory": "zeros"}, marks=pytest.mark.slow)], ids=["empty", "zeros"]
+)
 def test_static_cache_with_the_prompt_in_a_graph(make_model, make_ids, changes):
     """As a user compiles, all of the forward, whoever makes the cache: `generate`, the model itself or the caller."""
     model = make_model(n_layer=1, **changes)

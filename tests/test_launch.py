@@ -224,6 +224,7 @@ def test_fsdp2_trains_and_saves_a_whole_model(tmp_path):
     assert model.config.n_layer == 2 and all(weight.isfinite().all() for weight in model.parameters())
 
 
+@pytest.mark.slow
 def test_an_example_in_two_processes(tmp_path):
     """The plain loop of accelerate, with memory."""
     script = ROOT / "examples" / "by_feature" / "music_events.py"

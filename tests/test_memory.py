@@ -382,11 +382,11 @@ def test_padding_never_leaks_from_a_cache(make_model, make_ids, name, make_cache
 @pytest.mark.parametrize(
     ("hidden", "make_cache"),
     [
-        ("filler", lambda c: StaticCache(config=c, max_cache_len=7)),
+        pytest.param("filler", lambda c: StaticCache(config=c, max_cache_len=7), marks=pytest.mark.slow),
         ("filler", StaticMemoryCache),
         ("padding", StaticMemoryCache),
-        ("whole text", StaticMemoryCache),
-        ("a document", StaticMemoryCache),
+        pytest.param("whole text", StaticMemoryCache, marks=pytest.mark.slow),
+        pytest.param("a document", StaticMemoryCache, marks=pytest.mark.slow),
         ("a token", StaticMemoryCache),
     ],
 )

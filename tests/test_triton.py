@@ -719,7 +719,8 @@ def test_heads_of_odd_widths_are_padded_so_that_they_spill_no_more_than_others_o
         assert row["stack"] <= (512 if row["kernel"] == "backward_query" else 0) and row["tensor_core"] >= 16, row
 
 
-@pytest.mark.parametrize("capability", [86, *(pytest.param(other, marks=pytest.mark.slow) for other in (80, 89, 120))])
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 86, 89, 120])
 def test_a_program_fits_on_gpus_without_wgmma(tmp_path, capability):
     """With everything that it can be asked for: one that wants more than 99 KiB does not start on all but sm_80."""
     options = ("--dropout", "0.1", "--masked", "--bias", "--window", "100", "--documents", "--widths", "64", "128")
