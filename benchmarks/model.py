@@ -17,7 +17,7 @@ its probabilities; one that does not is not timed, and the program fails when th
     ours-mems             evaluation with the memory as hidden states
     ours-eager, …         another attn_implementation; eager evaluates with hidden states and is what all must equal
     ours-…-compile        training with each layer through torch.compile, with the backend named before if there is one
-    ours-…-graphs         and the kernels of a step launched together, as by `txl-train --cuda_graphs`
+    ours-…-graphs         and the kernels of a step launched together, as `txl-train` does with small steps
     ours-static           decoding with generate's static cache, which is compiled on a GPU
     ours-bf16             in bf16, or trained under autocast, beside others in fp32; the gate lets it be off by more
     ours-int8             the layers' weights in int8, by torchao, for decoding; likewise

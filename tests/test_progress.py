@@ -48,6 +48,12 @@ def test_it_corrects_what_the_first_steps_made_it_say(capsys, monkeypatch):
     assert step < 1500 and corrected.startswith("1 min")
 
 
-def test_what_took_time_between_the_steps_is_not_counted(capsys, monkeypatch):
-    found = said(capsys, monkeypatch, [0.1] * 10_000, interrupted_after=range(200, 10_000, 200))
-    assert len(found) == 1 and found[0][1].startswith("16 min")
+@pytest.mark.parametrize("interval", [20, 200])
+def test_what_took_time_between_the_steps_is_not_counted(capsys, monkeypatch, interval):
+    """In intervals that are shorter than what is measured at first, and later."""
+    found = said(capsys, monkeypatch, [0.1] * 10_000, interrupted_after=range(interval, 10_000, interval))
+    assert len(found) == 1 and found[0][0] < 60 and found[0][1].startswith("16 min")
+    slow = [0.1] * 150 + [0.01] * 9850
+    (_, expected), (step, corrected) = said(capsys, monkeypatch, slow, range(interval, 10_000, interval))
+    assert expected.startswith("16 min")
+    assert step < 2500 and corrected.startswith("1 min")

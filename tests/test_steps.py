@@ -125,6 +125,29 @@ def test_what_cannot_be_captured_is_launched_and_a_warning_says_why(make_model, 
     assert "launched kernel by kernel" in caplog.text and "not permitted" in caplog.text
 
 
+def test_what_leaves_no_room_is_launched(make_model, make_ids, recorder, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    steps.logger.warning_once.cache_clear()
+    rooms = iter([True, False])
+    monkeypatch.setattr(steps, "has_room", lambda device: next(rooms))
+    model, texts = make_model("eager", mem_len=0, **PLAIN).train(), lengths_of(make_ids, *[5, 7] * 8)
+    expected = train(Forward(model, no_context), model, texts, 0)
+    graphs = CapturedSteps(Forward(model, no_context))
+    torch.testing.assert_close(train(graphs, model, texts, 0), expected)
+    assert recorder.recorded == 2 and not graphs.graphs and "do not fit" in caplog.text
+
+
+def test_there_is_room_for_activations_of_graphs_beside_those_of_others(monkeypatch):
+    """In GiB: of 80, 10 stay, a step has needed 30 more, which PyTorch has kept, and 3 more."""
+    gib = {"memory_allocated": 10, "max_memory_allocated": 40, "memory_reserved": 43}
+    for name, value in gib.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value * 2**30)
+    for free, has_room in ((80 - 43, True), (27, True), (26, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free * 2**30, 80 * 2**30))
+        assert steps.has_room(torch.device("cuda")) == has_room
+    assert steps.has_room(torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("reason", "changes", "given"),
     [

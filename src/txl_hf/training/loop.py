@@ -146,7 +146,8 @@ class Training:
         self.forward = Forward(self.model, take_autocast(self.accelerator, self.plain_model), regularizer, whole)
         if should_compile_layers(arguments, whole):
             compile_layers(self.plain_model)
-        tokens = self.stream.batch_size // data.batch_chunk * self.stream.segment_length
+        read_at_once = self.stream.segment_length + self.plain_model.config.ext_len
+        tokens = self.stream.batch_size // data.batch_chunk * read_at_once
         captures = should_capture_steps(run, self.accelerator, self.plain_model, self.document_end, tokens)
         self.captured = CapturedSteps(self.forward) if captures else None
         check_loader(

@@ -40,9 +40,11 @@ class Progress:
         self._total, self._tokens, self._metric, self._left_out = max_steps, tokens, metric, left_out
         # The first step is shown at once.
         self._shown = -math.inf
-        self._begun: tuple[int, float] | None = None
+        # When the last step was done; steps that were measured since it was last looked at, and the time of all.
+        self._last: float | None = None
+        self._steps, self._since, self._clock = 0, 0.0, 0.0
         self._seconds = SECONDS_MEASURED
-        # When all is done, as it was said.
+        # When all is done by that clock, as it was said.
         self._end: float | None = None
 
     def update(self, step: int, loss: Callable[[], float | None]):
@@ -70,27 +72,33 @@ class Progress:
         self._bar.close()
 
     def interrupted(self):
-        """Something else than steps took time."""
-        self._begun = None
+        """Something else than steps took time until now."""
+        if self._last is not None:
+            self._last = time.perf_counter()
 
     def _expect(self, step: int, wait: Callable[[], object]):
         """Say how long the steps will take once enough are measured."""
-        if self._begun is None:
+        if self._last is None:
             # Not the first one, which may compile.
-            self._begun = step, time.perf_counter()
+            self._last = time.perf_counter()
             return
-        (begun, since), total = self._begun, self._total
-        is_enough = self._end is None and (step - begun) * 10 >= total - begun
-        if not is_enough and time.perf_counter() - since <= self._seconds:
+        self._tick()
+        self._steps += 1
+        left_steps, is_tenth = self._total - step, self._steps * 10 >= self._total - step + self._steps
+        if self._clock - self._since <= self._seconds and not (self._end is None and is_tenth):
             return
         # What the device was given to do is done when this is known.
         wait()
-        now = time.perf_counter()
-        seconds = (now - since) / (step - begun)
-        left = (total - step) * seconds
+        self._tick()
+        seconds = (self._clock - self._since) / self._steps
+        left = left_steps * seconds
         # What a few seconds take says little of as few.
-        if self._end is None or abs(now + left - self._end) > max(left * TOLERANCE, self._seconds):
+        if self._end is None or abs(self._clock + left - self._end) > max(left * TOLERANCE, self._seconds):
             speed = f"{self._tokens / seconds:,.0f} tokens a second"
             tqdm.write(f"expected time: {duration(left)} more, at {speed}, {self._left_out}", file=sys.stderr)
-            self._end = now + left
-        self._begun, self._seconds = (step, now), 2 * self._seconds
+            self._end = self._clock + left
+        self._steps, self._since, self._seconds = 0, self._clock, 2 * self._seconds
+
+    def _tick(self):
+        now = time.perf_counter()
+        self._clock, self._last = self._clock + now - self._last, now

@@ -47,7 +47,7 @@ def should_capture_steps(
 
     Args:
         model: behind its wrappers. document_end: token that ends a document of the text; None: it is one.
-        tokens: of a step, or of a part of one.
+        tokens: that a step reads, or a part of one.
 
     Raises:
         ValueError: they cannot be captured, but are to be; it says why.
@@ -136,7 +136,10 @@ class CapturedSteps:
         self._seen[kind] += 1
         is_known = self._seen[kind] > self._steps_before and not self._given_up
         if is_known and kind not in self.graphs and len(self.graphs) < MOST_GRAPHS:
-            self._capture(kind, inputs, memory)
+            if has_room(inputs["input_ids"].device):
+                self._capture(kind, inputs, memory)
+            else:
+                self._give_up("activations of graphs and of what is launched do not fit beside each other")
         if kind not in self.graphs:
             return self._forward(inputs, memory)
         nll, penalty, memory = self.graphs[kind](inputs, memory)
@@ -154,10 +157,25 @@ class CapturedSteps:
             self.graphs[kind] = CapturedStep(self._forward, inputs, memory, self._gradients, self._shared)
         except Exception as error:
             # Whatever CUDA, its driver or this PyTorch refuses. What ends a capture says only that it was in vain.
-            self._given_up = True
-            self.graphs.clear()
-            reason = error.__context__ or error
-            logger.warning_once(f"steps are launched kernel by kernel, as no graph of them was captured: {reason}")
+            self._give_up(error.__context__ or error)
+
+    def _give_up(self, reason: object) -> None:
+        self._given_up, self._gradients = True, None
+        self.graphs.clear()
+        logger.warning_once(f"steps are launched kernel by kernel, as no graph of them was captured: {reason}")
+
+
+def has_room(device: torch.device) -> bool:
+    """Whether what a step needs, beside weights and all else that stays, fits twice: what is launched cannot use the
+    memory that graphs keep for their activations.
+    """
+    if device.type != "cuda":
+        return True
+    allocated = torch.cuda.memory_allocated(device)
+    needed = torch.cuda.max_memory_allocated(device) - allocated
+    # What is kept for later is given back before a capture.
+    kept = torch.cuda.memory_reserved(device) - allocated
+    return torch.cuda.mem_get_info(device)[0] + kept >= 2 * needed
 
 
 class Gradients:
@@ -246,6 +264,7 @@ class CapturedStep:
 
     def learn(self, *of_losses: Tensor) -> None:
         """Add to the gradients of the weights, given those of the sum of the losses and of the penalty."""
+        # Where there is no penalty, it is no function of the weights.
         for place, gradient in zip(self._given, of_losses, strict=False):
             place.copy_(gradient)
         self._gradients.begin()
