@@ -16,7 +16,8 @@ TRANSFORMERS ?= "transformers<5.24"
 # Triton decides when it is imported whether its interpreter runs the kernels, so these tests have processes of their own.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=10 --durations-min=1
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST)
-PIP := $(BIN)/python -m pip install --constraint $(CONSTRAINTS)
+# Most of fifteen thousand modules are never imported: each is compiled when it is.
+PIP := $(BIN)/python -m pip install --no-compile --constraint $(CONSTRAINTS)
 
 .PHONY: venv demo test test-all test-gpu test-oldest test-clients style quality docs mutants fuzz bench bench-gpu paper half-hours music clean
 
@@ -132,7 +133,7 @@ $(VENV)/dev-installed: $(VENV)/demo-installed
 $(VENV)/demo-installed: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=path/to/python")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install "$$(grep ^torch== $(CONSTRAINTS))"
+	$(PIP) "$$(grep ^torch== $(CONSTRAINTS))"
 	$(PIP) --editable . matplotlib $(TRANSFORMERS)
 	@touch $@
 

@@ -215,6 +215,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_fsdp2_trains_and_saves_a_whole_model(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SHARDED)
