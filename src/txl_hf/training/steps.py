@@ -139,7 +139,11 @@ class CapturedSteps:
             if has_room(inputs["input_ids"].device):
                 self._capture(kind, inputs, memory)
             else:
-                self._give_up("activations of graphs and of what is launched do not fit beside each other")
+                self._given_up = True
+                logger.warning_once(
+                    "steps of other shapes than before are launched kernel by kernel: the memory of the GPU does not "
+                    "hold their activations beside those of graphs"
+                )
         if kind not in self.graphs:
             return self._forward(inputs, memory)
         nll, penalty, memory = self.graphs[kind](inputs, memory)
@@ -157,12 +161,10 @@ class CapturedSteps:
             self.graphs[kind] = CapturedStep(self._forward, inputs, memory, self._gradients, self._shared)
         except Exception as error:
             # Whatever CUDA, its driver or this PyTorch refuses. What ends a capture says only that it was in vain.
-            self._give_up(error.__context__ or error)
-
-    def _give_up(self, reason: object) -> None:
-        self._given_up, self._gradients = True, None
-        self.graphs.clear()
-        logger.warning_once(f"steps are launched kernel by kernel, as no graph of them was captured: {reason}")
+            self._given_up, self._gradients = True, None
+            self.graphs.clear()
+            reason = error.__context__ or error
+            logger.warning_once(f"steps are launched kernel by kernel, as no graph of them was captured: {reason}")
 
 
 def has_room(device: torch.device) -> bool:
