@@ -122,7 +122,7 @@ def run(options: argparse.Namespace):
     check_protocol(config, clamp_len=options.clamp_len, **lengths)
     texts = {split: read_prepared(options.data, split) for split in ("train", "validation", "test")}
     check_statistics(options.statistics or 0, texts["train"])
-    check_vocabulary(texts["validation"], config, options)
+    check_vocabulary(texts["validation"], config, options.model, options.data)
     read_of_validation = texts["validation"].beginning(options.max_tokens)
     validation, test = read_of_validation.token_ids, texts["test"].token_ids[: options.max_test_tokens]
     # Before hours on the one: the other may be too short.

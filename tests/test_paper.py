@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, OPTConfig
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MptConfig, OPTConfig
 
 import ablation
 import article
@@ -395,7 +395,10 @@ def test_a_model_that_is_named_twice_is_refused(study, given, said, tmp_path, ca
 # ---- effective context length -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config_class, name", [(GPT2Config, "n_positions"), (OPTConfig, "max_position_embeddings")])
+@pytest.mark.parametrize(
+    "config_class, name",
+    [(GPT2Config, "n_positions"), (OPTConfig, "max_position_embeddings"), (MptConfig, "max_seq_len")],
+)
 def test_a_model_reads_as_many_tokens_as_it_has_learned_positions_of(config_class, name):
     model = types.SimpleNamespace(config=config_class(**{name: 16}))
     assert context_length.furthest(model, 99) == 16 and context_length.furthest(model, 9) == 9
@@ -416,6 +419,22 @@ def test_a_loss_is_of_exactly_so_much_context(name, work):
     for k, context in enumerate(contexts):
         seen = min(context, {"none-vaswani-half": 8, "gpt2": 8}.get(name, 99))
         for j, place in enumerate(places):
+            window, target = ids[place - seen : place][None], ids[place - seen + 1 : place + 1][None]
+            with torch.no_grad():
+                expected = contenders.losses_of(model, window, target)[0][0, -1]
+            assert float(found[k, j]) == pytest.approx(float(expected), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("contexts", [[6, 12], [10, 20]], ids=["no multiple", "first one"])
+def test_a_model_reads_no_fewer_tokens_than_it_has_positions_of(contexts, work):
+    """Eight, which are no context, or fewer than the first one."""
+    torch.manual_seed(0)
+    model = contenders.make_model(contenders.ROWS["gpt2"], TINY, 200).eval()
+    ids, places = torch.randint(200, (60,)), np.array([20, 32])
+    found = context_length.window_losses(model, ids.numpy(), contexts, places)
+    for k, context in enumerate(contexts):
+        for j, place in enumerate(places):
+            seen = min(context, 8)
             window, target = ids[place - seen : place][None], ids[place - seen + 1 : place + 1][None]
             with torch.no_grad():
                 expected = contenders.losses_of(model, window, target)[0][0, -1]
@@ -557,6 +576,30 @@ def test_pictures_and_article_of_a_converted_checkpoint(corpus_folder, tmp_path)
     assert {row["span"] for row in rows} == {"20"} and {row["part"] for row in rows} == {"whole", "a", "b", "d"}
     article.main([*options, "--context", "9", "--new_tokens", "7", "--articles", "1"])
     assert "### Article 1" in (tmp_path / "articles.md").read_text(encoding="utf-8")
+
+
+def test_a_checkpoint_in_half_precision_is_looked_at_in_fp32(corpus_folder, tmp_path):
+    make_heads().to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    options = ["--model", str(tmp_path / "model"), "--data", str(corpus_folder), "--output", str(tmp_path)]
+    attention_maps.main([*options, "--memory_length", "20", "--max_tokens", "150"])
+    assert {row["dtype"] for row in read(tmp_path / "attention.csv")} == {"fp32"}
+    assert (tmp_path / "attention_terms.png").is_file()
+
+
+@pytest.mark.parametrize(
+    "study, option", [(context_length, "--models"), (attention_maps, "--model"), (article, "--model")]
+)
+def test_a_model_of_another_vocabulary_is_refused(study, option, corpus_folder, tmp_path):
+    make_heads().save_pretrained(tmp_path / "model")
+    others = TransfoXLTokenizer.train_from_iterator(["of others"], mode="whitespace", unk_token="<unk>")
+    others.save_pretrained(tmp_path / "model")
+    command = [option, str(tmp_path / "model"), "--data", str(corpus_folder), "--output", str(tmp_path)]
+    with pytest.raises(SystemExit, match="has another vocabulary than .*model"):
+        study.main(command)
+    small = tmp_path / "small"
+    GPT2LMHeadModel(GPT2Config(vocab_size=2, n_embd=8, n_layer=1, n_head=1)).save_pretrained(small)
+    with pytest.raises(SystemExit, match="does not fit .*small with one of 2"):
+        study.main([option, str(small), *command[2:]])
 
 
 def test_no_span_is_refused_and_not_replaced_by_the_models_own(corpus_folder, tmp_path):

@@ -21,11 +21,13 @@ WORDS = ["<eos>", "<unk>", *(f"w{i}" for i in range(118))]
 
 
 class Server(ThreadingHTTPServer):
-    """Serves a folder, with ranges. `breaks`: how many connections end after 1,000 bytes; `requests`: of them."""
+    """Serves a folder, with ranges. `breaks`: how many connections end after 1,000 bytes; `requests`: of them; `tags`:
+    whether a file has one for its version, or its date alone."""
 
     def __init__(self, folder: Path):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.folder, self.breaks, self.requests, self.ranges, self.status = folder, 0, [], True, None
+        self.folder, self.breaks, self.requests, self.status = folder, 0, [], None
+        self.ranges, self.tags = True, True
         self.address = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -40,7 +42,8 @@ class Handler(BaseHTTPRequestHandler):
         if server.status or not path.is_file():
             return self.send_error(server.status or 404)
         data = path.read_bytes()
-        tag = f'"{hash(data)}"'
+        name = "ETag" if server.tags else "Last-Modified"
+        tag = f'"{hash(data)}"' if server.tags else f"Fri, 27 Nov 2026 10:00:{hash(data) % 60:02d} GMT"
         start = int(given.removeprefix("bytes=").rstrip("-")) if given and server.ranges else 0
         if self.headers.get("If-Range", tag) != tag:
             start = 0
@@ -50,7 +53,7 @@ class Handler(BaseHTTPRequestHandler):
             self.end_headers()
             return None
         self.send_response(206 if start else 200)
-        self.send_header("ETag", tag)
+        self.send_header(name, tag)
         self.send_header("Content-Length", str(len(data) - start))
         if start:
             self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
@@ -215,6 +218,15 @@ def test_a_part_of_another_version_is_not_continued(server, tmp_path):
     path.write_bytes(b"b" * 4000)
     published.fetch(f"{server.address}/big", part)
     assert part.read_bytes() == b"b" * 4000
+
+
+def test_where_a_server_names_no_version_its_date_is_one(server, tmp_path):
+    path, part = server.folder / "big", tmp_path / "big.part"
+    path.write_bytes(bytes(range(250)) * 20)
+    server.breaks, server.tags = 2, False
+    published.fetch(f"{server.address}/big", part)
+    assert part.read_bytes() == path.read_bytes()
+    assert [given for _, given in server.requests] == [None, "bytes=1000-", "bytes=2000-"]
 
 
 def test_a_server_without_ranges_sends_all_of_it_again(server, tmp_path):

@@ -19,15 +19,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import ablation
-from miniature import WORK, MiniatureParser
+from miniature import WORK, MiniatureParser, load_given
 from txl_hf import TransfoXLForCausalLM
 from txl_hf.command_line import at_least_one, hub_or_folder, one_line_errors
-from txl_hf.texts import read_prepared
 
 
 def main(argv: list[str] | None = None):
@@ -72,9 +70,8 @@ def load(options: argparse.Namespace) -> tuple[TransfoXLForCausalLM, Any, Any, s
         token_ids, tokenizer = corpus.texts["test"], corpus.tokenizer
         model.reset_memory_length(options.sizes.longest)
     else:
-        text = read_prepared(options.data, "test")
-        model, name = AutoModelForCausalLM.from_pretrained(options.model), options.model
-        token_ids, tokenizer = text.token_ids, text.tokenizer
+        [model], text = load_given([options.model], options.data, "test")
+        token_ids, tokenizer, name = text.token_ids, text.tokenizer, options.model
     if options.memory_length is not None:
         model.reset_memory_length(options.memory_length)
     return model.eval(), token_ids, tokenizer, name

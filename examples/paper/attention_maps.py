@@ -29,17 +29,15 @@ import torch
 import transformers
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import ablation
 import harness
-from miniature import RESULTS, MiniatureParser
+from miniature import RESULTS, MiniatureParser, load_given
 from txl_hf import TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, AttentionInputs, attention_terms
 from txl_hf.command_line import at_least_one, hub_or_folder, one_line_errors
-from txl_hf.texts import read_prepared
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
@@ -118,14 +116,14 @@ def load(options: argparse.Namespace) -> tuple[TransfoXLForCausalLM, Any, str]:
     """The model, its text as token ids, and what it is called.
 
     Raises:
-        ValueError: the model has no relative encoding.
+        ValueError: the model has no relative encoding, or the text has another vocabulary.
     """
     if options.model is None:
         model, corpus, name = ablation.trained("recurrence-ours-full", options)
         token_ids = corpus.texts["validation"]
     else:
-        model, name = AutoModelForCausalLM.from_pretrained(options.model), options.model
-        token_ids = read_prepared(options.data, "validation").token_ids
+        [model], text = load_given([options.model], options.data, "validation")
+        token_ids, name = text.token_ids, options.model
     if not isinstance(model, TransfoXLForCausalLM) or model.config.attn_type != 0:
         raise ValueError(f"{name} has no relative encoding with the terms (a) to (d), which attn_type=0 alone has")
     if options.memory_length is None:

@@ -33,17 +33,15 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import ablation
 import harness
 from contenders import losses_of, uses_segment_end
-from miniature import RESULTS, MiniatureParser
+from miniature import RESULTS, MiniatureParser, load_given
 from txl_hf import TransfoXLForCausalLM
 from txl_hf.command_line import at_least_one, hub_or_folder, one_line_errors
-from txl_hf.texts import read_prepared
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
@@ -65,8 +63,8 @@ def main(argv: list[str] | None = None):
     transformers.logging.disable_progress_bar()
     with one_line_errors():
         if options.models:
-            token_ids = read_prepared(options.data, "test").token_ids
-            models = {name: AutoModelForCausalLM.from_pretrained(name) for name in options.models}
+            found, text = load_given(options.models, options.data, "test")
+            models, token_ids = dict(zip(options.models, found, strict=True)), text.token_ids
         else:
             models, token_ids = miniature_group(options)
         contexts = list(range(options.step, options.contexts + 1, options.step))
@@ -145,7 +143,7 @@ def window_losses(model: Any, token_ids, contexts: list[int], places: np.ndarray
         for k, context in enumerate(min(context, longest) for context in contexts):
             found[k] = torch.cat([read(model, ids, part, context)[:, -1] for part in parts])
         return found.cpu()
-    reach = [context for context in contexts if context <= longest] or contexts[:1]
+    reach = sorted({min(context, longest) for context in contexts})
     starts = np.unique((places[None] - np.array(reach)[:, None]).ravel())
     rows = {int(start): i for i, start in enumerate(starts)}
     window = np.minimum(reach[-1], len(ids) - 1 - starts)
@@ -155,7 +153,7 @@ def window_losses(model: Any, token_ids, contexts: list[int], places: np.ndarray
         for part in np.array_split(of_length, -(-len(of_length) // batch_size)):
             losses[part, :length] = read(model, ids, starts[part] + length, int(length))
     for k, context in enumerate(contexts):
-        context = min(context, reach[-1])
+        context = min(context, longest)
         found[k] = losses[[rows[int(place) - context] for place in places], context - 1]
     return found.cpu()
 
@@ -174,7 +172,7 @@ def furthest(model: Any, longest: int) -> int:
         return config.max_klen or config.tgt_len + config.ext_len
     if isinstance(model, TransfoXLForCausalLM):  # relative positions have no end
         return longest
-    names = ("n_positions", "max_position_embeddings")
+    names = ("n_positions", "max_position_embeddings", "max_seq_len")
     return min([longest, *(getattr(config, name) for name in names if getattr(config, name, None))])
 
 

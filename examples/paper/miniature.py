@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from study import StudyParser
 from txl_hf import TransfoXLTokenizer
+from txl_hf.scoring import check_vocabulary
+from txl_hf.texts import TokenisedText, read_prepared
 
 __all__ = [
     "MINIATURE",
@@ -32,6 +36,7 @@ __all__ = [
     "Corpus",
     "MiniatureParser",
     "Sizes",
+    "load_given",
     "prepare",
     "shuffle_sentences",
 ]
@@ -87,6 +92,20 @@ class MiniatureParser(StudyParser):
     def __init__(self, description: str | None, output: Path, **smoke: Any):
         super().__init__(description, output, WORK, sizes=SMOKE, **smoke)
         self.set_defaults(sizes=MINIATURE)
+
+
+def load_given(models: list[str], data: Path, split: str) -> tuple[list[PreTrainedModel], TokenisedText]:
+    """Models of somebody's own in the place of the miniature's, in fp32, and a prepared text of their vocabulary.
+
+    Raises:
+        ValueError: the text has another vocabulary than a model.
+    """
+    text, found = read_prepared(data, split), []
+    for name in models:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        check_vocabulary(text, model.config, name, data)
+        found.append(model)
+    return found, text
 
 
 @dataclass(frozen=True)

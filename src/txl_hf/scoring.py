@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from .adaptation import DynamicEvaluation
 from .attention_transfo_xl import fastest_attention
@@ -57,7 +57,7 @@ def run(options: argparse.Namespace):
     text = read_text(options)
     if len(text.token_ids) == 0:
         raise ValueError(f"{options.data} is empty: it has no token")
-    check_vocabulary(text, config, options)
+    check_vocabulary(text, config, options.model, options.data)
     text = text.beginning(options.max_tokens)
     if config.initial_memory == "empty":
         tell_unused_memory(planned, len(text.token_ids), options.batch_size)
@@ -376,11 +376,11 @@ def read_text(options: argparse.Namespace) -> TokenisedText:
     return dataclasses.replace(text, document_end=find_document_end(options, text))
 
 
-def check_vocabulary(text: TokenisedText, config: TransfoXLConfig, options: argparse.Namespace):
-    """The text's symbols must be the model's."""
+def check_vocabulary(text: TokenisedText, config: PreTrainedConfig, model: str, data: Path):
+    """Raise a ValueError unless the text's symbols are the model's, of this name and configuration."""
     if len(text.tokenizer) > config.vocab_size:
         raise ValueError(
-            f"{options.data} has a vocabulary of {len(text.tokenizer)}, which does not fit {options.model} with one "
-            f"of {config.vocab_size}"
+            f"{data} has a vocabulary of {len(text.tokenizer)}, which does not fit {model} with one of "
+            f"{config.vocab_size}"
         )
-    check_symbols_of(options.model, text.tokenizer, options.data)
+    check_symbols_of(model, text.tokenizer, data)
