@@ -32,6 +32,8 @@ EXPECTED = arguments.EXPECTED["transformers"]
 WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX_FILES = tuple(f"{name}.index.json" for name in WEIGHTS_FILES)  # of weights in several files
 TOKENIZER_FILES = ("vocab.pkl", "vocab.bin", "vocab.txt", "tokenizer.json")
+# Whatever is read here that says something in words.
+WORDS = ("*.json", "*.jinja", "vocab.*", "additional_chat_templates/*")
 
 
 def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
@@ -49,7 +51,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
         raise ConversionError(f"{folder} does not exist; {EXPECTED}")
     tokenizer_files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     generation_file = folder / GENERATION_CONFIG_NAME
-    for path in [*tokenizer_files, generation_file]:
+    for path in sorted(path for pattern in WORDS for path in folder.glob(pattern)):
         if not belongs(path, folder):  # its words would end in the output, and on the Hub
             raise ConversionError(
                 f"{path} is a link to a file elsewhere, {path.resolve()}; copy it if it belongs here"

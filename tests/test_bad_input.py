@@ -34,6 +34,7 @@ BAD_CONFIGS = {
     "negative memory": ({"mem_len": -1}, "mem_len=-1"),
     "no layers": ({"n_layer": 0}, "n_layer=0"),
     "layers without end": ({"n_layer": 500_000_000}, "n_layer=500000000 must be at most 1000"),
+    "labels without end": ({"num_labels": 10**9}, "num_labels=1000000000 must be at most 1048576"),
     "a width beyond what is counted": ({"d_inner": 10**30}, "d_inner=10*.* must be at most"),
     "epsilon that is no number": ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon=nan"),
     "negative epsilon": ({"layer_norm_epsilon": -1.0}, r"layer_norm_epsilon=-1\.0"),

@@ -747,12 +747,19 @@ def test_a_flipped_bit_is_refused(tmp_path, capfd):
     assert "does not match" in refusal(capfd, tmp_path, "nvidia", tmp_path / "checkpoint_best.pt")
 
 
-@pytest.mark.parametrize("name", ["vocab.txt", "vocab.pkl", "tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vocab.txt", "vocab.pkl", "tokenizer.json", "generation_config.json", "config.json", "tokenizer_config.json",
+        "added_tokens.json", "chat_template.jinja", "additional_chat_templates/other.jinja",
+    ],
+)  # fmt: skip
 def test_a_file_elsewhere_is_not_followed(name, tmp_path, capfd):
     """Its words would be published."""
     (tmp_path / "secret").write_text("hf_SECRETTOKEN\n")
-    (tmp_path / "legacy").mkdir()
-    (tmp_path / "legacy" / name).symlink_to("../secret")
+    link = tmp_path / "legacy" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "secret")
     assert "is a link to" in refusal(capfd, tmp_path, "transformers", tmp_path / "legacy")
 
 

@@ -296,6 +296,21 @@ def test_a_call_reads_line_ends_as_the_evaluation_does(mode, lower_case):
     check()
 
 
+@pytest.mark.parametrize("mode", ["moses", "whitespace"])
+def test_line_ends_are_written_as_line_feeds_where_special_tokens_are_skipped(mode):
+    """Unless texts are padded with what ends a line."""
+    tokenizer = small(mode, line_ends=True, pad_token="<unk>")
+    text = "\nthe cat\n\nthe cat the\n"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert tokenizer.batch_decode([ids, ids[:3], []], skip_special_tokens=True) == [text, "\nthe cat", ""]
+    assert tokenizer.decode(tokenizer.eos_token_id, skip_special_tokens=True) == "\n"
+    assert tokenizer.decode(np.array(ids), skip_special_tokens=True) == text
+    assert tokenizer.decode(ids).count("<eos>") == 4 and "\n" not in tokenizer.decode(ids)
+    padded = small(mode, line_ends=True, pad_token="<eos>")
+    assert padded.decode(ids, skip_special_tokens=True) == "the cat the cat the"
+
+
 def test_line_ends_are_saved_and_can_be_chosen_on_loading(tmp_path):
     small("moses", line_ends=True).save_pretrained(tmp_path / "with")
     small("moses").save_pretrained(tmp_path / "without")

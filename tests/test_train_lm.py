@@ -838,6 +838,21 @@ def test_a_best_model_of_a_step_that_comes_again_is_chosen_anew(tmp_path, corpus
     check_best(output, 6 + 2 * losses[2:].index(min(losses[2:])))
 
 
+@pytest.mark.parametrize(
+    "damage", ["", "\0" * 60, "[]", '{"step": "x"}', '{"step": 4, "validation_loss": 2.5}'], ids=repr
+)
+def test_what_is_said_of_the_best_model_may_be_damaged(tmp_path, capsys, corpus, damage):
+    output = tmp_path / "output"
+    recipe = write_recipe(tmp_path / "recipe.yaml", n_layer=1, eval_every=2, scheduler="constant")
+    argv = [recipe, "--data", corpus, "--output", output, "--resume", "--max_steps"]
+    train(*argv, "4")
+    (output / "best.json").write_text(damage)
+    assert "best.json is damaged" in (message := refused(capsys, *argv, "6")) and "remove it" in message
+    (output / "best.json").unlink()
+    train(*argv, "6")
+    check_best(output, 6)
+
+
 def test_at_the_end_of_a_run_a_best_model_is_chosen_anew_too(tmp_path, corpus):
     """Whatever is to be validated was, before what it said to be the best was replaced."""
     output = tmp_path / "output"

@@ -13,6 +13,7 @@ __all__ = ["TransfoXLConfig"]
 # Configurations come in files of strangers, and what is kept for each layer grows with this number alone. The deepest
 # Transformers that anyone has trained have 1,000.
 MAX_LAYERS = 1_000
+MAX_LABELS = 2**20
 
 
 @strict
@@ -190,6 +191,10 @@ class TransfoXLConfig(PreTrainedConfig):
         for dtype in (self.dtype, kwargs.get("torch_dtype")):
             if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype):
                 raise ValueError(f"dtype={dtype!r} must be the name of one of torch's data types, such as 'float32'")
+        labels = kwargs.get("num_labels")
+        if isinstance(labels, int) and labels > MAX_LABELS:
+            # Each would get a name.
+            raise ValueError(f"num_labels={labels} must be at most {MAX_LABELS}")
         # Before anyone asks for the type of each layer.
         self._validate_sizes()
         if self.max_klen is None and self.positions.learned:

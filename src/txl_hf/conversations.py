@@ -6,6 +6,7 @@ import functools
 import inspect
 import time
 from collections import OrderedDict
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -123,6 +124,7 @@ def serve(options: argparse.Namespace) -> None:
     """Start transformers' server and stay in it. Raises ValueError for what is no Transformer-XL."""
     import uvicorn
     from fastapi import HTTPException
+    from tokenizers.decoders import DecodeStream
     from transformers.cli.serve import Serve
     from transformers.cli.serving import model_manager, utils
 
@@ -136,6 +138,7 @@ def serve(options: argparse.Namespace) -> None:
 
         def _load_processor(self, *args, **kwargs):
             processor = super()._load_processor(*args, **kwargs)
+            lines.line_feed = getattr(processor, "line_feed_id", None)
             if processor.chat_template is None:
                 processor.apply_chat_template = refuse_chat
             return processor
@@ -178,6 +181,18 @@ def serve(options: argparse.Namespace) -> None:
         setattr(config, SEED, options.default_seed if seed is None else seed)
         return config
 
+    class Streamer(utils.DirectStreamer):
+        """What decodes as the tokenizer does, line by line."""
+
+        def put(self, value):
+            if self._first or self._parser is not None or lines.line_feed is None:
+                return super().put(value)
+            for token in value.tolist():
+                super().put(value.new_tensor([token]))
+                if token == lines.line_feed:
+                    self._enqueue("\n")
+                    self._decode_stream = DecodeStream([], skip_special_tokens=True)
+
     class Server(uvicorn.Server):
         async def startup(self, *args, **kwargs):
             await super().startup(*args, **kwargs)
@@ -185,13 +200,14 @@ def serve(options: argparse.Namespace) -> None:
             port = self.servers[0].sockets[0].getsockname()[1]
             print(f"serving {options.model} at http://{options.host}:{port}/v1", flush=True)
 
-    started = int(time.time())
+    started, lines = int(time.time()), SimpleNamespace(line_feed=None)
     # The server looks classes up in what its module takes for transformers (there may be two), its manager there, and
     # uvicorn's server in uvicorn.
     model_manager.transformers.TransfoXLForCausalLM = TransfoXLForCausalLM
     model_manager.ModelManager = Manager
     as_usual, utils.BaseHandler._build_generation_config = utils.BaseHandler._build_generation_config, chosen
     uvicorn.Server = Server
+    utils.DirectStreamer = Streamer
     Serve(
         force_model=options.model,
         host=options.host,

@@ -460,6 +460,27 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         return _line_end(self._tokenizer) is not None
 
     @property
+    def line_feed_id(self) -> int | None:
+        """The token that `decode` writes as a line feed where it skips special tokens: the `eos_token` that a call
+        reads for one, unless texts are padded with it.
+        """
+        token = _line_end(self._tokenizer)
+        return None if token in (None, self.pad_token) else self.convert_tokens_to_ids(token)
+
+    def _decode(self, token_ids: int | list[int], skip_special_tokens: bool = False, **kwargs) -> str:
+        line_feed = self.line_feed_id if skip_special_tokens else None
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        if line_feed is None or line_feed not in ids:
+            return super()._decode(token_ids, skip_special_tokens, **kwargs)
+        lines: list[list[int]] = [[]]
+        for token in ids:
+            if token == line_feed:
+                lines.append([])
+            else:
+                lines[-1].append(token)
+        return "\n".join(super(TransfoXLTokenizer, self)._decode(line, True, **kwargs) for line in lines)
+
+    @property
     def symbols(self) -> list[str]:
         """The vocabulary in the order of the ids (the originals' `idx2sym`), added tokens not included."""
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)

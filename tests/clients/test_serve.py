@@ -133,6 +133,28 @@ def test_a_conversation_goes_on_with_its_memory(client, model):
         text += f"assistant: {found}\n"
 
 
+def test_a_model_of_words_writes_lines_and_goes_on_with_them(tmp_path):
+    """What a client sends back is what was written, so that it need not be read again."""
+    words = ["<eos>", "<unk>", "<pad>", *"the old prince said well".split()]
+    given = {"mode": "whitespace", "line_ends": True, "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    tokenizer, folder = TransfoXLTokenizer.from_symbols(words, **given), tmp_path / "model"
+    small_model(vocab_size=len(words), cutoffs=[], div_val=1, mem_len=300, tgt_len=20).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    read = folder.with_name("model.read")
+    with served(folder) as client:
+        text, known = "the old prince\nsaid well\n", 0
+        for seed in range(3):
+            read.write_text("")
+            asked = {"model": str(folder), "prompt": text, "max_tokens": 20, "temperature": 3.0, "seed": seed}
+            found = client.completions.create(**asked).choices[0].text
+            # All that is new, and all of the reply but its last token.
+            assert sum(map(int, read.read_text().split())) <= len(tokenizer(text)["input_ids"]) - known + 20
+            known = len(tokenizer(text + found)["input_ids"]) - 2
+            streamed = [part.choices[0].text for part in client.completions.create(**asked, stream=True)]
+            assert "".join(streamed) == found and "\n" in found
+            text += found + "\n"
+
+
 def test_chat_without_a_template_is_refused_in_one_sentence(model, tmp_path):
     """So are the models of `txl-train`."""
     plain = shutil.copytree(model, tmp_path / "plain")

@@ -158,10 +158,24 @@ def best_folder(output: Path) -> Path:
 
 
 def read_best(output: Path) -> dict[str, Any] | None:
-    """What is written beside the best model, {} if nothing; None: there is none."""
+    """What is written beside the best model, {} if nothing; None: there is none.
+
+    Raises:
+        ValueError: what is written there says nothing of a model.
+    """
     path = best_folder(output) / BEST_SCORE
     if path.exists():
-        return json.loads(path.read_text(encoding="utf-8"))
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            found = None
+        kinds = {"step": int, "validation_loss": float, "of": dict}
+        if not isinstance(found, dict) or not all(isinstance(found.get(name), kind) for name, kind in kinds.items()):
+            raise ValueError(
+                f"{path} is damaged, it does not say what the best model's loss is: remove it, and the next "
+                "validation chooses the best model anew"
+            )
+        return found
     return {} if (path.parent / CONFIG_NAME).exists() else None
 
 
