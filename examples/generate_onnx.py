@@ -1,7 +1,7 @@
 """Continue a text with onnxruntime, without torch: what `txl-export` wrote, its memory carried from call to call.
 
     txl-export --model demo-output --output demo-onnx
-    python examples/generate_onnx.py --model demo-onnx --prompt "def main(" --max-new-tokens 200
+    python examples/generate_onnx.py --model demo-onnx --prompt "def main(" --max_new_tokens 200
 
 `pip install onnxruntime tokenizers` is all that it needs. The prompt is read in segments by `segment.onnx`, each with
 the memory of those before it; then `step.onnx` reads one token after the other. The most probable token is taken, or,
@@ -66,12 +66,12 @@ def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder of txl-export")
     parser.add_argument("--prompt", required=True)
-    parser.add_argument("--max-new-tokens", "--max_new_tokens", type=int, default=100, help="(%(default)s)")
+    parser.add_argument("--max_new_tokens", "--max-new-tokens", type=int, default=100, help="(%(default)s)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the most probable token (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
     options = parser.parse_args(argv)
     if options.max_new_tokens < 1:
-        parser.error(f"--max-new-tokens {options.max_new_tokens} has to be at least 1")
+        parser.error(f"--max_new_tokens {options.max_new_tokens} has to be at least 1")
     if not 0 <= options.temperature < float("inf"):
         parser.error(f"--temperature {options.temperature} has to be 0 or more")
     if options.seed < 0:

@@ -147,7 +147,7 @@ def test_memory_agent(tmp_path):
 
 def test_an_agent_goes_on_with_the_options_that_it_was_begun_with(tmp_path, script, monkeypatch):
     smoke("memory_agent", tmp_path, "--output", tmp_path / "whole")
-    options = ["--num-envs", "8", "--window", "16", "--width", "24", "--block", "2"]
+    options = ["--num_envs", "8", "--window", "16", "--width", "24", "--block", "2"]
     output = ["--env", "recall", "--output", tmp_path / "whole", "--resume"]
     said = refused(script, monkeypatch, "memory_agent", *output, *options)
     assert "was begun with other options: num_envs was 4 and is 8, width was 16 and is 24; keep to those" in said
@@ -508,7 +508,7 @@ GENOMES = {
     "no strand": (">one\nACGT\n", table("one 1 2 ."), "gff3:1 is no row of GFF3"),
     "spaces": (">one\nACGT\n", "one X CDS 1 2 . + 0 ID=x\n", "gff3:1 is no row of GFF3"),
     "no genes": (">one\nACGT\n", "##gff-version 3\n", "gff3 holds no row of type CDS"),
-    "short": (">one\nACGT\n", table("one 1 3 +"), "has 29 places to learn from, but --batch-size 32"),
+    "short": (">one\nACGT\n", table("one 1 3 +"), "has 29 places to learn from, but --batch_size 32"),
 }
 
 
@@ -524,7 +524,7 @@ def test_genomes_that_cannot_be_read(script, monkeypatch, tmp_path, fasta, genes
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        (("--held-out", "0.00001"), "no base to label: hold out more"),
+        (("--held_out", "0.00001"), "no base to label: hold out more"),
         (("--lookahead", "5000", "--window", "64"), "--lookahead 5000 leaves no base to learn from"),
         (("--width", "2"), "d_head=0 must be at least 1"),
     ],
@@ -532,7 +532,7 @@ def test_genomes_that_cannot_be_read(script, monkeypatch, tmp_path, fasta, genes
 def test_what_labels_nothing_or_no_model_has_labels_no_genome(script, monkeypatch, tmp_path, option, message):
     (tmp_path / "x.fna").write_text(">one\n" + "ACGT" * 300 + "\n")
     (tmp_path / "x.gff3").write_text(table("one 1 90 +"))
-    files = ["--fasta", tmp_path / "x.fna", "--genes", tmp_path / "x.gff3", "--batch-size", 2, "--lookahead", 0]
+    files = ["--fasta", tmp_path / "x.fna", "--genes", tmp_path / "x.gff3", "--batch_size", 2, "--lookahead", 0]
     said = refused(script, monkeypatch, "genome_labels", *files, "--output", tmp_path / "labels", *option)
     assert re.search(message, said) and len(list(tmp_path.iterdir())) == 2
 
@@ -550,7 +550,7 @@ def test_numbers_below_zero_label_no_genome(script, option, tmp_path, capsys):
 
 
 def agent_options(module, folder: Path, *further: str):
-    sizes = ["--num-envs", "4", "--window", "10", "--width", "16", "--steps", "240", "--block", "2", "--episodes", "4"]
+    sizes = ["--num_envs", "4", "--window", "10", "--width", "16", "--steps", "240", "--block", "2", "--episodes", "4"]
     return module.PARSER.parse_args(["--env", "recall", "--output", str(folder), *sizes, *further])
 
 
@@ -647,11 +647,11 @@ def test_agents_of_other_settings_are_no_seeds_of_one(script, tmp_path):
     [
         (["--minibatches", "0"], "argument --minibatches: '0' has to be a whole number, at least 1"),
         (["--episodes", "none"], "argument --episodes: 'none' has to be a whole number"),
-        (["--window", "1", "--num-envs", "4"], "--window 1 leaves a minibatch one observation"),
+        (["--window", "1", "--num_envs", "4"], "--window 1 leaves a minibatch one observation"),
         (["--gamma", "1.5"], "--gamma 1.5 must lie between 0 and 1"),
         (["--gamma", "nan"], "--gamma nan must lie between 0 and 1"),
-        (["--gae-lambda", "-0.5"], "--gae-lambda -0.5 must lie between 0 and 1"),
-        (["--gae-lambda", "1.01"], "--gae-lambda 1.01 must lie between 0 and 1"),
+        (["--gae_lambda", "-0.5"], "--gae_lambda -0.5 must lie between 0 and 1"),
+        (["--gae_lambda", "1.01"], "--gae_lambda 1.01 must lie between 0 and 1"),
         (["--clip", "0"], "argument --clip: '0' has to be a number above 0, and finite"),
         (["--clip", "nan"], "argument --clip: 'nan' has to be a number above 0, and finite"),
         (["--entropy", "-0.1"], "--entropy -0.1 must be at least 0, and finite"),
@@ -672,7 +672,7 @@ def test_numbers_of_an_agent_are_checked(script, capsys, tmp_path, options, mess
 def test_an_agent_may_do_without_discount_and_entropy(script, tmp_path):
     module = script("memory_agent")
     for share in ("0", "1"):
-        options = ["--gamma", share, "--gae-lambda", share, "--entropy", "0"]
+        options = ["--gamma", share, "--gae_lambda", share, "--entropy", "0"]
         module.check(module.PARSER.parse_args(["--env", "recall", "--output", str(tmp_path / "agents"), *options]))
 
 
@@ -691,7 +691,7 @@ def test_what_is_added_to_a_checkpoint_has_a_seed(script, monkeypatch, checkpoin
 
     for name, trainer, options in (
         ("classification", "Trainer", ["--data", data]),
-        ("lora", "TransfoXLTrainer", ["--text", data, "--segment-length", "4", "--batch-size", "1"]),
+        ("lora", "TransfoXLTrainer", ["--text", data, "--segment_length", "4", "--batch_size", "1"]),
     ):
         for attempt in ("one", "two"):
             module = script(name)

@@ -708,7 +708,7 @@ def test_nats_per_frame_count_every_symbol_of_a_chorale_and_nothing_else(chorale
 @pytest.mark.slow
 def test_a_run_on_chorales_learns_and_says_what_memory_is_worth(chorales, tmp_path):
     options = ["--data", str(chorales), "--output", str(tmp_path / "run"), "--width", "32", "--layers", "1"]
-    jsb.main([*options, "--steps", "12", "--learning-rate", "1e-2", "--memory", "64"])
+    jsb.main([*options, "--steps", "12", "--learning_rate", "1e-2", "--memory", "64"])
     lines = (tmp_path / "run" / "rows.csv").read_text().splitlines()
     rows = [dict(zip(lines[0].split(","), line.split(","), strict=True)) for line in lines[1:]]
     assert [(row["split"], int(row["memory_length"])) for row in rows] == [
@@ -762,7 +762,7 @@ def test_chorales_that_are_none_are_refused(tmp_path):
     "option",
     [
         ("--steps", "0"),
-        ("--learning-rate", "nan"),
+        ("--learning_rate", "nan"),
         ("--dropout", "3"),
         ("--memory", "-1"),
         ("--seed", "-1"),

@@ -33,13 +33,13 @@ SHORTER = {
     "train_lm.py": TRAINING,
     "evaluate_lm.py": "--max_tokens 60",
     "tune_lm.py": "--max_tokens 60 --max_test_tokens 60",
-    "lora.py": "--steps 2 --segment-length 8",
-    "classification.py": "--epochs 1 --max-length 16",
-    "streaming_generation.py": "--max-new-tokens 5",
-    "music_events.py": "--steps 2 --layers 1 --width 16 --segment-length 8 --memory-length 8 --batch-size 2",
-    "document_resets.py": "--epochs 1 --segment-length 8 --batch-size 2 --rounds 1",
-    "genome_labels.py": "--window 32 --memory 32 --batch-size 4 --width 16",
-    "memory_agent.py": "--steps 128 --num-envs 4 --window 16 --width 16 --episodes 4",
+    "lora.py": "--steps 2 --segment_length 8",
+    "classification.py": "--epochs 1 --max_length 16",
+    "streaming_generation.py": "--max_new_tokens 5",
+    "music_events.py": "--steps 2 --layers 1 --width 16 --segment_length 8 --memory_length 8 --batch_size 2",
+    "document_resets.py": "--epochs 1 --segment_length 8 --batch_size 2 --rounds 1",
+    "genome_labels.py": "--window 32 --memory 32 --batch_size 4 --width 16",
+    "memory_agent.py": "--steps 128 --num_envs 4 --window 16 --width 16 --episodes 4",
 }
 
 

@@ -23,10 +23,10 @@ PARSER.add_argument(
     "--data", type=existing_file, required=True, help="text and label: .csv or .jsonl; a fifth is held out"
 )
 PARSER.add_argument("--output", type=new_path, required=True, help="a new folder for the classifier")
-PARSER.add_argument("--max-length", type=at_least_one, default=512, help="tokens read of a text (%(default)s)")
+PARSER.add_argument("--max_length", type=at_least_one, default=512, help="tokens read of a text (%(default)s)")
 PARSER.add_argument("--epochs", type=positive, default=3, help="(%(default)s)")
-PARSER.add_argument("--batch-size", type=at_least_one, default=16, help="texts in a step (%(default)s)")
-PARSER.add_argument("--learning-rate", type=positive, default=1e-4, help="(%(default)s)")
+PARSER.add_argument("--batch_size", type=at_least_one, default=16, help="texts in a step (%(default)s)")
+PARSER.add_argument("--learning_rate", type=positive, default=1e-4, help="(%(default)s)")
 
 if __name__ == "__main__":
     PARSER.refuse_first()
@@ -57,7 +57,7 @@ def smoke(folder: Path) -> list[str | Path]:
                 if isinstance(node, ast.FunctionDef) and (prose := ast.get_docstring(node)) and len(node.body) > 1:
                     writer.writerow([prose, "prose"])
                     writer.writerow(["\n".join(ast.unparse(statement) for statement in node.body[1:]), "code"])
-    sizes = ["--max-length", "64", "--epochs", "4", "--learning-rate", "3e-3"]
+    sizes = ["--max_length", "64", "--epochs", "4", "--learning_rate", "3e-3"]
     return [
         "--model",
         common.tiny_checkpoint(folder),

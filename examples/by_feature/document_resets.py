@@ -29,10 +29,10 @@ PARSER.add_argument(
     "--documents", type=existing_file, nargs="+", required=True, help="UTF-8 texts; a fourth of them is held out"
 )
 PARSER.add_argument("--output", type=new_path, required=True, help="a new folder for the model")
-PARSER.add_argument("--segment-length", type=at_least_one, help="by default the checkpoint's")
-PARSER.add_argument("--batch-size", type=at_least_one, default=8, help="streams read in parallel (%(default)s)")
+PARSER.add_argument("--segment_length", type=at_least_one, help="by default the checkpoint's")
+PARSER.add_argument("--batch_size", type=at_least_one, default=8, help="streams read in parallel (%(default)s)")
 PARSER.add_argument("--epochs", type=at_least_one, default=3, help="(%(default)s)")
-PARSER.add_argument("--learning-rate", type=positive, default=1e-4, help="(%(default)s)")
+PARSER.add_argument("--learning_rate", type=positive, default=1e-4, help="(%(default)s)")
 PARSER.add_argument("--rounds", type=at_least_one, default=3, help="of timing; the best one counts (%(default)s)")
 PARSER.add_argument("--row", type=Path, help="CSV file that the speeds are appended to")
 
@@ -56,7 +56,7 @@ def smoke(folder: Path) -> list[str | Path]:
     for node in functions:
         (folder / f"{node.name}.txt").write_text(ast.get_source_segment(source, node) or "", encoding="utf-8")
     paths = [folder / f"{node.name}.txt" for node in functions]
-    sizes = ["--batch-size", "3", "--epochs", "1", "--learning-rate", "1e-3", "--rounds", "1"]
+    sizes = ["--batch_size", "3", "--epochs", "1", "--learning_rate", "1e-3", "--rounds", "1"]
     model = common.tiny_checkpoint(folder)
     return ["--model", model, "--output", folder / "output", *sizes, "--documents", *paths]
 

@@ -35,7 +35,7 @@ PARSER.add_argument(
     "--genes", type=existing_file, required=True, help="its genes: GFF3, of which the CDS rows are read"
 )
 PARSER.add_argument("--output", type=new_path, required=True, help="a new folder for the model and results.json")
-PARSER.add_argument("--held-out", type=float, default=0.2, help="the last part, to label (%(default)s)")
+PARSER.add_argument("--held_out", type=float, default=0.2, help="the last part, to label (%(default)s)")
 PARSER.add_argument("--window", type=at_least_one, default=128, help="bases in a window (%(default)s)")
 PARSER.add_argument("--memory", type=at_least_zero, default=256, help="bases that each layer remembers (%(default)s)")
 PARSER.add_argument(
@@ -44,9 +44,9 @@ PARSER.add_argument(
 PARSER.add_argument(
     "--passes", type=at_least_one, default=1, help="how often the genome is learned from (%(default)s)"
 )
-PARSER.add_argument("--batch-size", type=at_least_one, default=32, help="places that are read at once (%(default)s)")
+PARSER.add_argument("--batch_size", type=at_least_one, default=32, help="places that are read at once (%(default)s)")
 PARSER.add_argument("--width", type=at_least_one, default=64, help="d_model (%(default)s)")
-PARSER.add_argument("--learning-rate", type=positive, default=2e-3, help="at most (%(default)s)")
+PARSER.add_argument("--learning_rate", type=positive, default=2e-3, help="at most (%(default)s)")
 PARSER.add_argument("--seed", type=at_least_zero, default=1, help="of the first weights (%(default)s)")
 
 if __name__ == "__main__":
@@ -70,7 +70,7 @@ IGNORED = -100
 def smoke(folder: Path) -> list[str | Path]:
     """A plasmid of the plague's bacterium, whole."""
     plasmid = Path(__file__).parent / "genome" / "NC_005816"
-    sizes = ["--window", "64", "--memory", "64", "--passes", "6", "--batch-size", "8", "--width", "32"]
+    sizes = ["--window", "64", "--memory", "64", "--passes", "6", "--batch_size", "8", "--width", "32"]
     files: list[str | Path] = ["--fasta", plasmid.with_suffix(".fna"), "--genes", plasmid.with_suffix(".gff3")]
     return [*files, "--output", folder / "output", *sizes]
 
@@ -244,20 +244,20 @@ def main():
     options = common.parse_arguments(PARSER, smoke)
     with one_line_errors():
         if not 0 < options.held_out < 1:
-            raise ValueError(f"--held-out {options.held_out} must lie between 0 and 1")
+            raise ValueError(f"--held_out {options.held_out} must lie between 0 and 1")
         genome = read_genome(options.fasta, options.genes, options.lookahead)
         border = round(len(genome.tokens) * (1 - options.held_out))
         learned, held_out = genome.part(0, border), genome.part(border, None)
         if border < options.batch_size * options.window:
             raise ValueError(
-                f"{options.fasta} has {border} places to learn from, but --batch-size {options.batch_size} of them "
+                f"{options.fasta} has {border} places to learn from, but --batch_size {options.batch_size} of them "
                 f"need a --window of {options.window} each"
             )
         bases, held_out_bases = (int((part.labels != IGNORED).sum()) for part in (learned, held_out))
         if not bases:
             raise ValueError(f"--lookahead {options.lookahead} leaves no base to learn from: give a shorter one")
         if not held_out_bases:
-            raise ValueError(f"--held-out {options.held_out} of {options.fasta} has no base to label: hold out more")
+            raise ValueError(f"--held_out {options.held_out} of {options.fasta} has no base to label: hold out more")
         # What it refuses, it refuses before the other one is trained.
         make_model(options, options.memory)
     print(f"{bases} bases to learn from; {held_out_bases} held out.")

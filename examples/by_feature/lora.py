@@ -20,9 +20,9 @@ PARSER.add_argument("--text", type=existing_file, required=True, help="a UTF-8 t
 PARSER.add_argument("--output", type=new_path, required=True, help="a new folder for the adapter")
 PARSER.add_argument("--rank", type=at_least_one, default=8, help="of the adapters' matrices (%(default)s)")
 PARSER.add_argument("--steps", type=at_least_one, default=500, help="(%(default)s)")
-PARSER.add_argument("--batch-size", type=at_least_one, default=8, help="parallel streams of text (%(default)s)")
-PARSER.add_argument("--segment-length", type=at_least_one, help="by default the checkpoint's")
-PARSER.add_argument("--learning-rate", type=positive, default=1e-3, help="(%(default)s)")
+PARSER.add_argument("--batch_size", type=at_least_one, default=8, help="parallel streams of text (%(default)s)")
+PARSER.add_argument("--segment_length", type=at_least_one, help="by default the checkpoint's")
+PARSER.add_argument("--learning_rate", type=positive, default=1e-3, help="(%(default)s)")
 
 if __name__ == "__main__":
     PARSER.refuse_first()
@@ -40,7 +40,7 @@ with one_line_errors():
 def smoke(folder: Path) -> list[str | Path]:
     text = folder / "text.txt"
     text.write_text(common.standard_library("keyword") + common.standard_library("textwrap"), encoding="utf-8")
-    sizes = ["--steps", "60", "--learning-rate", "1e-2"]
+    sizes = ["--steps", "60", "--learning_rate", "1e-2"]
     return ["--model", common.tiny_checkpoint(folder), "--text", text, "--output", folder / "adapter", *sizes]
 
 

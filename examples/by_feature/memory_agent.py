@@ -13,7 +13,7 @@ nothing, of as many parameters.
 
 `repeat_previous`, `position_cartpole` and `autoencode` are POPGym's easy RepeatPrevious, CartPole without its
 velocities, and Autoencode, where 52 cards are to be named backwards (`pip install popgym`; for the last,
-`--memory-length 104 --window 104`, as long as an episode, and many more steps); `recall` needs nothing. Every
+`--memory_length 104 --window 104`, as long as an episode, and many more steps); `recall` needs nothing. Every
 `--block` updates all episodes begin anew, from seeds of their own, and a checkpoint is written: a run that goes on
 with `--resume` is the run that was not stopped. TensorBoard has the curves, and `--table` says how far a run is that
 has not ended. At the end the agent plays held-out episodes, without chance in its choices.
@@ -42,16 +42,16 @@ PARSER.add_argument("--seed", type=int, default=1, help="(%(default)s)")
 PARSER.add_argument("--steps", type=at_least_one, default=100_000, help="of all environments together (%(default)s)")
 PARSER.add_argument("--output", type=Path, help="folder for this run's folder, ENV-MEMORY-SEED")
 PARSER.add_argument("--resume", action="store_true", help="go on from the checkpoint of this run, if there is one")
-PARSER.add_argument("--num-envs", type=at_least_one, default=32, help="(%(default)s)")
+PARSER.add_argument("--num_envs", type=at_least_one, default=32, help="(%(default)s)")
 PARSER.add_argument("--window", type=at_least_one, default=64, help="steps between updates (%(default)s)")
-PARSER.add_argument("--memory-length", type=at_least_one, default=16, help="observations remembered (%(default)s)")
+PARSER.add_argument("--memory_length", type=at_least_one, default=16, help="observations remembered (%(default)s)")
 PARSER.add_argument("--width", type=at_least_one, default=64, help="of the Transformer-XL (%(default)s)")
 PARSER.add_argument("--layers", type=at_least_one, default=1, help="(%(default)s)")
 PARSER.add_argument("--epochs", type=at_least_one, default=4, help="passes over a window (%(default)s)")
 PARSER.add_argument("--minibatches", type=at_least_one, default=4, help="updates in a pass (%(default)s)")
-PARSER.add_argument("--learning-rate", type=positive, default=1e-3, help="at the start; it falls to 0 (%(default)s)")
+PARSER.add_argument("--learning_rate", type=positive, default=1e-3, help="at the start; it falls to 0 (%(default)s)")
 PARSER.add_argument("--gamma", type=float, default=0.99, help="discount (%(default)s)")
-PARSER.add_argument("--gae-lambda", type=float, default=0.95, help="(%(default)s)")
+PARSER.add_argument("--gae_lambda", type=float, default=0.95, help="(%(default)s)")
 PARSER.add_argument("--clip", type=positive, default=0.2, help="of the ratio (%(default)s)")
 PARSER.add_argument("--entropy", type=float, default=0.01, help="factor of the entropy (%(default)s)")
 PARSER.add_argument("--block", type=at_least_one, default=10, help="updates between checkpoints (%(default)s)")
@@ -70,13 +70,13 @@ def check(options: argparse.Namespace):
         raise ValueError(f"--width {options.width} must be a multiple of 8: the agent has four heads")
     if not 0 <= options.seed < HELD_OUT:
         raise ValueError(f"--seed {options.seed} must lie between 0 and {HELD_OUT - 1}")
-    for name, share in (("gamma", options.gamma), ("gae-lambda", options.gae_lambda)):
+    for name, share in (("gamma", options.gamma), ("gae_lambda", options.gae_lambda)):
         if not 0 <= share <= 1:
             raise ValueError(f"--{name} {share:g} must lie between 0 and 1")
     if not 0 <= options.entropy < math.inf:
         raise ValueError(f"--entropy {options.entropy:g} must be at least 0, and finite")
     if options.num_envs < options.minibatches:
-        raise ValueError(f"--minibatches {options.minibatches} are more than --num-envs {options.num_envs}")
+        raise ValueError(f"--minibatches {options.minibatches} are more than --num_envs {options.num_envs}")
     if options.num_envs // options.minibatches * options.window < 2:
         raise ValueError(
             f"--window {options.window} leaves a minibatch one observation, whose advantage has no deviation: "
@@ -111,7 +111,7 @@ with one_line_errors():
 
 
 def smoke(folder: Path) -> list[str | Path]:
-    sizes = ["--num-envs", "4", "--window", "16", "--width", "16", "--steps", "256", "--block", "2", "--episodes", "8"]
+    sizes = ["--num_envs", "4", "--window", "16", "--width", "16", "--steps", "256", "--block", "2", "--episodes", "8"]
     return ["--env", "recall", "--output", folder / "agents", *sizes]
 
 

@@ -25,11 +25,11 @@ PARSER.add_argument(
 PARSER.add_argument("--output", type=new_path, required=True, help="a new file for the weights")
 PARSER.add_argument("--layers", type=at_least_one, default=4, help="(%(default)s)")
 PARSER.add_argument("--width", type=at_least_one, default=128, help="d_model, a multiple of 8 (%(default)s)")
-PARSER.add_argument("--segment-length", type=at_least_one, default=64, help="events (%(default)s)")
-PARSER.add_argument("--memory-length", type=at_least_one, default=256, help="events (%(default)s)")
-PARSER.add_argument("--batch-size", type=at_least_one, default=16, help="parallel streams of events (%(default)s)")
+PARSER.add_argument("--segment_length", type=at_least_one, default=64, help="events (%(default)s)")
+PARSER.add_argument("--memory_length", type=at_least_one, default=256, help="events (%(default)s)")
+PARSER.add_argument("--batch_size", type=at_least_one, default=16, help="parallel streams of events (%(default)s)")
 PARSER.add_argument("--steps", type=at_least_one, default=2000, help="(%(default)s)")
-PARSER.add_argument("--learning-rate", type=positive, default=1e-3, help="(%(default)s)")
+PARSER.add_argument("--learning_rate", type=positive, default=1e-3, help="(%(default)s)")
 
 if __name__ == "__main__":
     PARSER.refuse_first()
@@ -60,8 +60,8 @@ def smoke(folder: Path) -> list[str | Path]:
         duration = generator.integers(6) + generator.integers(2, size=64)
         phrases.append(np.stack([pitch, duration, np.full(64, generator.integers(4))], axis=1))
     np.savetxt(folder / "events.csv", np.concatenate(phrases), fmt="%d", delimiter=",")
-    sizes = ["--layers", "2", "--width", "48", "--segment-length", "8", "--memory-length", "32", "--steps", "250"]
-    return ["--events", folder / "events.csv", "--output", folder / "music.pt", "--learning-rate", "1e-2", *sizes]
+    sizes = ["--layers", "2", "--width", "48", "--segment_length", "8", "--memory_length", "32", "--steps", "250"]
+    return ["--events", folder / "events.csv", "--output", folder / "music.pt", "--learning_rate", "1e-2", *sizes]
 
 
 class MusicModel(nn.Module):

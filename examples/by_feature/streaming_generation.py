@@ -20,7 +20,7 @@ from txl_hf.command_line import at_least_one, hub_or_folder, one_line_errors
 PARSER = common.Parser(__doc__)
 PARSER.add_argument("--model", type=hub_or_folder, required=True, help="a checkpoint: a folder, or a name on the Hub")
 PARSER.add_argument("--prompt", nargs="+", help="the turns; by default they are asked for")
-PARSER.add_argument("--max-new-tokens", type=at_least_one, default=200, help="generated in a turn (%(default)s)")
+PARSER.add_argument("--max_new_tokens", type=at_least_one, default=200, help="generated in a turn (%(default)s)")
 PARSER.add_argument("--temperature", type=float, default=0.9, help="0: always the likeliest token (%(default)s)")
 PARSER.add_argument("--seed", type=int, default=0, help="(%(default)s)")
 
@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, TextStreamer, set_seed
 
 def smoke(folder: Path) -> list[str | Path]:
     turns = ["def main():", "    return ", "", "class "]
-    return ["--model", common.tiny_checkpoint(folder), "--max-new-tokens", "80", "--prompt", *turns]
+    return ["--model", common.tiny_checkpoint(folder), "--max_new_tokens", "80", "--prompt", *turns]
 
 
 class Story:

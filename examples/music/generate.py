@@ -5,7 +5,7 @@
     python examples/music/generate.py --model runs/music --output slow --key Dm --tempo 60 --wav
 
 Each piece is a MIDI file, a picture of its notes (a piano roll), and with --wav a recording. The model remembers the
-last --memory-length tokens however long the piece is. What may follow what is told by MidiTok's own graph of token
+last --memory_length tokens however long the piece is. What may follow what is told by MidiTok's own graph of token
 types (`MusicGrammar`), so that every file is valid, also of a model that has hardly learned. --key and --tempo begin a
 piece; they are not held on to. --wav needs the program fluidsynth, of the distribution's packages; its sounds are
 those of --soundfont, or else of the soundfont that these (`fluid-soundfont-gm`) or pretty_midi bring.

@@ -59,7 +59,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=at_least_one, default=3, help="layers")
     parser.add_argument("--dropout", type=float, default=0.2, help="of states; half as much of attention")
     parser.add_argument("--memory", type=at_least_zero, default=256, help="mem_len in training")
-    parser.add_argument("--learning-rate", type=positive, default=3e-3, help="at the end of the warm-up")
+    parser.add_argument("--learning_rate", type=positive, default=3e-3, help="at the end of the warm-up")
     parser.add_argument("--seed", type=at_least_zero, default=0, help="of weights, dropout and transpositions")
     return parser.parse_args(arguments)
 

@@ -83,7 +83,7 @@ def test_the_example_writes_what_generate_writes(folders, capsys, monkeypatch):
         outputs = model(torch.tensor([written[-1:]]), mems=mems)
         mems = outputs.mems
         written.append(int(outputs.logits[0, -1].argmax()))
-    arguments = ["--model", str(folders[1]), "--prompt", prompt, "--max-new-tokens", "20"]
+    arguments = ["--model", str(folders[1]), "--prompt", prompt, "--max_new_tokens", "20"]
     monkeypatch.setattr(sys, "argv", [str(GENERATE), *arguments])
     runpy.run_path(str(GENERATE), run_name="__main__")
     assert capsys.readouterr().out.split() == tokenizer.decode([*ids[0], *written]).split()
