@@ -16,8 +16,7 @@ TRANSFORMERS ?= "transformers<5.24"
 # Triton decides when it is imported whether its interpreter runs the kernels, so these tests have processes of their own.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=10 --durations-min=1
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST)
-# Most of fifteen thousand modules are never imported: each is compiled when it is.
-PIP := $(BIN)/python -m pip install --no-compile --constraint $(CONSTRAINTS)
+PIP := $(BIN)/python -m pip install --constraint $(CONSTRAINTS)
 
 .PHONY: venv demo test test-all test-gpu test-oldest test-clients style quality docs mutants fuzz bench bench-gpu paper half-hours music clean
 

@@ -6,7 +6,6 @@ import functools
 import inspect
 import time
 from collections import OrderedDict
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -129,6 +128,7 @@ def serve(options: argparse.Namespace) -> None:
     from transformers.cli.serving import model_manager, utils
 
     load_config(options.model)
+    line_feed: int | None = None
 
     class Manager(model_manager.ModelManager):
         def _load_model(self, *args, **kwargs):
@@ -138,7 +138,8 @@ def serve(options: argparse.Namespace) -> None:
 
         def _load_processor(self, *args, **kwargs):
             processor = super()._load_processor(*args, **kwargs)
-            lines.line_feed = getattr(processor, "line_feed_id", None)
+            nonlocal line_feed
+            line_feed = getattr(processor, "line_feed_id", None)
             if processor.chat_template is None:
                 processor.apply_chat_template = refuse_chat
             return processor
@@ -185,11 +186,11 @@ def serve(options: argparse.Namespace) -> None:
         """What decodes as the tokenizer does, line by line."""
 
         def put(self, value):
-            if self._first or self._parser is not None or lines.line_feed is None:
+            if self._first or self._parser is not None or line_feed is None:
                 return super().put(value)
             for token in value.tolist():
                 super().put(value.new_tensor([token]))
-                if token == lines.line_feed:
+                if token == line_feed:
                     self._enqueue("\n")
                     self._decode_stream = DecodeStream([], skip_special_tokens=True)
 
@@ -200,7 +201,7 @@ def serve(options: argparse.Namespace) -> None:
             port = self.servers[0].sockets[0].getsockname()[1]
             print(f"serving {options.model} at http://{options.host}:{port}/v1", flush=True)
 
-    started, lines = int(time.time()), SimpleNamespace(line_feed=None)
+    started = int(time.time())
     # The server looks classes up in what its module takes for transformers (there may be two), its manager there, and
     # uvicorn's server in uvicorn.
     model_manager.transformers.TransfoXLForCausalLM = TransfoXLForCausalLM
