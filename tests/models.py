@@ -13,6 +13,8 @@ BACKENDS = [
     for name in RELATIVE_ATTENTION_FUNCTIONS
     if name != "txl_triton"
 ]
+# The first looks for breaks of a graph alone; the second traces what is written to as well, and takes twice as long.
+COMPILERS = ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)]
 SMALL = {
     "vocab_size": 61,
     "cutoffs": [9, 30],

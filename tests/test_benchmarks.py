@@ -825,11 +825,18 @@ def test_softmax(tmp_path, forked):
     assert [row["contender"] for row in read(tmp_path / "softmax.csv")] == ["ours", "full"]
 
 
-def test_threads_beside_another_program(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["one thread", "as txl-train"],
+        pytest.param(["one thread", "as torch", "passive", "as txl-train"], marks=pytest.mark.slow),
+    ],
+    ids=["two", "all"],
+)
+def test_threads_beside_another_program(tmp_path, monkeypatch, names):
     import threads
 
     assert list(threads.SETTINGS) == ["one thread", "as torch", "passive", "as txl-train"]
-    names = ["one thread", "as txl-train"]
     monkeypatch.setattr(threads, "SETTINGS", {name: threads.SETTINGS[name] for name in names})
     threads.main(["--smoke", "--busy", "1", "--output", str(tmp_path / "threads.csv")])
     rows = read(tmp_path / "threads.csv")

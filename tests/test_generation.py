@@ -10,6 +10,7 @@ from packaging import version
 from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
+from models import COMPILERS
 from txl_hf import (
     TransfoXLForCausalLM,
     TransfoXLForSequenceClassification,
@@ -271,7 +272,8 @@ def test_static_cache_compiled_once_without_graph_breaks(make_model, make_ids, c
 @pytest.mark.parametrize(
     "changes", [{}, pytest.param({"initial_memory": "zeros"}, marks=pytest.mark.slow)], ids=["empty", "zeros"]
 )
-def test_static_cache_with_the_prompt_in_a_graph(make_model, make_ids, changes):
+@pytest.mark.parametrize("backend", COMPILERS)
+def test_static_cache_with_the_prompt_in_a_graph(make_model, make_ids, changes, backend):
     """As a user compiles, all of the forward, whoever makes the cache: `generate`, the model itself or the caller."""
     model = make_model(n_layer=1, **changes)
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=60)
@@ -282,7 +284,7 @@ def test_static_cache_with_the_prompt_in_a_graph(make_model, make_ids, changes):
     expected = model.generate(ids, **options)
     first = model(ids, attention_mask=mask, use_cache=True)
     torch.compiler.reset()
-    model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
+    model.forward = torch.compile(model.forward, fullgraph=True, backend=backend)
     for _ in range(2):
         assert torch.equal(model.generate(ids, cache_implementation="static", **options), expected)
     static = StaticCache(model.config, max_cache_len=1 + model.config.mem_len)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import oracle
-from models import small_config
+from models import COMPILERS, small_config
 from txl_hf import MemoryLengths, TransfoXLForCausalLM, attention_transfo_xl, positions_transfo_xl
 from txl_hf import modeling_transfo_xl as modeling
 from txl_hf.attention_transfo_xl import (
@@ -391,7 +391,8 @@ def test_padding_never_leaks_from_a_cache(make_model, make_ids, name, make_cache
     ],
 )
 @torch.no_grad()
-def test_a_compiled_step_knows_what_is_hidden_in_a_static_cache(make_model, make_ids, hidden, make_cache):
+@pytest.mark.parametrize("backend", COMPILERS)
+def test_a_compiled_step_knows_what_is_hidden_in_a_static_cache(make_model, make_ids, hidden, make_cache, backend):
     """The filler of a short prompt, earlier padding, what `resets` forgot, a row that has ended: now and later."""
     torch.compiler.reset()
     model = make_model(n_layer=1)
@@ -402,7 +403,7 @@ def test_a_compiled_step_knows_what_is_hidden_in_a_static_cache(make_model, make
     caches = make_cache(model.config), MemoryCache(model.config)
     for cache in caches:
         model(prompt, past_key_values=cache, attention_mask=None if mask.all() else mask)
-    compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
+    compiled = torch.compile(model.forward, backend=backend, fullgraph=True)
     for step in range(5):
         ids, given = make_ids(2, 1, seed=step), {}
         mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
@@ -717,9 +718,10 @@ def test_no_gradient_reaches_the_segment_before_through_a_cache(make_model, make
 @pytest.mark.parametrize(
     "make_cache", [MemoryCache, StaticMemoryCache, lambda config: StaticCache(config=config, max_cache_len=9)]
 )
-def test_a_compiled_call_with_a_cache_may_have_gradients_on(make_model, make_ids, make_cache):
+@pytest.mark.parametrize("backend", COMPILERS)
+def test_a_compiled_call_with_a_cache_may_have_gradients_on(make_model, make_ids, make_cache, backend):
     model, found = make_model(n_layer=1), []
-    for call in (model, torch.compile(model, backend="eager")):
+    for call in (model, torch.compile(model, backend=backend)):
         cache = make_cache(model.config)
         outputs = [call(ids, past_key_values=cache).logits for ids in make_ids(2, 3).split(1, dim=1)]
         found.append(torch.cat(outputs, dim=1))

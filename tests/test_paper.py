@@ -404,6 +404,18 @@ def test_a_model_reads_as_many_tokens_as_it_has_learned_positions_of(config_clas
     assert context_length.furthest(model, 99) == 16 and context_length.furthest(model, 9) == 9
 
 
+def check_windows(model, ids, contexts, places, longest, **options):
+    """Each loss is that of its window read alone, which is as long as its context, or as the model reads."""
+    found = context_length.window_losses(model, ids.numpy(), contexts, places, **options)
+    for k, context in enumerate(contexts):
+        seen = min(context, longest)
+        for j, place in enumerate(places):
+            window, target = ids[place - seen : place][None], ids[place - seen + 1 : place + 1][None]
+            with torch.no_grad():
+                expected = contenders.losses_of(model, window, target)[0][0, -1]
+            assert float(found[k, j]) == pytest.approx(float(expected), rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.parametrize("name", ["recurrence-ours-full", "none-shaw-full", "none-vaswani-half", "lstm", "gpt2"])
 def test_a_loss_is_of_exactly_so_much_context(name, work):
     """Each position's window read by itself, from scratch; beyond what a model reads at once, as much as it does."""
@@ -415,14 +427,8 @@ def test_a_loss_is_of_exactly_so_much_context(name, work):
     model.eval()
     ids, contexts = torch.randint(200, (60,)), [4, 8, 16, 20]
     places = np.array([20, 24, 40, 56])
-    found = context_length.window_losses(model, ids.numpy(), contexts, places, batch_size=3)
-    for k, context in enumerate(contexts):
-        seen = min(context, {"none-vaswani-half": 8, "gpt2": 8}.get(name, 99))
-        for j, place in enumerate(places):
-            window, target = ids[place - seen : place][None], ids[place - seen + 1 : place + 1][None]
-            with torch.no_grad():
-                expected = contenders.losses_of(model, window, target)[0][0, -1]
-            assert float(found[k, j]) == pytest.approx(float(expected), rel=1e-4, abs=1e-5)
+    longest = {"none-vaswani-half": 8, "gpt2": 8}.get(name, 99)
+    check_windows(model, ids, contexts, places, longest, batch_size=3)
 
 
 @pytest.mark.parametrize("contexts", [[6, 12], [10, 20]], ids=["no multiple", "first one"])
@@ -431,14 +437,7 @@ def test_a_model_reads_no_fewer_tokens_than_it_has_positions_of(contexts, work):
     torch.manual_seed(0)
     model = contenders.make_model(contenders.ROWS["gpt2"], TINY, 200).eval()
     ids, places = torch.randint(200, (60,)), np.array([20, 32])
-    found = context_length.window_losses(model, ids.numpy(), contexts, places)
-    for k, context in enumerate(contexts):
-        for j, place in enumerate(places):
-            seen = min(context, 8)
-            window, target = ids[place - seen : place][None], ids[place - seen + 1 : place + 1][None]
-            with torch.no_grad():
-                expected = contenders.losses_of(model, window, target)[0][0, -1]
-            assert float(found[k, j]) == pytest.approx(float(expected), rel=1e-4, abs=1e-5)
+    check_windows(model, ids, contexts, places, 8)
 
 
 def test_models_that_gain_up_to_a_length_have_that_length():

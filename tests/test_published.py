@@ -220,21 +220,21 @@ def test_a_part_of_another_version_is_not_continued(server, tmp_path):
     assert part.read_bytes() == b"b" * 4000
 
 
-def test_where_a_server_names_no_version_its_date_is_one(server, tmp_path):
+@pytest.mark.parametrize(
+    ("lacking", "asked"),
+    [("tags", [None, "bytes=1000-", "bytes=2000-"]), ("ranges", [None, "bytes=1000-"])],
+    ids=["a date", "all of it again"],
+)
+def test_a_server_that_names_no_version_has_a_date_and_one_without_ranges_sends_all_again(
+    server, tmp_path, lacking, asked
+):
     path, part = server.folder / "big", tmp_path / "big.part"
     path.write_bytes(bytes(range(250)) * 20)
-    server.breaks, server.tags = 2, False
+    server.breaks = len(asked) - 1
+    setattr(server, lacking, False)
     published.fetch(f"{server.address}/big", part)
     assert part.read_bytes() == path.read_bytes()
-    assert [given for _, given in server.requests] == [None, "bytes=1000-", "bytes=2000-"]
-
-
-def test_a_server_without_ranges_sends_all_of_it_again(server, tmp_path):
-    path, part = server.folder / "big", tmp_path / "big.part"
-    path.write_bytes(bytes(range(250)) * 20)
-    server.breaks, server.ranges = 1, False
-    published.fetch(f"{server.address}/big", part)
-    assert part.read_bytes() == path.read_bytes()
+    assert [given for _, given in server.requests] == asked
 
 
 def test_a_part_that_is_whole_already_is_taken(server, tmp_path):

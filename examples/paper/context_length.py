@@ -146,8 +146,8 @@ def window_losses(model: Any, token_ids, contexts: list[int], places: np.ndarray
     reach = sorted({min(context, longest) for context in contexts})
     starts = np.unique((places[None] - np.array(reach)[:, None]).ravel())
     rows = {int(start): i for i, start in enumerate(starts)}
-    window = np.minimum(reach[-1], len(ids) - 1 - starts)
-    losses = torch.zeros(len(starts), reach[-1], device=model.device)
+    window = np.minimum(longest, len(ids) - 1 - starts)
+    losses = torch.zeros(len(starts), longest, device=model.device)
     for length in np.unique(window):
         of_length = np.flatnonzero(window == length)
         for part in np.array_split(of_length, -(-len(of_length) // batch_size)):

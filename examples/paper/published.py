@@ -215,12 +215,14 @@ def receive(url: str, part: Path) -> bool:
     with response:
         resumed = response.status == 206
         start = start if resumed else 0
-        tag = response.headers.get("ETag", "W/")
-        # A weak one does not promise the same bytes; a date does, to the second.
-        if tag := response.headers.get("Last-Modified") if tag.startswith("W/") else tag:
-            tag_path.write_text(tag)
-        else:
+        tag = response.headers.get("ETag")
+        if tag is None or tag.startswith("W/"):
+            # A weak one does not promise the same bytes; a date does, to the second.
+            tag = response.headers.get("Last-Modified")
+        if tag is None:
             tag_path.unlink(missing_ok=True)
+        else:
+            tag_path.write_text(tag)
         length = response.headers.get("Content-Length")
         total = None if length is None else start + int(length)
         with (

@@ -84,7 +84,8 @@ class Progress:
             return
         self._tick()
         self._steps += 1
-        left_steps, is_tenth = self._total - step, self._steps * 10 >= self._total - step + self._steps
+        left_steps = self._total - step
+        is_tenth = self._steps * 10 >= left_steps + self._steps
         if self._clock - self._since <= self._seconds and not (self._end is None and is_tenth):
             return
         # What the device was given to do is done when this is known.

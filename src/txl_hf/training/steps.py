@@ -220,7 +220,8 @@ class CapturedStep:
         shared: dict[str, Any],
     ):
         """Args:
-        inputs, memory: of a step of these shapes. shared: where it is recorded, as recorders take it.
+        inputs, memory: of a step of these shapes. gradients: to which its own are added.
+        shared: where it is recorded, as recorders take it.
         """
         device = inputs["input_ids"].device
         record = functools.partial(RECORDERS[device.type], device=device, draws=True, **shared)
@@ -240,8 +241,8 @@ class CapturedStep:
 
         def learn() -> None:
             found = differentiate()
-            places = [place for place, gradient in zip(gradients.places, found, strict=True) if gradient is not None]
-            torch._foreach_add_(places, [gradient for gradient in found if gradient is not None])
+            sums = [place for place, gradient in zip(gradients.places, found, strict=True) if gradient is not None]
+            torch._foreach_add_(sums, [gradient for gradient in found if gradient is not None])
 
         # The numbers that are drawn here are drawn again when it runs.
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
