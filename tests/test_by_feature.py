@@ -469,8 +469,8 @@ def test_every_base_is_labelled_once_later_and_forgotten_where_a_sequence_begins
     with gzip.open(tmp_path / "two.fna.gz", "wt") as file:
         file.write(">one a note\nACGTA\nCGT\n\n>two\nGGGCC\n")
     # Of both strands; around the end of a circle; a row that is no gene; and bases behind the table.
-    rows = table("one 2 4 +", "one 4 5 -", "two 5 6 -") + "two\tX\tregion\t1\t5\t.\t?\t.\tID=y\n##FASTA\n>one\nACGT\n"
-    (tmp_path / "two.gff3").write_text("##gff-version 3\n" + rows)
+    rows = table("one 2 4 +", "one 4 5 -", "two 5 6 -") + "two\tX\tregion\t1\t5\t.\t?\t.\tID=é\n##FASTA\n>one\nACGT\n"
+    (tmp_path / "two.gff3").write_text("##gff-version 3\n" + rows, encoding="utf-8")
     genome = module.read_genome(tmp_path / "two.fna.gz", tmp_path / "two.gff3", lookahead=3)
     assert genome.labels.tolist() == [-100] * 3 + [0, 1, 1, -100, 2, 0, 0, 0] + [-100] * 3 + [2, 0, 0, 0, 2]
     assert genome.begins.nonzero().flatten().tolist() == [0, 11] and len(genome.tokens) == 19

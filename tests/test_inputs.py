@@ -317,3 +317,11 @@ def test_the_number_of_items_divides_the_loss_of_several_labels(make_model, make
     outputs = model(ids, labels=labels, num_items_in_batch=12)
     expected = F.binary_cross_entropy_with_logits(outputs.logits, labels) / 2
     torch.testing.assert_close(outputs.loss, expected)
+
+
+def test_a_number_that_is_not_counted_is_a_number_all_the_same(make_model, make_ids):
+    """As in the evaluation of any regression by `Trainer`, which takes -100.0 for no label where it counts."""
+    model = make_model(model_class=TransfoXLForSequenceClassification, pad_token_id=60, num_labels=1)
+    ids, labels = make_ids(4, 5), torch.tensor([-100.0, 1.0, 2.0, 3.0])
+    outputs = model(ids, labels=labels, num_items_in_batch=3)
+    torch.testing.assert_close(outputs.loss, F.mse_loss(outputs.logits[:, 0], labels))

@@ -21,7 +21,7 @@ from goldens import golden
 from scripts import run_script
 from txl_hf import TokenStream, TransfoXLTokenizer
 from txl_hf.corpora import split_of
-from txl_hf.texts import read_raw
+from txl_hf.texts import read_prepared, read_raw
 
 SHARED = Path(__file__).parents[2] / "shared"
 SPLITS = ("train", "validation", "test")
@@ -358,6 +358,31 @@ def test_hyphens_stand_for_underscores(tmp_path):
     arguments = ["--corpus", "text", "--input", str(folder), "--lower-case", "--min-freq=6", "--num-proc", "1"]
     prepare_corpus.main([*arguments, "--output", str(tmp_path / "output")])
     assert load(tmp_path / "output")[1].symbols[3:] == ["the", "=", "was", "door", "."]
+
+
+@pytest.mark.parametrize("held_out", ["NNNNN\nn n\nACGT\n", "NNN\n"], ids=["some", "all"])
+def test_characters_without_a_token_are_told_and_divide_no_figure(tmp_path, capsys, held_out):
+    """A sub-word tokenizer without `unk_token` passes over what it lacks, and 4 of 12 characters had all the bits."""
+    bases = {"<pad>": 0, "A": 1, "C": 2, "G": 3, "T": 4}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(bases, [])), pad_token="<pad>")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    folder = tmp_path / "input"
+    folder.mkdir()
+    for split, text in {"train": "ACGT\n" * 20, "valid": "GATTACA\n", "test": held_out}.items():
+        (folder / f"{split}.txt").write_text(text)
+    options = ["--input", folder, "--tokenizer", tmp_path / "tokenizer"]
+    if held_out == "NNN\n":
+        with pytest.raises(SystemExit, match="the test text of input has no token: .*tokenizer lacks all of it"):
+            prepare(tmp_path, "text", *options)
+        return
+    splits = load(prepare(tmp_path, "text", *options))[2]["splits"]
+    assert "the test text: 7 characters have no token and are passed over: 'N' (5), 'n' (2)" in capsys.readouterr().err
+    assert splits["test"]["characters_without_token"] == 7 and "characters_without_token" not in splits["validation"]
+    held, whole = (read_prepared(tmp_path / "output", split) for split in ("test", "validation"))
+    assert (len(held.token_ids), held.words, held.characters) == (4, None, None)
+    assert (len(whole.token_ids), whole.words, whole.characters) == (7, 2, 8)
+    raw = read_raw(folder / "test.txt", tokenizer)
+    assert (len(raw.token_ids), raw.words, raw.characters) == (4, None, None)
 
 
 @pytest.mark.parametrize("corpus", ["wikitext-2", "enwik8", "text8"])

@@ -185,6 +185,31 @@ def test_what_cannot_be_read_is_said(tokenizer, texts, options, message):
         list(TextStream(texts, tokenizer, S, G, **options))
 
 
+def test_what_is_left_behind_the_last_whole_step_is_told(tokenizer, caplog):
+    """Of texts of very different lengths that is most: the rows of the short ones end first."""
+    texts = [" ".join(TEXTS), *TEXTS[9:12]]
+    whole = list(TextStream(texts, tokenizer, S, G, keep_remainder=True))
+    stream = TextStream(texts, tokenizer, S, G)
+    items = list(stream)
+    tokens = [sum(map(len, rows_of(read, G))) for read in (whole, items)]
+    assert stream.dropped_tokens == tokens[0] - tokens[1] > tokens[0] / 2
+    assert f"a TextStream leaves out {stream.dropped_tokens:,} tokens" in caplog.text
+    caplog.clear()
+    again = TextStream(texts, tokenizer, S, G, keep_remainder=True)
+    assert len(list(again)) == len(whole) and again.dropped_tokens == 0 and not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("texts", "keep_remainder", "found"),
+    [(["a " * 20], False, "shortest has 0 tokens, and 9 are"), (["a"] * G, True, "longest has 1 tokens, and 2 are")],
+    ids=["steps", "remainder"],
+)
+def test_texts_that_fill_no_step_are_refused(texts, keep_remainder, found):
+    tokenizer = TransfoXLTokenizer.from_symbols(["a"], mode="whitespace")
+    with pytest.raises(ValueError, match=f"fills no step: of batch_size={G} rows the {found}"):
+        list(TextStream(texts, tokenizer, S, G, keep_remainder=keep_remainder))
+
+
 @pytest.mark.parametrize("eos_token", [None, "<eos>"])
 @pytest.mark.parametrize("texts", [["", ""], ["", " "]], ids=["empty", "spaces"])
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
+from torch.nn import functional as F
 
 pytest.importorskip("accelerate")
 
@@ -757,6 +758,35 @@ def test_an_evaluation_of_a_classifier_is_the_mean_over_its_labels(tmp_path):
     assert metrics["eval_tokens"] == len(losses) == 4 * (4 + 3 + 2 + 1)
     assert metrics["eval_loss"] == pytest.approx(np.mean(losses), rel=1e-5)
     assert not [name for logs in (metrics, *trainer.state.log_history) for name in logs if "perplexity" in name]
+
+
+@pytest.mark.parametrize("num_labels", [3, 1], ids=["classes", "numbers"])
+def test_an_evaluation_of_sequences_is_the_mean_over_those_that_have_a_label(tmp_path, num_labels):
+    """Only the last segment of each has: segments without one would count as losses of zero."""
+    steps, rows = 4, 4
+
+    class Labelled(TokenStream):
+        def __getitem__(self, index):
+            ids = super().__getitem__(index)["input_ids"]
+            last = index // self.batch_size == steps - 1
+            label = ids[-1] % 3 if last else torch.tensor(-100)
+            return {
+                "input_ids": ids,
+                "attention_mask": torch.ones_like(ids),
+                "labels": label if num_labels > 1 else label.float(),
+            }
+
+    set_seed(0)
+    model = TransfoXLForSequenceClassification(small_config(num_labels=num_labels, pad_token_id=0))
+    stream = Labelled(make_text(5 * steps * rows + 1), 5, rows)
+    trainer = make_trainer(tmp_path, model, stream, max_steps=2)
+    trainer.train()
+    output = trainer.predict(stream)
+    labels, scores = torch.tensor(output.label_ids)[-rows:], torch.tensor(output.predictions)[-rows:]
+    expected = F.cross_entropy(scores, labels) if num_labels > 1 else F.mse_loss(scores[:, 0], labels)
+    assert output.metrics["test_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert output.metrics["test_tokens"] == rows
+    assert not [name for logs in (output.metrics, *trainer.state.log_history) for name in logs if "perplexity" in name]
 
 
 def test_a_search_is_for_the_loss_or_the_metrics_of_the_user(tmp_path, monkeypatch):

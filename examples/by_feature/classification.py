@@ -42,6 +42,8 @@ from transformers import (
     set_seed,
 )
 
+from txl_hf.files import whole_folder
+
 with one_line_errors():
     import pandas
     from datasets import ClassLabel, Dataset, DatasetDict
@@ -85,7 +87,7 @@ def main():
         )
     print(f"{len(data['train'])} texts to train on, {len(data['test'])} held out; labels {', '.join(names)}.")
 
-    with common.whole_folder(arguments.output) as folder:
+    with whole_folder(arguments.output) as folder:
         trainer = Trainer(
             model,
             training_arguments(arguments, folder),

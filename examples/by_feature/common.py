@@ -10,8 +10,7 @@ import shlex
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,17 +57,6 @@ def parse_arguments(
     stand_for = [str(argument) for argument in smoke(Path(folder.name))]
     print(f"--smoke: {parser.prog} {shlex.join(stand_for)}")
     return parser.parse_args([*stand_for, *arguments])
-
-
-@contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder to write into, which gets its name when all of it is written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as scratch:
-        folder = Path(scratch, path.name)
-        folder.mkdir()
-        yield folder
-        folder.rename(path)
 
 
 def load(model_class, path: str, **changes):

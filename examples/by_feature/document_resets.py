@@ -47,6 +47,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
 
 from txl_hf import TokenStream, TransfoXLTrainer, token_losses
 from txl_hf.encoding import encode_text
+from txl_hf.files import whole_folder
 from txl_hf.memory_transfo_xl import memory_of
 
 
@@ -200,7 +201,7 @@ def main():
         held_out, documents = documents[::4], [ids for i, ids in enumerate(documents) if i % 4]
     segment_length = arguments.segment_length or model.config.tgt_len
 
-    with common.whole_folder(arguments.output) as folder, one_line_errors():
+    with whole_folder(arguments.output) as folder, one_line_errors():
         train(model, documents, segment_length, arguments, folder)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

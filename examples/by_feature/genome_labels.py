@@ -58,6 +58,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from txl_hf import TransfoXLForTokenClassification
+from txl_hf.files import whole_folder
 from txl_hf.memory_transfo_xl import memory_of
 
 LABELS = ["none", "+", "-"]
@@ -93,7 +94,7 @@ class Genome(NamedTuple):
 def open_text(path: Path) -> Iterator[IO[str]]:
     """The text of a file, which may be compressed. Raises a ValueError that names it where it is broken."""
     try:
-        with gzip.open(path, "rt", encoding="ascii") if path.suffix == ".gz" else path.open(encoding="ascii") as file:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             yield file
     except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
@@ -110,7 +111,7 @@ def read_sequences(path: Path) -> dict[str, str]:
                     raise ValueError(f"{path}:{number}: a sequence needs a name of its own, not {name!r}")
                 sequences[name] = []
             elif line.strip():
-                if not sequences or not line.strip().isalpha():
+                if not sequences or not (line.strip().isascii() and line.strip().isalpha()):
                     raise ValueError(f"{path}:{number}: {line.strip()[:20]!r} is neither a name (>…) nor bases")
                 sequences[name].append(line.strip().upper())
     if empty := [name for name, lines in sequences.items() if not lines]:
@@ -134,7 +135,11 @@ def read_labels(path: Path, lengths: dict[str, int]) -> dict[str, Tensor]:
             fields = line.rstrip("\n").split("\t")
             if line.startswith("#") or not line.strip() or (len(fields) == 9 and fields[2] != "CDS"):
                 continue
-            if len(fields) != 9 or not (fields[3].isdigit() and fields[4].isdigit()) or fields[6] not in LABELS[1:]:
+            if (
+                len(fields) != 9
+                or not (fields[3].isdecimal() and fields[4].isdecimal())
+                or fields[6] not in LABELS[1:]
+            ):
                 raise ValueError(f"{path}:{number} is no row of GFF3: it needs nine columns, two numbers and a strand")
             name, first, last = fields[0], int(fields[3]), int(fields[4])
             if name not in lengths:
@@ -262,7 +267,7 @@ def main():
         make_model(options, options.memory)
     print(f"{bases} bases to learn from; {held_out_bases} held out.")
     results: dict = {"held_out_bases": held_out_bases}
-    with common.whole_folder(options.output) as folder:
+    with whole_folder(options.output) as folder:
         for name, memory in (("window by window", 0), ("with memory", options.memory)):
             started = time.perf_counter()
             model = make_model(options, memory)

@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
 
 from txl_hf import TokenStream, TransfoXLTrainer
 from txl_hf.encoding import encode_text
+from txl_hf.files import whole_folder
 
 with one_line_errors():
     from peft import LoraConfig, PeftModel, get_peft_model
@@ -56,7 +57,7 @@ def main():
     config = LoraConfig(r=arguments.rank, lora_alpha=2 * arguments.rank, target_modules=["q_proj", "v_proj"])
     adapted = get_peft_model(model, config)
 
-    with common.whole_folder(arguments.output) as folder:
+    with whole_folder(arguments.output) as folder:
         trainer = TransfoXLTrainer(
             adapted, training_arguments(arguments, folder), train_dataset=training, eval_dataset=held_out
         )

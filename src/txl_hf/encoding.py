@@ -1,13 +1,16 @@
 """The token ids of a text, for any tokenizer: one way for preparing and evaluating, so that figures agree."""
 
+import unicodedata
+from collections import Counter
 from collections.abc import Iterable
 from io import StringIO
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .corpora import LINES
 from .midi import is_midi_tokenizer, load_midi_tokenizer
 from .tokenization_transfo_xl_backend import WORD_MODES, check_lines
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LINE_FEED",
+    "characters_without_tokens",
     "check_symbols_of",
     "document_end_token",
     "encode_bytes",
@@ -182,6 +186,36 @@ def encode_lines(
 def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> np.ndarray:
     """The ids of a text, as `encode_lines` over its lines: (N,) int64. Only line feeds end a line."""
     return encode_lines(tokenizer, StringIO(text, newline="\n").readlines())
+
+
+def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> Counter[str]:
+    """How often each character occurs that has no token: without `unk_token` a tokenizer may pass over what it lacks,
+    in silence.
+
+    White space is passed over by many that read words, and what is not to be seen by some: neither is counted. Nor is
+    anything of a `TransfoXLTokenizer`, which refuses what it lacks, nor of a tokenizer in Python, which does not say
+    what its tokens are of.
+
+    Args:
+        lines: as `encode_lines` takes them.
+    """
+    passed: Counter[str] = Counter()
+    if getattr(tokenizer, "mode", None) is not None or not getattr(tokenizer, "is_fast", False):
+        return passed
+    lines = iter(lines)
+    while batch := list(islice(lines, LINES)):
+        encoded = tokenizer(batch, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        for line, places in zip(batch, encoded["offset_mapping"], strict=True):
+            end = 0
+            for start, stop in places:
+                passed.update(line[end:start])
+                end = max(end, stop)
+            passed.update(line[end:])
+    return Counter({char: count for char, count in passed.items() if _is_to_be_seen(char)})
+
+
+def _is_to_be_seen(char: str) -> bool:
+    return not char.isspace() and unicodedata.category(char) not in ("Cc", "Cf")
 
 
 def document_end_token(tokenizer: Any, token: str) -> int:

@@ -87,14 +87,18 @@ def options_that_differ(before: Mapping[str, Any], today: Mapping[str, Any]) -> 
 
 @contextmanager
 def whole_folder(path: str | os.PathLike) -> Iterator[Path]:
-    """An empty folder to fill, which takes the place of `path`, if there is one, at the end. Its parents are made."""
+    """An empty folder to fill, which takes the place of `path`, if there is one, at the end. Its parents are made.
+
+    It has the name of `path`, for writers that put that into what they write, as model cards do.
+    """
     path = Path(path)
     aside = path.with_name(f"{UNFINISHED_PREFIX}-{os.getpid()}-{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    folder = aside / path.name
+    folder.mkdir(parents=True)
     try:
-        yield aside
-        move_into_place(aside, path)
+        yield folder
+        move_into_place(folder, path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -987,10 +987,10 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 alone would hide it. A row without any real token, as a text that ended in an earlier segment, has
                 logits of NaN.
             labels: (B,) or (B, 1) classes, or `num_labels` numbers for each row, for regression or multi-label
-                classification. Of classes -100 is ignored, as a row without real tokens needs it. Which they are says
-                `config.problem_type`, and where that is None, their shape.
-            num_items_in_batch (in kwargs): what the sum of the losses of the labels that count is divided by, instead
-                of their number.
+                classification. Of classes -100 is ignored, as a row without real tokens needs it; -100.0 is a number
+                as any other. Which they are says `config.problem_type`, and where that is None, their shape.
+            num_items_in_batch (in kwargs): how many labels but -100 a whole step has, as `Trainer` counts them: the
+                loss is the part of the step's mean that these have, and 0 where they are all -100.0.
 
         Raises:
             ValueError: a batch of several rows with neither a mask nor a `pad_token_id`, labels of another shape, or
@@ -1029,8 +1029,9 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 logits=scores, labels=labels, pooled_logits=logits, config=self.config, num_items_in_batch=count
             )
             if num_items_in_batch is not None and self.config.problem_type != "single_label_classification":
-                # transformers' losses of numbers are means, whatever `num_items_in_batch` says.
-                loss = loss * labels.numel() / count
+                # transformers' losses of numbers are means, whatever `num_items_in_batch` says. Who counts for a step
+                # leaves out the number -100 too.
+                loss = loss * (labels != -100).sum() / count
         return TransfoXLSequenceClassifierOutput(loss=loss, logits=logits, **_without_last_state(outputs))
 
     def _of_last_real_token(self, scores: Tensor, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:

@@ -101,7 +101,7 @@ from .midi import (
     split_pieces,
     tokenise_pieces,
 )
-from .texts import INFORMATION
+from .texts import INFORMATION, count_passed
 from .tokenization_transfo_xl_backend import LINE_END_MODES
 
 if TYPE_CHECKING:
@@ -233,7 +233,18 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict:
     for split, count in counts.items():
         if count["characters"] == 0 or count["words"] == 0:
             raise ValueError(f"the {split} text of {source_name(options)} is empty")
+    if convention.stream and tokenizer is not None:
+        texts = {split: pieces(text) for split, text in texts.items()}
+    if tokenizer is not None:
+        for split in SPLITS[1:]:
+            # Of these a model's figures are.
+            counts[split] |= count_passed(tokenizer, texts[split]["text"], f"the {split} text")
     tokenizer, tokens = tokenise(texts, tokenizer, convention, vocabulary, options.num_proc, scratch)
+    for split, found in tokens.items():
+        if len(found) == 0:
+            raise ValueError(
+                f"the {split} text of {source_name(options)} has no token: {options.tokenizer} lacks all of it"
+            )
     document_end = None
     if options.document_end is not None:
         document_end = document_end_token(tokenizer, options.document_end)
@@ -451,14 +462,16 @@ def tokenise(
     num_proc: int,
     scratch: Path,
 ) -> tuple["PreTrainedTokenizerBase", dict[str, "Dataset"]]:
-    """The tokenizer, that of the text if None is given, and the splits with the column token_ids, one token a row."""
+    """The tokenizer, that of the text if None is given, and the splits with the column token_ids, one token a row.
+
+    Args:
+        texts: lines, or pieces of a stream; the stream itself where it is to have a tokenizer of its own.
+    """
     if convention.stream and tokenizer is None:
         tokenizer = stream_tokenizer(texts, convention)
         return tokenizer, {split: stream_tokens(text, tokenizer) for split, text in texts.items()}
     if tokenizer is None:
         tokenizer = word_tokenizer(texts, convention, vocabulary)
-    if convention.stream:
-        texts = {split: pieces(text) for split, text in texts.items()}
     add_eos = ends_lines(tokenizer) and not convention.stream
     return tokenizer, {
         split: tokenise_lines(text, tokenizer, add_eos, num_proc, scratch / f"{split}.arrow")

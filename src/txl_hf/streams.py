@@ -173,8 +173,9 @@ class TokenStream(Dataset):
             items = [self[index] for index in indices]
             if len({len(item["input_ids"]) for item in items}) > 1:
                 raise ValueError(
-                    "a batch of this TokenStream has rows of different lengths: with ext_len, loss='half' or "
-                    "varlen_seed not all steps have one length, so read it step by step, as TransfoXLTrainer does"
+                    "a batch of this TokenStream has rows of different lengths: with keep_remainder, ext_len, "
+                    "loss='half' or varlen_seed not all steps have one length, so read it step by step, as "
+                    f"TransfoXLTrainer does, or in batches that divide batch_size={self.batch_size} evenly"
                 )
             return items
         begin, end = self.segment(self.first_step + step)

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from .encoding import encode_text
 from .streams import as_item, check_sizes, text_fingerprint
 
 __all__ = ["TextStream"]
+
+logger = logging.get_logger(__name__)
 
 
 class TextStream(IterableDataset):
@@ -48,17 +51,21 @@ class TextStream(IterableDataset):
         epochs: how often the texts are read, one time after the other; `set_epoch` of `texts` is called where there
             is one. None: again and again, so that the training's number of steps decides.
         keep_remainder: at the end, read what is left of the rows too: rows that are out of tokens hold the input 0
-            with the label -100. Otherwise the first step that is not whole is the end.
+            with the label -100. Otherwise the first step that is not whole is the end, and a warning says how much is
+            left: much, where documents differ in length as chromosomes do.
         num_processes, process_index, accumulation_steps: yield the rows of this process alone, in the order of its
             micro-batches: for a loop whose loader nobody shares out again. `epochs` must be None then, since
             processes would not end together. Under `Trainer` leave them: accelerate hands each process its rows.
 
     Attributes:
         step: how many steps have been handed out whole.
+        dropped_tokens: at the end of the texts, tokens of its own rows that are in no segment, neither as input nor as
+            label; 0 before the end.
 
     Raises:
         ValueError: a size is out of range, `texts` can be read once only, or rows cannot be shared; when it is read, a
-            document is no text, or the tokenizer makes no token, but for `eos_token`, of those of an epoch.
+            document is no text, the tokenizer makes no token, but for `eos_token`, of those of an epoch, or they do
+            not fill one step.
         RuntimeError: an iterator is asked for more after another one has begun, or another state was loaded.
     """
 
@@ -124,6 +131,7 @@ class TextStream(IterableDataset):
         # The first document that a row does not have yet: after resuming, rows may have read farther than others.
         self._read = dict.fromkeys(self.rows, (self._epoch, 0))
         self._has_text = False
+        self.dropped_tokens = 0
 
     def __copy__(self) -> "TextStream":
         """The same stream at its beginning: reading one leaves the other where it is, also in its texts' epochs."""
@@ -166,6 +174,7 @@ class TextStream(IterableDataset):
                 self._fill(row, documents)
             lengths = [len(self._tokens[row]) - 1 for row in self.rows]
             if max(lengths) < 1 or (min(lengths) < self.segment_length and not self.keep_remainder):
+                self._end()
                 return
             segments = (self._tokens[row][: self.segment_length + 1] for row in self.rows)
             items = [as_item(torch.tensor(tokens), self.segment_length) for tokens in segments]
@@ -178,6 +187,25 @@ class TextStream(IterableDataset):
             self.step += 1
             yield items[-1]
             self._check_reading(reading)
+
+    def _end(self) -> None:
+        """Say what is left where there is no whole step any more; all documents are with their rows then."""
+        left = [len(tokens) for tokens in self._tokens.values()]
+        if self.step == 0:
+            which, found, needed = "shortest", min(left), self.segment_length + 1
+            if self.keep_remainder:
+                which, found, needed = "longest", max(left), 2
+            raise ValueError(
+                f"texts fills no step: of batch_size={self.batch_size} rows the {which} has {found} tokens, and "
+                f"{needed} are needed; give more text, fewer rows or shorter segments"
+            )
+        # The first of a row is the last label there was.
+        self.dropped_tokens = sum(tokens - 1 for tokens in left if tokens)
+        if self.dropped_tokens:
+            logger.warning_once(
+                f"a TextStream leaves out {self.dropped_tokens:,} tokens, which are behind its {self.step:,} steps of "
+                f"{len(left)} rows of segment_length={self.segment_length}: they are read with keep_remainder=True"
+            )
 
     def _check_reading(self, reading: int) -> None:
         if reading != self._readings:

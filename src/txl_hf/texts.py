@@ -4,26 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .corpora import count_batch, count_stream
-from .encoding import document_end_token, encode_bytes, encode_lines, find_tokenizer, reads_streams
+from .encoding import (
+    characters_without_tokens,
+    document_end_token,
+    encode_bytes,
+    encode_lines,
+    find_tokenizer,
+    reads_streams,
+)
 from .midi import EVENTS
 from .tokenization_transfo_xl_backend import open_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["INFORMATION", "TokenisedText", "read_document_end", "read_prepared", "read_raw"]
+__all__ = ["INFORMATION", "TokenisedText", "count_passed", "read_document_end", "read_prepared", "read_raw"]
 
 # What a folder of txl-prepare says of its text.
 INFORMATION = "corpus.json"
+# Its characters that have no token.
+PASSED = "characters_without_token"
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenisedText:
-    """A tokenised text; `words` and `characters` are those of the whole, None where they are not known."""
+    """A tokenised text; `words` and `characters` are those of the whole, None where they are not known, or where some
+    have no token: a figure of each would be of fewer than it is divided by.
+    """
 
     token_ids: Any
     tokenizer: Any
@@ -61,8 +74,7 @@ def read_prepared(folder: Path, split: str) -> TokenisedText:
         token_ids=dataset.with_format("numpy")["token_ids"],
         tokenizer=tokenizer,
         corpus=corpus,
-        words=counts.get("words"),
-        characters=counts.get("characters"),
+        **whole(counts),
     )
 
 
@@ -81,7 +93,30 @@ def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedText:
     if words == 0:
         raise ValueError(f"{path} is empty: it has no word")
     token_ids = encode_lines(tokenizer, lines)
-    return TokenisedText(token_ids, tokenizer, words=words + len(lines), characters=characters)
+    counts = {"words": words + len(lines), "characters": characters} | count_passed(tokenizer, lines, str(path))
+    return TokenisedText(token_ids, tokenizer, **whole(counts))
+
+
+def count_passed(tokenizer: Any, lines: Iterable[str], text: str) -> dict[str, int]:
+    """How many characters of lines have no token, if any, for `corpus.json`; it is said to stderr.
+
+    Args:
+        text: what it is called.
+    """
+    if not (passed := characters_without_tokens(tokenizer, lines)):
+        return {}
+    often = ", ".join(f"{char!r} ({count:,})" for char, count in passed.most_common(6))
+    print(
+        f"{text}: {passed.total():,} characters have no token and are passed over: {often}. No figure per character "
+        "or per word is given for it",
+        file=sys.stderr,
+    )
+    return {PASSED: passed.total()}
+
+
+def whole(counts: Mapping[str, int]) -> dict[str, int | None]:
+    """Words and characters of a text, None where they are more than its tokens are of."""
+    return {name: None if counts.get(PASSED) else counts.get(name) for name in ("words", "characters")}
 
 
 def read_document_end(folder: Path, tokenizer: Any, given: str | None) -> int | None:

@@ -102,7 +102,7 @@ class TransfoXLTrainer(Trainer):
       `eval_loss` is the mean over all targets likewise.
     * Logs gain `perplexity`, `bits_per_token` (bits per character of a character-level model) and
       `tokens_per_second`, without the time for evaluating and saving; evaluations gain the same and `tokens`. Of a
-      classifier of tokens, `tokens` are its labels, and there is neither perplexity nor bits.
+      classifier, of tokens or of sequences, `tokens` are its labels, and there is neither perplexity nor bits.
     * With a `compute_loss_func`, `loss` and `eval_loss` are what it gives (in an evaluation as `Trainer` averages it),
       and the other figures of an evaluation those of the text's likelihood; logs of training have none.
     * `regularization` puts the regularisers of small corpora around the model, as `regularize` does, and adds their
@@ -154,7 +154,7 @@ class TransfoXLTrainer(Trainer):
         if self.args.label_names is None:
             self.label_names = ["shift_labels"]
         self._memory, self._sums = _Memory(), _Sums()
-        # Whether the last losses were of classes of tokens.
+        # Whether the last losses were of other labels than the text's next tokens.
         self._classifies = False
         # Which evaluations read the text of the training: by the prefix of their figures, and the step.
         self._of_training: dict[tuple[str, int], bool] = {}
@@ -367,6 +367,15 @@ class TransfoXLTrainer(Trainer):
                 if not self._classifies:
                     targets = without_padding(targets, inputs.get("attention_mask"), length)
                 self._sums.targets.append((targets != -100).sum())
+        elif (labels := inputs.get("labels")) is not None:
+            # Of whole sequences, of which most segments may have no label: the model has divided by their number.
+            self._classifies = True
+            if not model.training:
+                targets = (labels != -100).sum()
+                self._sums.nll.append(
+                    outputs["loss"].detach() * (targets if num_items_in_batch is None else num_items_in_batch)
+                )
+                self._sums.targets.append(targets)
         return (loss, outputs) if return_outputs else loss
 
     def _detach(self, memory: dict[str, Any]) -> dict[str, Any]:
