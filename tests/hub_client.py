@@ -274,6 +274,15 @@ def read_tokenizer(folder: Path):
     return type(tokenizer).__name__, ids, tokenizer.decode(ids)
 
 
+def read_through_a_pipeline(folder: Path):
+    from transformers import pipeline
+
+    read = pipeline("feature-extraction", model="user/spoken", **OPTIONS)
+    words = TEXT.split()[:5]
+    assert len(words) > read.model.config.n_layer
+    return [torch.tensor(read(words, batch_size=size)) for size in (1, len(words))]
+
+
 def save_again(folder: Path):
     _, model, classifier = load("user/name", "user/classifier")
     model.save_pretrained(folder / "again")
@@ -306,7 +315,14 @@ ROLES = {
         push_in_training,
         push_without_rights,
     ],
-    "reader": [read, read_trained, read_what_is_in_training, read_config, read_tokenizer],
+    "reader": [
+        read,
+        read_trained,
+        read_what_is_in_training,
+        read_config,
+        read_tokenizer,
+        read_through_a_pipeline,
+    ],
     "stranger": [
         load_without_trust,
         read,
@@ -314,6 +330,7 @@ ROLES = {
         read_what_is_in_training,
         read_config,
         read_tokenizer,
+        read_through_a_pipeline,
         save_again,
     ],
     "next_stranger": [read_again_from_folder, read_again_from_hub],

@@ -9,6 +9,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import DynamicCache, StaticCache
 
 from txl_hf import (
+    MemoryLengths,
     TransfoXLConfig,
     TransfoXLForCausalLM,
     TransfoXLForSequenceClassification,
@@ -234,8 +235,6 @@ def test_memory_given_twice_or_to_a_model_without(make_model, make_ids):
         model(ids, mems=model(ids).mems, past_key_values=cache)
     with pytest.raises(ValueError, match=r"attention_mask is \(2, 4\).*\(2, 3\) or \(2, 6\)"):
         model(ids, past_key_values=cache, attention_mask=torch.ones(2, 4))
-    with pytest.raises(ValueError, match="room for 5 keys.*mem_len=6.*max_cache_len=7"):
-        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=5))
     short = make_model(mem_len=0)
     with pytest.raises(ValueError, match="mems were given, but mem_len=0"):
         short(ids, mems=mems_of())
@@ -263,6 +262,87 @@ def test_a_cache_of_another_number_of_rows_is_refused(make_model, make_ids, make
     assert all(torch.equal(layer.keys, keys) for layer, keys in zip(cache.layers, before, strict=True))
     cache.reorder_cache(torch.arange(batch) % rows)
     assert model(make_ids(batch, 1), past_key_values=cache).logits.shape == (batch, 1, 61)
+
+
+CACHES = {
+    "MemoryCache": MemoryCache,
+    "DynamicCache": lambda config: DynamicCache(config=config),
+    "StaticCache": lambda config: StaticCache(config, config.mem_len + 1),
+    "StaticMemoryCache": StaticMemoryCache,
+}
+
+
+@pytest.mark.parametrize("make_cache", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize("is_filled", [False, True], ids=["empty", "filled"])
+@torch.no_grad()
+def test_a_cache_of_less_than_the_memory_of_the_call_is_refused(make_model, make_ids, make_cache, is_filled):
+    """What it does not keep, the call would read without: mems would go on growing."""
+    model, ids, longer = make_model(), make_ids(1, 5), MemoryLengths(mem_len=9)
+    cache = make_cache(model.config)
+    if is_filled:
+        model(ids, past_key_values=cache)
+    with pytest.raises(
+        ValueError, match=r"past_key_values keep 6 keys, but this call has mem_len=9: .*\(model.config, 9\)"
+    ):
+        model(ids, past_key_values=cache, lengths=longer)
+    if not is_filled:
+        with pytest.raises(ValueError, match="keep 6 keys"):
+            model.generate(ids, past_key_values=cache, lengths=longer, max_new_tokens=3)
+    shorter = model(ids, past_key_values=cache, lengths=MemoryLengths(mem_len=4))
+    assert shorter.logits.isfinite().all()
+
+
+@pytest.mark.parametrize("make_cache", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_layer": 1}, "have 2 layers, but the model has n_layer=1"),
+        ({"n_layer": 3}, "have 2 layers, but the model has n_layer=3"),
+        ({"n_head": 2, "d_head": 8}, "hold keys of 4 heads of 4, but the model has n_head=2 and d_head=8"),
+    ],
+    ids=["fewer-layers", "more-layers", "other-heads"],
+)
+@torch.no_grad()
+def test_a_cache_of_another_model_is_refused(make_model, make_ids, make_cache, changes, message):
+    """As its mems would be: of fewer layers, it was read without a word."""
+    model, ids = make_model(n_layer=2, n_head=4, d_head=4), make_ids(1, 5)
+    cache = model(ids, past_key_values=make_cache(model.config)).past_key_values
+    other = make_model(**{"n_layer": 2, "n_head": 4, "d_head": 4} | changes)
+    with pytest.raises(ValueError, match=f"past_key_values {message}"):
+        other(ids, past_key_values=cache)
+
+
+@pytest.mark.parametrize("make_cache", CACHES.values(), ids=CACHES)
+@torch.no_grad()
+def test_a_cache_of_another_type_is_refused(make_model, make_ids, make_cache):
+    """But for a growing one, which takes keys of a wider type behind its own."""
+    model, ids = make_model(), make_ids(1, 5)
+    cache = model(ids, past_key_values=make_cache(model.config)).past_key_values
+    with pytest.raises(ValueError, match="hold keys of torch.float32, but the model computes in torch.bfloat16 here"):
+        make_model().bfloat16()(ids, past_key_values=cache)
+    cache = make_cache(model.config)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids, past_key_values=cache)
+        model(ids, past_key_values=cache)
+    if cache.is_compileable:
+        with pytest.raises(ValueError, match="hold keys of torch.bfloat16, but the model computes in torch.float32"):
+            model(ids, past_key_values=cache)
+    else:
+        assert model(ids, past_key_values=cache).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("make_cache", CACHES.values(), ids=CACHES)
+def test_a_static_cache_is_not_taken_out_of_inference_mode(make_model, make_ids, make_cache):
+    model, ids = make_model(), make_ids(1, 5)
+    cache = make_cache(model.config)
+    with torch.inference_mode():
+        model(ids, past_key_values=cache)
+    if cache.is_compileable:
+        with pytest.raises(ValueError, match="filled within torch.inference_mode"), torch.no_grad():
+            model(ids, past_key_values=cache)
+    else:
+        with torch.no_grad():
+            assert model(ids, past_key_values=cache).logits.isfinite().all()
 
 
 def test_classes_that_a_classifier_does_not_have(make_model, make_ids):

@@ -1,5 +1,6 @@
 """How options are typed, and what is said of those that do not exist, in the parser that the commands share."""
 
+import argparse
 import os
 import platform
 import re
@@ -10,7 +11,7 @@ import sys
 import pytest
 
 from txl_hf import commands
-from txl_hf.command_line import CommandParser, hub_or_folder, one_line_errors
+from txl_hf.command_line import CommandParser, check_files, hub_or_folder, one_line_errors
 from txl_hf.training.arguments import parse_arguments
 
 
@@ -85,6 +86,43 @@ def test_an_error_is_one_line_without_numbers_of_the_system(error, said):
     with pytest.raises(SystemExit) as end, one_line_errors():
         raise error
     assert end.value.code == f"error: {said}"
+
+
+def test_an_interrupt_that_became_an_error_ends_as_one():
+    """As datasets makes of it what its processes have not returned by then."""
+
+    def wait():
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise TimeoutErrorOfAnother
+
+    class TimeoutErrorOfAnother(Exception):
+        pass
+
+    with pytest.raises(SystemExit) as end, one_line_errors():
+        wait()
+    assert end.value.code == "stopped"
+    with pytest.raises(TimeoutErrorOfAnother), one_line_errors():
+        raise TimeoutErrorOfAnother
+
+
+@pytest.mark.parametrize("option", ["output", "plot"])
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(option, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / "mine").mkdir()
+    options = argparse.Namespace(data=tmp_path, output=None, plot=None)
+    setattr(options, option, tmp_path / "mine" / "new" / "a.png")
+    check_files(options)
+    assert not (tmp_path / "mine" / "new").exists()
+    setattr(options, option, tmp_path / "file" / "a.png")
+    with pytest.raises(OSError, match=r"a\.png cannot be written, as .*file is no folder"):
+        check_files(options)
+    setattr(options, option, tmp_path / "mine" / "a.png")
+    # Who runs as root may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "mine")
+    with pytest.raises(OSError, match=r"a\.png cannot be written, as .*mine may not be written to"):
+        check_files(options)
 
 
 @pytest.mark.parametrize("typed", ["--mem_lenn", "--mem-lenn"])

@@ -180,6 +180,12 @@ def test_tokenizer_loads_from_the_hub(author, reader, hub):
     assert reader("read_tokenizer") == ("TransfoXLTokenizer", ids, TEXT)
 
 
+def test_a_pipeline_deals_out_more_rows_than_layers(author, reader):
+    """Also where nothing but the code beside the weights knows of a memory."""
+    alone, together = reader("read_through_a_pipeline")
+    torch.testing.assert_close(together, alone)
+
+
 def test_second_push_keeps_an_edited_card(author, hub):
     author("push_over_an_edited_card")
     repo = hub.repos["user/edited"]

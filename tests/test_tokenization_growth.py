@@ -31,12 +31,12 @@ PIECES = [*HOSTILE, *"abAZ019.,-'\"<>@() \xa0\n", "...", ",,", ", ", "<formula>"
 
 
 def check_growth(call: Callable, make: Callable[[int], object]) -> None:
-    """Four times the length takes four times as long, and not 16 times. Least processor time of three trials."""
+    """Four times the length takes four times as long, and not 16 times. Least processor time of ten trials."""
 
     def seconds(length: int, at_most: float = 60.0) -> float:
         text = make(length)
         least = float("inf")
-        for _ in range(3):
+        for _ in range(10):
             start = time.process_time()
             call(text)
             least = min(least, time.process_time() - start)

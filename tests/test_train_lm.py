@@ -1598,8 +1598,20 @@ def test_folders_that_are_refused(tmp_path, capsys, recipe, corpus):
     (output / "of-an-earlier-run").touch()
     assert "must be a multiple" in refused(capsys, recipe, *options, output, "--overwrite", "--batch_chunk", "3")
     assert (output / "of-an-earlier-run").exists()
+    # What no run has written stays, whatever is in it; and what the run is to read is not deleted before.
+    shutil.copytree(corpus, output / "data")
+    (output / "checkpoint-9").mkdir()
+    before = (output / "results.json").stat().st_mtime_ns
+    capsys.readouterr()
+    train(recipe, "--data", output / "data", "--max_steps", "2", "--output", output, "--overwrite")
+    assert f"left in {output}, as no run has written it: data, of-an-earlier-run\n" in capsys.readouterr().err
+    assert (output / "data" / "train").is_dir() and (output / "of-an-earlier-run").exists()
+    assert not (output / "checkpoint-9").exists() and (output / "results.json").stat().st_mtime_ns > before
+    for model in (output, output / "checkpoint-2"):
+        message = refused(capsys, recipe, *options, output, "--overwrite", "--model_name_or_path", model)
+        assert message == f"error: --overwrite would delete --model_name_or_path {model}: choose another --output"
+    assert (output / "model.safetensors").exists()
     train(recipe, *options, output, "--overwrite")
-    assert not (output / "of-an-earlier-run").exists() and (output / "results.json").exists()
     # A checkpoint of other streams is not for this run.
     train(recipe, *options, output, "--overwrite", "--save_every", "1")
     settings = (output / "recipe.yaml").read_text()

@@ -31,8 +31,7 @@ __all__ = [
     "StaticMemoryCache",
     "attach_state",
     "cached_key_mask",
-    "check_cache_room",
-    "check_cache_rows",
+    "check_cache",
     "chosen_cache",
     "clear_hidden",
     "clear_keys",
@@ -285,28 +284,69 @@ def text_length(cache: Cache) -> int:
     return length if isinstance(cache, _ProjectedMemory) else length - decoding_state_of(cache).initial_length
 
 
-def check_cache_rows(cache: Cache, batch_size: int):
-    # Ask a layer that holds keys: a cache may have more layers than have run.
-    rows = next((len(layer.keys) for layer in cache.layers if layer.is_initialized and layer.keys.dim() == 4), None)
-    if rows is not None and rows != batch_size:
+def check_cache(cache: Cache, config: TransfoXLConfig, mem_len: int, embeds: Tensor) -> None:
+    """Check that a cache, empty or filled, can hold the memory of a call, and that what it holds is of such a model.
+
+    Args:
+        mem_len: M of the call. embeds: (B, L, D), what it reads.
+
+    Raises:
+        ValueError: it cannot, and says why.
+    """
+    # Ask layers that hold keys: a cache may have more layers than have run.
+    held = [layer.keys for layer in cache.layers if layer.is_initialized and layer.keys.dim() == 4]
+    layers = len(cache.layers) if isinstance(cache, _ProjectedMemory) else len(held)
+    if layers and layers != config.n_layer:
+        raise ValueError(f"past_key_values have {layers} layers, but the model has n_layer={config.n_layer}")
+    # Those of transformers that slide keep one key less than their window, too; others grow without an end.
+    room = next((room for layer in cache.layers if (room := _room_of(layer)) is not None), mem_len + 1)
+    if room <= mem_len:
         raise ValueError(
-            f"past_key_values hold a memory of {rows} rows, but this batch has {batch_size}: pick or repeat rows, by "
+            f"past_key_values keep {room - 1} keys, but this call has mem_len={mem_len}: make them for as many, as "
+            f"with {type(cache).__name__ if isinstance(cache, _ProjectedMemory) else 'MemoryCache'}(model.config, "
+            f"{mem_len}), or let lengths=MemoryLengths(mem_len={room - 1}) be that of the call"
+        )
+    if held:
+        _check_held(held[0], cache, config, embeds)
+
+
+def _room_of(layer: Any) -> int | None:
+    return getattr(layer, "sliding_window", None) or getattr(layer, "max_cache_len", None)
+
+
+def _check_held(keys: Tensor, cache: Cache, config: TransfoXLConfig, embeds: Tensor) -> None:
+    """Check the (B, H, n, Dh) keys of a layer and the mask of all."""
+    rows, heads, _, width = keys.shape
+    if (heads, width) != (config.n_head, config.d_head):
+        raise ValueError(
+            f"past_key_values hold keys of {heads} heads of {width}, but the model has n_head={config.n_head} and "
+            f"d_head={config.d_head}"
+        )
+    if rows != len(embeds):
+        raise ValueError(
+            f"past_key_values hold a memory of {rows} rows, but this batch has {len(embeds)}: pick or repeat rows, by "
             "their numbers, with past_key_values.reorder_cache"
         )
     mask = decoding_state_of(cache).key_mask
-    if mask is not None and len(mask) != batch_size:
+    if mask is not None and len(mask) != len(embeds):
         raise ValueError(
-            f"past_key_values hold a mask of {len(mask)} rows, but this batch has {batch_size}: rows of layers were "
+            f"past_key_values hold a mask of {len(mask)} rows, but this batch has {len(embeds)}: rows of layers were "
             "picked without it; pick them with past_key_values.reorder_cache of a MemoryCache, which picks both"
         )
-
-
-def check_cache_room(cache: Cache, mem_len: int):
-    room = cache.layers[0].max_cache_len
-    if room <= mem_len:
+    if torch.compiler.is_compiling():
+        return
+    kind = embeds.device.type
+    computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else embeds.dtype
+    # A growing cache takes keys of a wider type among its own, as where autocast ends; a static one cannot.
+    if keys.dtype != computed and (cache.is_compileable or torch.promote_types(keys.dtype, computed) != computed):
         raise ValueError(
-            f"past_key_values have room for {room} keys, but mem_len={mem_len} needs a static cache of "
-            f"max_cache_len={mem_len + 1} at least"
+            f"past_key_values hold keys of {keys.dtype}, but the model computes in {computed} here: go on as it was "
+            "begun, or read the text anew"
+        )
+    if cache.is_compileable and keys.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            "past_key_values are static, and were filled within torch.inference_mode, outside of which nothing may be "
+            "written into them: go on within it, or make new ones"
         )
 
 

@@ -109,6 +109,17 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(f"error: {_in_words(error)}")
     except KeyboardInterrupt:
         sys.exit("stopped")
+    except Exception as error:
+        # Libraries that wait for processes of theirs meet it first, and end in an error of their own.
+        if not _follows_interrupt(error):
+            raise
+        sys.exit("stopped")
+
+
+def _follows_interrupt(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _in_words(error: Exception) -> str:
@@ -218,14 +229,18 @@ def add_scoring_options(parser: argparse.ArgumentParser, data: str, plot: str) -
 
 
 def check_files(options: argparse.Namespace) -> None:
-    """Refuse before any work a text that is not there, and what would stop it at its end: files that are there, one
-    file for both, a plot that nothing can draw.
+    """Refuse before any work a text that is not there, and what would stop it at its end: files that are there, or
+    cannot be written, one file for both, a plot that nothing can draw.
     """
     if not options.data.exists():
         raise FileNotFoundError(f"--data {options.data} does not exist: write one with txl-prepare")
     for path in filter(None, (options.output, options.plot)):
         if path.exists():
             raise FileExistsError(f"{path} exists: choose another file, or remove it")
+        folder = next(folder for folder in path.absolute().parents if folder.exists())
+        if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+            problem = "may not be written to" if folder.is_dir() else "is no folder"
+            raise PermissionError(f"{path} cannot be written, as {folder} {problem}: choose another file")
     if options.plot is not None:
         if options.output is not None and options.output.resolve() == options.plot.resolve():
             raise ValueError(f"--output and --plot are the same file, {options.plot}: give each its own")

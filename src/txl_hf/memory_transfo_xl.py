@@ -23,8 +23,7 @@ from .cache_transfo_xl import (
     DecodingState,
     attach_state,
     cached_key_mask,
-    check_cache_room,
-    check_cache_rows,
+    check_cache,
     clear_hidden,
     clear_keys,
     decoding_state_of,
@@ -169,9 +168,10 @@ def open_memory(
     """
     batch_size, segment_length, _ = inputs_embeds.shape
     mem_len = lengths.mem_len
+    if cache is not None:
+        check_cache(cache, config, mem_len, inputs_embeds)
     if cache is not None and is_filled(cache):
         check_one_memory(mems, mems_mask)
-        check_cache_rows(cache, batch_size)
         length, key_mask = cached_key_mask(attention_mask, cache, mem_len, batch_size, segment_length)
         if attention_mask is not None and not torch.compiler.is_compiling():
             clear_hidden(cache, key_mask, length)
@@ -200,7 +200,6 @@ def open_memory(
         key_mask = mask_of_mems(attention_mask, mems_mask, mems, segment_length, config, mem_len)
     if cache is not None:
         if is_static:
-            check_cache_room(cache, mem_len)
             states, key_mask = _fill_up(states, key_mask, mem_len, inputs_embeds)
             memory_length = mem_len
         attach_state(cache, DecodingState(initial_length=memory_length))

@@ -59,6 +59,7 @@ from .memory_transfo_xl import (
     remember,
     remember_key_mask,
 )
+from .pipelines_transfo_xl import leave_out_mems
 from .positions_transfo_xl import Distances
 
 __all__ = [
@@ -71,6 +72,8 @@ __all__ = [
 ]
 
 logger = logging.get_logger(__name__)
+
+leave_out_mems()
 
 
 @dataclass

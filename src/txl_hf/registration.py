@@ -1,4 +1,4 @@
-"""Registers Transformer-XL with the Auto classes, Trainer and pipelines of `transformers`, once they come.
+"""Registers Transformer-XL with the Auto classes and Trainer of `transformers`, once they come.
 
 The Auto classes take real classes alone, and to import these takes seconds: torch, and transformers' modelling code.
 Whoever asks for `txl-train --help`, or needs a tokenizer alone, should not wait for them. So a finder, first among
@@ -9,8 +9,7 @@ them. Auto classes that were there before this package are served at once.
 `Trainer` has no place to register a card, so its `create_model_card` asks this package first, whose card says how to
 load the model. What it pushes while it trains has code and card beside it. Before it gives the tokenizer's special
 tokens to a model, that is asked whether it has them. Whatever else it trains, adapters of PEFT too, is trained,
-described and pushed as it always was. Pipelines deal out what a model returned for a batch row by row, and know of no
-`mems`, which are a tensor for each layer: they leave them out.
+described and pushed as it always was.
 """
 
 import sys
@@ -198,21 +197,5 @@ def _serve_trainer(module: ModuleType) -> None:
     vars(module)["align_special_tokens"] = align_special_tokens
 
 
-def _leave_mems_whole(module: ModuleType) -> None:
-    theirs = module.PipelineIterator.loader_batch_item
-
-    @wraps(theirs)
-    def loader_batch_item(self):
-        # A batch is dealt out row by row, but `mems` hold a tensor for each layer. Nothing goes on from those of a
-        # pipeline, so that they are left out.
-        data = self._loader_batch_data
-        if isinstance(data, dict) and isinstance(data.get("mems"), tuple):
-            kept = {name: value for name, value in data.items() if name not in ("mems", "mems_mask")}
-            self._loader_batch_data = type(data)(kept)
-        return theirs(self)
-
-    module.PipelineIterator.loader_batch_item = loader_batch_item
-
-
 # What is done to modules of transformers once they are there.
-_PREPARED = {"transformers.trainer": _serve_trainer, "transformers.pipelines.pt_utils": _leave_mems_whole}
+_PREPARED = {"transformers.trainer": _serve_trainer}

@@ -68,13 +68,15 @@ def read_prepared(folder: Path, split: str) -> TokenisedText:
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer: prepare the text again with txl-prepare")
     dataset = DatasetDict.load_from_disk(folder)[split]
+    words, characters = whole(counts)
     if EVENTS in dataset.column_names:
         raise ValueError(f"{folder} has compound tokens, which are no one text: see examples/music/compound.py")
     return TokenisedText(
         token_ids=dataset.with_format("numpy")["token_ids"],
         tokenizer=tokenizer,
         corpus=corpus,
-        **whole(counts),
+        words=words,
+        characters=characters,
     )
 
 
@@ -94,7 +96,8 @@ def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedText:
         raise ValueError(f"{path} is empty: it has no word")
     token_ids = encode_lines(tokenizer, lines)
     counts = {"words": words + len(lines), "characters": characters} | count_passed(tokenizer, lines, str(path))
-    return TokenisedText(token_ids, tokenizer, **whole(counts))
+    known_words, known_characters = whole(counts)
+    return TokenisedText(token_ids, tokenizer, words=known_words, characters=known_characters)
 
 
 def count_passed(tokenizer: Any, lines: Iterable[str], text: str) -> dict[str, int]:
@@ -114,9 +117,9 @@ def count_passed(tokenizer: Any, lines: Iterable[str], text: str) -> dict[str, i
     return {PASSED: passed.total()}
 
 
-def whole(counts: Mapping[str, int]) -> dict[str, int | None]:
+def whole(counts: Mapping[str, int]) -> tuple[int | None, int | None]:
     """Words and characters of a text, None where they are more than its tokens are of."""
-    return {name: None if counts.get(PASSED) else counts.get(name) for name in ("words", "characters")}
+    return (None, None) if counts.get(PASSED) else (counts.get("words"), counts.get("characters"))
 
 
 def read_document_end(folder: Path, tokenizer: Any, given: str | None) -> int | None:

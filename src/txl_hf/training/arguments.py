@@ -157,7 +157,7 @@ class RunArguments:
 
     output: str | None = option("Folder to write.")
     resume: bool = option("Go on from the last complete checkpoint in output, if there is one.", False)
-    overwrite: bool = option("Delete what an earlier run left in output.", False)
+    overwrite: bool = option("Delete what an earlier run has written to output.", False)
     smoke: bool = option("A few steps of a shrunken model on a small text, else as in the recipe.", False)
     seed: OrZero = option("Seed of weights, dropout and orders.", 1111)
     log_every: int = option("Steps between two lines of the log.", 200)
@@ -421,18 +421,24 @@ def check_folders(arguments: Arguments):
         OSError: with what would be right.
     """
     data, model, run = arguments.data.data, arguments.model.model_name_or_path, arguments.run
-    if data is not None and not run.smoke:
-        check_data(Path(data))
-    if model is not None and not run.smoke:
-        check_model(model)
     if run.output is not None:
         check_output(Path(run.output), run)
+    if run.smoke:
+        return
+    if model is not None:
+        check_model(model)
+    if data is not None:
+        check_data(Path(data))
+    if run.overwrite and run.output is not None:
+        check_kept(Path(run.output), {"data": data, "model_name_or_path": model})
 
 
 def check_data(folder: Path):
-    """Raise a FileNotFoundError if there is no folder."""
-    if not folder.is_dir():
-        problem = "is a file, not a folder" if folder.exists() else "does not exist"
+    """Raise a FileNotFoundError if there is no folder of a tokenised text."""
+    if not (folder / "dataset_dict.json").is_file():
+        problem = "does not exist"
+        if folder.exists():
+            problem = "is no tokenised text" if folder.is_dir() else "is a file, not a folder"
         raise FileNotFoundError(f"--data {folder} {problem}: write one with txl-prepare")
 
 
@@ -452,6 +458,20 @@ def check_output(output: Path, run: RunArguments):
         raise FileExistsError(f"--output {output} exists and is not from txl-train: choose another folder")
     if not (run.resume or run.overwrite):
         raise FileExistsError(f"--output {output} is in use: go on with --resume, or start again with --overwrite")
+
+
+def check_kept(output: Path, read: dict[str, str | None]):
+    """Raise a FileExistsError if what a run reads, by the name of its option, would be deleted before."""
+    folder = output.resolve()
+    for name, given in read.items():
+        path = Path(given or "").resolve()
+        if given is None or not path.is_relative_to(folder):
+            continue
+        from .results import is_written
+
+        inside = path.relative_to(folder).parts
+        if not inside or is_written(folder / inside[0]):
+            raise FileExistsError(f"--overwrite would delete --{name} {given}: choose another --output")
 
 
 def shrink(arguments: Arguments, scratch: Path):

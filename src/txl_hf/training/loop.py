@@ -45,6 +45,7 @@ from .results import (
     BEST_SCORE,
     LOG,
     PLOT,
+    TRACKED,
     best_folder,
     changed_settings,
     cut_log,
@@ -419,7 +420,7 @@ class Training:
         self.accelerator.wait_for_everyone()
         if checkpoint is not None:
             self.find_best()
-        self.accelerator.init_trackers("tensorboard", init_kwargs={"tensorboard": {"purge_step": self.step + 1}})
+        self.accelerator.init_trackers(TRACKED, init_kwargs={"tensorboard": {"purge_step": self.step + 1}})
 
     def save_checkpoint(self):
         """Write aside, rename when complete, and only then let go of older checkpoints."""

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any
 
@@ -13,11 +14,13 @@ import torch
 import yaml  # type: ignore[import-untyped]
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 
 from ..cards import RESULTS, SCORED, origin, to_results, weights_digest
+from ..checkpoints import RUN_NAME
 from ..evaluation import LENGTHS, LanguageModelEvaluation, evaluate_language_model, figures
-from ..files import LOCK_NAME, lock_folder, options_that_differ, whole_file, write_text
+from ..files import LOCK_NAME, UNFINISHED_PREFIX, lock_folder, options_that_differ, whole_file, write_text
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..streams import text_fingerprint
 from .arguments import (
@@ -32,9 +35,16 @@ from .arguments import (
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
 
-LOG, PLOT, BEST = "log.jsonl", "training.png", "best"
+LOG, PLOT, BEST, TRACKED = "log.jsonl", "training.png", "best", "tensorboard"
 # Beside the best model: its step, its validation loss, and what that is of.
 BEST_SCORE = "best.json"
+# What a run writes into its folder, models and tokenizers of any class among it: anything else there is somebody's.
+FOLDERS = (f"{PREFIX_CHECKPOINT_DIR}-*", f"{UNFINISHED_PREFIX}*", BEST, TRACKED)
+FILES = (
+    *(LOG, PLOT, BEST_SCORE, RECIPE, RESULTS, RUN_NAME, f"{UNFINISHED_PREFIX}*", "README.md"),
+    *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "*_transfo_xl*.py"),
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*"),
+)
 # Options that nothing but the beginning of a run reads.
 DRAWN = ("seed", "init", "init_range", "init_std", "proj_init_std")
 
@@ -51,7 +61,8 @@ def lock_output(output: Path, run: RunArguments) -> IO:
 
 
 def open_output(output: Path, arguments: Arguments, step: int, left: int):
-    """Empty the folder of the run, or write the settings that it goes on with; what is new among them is said.
+    """Delete what an earlier run has written, or write the settings that it goes on with; what is new among them, or
+    left where it is, is said.
 
     Results of a run that ends later now are removed, because their presence says that all is done.
 
@@ -60,11 +71,16 @@ def open_output(output: Path, arguments: Arguments, step: int, left: int):
         left: how many steps are to come. None: what has trained the model stays as it was written.
     """
     if arguments.run.overwrite:
-        for path in output.iterdir():
-            if path.is_dir() and not path.is_symlink():
+        left_alone = []
+        for path in sorted(output.iterdir()):
+            if not is_written(path):
+                left_alone += [path.name] if path.name != LOCK_NAME else []
+            elif path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
-            elif path.name != LOCK_NAME:
+            else:
                 path.unlink()
+        if left_alone:
+            print(f"left in {output}, as no run has written it: {', '.join(left_alone)}", file=sys.stderr)
     given = {name: value for name, value in arguments.as_dict().items() if name not in ("resume", "overwrite")}
     before = read_recipe(output / RECIPE) if step else given
     settings = given
@@ -84,6 +100,12 @@ def open_output(output: Path, arguments: Arguments, step: int, left: int):
     if left:
         (output / RESULTS).unlink(missing_ok=True)
     write_text(output / RECIPE, yaml.safe_dump(settings, sort_keys=False))
+
+
+def is_written(path: Path) -> bool:
+    """Whether a file or folder in the folder of a run is the run's, by its name."""
+    is_folder = path.is_dir() and not path.is_symlink()
+    return any(fnmatchcase(path.name, pattern) for pattern in (FOLDERS if is_folder else FILES))
 
 
 def changed_settings(output: Path, arguments: Arguments) -> str:
