@@ -107,7 +107,15 @@ def test_the_formulas(make_model, make_ids, settings, with_statistics, batch_siz
     ],
     ids=str,
 )
-@pytest.mark.parametrize("settings", [{}, {"parameters": r"layers\.1\."}, {"dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"parameters": r"layers\.1\."}, marks=pytest.mark.slow),
+        pytest.param({"dtype": torch.bfloat16}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_statistics_are_taken_once_for_many_readings(make_model, make_ids, settings, reading):
     """Those of all parameters serve some of them too."""
     model, ids, training = make_model(initial_memory="empty"), make_ids(1, 66)[0], make_ids(1, 45, seed=1)[0]

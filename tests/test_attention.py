@@ -519,10 +519,9 @@ def test_sdpa_without_gradient(shape, window, masked, ran):
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "masked"),
-    [("B2-H2-L5-M7-D8", True), pytest.param("B2-H1-L7-M0-D5", False, marks=pytest.mark.slow)],
-    ids=["masked", "no memory"],
+    ("shape", "masked"), [("B2-H2-L5-M7-D8", True), ("B2-H1-L7-M0-D5", False)], ids=["masked", "no memory"]
 )
 def test_flex_attention_without_gradient(shape, masked, ran):
     tensors, key_mask = draw(SHAPES[shape], masked=masked)
@@ -675,7 +674,7 @@ ENCODINGS = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["auto", "txl_tiles"])
+@pytest.mark.parametrize("implementation", ["auto", pytest.param("txl_tiles", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("changes", ENCODINGS.values(), ids=ENCODINGS)
 def test_fp64_computes_in_fp64(make_model, make_ids, changes, implementation):
     """To the last digits, and so well that finite differences agree with every gradient."""

@@ -205,7 +205,7 @@ def test_ids_outside_the_vocabulary(make_model, bins, token):
         make_model(**bins)(torch.tensor([[1, token]]))
 
 
-@pytest.mark.parametrize("name", ["input_ids", "labels"])
+@pytest.mark.parametrize("name", ["input_ids", pytest.param("labels", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("bins", [{}, {"cutoffs": [], "div_val": 1}], ids=["cutoffs", "no-cutoffs"])
 def test_a_compiled_call_looks_at_ids_and_labels(make_model, make_ids, bins, name):
     """A cluster takes an id that is not its own for its first or last."""

@@ -825,19 +825,11 @@ def test_softmax(tmp_path, forked):
     assert [row["contender"] for row in read(tmp_path / "softmax.csv")] == ["ours", "full"]
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["one thread", "as txl-train"],
-        pytest.param(["one thread", "as torch", "passive", "as txl-train"], marks=pytest.mark.slow),
-    ],
-    ids=["two", "all"],
-)
-def test_threads_beside_another_program(tmp_path, monkeypatch, names):
+@pytest.mark.slow
+def test_threads_beside_another_program(tmp_path):
     import threads
 
-    assert list(threads.SETTINGS) == ["one thread", "as torch", "passive", "as txl-train"]
-    monkeypatch.setattr(threads, "SETTINGS", {name: threads.SETTINGS[name] for name in names})
+    names = ["one thread", "as torch", "passive", "as txl-train"]
     threads.main(["--smoke", "--busy", "1", "--output", str(tmp_path / "threads.csv")])
     rows = read(tmp_path / "threads.csv")
     assert [row["setting"] for row in rows] == names

@@ -383,8 +383,8 @@ def test_padding_never_leaks_from_a_cache(make_model, make_ids, name, make_cache
     ("hidden", "make_cache"),
     [
         pytest.param("filler", lambda c: StaticCache(config=c, max_cache_len=7), marks=pytest.mark.slow),
-        ("filler", StaticMemoryCache),
-        ("padding", StaticMemoryCache),
+        pytest.param("filler", StaticMemoryCache, marks=pytest.mark.slow),
+        pytest.param("padding", StaticMemoryCache, marks=pytest.mark.slow),
         pytest.param("whole text", StaticMemoryCache, marks=pytest.mark.slow),
         pytest.param("a document", StaticMemoryCache, marks=pytest.mark.slow),
         ("a token", StaticMemoryCache),
@@ -467,8 +467,10 @@ class DerivedCache(DynamicCache):
     """As other programs derive theirs."""
 
 
-@pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize(
+    ("copied", "compiles"),
+    [(False, False), (True, False), pytest.param(False, True, marks=pytest.mark.slow), (True, True)],
+)
 @torch.no_grad()
 def test_rows_of_any_cache_are_picked_with_their_masks(make_model, make_ids, copied, compiles):
     """Of a derived class, and where the call was compiled. What picks them keeps no cache alive."""
@@ -716,7 +718,12 @@ def test_no_gradient_reaches_the_segment_before_through_a_cache(make_model, make
 
 
 @pytest.mark.parametrize(
-    "make_cache", [MemoryCache, StaticMemoryCache, lambda config: StaticCache(config=config, max_cache_len=9)]
+    "make_cache",
+    [
+        pytest.param(MemoryCache, marks=pytest.mark.slow),
+        StaticMemoryCache,
+        pytest.param(lambda config: StaticCache(config=config, max_cache_len=9), marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("backend", COMPILERS)
 def test_a_compiled_call_with_a_cache_may_have_gradients_on(make_model, make_ids, make_cache, backend):

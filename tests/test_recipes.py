@@ -65,7 +65,15 @@ def test_a_trial_says_that_its_folder_is_gone(capsys):
     assert not Path(re.search(r"M parameters, is in ([^;]+);", said)[1]).exists()
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+# Of each size, which a trial shrinks, there is another one in the quick suite.
+SIZES = ("enwik8_medium", "enwik8_large", "text8_large", "lm1b_large", "wt103_large", "nvidia_large")
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(path, marks=pytest.mark.slow if path.stem in SIZES else ()) for path in RECIPES],
+    ids=lambda path: path.stem,
+)
 def test_smoke(tmp_path, recipe, capsys):
     """A few steps with all of its options, to a model with results at every length that it names."""
     output = tmp_path / "output"

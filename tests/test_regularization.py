@@ -371,6 +371,7 @@ def test_compiled_regularisation_is_the_same(make_model, make_ids):
     torch.testing.assert_close(results[0], results[1])
 
 
+@pytest.mark.slow
 def test_compiled_after_a_model_without(make_model, make_ids):
     """torch would take the other model's code, which has no hooks."""
     torch.compiler.reset()

@@ -186,7 +186,7 @@ assert not failed, failed
     "names",
     [
         pytest.param(["AutoModelForCausalLM", "AutoTokenizer"], marks=pytest.mark.slow),
-        ["Trainer", "AutoTokenizer"],
+        pytest.param(["Trainer", "AutoTokenizer"], marks=pytest.mark.slow),
         pytest.param(["AutoTokenizer", "TransfoXLForCausalLM"], marks=pytest.mark.slow),
         ["AutoModelForCausalLM", "AutoTokenizer", "Trainer", "AutoConfig"],
     ],

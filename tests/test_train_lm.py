@@ -621,7 +621,9 @@ def comparable_log(output: Path) -> list[dict]:
     return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
 
 
-@pytest.mark.parametrize("changes", [MEMORY, EXTENDED], ids=["memory", "extended-context"])
+@pytest.mark.parametrize(
+    "changes", [MEMORY, pytest.param(EXTENDED, marks=pytest.mark.slow)], ids=["memory", "extended-context"]
+)
 def test_killed_and_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path, corpus, changes):
     """Killed after some steps, and while it writes; dropout on. Every line of the log but for the speed."""
     chance = random.Random(0)
@@ -956,7 +958,11 @@ def test_checkpoints_that_are_kept(tmp_path, recipe, corpus):
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, MEMORY, EXTENDED], ids=["plain", "memory", "extended-context"])
+@pytest.mark.parametrize(
+    "changes",
+    [*(pytest.param(changes, marks=pytest.mark.slow) for changes in ({}, MEMORY)), EXTENDED],
+    ids=["plain", "memory", "extended-context"],
+)
 def test_two_processes_give_the_losses_of_one(tmp_path, corpus, changes):
     quiet = {name: 0.0 for name in changes if name.endswith("dropout")}
     changes = changes | quiet | ({"batch_chunk": 1} if "batch_chunk" in changes else {})

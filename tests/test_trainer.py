@@ -324,7 +324,7 @@ def test_extended_context_that_the_model_does_not_share(tmp_path):
     "changes",
     [
         {"gradient_checkpointing": True},
-        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        pytest.param({"torch_compile": True, "torch_compile_backend": "aot_eager"}, marks=pytest.mark.slow),
         {"dataloader_num_workers": 1},
         {"train_sampling_strategy": "sequential"},
     ],
@@ -914,7 +914,7 @@ class At(TrainerCallback):
                 setattr(control, name, True)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_text_without_a_length_is_resumed_in_its_later_epochs(tmp_path, accumulation):
     """At the end of an epoch and in its middle."""
     size = {"per_device_train_batch_size": 4 // accumulation, "gradient_accumulation_steps": accumulation}
@@ -1600,10 +1600,10 @@ def compare(found: list, expected: list):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"ddp_find_unused_parameters": False},
+        pytest.param({"ddp_find_unused_parameters": False}, marks=pytest.mark.slow),
         ACCUMULATED,
-        {"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 4,
-         "per_device_eval_batch_size": 4},
+        pytest.param({"accelerator_config": {"split_batches": True}, "per_device_train_batch_size": 4,
+                      "per_device_eval_batch_size": 4}, marks=pytest.mark.slow),
         sharded("FULL_STATE_DICT"),
         pytest.param(sharded("SHARDED_STATE_DICT"), marks=pytest.mark.slow),
         pytest.param(sharded("FULL_STATE_DICT") | ACCUMULATED, marks=pytest.mark.slow),
