@@ -336,9 +336,11 @@ def _check_held(keys: Tensor, cache: Cache, config: TransfoXLConfig, embeds: Ten
     if torch.compiler.is_compiling():
         return
     kind = embeds.device.type
-    computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else embeds.dtype
-    # A growing cache takes keys of a wider type among its own, as where autocast ends; a static one cannot.
-    if keys.dtype != computed and (cache.is_compileable or torch.promote_types(keys.dtype, computed) != computed):
+    casts = torch.is_autocast_enabled(kind)
+    computed = torch.get_autocast_dtype(kind) if casts else embeds.dtype
+    # A growing cache holds what is the wider of two types, which autocast casts. A static one keeps its own.
+    fits = casts or torch.promote_types(keys.dtype, computed) == computed
+    if keys.dtype != computed and (cache.is_compileable or not fits):
         raise ValueError(
             f"past_key_values hold keys of {keys.dtype}, but the model computes in {computed} here: go on as it was "
             "begun, or read the text anew"
