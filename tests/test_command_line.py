@@ -1,6 +1,7 @@
 """How options are typed, and what is said of those that do not exist, in the parser that the commands share."""
 
 import argparse
+import multiprocessing
 import os
 import platform
 import re
@@ -88,23 +89,24 @@ def test_an_error_is_one_line_without_numbers_of_the_system(error, said):
     assert end.value.code == f"error: {said}"
 
 
-def test_an_interrupt_that_became_an_error_ends_as_one():
+@pytest.mark.parametrize("error", [multiprocessing.TimeoutError, BrokenPipeError, ValueError])
+def test_an_interrupt_that_became_an_error_ends_as_one(error):
     """As datasets makes of it what its processes have not returned by then."""
 
     def wait():
         try:
             raise KeyboardInterrupt
         finally:
-            raise TimeoutErrorOfAnother
-
-    class TimeoutErrorOfAnother(Exception):
-        pass
+            raise error
 
     with pytest.raises(SystemExit) as end, one_line_errors():
         wait()
     assert end.value.code == "stopped"
-    with pytest.raises(TimeoutErrorOfAnother), one_line_errors():
-        raise TimeoutErrorOfAnother
+
+
+def test_what_a_user_cannot_mend_is_raised():
+    with pytest.raises(multiprocessing.TimeoutError), one_line_errors():
+        raise multiprocessing.TimeoutError
 
 
 @pytest.mark.parametrize("option", ["output", "plot"])

@@ -49,6 +49,7 @@ from trainer_process import (
     make_arguments,
     make_model,
     make_text,
+    predict_sequences,
     read_losses,
     run,
     start,
@@ -760,33 +761,23 @@ def test_an_evaluation_of_a_classifier_is_the_mean_over_its_labels(tmp_path):
     assert not [name for logs in (metrics, *trainer.state.log_history) for name in logs if "perplexity" in name]
 
 
-@pytest.mark.parametrize("num_labels", [3, 1], ids=["classes", "numbers"])
-def test_an_evaluation_of_sequences_is_the_mean_over_those_that_have_a_label(tmp_path, num_labels):
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("classes", [3, 1], ids=["classes", "numbers"])
+def test_an_evaluation_of_sequences_is_the_mean_over_those_that_have_a_label(tmp_path, classes, processes):
     """Only the last segment of each has: segments without one would count as losses of zero."""
-    steps, rows = 4, 4
-
-    class Labelled(TokenStream):
-        def __getitem__(self, index):
-            ids = super().__getitem__(index)["input_ids"]
-            last = index // self.batch_size == steps - 1
-            label = ids[-1] % 3 if last else torch.tensor(-100)
-            return {
-                "input_ids": ids,
-                "attention_mask": torch.ones_like(ids),
-                "labels": label if num_labels > 1 else label.float(),
-            }
-
-    set_seed(0)
-    model = TransfoXLForSequenceClassification(small_config(num_labels=num_labels, pad_token_id=0))
-    stream = Labelled(make_text(5 * steps * rows + 1), 5, rows)
-    trainer = make_trainer(tmp_path, model, stream, max_steps=2)
-    trainer.train()
-    output = trainer.predict(stream)
-    labels, scores = torch.tensor(output.label_ids)[-rows:], torch.tensor(output.predictions)[-rows:]
-    expected = F.cross_entropy(scores, labels) if num_labels > 1 else F.mse_loss(scores[:, 0], labels)
-    assert output.metrics["test_loss"] == pytest.approx(expected.item(), rel=1e-5)
-    assert output.metrics["test_tokens"] == rows
-    assert not [name for logs in (output.metrics, *trainer.state.log_history) for name in logs if "perplexity" in name]
+    rows = 4 // processes
+    sizes = {"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows}
+    if processes == 1:
+        predict_sequences(tmp_path, classes, **sizes)
+    else:
+        started = launcher.start(predict_sequences, processes, output=tmp_path, classes=classes, **sizes)
+        assert launcher.join(started) == [0, 0]
+    scores, labels, metrics, history = torch.load(tmp_path / "found.pt", weights_only=False)
+    scores, labels = torch.tensor(scores)[-4:], torch.tensor(labels)[-4:]
+    expected = F.cross_entropy(scores, labels) if classes > 1 else F.mse_loss(scores[:, 0], labels)
+    assert metrics["test_loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert metrics["test_tokens"] == 4
+    assert not [name for logs in (metrics, *history) for name in logs if "perplexity" in name]
 
 
 def test_a_search_is_for_the_loss_or_the_metrics_of_the_user(tmp_path, monkeypatch):

@@ -13,7 +13,14 @@ from transformers.utils import logging
 
 import launcher
 from models import SMALL, small_config
-from txl_hf import RegularizationArguments, TextStream, TokenStream, TransfoXLForCausalLM, TransfoXLTokenizer
+from txl_hf import (
+    RegularizationArguments,
+    TextStream,
+    TokenStream,
+    TransfoXLForCausalLM,
+    TransfoXLForSequenceClassification,
+    TransfoXLTokenizer,
+)
 from txl_hf.trainer import TransfoXLTrainer
 
 
@@ -34,6 +41,20 @@ class DocumentStream(TokenStream):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, document_end=0, **kwargs)
+
+
+class LabelledStream(TokenStream):
+    """A label for the whole sequence in every row of the last step, and none before: -100, as a number or a class."""
+
+    def __init__(self, *args, classes: int):
+        super().__init__(*args)
+        self.classes = classes
+
+    def __getitem__(self, index):
+        ids = super().__getitem__(index)["input_ids"]
+        label = ids[-1] % 3 if index // self.batch_size == self.steps - 1 else torch.tensor(-100)
+        labels = label if self.classes > 1 else label.float()
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
 
 def text_stream(tokens: torch.Tensor, segment_length: int, batch_size: int, **options) -> TextStream:
@@ -119,6 +140,20 @@ def train(
     trainer.train(resume_from_checkpoint=resume)
     assert bool(arguments.fsdp) == isinstance(trainer.model, FSDPModule)
     assert bool(arguments.deepspeed) == trainer.is_deepspeed_enabled
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def predict_sequences(output: Path, classes: int, **arguments):
+    """Train a classifier a little and write what it predicts for sequences of several steps."""
+    set_seed(0)
+    model = TransfoXLForSequenceClassification(small_config(num_labels=classes, pad_token_id=0))
+    stream = LabelledStream(make_text(81), 5, 4, classes=classes)
+    trainer = TransfoXLTrainer(model, make_arguments(output, max_steps=2, **arguments), train_dataset=stream)
+    trainer.train()
+    found = trainer.predict(stream)
+    if trainer.is_world_process_zero():
+        torch.save([found.predictions, found.label_ids, found.metrics, trainer.state.log_history], output / "found.pt")
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
 

@@ -284,11 +284,11 @@ def text_length(cache: Cache) -> int:
     return length if isinstance(cache, _ProjectedMemory) else length - decoding_state_of(cache).initial_length
 
 
-def check_cache(cache: Cache, config: TransfoXLConfig, mem_len: int, embeds: Tensor) -> None:
-    """Check that a cache, empty or filled, can hold the memory of a call, and that what it holds is of such a model.
+def check_cache(cache: Cache, filled: bool, config: TransfoXLConfig, mem_len: int, embeds: Tensor) -> None:
+    """Check that a cache can hold the memory of a call, and that what it holds is of such a model.
 
     Args:
-        mem_len: M of the call. embeds: (B, L, D), what it reads.
+        filled: as `is_filled` says. mem_len: M of the call. embeds: (B, L, D), what it reads.
 
     Raises:
         ValueError: it cannot, and says why.
@@ -307,15 +307,15 @@ def check_cache(cache: Cache, config: TransfoXLConfig, mem_len: int, embeds: Ten
             f"{mem_len}), or let lengths=MemoryLengths(mem_len={room - 1}) be that of the call"
         )
     if held:
-        _check_held(held[0], cache, config, embeds)
+        _check_keys(held[0], cache, filled, config, embeds)
 
 
 def _room_of(layer: Any) -> int | None:
     return getattr(layer, "sliding_window", None) or getattr(layer, "max_cache_len", None)
 
 
-def _check_held(keys: Tensor, cache: Cache, config: TransfoXLConfig, embeds: Tensor) -> None:
-    """Check the (B, H, n, Dh) keys of a layer and the mask of all."""
+def _check_keys(keys: Tensor, cache: Cache, filled: bool, config: TransfoXLConfig, embeds: Tensor) -> None:
+    """Check the (B, H, n, Dh) keys of a layer, which a static cache that was reset has too, and the mask of all."""
     rows, heads, _, width = keys.shape
     if (heads, width) != (config.n_head, config.d_head):
         raise ValueError(
@@ -323,10 +323,10 @@ def _check_held(keys: Tensor, cache: Cache, config: TransfoXLConfig, embeds: Ten
             f"d_head={config.d_head}"
         )
     if rows != len(embeds):
-        raise ValueError(
-            f"past_key_values hold a memory of {rows} rows, but this batch has {len(embeds)}: pick or repeat rows, by "
-            "their numbers, with past_key_values.reorder_cache"
+        mend = (
+            "pick or repeat rows, by their numbers, with past_key_values.reorder_cache" if filled else "make new ones"
         )
+        raise ValueError(f"past_key_values hold a memory of {rows} rows, but this batch has {len(embeds)}: {mend}")
     mask = decoding_state_of(cache).key_mask
     if mask is not None and len(mask) != len(embeds):
         raise ValueError(
@@ -336,14 +336,18 @@ def _check_held(keys: Tensor, cache: Cache, config: TransfoXLConfig, embeds: Ten
     if torch.compiler.is_compiling():
         return
     kind = embeds.device.type
-    casts = torch.is_autocast_enabled(kind)
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     computed = torch.get_autocast_dtype(kind) if casts else embeds.dtype
-    # A growing cache holds what is the wider of two types, which autocast casts. A static one keeps its own.
-    fits = casts or torch.promote_types(keys.dtype, computed) == computed
-    if keys.dtype != computed and (cache.is_compileable or not fits):
+    if cache.is_compileable:
+        # It keeps its tensors, which are written into.
+        fits = keys.dtype == computed
+    else:
+        # It holds the wider type of what it is given, which autocast casts.
+        fits = casts or torch.promote_types(keys.dtype, computed) == computed
+    if not fits:
+        mend = "go on as it was begun, or read the text anew" if filled else "make new ones"
         raise ValueError(
-            f"past_key_values hold keys of {keys.dtype}, but the model computes in {computed} here: go on as it was "
-            "begun, or read the text anew"
+            f"past_key_values hold keys of {keys.dtype}, but the model computes in {computed} here: {mend}"
         )
     if cache.is_compileable and keys.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(

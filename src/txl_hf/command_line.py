@@ -103,17 +103,17 @@ def one_line_errors() -> Iterator[None]:
     """End the command with one line and status 1 for what its user can mend: values, files, a package to install."""
     try:
         yield
-    except ModuleNotFoundError as error:
-        sys.exit(f"error: {error.name} is not installed{_how_to_install(str(error.name))}")
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {_in_words(error)}")
     except KeyboardInterrupt:
         sys.exit("stopped")
     except Exception as error:
-        # Libraries that wait for processes of theirs meet it first, and end in an error of their own.
-        if not _follows_interrupt(error):
-            raise
-        sys.exit("stopped")
+        if _follows_interrupt(error):
+            # Libraries that wait for processes of theirs meet it first, and end in an error of their own.
+            sys.exit("stopped")
+        if isinstance(error, ModuleNotFoundError):
+            sys.exit(f"error: {error.name} is not installed{_how_to_install(str(error.name))}")
+        if isinstance(error, ValueError | OSError):
+            sys.exit(f"error: {_in_words(error)}")
+        raise
 
 
 def _follows_interrupt(error: BaseException | None) -> bool:

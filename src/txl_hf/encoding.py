@@ -193,8 +193,8 @@ def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> Counter[s
     in silence.
 
     White space is passed over by many that read words, and what is not to be seen by some: neither is counted. Nor is
-    anything of a `TransfoXLTokenizer`, which refuses what it lacks, nor of a tokenizer in Python, which does not say
-    what its tokens are of.
+    what has a token by itself and was joined to others, as an accent is; nor anything of a `TransfoXLTokenizer`, which
+    refuses what it lacks, nor of a tokenizer in Python, which does not say what its tokens are of.
 
     Args:
         lines: as `encode_lines` takes them.
@@ -211,11 +211,14 @@ def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> Counter[s
                 passed.update(line[end:start])
                 end = max(end, stop)
             passed.update(line[end:])
-    return Counter({char: count for char, count in passed.items() if _is_to_be_seen(char)})
+    return Counter({char: count for char, count in passed.items() if not _is_passed_over(tokenizer, char)})
 
 
-def _is_to_be_seen(char: str) -> bool:
-    return not char.isspace() and unicodedata.category(char) not in ("Cc", "Cf")
+def _is_passed_over(tokenizer: Any, char: str) -> bool:
+    """Whether it matters little that a character is between tokens."""
+    if char.isspace() or unicodedata.category(char) in ("Cc", "Cf"):
+        return True
+    return bool(tokenizer(char, add_special_tokens=False)["input_ids"])
 
 
 def document_end_token(tokenizer: Any, token: str) -> int:

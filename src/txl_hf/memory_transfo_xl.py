@@ -168,9 +168,10 @@ def open_memory(
     """
     batch_size, segment_length, _ = inputs_embeds.shape
     mem_len = lengths.mem_len
+    filled = cache is not None and is_filled(cache)
     if cache is not None:
-        check_cache(cache, config, mem_len, inputs_embeds)
-    if cache is not None and is_filled(cache):
+        check_cache(cache, filled, config, mem_len, inputs_embeds)
+    if cache is not None and filled:
         check_one_memory(mems, mems_mask)
         length, key_mask = cached_key_mask(attention_mask, cache, mem_len, batch_size, segment_length)
         if attention_mask is not None and not torch.compiler.is_compiling():

@@ -242,9 +242,7 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict:
     tokenizer, tokens = tokenise(texts, tokenizer, convention, vocabulary, options.num_proc, scratch)
     for split, found in tokens.items():
         if len(found) == 0:
-            raise ValueError(
-                f"the {split} text of {source_name(options)} has no token: {options.tokenizer} lacks all of it"
-            )
+            raise ValueError(f"the {split} text of {source_name(options)} has no token: the tokenizer lacks all of it")
     document_end = None
     if options.document_end is not None:
         document_end = document_end_token(tokenizer, options.document_end)

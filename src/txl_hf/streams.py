@@ -175,7 +175,8 @@ class TokenStream(Dataset):
                 raise ValueError(
                     "a batch of this TokenStream has rows of different lengths: with keep_remainder, ext_len, "
                     "loss='half' or varlen_seed not all steps have one length, so read it step by step, as "
-                    f"TransfoXLTrainer does, or in batches that divide batch_size={self.batch_size} evenly"
+                    "TransfoXLTrainer does: in order, in batches whose size divides that of the stream, "
+                    f"{self.batch_size}"
                 )
             return items
         begin, end = self.segment(self.first_step + step)

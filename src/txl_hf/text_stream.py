@@ -60,7 +60,7 @@ class TextStream(IterableDataset):
     Attributes:
         step: how many steps have been handed out whole.
         dropped_tokens: at the end of the texts, tokens of its own rows that are in no segment, neither as input nor as
-            label; 0 before the end.
+            label; 0 before the end, and in the process that asks where a worker reads.
 
     Raises:
         ValueError: a size is out of range, `texts` can be read once only, or rows cannot be shared; when it is read, a

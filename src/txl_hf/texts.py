@@ -34,8 +34,8 @@ PASSED = "characters_without_token"
 
 @dataclasses.dataclass(frozen=True)
 class TokenisedText:
-    """A tokenised text; `words` and `characters` are those of the whole, None where they are not known, or where some
-    have no token: a figure of each would be of fewer than it is divided by.
+    """A tokenised text; `words` and `characters` are those of the whole, None where they are not known, or where so
+    many have no token that a figure of each would be off by a thousandth.
     """
 
     token_ids: Any
@@ -110,16 +110,17 @@ def count_passed(tokenizer: Any, lines: Iterable[str], text: str) -> dict[str, i
         return {}
     often = ", ".join(f"{char!r} ({count:,})" for char, count in passed.most_common(6))
     print(
-        f"{text}: {passed.total():,} characters have no token and are passed over: {often}. No figure per character "
-        "or per word is given for it",
+        f"{text}: {passed.total():,} characters have no token and are passed over: {often}. Where they are more than "
+        "a thousandth, no figure per character or per word is given",
         file=sys.stderr,
     )
     return {PASSED: passed.total()}
 
 
 def whole(counts: Mapping[str, int]) -> tuple[int | None, int | None]:
-    """Words and characters of a text, None where they are more than its tokens are of."""
-    return (None, None) if counts.get(PASSED) else (counts.get("words"), counts.get("characters"))
+    """Words and characters of a text, None where they are more than its tokens are of, by over a thousandth."""
+    words, characters = counts.get("words"), counts.get("characters")
+    return (None, None) if 1000 * counts.get(PASSED, 0) > (characters or 0) else (words, characters)
 
 
 def read_document_end(folder: Path, tokenizer: Any, given: str | None) -> int | None:

@@ -349,6 +349,9 @@ class TransfoXLTrainer(Trainer):
         # A callback, or who resumes, may have made the memory shorter.
         memory = latest_states(self._memory.memories[self._memory.micro_batch], self.model.config.mem_len)
         inputs = {**inputs, **memory}
+        if not model.training and self.compute_loss_func is None:
+            # Evaluations add up what follows; a loss of this batch alone is the mean over its own labels.
+            num_items_in_batch = None
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         self._memory.replace(self._detach(memory_of(outputs, self.args.torch_compile)))
         if self._regularizer is not None and model.training:
@@ -368,14 +371,11 @@ class TransfoXLTrainer(Trainer):
                     targets = without_padding(targets, inputs.get("attention_mask"), length)
                 self._sums.targets.append((targets != -100).sum())
         elif (labels := inputs.get("labels")) is not None:
-            # Of whole sequences, of which most segments may have no label: the model has divided by their number.
+            # Of whole sequences, of which most segments may have no label.
             self._classifies = True
             if not model.training:
-                targets = (labels != -100).sum()
-                self._sums.nll.append(
-                    outputs["loss"].detach() * (targets if num_items_in_batch is None else num_items_in_batch)
-                )
-                self._sums.targets.append(targets)
+                self._sums.targets.append((labels != -100).sum())
+                self._sums.nll.append(outputs["loss"].detach() * self._sums.targets[-1])
         return (loss, outputs) if return_outputs else loss
 
     def _detach(self, memory: dict[str, Any]) -> dict[str, Any]:

@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import sys
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,7 +15,7 @@ import yaml  # type: ignore[import-untyped]
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from ..cards import RESULTS, SCORED, origin, to_results, weights_digest
 from ..checkpoints import RUN_NAME
@@ -38,12 +38,22 @@ import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
 LOG, PLOT, BEST, TRACKED = "log.jsonl", "training.png", "best", "tensorboard"
 # Beside the best model: its step, its validation loss, and what that is of.
 BEST_SCORE = "best.json"
-# What a run writes into its folder, models and tokenizers of any class among it: anything else there is somebody's.
-FOLDERS = (f"{PREFIX_CHECKPOINT_DIR}-*", f"{UNFINISHED_PREFIX}*", BEST, TRACKED)
-FILES = (
-    *(LOG, PLOT, BEST_SCORE, RECIPE, RESULTS, RUN_NAME, f"{UNFINISHED_PREFIX}*", "README.md"),
-    *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "*_transfo_xl*.py"),
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*"),
+# What a run writes into its folder: its own records, and a model and a tokenizer with their code and card.
+WRITTEN = {
+    *(LOG, PLOT, BEST, BEST_SCORE, TRACKED, RECIPE, RESULTS, RUN_NAME),
+    *(CONFIG_NAME, GENERATION_CONFIG_NAME, "README.md"),
+    *(path.name for path in Path(__file__).parents[1].glob("*_transfo_xl*.py")),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+    ),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+}
+WRITTEN_IN_PARTS = re.compile(
+    rf"{PREFIX_CHECKPOINT_DIR}-\d+|{UNFINISHED_PREFIX}.*|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 )
 # Options that nothing but the beginning of a run reads.
 DRAWN = ("seed", "init", "init_range", "init_std", "proj_init_std")
@@ -75,7 +85,7 @@ def open_output(output: Path, arguments: Arguments, step: int, left: int):
         for path in sorted(output.iterdir()):
             if not is_written(path):
                 left_alone += [path.name] if path.name != LOCK_NAME else []
-            elif path.is_dir():
+            elif path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink()
@@ -103,9 +113,8 @@ def open_output(output: Path, arguments: Arguments, step: int, left: int):
 
 
 def is_written(path: Path) -> bool:
-    """Whether a file or folder in the folder of a run is the run's, by its name."""
-    is_folder = path.is_dir() and not path.is_symlink()
-    return any(fnmatchcase(path.name, pattern) for pattern in (FOLDERS if is_folder else FILES))
+    """Whether a file or folder in the folder of a run is the run's, by its name, or leads to where that was put."""
+    return path.name in WRITTEN or WRITTEN_IN_PARTS.fullmatch(path.name) is not None
 
 
 def changed_settings(output: Path, arguments: Arguments) -> str:
