@@ -692,6 +692,11 @@ def test_an_average_is_not_left_behind(tmp_path, corpus, capsys):
     options = ["--data", corpus, "--output", tmp_path / "output", "--resume", "--max_steps", "8"]
     said = refused(capsys, recipe, *options, "--average", "none")
     assert "resume with the recipe and options of the run (average was equal and is none)" in said
+    said = refused(capsys, recipe, *options, "--average", "ema")
+    assert "resume with the recipe and options of the run (average was equal and is ema)" in said
+    # It would be scored and kept as it is until it began anew.
+    said = refused(capsys, recipe, *options, "--average_start", "6")
+    assert "has begun an average of the weights, which --average_start 6 would begin later: give 4 at most" in said
     train(recipe, *options)
     # One that has not begun may be left out.
     late = write_recipe(tmp_path / "late.yaml", max_steps=8, save_every=4, average="equal", average_start=6)
@@ -699,6 +704,83 @@ def test_an_average_is_not_left_behind(tmp_path, corpus, capsys):
     shutil.rmtree(tmp_path / "late" / "checkpoint-8")
     options = ["--resume", "--average", "none", "--average_start", "0"]
     train(late, "--data", corpus, "--output", tmp_path / "late", *options)
+
+
+@pytest.mark.parametrize(
+    "changed", [["--pre_lnorm", "True"], ["--optimizer", "lamb"], ["--tie_word_embeddings", "False"]], ids=" ".join
+)
+def test_weights_of_the_same_shapes_are_no_other_models(tmp_path, corpus, capsys, changed):
+    """Nor another optimiser's moments. What is as it was, though it was not said, may be said."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_every=4)
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output"]
+    train(*argv)
+    before = (tmp_path / "output" / "recipe.yaml").read_text()
+    said = refused(capsys, *argv, "--resume", "--max_steps", "6", *changed)
+    assert f"resume with the recipe and options of the run ({changed[0][2:]} was" in said
+    assert (tmp_path / "output" / "recipe.yaml").read_text() == before and (
+        tmp_path / "output" / "results.json"
+    ).exists()
+    same = ["--pre_lnorm", "False", "--untie_r", "True", "--attn_type", "0", "--d_embed", str(RECIPE["d_model"])]
+    train(*argv, "--resume", "--max_steps", "6", *same)
+
+
+@pytest.mark.parametrize(("name", "given"), [("init", "uniform"), ("model_name_or_path", "other")])
+def test_what_only_the_beginning_reads_is_not_taken_for_new(tmp_path, corpus, capsys, monkeypatch, name, given):
+    monkeypatch.chdir(tmp_path)
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_every=4)
+    argv = [recipe, "--data", corpus, "--output", "output"]
+    train(*argv)
+    shutil.copytree("output", "other")
+    capsys.readouterr()
+    train(*argv, "--resume", "--max_steps", "6", f"--{name}", given)
+    assert f"the run goes on: {name} stays None, and {given} changes nothing" in capsys.readouterr().err
+    assert name not in yaml.safe_load(Path("output", "recipe.yaml").read_text())
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_card_of_a_finished_model_says_what_it_began_as(tmp_path, corpus, resumed):
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_every=2)
+    train(recipe, "--data", corpus, "--output", tmp_path / "base")
+    card = tmp_path / "base" / "README.md"
+    card.write_text(card.read_text().replace("---\n", "---\nbase_model: someone/original\n", 1))
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output", "--model_name_or_path", tmp_path / "base"]
+    train(*argv)
+    if resumed:
+        train(*argv[:-2], "--resume", "--max_steps", "6")
+    card = ModelCard.load(tmp_path / "output" / "README.md")
+    assert card.data.base_model == "someone/original" and card.data.eval_results
+    assert "Its weights began as those of base." in card.text
+
+
+def test_a_checkpoint_that_was_put_elsewhere_is_replaced_and_left_there(tmp_path, corpus):
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_every=2, save_total_limit=1)
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output"]
+    train(*argv)
+    (tmp_path / "output" / "checkpoint-4").rename(tmp_path / "elsewhere")
+    (tmp_path / "output" / "checkpoint-4").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "output" / "checkpoint-6").symlink_to(tmp_path / "elsewhere")
+    train(*argv, "--resume", "--max_steps", "6")
+    assert [path.name for path in (tmp_path / "output").glob("checkpoint-*")] == ["checkpoint-6"]
+    assert not (tmp_path / "output" / "checkpoint-6").is_symlink() and (tmp_path / "elsewhere").is_dir()
+
+
+@pytest.mark.parametrize("name", ["best.json", "results.json"])
+def test_a_damaged_record_is_named_and_nothing_changed(tmp_path, corpus, capsys, name):
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_every=4)
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output"]
+    train(*argv)
+    (tmp_path / "output" / name).write_text("{")
+    before = {
+        path.name: path.read_bytes() for path in (tmp_path / "output").iterdir() if path.suffix in (".json", ".yaml")
+    }
+    said = refused(capsys, *argv, "--resume", *(["--max_steps", "6"] if name == "best.json" else []))
+    assert f"{tmp_path / 'output' / name} is damaged" in said and "remove it" in said
+    after = {
+        path.name: path.read_bytes() for path in (tmp_path / "output").iterdir() if path.suffix in (".json", ".yaml")
+    }
+    assert after == before
+    (tmp_path / "output" / name).unlink()
+    train(*argv, "--resume")
 
 
 def test_a_shorter_memory_goes_on_from_the_end_of_the_longer_one(tmp_path, corpus):

@@ -131,7 +131,11 @@ def remove_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, kee
     candidates = [path for path in others + own if path.resolve() not in kept]
     if limit:
         for path in candidates[: max(0, len(checkpoints) - limit)]:
-            shutil.rmtree(path, ignore_errors=True)
+            if path.is_symlink():
+                # Somebody has put it elsewhere, where it stays.
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _step(path: Path) -> int | None:
@@ -159,11 +163,13 @@ def finish_checkpoint(written: Path, final: Path, run: str):
     remove_unfinished(final.parent)
 
 
-def remove_unfinished(folder: Path):
-    """Remove the folders that a process which has been killed was filling."""
+def remove_unfinished(folder: Path, files: bool = False):
+    """Remove the folders that a process which has been killed was filling, and where no other writes, files too."""
     for leftover in folder.glob(f"{UNFINISHED_PREFIX}-*"):
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
+        elif files:
+            leftover.unlink(missing_ok=True)
 
 
 def checkpoint_problem(folder: Path) -> str | None:

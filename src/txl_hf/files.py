@@ -61,7 +61,7 @@ def whole_file(path: str | os.PathLike) -> Iterator[Path]:
 
 def write_text(path: str | os.PathLike, text: str) -> None:
     """Write a text file in UTF-8 as a whole or not at all."""
-    with whole_file(path) as aside:
+    with whole_file(path) as aside, disk_errors(path):
         aside.write_text(text, encoding="utf-8")
 
 
@@ -110,6 +110,9 @@ def move_into_place(written: Path, final: Path) -> None:
     beside the new one, until the new one has it.
     """
     sync(written)
+    if written.is_dir() and final.is_symlink():
+        # What it leads to is somebody's copy.
+        final.unlink()
     if written.is_dir() and final.is_dir():
         replaced = Path(tempfile.mkdtemp(prefix=f"{UNFINISHED_PREFIX}-replaced-", dir=final.parent))
         os.replace(final, replaced)
@@ -122,10 +125,13 @@ def move_into_place(written: Path, final: Path) -> None:
 
 @contextmanager
 def disk_errors(folder: str | os.PathLike) -> Iterator[None]:
-    """Let libraries that meet a full disk, or another one that refuses, raise an OSError that names the folder."""
+    """Let who meets a full disk, or another one that refuses, raise an OSError that names the folder or file."""
     try:
         yield
-    except OSError:
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            # The system's answer to a write, which knows of no name.
+            error.filename = os.fspath(folder)
         raise
     except Exception as error:
         if not any(words in str(error) for words in _REFUSED_WRITES):

@@ -32,12 +32,12 @@ from ..checkpoints import (
 from ..columns import open_tokens
 from ..encoding import fill_special_tokens
 from ..evaluation import figures
-from ..files import disk_errors, move_into_place, whole_folder, write_text
+from ..files import disk_errors, move_into_place, options_that_differ, whole_folder, write_text
 from ..memory_transfo_xl import cloned_states, latest_states, mask_overflow, real_states
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..regularization import regularize
 from ..streams import check_loader, describe_stream
-from .arguments import SPLITS, Arguments
+from .arguments import RECIPE, SPLITS, Arguments
 from .compilation import compile_layers, is_compiled, should_compile_layers, uncompiled
 from .progress import Progress
 from .results import (
@@ -57,6 +57,7 @@ from .results import (
     plot,
     read_best,
     read_log,
+    read_recipe,
     score_of,
     settle_best,
 )
@@ -159,6 +160,8 @@ class Training:
 
         self.step, self.tokens, self.best, self.validated = 0, 0, math.inf, False
         self.best_of: dict[str, Any] | None = None
+        # For the card: what the run that this one goes on from began as.
+        self.began_as: dict[str, Any] = {}
         self.memories: list[dict[str, Any]] = [{} for _ in range(data.batch_chunk)]
         self.nll = torch.zeros((), dtype=torch.float64, device=self.accelerator.device)
         self.targets = torch.zeros((), dtype=torch.int64, device=self.accelerator.device)
@@ -360,6 +363,7 @@ class Training:
         if self.accelerator.is_main_process:
             with disk_errors(self.output), whole_folder(self.output / BEST) as aside:
                 score = {"step": self.step, "validation_loss": self.best, "of": self.best_of}
+                score["began_as"] = self.began_as or model.began_as(aside, self.output.name)
                 write_text(aside / BEST_SCORE, json.dumps(score, indent=1) + "\n")
                 model.save_pretrained(aside, state_dict=state_dict, repo_id=self.output.name)
                 self.tokenizer.save_pretrained(aside)
@@ -386,7 +390,7 @@ class Training:
         """To TensorBoard, and as a line of the log."""
         self.accelerator.log(values, step=self.step)
         if self.accelerator.is_main_process:
-            with (self.output / LOG).open("a") as file:
+            with disk_errors(self.output), (self.output / LOG).open("a") as file:
                 file.write(json.dumps({"step": self.step, "tokens": self.tokens, **values}) + "\n")
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -402,6 +406,8 @@ class Training:
                 f"no checkpoint in --output {self.output} can be resumed ({names}; the lines above say why): start "
                 "again with --overwrite"
             )
+        if checkpoint is not None:
+            read_best(self.output)
         # All processes have looked; what is refused has changed nothing.
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
@@ -411,7 +417,7 @@ class Training:
                 named = self.output / Path(checkpoint).name
                 move_into_place(Path(checkpoint), named)
                 checkpoint = str(named)
-            remove_unfinished(self.output)
+            remove_unfinished(self.output, files=True)
             if checkpoint is not None:
                 settle_best(self.output, self.step)
             open_output(self.output, self.arguments, self.step, self.max_steps - self.step)
@@ -453,6 +459,10 @@ class Training:
         accelerator.wait_for_everyone()
 
     def load_checkpoint(self, folder: Path):
+        if changed := changed_settings(self.output, self.arguments):
+            raise ValueError(
+                f"{folder} has another model or optimiser: resume with the recipe and options of the run ({changed})"
+            )
         # An optimiser takes its settings from its checkpoint too, but those of today are asked for.
         asked = [{name: group[name] for name in group if name != "params"} for group in self.optimizer.param_groups]
         try:
@@ -460,15 +470,10 @@ class Training:
                 self.accelerator.load_state(str(folder))
                 # Accelerate counts the parts of steps, and a step may be of more or fewer parts now.
                 self.accelerator.step = 0
-                if self.averaged is not None:
-                    self.averaged.load_state_dict(torch.load(folder / AVERAGE_NAME, map_location="cpu"))
-                elif (average := folder / AVERAGE_NAME).is_file():
-                    if torch.load(average, map_location="cpu")["_extra_state"] > 0:
-                        # The best so far is an average's loss, which plain weights are not to be compared with.
-                        raise ValueError("an average of the weights has begun: --average none")
+                self.load_average(folder / AVERAGE_NAME)
         except Exception as error:
             # Each of the libraries that read it has errors of its own for a model or an optimiser of another shape.
-            reason = changed_settings(self.output, self.arguments) or " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split())[:200]
             raise ValueError(
                 f"{folder} has another model or optimiser: resume with the recipe and options of the run ({reason})"
             ) from error
@@ -480,6 +485,12 @@ class Training:
                 f"{self.max_steps} steps are fewer than the {self.step} that {folder} has done (--max_steps or "
                 f"--max_epochs): give {self.step} or more"
             )
+        start = self.arguments.optimization.average_start
+        if self.averaged is not None and self.averaged.steps > 0 and self.step < start:
+            raise ValueError(
+                f"{folder} has begun an average of the weights, which --average_start {start} would begin later: give "
+                f"{self.step} at most"
+            )
         # The checkpoint was written before the validation after its step.
         log = [line for line in read_log(self.output / LOG) if line["step"] <= self.step]
         self.validated = any(line["step"] == self.step and "validation_loss" in line for line in log)
@@ -490,9 +501,23 @@ class Training:
         memories = load_mems(folder, self.position(), starts, rows, self.accelerator.device)
         self.memories = [latest_states(memory, self.plain_model.config.mem_len) for memory in memories]
 
+    def load_average(self, path: Path):
+        """One that has begun goes on. The best so far is its loss, which that of no other is to be compared with."""
+        saved = torch.load(path, map_location="cpu") if path.is_file() else None
+        given = self.arguments.optimization.average
+        if saved is not None and saved["_extra_state"] > 0:
+            before = read_recipe(self.output / RECIPE).get("average", given)
+            if before != given:
+                raise ValueError(options_that_differ({"average": before}, {"average": given}))
+        if self.averaged is not None:
+            if saved is None:
+                raise ValueError(f"average was none and is {given}")
+            self.averaged.load_state_dict(saved)
+
     def find_best(self):
         """Go on with the best model, unless it is of a step that comes again."""
         known = read_best(self.output)
+        self.began_as = (known or {}).get("began_as", {})
         if known is None or known.get("step", 0) > self.step:
             # At the end no other would be chosen.
             self.validated &= not self.last()

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
+from ..card_transfo_xl import is_generated
 from ..cards import RESULTS, SCORED, origin, to_results, weights_digest
 from ..checkpoints import RUN_NAME
 from ..evaluation import LENGTHS, LanguageModelEvaluation, evaluate_language_model, figures
@@ -30,18 +31,19 @@ from .arguments import (
     EvaluationArguments,
     RunArguments,
     check_output,
+    defaults_of_model,
 )
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
 
 LOG, PLOT, BEST, TRACKED = "log.jsonl", "training.png", "best", "tensorboard"
-# Beside the best model: its step, its validation loss, and what that is of.
+# Beside the best model: its step, its validation loss, what that is of, and what the run began as, for its card.
 BEST_SCORE = "best.json"
-# What a run writes into its folder: its own records, and a model and a tokenizer with their code and card.
+# What a run writes into its folder: its own records, and a model and a tokenizer with their code; and a card.
 WRITTEN = {
     *(LOG, PLOT, BEST, BEST_SCORE, TRACKED, RECIPE, RESULTS, RUN_NAME),
-    *(CONFIG_NAME, GENERATION_CONFIG_NAME, "README.md"),
+    *(CONFIG_NAME, GENERATION_CONFIG_NAME),
     *(path.name for path in Path(__file__).parents[1].glob("*_transfo_xl*.py")),
     *(
         "tokenizer.json",
@@ -56,7 +58,7 @@ WRITTEN_IN_PARTS = re.compile(
     rf"{PREFIX_CHECKPOINT_DIR}-\d+|{UNFINISHED_PREFIX}.*|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
 )
 # Options that nothing but the beginning of a run reads.
-DRAWN = ("seed", "init", "init_range", "init_std", "proj_init_std")
+DRAWN = ("seed", "init", "init_range", "init_std", "proj_init_std", "model_name_or_path")
 
 # --- folder ----------------------------------------------------------------------------------------------------------
 
@@ -96,7 +98,8 @@ def open_output(output: Path, arguments: Arguments, step: int, left: int):
     settings = given
     if step:
         # What a checkpoint has drawn already, and goes on with.
-        settings = given | {name: before[name] for name in DRAWN if name in before}
+        settings = {name: given[name] for name in given if name not in DRAWN}
+        settings |= {name: before[name] for name in DRAWN if name in before}
     if not left:
         scored = () if (output / RESULTS).exists() else vars(arguments.evaluation)
         settings = before | {name: given[name] for name in scored if name in given}
@@ -114,6 +117,8 @@ def open_output(output: Path, arguments: Arguments, step: int, left: int):
 
 def is_written(path: Path) -> bool:
     """Whether a file or folder in the folder of a run is the run's, by its name, or leads to where that was put."""
+    if path.name == "README.md":
+        return is_generated(path)
     return path.name in WRITTEN or WRITTEN_IN_PARTS.fullmatch(path.name) is not None
 
 
@@ -122,10 +127,19 @@ def changed_settings(output: Path, arguments: Arguments) -> str:
     before, given = read_recipe(output / RECIPE), arguments.as_dict()
     if not before:
         return ""
-    made = [entry.name for entry in dataclasses.fields(ArchitectureArguments)]
-    made += ["model_name_or_path", "optimizer", "average"]
-    before, given = ({name: each.get(name) for name in made} for each in (before, given))
-    return options_that_differ(before, given)
+    # What is not said is as the model has it that the run began with, or else as make_config has it.
+    began_with = before.get("model_name_or_path")
+    unsaid = defaults_of_model(began_with)
+    if began_with is None:
+        unsaid = {name: unsaid[name] for name in unsaid if name != "d_embed"} | {"cutoffs": []}
+
+    def chosen(options: dict[str, Any]) -> dict[str, Any]:
+        known = unsaid | options
+        known.setdefault("d_embed", known["d_model"])
+        made = {entry.name for entry in dataclasses.fields(ArchitectureArguments)} - {*DRAWN}
+        return {name: known.get(name) for name in (*made, "optimizer")}
+
+    return options_that_differ(chosen(before), chosen(given))
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -200,7 +214,9 @@ def read_best(output: Path) -> dict[str, Any] | None:
             found = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
             found = None
-        kinds = {"step": int, "validation_loss": float, "of": dict}
+        kinds = {"step": int, "validation_loss": float, "of": dict, "began_as": dict}
+        if isinstance(found, dict):
+            found.setdefault("began_as", {})
         if not isinstance(found, dict) or not all(isinstance(found.get(name), kind) for name, kind in kinds.items()):
             raise ValueError(
                 f"{path} is damaged, it does not say what the best model's loss is: remove it, and the next "
@@ -229,6 +245,18 @@ def move_best(output: Path):
     (output / BEST).rmdir()
 
 
+def read_results(path: Path) -> dict[str, Any]:
+    """What the finished model scores. Raises a ValueError for what no run has written."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        parts = [*(found[split] for split in SCORED), *found["memory_lengths"], found["model"]]
+        if all(isinstance(part, dict) for part in parts):
+            return found
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(f"{path} is damaged: remove it, and --resume scores the model again")
+
+
 def finish(output: Path, texts: dict, arguments: Arguments, document_end: int | None):
     """Put the best model into its place, and say and write what it scores."""
     if (output / BEST).exists():
@@ -237,15 +265,18 @@ def finish(output: Path, texts: dict, arguments: Arguments, document_end: int | 
         model = AutoModelForCausalLM.from_pretrained(output).to("cuda" if torch.cuda.is_available() else "cpu")
         scores = score(model, texts, arguments, document_end) | {"weights": weights_digest(output)}
         results = to_results({split: scores[split] for split in SCORED}, Path(arguments.data.data or "").name)
-        model.write_model_card(output / "README.md", output.name, model_name=output.name, eval_results=results)
+        began_as = (read_best(output) or {}).get("began_as", {})
+        model.write_model_card(
+            output / "README.md", output.name, model_name=output.name, eval_results=results, **began_as
+        )
         # Last, because it says that all is done.
         write_text(output / RESULTS, json.dumps(scores, indent=1) + "\n")
-    results, metric = json.loads((output / RESULTS).read_text()), arguments.evaluation.metric
+    found, metric = read_results(output / RESULTS), arguments.evaluation.metric
     for split in SCORED:
-        print(f"{split}: {metric} {results[split][metric]:.3f}")
-    for result in results["memory_lengths"]:
+        print(f"{split}: {metric} {found[split][metric]:.3f}")
+    for result in found["memory_lengths"]:
         print(f"test with memory {result['memory_length']}: {metric} {result[metric]:.3f}")
-    parameters = results["model"]["parameters"]
+    parameters = found["model"]["parameters"]
     print(f"the model, of {parameters / 1e6:.1f} M parameters, is in {output}; its figures are in {output / RESULTS}")
 
 
