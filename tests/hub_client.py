@@ -76,7 +76,7 @@ def push_another_model(folder: Path):
     model, classifier = build()
     model.push_to_hub("user/changed", tags=["mine"])
     push_tokenizer_to("user/changed")
-    classifier.push_to_hub("user/changed")
+    classifier.push_to_hub("user/changed", tags=["news"])
 
 
 def push_a_card_of_ones_own(folder: Path):
@@ -105,6 +105,31 @@ def push_what_was_loaded_from_a_folder(folder: Path):
     place = save_scored(folder / "scored")
     TransfoXLForCausalLM.from_pretrained(place).save_pretrained(place, push_to_hub=True, repo_id="user/scored")
     return (place / "README.md").read_text(encoding="utf-8")
+
+
+def push_what_was_loaded_from_the_hub(folder: Path):
+    """Again, and other weights in its place."""
+    from huggingface_hub import HfApi
+
+    from txl_hf import TransfoXLForCausalLM
+
+    place = save_scored(folder / "known")
+    for repository in ("user/known", "user/known-of-others"):
+        HfApi().create_repo(repository)
+        HfApi().upload_folder(repo_id=repository, folder_path=place)
+    TransfoXLForCausalLM.from_pretrained("user/known").push_to_hub("user/known", tags=["again"])
+    build(seed=1)[0].push_to_hub("user/known-of-others")
+
+
+def push_to_a_branch_with_a_card_of_its_own(folder: Path):
+    from huggingface_hub import HfApi
+
+    model, classifier = build()
+    model.push_to_hub("user/branched", tags=["mine"])
+    HfApi().create_branch("user/branched", branch="experiment")
+    card = b"---\nlicense: mit\n---\n# By hand\n"
+    HfApi().upload_file(path_or_fileobj=card, path_in_repo="README.md", repo_id="user/branched", revision="experiment")
+    classifier.push_to_hub("user/branched", revision="experiment", tags=["news"])
 
 
 def push_while_saving(folder: Path):
@@ -306,6 +331,8 @@ ROLES = {
         push_another_model,
         push_a_card_of_ones_own,
         push_what_was_loaded_from_a_folder,
+        push_what_was_loaded_from_the_hub,
+        push_to_a_branch_with_a_card_of_its_own,
         push_while_saving,
         push_a_derived_class,
         push_in_shards,

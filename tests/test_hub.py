@@ -206,7 +206,7 @@ def test_another_model_in_a_repository_has_its_own_card(author, hub):
     """Of the first one nothing stays but its tags."""
     author("push_another_model")
     card = ModelCard(hub.repos["user/changed"].files()["README.md"].decode())
-    assert card.data.pipeline_tag == "text-classification" and "mine" in card.data.tags
+    assert card.data.pipeline_tag == "text-classification" and {"mine", "news"} <= {*card.data.tags}
     assert 'AutoModelForSequenceClassification.from_pretrained("user/changed"' in card.text
     assert "AutoModelForCausalLM" not in card.text
 
@@ -216,6 +216,22 @@ def test_what_is_pushed_from_the_folder_it_was_loaded_from_keeps_its_results(aut
     for card in (author("push_what_was_loaded_from_a_folder"), hub.repos["user/scored"].files()["README.md"].decode()):
         data = ModelCard(card).data
         assert data.license == "mit" and [result.metric_value for result in data.eval_results] == [7.5]
+
+
+@pytest.mark.parametrize(("repository", "results"), [("user/known", [7.5]), ("user/known-of-others", [])])
+def test_a_card_on_the_hub_hands_on_what_it_knows(author, hub, repository, results):
+    """Its results to the same weights alone."""
+    author("push_what_was_loaded_from_the_hub")
+    data = ModelCard(hub.repos[repository].files()["README.md"].decode()).data
+    assert data.license == "mit" and ("again" in data.tags) is bool(results)
+    assert [result.metric_value for result in data.eval_results or []] == results
+
+
+def test_a_branch_keeps_the_card_that_somebody_has_written_there(author, hub):
+    author("push_to_a_branch_with_a_card_of_its_own")
+    card = ModelCard(hub.repos["user/branched"].files("experiment")["README.md"].decode())
+    assert (card.data.license, card.data.tags, card.text.strip()) == ("mit", ["news"], "# By hand")
+    assert "AutoModelForCausalLM" in hub.repos["user/branched"].files()["README.md"].decode()
 
 
 def test_save_pretrained_pushes(author, hub, folder):

@@ -8,13 +8,23 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import PreTrainedModel
 
 from .configuration_transfo_xl import TransfoXLConfig
 
-__all__ = ["CardedModel", "is_generated", "is_repo_id", "model_card", "plain_markdown", "saved_weights"]
+__all__ = [
+    "CardedModel",
+    "card_on_hub",
+    "is_generated",
+    "is_repo_id",
+    "keep_card",
+    "known_on_hub",
+    "model_card",
+    "plain_markdown",
+    "saved_weights",
+]
 
 # The task under which the Hub lists a model. It cannot tell the task from code that comes with the model.
 TASKS = {
@@ -218,14 +228,47 @@ class CardedModel(PreTrainedModel):
         return origin | {name: card[name] for name in carried if card.get(name)}
 
 
+def card_on_hub(hub: HfApi, repo_id: str, revision: str | None = None) -> Path | None:
+    """A copy of the card that a branch has; None where there is none."""
+    if not hub.file_exists(repo_id, "README.md", revision=revision):
+        return None
+    return Path(hub.hf_hub_download(repo_id, "README.md", revision=revision))
+
+
+def keep_card(theirs: Path, card: Path, tags: Iterable[str], main: Path | None) -> None:
+    """Put the card that somebody has written on a branch into the place of main's, with the tags that this has more
+    than it had on main."""
+    known = set() if main is None else {*(_card_data(main).get("tags") or [])}
+    kept = ModelCard.load(theirs)
+    kept.data.tags = [*dict.fromkeys([*(kept.data.tags or []), *(tag for tag in tags if tag not in known)])] or None
+    kept.save(card)
+
+
+def known_on_hub(hub: HfApi, repo_id: str, revision: str | None, theirs: Path, folder: Path) -> dict[str, Any]:
+    """What the generated card of a repository knows of what takes its place; its results, where the weights in the
+    folder are those on the Hub, byte by byte."""
+    card = _card_data(theirs)
+    carried = [name for name in CARRIED if name not in RESULTS]
+    if card.get("eval_results"):
+        weights = saved_weights(folder)
+        found = hub.get_paths_info(repo_id, [path.name for path in weights], revision=revision)
+        there = {info.path: info.lfs.sha256 for info in found if getattr(info, "lfs", None)}
+        same = weights and all(there.get(path.name) == _digest_of(path, "sha256") for path in weights)
+        if same and hub.file_exists(repo_id, "config.json", revision=revision):
+            config = hub.hf_hub_download(repo_id, "config.json", revision=revision)
+            if _settings(Path(config).parent) == _settings(folder):
+                carried += RESULTS
+    return {name: card[name] for name in carried if card.get(name)}
+
+
 def saved_weights(folder: Path) -> list[Path]:
     """The files of weights that `save_pretrained` has written to a folder."""
     return sorted(folder.glob("model*.safetensors"))
 
 
-def _digest_of(file: Path) -> str:
+def _digest_of(file: Path, kind: str = "blake2b") -> str:
     with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "blake2b").hexdigest()
+        return hashlib.file_digest(opened, kind).hexdigest()
 
 
 def _settings(folder: Path) -> dict[str, Any]:

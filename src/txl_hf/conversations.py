@@ -20,6 +20,8 @@ from .modeling_transfo_xl import TransfoXLForCausalLM
 
 __all__ = ["Conversations", "serve"]
 
+# By which configurations know it, those of old checkpoints too.
+LANGUAGE_MODELS = ("TransfoXLForCausalLM", "TransfoXLLMHeadModel")
 # Where a `GenerationConfig` of a request has the seed that its reply is drawn with.
 SEED = "reply_seed"
 
@@ -127,7 +129,9 @@ def serve(options: argparse.Namespace) -> None:
     from transformers.cli.serve import Serve
     from transformers.cli.serving import model_manager, utils
 
-    load_config(options.model)
+    config = load_config(options.model, "model")
+    if (known := config.architectures) and not {*known} & {*LANGUAGE_MODELS}:
+        raise ValueError(f"model {options.model} is a {known[0]}, and no language model, which alone writes")
     line_feed: int | None = None
 
     class Manager(model_manager.ModelManager):
@@ -204,7 +208,8 @@ def serve(options: argparse.Namespace) -> None:
     started = int(time.time())
     # The server looks classes up in what its module takes for transformers (there may be two), its manager there, and
     # uvicorn's server in uvicorn.
-    model_manager.transformers.TransfoXLForCausalLM = TransfoXLForCausalLM
+    for name in LANGUAGE_MODELS:
+        setattr(model_manager.transformers, name, TransfoXLForCausalLM)
     model_manager.ModelManager = Manager
     as_usual, utils.BaseHandler._build_generation_config = utils.BaseHandler._build_generation_config, chosen
     uvicorn.Server = Server

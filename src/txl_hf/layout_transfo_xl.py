@@ -24,7 +24,7 @@ from transformers.conversion_mapping import (
 from transformers.core_model_loading import Chunk, WeightConverter, WeightRenaming
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from .card_transfo_xl import CardedModel, Saved, is_generated
+from .card_transfo_xl import CardedModel, Saved, card_on_hub, is_generated, keep_card, known_on_hub
 from .configuration_transfo_xl import TransfoXLConfig
 from .damaged_transfo_xl import file_problems, packing_problem, weight_files
 
@@ -267,15 +267,23 @@ class TransfoXLLayoutModel(CardedModel):
             return super()._upload_modified_files(working_dir, repo_id, files_timestamps, **kwargs)
         _write_code(working_dir)
         card, hub = Path(working_dir, "README.md"), HfApi(token=kwargs.get("token"))
-        on_hub = hub.file_exists(repo_id, "README.md")
+        # A pull request is one to main.
+        revision = None if kwargs.get("create_pr") else kwargs.get("revision")
+        theirs = card_on_hub(hub, repo_id, revision)
         # `save_pretrained` sets these; `push_to_hub` has a folder of its own, without a card.
         own_card = getattr(self, "_own_card", None)
-        if own_card is not None and (not on_hub or is_generated(card)):
+        given = ModelCard.load(card).data.tags or []
+        if theirs is not None and not is_generated(theirs):
+            if revision is not None:
+                # What lies here is the card of main.
+                keep_card(theirs, card, given, card_on_hub(hub, repo_id))
+        elif own_card is not None:
             card.write_bytes(own_card)
-        elif not on_hub or is_generated(card):
-            known = self._known_of_weights(card.parent, repo_id, getattr(self, "_before", None))
-            given = ModelCard.load(card).data.tags or []
-            self.write_model_card(card, repo_id, **known | {"tags": [*known.get("tags", []), *given]})
+        else:
+            known = {} if theirs is None else known_on_hub(hub, repo_id, revision, theirs, card.parent)
+            known |= self._known_of_weights(card.parent, repo_id, getattr(self, "_before", None))
+            tags = dict.fromkeys([*known.get("tags", []), *given])
+            self.write_model_card(card, repo_id, **known | {"tags": [*tags]})
         commit = super()._upload_modified_files(working_dir, repo_id, files_timestamps, **kwargs)
         revision = commit.pr_revision or kwargs.get("revision")
         files = {path.name: path.stat().st_mtime for path in card.parent.iterdir()}
