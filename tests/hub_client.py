@@ -323,6 +323,14 @@ def read_again_from_hub(folder: Path):
     return outputs_of(*load("user/again", str(folder / "again-classifier")))
 
 
+READ = [
+    read,
+    read_trained,
+    read_what_is_in_training,
+    read_config,
+    read_tokenizer,
+    read_through_a_pipeline,
+]
 ROLES = {
     "author": [
         push,
@@ -342,24 +350,8 @@ ROLES = {
         push_in_training,
         push_without_rights,
     ],
-    "reader": [
-        read,
-        read_trained,
-        read_what_is_in_training,
-        read_config,
-        read_tokenizer,
-        read_through_a_pipeline,
-    ],
-    "stranger": [
-        load_without_trust,
-        read,
-        read_trained,
-        read_what_is_in_training,
-        read_config,
-        read_tokenizer,
-        read_through_a_pipeline,
-        save_again,
-    ],
+    "reader": READ,
+    "stranger": [load_without_trust, *READ, save_again],
     "next_stranger": [read_again_from_folder, read_again_from_hub],
 }
 
