@@ -12,7 +12,9 @@ Dh = `d_head`, V vocabulary. u and v are the paper's biases, `content_bias` and 
 """
 
 import copy
+import sys
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -73,7 +75,10 @@ __all__ = [
 
 logger = logging.get_logger(__name__)
 
-leave_out_mems()
+if f"{__package__}.registration" not in sys.modules:
+    # The package waits for whoever imports pipelines, because threads may import both. Code that came with weights has
+    # nobody that waits.
+    leave_out_mems(import_module("transformers.pipelines.pt_utils"))
 
 
 @dataclass

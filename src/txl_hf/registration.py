@@ -1,4 +1,4 @@
-"""Registers Transformer-XL with the Auto classes and Trainer of `transformers`, once they come.
+"""Registers Transformer-XL with the Auto classes, Trainer and pipelines of `transformers`, once they come.
 
 The Auto classes take real classes alone, and to import these takes seconds: torch, and transformers' modelling code.
 Whoever asks for `txl-train --help`, or needs a tokenizer alone, should not wait for them. So a finder, first among
@@ -9,7 +9,7 @@ them. Auto classes that were there before this package are served at once.
 `Trainer` has no place to register a card, so its `create_model_card` asks this package first, whose card says how to
 load the model. What it pushes while it trains has code and card beside it. Before it gives the tokenizer's special
 tokens to a model, that is asked whether it has them. Whatever else it trains, adapters of PEFT too, is trained,
-described and pushed as it always was.
+described and pushed as it always was. Pipelines leave out the memory that they know nothing of.
 """
 
 import sys
@@ -22,6 +22,8 @@ from importlib._bootstrap import _DeadlockError  # type: ignore[attr-defined]  #
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+from .pipelines_transfo_xl import leave_out_mems
 
 __all__ = ["own_model", "register_when_imported"]
 
@@ -198,4 +200,4 @@ def _serve_trainer(module: ModuleType) -> None:
 
 
 # What is done to modules of transformers once they are there.
-_PREPARED = {"transformers.trainer": _serve_trainer}
+_PREPARED = {"transformers.trainer": _serve_trainer, "transformers.pipelines.pt_utils": leave_out_mems}
