@@ -131,11 +131,7 @@ def remove_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, kee
     candidates = [path for path in others + own if path.resolve() not in kept]
     if limit:
         for path in candidates[: max(0, len(checkpoints) - limit)]:
-            if path.is_symlink():
-                # Somebody has put it elsewhere, where it stays.
-                path.unlink()
-            else:
-                shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _step(path: Path) -> int | None:
