@@ -13,7 +13,8 @@ import pytest
 
 from txl_hf import commands
 from txl_hf.command_line import CommandParser, check_files, hub_or_folder, one_line_errors
-from txl_hf.training.arguments import parse_arguments
+from txl_hf.files import disk_errors
+from txl_hf.training.arguments import check_folders, parse_arguments
 
 
 @pytest.fixture
@@ -107,6 +108,24 @@ def test_an_interrupt_that_became_an_error_ends_as_one(error):
 def test_what_a_user_cannot_mend_is_raised():
     with pytest.raises(multiprocessing.TimeoutError), one_line_errors():
         raise multiprocessing.TimeoutError
+
+
+def test_what_a_disk_refuses_is_named(tmp_path):
+    """The system's answer to a write has no name."""
+    with pytest.raises(SystemExit) as end, one_line_errors(), disk_errors(tmp_path / "log.jsonl"):
+        raise OSError(28, "No space left on device")
+    assert end.value.code == f"error: {tmp_path / 'log.jsonl'}: No space left on device"
+    with pytest.raises(FileNotFoundError) as missing, disk_errors(tmp_path):
+        (tmp_path / "other").read_text()
+    assert missing.value.filename == str(tmp_path / "other")
+
+
+def test_a_folder_that_is_no_tokenised_text_is_said(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("max_steps: 1\n")
+    options = ["--data", str(tmp_path), "--output", str(tmp_path / "output")]
+    arguments = parse_arguments([str(tmp_path / "recipe.yaml"), *options])
+    with pytest.raises(FileNotFoundError, match="is no tokenised text: write one with txl-prepare"):
+        check_folders(arguments)
 
 
 @pytest.mark.parametrize("option", ["output", "plot"])
