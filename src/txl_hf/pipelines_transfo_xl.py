@@ -15,9 +15,10 @@ def leave_out_mems(module: ModuleType) -> None:
     Args:
         module: `transformers.pipelines.pt_utils`.
     """
-    theirs = module.PipelineIterator.loader_batch_item
-    if getattr(theirs, "leaves_out_mems", False):
+    iterator = module.PipelineIterator
+    if getattr(iterator, "leaves_out_mems", False):
         return
+    theirs = iterator.loader_batch_item
 
     @wraps(theirs)
     def loader_batch_item(self):
@@ -27,5 +28,4 @@ def leave_out_mems(module: ModuleType) -> None:
             self._loader_batch_data = type(data)(kept)
         return theirs(self)
 
-    loader_batch_item.leaves_out_mems = True  # type: ignore[attr-defined]
-    module.PipelineIterator.loader_batch_item = loader_batch_item
+    iterator.loader_batch_item, iterator.leaves_out_mems = loader_batch_item, True

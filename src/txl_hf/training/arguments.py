@@ -464,9 +464,9 @@ def check_kept(output: Path, read: dict[str, str | None]):
     """Raise a FileExistsError if what a run reads, by the name of its option, would be deleted before."""
     folder = output.resolve()
     for name, given in read.items():
-        path = Path(given or "").resolve()
-        if given is None or not path.is_relative_to(folder):
+        if given is None or not (path := Path(given).resolve()).is_relative_to(folder):
             continue
+        # Which names are a run's, libraries know that take seconds to import.
         from .results import is_written
 
         inside = path.relative_to(folder).parts

@@ -127,17 +127,18 @@ def changed_settings(output: Path, arguments: Arguments) -> str:
     before, given = read_recipe(output / RECIPE), arguments.as_dict()
     if not before:
         return ""
+    made = {entry.name for entry in dataclasses.fields(ArchitectureArguments)} - {*DRAWN} | {"optimizer"}
     # What is not said is as the model has it that the run began with, or else as make_config has it.
     began_with = before.get("model_name_or_path")
     unsaid = defaults_of_model(began_with)
     if began_with is None:
-        unsaid = {name: unsaid[name] for name in unsaid if name != "d_embed"} | {"cutoffs": []}
+        del unsaid["d_embed"]
+        unsaid["cutoffs"] = []
 
     def chosen(options: dict[str, Any]) -> dict[str, Any]:
         known = unsaid | options
         known.setdefault("d_embed", known["d_model"])
-        made = {entry.name for entry in dataclasses.fields(ArchitectureArguments)} - {*DRAWN}
-        return {name: known.get(name) for name in (*made, "optimizer")}
+        return {name: known.get(name) for name in made}
 
     return options_that_differ(chosen(before), chosen(given))
 
