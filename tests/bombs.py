@@ -47,8 +47,8 @@ def programs(slow=False):
     yield "nested stand-ins", vocabulary(b"cargparse\nNamespace\n" * 20_000 + b")R" + b"\x85R" * 19_999)
     yield "attributes again", named + b"h\x00)Rh\x01b" * 10_000 + b"."
     yield "keywords again", keywords + b"cdata_utils\nCorpus\n)h\x00\x92" * 8_000 + b"."
-    yield "empty sets", b"\x80\x04(" + b"\x8f" * 6_000_000 + b"l."
     if slow:
+        yield "empty sets", b"\x80\x04(" + b"\x8f" * 6_000_000 + b"l."
         yield "empty dicts", b"\x80\x04(" + b"}" * 12_000_000 + b"l."
         yield "empty stand-ins", b"\x80\x04(cdata_utils\nCorpus\n\x94" + b"h\x00)R" * 2_000_000 + b"l."
         yield "instructions", b"\x80\x04" + b"N0" * 20_000_000 + b"N."

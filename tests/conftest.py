@@ -45,6 +45,14 @@ def libraries_are_no_garbage():
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_disk_is_waited_for():
+    """The suite would wait for it some twenty thousand times; only a power cut could show the difference."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     """The device of a test that runs on each: `-m gpu` selects the one on a GPU."""

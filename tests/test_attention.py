@@ -534,6 +534,7 @@ def test_flex_attention_without_gradient(shape, masked, ran):
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+@pytest.mark.slow
 def test_flex_attention_is_compiled_for_a_memory_that_grows():
     """PyTorch gives up compiling after so many lengths, eight by default, and computes what L × K numbers hold."""
     torch.compiler.reset()

@@ -206,7 +206,11 @@ def test_ids_outside_the_vocabulary(make_model, bins, token):
 
 
 @pytest.mark.parametrize("name", ["input_ids", pytest.param("labels", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("bins", [{}, {"cutoffs": [], "div_val": 1}], ids=["cutoffs", "no-cutoffs"])
+@pytest.mark.parametrize(
+    "bins",
+    [{}, pytest.param({"cutoffs": [], "div_val": 1}, marks=pytest.mark.slow)],
+    ids=["cutoffs", "no-cutoffs"],
+)
 def test_a_compiled_call_looks_at_ids_and_labels(make_model, make_ids, bins, name):
     """A cluster takes an id that is not its own for its first or last."""
     torch.compiler.reset()

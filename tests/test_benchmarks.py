@@ -84,6 +84,7 @@ def read(path: Path) -> list[dict[str, str]]:
     return rows
 
 
+@pytest.mark.slow
 def test_model(tmp_path):
     output = tmp_path / "model.csv"
     options = ["--smoke", *CPU, "--output", output, "--workloads", "smoke-decode", "--contenders", "ours"]
@@ -337,6 +338,7 @@ def test_tests_for_a_gpu_are_found_by_their_marks(tmp_path, monkeypatch):
     assert [path.name for path in gpu.files_of_gpu_tests()] == ["test_marked.py", "test_both.py"]
 
 
+@pytest.mark.slow
 def test_tests_that_are_stopped_have_said_which_failed(tmp_path, capfd):
     import gpu
 
@@ -437,6 +439,7 @@ def test_training_on_a_gpu_names_the_packages_that_it_lacks(tmp_path):
     assert "datasets, multiprocess cannot be imported" in last and str(tmp_path) in last
 
 
+@pytest.mark.slow
 def test_a_command_that_is_asked_to_end_may_do_so(tmp_path):
     import gpu
 
@@ -631,6 +634,7 @@ def test_the_front_page_shows_the_machine_of_each_maker_that_was_measured_last(t
     assert "family 25" in header and "Intel" in header and "family 26" not in header and "family 17" not in header
 
 
+@pytest.mark.slow
 def test_a_step_that_is_stopped_takes_its_processes_with_it(tmp_path):
     import gpu
 

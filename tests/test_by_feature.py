@@ -76,6 +76,7 @@ def test_lora(tmp_path):
     assert any(tensor.abs().max() > 0 for name, tensor in adapter.items() if "lora_B" in name), "trained"
 
 
+@pytest.mark.slow
 def test_classification(tmp_path):
     printed = smoke("classification", tmp_path, "--output", tmp_path / "classifier")
     accuracy, commonest = figures(r"accuracy ([\d.]+)%; always the commonest label: ([\d.]+)%", printed)
@@ -96,6 +97,7 @@ def test_streaming_generation(tmp_path):
     assert read == length - 1 > 4 * 80
 
 
+@pytest.mark.slow
 def test_music_events(tmp_path):
     printed = smoke("music_events", tmp_path, "--output", tmp_path / "music.pt")
     without = figures(r"\n +0 +([\d.]+) +([\d.]+) +([\d.]+)", printed)
@@ -105,6 +107,7 @@ def test_music_events(tmp_path):
     assert saved["config"]["mem_len"] == 32 and "tables.0.weight" in saved["weights"]
 
 
+@pytest.mark.slow
 def test_document_resets(tmp_path):
     printed = smoke("document_resets", tmp_path, "--output", tmp_path / "model", "--row", tmp_path / "row.csv")
     alone, together, difference, _, shown = figures(

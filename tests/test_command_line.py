@@ -174,7 +174,11 @@ def test_an_address_where_nothing_can_listen_is_said_before_a_model_is_looked_fo
 @pytest.mark.skipif(platform.system() != "Linux", reason="elsewhere PyTorch brings another OpenMP")
 @pytest.mark.parametrize(
     ("variables", "count"),
-    [({}, 10_000), ({"GOMP_SPINCOUNT": "77"}, 77), ({"OMP_WAIT_POLICY": "PASSIVE"}, 0)],
+    [
+        ({}, 10_000),
+        pytest.param({"GOMP_SPINCOUNT": "77"}, 77, marks=pytest.mark.slow),
+        pytest.param({"OMP_WAIT_POLICY": "PASSIVE"}, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_threads_of_a_command_wait_briefly_unless_told_otherwise(variables, count):
     """OpenMP itself says what it was told, when torch is imported."""

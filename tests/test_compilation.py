@@ -11,7 +11,7 @@ from txl_hf.training.arguments import parse_arguments
 from txl_hf.training.compilation import compile_layers, should_compile_layers, uncompiled
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("sdpa", marks=pytest.mark.slow)])
 def test_one_graph_serves_all_layers_in_training_and_evaluation_runs_without(make_model, make_ids, backend):
     torch.compiler.reset()
     plain, compiled = (make_model(backend, n_layer=3).train() for _ in range(2))
@@ -39,7 +39,7 @@ def test_one_graph_serves_all_layers_in_training_and_evaluation_runs_without(mak
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("initial_memory", ["empty", "zeros"])
+@pytest.mark.parametrize("initial_memory", [pytest.param("empty", marks=pytest.mark.slow), "zeros"])
 def test_segments_of_several_lengths_go_on_from_a_memory_under_a_mask(make_model, make_ids, initial_memory):
     """A second length has numbers in the graph's place of lengths."""
     torch.compiler.reset()

@@ -241,7 +241,7 @@ def test_static_cache(model, make_ids):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"initial_memory": "zeros"}, {"attn_implementation": "eager"}],
+    [{}, {"initial_memory": "zeros"}, pytest.param({"attn_implementation": "eager"}, marks=pytest.mark.slow)],
     ids=["empty", "zeros", "eager"],
 )
 def test_static_cache_compiled_once_without_graph_breaks(make_model, make_ids, changes):
@@ -272,6 +272,7 @@ def test_static_cache_compiled_once_without_graph_breaks(make_model, make_ids, c
 @pytest.mark.parametrize(
     "changes", [{}, pytest.param({"initial_memory": "zeros"}, marks=pytest.mark.slow)], ids=["empty", "zeros"]
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", COMPILERS)
 def test_static_cache_with_the_prompt_in_a_graph(make_model, make_ids, changes, backend):
     """As a user compiles, all of the forward, whoever makes the cache: `generate`, the model itself or the caller."""

@@ -325,7 +325,7 @@ def test_a_part_of_a_tuning_is_done_again(examples, tmp_path):
     assert [script for script, _ in started] == ["tune_lm.py"]
 
 
-@pytest.mark.parametrize("stop_at", range(9))
+@pytest.mark.parametrize("stop_at", [pytest.param(n, marks=pytest.mark.slow if n % 4 else ()) for n in range(9)])
 def test_what_is_done_is_not_done_again(examples, tmp_path, stop_at):
     whole = examples()
     half_hours.main([*COMMAND, "--output", str(tmp_path / "whole")])

@@ -173,6 +173,7 @@ def test_cpu_starts_two_processes(tmp_path):
     assert "process 0 of 2" in printed and "process 1 of 2" in printed
 
 
+@pytest.mark.slow
 def test_two_nodes_find_each_other(tmp_path):
     """Two launchers of one process each, as two machines."""
     script = tmp_path / "script.py"

@@ -320,7 +320,7 @@ for folder in Path(sys.argv[3]).iterdir():
 """
 
 
-@pytest.fixture(scope="module", params=["with-package", "without-package"])
+@pytest.fixture(scope="module", params=[pytest.param("with-package", marks=pytest.mark.slow), "without-package"])
 def read_folders(request, tmp_path_factory):
     root = tmp_path_factory.mktemp(request.param) / "folders"
     for name in CONFIGS | OWN_CONFIGS:
@@ -760,6 +760,7 @@ def test_tensors_that_are_not_tied_stay_so_when_the_vocabulary_grows(damage):
     assert torch.equal(model.lm_head.out_layers[0].weight[: len(expected)], expected)
 
 
+@pytest.mark.slow
 def test_code_is_read_from_a_folder_of_any_name(tmp_path):
     """Of which PyTorch's names of operators are made."""
     folder = tmp_path / "my größe (copy)'s"

@@ -776,6 +776,7 @@ def test_what_is_refused_begins_no_run_on_chorales(chorales, tmp_path, option, c
     assert option[0][2:].replace("-", "_") in (str(refused.value.code) + capsys.readouterr().err).replace("-", "_")
 
 
+@pytest.mark.slow
 def test_chorales_that_are_too_short_begin_no_run(tmp_path):
     (tmp_path / "jsb.json").write_text('{"train": [[[60]]], "valid": [[[60]]], "test": [[[60]]]}')
     with pytest.raises(SystemExit, match="error: .*tokens.*streams"):

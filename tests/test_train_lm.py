@@ -1073,13 +1073,11 @@ def test_two_processes_give_the_losses_of_one(tmp_path, corpus, changes):
         "fsdp2",
         pytest.param(
             "deepspeed",
-            marks=[
-                pytest.mark.slow,  # It compiles an operation.
-                pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"),
-            ],
+            marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"),
         ),
     ],
 )
+@pytest.mark.slow
 def test_sharded_over_two_processes(tmp_path, corpus, sharded):
     """The losses of one process, a whole model at the end, and it resumes. One of them validates nothing."""
     recipe = write_recipe(tmp_path / "recipe.yaml", eval_batch_size=1)
@@ -1247,6 +1245,7 @@ def test_a_cpu_trains_in_bf16_if_it_has_it(
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is another")
+@pytest.mark.slow
 def test_a_large_tensor_gets_the_memory_of_the_one_before():
     """In a process of its own: the setting is the whole process's."""
     program = """
@@ -1270,6 +1269,7 @@ print(pages())
     assert kept < otherwise / 100
 
 
+@pytest.mark.slow
 def test_a_compiled_run_has_the_losses_of_another(tmp_path, corpus, monkeypatch):
     """A layer, steps without memory and with all of it, and a validation in segments as long as theirs. A captured
     graph overwrites what it has returned, and would compute with a mask that hides nothing."""

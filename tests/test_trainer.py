@@ -229,7 +229,7 @@ def test_iterable_datasets(tmp_path):
     np.testing.assert_allclose(logged(trainer), losses_by_hand(stream, 12), rtol=1e-5)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_segments_of_varying_length(tmp_path, workers):
     """In every epoch others; resumed in the middle of the second or third as if nothing had happened."""
 
@@ -1634,7 +1634,12 @@ SPLIT = {
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, ACCUMULATED, SPLIT, {"accelerator_config": {"dispatch_batches": False}}],
+    [
+        {},
+        ACCUMULATED,
+        pytest.param(SPLIT, marks=pytest.mark.slow),
+        pytest.param({"accelerator_config": {"dispatch_batches": False}}, marks=pytest.mark.slow),
+    ],
     ids=["dispatched", "accumulated", "split", "not-dispatched"],
 )
 def test_two_processes_read_a_text_stream_as_one(tmp_path, text_on_one_process, changes):

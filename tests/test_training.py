@@ -435,7 +435,7 @@ def test_gradient_checkpointing_refuses_the_memory_of_a_cache(make_model, make_i
     model.eval()(ids, past_key_values=cache)
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("sdpa", marks=pytest.mark.slow)])
 def test_compiled_training_step_has_no_graph_break(make_model, make_ids, backend):
     layers = {} if backend == "eager" else {"n_layer": 1}
     check_compiled_training(make_model(backend, **layers).train(), make_ids, fullgraph=True)
@@ -462,6 +462,7 @@ def test_an_export_has_no_look_at_ids(make_model, make_ids):
     assert not [node for node in graph.nodes if "assert_async" in str(node.target)]
 
 
+@pytest.mark.slow
 def test_a_training_step_over_the_words_of_wikitext_103_is_one_graph(make_model, make_ids, monkeypatch):
     """How many tokens a bin has is known to an operator alone, which holds no more logits than without a graph."""
     bins = {"vocab_size": 267735, "cutoffs": [19997, 39997, 199997], "div_val": 4, "d_embed": 64}
@@ -512,7 +513,7 @@ def test_export_of_one_decoding_step(make_model, make_ids):
 
 
 @pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="this torch cannot tell an export")
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_an_export_serves_memories_on_both_sides_of_the_clamp(make_model, make_ids, strict):
     """A graph of as many distances as differ would serve but one of them."""

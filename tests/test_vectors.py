@@ -161,7 +161,9 @@ def test_checkpointed_layers_have_gradients_and_the_callers_vectors_none(make_mo
     assert not vectors.requires_grad and all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("model_class", [TransfoXLModel, TransfoXLForTokenClassification])
+@pytest.mark.parametrize(
+    "model_class", [TransfoXLModel, pytest.param(TransfoXLForTokenClassification, marks=pytest.mark.slow)]
+)
 def test_checkpointing_leaves_nothing_behind_and_one_graph(make_model, model_class):
     model = make_model(model_class=model_class, **(VECTORS | {"input_size": None, "n_layer": 1})).train()
     vectors = torch.randn(2, 6, 16)
