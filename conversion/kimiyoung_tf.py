@@ -71,20 +71,22 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     fields = fields_from_shapes(tensors)
     fields |= _softmax_fields(tensors, fields)
     _compare(info, fields)
-    if dataset not in PUBLISHED_EVALUATION:
-        dataset = _likely_dataset(fields)
-    fields |= PUBLISHED_EVALUATION[dataset]
-    if dataset == "lm1b":
+    published = dataset if dataset in PUBLISHED_EVALUATION else _likely_dataset(fields)
+    fields |= PUBLISHED_EVALUATION[published]
+    if published == "lm1b":
         fields["eos_token_id"] = None  # its vocabulary comes from a file, in an order of its own
     fields |= {"initial_memory": "zeros", "same_length_counts_self": False, "layer_norm_epsilon": 1e-12}
-    reason = f"what the original evaluates {dataset} with"
+    reason = f"what the original evaluates {published} with"
+    if published != dataset:
+        reason += ", which has a softmax of this kind; the checkpoint does not say"
+    named = f" ({code_span(dataset)})" if isinstance(dataset, str) else ""
     return Checkpoint(
         fields=fields,
         tensors=tensors,
         size=size,
         vocabulary=symbols,
-        origin=f"the TensorFlow checkpoint {code_span(prefix.name)} of kimiyoung/transformer-xl ({dataset})",
-        explained=dict.fromkeys(PUBLISHED_EVALUATION[dataset], reason),
+        origin=f"the TensorFlow checkpoint {code_span(prefix.name)} of kimiyoung/transformer-xl{named}",
+        explained=dict.fromkeys(PUBLISHED_EVALUATION[published], reason),
     )
 
 

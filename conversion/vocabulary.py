@@ -51,7 +51,10 @@ def read_corpus(path: Path, dataset: str | None = None) -> tuple[Vocabulary, str
 
 
 def from_stand_in(vocab: object, dataset: str | None, where: str) -> Vocabulary:
-    """Return the Vocabulary of an unpickled `Vocab` object; `dataset` decides the mode, `where` is named in errors."""
+    """Return the Vocabulary of an unpickled `Vocab` object; its delimiter, or else `dataset`, decides the mode.
+
+    `where` is named in errors. Raises ConversionError, also for a delimiter that no mode splits at.
+    """
     attributes = vocab.attributes if isinstance(vocab, StandIn) else {}
     symbols = attributes.get("idx2sym")
     if not isinstance(symbols, list) or not symbols or not all(isinstance(symbol, str) for symbol in symbols):
@@ -59,6 +62,15 @@ def from_stand_in(vocab: object, dataset: str | None, where: str) -> Vocabulary:
     if len(set(symbols)) != len(symbols):
         raise ConversionError(f"{where} holds a vocabulary with the same symbol twice")
     mode = MODES.get(dataset or "", "whitespace")
+    delimiter = attributes.get("delimiter")
+    if delimiter == "":
+        # "Empty delimiter", as the originals say: each character is a symbol.
+        mode = "characters"
+    elif delimiter is not None:
+        raise ConversionError(
+            f"{where} holds a vocabulary of text that is split at {delimiter!r:.40}; a tokenizer here splits at white "
+            "space or into characters: build one with TransfoXLTokenizer.from_symbols, or any other of transformers"
+        )
     # The originals' default is True; of enwik8 they read the decimal numbers of bytes, which have no case.
     lower_case = mode != "bytes" and attributes.get("lower_case") is True
     return Vocabulary(repair_symbols(symbols), mode, lower_case)

@@ -380,6 +380,30 @@ def test_tokenizer_of_each_corpus(dataset, lower_case, tmp_path, monkeypatch):
     assert isinstance(tokenizer.decode(written[0]), str)
 
 
+@pytest.mark.parametrize(
+    ("dataset", "delimiter", "mode"),
+    [
+        ("mine", "", "characters"),
+        ("ptb", "", "characters"),
+        ("text8", None, "characters"),
+        ("mine", None, "whitespace"),
+    ],
+)
+def test_the_delimiter_of_a_corpus_decides_what_a_symbol_is(dataset, delimiter, mode, tmp_path, monkeypatch):
+    """Characters of a data set of one's own became words, each of them unknown."""
+    write_corpus(tmp_path / "cache.pt", monkeypatch, ["<eos>", "a", "b", "<unk>"], dataset, delimiter=delimiter)
+    symbols, _ = vocabulary.read_corpus(tmp_path)
+    assert symbols.mode == mode
+    tokenizer = TransfoXLTokenizer.from_symbols(symbols.symbols, mode=symbols.mode)
+    assert tokenizer("abx")["input_ids"] == ([1, 2, 3] if mode == "characters" else [3])
+
+
+def test_a_delimiter_that_no_mode_splits_at_is_refused(tmp_path, capfd, monkeypatch):
+    write_corpus(tmp_path / "cache.pt", monkeypatch, ["<eos>", "a"], "mine", delimiter=",")
+    line = refusal(capfd, tmp_path, "kimiyoung-pytorch", tmp_path / "cache.pt")
+    assert "cache.pt holds a vocabulary of text that is split at ','; a tokenizer here splits at white space" in line
+
+
 @pytest.mark.parametrize("name", ["cased", "lower"])
 def test_legacy_tokenizer_alone(name, tmp_path):
     folder = golden(f"tokenizer/{name}")
@@ -451,12 +475,12 @@ def pickle_class(monkeypatch, module, name):
     return made
 
 
-def write_corpus(path, monkeypatch, symbols, dataset, lower_case=False):
+def write_corpus(path, monkeypatch, symbols, dataset, lower_case=False, delimiter=None):
     """Pickle a corpus as the originals do; `path` is cache.pt or cache.pkl."""
     corpus = pickle_class(monkeypatch, "data_utils", "Corpus")()
     corpus.vocab = pickle_class(monkeypatch, "vocabulary_of_the_original", "Vocab")()
     corpus.dataset = dataset
-    corpus.vocab.idx2sym, corpus.vocab.lower_case = symbols, lower_case
+    corpus.vocab.idx2sym, corpus.vocab.lower_case, corpus.vocab.delimiter = symbols, lower_case, delimiter
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(corpus, path) if path.suffix == ".pt" else path.write_bytes(pickle.dumps(corpus, protocol=2))
 

@@ -205,6 +205,24 @@ def small_checkpoint(tmp_path, **more):
     return tmp_path / "model.ckpt-0"
 
 
+@pytest.mark.parametrize(
+    ("info", "origin"), [({"dataset": "my-piano-music"}, "transformer-xl (`my-piano-music`)"), ({}, "transformer-xl")]
+)
+def test_a_checkpoint_of_another_text_is_not_said_to_be_of_a_published_one(tmp_path, info, origin):
+    """Its card had the name of the data set whose lengths it got."""
+    prefix = small_checkpoint(tmp_path)
+    (tmp_path / "corpus-info.json").write_text(json.dumps(info))
+    checkpoint = kimiyoung_tf.read(prefix)
+    assert checkpoint.origin.endswith(origin)
+    assert checkpoint.explained["mem_len"].endswith(
+        "with, which has a softmax of this kind; the checkpoint does not say"
+    )
+    (tmp_path / "corpus-info.json").write_text(json.dumps({"dataset": "wt103"}))
+    checkpoint = kimiyoung_tf.read(prefix)
+    assert checkpoint.explained["mem_len"] == "what the original evaluates wt103 with"
+    assert checkpoint.origin.endswith("transformer-xl (`wt103`)") and checkpoint.fields["mem_len"] == 1600
+
+
 def test_variable_the_model_has_not_is_named(tmp_path):
     prefix = small_checkpoint(tmp_path, **{"transformer/layer_0/gate/kernel": torch.ones(1)})
     with pytest.raises(layout.ConversionError, match="transformer/layer_0/gate/kernel, which the model has not"):

@@ -499,6 +499,27 @@ def test_joined_tensors_that_do_not_fit_are_named(rows):
         model.load_state_dict(state, strict=False)
 
 
+@pytest.mark.parametrize("untie_r", [True, False])
+def test_a_legacy_state_dict_loads_as_it_is(tmp_path, untie_r):
+    """With the frequencies of the sinusoids, and a copy of shared biases in each layer."""
+    model = build(untie_r=untie_r)
+    model.save_pretrained(tmp_path)
+    other = type(model)(model.config)
+    state = load_file(tmp_path / "model.safetensors") | {"transformer.pos_emb.inv_freq": torch.zeros(8)}
+    # A pickle has tied tensors twice.
+    state |= {name: tensor for name, tensor in model.state_dict().items() if name in model.all_tied_weights_keys}
+    if not untie_r:
+        shared = state["transformer.r_w_bias"], state["transformer.r_r_bias"]
+        for i in range(model.config.n_layer):
+            for name, bias in zip(("r_w_bias", "r_r_bias"), shared, strict=True):
+                state[f"transformer.layers.{i}.dec_attn.{name}"] = bias
+    other.load_state_dict(state)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+    with pytest.raises(RuntimeError, match='Unexpected key.*"transformer.nothing"'):
+        other.load_state_dict(state | {"transformer.nothing": torch.zeros(1)})
+
+
 @pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loader.__name__)
 @pytest.mark.parametrize("left", [-500, 20, 0], ids=["tail-lost", "header-lost", "empty"])
 def test_truncated_file_is_named(tmp_path, loader, left):

@@ -795,6 +795,24 @@ def test_memory_lengths_change_after_training(make_model, make_ids):
         make_model(attn_type=2, mem_len=0).reset_memory_length(5)
 
 
+@torch.no_grad()
+def test_lengths_that_are_set_on_a_model_are_its_configurations(make_model, make_ids):
+    """The originals' evaluation sets `model.clamp_len` and `model.same_length`; here they changed nothing."""
+    names, ids = ("mem_len", "ext_len", "clamp_len", "same_length"), make_ids(1, 20)
+    settings = dict(zip(names, (5, 0, 3, True), strict=True))
+    model, expected = make_model(mem_len=8), make_model(**settings)
+    assert not torch.equal(model(ids[:, 9:], mems=model(ids[:, :9]).mems).logits, expected(ids[:, 9:]).logits)
+    for each in (model, model.transformer):
+        for name, value in settings.items():
+            setattr(each, name, value)
+            assert getattr(model, name) == getattr(model.transformer, name) == getattr(model.config, name) == value
+        first, right = model(ids[:, :9]), expected(ids[:, :9])
+        assert torch.equal(model(ids[:, 9:], mems=first.mems).logits, expected(ids[:, 9:], mems=right.mems).logits)
+    with pytest.raises(ValueError, match="ext_len=-1"):
+        model.transformer.ext_len = -1
+    assert model.config.ext_len == 0
+
+
 LENGTHS = {
     "shorter": {"mem_len": 3},
     "longer": {"mem_len": 11, "same_length": True},

@@ -52,6 +52,16 @@ def small(mode: str, **kwargs) -> TransfoXLTokenizer:
 # ---- the legacy tokenizer -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("name", "value"), [("mode", "whitespace"), ("lower_case", True)])
+def test_steps_are_not_changed_by_an_assignment(name, value):
+    """Which changed nothing but what was saved: a folder that claimed other steps than it held."""
+    tokenizer = TransfoXLTokenizer.from_symbols(["<eos>", "<unk>", "the"], mode="moses")
+    before = getattr(tokenizer, name)
+    with pytest.raises(AttributeError, match=f"{name} of a tokenizer is {before!r} .*symbols, {name}={value!r}"):
+        setattr(tokenizer, name, value)
+    assert getattr(tokenizer, name) == before
+
+
 def test_golden_lines_have_equal_symbols_ids_and_text(legacy):
     tokenizer, lines = legacy
     for line in lines:

@@ -105,6 +105,13 @@ def test_ids_of_added_tokens_that_cannot_be_kept_are_named(tmp_path, added, woul
         AutoTokenizer.from_pretrained(legacy_folder(tmp_path, added))
 
 
+def test_ids_that_legacy_gave_to_two_symbols_come_with_a_remedy(tmp_path):
+    """It numbered the special tokens of a vocabulary that it built itself before there was one."""
+    message = "here 0 is '.*', so that legacy read two symbols as one: without added_tokens_decoder in .*, 'the' is 2$"
+    with pytest.raises(ValueError, match=message):
+        AutoTokenizer.from_pretrained(legacy_folder(tmp_path, {"the": 0}))
+
+
 @pytest.mark.parametrize("protocol", range(6))
 def test_containers_are_read_at_every_protocol(tmp_path, protocol):
     state = {"idx2sym": ["<unk>", "a"], "counter": Counter("aab"), "sym2idx": OrderedDict(a=1), "d": defaultdict(int)}

@@ -111,6 +111,11 @@ AUTO_MAP = {
 }
 
 
+# What checkpoints hold besides the weights: the frequencies of the sinusoids, in the original's too, and in those of
+# legacy transformers a copy of shared biases in each layer.
+COMPUTED = [r"pos_emb\.inv_freq", r"self_attn\.(content|position)_bias"]
+
+
 class CheckpointError(ValueError, RuntimeError):
     """A checkpoint that does not fit the model; `transformers` raises a RuntimeError where shapes differ."""
 
@@ -118,9 +123,7 @@ class CheckpointError(ValueError, RuntimeError):
 class TransfoXLLayoutModel(CardedModel):
     """Loading from and saving in the legacy layout."""
 
-    # The original keeps the frequencies of the sinusoids in its checkpoints, and legacy transformers a copy of shared
-    # biases in each layer.
-    _keys_to_ignore_on_load_unexpected = [r"pos_emb\.inv_freq", r"self_attn\.(content|position)_bias"]
+    _keys_to_ignore_on_load_unexpected = COMPUTED
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
@@ -361,7 +364,8 @@ def _listed(names: Iterable[str], separator: str = ", ") -> str:
 
 
 def _from_disk_layout(state_dict: Mapping[str, Tensor], own: Container[str]) -> dict[str, Tensor]:
-    """Names in memory for names on disk; what has its name in memory already, one of `own`, stays."""
+    """Names in memory for names on disk, without what is `COMPUTED`; what has its name in memory already, one of
+    `own`, stays."""
     mapping = get_checkpoint_conversion_mapping(TransfoXLConfig.model_type)
     renamings = [transform for transform in mapping if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in mapping if isinstance(transform, WeightConverter)]
@@ -373,6 +377,8 @@ def _from_disk_layout(state_dict: Mapping[str, Tensor], own: Container[str]) -> 
             continue
         for renaming in renamings:
             name, _ = renaming.rename_source_key(name)
+        if name not in own and any(re.search(pattern, name) for pattern in COMPUTED):
+            continue
         converter = next((c for c in converters if c.source_patterns[0] in name), None)
         if converter is None:
             converted[name] = tensor

@@ -395,6 +395,24 @@ def _join(entered: Tensor, returned: Tensor, gate: TransfoXLGate | None) -> Tens
     return entered + returned if gate is None else gate(entered, returned.relu())
 
 
+def _setting(name: str) -> property:
+    """A field of the configuration as an attribute of the model, where the originals' scripts set it.
+
+    Setting it raises what the configuration raises; the model is as it was then.
+    """
+
+    def set_field(model: "TransfoXLPreTrainedModel", value):
+        previous = getattr(model.config, name)
+        setattr(model.config, name, value)
+        try:
+            model.config.validate_architecture()
+        except ValueError:
+            setattr(model.config, name, previous)
+            raise
+
+    return property(lambda model: getattr(model.config, name), set_field)
+
+
 class TransfoXLPreTrainedModel(TransfoXLLayoutModel):
     """What all models have: loading and saving, initial weights, a vocabulary that grows, a memory to begin with."""
 
@@ -516,12 +534,12 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutModel):
         Raises:
             ValueError: `mem_len` is negative, or the model's positions allow no memory. The model is as it was.
         """
-        previous, self.config.mem_len = self.config.mem_len, mem_len
-        try:
-            self.config.validate_architecture()
-        except ValueError:
-            self.config.mem_len = previous
-            raise
+        self.mem_len = mem_len
+
+    mem_len = _setting("mem_len")
+    ext_len = _setting("ext_len")
+    clamp_len = _setting("clamp_len")
+    same_length = _setting("same_length")
 
     def init_mems(self, batch_size: int) -> tuple[Tensor, ...] | None:
         """What precedes the first segment: n_layer tensors (B, M, D) of zeros or (B, 0, D), or None if M = 0.

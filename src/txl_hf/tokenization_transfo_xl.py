@@ -237,10 +237,33 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         # Where it was loaded from is no property of the tokenizer, and of no interest where it is saved.
         for name in ("is_local", "local_files_only"):
             self.init_kwargs.pop(name, None)
-        self.mode = mode
-        self.lower_case = lower_case
+        self._mode, self._lower_case = mode, lower_case
         if "add_eos_token" not in kwargs:
             self._add_bos_token, self._add_eos_token = _added_around(backend)
+
+    @property
+    def mode(self) -> str:
+        """How text is split. It is that of the steps in the backend, which no assignment changes."""
+        return self._mode
+
+    @mode.setter
+    def mode(self, mode: str):
+        raise self._other_step("mode", mode)
+
+    @property
+    def lower_case(self) -> bool:
+        """Whether text is lower-cased. It is as the steps in the backend do, which no assignment changes."""
+        return self._lower_case
+
+    @lower_case.setter
+    def lower_case(self, lower_case: bool):
+        raise self._other_step("lower_case", lower_case)
+
+    def _other_step(self, name: str, value) -> AttributeError:
+        return AttributeError(
+            f"{name} of a tokenizer is {getattr(self, name)!r} and cannot be set: for other steps on the same "
+            f"vocabulary make TransfoXLTokenizer.from_symbols(tokenizer.symbols, {name}={value!r})"
+        )
 
     @classmethod
     def convert_to_native_format(cls, trust_remote_code: bool = False, **kwargs) -> dict:
@@ -639,9 +662,17 @@ def _check_json(path) -> None:
 def _check_added(backend: Tokenizer, added: dict[int, AddedToken], size: int) -> None:
     for index, token in added.items():
         if (found := backend.token_to_id(str(token))) != index:
+            # Legacy transformers numbered special tokens before it built a vocabulary, whose words have these ids too.
+            remedy = (
+                f"; here {index} is {backend.id_to_token(index)!r}, so that legacy read two symbols as one: without "
+                f"added_tokens_decoder in tokenizer_config.json, {str(token)!r} is {found}"
+                if 0 <= index < size
+                else ""
+            )
             raise ValueError(
                 f"the added token {str(token)!r} has id {index} in added_tokens.json or added_tokens_decoder but "
                 f"would get {found}: a symbol of the vocabulary keeps its id, others follow its {size} without a gap"
+                f"{remedy}"
             )
 
 
