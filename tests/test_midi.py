@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import symusic
 from datasets import DatasetDict
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from midi_files import QUARTER, write_folder, write_piece
-from txl_hf import TransfoXLConfig, evaluate, prepare
+from txl_hf import TransfoXLConfig, evaluate, midi, prepare
 from txl_hf.midi import load_midi_tokenizer, make_midi_tokenizer, read_score, transpose
 from txl_hf.training import command
 
@@ -118,6 +120,99 @@ def test_instruments_are_of_channels_whichever_track_sets_them(tmp_path, place):
     assert notes == expected | {(0, True, 60 + i, i * QUARTER) for i in range(4)}
 
 
+def save_tracks(path, *tracks, ticks_per_beat=QUARTER):
+    """Each of `tracks` is a list of (time in ticks, message)."""
+    file = mido.MidiFile(ticks_per_beat=ticks_per_beat)
+    for track in tracks:
+        begins = [0, *(time for time, _ in track)]
+        file.tracks.append(
+            mido.MidiTrack(
+                message.copy(time=time - begin) for (time, message), begin in zip(track, begins, strict=False)
+            )
+        )
+    file.save(path)
+    return path
+
+
+def program(time, number):
+    return [(time, mido.Message("program_change", program=number))]
+
+
+def sound(time, pitch):
+    return [(time, mido.Message("note_on", note=pitch)), (time + QUARTER, mido.Message("note_off", note=pitch))]
+
+
+TEMPO = [(0, mido.MetaMessage("set_tempo", tempo=600_000))]
+# Tracks, all of one channel, and the program of each note.
+STAVES = {
+    "two staves": ([TEMPO, program(0, 6) + sound(0, 72), sound(0, 48)], {72: 6, 48: 6}),
+    "a track of programs behind the first": ([TEMPO, program(0, 40), sound(0, 60)], {60: 40}),
+    "no track of tempi": ([program(0, 6) + sound(0, 72), sound(0, 48)], {72: 6, 48: 6}),
+    "each its own": ([program(0, 6) + sound(0, 72), program(0, 7) + sound(0, 48)], {72: 6, 48: 7}),
+    "a later change": (
+        [program(0, 6) + sound(0, 72) + program(960, 20), program(0, 6) + sound(0, 48) + sound(960, 50)],
+        {72: 6, 48: 6, 50: 20},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAVES)
+def test_a_channel_has_one_instrument_whichever_track_has_its_notes(tmp_path, name):
+    tracks, expected = STAVES[name]
+    score = read_score(save_tracks(tmp_path / "piece.mid", *tracks))
+    assert {note.pitch: track.program for track in score.tracks for note in track.notes} == expected
+
+
+def test_a_key_that_is_none_hides_no_instrument(tmp_path):
+    key = [(0, mido.MetaMessage("key_signature", key="C"))]
+    path = save_tracks(tmp_path / "piece.mid", TEMPO + key + program(0, 40), sound(0, 60))
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"\xff\x59\x02\x00", b"\xff\x59\x02\x09"))
+    assert path.read_bytes() != data and read_score(path).tracks[0].program == 40
+
+
+def test_instruments_that_cannot_be_found_are_not_made_pianos(tmp_path):
+    """What mido does not read, a text that is longer than its track, symusic leaves out."""
+    path = save_tracks(tmp_path / "piece.mid", TEMPO + program(0, 40), sound(0, 60))
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"\xff\x51\x03", b"\xff\x51\x02"))
+    with pytest.raises(
+        ValueError, match="the instruments of some tracks may be set in others, and it cannot be taken"
+    ):
+        read_score(path)
+
+
+@given(
+    tracks=st.lists(
+        st.lists(
+            st.tuples(
+                st.integers(0, 40_000),
+                st.sampled_from(["note_on", "program_change", "control_change", "pitchwheel"]),
+                st.integers(0, 15),
+            ),
+            max_size=6,
+        ),
+        max_size=4,
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_no_file_with_programs_elsewhere_is_passed_by(tracks, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "any.mid"
+    timed = [
+        [(time, mido.Message(kind, channel=channel)) for time, kind, channel in sorted(track)] for track in tracks
+    ]
+    save_tracks(path, *timed)
+    kinds = [
+        {
+            kind: {channel for _, which, channel in track if which == kind} - {9}
+            for kind in ("note_on", "program_change")
+        }
+        for track in tracks
+    ]
+    elsewhere = any(one["note_on"] & other["program_change"] for one in kinds for other in kinds if one is not other)
+    assert midi._programs_may_be_elsewhere(path.read_bytes()) or not elsewhere
+
+
 def test_files_that_cannot_be_used_are_named_counted_and_left_out(tmp_path, capsys):
     folder = write_folder(tmp_path / "midi", 6)
     whole = (folder / "book 0" / "piece-0.mid").read_bytes()
@@ -155,6 +250,26 @@ def test_no_piece_and_no_transposition_of_it_is_in_two_splits(tmp_path):
             places.setdefault(name.rpartition("-")[2], set()).add(split)
     assert len(places) == 24 and all(len(splits) == 1 for splits in places.values())
     assert {split for splits in places.values() for split in splits} == set(SPLITS)
+
+
+def test_no_piece_of_another_resolution_is_in_two_splits(tmp_path):
+    """Of triplets, which are whole numbers of ticks at one of them alone; a copy of each begins later."""
+    for seed in range(20):
+        pitches = np.random.default_rng(seed).integers(55, 80, 24)
+        for name, resolution, silence in (("a", 480, 0), ("b", 1024, 0), ("c", 256, 100)):
+            track = []
+            for i, pitch in enumerate(pitches):
+                times = (silence + round(end * resolution / 3) for end in (i, i + 1))
+                for kind, time in zip(("note_on", "note_off"), times, strict=True):
+                    track.append((time, mido.Message(kind, note=int(pitch))))
+            (tmp_path / "midi").mkdir(exist_ok=True)
+            save_tracks(tmp_path / "midi" / f"{seed}-{name}.mid", track, ticks_per_beat=resolution)
+    _, _, information = prepared(tmp_path / "midi", tmp_path)
+    splits = {}
+    for split, names in information["files"].items():
+        for name in names:
+            splits.setdefault(name.split("-")[0], []).append(split)
+    assert len(splits) == 20 and all(len(each) == 3 and len(set(each)) == 1 for each in splits.values())
 
 
 def test_the_split_does_not_depend_on_names(tmp_path):

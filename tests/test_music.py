@@ -217,7 +217,7 @@ def test_tokens_without_bars_are_refused():
             MusicGrammar(kind(config))
 
 
-@pytest.mark.parametrize("option", ["use_rests", "use_bar_end_tokens"])
+@pytest.mark.parametrize("option", ["use_rests", "use_bar_end_tokens", "use_pitch_intervals"])
 def test_tokens_of_which_not_each_bar_begins_with_one_are_refused(option):
     tokenizer = miditok.REMI(
         miditok.TokenizerConfig(use_programs=True, special_tokens=["PAD", "BOS", "EOS"], **{option: True})
@@ -416,7 +416,6 @@ def test_a_piece_that_is_cut_off_ends_with_a_whole_event(saved, tmp_path):
         (["--prompt", "none.mid"], "--prompt none.mid cannot be read"),
         (["--wav"], "--wav needs the program fluidsynth: apt install fluidsynth"),
         (["--output", "."], "--output . exists"),
-        (["--prompt", "none.mid", "--memory_length", "0"], "--prompt none.mid cannot be read"),
     ],
 )
 def test_what_cannot_be_written_is_refused_in_one_line(saved, tmp_path, monkeypatch, options, message):
@@ -426,6 +425,20 @@ def test_what_cannot_be_written_is_refused_in_one_line(saved, tmp_path, monkeypa
         generate.main(["--model", str(saved), "--output", "pieces", *options])
     assert message in refused.value.code and "\n" not in refused.value.code
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_piece_is_not_written_without_memory(saved, tmp_path, capsys):
+    """`generate` reads the whole piece for each token then: the longest memory there is, which was called none."""
+    with pytest.raises(SystemExit):
+        generate.parse_arguments(["--model", "model", "--output", "pieces", "--memory_length", "0"])
+    assert "--memory_length must be at least 1" in capsys.readouterr().err
+    folder = tmp_path / "model"
+    shutil.copytree(saved, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"mem_len": 0}))
+    with pytest.raises(SystemExit, match="model has mem_len=0: say by --memory_length how much of a piece"):
+        generate.main(["--model", str(folder), "--output", str(tmp_path / "pieces")])
+    generated(folder, tmp_path / "pieces", "--memory_length", 8, "--bars", 1)
 
 
 @pytest.mark.parametrize("key", ["H", "D#", ""])
@@ -543,6 +556,27 @@ def test_bars_are_those_of_the_metre_that_holds(tmp_path, monkeypatch):
     generate.draw(score, tmp_path / "a.png", "a")
     bars = [(patch.get_x(), patch.get_width()) for patch in figures[0].axes[0].patches]
     np.testing.assert_allclose(bars, [(bar, 0.93) for bar in range(1, 10)], rtol=1e-6)
+
+
+def test_until_the_first_metre_it_is_four_quarters(tmp_path):
+    """As MIDI has it, and MidiTok's tokens."""
+    score = symusic.Score(480)
+    score.time_signatures.append(symusic.TimeSignature(4 * 1920, 3, 4))
+    score.tracks.append(symusic.Track("a", 0))
+    score.tracks[0].notes.extend([symusic.Note(480 * beat, 480, 60, 80) for beat in range(28)])
+    assert bar_lines(score).tolist() == [*range(0, 4 * 1920, 1920), *range(4 * 1920, 28 * 480 + 1, 1440)]
+
+
+@pytest.mark.parametrize("says_first", [True, False])
+def test_notes_are_counted_from_the_tonic_of_their_own_key(tmp_path, says_first):
+    score = symusic.Score(480)
+    for time, sharps in ((0, 0), (16 * 480, 2)) if says_first else ((16 * 480, 2),):
+        score.key_signatures.append(symusic.KeySignature(time, sharps, 0))
+    score.tracks.append(symusic.Track("a", 0))
+    pitches = [60] * 16 + [62] * 16
+    score.tracks[0].notes.extend([symusic.Note(480 * beat, 480, pitch, 80) for beat, pitch in enumerate(pitches)])
+    score.dump_midi(tmp_path / "a.mid")
+    assert measures.measure([tmp_path / "a.mid"]).classes == {0: 32}
 
 
 @pytest.mark.parametrize(("time", "first"), [(640, 0), (1880, 1880), (1930, 1930)])

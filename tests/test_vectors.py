@@ -112,6 +112,10 @@ def test_vectors_come_in_any_floating_point_type(make_backbone):
         mixed = model(inputs_embeds=vectors)
     assert mixed.mems[0].dtype == torch.bfloat16 and mixed.last_hidden_state.dtype == torch.float32
     half = model.bfloat16()(inputs_embeds=vectors)
+    # Without a layer that projects them, too.
+    layers, wide = make_backbone(input_size=None), torch.randn(2, 4, 16)
+    found = layers(inputs_embeds=wide.double())
+    assert torch.equal(found.last_hidden_state, layers(inputs_embeds=wide).last_hidden_state)
     assert half.mems[0].dtype == half.last_hidden_state.dtype == torch.bfloat16
     assert model.init_mems(3)[0].shape == (3, 0, 16) and model.init_mems(3)[0].dtype == torch.bfloat16
 

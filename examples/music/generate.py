@@ -54,7 +54,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompt_bars", type=int, help="bars of it (all)")
     parser.add_argument("--key", type=key_signature, help="such as C, F#, Bb, or Am for A minor")
     parser.add_argument("--tempo", type=float, help="quarter notes a minute")
-    parser.add_argument("--memory_length", type=int, help="tokens remembered (the model's)")
+    parser.add_argument("--memory_length", type=int, help="tokens remembered, at least 1 (the model's)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token (%(default)s)")
     parser.add_argument("--top_p", type=float, default=0.95, help="(%(default)s)")
     parser.add_argument("--max_tokens", type=int, default=20_000, help="at most, of each piece (%(default)s)")
@@ -62,7 +62,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--wav", action="store_true", help="record the pieces")
     parser.add_argument("--soundfont", type=Path, help="a file .sf2 or .sf3")
     options = parser.parse_args(arguments)
-    for name in ("count", "bars", "prompt_bars", "max_tokens"):
+    for name in ("count", "bars", "prompt_bars", "memory_length", "max_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name} must be at least 1")
@@ -180,8 +180,8 @@ def write_tokens(
         sampling |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
     written = model.generate(
         ids,
-        # A prompt of any length is read segment by segment, where there is a memory to keep.
-        prefill_chunk_size=model.config.tgt_len if model.config.mem_len else None,
+        # A prompt of any length is read segment by segment.
+        prefill_chunk_size=model.config.tgt_len,
         attention_mask=torch.ones_like(ids),
         logits_processor=LogitsProcessorList([grammar]),
         **sampling,
@@ -285,6 +285,11 @@ def main(arguments: list[str] | None = None):
         else:
             prompt = heading(tokenizer, options.key, options.tempo)
         model = TransfoXLForCausalLM.from_pretrained(options.model, **settings).eval()
+        if model.config.mem_len == 0:
+            # Then `generate` reads the whole piece again for each token.
+            raise ValueError(
+                f"{options.model} has mem_len=0: say by --memory_length how much of a piece is remembered"
+            )
         model.to(torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu")
         set_seed(options.seed)
         with whole_folder(options.output) as folder:

@@ -73,7 +73,9 @@ class Measures:
 
     def add(self, score: symusic.Score):
         self.pieces += 1
-        key = score.key_signatures[0].key if len(score.key_signatures) else 0
+        # C major until another key is said.
+        keys = [0, *(signature.key for signature in score.key_signatures)]
+        begins = [signature.time for signature in score.key_signatures]
         sixteenth = score.ticks_per_quarter / 4
         rows = []
         lines, sounding = bar_lines(score), set()
@@ -88,6 +90,7 @@ class Measures:
                 contents.setdefault(bar, set()).add(place)
                 sounding |= set(range(bar, max(bar + 1, int(np.searchsorted(lines, note.end)))))
                 if not track.is_drum:
+                    key = keys[int(np.searchsorted(begins, note.time, side="right"))]
                     self.classes[(note.pitch - 7 * key) % 12] += 1
                 self.lengths[length / 4] += 1
                 self.pitches.setdefault(instrument(track), []).append(note.pitch)

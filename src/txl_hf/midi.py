@@ -6,7 +6,6 @@ MidiTok, symusic and mido are in the extra `music`. They are imported where they
 import hashlib
 import io
 import json
-import math
 import re
 from collections.abc import Iterable
 from itertools import chain
@@ -45,15 +44,18 @@ MIDI_SUFFIXES = (".mid", ".midi", ".kar")
 CHANNELS = 15
 # The column of compound tokens; token_ids, as everywhere, is that of plain ones.
 EVENTS = "events"
-# Positions of a quarter note that are told apart when two pieces are compared.
-COMPARED = 12
+# Positions of a quarter note that are told apart when two pieces are compared: those of triplets and of 32nd notes.
+COMPARED = 24
 # Quarter notes, two days at any tempo. A damaged time is read as centuries, each bar of which would be a token.
 LONGEST = 100_000
 TOKENIZER_FILE = "tokenizer.json"
 # So many are worth a process.
 FILES = 64
-# The byte that begins a change of program, of any channel but that of drums.
-PROGRAM_CHANGE = re.compile(rb"[\xc0-\xc8\xca-\xcf]")
+# The bytes that begin a change of program and a note, of any channel but that of drums.
+PROGRAM_CHANGE = re.compile(rb"[\xc0-\xc8\xca-\xcf](?=[\x00-\x7f])")
+NOTE = re.compile(rb"[\x90-\x98\x9a-\x9f](?=[\x00-\x7f])")
+# A key of more sharps or flats than there are, which mido refuses; symusic does not.
+NO_KEY, C_MAJOR = re.compile(rb"\xff\x59\x02(?![\x00-\x07\xf9-\xff][\x00\x01])..", re.DOTALL), b"\xff\x59\x02\0\0"
 
 
 class Piece(NamedTuple):
@@ -274,21 +276,22 @@ def read_score(path: Path) -> "Score":
 def with_programs(data: bytes) -> bytes:
     """A MIDI file in which each track says what instruments it has.
 
-    A program is of a channel, whichever track sets it, and where it is not that of the notes it is the first one, for
-    all. symusic looks for it in the track of the notes, and takes what finds none there for a piano.
+    A program is of a channel, whichever track sets it. symusic looks for it in the track of the notes alone, and takes
+    what finds none there for a piano.
+
+    Raises:
+        ValueError: a track may have notes of a program that another one sets, and mido cannot take the file to pieces.
     """
-    first = data.find(b"MTrk")
-    length = int.from_bytes(data[first + 4 : first + 8], "big")
-    # Nothing but the first track is looked at before the file is taken to pieces, which takes a while.
-    if data[8:10] != b"\x00\x01" or not PROGRAM_CHANGE.search(data[first + 8 : first + 8 + length]):
+    if not _programs_may_be_elsewhere(data):
         return data
     import mido
 
     try:
-        file = mido.MidiFile(file=io.BytesIO(data), clip=True)
-    except Exception:
-        # symusic says what is wrong with it, if it finds fault with it too.
-        return data
+        file = mido.MidiFile(file=io.BytesIO(NO_KEY.sub(C_MAJOR, data)), clip=True)
+    except Exception as error:
+        raise ValueError(
+            f"the instruments of some tracks may be set in others, and it cannot be taken to pieces: {error!r}"
+        ) from None
     timed = []
     for track in file.tracks:
         times = np.cumsum([message.time for message in track])
@@ -296,15 +299,12 @@ def with_programs(data: bytes) -> bytes:
     programs = [[message for message in track if message.type == "program_change"] for track in timed]
     changed = False
     for i, track in enumerate(timed):
-        kinds = "note_on", "program_change"
-        sounds, says = ({m.channel: m.time for m in reversed(track) if m.type == kind} for kind in kinds)
-        # Until when a channel sounds here of which this track does not say what it is.
-        silent = {channel: says.get(channel, math.inf) for channel in sounds}
-        silent = {channel: end for channel, end in silent.items() if sounds[channel] < end}
+        sounding = {message.channel for message in track if message.type == "note_on"}
         others = chain.from_iterable(programs[:i] + programs[i + 1 :])
-        elsewhere = [message for message in others if message.time < silent.get(message.channel, 0)]
+        elsewhere = [message for message in others if message.channel in sounding]
         if elsewhere:
             changed = True
+            # Of what begins at once, a track's own holds.
             ordered = sorted([*elsewhere, *track], key=lambda message: message.time)
             begins = [0, *(message.time for message in ordered)]
             file.tracks[i] = mido.MidiTrack(
@@ -317,6 +317,25 @@ def with_programs(data: bytes) -> bytes:
     return written.getvalue()
 
 
+def _programs_may_be_elsewhere(data: bytes) -> bool:
+    """Whether some channel has notes in one track and programs in another: taking a file to pieces takes a while.
+
+    Nothing is missed. What looks like a channel's message in the bytes may be a time or a text.
+    """
+    if data[8:10] != b"\x00\x01":
+        return False
+    notes, programs = [], []
+    position = 8 + int.from_bytes(data[4:8], "big")
+    while position < len(data):
+        length = int.from_bytes(data[position + 4 : position + 8], "big")
+        if data[position : position + 4] == b"MTrk":
+            track = data[position + 8 : position + 8 + length]
+            notes.append({status[0] & 15 for status in NOTE.findall(track)})
+            programs.append({status[0] & 15 for status in PROGRAM_CHANGE.findall(track)})
+        position += 8 + length
+    return any(notes[i] & programs[j] for i in range(len(notes)) for j in range(len(notes)) if i != j)
+
+
 def last_end(score: "Score") -> int:
     """Where the last note ends, in ticks; 1 at least."""
     return max([1, *(note.end for track in score.tracks for note in track.notes)])
@@ -325,16 +344,15 @@ def last_end(score: "Score") -> int:
 def bar_lines(score: "Score") -> np.ndarray:
     """Where each bar begins, and where the last one with a note ends, in ticks: (bars + 1,), of at least one bar.
 
-    The first metre holds from the beginning, 4/4 where there is none; a bar in which it changes ends there, but for
-    the last.
+    Until the first metre it is 4/4; a bar in which it changes ends there, but for the last.
     """
     whole = 4 * score.ticks_per_quarter
     # One of no parts, or of parts of no length, which a broken file may have, says nothing.
     metres = [metre for metre in score.time_signatures if metre.numerator and metre.denominator]
-    lengths = [whole * metre.numerator / metre.denominator for metre in metres] or [whole]
+    lengths = [whole * metre.numerator / metre.denominator for metre in metres]
     end = last_end(score)
     lines = [0.0]
-    for length, until in zip(lengths, [*(metre.time for metre in metres[1:]), end], strict=True):
+    for length, until in zip([whole, *lengths], [*(metre.time for metre in metres), end], strict=True):
         while lines[-1] < min(until, end):
             # The last bar is a whole one, whenever its last note ends.
             following = lines[-1] + length
@@ -343,19 +361,25 @@ def bar_lines(score: "Score") -> np.ndarray:
 
 
 def fingerprint(score: "Score") -> str:
-    """A hash of when notes begin and of the intervals between them, which transposition leaves as they are."""
+    """A hash of when notes begin, from the first one on, and of the intervals between them.
+
+    Transposition leaves it as it is, and so does another resolution.
+    """
+    first = min(note.time for track in score.tracks for note in track.notes)
     drums: list[np.ndarray] = []
     others: list[np.ndarray] = []
     for track in score.tracks:
         notes = track.notes.numpy()
-        times = notes["time"].astype(np.int64) * COMPARED // score.ticks_per_quarter
+        times = (notes["time"].astype(np.int64) - first) * COMPARED
+        # To the nearest: a triplet's ticks are no whole numbers at every resolution.
+        times = (times + score.ticks_per_quarter // 2) // score.ticks_per_quarter
         (drums if track.is_drum else others).append(np.stack([times, notes["pitch"].astype(np.int64)], axis=1))
     digest = hashlib.blake2b(digest_size=16)
     for parts, moves in ((others, True), (drums, False)):
         found = np.unique(np.concatenate(parts), axis=0) if any(len(part) for part in parts) else np.zeros((0, 2))
         if len(found) and moves:
-            # From the piece's first note and lowest pitch on.
-            found = found - found.min(axis=0)
+            # From the piece's lowest pitch on.
+            found = found - [0, found[:, 1].min()]
         digest.update(found.astype("<i8").tobytes() + b"|")
     return digest.hexdigest()
 

@@ -58,7 +58,8 @@ class MusicGrammar(LogitsProcessor):
         bars: end after so many bars, not before; those of a prompt count. None: the model ends the piece.
 
     Raises:
-        ValueError: the tokens have no bars, or are compound ones, or not every bar begins with one `Bar` token.
+        ValueError: the tokens have no bars, or are compound ones, or not every bar begins with one `Bar` token, or
+            some tell a pitch by its interval from another.
     """
 
     def __init__(self, tokenizer: "MusicTokenizer", bars: int | None = None):
@@ -67,6 +68,9 @@ class MusicGrammar(LogitsProcessor):
         if tokenizer.config.use_rests or tokenizer.config.additional_params.get("use_bar_end_tokens"):
             # Rests pass over bars, and what ends a bar is a `Bar` token too.
             raise ValueError("the tokenizer must have use_rests=False and use_bar_end_tokens=False: bars are counted")
+        if tokenizer.config.use_pitch_intervals:
+            # What a note is depends on the notes before it, and may be none.
+            raise ValueError("the tokenizer must have use_pitch_intervals=False: each note is told by its pitch")
         self.tokenizer, self.bars = tokenizer, bars
         self.graph = tokenizer.tokens_types_graph
         self.resolution = tokenizer.config.max_num_pos_per_beat

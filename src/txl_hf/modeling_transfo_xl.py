@@ -752,7 +752,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             )
         if not inputs_embeds.is_floating_point():
             raise ValueError(f"inputs_embeds are {inputs_embeds.dtype}, no floating-point vectors")
-        return inputs_embeds
+        # Observations are often fp64, NumPy's own type; what `input_size` projects, its layer casts.
+        return inputs_embeds if self.config.input_size else inputs_embeds.to(self.first_parameter.dtype)
 
     def _find_resets(
         self,
