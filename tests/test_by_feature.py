@@ -486,17 +486,33 @@ def test_every_base_is_labelled_once_later_and_forgotten_where_a_sequence_begins
 
 def test_labels_of_a_pass_with_memory_are_those_of_the_whole(script):
     module = script("genome_labels")
-    options = argparse.Namespace(seed=1, width=16, window=8)
+    options = argparse.Namespace(seed=1, width=16, window=16, lookahead=5)
     model = module.make_model(options, memory=400)
     torch.nn.init.normal_(model.score.weight, std=3.0)
     whole = module.read_genome(PLASMID.with_suffix(".fna"), PLASMID.with_suffix(".gff3"), 5).part(4500, 4850)
-    found = module.confusion(model, whole, window=16)
+    found = module.confusion(model, whole, options)
     with torch.no_grad():
         given = model(whole.tokens[None]).logits[0].argmax(-1)
     expected = torch.tensor([[int(((whole.labels == a) & (given == b)).sum()) for b in range(3)] for a in range(3)])
     assert torch.equal(found, expected) and found.sum() == 350 and (found > 0).sum() >= 4
     scores = module.f1_of(torch.tensor([[8, 2, 0], [4, 6, 0], [0, 0, 0]]))
     assert scores == pytest.approx({"none": 16 / 22, "+": 12 / 18, "-": 0, "mean": (16 / 22 + 12 / 18) / 3})
+
+
+@pytest.mark.parametrize("memory", [0, 16])
+def test_no_base_is_labelled_that_was_not_read(script, memory):
+    """Without memory a quarter of the labels were of bases before their window."""
+    module = script("genome_labels")
+    options = argparse.Namespace(seed=1, width=16, window=8, lookahead=5)
+    reread = module.reread_by(module.make_model(options, memory), options)
+    places = torch.arange(40)
+    genome = module.Genome(places, torch.where(places < 5, -100, places - 5), places < 0)
+    asked = []
+    for batch in module.windows(genome, 8, 1, reread):
+        labels = batch["labels"][batch["labels"] != -100]
+        assert memory or torch.isin(labels, batch["input_ids"]).all()
+        asked += labels.tolist()
+    assert asked == list(range(35)), "each once"
 
 
 GENOMES = {

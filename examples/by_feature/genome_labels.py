@@ -12,7 +12,8 @@ in one pass with memory, and their F1 is printed and written to results.json. Th
 What is added to a model of tokens:
 (1) a base is read as the `ORDER` bases that end with it and its position modulo 3, because genes have a period of
     three, which sinusoids of Transformer-XL, the shortest of them 6.3 long, have not;
-(2) the label of a base is asked `--lookahead` bases later, because the model sees nothing that follows;
+(2) the label of a base is asked `--lookahead` bases later, because the model sees nothing that follows; without memory
+    as many bases before a window are read with it, so that no base is labelled unseen;
 (3) where a sequence of several begins, everything is forgotten (`resets`).
 """
 
@@ -176,13 +177,17 @@ def read_genome(fasta: Path, genes: Path, lookahead: int) -> Genome:
     return Genome(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
 
-def windows(genome: Genome, length: int, rows: int) -> Iterator[dict[str, Tensor]]:
-    """Calls of the model, (rows, length) each: as many places of the genome, which are read on from call to call."""
+def windows(genome: Genome, length: int, rows: int, reread: int = 0) -> Iterator[dict[str, Tensor]]:
+    """Calls of the model, (rows, reread + length) each: as many places of the genome, which are read on from call to
+    call. What is read again is asked no label."""
     steps = len(genome.tokens) // rows
     tokens, labels, begins = (each[: rows * steps].view(rows, steps) for each in genome)
     for start in range(0, steps, length):
-        part = slice(start, start + length)
-        yield {"input_ids": tokens[:, part], "labels": labels[:, part], "resets": begins[:, part]}
+        again = min(start, reread)
+        part = slice(start - again, start + length)
+        asked = labels[:, part].clone()
+        asked[:, :again] = IGNORED
+        yield {"input_ids": tokens[:, part], "labels": asked, "resets": begins[:, part]}
 
 
 # --- the models ------------------------------------------------------------------------------------------------------
@@ -202,14 +207,20 @@ def make_model(options: argparse.Namespace, memory: int) -> TransfoXLForTokenCla
     )
 
 
+def reread_by(model: TransfoXLForTokenClassification, options: argparse.Namespace) -> int:
+    """Bases before a window that are read with it: those that its first labels are of, where no memory has them."""
+    return options.lookahead if model.config.mem_len == 0 else 0
+
+
 def train(model: TransfoXLForTokenClassification, genome: Genome, options: argparse.Namespace):
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     calls = -(-(len(genome.tokens) // options.batch_size) // options.window) * options.passes
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.learning_rate, calls, pct_start=0.1)
+    reread = reread_by(model, options)
     bar = tqdm(total=calls, unit="window", desc=f"memory of {model.config.mem_len}")
     for _ in range(options.passes):
         memory: dict = {}
-        for batch in windows(genome, options.window, options.batch_size):
+        for batch in windows(genome, options.window, options.batch_size, reread):
             outputs = model(**batch, **memory)
             outputs.loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -224,11 +235,11 @@ def train(model: TransfoXLForTokenClassification, genome: Genome, options: argpa
 
 
 @torch.no_grad()
-def confusion(model: TransfoXLForTokenClassification, genome: Genome, window: int) -> Tensor:
+def confusion(model: TransfoXLForTokenClassification, genome: Genome, options: argparse.Namespace) -> Tensor:
     """(labels, labels), how many bases of each label (rows) were given each (columns), in one pass over the genome."""
     model.eval()
     counts, memory = torch.zeros(len(LABELS) ** 2, dtype=torch.long), dict[str, Tensor]()
-    for batch in windows(genome, window, 1):
+    for batch in windows(genome, options.window, 1, reread_by(model, options)):
         labels = batch.pop("labels")
         outputs = model(**batch, **memory)
         memory = memory_of(outputs)
@@ -272,7 +283,7 @@ def main():
             started = time.perf_counter()
             model = make_model(options, memory)
             train(model, learned, options)
-            scores = f1_of(confusion(model, held_out, options.window))
+            scores = f1_of(confusion(model, held_out, options))
             seconds = time.perf_counter() - started
             results[name] = {**scores, "seconds": round(seconds, 1)}
             print(f"F1 {name}: " + ", ".join(f"{label} {score:.3f}" for label, score in scores.items()))
