@@ -399,9 +399,10 @@ def split_pieces(pieces: list[Piece], root: Path) -> tuple[dict[str, list[Piece]
     if not set(named) - {None}:
         return cut_pieces(pieces), []
     if missing := [split for split in SPLITS if split not in named]:
+        told = "; ".join(f"{split}: {pieces[0].name}" for split, pieces in named.items() if split)
         raise ValueError(
-            f"the folder has MIDI files named after {', '.join(filter(None, named))}, none of them after "
-            f"{' and '.join(missing)}: name those of all three after train, valid and test, or none"
+            f"the folder has MIDI files named after a split ({told}), none of them after {' and '.join(missing)}: "
+            "name those of all three after train, valid and test, or none"
         )
     splits: dict[str, list[Piece]] = {}
     taken: dict[str, str] = {}
