@@ -39,6 +39,7 @@ from txl_hf.evaluation import LanguageModelEvaluation, evaluate_caches
 from txl_hf.files import whole_file, write_text
 from txl_hf.loading import find_device, load_config, load_language_model
 from txl_hf.scoring import (
+    check_number,
     check_protocol,
     check_statistics,
     check_vocabulary,
@@ -236,6 +237,8 @@ def read(
     started = time.perf_counter()
     results = evaluate_caches(model, token_ids, caches=caches, dynamic=dynamic, **protocol)
     seconds = time.perf_counter() - started
+    for result in results:
+        check_number(result)
     return [Point(dynamic, cache, result, seconds) for cache, result in zip(caches, results, strict=True)]
 
 

@@ -180,6 +180,18 @@ def test_a_pickle_in_place_of_any_file_does_not_run(corpus, model, tmp_path, cap
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("options", [[], ["--dynamic", "0.01"]], ids=["static", "dynamic"])
+def test_a_model_that_computes_no_numbers_has_no_figures(corpus, model, tmp_path, options):
+    """They were null, which stands for an infinite perplexity."""
+    shutil.copytree(model, tmp_path / "model")
+    broken = TransfoXLForCausalLM.from_pretrained(model)
+    with torch.no_grad():
+        broken.transformer.layers[0].self_attn.q_proj.weight[0, 0] = math.nan
+    broken.save_pretrained(tmp_path / "model")
+    with pytest.raises(SystemExit, match="error: .*(no numbers|no finite loss)"):
+        evaluate_lm.main(["--model", str(tmp_path / "model"), "--data", str(corpus), "--json", *options])
+
+
 @pytest.mark.parametrize("name", ["enwik8", "text8"])
 def test_prepared_and_raw_streams_give_the_same_figures(name, tmp_path, tmp_path_factory, capsys):
     folder = tmp_path / name
@@ -384,7 +396,9 @@ def test_what_cannot_be_plotted_is_said_before_the_text_is_read(corpus, model, m
 
 def test_sub_words_are_compared_by_words(text, tmp_path, tmp_path_factory, capsys):
     """Characters of the same text: another perplexity per token, and words and characters to compare by."""
-    lines = (text / "wiki.train.tokens").read_text().splitlines(keepends=True)
+    lines = [
+        line for split in ("train", "test") for line in (text / f"wiki.{split}.tokens").read_text().splitlines(True)
+    ]
     tokenizer = TransfoXLTokenizer.train_from_iterator(lines, mode="characters", unk_token="<unk>")
     model = save_model(tokenizer, tmp_path / "model")
     result = run(capsys, "--model", model, "--data", text / "wiki.test.tokens")

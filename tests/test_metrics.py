@@ -139,6 +139,8 @@ def test_an_entry_may_be_a_scalar_of_bfloat16(make_metric):
         ({"nll": [1.0], "tokens": [0.5]}, "tokens must hold whole numbers, not float64"),
         ({"nll": ["a"], "tokens": [1]}, "nll must hold numbers"),
         ({"nll": [1.0], "tokens": [-1]}, "tokens=-1 is negative"),
+        ({"nll": [1.0, 2.0], "tokens": [1, 0]}, r"entry 1 has tokens=0 and nll=2\.0: both must be of the same tokens"),
+        ({"nll": [math.nan], "tokens": [0]}, "entry 0 has tokens=0 and nll=nan"),
     ],
 )
 def test_bad_entries_are_named(make_metric, entries, message):

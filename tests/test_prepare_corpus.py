@@ -340,7 +340,7 @@ def test_what_is_not_installed_is_said_and_help_needs_nothing(tmp_path):
 
 
 def test_a_log_has_no_progress_bars(tmp_path):
-    folder = write(tmp_path / "input", "{}.txt")
+    folder = write(tmp_path / "input", "{}.txt", dict.fromkeys(LINES, LINES["train"]))
     command = [sys.executable, prepare_corpus.__file__, "--corpus", "text", "--num_proc", "1"]
     command += ["--input", folder, "--output", tmp_path / "output"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -418,6 +418,39 @@ def test_another_tokenizer(tmp_path, corpus):
     tokens, tokenizer, information = load(folder)
     assert {split: tokenizer.decode(ids) for split, ids in tokens.items()} == texts
     assert information["line_end"] is None
+    # A file of the same text has the same words and characters, and so the same figures.
+    test = tmp_path / "test.txt"
+    test.write_text(texts["test"])
+    read, raw = read_prepared(folder, "test"), read_raw(test, tokenizer)
+    assert (read.words, read.characters) == (raw.words, raw.characters) == (counts_of(texts["test"]))
+
+
+def counts_of(text):
+    """Words, with one more for the end of each line, and characters."""
+    return len(text.split()) + len(text.splitlines()), len(text)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["vocabulary of the text", "another tokenizer"])
+def test_what_the_unknown_token_stands_for_is_told_and_divides_no_figure(tmp_path, capsys, given):
+    """Half of a book was unknown to a vocabulary of 60 words, at 0.6 bits a character. What spells it is known."""
+    folder, options = tmp_path / "input", ["--mode", "whitespace", "--min_freq", "2"]
+    folder.mkdir()
+    lines = {"train": "the cat sat\n" * 20, "valid": "the cat <unk>\n", "test": "the dog sat\n"}
+    for split, text in lines.items():
+        (folder / f"{split}.txt").write_text(text)
+    if given:
+        TransfoXLTokenizer.from_symbols(["<unk>", "<eos>", "the", "cat", "sat"], mode="whitespace").save_pretrained(
+            tmp_path / "tokenizer"
+        )
+        options = ["--tokenizer", tmp_path / "tokenizer"]
+    _, tokenizer, information = load(prepare(tmp_path, "text", "--input", folder, *options))
+    assert "the test text: <unk> stands for 3 characters, of what the vocabulary lacks." in capsys.readouterr().err
+    assert information["splits"]["test"]["characters_unknown"] == 3
+    assert "characters_unknown" not in information["splits"]["validation"]
+    test, validation = (read_prepared(tmp_path / "output", split) for split in ("test", "validation"))
+    assert (test.words, test.characters) == (4, None) and (validation.words, validation.characters) == (4, 14)
+    raw = read_raw(folder / "test.txt", tokenizer)
+    assert (raw.words, raw.characters) == (4, None)
 
 
 def test_dataset(tmp_path):

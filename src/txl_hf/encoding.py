@@ -188,9 +188,9 @@ def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> np.ndarray:
     return encode_lines(tokenizer, StringIO(text, newline="\n").readlines())
 
 
-def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> Counter[str]:
-    """How often each character occurs that has no token: without `unk_token` a tokenizer may pass over what it lacks,
-    in silence.
+def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> tuple[Counter[str], int]:
+    """How often each character occurs that has no token, and how many there are that `unk_token` stands for where the
+    text does not spell it. Without `unk_token` a tokenizer may pass over what it lacks, in silence.
 
     White space is passed over by many that read words, and what is not to be seen by some: neither is counted. Nor is
     what has a token by itself and was joined to others, as an accent is; nor anything of a `TransfoXLTokenizer`, which
@@ -200,18 +200,23 @@ def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> Counter[s
         lines: as `encode_lines` takes them.
     """
     passed: Counter[str] = Counter()
-    if getattr(tokenizer, "mode", None) is not None or not getattr(tokenizer, "is_fast", False):
-        return passed
+    unknown, refuses = 0, getattr(tokenizer, "mode", None) is not None
+    if not getattr(tokenizer, "is_fast", False) or (refuses and tokenizer.unk_token is None):
+        return passed, unknown
     lines = iter(lines)
     while batch := list(islice(lines, LINES)):
         encoded = tokenizer(batch, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        for line, places in zip(batch, encoded["offset_mapping"], strict=True):
+        for line, places, ids in zip(batch, encoded["offset_mapping"], encoded["input_ids"], strict=True):
             end = 0
-            for start, stop in places:
-                passed.update(line[end:start])
+            for (start, stop), token in zip(places, ids, strict=True):
+                if token == tokenizer.unk_token_id and line[start:stop] != tokenizer.unk_token:
+                    unknown += stop - start
+                if not refuses:
+                    passed.update(line[end:start])
                 end = max(end, stop)
-            passed.update(line[end:])
-    return Counter({char: count for char, count in passed.items() if not _is_passed_over(tokenizer, char)})
+            if not refuses:
+                passed.update(line[end:])
+    return Counter({char: count for char, count in passed.items() if not _is_passed_over(tokenizer, char)}), unknown
 
 
 def _is_passed_over(tokenizer: Any, char: str) -> bool:

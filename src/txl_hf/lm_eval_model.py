@@ -173,17 +173,28 @@ class TransfoXLLM(TemplateLM):
         """The log-likelihood of each continuation, and whether every token of it is the most probable one.
 
         Raises:
-            ValueError: a context has no tokens, and there is no prefix token.
+            ValueError: a context has no tokens, and there is no prefix token; or a continuation has none that is more
+                than white space.
         """
         pairs = [(request.args, *self._encode_pair(*request.args)) for request in requests]
         return self._loglikelihood_tokens(pairs, disable_tqdm=disable_tqdm)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The ids of both; of a context without tokens, the prefix token."""
-        if context:
-            context_ids, token_ids = super()._encode_pair(context, continuation)
-        else:
-            context_ids, token_ids = [], self.tok_encode(continuation)
+        """The ids of both; of a context without tokens, the prefix token.
+
+        A token that begins in the context and ends in the continuation is the continuation's: of "un" and "likely" in
+        a vocabulary of words, "unlikely". White space between them is too, as lm_eval has it.
+        """
+        whole, alone = self.tok_encode(context + continuation), self.tok_encode(context.rstrip())
+        shared = next((i for i, pair in enumerate(zip(alone, whole, strict=False)) if len({*pair}) > 1), None)
+        shared = min(len(alone), len(whole)) if shared is None else shared
+        parted = context != context.rstrip() or not continuation or continuation != continuation.lstrip()
+        if 0 < shared == len(alone) and not parted and whole[shared - 1] == self.tokenizer.unk_token_id:
+            # It may stand for a word of both.
+            shared -= 1
+        context_ids, token_ids = whole[:shared], whole[shared:]
+        if not token_ids and continuation.strip():
+            raise ValueError(f"the continuation {continuation!r:.80} of {context[-40:]!r} has no token")
         if context_ids or not token_ids:
             return context_ids, token_ids
         if self.prefix_token_id is None:

@@ -71,11 +71,16 @@ class LanguageModelMetric(evaluate.Metric):
         """Add several entries; see `inputs_description`.
 
         Raises:
-            ValueError: an input is no list of numbers, is longer or shorter than `nll`, or a count is negative.
+            ValueError: an input is no list of numbers, is longer or shorter than `nll`, or a count is negative, or an
+                entry without tokens costs something.
         """
         length = np.shape(_on_cpu(nll))[:1]
         inputs = {"nll": nll, "tokens": tokens, "words": words, "characters": characters}
-        super().add_batch(**{name: _entries(name, values, length) for name, values in inputs.items()})
+        entries = {name: _entries(name, values, length) for name, values in inputs.items()}
+        if (wrong := (entries["tokens"] == 0) & (entries["nll"] != 0)).any():
+            i = int(wrong.argmax())
+            raise ValueError(f"entry {i} has tokens=0 and nll={entries['nll'][i]}: both must be of the same tokens")
+        super().add_batch(**entries)
 
     def add(self, *, nll, tokens, words=None, characters=None) -> None:
         """Add one entry; see `inputs_description`."""

@@ -47,8 +47,12 @@ The folder written holds a `datasets.DatasetDict` with the splits train, validat
 each split:
 
 * `tokens`;
-* `words`: parted by white space, and one more for the end of each line, as perplexities per word are published;
-* `characters`: those that bits per character are published for: of enwik8 bytes without line feeds, otherwise all;
+* `words`: parted by white space, and one more for the end of each line, as perplexities per word are published, but
+  for enwik8 and text8, whose own tokens leave line feeds out;
+* `characters`: those that bits per character are published for: of enwik8 bytes without line feeds, otherwise all, and
+  with `--tokenizer` all characters of each;
+* `characters_without_token`, `characters_unknown`, where the tokenizer lacks some: those that it passes over, and
+  those that its unknown token stands for;
 * `bytes`, as they were read;
 * `documents`, with `--document_end`, which names the token that ends each of them. `txl-train` and `txl-evaluate` then
   read each document without what was before it.
@@ -90,7 +94,15 @@ from .corpora import (
     useful_processes,
     wanted,
 )
-from .encoding import LINE_FEED, document_end_token, encode_bytes, encode_lines, ends_lines, load_tokenizer
+from .encoding import (
+    LINE_FEED,
+    document_end_token,
+    encode_bytes,
+    encode_lines,
+    ends_lines,
+    load_tokenizer,
+    reads_streams,
+)
 from .files import sync
 from .midi import (
     Piece,
@@ -226,20 +238,24 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict:
         texts = cut(texts["train"], convention)
     if convention.mode == "characters" and convention.stream:
         texts = {split: text.strip() for split, text in texts.items()}
-    counts = {
-        split: count_stream(text) if convention.stream else count_lines(text, options.num_proc)
-        for split, text in texts.items()
-    }
+    # Tokens of a stream are of all but its line feeds; those of another tokenizer are of these too.
+    streams = convention.stream and (tokenizer is None or reads_streams(tokenizer))
+    counts = {}
+    for split, text in texts.items():
+        if streams:
+            counts[split] = count_stream(text)
+        else:
+            counts[split] = count_text(text) if convention.stream else count_lines(text, options.num_proc)
     for split, count in counts.items():
         if count["characters"] == 0 or count["words"] == 0:
             raise ValueError(f"the {split} text of {source_name(options)} is empty")
     if convention.stream and tokenizer is not None:
         texts = {split: pieces(text) for split, text in texts.items()}
-    if tokenizer is not None:
+    tokenizer, tokens = tokenise(texts, tokenizer, convention, vocabulary, options.num_proc, scratch)
+    if not streams:
         for split in SPLITS[1:]:
             # Of these a model's figures are.
             counts[split] |= count_passed(tokenizer, texts[split]["text"], f"the {split} text")
-    tokenizer, tokens = tokenise(texts, tokenizer, convention, vocabulary, options.num_proc, scratch)
     for split, found in tokens.items():
         if len(found) == 0:
             raise ValueError(f"the {split} text of {source_name(options)} has no token: the tokenizer lacks all of it")
@@ -439,6 +455,14 @@ def count_lines(lines: "Dataset", num_proc: int) -> dict[str, int]:
     if counts["words"]:
         counts["words"] += len(lines)
     return counts
+
+
+def count_text(text: bytes) -> dict[str, int]:
+    """The same of a stream that is read with its line feeds, as `pieces` are and as `read_raw` counts a file."""
+    decoded = text.decode("utf-8", errors="replace")
+    counts = {name: count for name, [count] in count_batch([decoded]).items()}
+    counts["words"] += decoded.count("\n") + (not decoded.endswith("\n"))
+    return counts | {"bytes": len(text)}
 
 
 def count_documents(tokens: dict[str, "Dataset"], document_end: int) -> dict[str, int]:

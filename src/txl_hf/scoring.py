@@ -31,6 +31,7 @@ from .streams import check_sizes
 from .texts import TokenisedText, read_document_end, read_prepared, read_raw
 
 __all__ = [
+    "check_number",
     "check_protocol",
     "check_vocabulary",
     "describe",
@@ -261,12 +262,22 @@ def score(
         **settings,
     )
     seconds = time.perf_counter() - started
+    check_number(result)
     speed = {"seconds": seconds, "tokens_per_second": result.tokens / seconds}
     described = {"protocol": protocol} | measures(result, text) | dataclasses.asdict(result) | speed
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in described.items()
     }
+
+
+def check_number(result: LanguageModelEvaluation):
+    """
+    Raises:
+        ValueError: the model computed something else than numbers, which no figure shows.
+    """
+    if math.isnan(result.nll):
+        raise ValueError("the model computes losses that are no numbers (NaN) for this text")
 
 
 def measures(result: LanguageModelEvaluation, text: TokenisedText) -> dict[str, float | None]:

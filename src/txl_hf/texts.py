@@ -28,14 +28,14 @@ __all__ = ["INFORMATION", "TokenisedText", "count_passed", "read_document_end", 
 
 # What a folder of txl-prepare says of its text.
 INFORMATION = "corpus.json"
-# Its characters that have no token.
-PASSED = "characters_without_token"
+# Its characters that have no token, and those that the unknown token stands for.
+PASSED, UNKNOWN = "characters_without_token", "characters_unknown"
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenisedText:
     """A tokenised text; `words` and `characters` are those of the whole, None where they are not known, or where so
-    many have no token that a figure of each would be off by a thousandth.
+    many have no token, or the unknown one, that a figure of each would be off by a thousandth.
     """
 
     token_ids: Any
@@ -101,26 +101,41 @@ def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedText:
 
 
 def count_passed(tokenizer: Any, lines: Iterable[str], text: str) -> dict[str, int]:
-    """How many characters of lines have no token, if any, for `corpus.json`; it is said to stderr.
+    """How many characters of lines have no token or an unknown one, if any, for `corpus.json`; it is said to stderr.
 
     Args:
         text: what it is called.
     """
-    if not (passed := characters_without_tokens(tokenizer, lines)):
-        return {}
-    often = ", ".join(f"{char!r} ({count:,})" for char, count in passed.most_common(6))
-    print(
-        f"{text}: {passed.total():,} characters have no token and are passed over: {often}. Where they are more than "
-        "a thousandth, no figure per character or per word is given",
-        file=sys.stderr,
-    )
-    return {PASSED: passed.total()}
+    passed, unknown = characters_without_tokens(tokenizer, lines)
+    found = {}
+    if passed:
+        found[PASSED] = passed.total()
+        often = ", ".join(f"{char!r} ({count:,})" for char, count in passed.most_common(6))
+        print(
+            f"{text}: {passed.total():,} characters have no token and are passed over: {often}. Where they are more "
+            "than a thousandth, no figure per character or per word is given",
+            file=sys.stderr,
+        )
+    if unknown:
+        found[UNKNOWN] = unknown
+        print(
+            f"{text}: {tokenizer.unk_token} stands for {unknown:,} characters, of what the vocabulary lacks. Where "
+            "they are more than a thousandth, no figure per character is given",
+            file=sys.stderr,
+        )
+    return found
 
 
 def whole(counts: Mapping[str, int]) -> tuple[int | None, int | None]:
-    """Words and characters of a text, None where they are more than its tokens are of, by over a thousandth."""
+    """Words and characters of a text, None where they are more than its tokens are of, by over a thousandth.
+
+    Where a token stands for any unknown word, perplexities per word are published all the same.
+    """
     words, characters = counts.get("words"), counts.get("characters")
-    return (None, None) if 1000 * counts.get(PASSED, 0) > (characters or 0) else (words, characters)
+    limit = (characters or 0) / 1000
+    if counts.get(PASSED, 0) > limit:
+        return None, None
+    return words, None if counts.get(PASSED, 0) + counts.get(UNKNOWN, 0) > limit else characters
 
 
 def read_document_end(folder: Path, tokenizer: Any, given: str | None) -> int | None:

@@ -16,7 +16,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from transformers import LogitsProcessor
+from tokenizers import Tokenizer, models
+from transformers import LogitsProcessor, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from txl_hf import TransfoXLTokenizer, evaluate_language_model, lm_eval_model, token_losses
@@ -394,6 +395,34 @@ def test_settings_of_generation_mean_what_they_mean_to_lm_eval(saved):
     assert greedy.startswith(short) and short != greedy
     for name in ("max_new_tokens", "max_tokens", "max_completion_tokens"):
         assert generate(**{name: 3}) == generate(**{name: 17, "max_gen_toks": 3}) == short
+
+
+@pytest.mark.parametrize(
+    ("context", "continuation", "expected"),
+    [
+        ("word2 word", "3 word4", ["word2", "word3 word4"]),
+        ("word2 word3", "x word4", ["word2", "<unk> word4"]),
+        ("word2 other", "s word4", ["word2", "<unk> word4"]),
+        ("word2 other", " word4", ["word2 <unk>", "word4"]),
+        ("word2 other", "", ["word2 <unk>", ""]),
+        ("other", "s", ["<eos>", "<unk>"]),
+    ],
+)
+def test_a_word_that_begins_in_the_context_is_the_continuations(saved, context, continuation, expected):
+    """It was left out: a continuation of such a word alone had a likelihood of 1 and won every choice."""
+    lm = TransfoXLLM(str(saved))
+    parts = lm._encode_pair(context, continuation)
+    assert [" ".join(lm.tokenizer.convert_ids_to_tokens(ids)) for ids in parts] == expected
+    [(found, _)] = lm.loglikelihood([Request(context, continuation)])
+    assert (found < 0) == bool(continuation)
+
+
+def test_a_continuation_without_a_token_is_named(make_model, tmp_path):
+    backend = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="a").save_pretrained(tmp_path)
+    make_model(vocab_size=2, cutoffs=[], div_val=1).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="the continuation 'NN' of 'ab' has no token"):
+        TransfoXLLM(str(tmp_path)).loglikelihood([Request("ab", "NN")])
 
 
 def test_a_continuation_without_tokens_costs_nothing(saved):
