@@ -23,7 +23,8 @@ On a terminal the figures appear as a table, line by line as they are found; els
 JSON. `--output` holds the same JSON, from the first figure on. The result has for each length the negative
 log-likelihood, perplexity and bits of a token, perplexity per word and bits per character of the text (words and
 characters as `txl-prepare` counts them), and all settings that these figures depend on. An infinite perplexity,
-for which JSON has no number, is null.
+for which JSON has no number, is null, and so are figures of words or characters where more than a thousandth of these
+have no token.
 
 `curves` are the columns of the paper's ablation (Tables 6 and 10), for memories and for windows: the perplexity `init`
 at the attention length of training (`null` where that is not among the lengths), the `best` one, and
