@@ -223,6 +223,17 @@ def test_continuous_batching_is_refused_at_once(make_model):
         model.init_continuous_batching()
 
 
+@pytest.mark.parametrize("lengths", [3, torch.tensor([3, 4]), (3, 4)], ids=str)
+def test_lengths_that_are_none_are_named(make_model, make_ids, lengths):
+    """As a column of a data set may be called."""
+    model, ids = make_model(), make_ids(2, 4)
+    for call in (model, model.transformer, model.generate):
+        with pytest.raises(
+            ValueError, match=f"must be a txl_hf.MemoryLengths, not a {type(lengths).__name__}; a column"
+        ):
+            call(ids, lengths=lengths)
+
+
 def test_generate_takes_lengths_of_its_own(make_model, make_ids):
     model, ids = make_model(eos_token_id=None), make_ids(2, 9)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 60}

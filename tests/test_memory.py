@@ -1223,6 +1223,22 @@ def test_dropout_is_where_the_original_has_it(make_model, make_ids):
     assert not torch.equal(drops(make_ids(1, 5)).logits, drops(make_ids(1, 5)).logits)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["p", "eval", "Identity"])
+def test_dropout_is_off_where_its_modules_are(make_model, make_ids, how):
+    """TRL sets their p to 0: that of the probabilities stayed, and the first loss of DPO was not ln 2."""
+    model, ids = make_model(dropout=0.3, dropatt=0.3).train(), make_ids(2, 5)
+    expected = model.eval()(ids).logits
+    for module in [*model.train().modules()]:
+        for name, child in [*module.named_children()]:
+            if isinstance(child, torch.nn.Dropout):
+                if how == "Identity":
+                    setattr(module, name, torch.nn.Identity())
+                else:
+                    child.p, child.training = (0, True) if how == "p" else (child.p, False)
+    assert model.training and torch.equal(model(ids).logits, expected)
+
+
 def test_a_segment_that_is_the_memory_is_not_copied_but_for_what_may_be_the_callers(make_model, make_ids):
     model = make_model(mem_len=5)
     embeds = model.get_input_embeddings()(make_ids(2, 5)).detach()

@@ -219,7 +219,10 @@ def test_positions_and_attention_probabilities_keep_their_dropout(make_model):
     model = make_model(dropout=0.3).train()
     regularize(model, PTB)
     plain = [name for name, module in model.named_modules() if type(module) is torch.nn.Dropout]
-    assert plain == ["transformer.position_dropout"]
+    assert plain == [
+        "transformer.position_dropout",
+        *(f"transformer.layers.{i}.self_attn.dropatt" for i in range(model.config.n_layer)),
+    ]
 
 
 # --- penalty ---------------------------------------------------------------------------------------------------------

@@ -415,6 +415,27 @@ def test_a_loss_of_ones_own_is_what_is_logged_and_evaluated(tmp_path):
     assert "perplexity" not in trainer.state.log_history[-2] and trainer.state.log_history[-2]["loss"] > 100
 
 
+@pytest.mark.parametrize(
+    "changes", [{"cutoffs": [], "div_val": 1}, {"output_logits": True}], ids=["one bin", "cutoffs"]
+)
+def test_a_loss_of_ones_own_gets_the_labels_of_a_stream(tmp_path, changes):
+    """As `Trainer` promises; it got None."""
+
+    def likelihood(outputs, labels, num_items_in_batch=None):
+        found = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return found / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
+
+    logs = []
+    for loss in (None, likelihood):
+        trainer = make_trainer(
+            tmp_path, model=make_model(**changes), max_steps=3, logging_steps=1, trainer={"compute_loss_func": loss}
+        )
+        trainer.train()
+        logs.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+        assert trainer.compute_loss_func is loss
+    assert logs[1] == pytest.approx(logs[0], rel=1e-4) and len(logs[0]) == 3
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 

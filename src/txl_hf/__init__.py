@@ -12,6 +12,7 @@ from .registration import register_when_imported
 
 if TYPE_CHECKING:
     from .adaptation import DynamicEvaluation, GradientStatistics
+    from .cache_transfo_xl import MemoryCache, StaticMemoryCache
     from .configuration_transfo_xl import TransfoXLConfig
     from .continuous_cache import ContinuousCache
     from .evaluation import evaluate_language_model, token_losses
@@ -37,8 +38,10 @@ __all__ = [
     "ContinuousCache",
     "DynamicEvaluation",
     "GradientStatistics",
+    "MemoryCache",
     "MemoryLengths",
     "RegularizationArguments",
+    "StaticMemoryCache",
     "TextStream",
     "TokenStream",
     "TransfoXLConfig",
@@ -60,8 +63,10 @@ _MODULES = {
     "ContinuousCache": "continuous_cache",
     "DynamicEvaluation": "adaptation",
     "GradientStatistics": "adaptation",
+    "MemoryCache": "cache_transfo_xl",
     "MemoryLengths": "memory_transfo_xl",
     "RegularizationArguments": "regularization_arguments",
+    "StaticMemoryCache": "cache_transfo_xl",
     "TextStream": "text_stream",
     "TokenStream": "streams",
     "TransfoXLConfig": "configuration_transfo_xl",

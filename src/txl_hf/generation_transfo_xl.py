@@ -30,7 +30,7 @@ from .cache_transfo_xl import (
 )
 from .configuration_transfo_xl import TransfoXLConfig
 from .inputs_transfo_xl import DOCUMENT_KEYWORDS, PACKED_KEYWORDS, check_tensors, packed_starts
-from .memory_transfo_xl import MemoryLengths, check_one_memory, split_mask
+from .memory_transfo_xl import MemoryLengths, check_one_memory, fill_lengths, split_mask
 
 __all__ = ["TransfoXLGenerationMixin"]
 
@@ -107,7 +107,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 cache.activate_past_recording()
 
     def _mem_len(self, lengths: MemoryLengths | None) -> int:
-        return (lengths or MemoryLengths()).of(self.config).mem_len
+        return fill_lengths(lengths, self.config).mem_len
 
     def init_continuous_batching(self, *args, **kwargs):
         raise NotImplementedError(

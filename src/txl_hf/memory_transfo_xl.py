@@ -121,6 +121,21 @@ class FilledLengths:
         return self.mem_len - self.counts_self
 
 
+def fill_lengths(lengths: MemoryLengths | None, config: TransfoXLConfig) -> FilledLengths:
+    """What holds in a call that was given these lengths, or None.
+
+    Raises:
+        ValueError: they are something else; and as `MemoryLengths.of` does.
+    """
+    # A copy of the class may have come with the weights.
+    if not isinstance(lengths, MemoryLengths | None) and type(lengths).__name__ != MemoryLengths.__name__:
+        raise ValueError(
+            f"lengths must be a txl_hf.MemoryLengths, not a {type(lengths).__name__}; a column of that name in a data "
+            "set is given to the model as it is: rename it, or remove it"
+        )
+    return (lengths or MemoryLengths()).of(config)
+
+
 class OpenMemory(NamedTuple):
     """What a call reads beside its segment.
 

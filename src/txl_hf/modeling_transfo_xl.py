@@ -55,6 +55,7 @@ from .memory_transfo_xl import (
     MemoryLengths,
     OpenMemory,
     begin_documents,
+    fill_lengths,
     hide_states,
     initial_memory,
     open_memory,
@@ -216,6 +217,8 @@ class TransfoXLAttention(nn.Module):
         self.position_bias: nn.Parameter | None = None
         config.positions.add_to_attention(self)
         self.dropout = nn.Dropout(config.dropout)
+        # It is never called: the backends drop probabilities. But who turns dropout off looks for such modules.
+        self.dropatt = nn.Dropout(config.dropatt)
 
     def forward(
         self,
@@ -259,7 +262,7 @@ class TransfoXLAttention(nn.Module):
             first_key=sight.first_key,
             order=sight.order,
             hidden=sight.hidden,
-            dropout=self.config.dropatt if self.training else 0.0,
+            dropout=0.0 if does_nothing(self.dropatt) else self.dropatt.p,
             implementation=sight.implementation,
             module=self,
         )
@@ -660,7 +663,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             **{f"mems[{i}]": states for i, states in enumerate(() if mems is None else mems)},
             **documents,
         )
-        filled = (lengths or MemoryLengths()).of(self.config)
+        filled = fill_lengths(lengths, self.config)
         inputs_embeds = self._embed(input_ids, inputs_embeds)
         resets = self._find_resets(inputs_embeds, attention_mask, resets, filled.mem_len, documents)
         past_key_values = self._choose_cache(use_cache, past_key_values, filled)

@@ -104,7 +104,9 @@ class TransfoXLTrainer(Trainer):
       `tokens_per_second`, without the time for evaluating and saving; evaluations gain the same and `tokens`. Of a
       classifier, of tokens or of sequences, `tokens` are its labels, and there is neither perplexity nor bits.
     * With a `compute_loss_func`, `loss` and `eval_loss` are what it gives (in an evaluation as `Trainer` averages it),
-      and the other figures of an evaluation those of the text's likelihood; logs of training have none.
+      and the other figures of an evaluation those of the text's likelihood; logs of training have none. The labels of
+      a stream, which it gets, are those of the logits' own places, not to be shifted; a model with cutoffs has logits
+      with `config.output_logits=True`, and `outputs.losses` always.
     * `regularization` puts the regularisers of small corpora around the model, as `regularize` does, and adds their
       penalty to what is minimised: its mean over micro-batches and processes. The losses that are logged are without.
     * Checkpoints hold the memory, in the order of the streams so that another number of processes or of accumulation
@@ -352,7 +354,10 @@ class TransfoXLTrainer(Trainer):
         if not model.training and self.compute_loss_func is None:
             # Evaluations add up what follows; a loss of this batch alone is the mean over its own labels.
             num_items_in_batch = None
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        with self._labels_for_own_loss(inputs):
+            loss, outputs = super().compute_loss(
+                model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+            )
         self._memory.replace(self._detach(memory_of(outputs, self.args.torch_compile)))
         if self._regularizer is not None and model.training:
             penalty = self._regularizer.penalty(inputs.get("shift_labels"), inputs.get("resets"))
@@ -377,6 +382,17 @@ class TransfoXLTrainer(Trainer):
                 self._sums.targets.append((labels != -100).sum())
                 self._sums.nll.append(outputs["loss"].detach() * self._sums.targets[-1])
         return (loss, outputs) if return_outputs else loss
+
+    @contextmanager
+    def _labels_for_own_loss(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """Gives `compute_loss_func` the labels of a stream, `shift_labels`: `Trainer` knows of `labels` alone."""
+        own, labels = self.compute_loss_func, inputs.get("shift_labels")
+        if own is not None and labels is not None:
+            self.compute_loss_func = lambda outputs, _, **options: own(outputs, labels, **options)
+        try:
+            yield
+        finally:
+            self.compute_loss_func = own
 
     def _detach(self, memory: dict[str, Any]) -> dict[str, Any]:
         if not memory:

@@ -82,6 +82,8 @@ def test_preferences(model, tokenizer, tmp_path):
     data = Dataset.from_dict(
         {name: [text(5, seed + i) for i in range(4)] for seed, name in enumerate(["prompt", "chosen", "rejected"])}
     )
+    # TRL turns dropout off, that of the attention too.
+    model = TransfoXLForCausalLM.from_pretrained(model.name_or_path, dropout=0.3, dropatt=0.3)
     arguments = DPOConfig(str(tmp_path), max_length=32, **COMMON)
     trainer = DPOTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
     trainer.train()
