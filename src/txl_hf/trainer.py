@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,6 +118,8 @@ class TransfoXLTrainer(Trainer):
         ValueError: settings under which memory cannot be carried, or the worst checkpoint would be the best; the
             message names the fix.
     """
+
+    compute_loss_func: Callable[..., torch.Tensor] | None
 
     def __init__(
         self,
