@@ -354,7 +354,7 @@ def test_ctrl_c_while_weights_come_back(make_model, make_ids):
 @pytest.mark.parametrize("dynamic", [DynamicEvaluation(RATE), None], ids=["dynamic", "static"])
 def test_ctrl_c_where_any_function_begins(make_model, make_ids, dynamic):
     """That is where Python looks for it: in what brings weights and modes back too, before its first line."""
-    model, ids = make_model().train(), make_ids(1, 16)[0]
+    model, ids = make_model().train(), make_ids(1, 11)[0]
     model.transformer.layers[0].eval()
     found, modes = parameters_of(model), [module.training for module in model.modules()]
     files = {module.__file__ for module in (adaptation, reading)}

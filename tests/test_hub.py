@@ -78,7 +78,11 @@ def author(play):
     return play("author")
 
 
-@pytest.fixture(scope="module", params=["reader", "stranger"], ids=["with-package", "without-package"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("reader", marks=pytest.mark.slow), "stranger"],
+    ids=["with-package", "without-package"],
+)
 def reader(request, author, play):
     return play(request.param) if request.param == "reader" else request.getfixturevalue("stranger")
 

@@ -201,7 +201,11 @@ def test_a_row_padded_on_the_right_goes_on_from_what_is_real(make_model, make_id
     [torch.uint8, *(pytest.param(other, marks=pytest.mark.slow) for other in (torch.int32, torch.int16))],
     ids=str,
 )
-@pytest.mark.parametrize("changes", [{}, {"cutoffs": [], "div_val": 1}, {"output_logits": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, *(pytest.param(c, marks=pytest.mark.slow) for c in ({"cutoffs": [], "div_val": 1}, {"output_logits": True}))],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["labels", pytest.param("shift_labels", marks=pytest.mark.slow)])
 def test_labels_may_be_any_integers(make_model, make_ids, dtype, changes, name):
     model, ids = make_model(n_layer=1, **changes), make_ids(2, 5)

@@ -469,7 +469,7 @@ class DerivedCache(DynamicCache):
 
 @pytest.mark.parametrize(
     ("copied", "compiles"),
-    [(False, False), (True, False), pytest.param(False, True, marks=pytest.mark.slow), (True, True)],
+    [(False, False), (True, False), *(pytest.param(copied, True, marks=pytest.mark.slow) for copied in (False, True))],
 )
 @torch.no_grad()
 def test_rows_of_any_cache_are_picked_with_their_masks(make_model, make_ids, copied, compiles):
@@ -725,6 +725,7 @@ def test_no_gradient_reaches_the_segment_before_through_a_cache(make_model, make
         pytest.param(lambda config: StaticCache(config=config, max_cache_len=9), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", COMPILERS)
 def test_a_compiled_call_with_a_cache_may_have_gradients_on(make_model, make_ids, make_cache, backend):
     model, found = make_model(n_layer=1), []

@@ -360,6 +360,7 @@ def test_gradient_checkpointing_draws_the_same_masks_again(make_model, make_ids)
     assert all(map(torch.equal, results[0][1], results[1][1]))
 
 
+@pytest.mark.slow
 def test_compiled_regularisation_is_the_same(make_model, make_ids):
     """Without randomness the same; the penalty comes out of the graph with its gradient."""
     torch.compiler.reset()

@@ -218,7 +218,11 @@ def assert_within_budget(shape, window, masked, missing, dtype, first_key=None):
     assert all(tensor.isfinite().all() for tensor in result.values())
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case[0][-1] == 128 else ()) for case in CASES.values()],
+    ids=CASES,
+)
 def test_output_and_gradients_agree_with_eager(case, monkeypatch):
     shape, tile, window, masked, missing = case
     monkeypatch.setattr(kernels, "LARGEST_TILE", tile)
@@ -970,7 +974,8 @@ def test_fused_narrow_types_are_as_exact_as_pytorchs(count_fused, monkeypatch, d
         assert error <= 2 * plain[name] + 1e-6, name
 
 
-@pytest.mark.parametrize("dropatt", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
+@pytest.mark.slow
+@pytest.mark.parametrize("dropatt", [0.0, 0.2])
 def test_what_txl_train_puts_together_on_a_gpu(make_model, make_ids, count_fused, dropatt):
     """Kernels of attention in compiled layers and those of the softmax, under autocast: off from fp32 by at most twice
     what the same is off with neither compilation nor the softmax's kernels."""
@@ -1035,6 +1040,7 @@ def test_kept_logits_survive_the_backward_pass(count_fused):
     assert torch.equal(first, second) and calls == ["add_statistics", "write_gradient", "write_gradient"]
 
 
+@pytest.mark.slow
 def test_the_kernels_of_the_softmax_compile_for_sm_90_without_a_gpu(kernel_cache):
     rows = compiled(kernel_cache, "bfloat16", "--softmax")
     assert [row["kernel"] for row in rows] == ["statistics", "gradient"]

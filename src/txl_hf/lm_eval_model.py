@@ -1,5 +1,6 @@
 """The class behind the model `txl` of lm_eval: its requests, each read with memory."""
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -186,8 +187,7 @@ class TransfoXLLM(TemplateLM):
         a vocabulary of words, "unlikely". White space between them is too, as lm_eval has it.
         """
         whole, alone = self.tok_encode(context + continuation), self.tok_encode(context.rstrip())
-        shared = next((i for i, pair in enumerate(zip(alone, whole, strict=False)) if len({*pair}) > 1), None)
-        shared = min(len(alone), len(whole)) if shared is None else shared
+        shared = len(os.path.commonprefix([alone, whole]))
         parted = context != context.rstrip() or not continuation or continuation != continuation.lstrip()
         if 0 < shared == len(alone) and not parted and whole[shared - 1] == self.tokenizer.unk_token_id:
             # It may stand for a word of both.

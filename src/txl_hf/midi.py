@@ -41,7 +41,7 @@ __all__ = [
 
 MIDI_SUFFIXES = (".mid", ".midi", ".kar")
 # Of MIDI, each with an instrument, without that of drums.
-CHANNELS = 15
+CHANNELS, DRUM_CHANNEL = 15, 9
 # The column of compound tokens; token_ids, as everywhere, is that of plain ones.
 EVENTS = "events"
 # Positions of a quarter note that are told apart when two pieces are compared: those of triplets and of 32nd notes.
@@ -299,7 +299,7 @@ def with_programs(data: bytes) -> bytes:
     programs = [[message for message in track if message.type == "program_change"] for track in timed]
     changed = False
     for i, track in enumerate(timed):
-        sounding = {message.channel for message in track if message.type == "note_on"}
+        sounding = {message.channel for message in track if message.type == "note_on"} - {DRUM_CHANNEL}
         others = chain.from_iterable(programs[:i] + programs[i + 1 :])
         elsewhere = [message for message in others if message.channel in sounding]
         if elsewhere:
