@@ -53,7 +53,7 @@ def furthest(found: list[float], losses: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(found, losses, strict=True))
 
 
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("attn_implementation", ["eager", pytest.param("sdpa", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("run", ["plain", "clipped", "shifted inside"])
 def test_a_loop_follows_the_legacy_model(name, run, attn_implementation):
     stream, runs = expected(name)
