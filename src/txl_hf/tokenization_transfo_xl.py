@@ -84,6 +84,18 @@ _LEGACY_ARGUMENTS = ("special", "min_freq", "max_size", "do_lower_case")
 _LEGACY_NEVER_SPLIT = ("<eos>", "<unk>", "<formula>")
 
 
+def _step(name: str, said: str) -> property:
+    """What the steps in the backend do, as an attribute of the tokenizer, which no assignment changes."""
+
+    def refuse(tokenizer: "TransfoXLTokenizer", value):
+        raise AttributeError(
+            f"{name} of a tokenizer is {getattr(tokenizer, name)!r} and cannot be set: for other steps on the same "
+            f"vocabulary make TransfoXLTokenizer.from_symbols(tokenizer.symbols, {name}={value!r})"
+        )
+
+    return property(lambda tokenizer: getattr(tokenizer, f"_{name}"), refuse, doc=said)
+
+
 class TransfoXLTokenizer(PreTrainedTokenizerFast):
     """Tokenizer of Transformer-XL. See the module's table of modes and the ways to construct one.
 
@@ -241,29 +253,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         if "add_eos_token" not in kwargs:
             self._add_bos_token, self._add_eos_token = _added_around(backend)
 
-    @property
-    def mode(self) -> str:
-        """How text is split. It is that of the steps in the backend, which no assignment changes."""
-        return self._mode
-
-    @mode.setter
-    def mode(self, mode: str):
-        raise self._other_step("mode", mode)
-
-    @property
-    def lower_case(self) -> bool:
-        """Whether text is lower-cased. It is as the steps in the backend do, which no assignment changes."""
-        return self._lower_case
-
-    @lower_case.setter
-    def lower_case(self, lower_case: bool):
-        raise self._other_step("lower_case", lower_case)
-
-    def _other_step(self, name: str, value) -> AttributeError:
-        return AttributeError(
-            f"{name} of a tokenizer is {getattr(self, name)!r} and cannot be set: for other steps on the same "
-            f"vocabulary make TransfoXLTokenizer.from_symbols(tokenizer.symbols, {name}={value!r})"
-        )
+    mode = _step("mode", "How text is split.")
+    lower_case = _step("lower_case", "Whether text is lower-cased.")
 
     @classmethod
     def convert_to_native_format(cls, trust_remote_code: bool = False, **kwargs) -> dict:
