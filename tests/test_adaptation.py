@@ -81,7 +81,9 @@ def by_hand(
 
 
 @pytest.mark.parametrize("settings", [{}, {"cutoffs": [], "div_val": 1}, {"mem_len": 0}, {"attn_type": 1}], ids=str)
-@pytest.mark.parametrize(("with_statistics", "batch_size"), [(False, 3), (True, 1), (True, 3)])
+@pytest.mark.parametrize(
+    ("with_statistics", "batch_size"), [(False, 3), (True, 3), pytest.param(True, 1, marks=pytest.mark.slow)]
+)
 def test_the_formulas(make_model, make_ids, settings, with_statistics, batch_size):
     model, ids = make_model(**settings).double(), make_ids(1, 66)[0]
     training = make_ids(1, 45, seed=1)[0] if with_statistics else None
@@ -351,7 +353,9 @@ def test_ctrl_c_while_weights_come_back(make_model, make_ids):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("dynamic", [DynamicEvaluation(RATE), None], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    "dynamic", [DynamicEvaluation(RATE), pytest.param(None, marks=pytest.mark.slow)], ids=["dynamic", "static"]
+)
 def test_ctrl_c_where_any_function_begins(make_model, make_ids, dynamic):
     """That is where Python looks for it: in what brings weights and modes back too, before its first line."""
     model, ids = make_model().train(), make_ids(1, 11)[0]

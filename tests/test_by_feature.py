@@ -89,6 +89,7 @@ def test_classification(tmp_path):
     assert [model.config.id2label[label] for label in labels.tolist()] == ["code", "prose"]
 
 
+@pytest.mark.slow
 def test_streaming_generation(tmp_path):
     printed = smoke("streaming_generation", tmp_path)
     assert printed.count("\n> ") == 4

@@ -65,7 +65,7 @@ def replays(labels: int, segment_length: int, memory_length: int, initial: int =
 MODEL = tiny_model()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     length=st.integers(40, 300),
     segment_length=st.integers(1, 15),

@@ -357,7 +357,7 @@ def read_all(value):
                 pass
 
 
-few_and_many = pytest.mark.parametrize("examples", [500, pytest.param(4000, marks=pytest.mark.slow)])
+few_and_many = pytest.mark.parametrize("examples", [200, pytest.param(4000, marks=pytest.mark.slow)])
 
 
 @pytest.mark.filterwarnings("ignore:invalid escape sequence")

@@ -65,13 +65,16 @@ def test_a_trial_says_that_its_folder_is_gone(capsys):
     assert not Path(re.search(r"M parameters, is in ([^;]+);", said)[1]).exists()
 
 
-# Of each size, which a trial shrinks, there is another one in the quick suite.
-SIZES = ("enwik8_medium", "enwik8_large", "text8_large", "lm1b_large", "wt103_large", "nvidia_large")
+# Of each corpus and kind of softmax there is another one in the quick suite: a trial shrinks what has a size.
+SIBLINGS = {
+    "enwik8_medium", "enwik8_large", "text8_large", "lm1b_large", "lm1b_ablation", "wt103_large", "wt103_ablation",
+    "nvidia_large", "ptb", "wikitext2_small", "words_small",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(path, marks=pytest.mark.slow if path.stem in SIZES else ()) for path in RECIPES],
+    [pytest.param(path, marks=pytest.mark.slow if path.stem in SIBLINGS else ()) for path in RECIPES],
     ids=lambda path: path.stem,
 )
 def test_smoke(tmp_path, recipe, capsys):

@@ -387,6 +387,7 @@ def test_compiled_after_a_model_without(make_model, make_ids):
     assert regularizer.penalty() > 0
 
 
+@pytest.mark.slow
 def test_compiled_with_dropout(make_model, make_ids):
     torch.compiler.reset()
     model, ids = make_model().train(), make_ids(2, 6)

@@ -881,7 +881,14 @@ def check_best(output: Path, step: int):
 WORSE = ["--scheduler", "constant", "--warmup_steps", "0", "--learning_rate", "0.3"]
 
 
-@pytest.mark.parametrize("changes", [{"eval_tgt_len": 1, "eval_clamp_len": 0}, {"mem_len": 40}, {"text": "a part"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eval_tgt_len": 1, "eval_clamp_len": 0},
+        pytest.param({"mem_len": 40}, marks=pytest.mark.slow),
+        {"text": "a part"},
+    ],
+)
 def test_losses_of_another_validation_are_not_compared(tmp_path, recipe, corpus, changes):
     """The best model from before is scored as the run validates now."""
     output, data = tmp_path / "output", corpus
@@ -925,9 +932,11 @@ def test_a_best_model_of_a_step_that_comes_again_is_chosen_anew(tmp_path, corpus
     check_best(output, 6 + 2 * losses[2:].index(min(losses[2:])))
 
 
-@pytest.mark.parametrize(
-    "damage", ["", "\0" * 60, "[]", '{"step": "x"}', '{"step": 4, "validation_loss": 2.5}'], ids=repr
-)
+# The quick suite has what cannot be read and what lacks a key.
+DAMAGED = [pytest.param(text, marks=pytest.mark.slow) for text in ("", "[]", '{"step": "x"}')]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGED, "\0" * 60, '{"step": 4, "validation_loss": 2.5}'], ids=repr)
 def test_what_is_said_of_the_best_model_may_be_damaged(tmp_path, capsys, corpus, damage):
     output = tmp_path / "output"
     recipe = write_recipe(tmp_path / "recipe.yaml", n_layer=1, eval_every=2, scheduler="constant")

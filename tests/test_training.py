@@ -457,6 +457,7 @@ def test_what_exports_is_told_from_what_compiles():
 
 
 @pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="this torch cannot tell an export")
+@pytest.mark.slow
 def test_an_export_has_no_look_at_ids(make_model, make_ids):
     graph = torch.export.export(make_model("eager"), (make_ids(2, 5),), {"use_cache": False}, strict=True).graph
     assert not [node for node in graph.nodes if "assert_async" in str(node.target)]
