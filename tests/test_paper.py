@@ -268,6 +268,8 @@ def test_rows_with_longer_segments_have_no_perplexity_at_the_length_of_training(
     said = ablation.orders(rows)
     assert "none-ours-full gains beyond the length of training: 1 of 1 seeds (+0.19)" in said
     assert "none-ours-full-176 gains beyond the length of training: 1 of 1 seeds (–)" in said
+    said = ablation.orders(committed_rows("recurrence-vaswani-full"))
+    assert "beyond the length of training: 0 of 1 seeds (+0.00)" in said, "it is best at half of that"
     row, _ = ablation.train_and_score(ablation.Job(contenders.ROWS["none-ours-full-176"], 0, TINY, work))
     assert row["init"] == row["test_init"] == "" and row["best"] and row["test_best"]
 

@@ -430,6 +430,49 @@ def counts_of(text):
     return len(text.split()) + len(text.splitlines()), len(text)
 
 
+@pytest.mark.parametrize("mode", ["characters", "bytes", "whitespace"])
+def test_special_tokens_that_a_text_spells_are_told_where_others_are_characters(tmp_path, capsys, mode):
+    """Bits per token were taken for bits per character of a text of which a tenth of the characters was missing."""
+    folder = tmp_path / "input"
+    folder.mkdir()
+    for split in ("train", "valid", "test"):
+        (folder / f"{split}.txt").write_text("a <unk> b <unk>\nc <eos>\n" if split == "test" else "a b c\n")
+    tokens, _, _ = load(prepare(tmp_path, "text", "--input", folder, "--mode", mode))
+    said = capsys.readouterr().err
+    told = (
+        "the test text: special tokens stand in it as one token each, not as their characters: <unk> (2), <eos> (1)."
+    )
+    assert (told in said) == (mode != "whitespace") and "the validation text" not in said
+    if mode != "whitespace":
+        assert len(tokens["test"]) == len("a <unk> b <unk>\nc <eos>\n") - 3 * 4
+
+
+@pytest.mark.parametrize("mode", ["characters", "bytes", "whitespace"])
+def test_lines_of_two_files_are_two(tmp_path, mode):
+    """A file without a line feed at its end was gone on with by the next one's first word."""
+    folder = tmp_path / "input"
+    folder.mkdir()
+    for name, text in {"a": "one\nlast", "b": "first\ntwo", "test": "two", "valid": "two"}.items():
+        (folder / f"{name}.txt").write_text(text)
+    for name in ("a", "b"):
+        (folder / "train").mkdir(exist_ok=True)
+        (folder / f"{name}.txt").rename(folder / "train" / f"{name}.txt")
+    tokens, tokenizer, information = load(prepare(tmp_path, "text", "--input", folder, "--mode", mode))
+    text = tokenizer.decode(tokens["train"], skip_special_tokens=True)
+    assert text.rstrip("\n") == "one\nlast\nfirst\ntwo"
+    assert information["splits"]["train"]["characters"] == len("one\nlast\nfirst\ntwo")
+
+
+def test_a_folder_is_named_that_is_given_as_the_present_one(tmp_path, monkeypatch):
+    folder = tmp_path / "a book"
+    folder.mkdir()
+    for split in ("train", "valid", "test"):
+        (folder / f"{split}.txt").write_text("a b c\n")
+    monkeypatch.chdir(folder)
+    _, _, information = load(prepare(tmp_path, "text", "--input", ".", "--mode", "characters"))
+    assert information["source"] == "a book"
+
+
 @pytest.mark.parametrize("given", [False, True], ids=["vocabulary of the text", "another tokenizer"])
 def test_what_the_unknown_token_stands_for_is_told_and_divides_no_figure(tmp_path, capsys, given):
     """Half of a book was unknown to a vocabulary of 60 words, at 0.6 bits a character. What spells it is known."""

@@ -256,6 +256,19 @@ def test_a_state_of_other_segments_is_refused(tokenizer):
         TextStream(TEXTS, tokenizer, S, G).load_state_dict({**state, "segment_length": None})
 
 
+@pytest.mark.parametrize("changes", ["texts", "symbols"])
+def test_a_state_of_other_texts_is_refused(tokenizer, changes):
+    """Its rows would go on in another text, as the trainer says of a checkpoint."""
+    state = json.loads(json.dumps(TextStream(TEXTS, tokenizer, S, G).state_dict()))
+    texts, symbols = TEXTS, tokenizer
+    if changes == "texts":
+        texts = TEXTS[1:]
+    else:
+        symbols = type(tokenizer).from_symbols(tokenizer.symbols[::-1], mode=tokenizer.mode)
+    with pytest.raises(ValueError, match="the state is of other texts or symbols"):
+        TextStream(texts, symbols, S, G).load_state_dict(state)
+
+
 @pytest.mark.parametrize("items", [1, G], ids=["within-a-step", "between-steps"])
 @pytest.mark.parametrize("loaded", [False, True], ids=["begun", "loaded"])
 def test_one_iterator_at_a_time(tokenizer, items, loaded):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import platform
 import random
 import re
@@ -27,7 +28,7 @@ import pyarrow
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedType, set_seed
 from datasets import Dataset, DatasetDict, load_from_disk
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -1105,6 +1106,58 @@ def test_sharded_over_two_processes(tmp_path, corpus, sharded):
     assert results[1]["test"]["nll"] == pytest.approx(results[0]["test"]["nll"], rel=1e-4)
 
 
+def test_lamb_is_refused_where_weights_are_sharded(recipe, tmp_path, monkeypatch):
+    """At its first step PyTorch has no clamp in place of a norm of all parts."""
+    sharded = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    monkeypatch.setattr(setup, "Accelerator", lambda **options: sharded)
+    arguments = parse_arguments([str(recipe), "--data", "data", "--output", str(tmp_path), "--optimizer", "lamb"])
+    with pytest.raises(ValueError, match="--optimizer lamb needs whole weights, which FSDP does not keep: use adam"):
+        setup.make_accelerator(arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "message"),
+    [
+        ("corpus.json", "{", "corpus.json is damaged (JSONDecodeError: "),
+        ("corpus.json", "[1]", "corpus.json is damaged (AttributeError: "),
+        (
+            "corpus.json",
+            '{"document_end": "x"}',
+            "corpus.json is damaged (ValueError: document_end is 'x', which is no",
+        ),
+        (
+            "corpus.json",
+            '{"document_end": 100000}',
+            "document_end is 100000, which is no token): prepare the text again",
+        ),
+        ("dataset_dict.json", "{", "data is damaged (JSONDecodeError: "),
+        ("train/state.json", "{}", "data is damaged (KeyError: '_data_files'): prepare the text again"),
+        ("train/data-00000-of-00001.arrow", None, "data is damaged (Expected to be able to read "),
+    ],
+)
+def test_a_damaged_text_is_named(tmp_path, capsys, corpus, recipe, name, written, message):
+    data = shutil.copytree(corpus, tmp_path / "data")
+    if written is None:
+        os.truncate(data / name, 500)
+    else:
+        (data / name).write_text(written)
+    assert message in refused(capsys, recipe, "--data", data, "--output", tmp_path / "output")
+
+
+def test_folders_that_are_the_present_one_are_named(tmp_path, corpus, monkeypatch):
+    """Their names are in the card, of which an empty one would be none."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=1, n_layer=1)
+    (tmp_path / "a run").mkdir()
+    monkeypatch.chdir(tmp_path / "a run")
+    train(recipe, "--data", corpus, "--output", ".")
+    card = ModelCard.load("README.md")
+    assert card.data.model_name == "a run" and "\n# a run\n" in card.text
+    monkeypatch.chdir(corpus)
+    train(recipe, "--data", ".", "--output", tmp_path / "another")
+    results = ModelCard.load(tmp_path / "another" / "README.md").data.eval_results
+    assert {result.dataset_name for result in results} == {corpus.name}
+
+
 @pytest.mark.parametrize(
     "options",
     [["--gradient_checkpointing"], ["--mixed_precision", "bf16"]],
@@ -1471,6 +1524,7 @@ def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
             {"scheduler": "inverse_sqrt", "min_learning_rate": 1e-6},
             "--min_learning_rate 1e-06 is of --scheduler cosine and stable_decay: set it to 0",
         ),
+        ({"scheduler": "inverse_sqrt", "warmup_steps": 0}, "--scheduler inverse_sqrt falls with the steps over"),
         ({"scheduler": "cosine", "decay_steps": 2}, "--decay_steps 2 is of --scheduler stable_decay: leave it out"),
         ({"muon_lr_factor": 2.0}, "--muon_lr_factor 2 is of --optimizer muon: set it to 1"),
         ({"scheduler": "constant", "learning_rate": -1e-3}, "--learning_rate is -0.001, but must be at least 0"),

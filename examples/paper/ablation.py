@@ -461,9 +461,11 @@ def orders(rows: list[dict[str, str]]) -> str:
             lines.append(f"* {better} before {worse}: {said} ({difference:+.2f})")
     for name in dict.fromkeys(row["row"] for row in rows):
         chosen = [row for row in rows if row["row"] == name]
-        first = inits(chosen, name)
-        gain = f"{mean(first) - mean(values(chosen, name, 'best')):+.2f}" if first else "–"
         longer = [int(row["length"]) > training_length(ROWS[name], int(row["segment"])) for row in chosen]
+        # What a shorter length gains is no gain beyond it.
+        found = zip(inits(chosen, name), values(chosen, name, "best"), longer, strict=False)
+        gains = [(init - best) * further for init, best, further in found]
+        gain = f"{mean(gains):+.2f}" if gains else "–"
         lines.append(f"* {name} gains beyond the length of training: {sum(longer)} of {len(longer)} seeds ({gain})")
     return (
         "Orders of the paper, by the best perplexity. An order holds where the means differ by more than the seeds of "

@@ -290,6 +290,8 @@ def read_lines(paths: list[Path], mode: str | None, arrow: Path) -> "Dataset":
         for path in paths:
             try:
                 for lines in _batches(path, mode):
+                    if path != paths[-1] and not lines[-1].endswith("\n"):
+                        lines[-1] += "\n"  # Or it would be one line with the next file's first.
                     writer.write_batch(pa.record_batch([pa.array(lines, pa.string())], schema))
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path} is not UTF-8 text: {error}") from None

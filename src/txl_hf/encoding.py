@@ -188,9 +188,10 @@ def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> np.ndarray:
     return encode_lines(tokenizer, StringIO(text, newline="\n").readlines())
 
 
-def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> tuple[Counter[str], int]:
-    """How often each character occurs that has no token, and how many there are that `unk_token` stands for where the
-    text does not spell it. Without `unk_token` a tokenizer may pass over what it lacks, in silence.
+def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> tuple[Counter[str], int, Counter[str]]:
+    """How often each character occurs that has no token; how many there are that `unk_token` stands for where the
+    text does not spell it; and how often the text spells each special token, where all others are a character or a
+    byte each. Without `unk_token` a tokenizer may pass over what it lacks, in silence.
 
     White space is passed over by many that read words, and what is not to be seen by some: neither is counted. Nor is
     what has a token by itself and was joined to others, as an accent is; nor anything of a `TransfoXLTokenizer`, which
@@ -200,9 +201,12 @@ def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> tuple[Cou
         lines: as `encode_lines` takes them.
     """
     passed: Counter[str] = Counter()
-    unknown, refuses = 0, getattr(tokenizer, "mode", None) is not None
+    spelled: Counter[str] = Counter()
+    mode, unknown = getattr(tokenizer, "mode", None), 0
+    refuses = mode is not None
     if not getattr(tokenizer, "is_fast", False) or (refuses and tokenizer.unk_token is None):
-        return passed, unknown
+        return passed, unknown, spelled
+    specials = () if mode in (None, *WORD_MODES) else tokenizer.all_special_ids
     lines = iter(lines)
     while batch := list(islice(lines, LINES)):
         encoded = tokenizer(batch, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -211,12 +215,15 @@ def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> tuple[Cou
             for (start, stop), token in zip(places, ids, strict=True):
                 if token == tokenizer.unk_token_id and line[start:stop] != tokenizer.unk_token:
                     unknown += stop - start
+                elif token in specials:
+                    spelled[line[start:stop]] += 1
                 if not refuses:
                     passed.update(line[end:start])
                 end = max(end, stop)
             if not refuses:
                 passed.update(line[end:])
-    return Counter({char: count for char, count in passed.items() if not _is_passed_over(tokenizer, char)}), unknown
+    seen = {char: count for char, count in passed.items() if not _is_passed_over(tokenizer, char)}
+    return Counter(seen), unknown, spelled
 
 
 def _is_passed_over(tokenizer: Any, char: str) -> bool:

@@ -69,7 +69,7 @@ class LanguageModelEvaluation:
 
     @property
     def bits_per_token(self) -> float:
-        """nll in bits: bits per character of a character-level model."""
+        """nll in bits: bits per character of a character-level model, whose text spells no special token."""
         return bits(self.nll)
 
     def perplexity_per_word(self, words: int) -> float:

@@ -28,6 +28,7 @@ __all__ = [
     "keep_options",
     "lock_folder",
     "move_into_place",
+    "name_of",
     "options_that_differ",
     "sync",
     "whole_file",
@@ -42,6 +43,11 @@ LOCK_NAME = "run.lock"
 MANIFEST_NAME = "checkpoint_files.json"
 # What torch and safetensors say, in errors of their own, where the system refuses to write.
 _REFUSED_WRITES = ("inline_container.cc", "iostream error", "PytorchStreamWriter", "I/O error", "IoError")
+
+
+def name_of(path: str | os.PathLike) -> str:
+    """The last name of a path; of `.` and `..`, which have none, that of the folder that they are."""
+    return Path(os.path.abspath(path)).name
 
 
 @contextmanager

@@ -106,6 +106,9 @@ def write_graph(model: TransfoXLForCausalLM, path: Path, one_token: bool) -> Non
             logging.disable(before)
     # Its type is that of the older exporter, too, which returns nothing.
     assert program is not None
+    for states in program.model.graph.outputs[1:]:
+        # A memory of one here is any memory to the graph, but what it says of its output would be of one alone.
+        states.shape[1] = "new_memory"
     program.save(path)
 
 

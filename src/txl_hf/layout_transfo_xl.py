@@ -235,7 +235,7 @@ class TransfoXLLayoutModel(CardedModel):
         _remove_what_was_replaced(card.parent, kwargs.get("variant"))
         _write_code(save_directory)
         if not card.exists() or is_generated(card):
-            name = kwargs.get("repo_id") or Path(save_directory).name
+            name = kwargs.get("repo_id") or Path(os.path.abspath(save_directory)).name
             self.write_model_card(card, name, **self._known_of_weights(card.parent, name, before))
 
     @contextmanager

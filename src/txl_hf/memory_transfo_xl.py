@@ -457,7 +457,7 @@ def _check_real(states: Tensor):
         raise ValueError(
             f"mems hold NaN, in row {row} at state {position} first, but no mems_mask came with them: hand back "
             "mems_mask=outputs.mems_mask with mems=outputs.mems, since padded states are NaN; where nothing was "
-            "padded, the states overflowed"
+            "padded, the states overflowed: txl_hf.mask_overflow(mems) gives the mask that hides them"
         )
 
 

@@ -637,7 +637,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             output_hidden_states, output_attentions (in kwargs): return these too.
             resets: (B, L) bool, True at a token before which everything is forgotten, because another document or
                 episode begins: from there on neither earlier tokens of the segment nor the memory are seen, now or
-                later. Each document has the losses, the memory and the gradients that it has alone. Whether there is
+                later. Each document has the states, the memory and the gradients that it has alone. Whether there is
                 any, the host asks, and waits for a GPU once; without any, nothing is different. It needs relative
                 positions and `initial_memory="empty"`: with `"zeros"` a document sees `mem_len` zero states before
                 it, and inside a row the states of other documents are in their places, which no mask changes.
@@ -897,6 +897,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
                 position_ids, seq_idx: see `TransfoXLModel.forward`.
             labels: (B, L), shifted inside: token i predicts label i + 1. -100 is ignored, and so is what
                 `attention_mask` masks: padding is no target, and predicts none, also not the first token behind it.
+                The first token of a document in a row is a target of the token before it, as in `TokenStream`; -100 in
+                its place, which collators of packed documents write, leaves it out.
             shift_labels (in kwargs): (B, L), targets aligned with the inputs already, so that the last token of a
                 segment predicts the first of the next. Takes precedence over `labels`. What a masked position would
                 predict is ignored.
@@ -1091,6 +1093,11 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
     """
 
     def __init__(self, config: TransfoXLConfig):
+        if config.problem_type not in (None, "single_label_classification"):
+            raise ValueError(
+                f"{type(self).__name__} tells one class of each token, but problem_type={config.problem_type!r}: leave "
+                "it out, or put a layer of your own on TransfoXLModel"
+            )
         super().__init__(config)
         self.num_labels = config.num_labels
         self.transformer = TransfoXLModel(config)

@@ -103,7 +103,7 @@ from .encoding import (
     load_tokenizer,
     reads_streams,
 )
-from .files import sync
+from .files import name_of, sync
 from .midi import (
     Piece,
     boundary_tokens,
@@ -308,7 +308,7 @@ def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:
     write(tokens, tokenizer, scratch / "output")
     information = {
         "corpus": MIDI,
-        "source": options.input.name,
+        "source": name_of(options.input),
         "files": {split: [piece.name for piece in chosen] for split, chosen in splits.items()},
         "left_out": left_out | {piece.name: "held out in another split, or in none" for piece in repeated},
         "notes_lost": {piece.name: piece.lost for piece in chain.from_iterable(splits.values()) if piece.lost},
@@ -406,7 +406,7 @@ def some(names: list[str]) -> str:
 
 def source_name(options: argparse.Namespace) -> str:
     if options.input is not None:
-        return options.input.name
+        return name_of(options.input)
     name, config = (options.dataset, options.config) if options.dataset else CORPORA[options.corpus].hub or ("", "")
     return f"{name} {config}" if config else name
 

@@ -274,6 +274,7 @@ class TextStream(IterableDataset):
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` takes, as JSON can hold it."""
         return {
+            "text": self.fingerprint,
             "segment_length": self.segment_length,
             "step": self.step,
             "first_epoch": self._first_epoch,
@@ -287,7 +288,7 @@ class TextStream(IterableDataset):
         """Go on where a state was taken; on several processes, with the states of all of them, in any order.
 
         Raises:
-            ValueError: the states are of different steps, of other sizes, or lack a row.
+            ValueError: the states are of different steps, of other texts or sizes, or lack a row.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         if len({each["step"] for each in states}) != 1:
@@ -296,9 +297,11 @@ class TextStream(IterableDataset):
             raise ValueError(
                 f"the state has {len(states[0]['characters'])} rows, the stream batch_size={self.batch_size}"
             )
-        for length in (each.get("segment_length") for each in states):
-            if length != self.segment_length:
+        for each in states:
+            if (length := each.get("segment_length")) != self.segment_length:
                 raise ValueError(f"the state has segment_length={length}, the stream {self.segment_length}")
+            if each.get("text") != self.fingerprint:
+                raise ValueError("the state is of other texts or symbols: their first document has other tokens")
         tokens, read = {}, {}
         for each in states:
             for row, ids in each["rows"].items():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +23,18 @@ from .midi import EVENTS
 from .tokenization_transfo_xl_backend import open_lines
 
 if TYPE_CHECKING:
+    from datasets import DatasetDict
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["INFORMATION", "TokenisedText", "count_passed", "read_document_end", "read_prepared", "read_raw"]
+__all__ = [
+    "INFORMATION",
+    "TokenisedText",
+    "count_passed",
+    "load_splits",
+    "read_document_end",
+    "read_prepared",
+    "read_raw",
+]
 
 # What a folder of txl-prepare says of its text.
 INFORMATION = "corpus.json"
@@ -55,20 +65,13 @@ class TokenisedText:
 def read_prepared(folder: Path, split: str) -> TokenisedText:
     if not (folder / INFORMATION).is_file():
         raise ValueError(f"{folder} has no {INFORMATION}: it is no folder of txl-prepare")
-    # Of an extra, which a text file does without.
-    from datasets import DatasetDict
-
-    try:
+    with _damage(folder / INFORMATION):
         information = json.loads((folder / INFORMATION).read_text(encoding="utf-8"))
-        corpus, counts = information["corpus"], information["splits"][split]
-    except (ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{folder / INFORMATION} is damaged ({reason}): prepare the text again") from None
+        corpus, (words, characters) = information["corpus"], whole(information["splits"][split])
     tokenizer = find_tokenizer(str(folder))
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer: prepare the text again with txl-prepare")
-    dataset = DatasetDict.load_from_disk(folder)[split]
-    words, characters = whole(counts)
+    dataset = load_splits(folder)[split]
     if EVENTS in dataset.column_names:
         raise ValueError(f"{folder} has compound tokens, which are no one text: see examples/music/compound.py")
     return TokenisedText(
@@ -78,6 +81,41 @@ def read_prepared(folder: Path, split: str) -> TokenisedText:
         words=words,
         characters=characters,
     )
+
+
+def load_splits(folder: Path) -> DatasetDict:
+    """The splits of a folder as `datasets` wrote them; token ids stay on the disk.
+
+    Raises:
+        ValueError: a split has no rows, or a file is damaged.
+        FileNotFoundError: a file is not there.
+    """
+    # Of an extra, which a text file does without.
+    from datasets import load_from_disk
+
+    try:
+        with _damage(folder):
+            return load_from_disk(str(folder))
+    except IndexError as error:
+        # This is how it meets a split without rows.
+        raise ValueError(f"{folder}: the text of a split is empty") from error
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Names what was being read in an error over what is in it."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    except OSError as error:
+        if error.errno is not None or isinstance(error, FileNotFoundError):
+            raise
+        # Of pyarrow, where a file ends too early.
+        reason = str(error)
+    else:
+        return
+    raise ValueError(f"{path} is damaged ({reason}): prepare the text again")
 
 
 def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedText:
@@ -106,7 +144,7 @@ def count_passed(tokenizer: Any, lines: Iterable[str], text: str) -> dict[str, i
     Args:
         text: what it is called.
     """
-    passed, unknown = characters_without_tokens(tokenizer, lines)
+    passed, unknown, spelled = characters_without_tokens(tokenizer, lines)
     found = {}
     if passed:
         found[PASSED] = passed.total()
@@ -121,6 +159,13 @@ def count_passed(tokenizer: Any, lines: Iterable[str], text: str) -> dict[str, i
         print(
             f"{text}: {tokenizer.unk_token} stands for {unknown:,} characters, of what the vocabulary lacks. Where "
             "they are more than a thousandth, no figure per character is given",
+            file=sys.stderr,
+        )
+    if spelled:
+        often = ", ".join(f"{token} ({count:,})" for token, count in spelled.most_common())
+        print(
+            f"{text}: special tokens stand in it as one token each, not as their characters: {often}. Figures per "
+            "token are not quite those per character",
             file=sys.stderr,
         )
     return found
@@ -145,10 +190,14 @@ def read_document_end(folder: Path, tokenizer: Any, given: str | None) -> int | 
         given: what `--document_end` says: a token instead of the one that was written, or "none". None: nothing.
 
     Raises:
-        ValueError: the token is not in the vocabulary.
+        ValueError: the token is not in the vocabulary, or what says so in the folder is damaged.
     """
     if given is not None:
         return None if given == "none" else document_end_token(tokenizer, given)
-    path = folder / INFORMATION
-    found = json.loads(path.read_text(encoding="utf-8")).get("document_end") if path.is_file() else None
-    return found if isinstance(found, int) else None
+    if not (path := folder / INFORMATION).is_file():
+        return None
+    with _damage(path):
+        found = json.loads(path.read_text(encoding="utf-8")).get("document_end")
+        if not (found is None or type(found) is int and 0 <= found < len(tokenizer)):
+            raise ValueError(f"document_end is {found!r}, which is no token")
+    return found

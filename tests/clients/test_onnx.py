@@ -59,6 +59,16 @@ def test_a_memory_as_long_as_the_segment_of_the_graph(make_model, tmp_path):
     commands.export(["--model", str(tmp_path / "model"), "--output", str(tmp_path / "onnx")])
 
 
+@pytest.mark.parametrize("mem_len", [1, 2, 5])
+def test_a_graph_says_no_other_length_of_memory_than_it_returns(mem_len, make_model, tmp_path):
+    """onnxruntime warns of it in each call."""
+    make_model(mem_len=mem_len, n_layer=1).save_pretrained(tmp_path / "model")
+    graphs.export(str(tmp_path / "model"), tmp_path / "graphs")
+    for name in ("step", "segment"):
+        logits, *states = onnx.load(tmp_path / "graphs" / f"{name}.onnx", load_external_data=False).graph.output
+        assert [output.type.tensor_type.shape.dim[1].dim_param for output in states] == ["new_memory"]
+
+
 def test_every_token_of_a_model_that_reads_some_again_is_remembered(make_model, tmp_path):
     make_model(n_layer=1, mem_len=12, ext_len=8).save_pretrained(tmp_path / "model")
     commands.export(["--model", str(tmp_path / "model"), "--output", str(tmp_path / "onnx")])

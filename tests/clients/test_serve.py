@@ -1,6 +1,7 @@
 """transformers' server, started by `txl-serve`, asked as OpenAI's clients ask."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -155,6 +156,52 @@ def test_a_model_of_words_writes_lines_and_goes_on_with_them(tmp_path):
             text += found + "\n"
 
 
+MARKS = ["<eos>", "<unk>", *"\"'!,.", "&quot;", "&apos;", "@-@", "&apos;s", *"the prince said no yes".split()]
+
+
+@pytest.mark.parametrize("mode", ["moses", "bytes"])
+def test_a_stream_is_the_reply(mode, tmp_path):
+    """Which side a quotation mark is of depends on all before it in its line; a character may end in its middle."""
+    symbols, line_ends = (MARKS, True) if mode == "moses" else ([*map(str, "o\u00e9\u2603 ".encode()), "10"], None)
+    tokenizer = TransfoXLTokenizer.from_symbols(symbols, mode=mode, line_ends=line_ends)
+    small_model(
+        vocab_size=len(tokenizer), cutoffs=[], div_val=1, mem_len=300, tgt_len=20, eos_token_id=None
+    ).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    prompt, differ = "the prince said " if mode == "moses" else "o", 0
+    with served(tmp_path / "model") as client:
+        for seed in range(12):
+            asked = {"model": str(tmp_path / "model"), "prompt": prompt, "max_tokens": 24, "seed": seed}
+            found = client.completions.create(**asked, temperature=5.0).choices[0].text
+            streamed = [
+                part.choices[0].text for part in client.completions.create(**asked, temperature=5.0, stream=True)
+            ]
+            assert "".join(streamed) == found and len(streamed) > 3
+            differ += '"' in found or "\ufffd" in found[-1:]
+    assert differ > 1
+
+
+def test_no_other_model_is_loaded(client, model, tmp_path):
+    """Any client could fill the server's memory."""
+    other = shutil.copytree(model, tmp_path / "other")
+    assert "loads no other model, such as" in refused_at(client, "load_model", {"model": str(other)})
+    ready = ask(client, "load_model", {"model": str(model)}).read().decode()
+    assert '"status": "ready"' in ready
+
+
+def test_a_symbol_that_the_vocabulary_lacks_is_named(tmp_path):
+    tokenizer = TransfoXLTokenizer.from_symbols([*" abcdefghijklmnopqrstuvwxyz"], mode="characters")
+    tokenizer.chat_template = TEMPLATE
+    small_model(vocab_size=len(tokenizer), cutoffs=[], div_val=1).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with served(tmp_path) as client:
+        for stream in (False, True):
+            body = {"model": str(tmp_path), "prompt": "Hello", "max_tokens": 3, "stream": stream}
+            assert "'H' is not in the vocabulary of 27 symbols" in refused_at(client, "v1/completions", body)
+            body = {"model": str(tmp_path), "messages": [{"role": "user", "content": "hi"}], "stream": stream}
+            assert "':' is not in the vocabulary" in refused_at(client, "v1/chat/completions", body)
+
+
 def test_chat_without_a_template_is_refused_in_one_sentence(model, tmp_path):
     """So are the models of `txl-train`."""
     plain = shutil.copytree(model, tmp_path / "plain")
@@ -167,21 +214,65 @@ def test_chat_without_a_template_is_refused_in_one_sentence(model, tmp_path):
         assert client.completions.create(model=str(plain), prompt="hello", max_tokens=1).usage.completion_tokens == 1
 
 
+def ask(client, path: str, body: dict):
+    url = str(client.base_url).removesuffix("v1/") + path
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    return urllib.request.urlopen(request, timeout=60)
+
+
+def refused_at(client, path: str, body: dict) -> str:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(client, path, body)
+    assert refused.value.code == 400
+    return json.load(refused.value)["detail"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(
     ("changes", "detail"),
     [
-        ({"prompt": ""}, "input_ids"),
-        ({"max_tokens": 0}, "max_new_tokens"),
+        ({"prompt": ""}, "input_ids are (1, 0)"),
+        ({"max_tokens": 0}, "max_tokens is 0, but has to be an integer above 0"),
+        ({"max_tokens": "x"}, "max_tokens is 'x', but has to be an integer above 0"),
         ({"seed": "x"}, "seed is 'x', but has to be an integer of 64 bits"),
+        ({"seed": 2**70}, f"seed is {2**70}, but has to be an integer of 64 bits"),
+        ({"temperature": -1}, "temperature is -1, but has to be a number of at least 0"),
+        ({"temperature": math.nan}, "temperature is nan, but has to be a number of at least 0"),
+        ({"top_p": 7}, "top_p is 7, but has to be a number of at least 0, and at most 1"),
+        ({"frequency_penalty": -2}, "frequency_penalty is -2, but has to be a number above -1"),
+        ({"n": 3}, "n is 3, which this server does not do: leave it out"),
+        ({"echo": True}, "echo is True, which this server does not do: leave it out"),
+        ({"generation_config": '{"max_new_tokens": -1}'}, "max_new_tokens"),
     ],
     ids=str,
 )
-def test_a_request_that_will_not_do_is_told_why(client, model, changes, detail):
-    asked = json.dumps({"model": str(model), "prompt": "hello", "max_tokens": 2} | changes).encode()
-    request = urllib.request.Request(f"{client.base_url}completions", asked, {"Content-Type": "application/json"})
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(request, timeout=60)
-    assert refused.value.code == 400 and detail in json.load(refused.value)["detail"]
+def test_a_request_that_will_not_do_is_told_why(client, model, changes, detail, stream):
+    body = {"model": str(model), "prompt": "hello", "max_tokens": 2, "stream": stream} | changes
+    if "generation_config" in changes:
+        del body["max_tokens"]
+    assert detail in refused_at(client, "v1/completions", body)
+
+
+@pytest.mark.parametrize(
+    ("messages", "detail"),
+    [
+        ([], "messages is [], but has to be a list of messages, at least one"),
+        (None, "messages is None, but has to be a list of messages"),
+        ("hello", "messages is 'hello', but has to be a list of messages"),
+        ([{"content": "x"}], "messages[0] is {'content': 'x'}, but has to have a role and a content"),
+        ([{"role": "user", "content": 5}], "the content of messages[0] is 5, but has to be a text"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "the request lacks 'text'"),
+    ],
+    ids=str,
+)
+def test_messages_that_are_none_are_named(client, model, messages, detail):
+    assert detail in refused_at(client, "v1/chat/completions", {"model": str(model), "messages": messages})
+
+
+def test_what_asks_for_nothing_is_no_reason_to_refuse(client, model):
+    asked = {"model": str(model), "prompt": "hello", "max_tokens": 2, "temperature": 1e-45, "n": 1, "echo": False}
+    found = client.completions.create(**asked, presence_penalty=0, logprobs=None)
+    assert found.choices[0].text == reply(model, "hello", 2)
 
 
 def test_transformers_chat_talks_to_it(client, model, tmp_path):

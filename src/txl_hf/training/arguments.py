@@ -404,6 +404,8 @@ def check_rates(optimization: OptimizationArguments):
         raise ValueError(f"--learning_rate 0 cannot fall as --scheduler {optimization.scheduler} has it: use constant")
     if least and optimization.scheduler not in ends:
         raise ValueError(f"--min_learning_rate {least:g} is of --scheduler {' and '.join(ends)}: set it to 0")
+    if optimization.scheduler == "inverse_sqrt" and optimization.warmup_steps == 0:
+        raise ValueError("--scheduler inverse_sqrt falls with the steps over --warmup_steps: give how many these are")
     if optimization.decay_steps is not None and optimization.scheduler != "stable_decay":
         raise ValueError(f"--decay_steps {optimization.decay_steps} is of --scheduler stable_decay: leave it out")
     if not 0 <= optimization.ema_decay < 1:

@@ -32,7 +32,7 @@ from ..checkpoints import (
 from ..columns import open_tokens
 from ..encoding import fill_special_tokens
 from ..evaluation import figures
-from ..files import disk_errors, move_into_place, options_that_differ, whole_folder, write_text
+from ..files import disk_errors, move_into_place, name_of, options_that_differ, whole_folder, write_text
 from ..memory_transfo_xl import cloned_states, latest_states, mask_overflow, real_states
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..regularization import regularize
@@ -363,9 +363,9 @@ class Training:
         if self.accelerator.is_main_process:
             with disk_errors(self.output), whole_folder(self.output / BEST) as aside:
                 score = {"step": self.step, "validation_loss": self.best, "of": self.best_of}
-                score["began_as"] = self.began_as or model.began_as(aside, self.output.name)
+                score["began_as"] = self.began_as or model.began_as(aside, name_of(self.output))
                 write_text(aside / BEST_SCORE, json.dumps(score, indent=1) + "\n")
-                model.save_pretrained(aside, state_dict=state_dict, repo_id=self.output.name)
+                model.save_pretrained(aside, state_dict=state_dict, repo_id=name_of(self.output))
                 self.tokenizer.save_pretrained(aside)
         self.accelerator.wait_for_everyone()
 

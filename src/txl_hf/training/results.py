@@ -21,7 +21,7 @@ from ..card_transfo_xl import is_generated
 from ..cards import RESULTS, SCORED, origin, to_results, weights_digest
 from ..checkpoints import RUN_NAME
 from ..evaluation import LENGTHS, LanguageModelEvaluation, evaluate_language_model, figures
-from ..files import LOCK_NAME, UNFINISHED_PREFIX, lock_folder, options_that_differ, whole_file, write_text
+from ..files import LOCK_NAME, UNFINISHED_PREFIX, lock_folder, name_of, options_that_differ, whole_file, write_text
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..streams import text_fingerprint
 from .arguments import (
@@ -265,10 +265,10 @@ def finish(output: Path, texts: dict, arguments: Arguments, document_end: int | 
     if not (output / RESULTS).exists():
         model = AutoModelForCausalLM.from_pretrained(output).to("cuda" if torch.cuda.is_available() else "cpu")
         scores = score(model, texts, arguments, document_end) | {"weights": weights_digest(output)}
-        results = to_results({split: scores[split] for split in SCORED}, Path(arguments.data.data or "").name)
+        results = to_results({split: scores[split] for split in SCORED}, name_of(arguments.data.data or ""))
         began_as = (read_best(output) or {}).get("began_as", {})
         model.write_model_card(
-            output / "README.md", output.name, model_name=output.name, eval_results=results, **began_as
+            output / "README.md", name_of(output), model_name=name_of(output), eval_results=results, **began_as
         )
         # Last, because it says that all is done.
         write_text(output / RESULTS, json.dumps(scores, indent=1) + "\n")

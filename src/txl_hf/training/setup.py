@@ -30,7 +30,7 @@ from ..memory_transfo_xl import MemoryLengths
 from ..midi import EVENTS
 from ..modeling_transfo_xl import TransfoXLForCausalLM
 from ..streams import TokenStream, as_item, read_tokens
-from ..texts import read_document_end
+from ..texts import load_splits, read_document_end
 from ..tokenization_transfo_xl_backend import WORD_MODES
 from .arguments import (
     SPLITS,
@@ -53,11 +53,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 def load_data(folder: Path) -> tuple[Any, datasets.DatasetDict]:
     """What txl-prepare wrote, with a tokenizer of transformers or of MidiTok; token ids stay on the disk."""
     check_data(folder)
-    try:
-        corpus = datasets.load_from_disk(str(folder))
-    except IndexError as error:
-        # This is how it meets a split without rows.
-        raise ValueError(f"--data {folder}: the text of a split is empty") from error
+    corpus = load_splits(folder)
     for split in SPLITS:
         if split not in corpus:
             raise ValueError(f"--data {folder} has no split {split!r}, only {', '.join(map(repr, corpus))}")
@@ -286,6 +282,9 @@ def make_accelerator(arguments: Arguments) -> Accelerator:
         # It clips by itself.
         clip = arguments.optimization.max_grad_norm
         accelerator.state.deepspeed_plugin.deepspeed_config["gradient_clipping"] = clip
+    if accelerator.distributed_type == DistributedType.FSDP and arguments.optimization.optimizer == "lamb":
+        # It clamps a norm in place, which PyTorch has not for a sharded weight.
+        raise ValueError("--optimizer lamb needs whole weights, which FSDP does not keep: use adam, adamw or muon")
     return accelerator
 
 
