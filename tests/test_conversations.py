@@ -1,10 +1,12 @@
 """The memory of a text is kept between calls of generate, as `txl-serve` calls it, and changes nothing it writes."""
 
+import math
+
 import pytest
 import torch
 from transformers import GenerationConfig
 
-from txl_hf.conversations import SEED, Conversations
+from txl_hf.conversations import NOTHING, SEED, Conversations, check_request
 
 GREEDY = GenerationConfig(max_new_tokens=6, do_sample=False)
 
@@ -152,3 +154,44 @@ def test_a_reply_that_is_broken_off_keeps_the_prompt(conversations, make_ids):
     reads.clear()
     assert torch.equal(turn(talk, ids), talk.generate_afresh(input_ids=ids, generation_config=GREEDY))
     assert reads[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0, but has to be an integer above 0"),
+        ({"max_tokens": True}, "max_tokens is True"),
+        ({"max_completion_tokens": "5"}, "max_completion_tokens is '5'"),
+        ({"max_output_tokens": 2.0}, "max_output_tokens is 2.0"),
+        ({"temperature": -1}, "temperature is -1, but has to be a number of at least 0$"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"top_p": 7}, "top_p is 7, but has to be a number of at least 0, and at most 1"),
+        ({"top_p": math.nan}, "top_p is nan"),
+        ({"frequency_penalty": -1}, "frequency_penalty is -1, but has to be a number above -1"),
+        ({"seed": 2**64}, f"seed is {2**64}, but has to be an integer of 64 bits"),
+        ({"seed": 1.0}, "seed is 1.0"),
+        ({"messages": None}, "messages is None, but has to be a list of messages, at least one"),
+        ({"messages": ["hi"]}, r"messages\[0\] is 'hi', but has to have a role and a content"),
+        ({"messages": [{"role": "user", "content": 5}]}, r"the content of messages\[0\] is 5"),
+        ({"n": 2}, "n is 2, which this server does not do: leave it out"),
+        ({"logprobs": 5}, "logprobs is 5"),
+        ({"response_format": {"type": "json_object"}}, "response_format is "),
+    ],
+    ids=str,
+)
+def test_a_request_that_will_not_do_is_refused_before_anything_is_read(body, message):
+    with pytest.raises(ValueError, match=message):
+        check_request(body, set(NOTHING))
+
+
+def test_a_request_that_asks_for_nothing_else_passes():
+    check_request({name: asked[0] for name, asked in NOTHING.items()}, set(NOTHING))
+    check_request(
+        dict.fromkeys(["max_tokens", "temperature", "seed", "top_p", "frequency_penalty", *NOTHING]), set(NOTHING)
+    )
+    check_request({"n": 3}, set())  # Of a server that reads it.
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": []}]
+    check_request(
+        {"messages": messages, "temperature": 0, "top_p": 1.0, "seed": -(2**63), "max_tokens": 1}, set(NOTHING)
+    )

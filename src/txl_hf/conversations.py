@@ -148,7 +148,7 @@ def check_request(body: dict[str, Any], unused: set[str]) -> None:
         if name in given and not (_is_finite(given[name]) and 0 <= given[name] <= most):
             upper = "" if most == math.inf else f", and at most {most}"
             raise ValueError(f"{name} is {given[name]!r}, but has to be a number of at least 0{upper}")
-    # The server divides the scores of what was written by 1 and this.
+    # The server adds 1 to it, and divides by that the scores of what was written.
     if not (_is_finite(penalty := given.get("frequency_penalty", 0)) and penalty > -1):
         raise ValueError(f"frequency_penalty is {penalty!r}, but has to be a number above -1")
     if "seed" in given and not (type(given["seed"]) is int and -(2**63) <= given["seed"] < 2**64):
@@ -206,7 +206,7 @@ def serve(options: argparse.Namespace) -> None:
 
         @staticmethod
         def process_model_name(model_id: str) -> str:
-            """Of all that name a model `/load_model` alone has not been asked by now whether it is this one."""
+            """Refuses other models than the server's in `/load_model`, as other requests are refused by now."""
             if model_id not in (options.model, f"{options.model}@main"):
                 raise ValueError(f"this server has {options.model} and loads no other model, such as {model_id}")
             return with_revision(model_id)

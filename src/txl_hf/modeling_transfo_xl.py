@@ -1095,8 +1095,8 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
     def __init__(self, config: TransfoXLConfig):
         if config.problem_type not in (None, "single_label_classification"):
             raise ValueError(
-                f"{type(self).__name__} tells one class of each token, but problem_type={config.problem_type!r}: leave "
-                "it out, or put a layer of your own on TransfoXLModel"
+                f"{type(self).__name__} tells one class of each token, but problem_type={config.problem_type!r}: "
+                "leave it out, or put a layer of your own on TransfoXLModel"
             )
         super().__init__(config)
         self.num_labels = config.num_labels
