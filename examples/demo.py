@@ -49,7 +49,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=160, help="d_model, a multiple of 8 (%(default)s)")
     arguments = parser.parse_args()
     steps = 1 if arguments.steps is None else arguments.steps
-    if min(arguments.minutes, arguments.layers, arguments.width, steps) <= 0 or arguments.width % 8:
+    sizes = (arguments.minutes, arguments.layers, arguments.width, steps)
+    if not all(0 < size < math.inf for size in sizes) or arguments.width % 8:
         parser.error("sizes and times must be positive, and the width a multiple of 8")
     return arguments
 
@@ -120,6 +121,7 @@ from txl_hf import (
 )
 from txl_hf.evaluation import LanguageModelEvaluation
 from txl_hf.linear_transfo_xl import bf16_is_faster
+from txl_hf.texts import count_passed, whole
 
 with one_line_errors():
     import matplotlib
@@ -147,9 +149,14 @@ def run(text: str, arguments: argparse.Namespace, scratch: Path) -> Path:
     held_out_length = min(HELD_OUT, len(text) // 10)
     training, held_out = text[:-held_out_length], text[-held_out_length:]
     # Characters too rare to be learned become <unk>; <eos> is for programs that ask for one, and not in this text.
-    tokenizer = TransfoXLTokenizer.train_from_iterator(
-        lines(training), mode="characters", unk_token="<unk>", pad_token="<unk>", eos_token="<eos>", min_freq=10
-    )
+    with one_line_errors():
+        tokenizer = TransfoXLTokenizer.train_from_iterator(
+            lines(training), mode="characters", unk_token="<unk>", pad_token="<unk>", eos_token="<eos>", min_freq=10
+        )
+    counts = {"words": 0, "characters": len(held_out)}
+    counts |= count_passed(tokenizer, lines(held_out), "the held-out text")
+    # Of a text of which much is <unk>, what was not guessed is no part of the figure.
+    unit = "symbol" if whole(counts)[1] is None else "character"
     # For `txl-serve` and `transformers chat`: what is said is a text that goes on, line by line.
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}"
     model = build_model(tokenizer, arguments.layers, arguments.width)
@@ -159,14 +166,14 @@ def run(text: str, arguments: argparse.Namespace, scratch: Path) -> Path:
         f"{SEGMENT_LENGTH} with a memory of {MEMORY_LENGTH}."
     )
     stream = TokenStream(tokenizer.encode_lines(lines(training)), SEGMENT_LENGTH, BATCH_SIZE)
-    train(model, stream, arguments.minutes, arguments.steps)
+    train(model, stream, arguments.minutes, arguments.steps, unit)
 
     folder = scratch / "output"
     model.save_pretrained(folder, repo_id=arguments.output.name)
     tokenizer.save_pretrained(folder)
 
-    evaluations = evaluate(model, tokenizer.encode_lines(lines(held_out)))
-    plot(evaluations, folder / PLOT)
+    evaluations = evaluate(model, tokenizer.encode_lines(lines(held_out)), unit)
+    plot(evaluations, folder / PLOT, unit)
 
     prompt = held_out[:PROMPT]
     continuation = reload(model, tokenizer, prompt, folder, scratch)
@@ -224,7 +231,7 @@ def learning_rate(done: float) -> float:
     return LEARNING_RATE * min(1, 0.01 + 50 * done) * math.cos(math.pi / 2 * done) ** 2
 
 
-def train(model: TransfoXLForCausalLM, stream: TokenStream, minutes: float, steps: int | None):
+def train(model: TransfoXLForCausalLM, stream: TokenStream, minutes: float, steps: int | None, unit: str):
     """Train for so many steps, or else for so many minutes; the learning rate follows what is done of either."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     loader = DataLoader(stream, batch_size=stream.batch_size)
@@ -251,14 +258,14 @@ def train(model: TransfoXLForCausalLM, stream: TokenStream, minutes: float, step
                 loss = outputs.loss.item() / math.log(2)
                 bits = loss if step == 1 else 0.98 * bits + 0.02 * loss
                 done = min(1, step / steps if steps else (time.monotonic() - started) / (60 * minutes))
-                bar.set_postfix_str(f"{bits:.2f} bits per character", refresh=False)
+                bar.set_postfix_str(f"{bits:.2f} bits per {unit}", refresh=False)
                 bar.update(100 * done - bar.n)
                 if done == 1:
                     break
     print(f"Trained for {step} steps, {step * stream.batch_size * stream.segment_length:,} characters.")
 
 
-def evaluate(model: TransfoXLForCausalLM, token_ids) -> list[LanguageModelEvaluation]:
+def evaluate(model: TransfoXLForCausalLM, token_ids, unit: str) -> list[LanguageModelEvaluation]:
     """Score the held-out text with every memory length, and print a table."""
     evaluations = []
     for memory_length in tqdm(EVALUATED_MEMORY_LENGTHS, desc="evaluate", leave=False):
@@ -266,20 +273,20 @@ def evaluate(model: TransfoXLForCausalLM, token_ids) -> list[LanguageModelEvalua
         evaluations.append(
             evaluate_language_model(model, token_ids, SEGMENT_LENGTH, memory_length, batch_size=batch_size)
         )
-    print(f"\n{'memory':>8}   held-out bits per character ({evaluations[0].tokens:,} characters)")
+    print(f"\n{'memory':>8}   held-out bits per {unit} ({evaluations[0].tokens:,} {unit}s)")
     for evaluation in evaluations:
         change = evaluation.bits_per_token / evaluations[0].bits_per_token - 1
         print(f"{evaluation.memory_length:>8}   {evaluation.bits_per_token:.3f}   {change:+.1%}")
     return evaluations
 
 
-def plot(evaluations: list[LanguageModelEvaluation], path: Path):
+def plot(evaluations: list[LanguageModelEvaluation], path: Path, unit: str):
     matplotlib.use("Agg")
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     memory_lengths = [str(evaluation.memory_length) for evaluation in evaluations]
     axes.plot(memory_lengths, [evaluation.bits_per_token for evaluation in evaluations], marker="o")
     axes.set_xlabel("memory length (characters)")
-    axes.set_ylabel("held-out bits per character")
+    axes.set_ylabel(f"held-out bits per {unit}")
     axes.set_title(f"Segments of {SEGMENT_LENGTH}, trained with a memory of {MEMORY_LENGTH}")
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)

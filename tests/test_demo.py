@@ -146,6 +146,23 @@ def test_a_bad_text_is_refused_in_one_line(content, message, demo, monkeypatch, 
     assert not (tmp_path / "demo-output").exists()
 
 
+def test_a_text_without_a_character_to_learn_is_refused_in_one_line(demo, monkeypatch, tmp_path):
+    (tmp_path / "text.txt").write_text("".join(map(chr, range(0x4E00, 0x4E00 + 18_000))))
+    with pytest.raises(SystemExit, match="^error: no symbol occurs at least min_freq=10 times"):
+        call(demo, monkeypatch, "--text", tmp_path / "text.txt", "--output", tmp_path / "demo-output", "--steps", "1")
+
+
+def test_bits_of_a_text_that_is_unknown_are_not_called_bits_per_character(demo, monkeypatch, tmp_path, capsys):
+    rare = "".join(chr(0x4E00 + 7 * i % 8000) + "a" for i in range(10_000))
+    (tmp_path / "text.txt").write_text(rare)
+    call(
+        demo, monkeypatch, "--text", tmp_path / "text.txt", "--output", tmp_path / "demo-output", "--steps", "1", *TINY
+    )
+    said = capsys.readouterr()
+    assert "held-out bits per symbol (1,99" in said.out and "bits per character" not in said.out
+    assert "<unk> stands for 1,000 characters" in said.err
+
+
 def test_a_folder_of_somebody_else_is_not_replaced(text, demo, monkeypatch, tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter").touch()
@@ -156,7 +173,14 @@ def test_a_folder_of_somebody_else_is_not_replaced(text, demo, monkeypatch, tmp_
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--steps", "-1"], ["--minutes", "0"], ["--layers", "0"], ["--width", "12"], ["--width", "-8"]],
+    [
+        ["--steps", "-1"],
+        ["--minutes", "0"],
+        ["--minutes", "nan"],
+        ["--layers", "0"],
+        ["--width", "12"],
+        ["--width", "-8"],
+    ],
     ids=" ".join,
 )
 def test_bad_sizes_are_refused(arguments, text, demo, monkeypatch, capsys):

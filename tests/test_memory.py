@@ -1,5 +1,6 @@
 """Segment-level recurrence: mems, past_key_values, masks, padding and every way of cutting a text."""
 
+import contextlib
 import copy
 import pickle
 import re
@@ -453,14 +454,30 @@ def test_rows_of_a_cache_are_picked_with_their_masks(make_model, make_ids, copie
     for method, (argument, rows) in picks.items():
         cache = make_cache(model.config)
         model(ids, **memory, past_key_values=cache)
-        if cache.is_compileable and method != "reorder_cache":
-            # All that static layers can.
+        if type(cache) is StaticCache and method != "reorder_cache":
+            # All that its layers can.
             method, argument = "reorder_cache", torch.tensor(rows)
         if copied:
             cache = pickle.loads(pickle.dumps(copy.deepcopy(cache)))
         getattr(cache, method)(argument)
         expected = model(more[: len(rows)], **rows_of(after, rows))
         close(model(more[: len(rows)], past_key_values=cache).logits, expected.logits)
+
+
+@pytest.mark.parametrize("made_in", [contextlib.nullcontext, torch.inference_mode])
+def test_a_cache_reads_weights_that_an_actor_was_sent(make_model, make_ids, made_in):
+    """In inference mode a tensor counts no versions, and old distances would be scored with new weights."""
+    sent = make_model(seed=1).state_dict()
+    with made_in():
+        model = make_model()
+    with torch.inference_mode():
+        cache = MemoryCache(model.config)
+        model(make_ids(2, 4), past_key_values=cache)
+        model.load_state_dict(sent)
+        anew = copy.deepcopy(cache)
+        anew.decoding_state.distances.forget()
+        found, expected = (model(make_ids(2, 1, seed=1), past_key_values=read).logits for read in (cache, anew))
+    torch.testing.assert_close(found, expected)
 
 
 class DerivedCache(DynamicCache):

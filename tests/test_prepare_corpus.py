@@ -463,6 +463,63 @@ def test_lines_of_two_files_are_two(tmp_path, mode):
     assert information["splits"]["train"]["characters"] == len("one\nlast\nfirst\ntwo")
 
 
+def test_linked_folders_are_read_and_links_that_lead_nowhere_named(tmp_path):
+    """Half of a text was left out, and nothing said."""
+    folder, store = tmp_path / "input", tmp_path / "store"
+    (store / "more").mkdir(parents=True)
+    folder.mkdir()
+    (folder / "a.txt").write_text("one two\n" * 40)
+    (store / "more" / "b.txt").write_text("three four\n" * 40)
+    (store / "more" / "back").symlink_to(store)
+    (folder / "books").symlink_to(store / "more")
+    _, _, information = load(prepare(tmp_path, "text", "--input", folder, "--mode", "whitespace"))
+    assert information["files"] == {"train": ["a.txt", "books/b.txt"]} and information["vocab_size"] == 3 + 4
+    (folder / "c.txt").symlink_to(store / "gone.txt")
+    with pytest.raises(SystemExit, match="c.txt is a link that leads nowhere"):
+        prepare_corpus.main(["--corpus", "text", "--input", str(folder), "--output", str(tmp_path / "another")])
+
+
+@pytest.mark.parametrize("packed", ["tar", "TGZ", "tar.xz", "ZIP"])
+def test_splits_in_an_archive_stay_splits(tmp_path, packed):
+    """A tar file was read as one text, headers and all, and cut anew: test text was trained on."""
+    for split in ("train", "valid", "test"):
+        (tmp_path / f"{split}.txt").write_text(f"{split} text\n" * 30)
+    path = tmp_path / f"corpus.{packed}"
+    if packed == "ZIP":
+        with zipfile.ZipFile(path, "w") as archive:
+            for split in ("train", "valid", "test"):
+                archive.write(tmp_path / f"{split}.txt", f"{split}.txt")
+    else:
+        with tarfile.open(path, {"tar": "w", "TGZ": "w:gz", "tar.xz": "w:xz"}[packed]) as archive:
+            for split in ("train", "valid", "test"):
+                archive.add(tmp_path / f"{split}.txt", f"{split}.txt")
+    tokens, tokenizer, information = load(prepare(tmp_path, "text", "--input", path, "--mode", "whitespace"))
+    assert information["files"]["test"] == ["test.txt"]
+    assert tokenizer.decode(tokens["train"][:2]) == "train text"
+
+
+def test_zero_bytes_are_no_text(tmp_path):
+    (tmp_path / "input.txt").write_bytes(("a b c\n" * 60).encode("utf-16-le"))
+    options = ["--corpus", "text", "--input", str(tmp_path / "input.txt"), "--output", str(tmp_path / "output")]
+    with pytest.raises(SystemExit, match="input.txt is no text: it has zero bytes"):
+        prepare_corpus.main(options)
+    tokenizer = TransfoXLTokenizer.from_symbols(["<unk>", "a"], mode="whitespace")
+    with pytest.raises(ValueError, match="input.txt is no text: it has zero bytes"):
+        read_raw(tmp_path / "input.txt", tokenizer)
+    tokens, _, _ = load(prepare(tmp_path, "text", "--input", tmp_path / "input.txt", "--mode", "bytes"))
+    assert sum(map(len, tokens.values())) == 60 * 12
+
+
+def test_a_folder_whose_name_is_a_pattern_to_datasets_is_explained(tmp_path):
+    folder = tmp_path / "a text [v2]"
+    folder.mkdir()
+    for split in SPLITS:
+        (folder / f"{split}.jsonl").write_text('{"text": "a b c"}')
+    options = ["--corpus", "text", "--dataset", str(folder), "--output", str(tmp_path / "output")]
+    with pytest.raises(SystemExit, match="takes brackets, asterisks and question marks in a folder's name for pat"):
+        prepare_corpus.main(options)
+
+
 def test_a_folder_is_named_that_is_given_as_the_present_one(tmp_path, monkeypatch):
     folder = tmp_path / "a book"
     folder.mkdir()

@@ -1,5 +1,7 @@
 """Regularisers: masks that are what they say, the penalty of the formula, nothing by default, nothing left behind."""
 
+import copy
+import io
 import math
 from dataclasses import asdict
 from functools import partial
@@ -385,6 +387,19 @@ def test_compiled_after_a_model_without(make_model, make_ids):
     regularizer = regularize(model, RegularizationArguments(ar=0.2))
     torch.compile(model, backend="aot_eager")(ids, labels=ids)
     assert regularizer.penalty() > 0
+
+
+def test_a_regularised_model_is_copied_between_steps(make_model, make_ids):
+    """Averages of the weights begin late, and the best model is kept aside."""
+    model, ids = make_model().train(), make_ids(2, 6)
+    regularizer = regularize(model, PTB)
+    (model(ids, labels=ids).loss + regularizer.penalty()).backward()
+    copied = copy.deepcopy(model)
+    torch.save(model, io.BytesIO())
+    assert regularizer.penalty() > 0, "the model's own is still there"
+    for name, parameter in model.named_parameters():
+        assert torch.equal(copied.get_parameter(name), parameter)
+    assert copied(ids, labels=ids).loss.isfinite()
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, TextStreamer, pipeline
 
 from goldens import golden
@@ -907,3 +907,63 @@ def test_vocabulary_and_length_of(path, size, tokens):
     assert tokenizer.symbols == ["<eos>", *(word for word, _ in words.most_common())]
     assert len(tokenizer) == size
     assert len(tokenizer.encode_file(path, add_eos=True)) == tokens
+
+
+# ---- words and special tokens that are added later ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lower_case", [False, True])
+def test_added_words_are_looked_for_as_they_are_written(tmp_path, lower_case):
+    """The Moses rules change a word differently by itself and in a sentence, where it was unknown."""
+    tokenizer = TransfoXLTokenizer.train_from_iterator(
+        ['the cat sat on a mat . say " a thing " is big'] * 3, mode="moses", lower_case=lower_case
+    )
+    tokenizer.add_tokens(["approx.", "co.", "''"])
+    tokenizer.save_pretrained(tmp_path)
+    for read in (
+        tokenizer,
+        AutoTokenizer.from_pretrained(tmp_path),
+        Tokenizer.from_file(f"{tmp_path}/tokenizer.json"),
+    ):
+
+        def tokens(text, read=read):
+            return read.encode(text).tokens if isinstance(read, Tokenizer) else read(text).tokens()
+
+        assert tokens("approx. the big") == ["approx.", "the", "big"]
+        assert tokens("the co. is big") == ["the", "co.", "is", "big"]
+        assert tokens("say ''a thing'' is") == ["say", "''", "a", "thing", "''", "is"]
+        assert tokens('say "a thing" is') == ["say", '"', "a", "thing", '"', "is"]
+
+
+def test_added_words_of_a_legacy_folder_are_looked_for_as_they_are_written(tmp_path):
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(["<eos>", "<unk>", "the", "is", "big", ".", "and", '"', "say", "co"])
+    )
+    added = {"<formula>": 10, "approx.": 11, "co.": 12, "''": 13}
+    (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 100}')
+    tokenizer = TransfoXLTokenizer.from_pretrained(tmp_path)
+    assert tokenizer("approx. the co. is big").tokens() == ["approx.", "the", "co.", "is", "big"]
+    assert tokenizer('say " the big " and').tokens() == ["say", '"', "the", "big", '"', "and"]
+    assert tokenizer.decode(tokenizer('say " the big " and')["input_ids"]) == 'say "the big" and'
+
+
+@pytest.mark.parametrize("mode", ["moses", "whitespace", "lm1b", "characters", "bytes"])
+def test_an_unknown_token_is_a_symbol_whenever_it_is_set(mode):
+    """It was named, stood for nothing, and the folder did not load again."""
+    given = {"unk_token": None} if mode != "moses" else {}
+    tokenizer = TransfoXLTokenizer.train_from_iterator(["the cat <oov>\n"] * 3, mode=mode, **given)
+    before = tokenizer.unk_token, len(tokenizer)
+    for change in (
+        lambda: setattr(tokenizer, "unk_token", "[UNK]"),
+        lambda: tokenizer.add_special_tokens({"unk_token": "[UNK]"}),
+    ):
+        with pytest.raises(ValueError, match=r"unk_token='\[UNK\]' is none of the symbols .* train_from_iterator"):
+            change()
+    assert (tokenizer.unk_token, len(tokenizer)) == before
+    if mode in ("whitespace", "lm1b"):
+        tokenizer.unk_token = "<oov>"
+        assert "<oov>" in tokenizer("a dog").tokens()
+    tokenizer.unk_token = None
+    with pytest.raises(ValueError, match="is not in the vocabulary"):
+        tokenizer("zebra")

@@ -1,6 +1,7 @@
 """Losses and labels; plain Trainer; checkpointing, compilation and export."""
 
 import copy
+import functools
 import itertools
 
 import pytest
@@ -72,6 +73,45 @@ def test_derivatives_forward(make_model, make_ids, changes):
     _, found = torch.func.jvp(loss_of, (parameters,), (direction,))
     gradients = torch.func.grad(loss_of)(parameters)
     torch.testing.assert_close(found, sum((gradients[name] * direction[name]).sum() for name in parameters))
+
+
+def test_the_loss_of_a_model_with_cutoffs_has_tangents(make_model, make_ids):
+    """They were 0: an operator without them loses them in silence."""
+    model, ids = make_model().double(), make_ids(2, 6)
+    assert model.config.cutoffs and not model.config.output_logits
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    torch.manual_seed(0)
+    direction = {name: torch.randn_like(parameter) for name, parameter in parameters.items()}
+    mems = model(ids).mems
+
+    def loss_of(parameters, mems=mems, **more):
+        return torch.func.functional_call(model, parameters, (ids,), {"labels": ids, "mems": mems, **more}).loss
+
+    _, found = torch.func.jvp(loss_of, (parameters,), (direction,))
+    _, expected = torch.func.jvp(functools.partial(loss_of, output_logits=True), (parameters,), (direction,))
+    torch.testing.assert_close(found, expected)
+    assert found.abs() > 1e-3
+    gradients = torch.func.grad(loss_of)(parameters)
+    torch.testing.assert_close(found, sum((gradients[name] * direction[name]).sum() for name in parameters))
+    # Of one tensor alone, which the softmax does not see.
+    towards = tuple(map(torch.randn_like, mems))
+    _, found = torch.func.jvp(lambda *mems: model(ids, labels=ids, mems=mems).loss, mems, towards)
+    step = 1e-6
+    ahead, behind = (
+        loss_of(parameters, tuple(m + sign * step * t for m, t in zip(mems, towards, strict=True))) for sign in (1, -1)
+    )
+    torch.testing.assert_close(found.detach(), (ahead - behind) / (2 * step), atol=1e-6, rtol=1e-5)
+
+
+def test_memories_are_mapped_and_have_tangents_beside_weights_that_are_trained(make_model, make_ids):
+    model, ids = make_model().double(), make_ids(2, 6)
+    mems = tuple(states.detach() for states in model(ids).mems)
+    several = tuple(torch.stack([states, 2 * states]) for states in mems)
+    found = torch.func.vmap(lambda *mems: model(ids, mems=mems, labels=ids).loss)(*several)
+    for i in range(2):
+        expected = model(ids, mems=tuple(states[i] for states in several), labels=ids).loss
+        torch.testing.assert_close(found[i], expected)
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["k_proj.weight", "v_proj.weight", "r_proj.weight", "content_bias"])

@@ -29,7 +29,7 @@ from .adaptive_transfo_xl_triton import (
     write_gradient,
 )
 from .configuration_transfo_xl import TransfoXLConfig
-from .linear_transfo_xl import product, working_dtype
+from .linear_transfo_xl import is_transformed, product, working_dtype
 from .operators_transfo_xl import is_exporting, namespace_of
 
 __all__ = [
@@ -268,7 +268,9 @@ class AdaptiveLogSoftmax(nn.Module):
             ValueError: a target is neither -100 nor a token. In a compiled call it may be a RuntimeError.
         """
         few = targets.numel() * self.config.vocab_size <= MAX_KEPT_LOGITS
-        if torch.jit.is_tracing() or (torch.compiler.is_compiling() and few):
+        in_graph = torch.jit.is_tracing() or (torch.compiler.is_compiling() and few)
+        # PyTorch drops the tangents of an operator that has none, without a word, and knows no rule for mapping it.
+        if in_graph or (not torch.compiler.is_compiling() and is_transformed(hidden_states, *self.parameters())):
             return self._dense_nll(hidden_states, targets)
         return self._blockwise_nll(hidden_states, targets, by_bin or self.sort_targets(targets))
 

@@ -4,13 +4,15 @@ Nothing slow is imported before a text is read, so that a command can say at onc
 """
 
 import dataclasses
+import glob
+import os
 import re
 import shutil
 import sys
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -190,7 +192,7 @@ def split_of(file: Path, folder: Path) -> str | None:
 
 
 def some_names(folder: Path) -> str:
-    found = sorted(file.name for file in folder.rglob("*") if file.is_file())
+    found = sorted(file.name for file in files_below(folder))
     return (", ".join(found[:6]) + (" …" if len(found) > 6 else "")) or "no files"
 
 
@@ -199,13 +201,28 @@ def _relative(path: Path, root: Path) -> str:
 
 
 def files_below(folder: Path, pattern: str = "*") -> list[Path]:
-    """The files of a folder, however nested, but for hidden ones and those that macOS adds to an archive."""
+    """The files of a folder, however nested, but for hidden ones and those that macOS adds to an archive.
+
+    Links to folders are gone into, each folder once.
+
+    Raises:
+        ValueError: a link leads nowhere.
+    """
     hidden = (".", "__MACOSX")
-    return sorted(
-        file
-        for file in folder.rglob(pattern)
-        if file.is_file() and not any(part.startswith(hidden) for part in file.relative_to(folder).parts)
-    )
+    found: list[Path] = []
+    seen: set[str] = set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        if (place := os.path.realpath(root)) in seen:
+            folders.clear()
+            continue
+        seen.add(place)
+        folders[:] = sorted(name for name in folders if not name.startswith(hidden))
+        for file in (Path(root, name) for name in names if not name.startswith(hidden)):
+            if not file.exists():
+                raise ValueError(f"{file} is a link that leads nowhere: remove it, or bring back what it led to")
+            if file.is_file() and file.match(pattern):
+                found.append(file)
+    return sorted(found)
 
 
 def matches(folder: Path, pattern: str) -> list[Path]:
@@ -233,13 +250,13 @@ def unpacked(path: Path, scratch: Path) -> Path:
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist")
-    if not path.name.endswith((".zip", ".tgz", ".tar.gz")):
+    if not path.name.lower().endswith((".zip", ".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")):
         return path
     folder = scratch / "unpacked"
     try:
-        if path.suffix == ".zip":
+        if path.suffix.lower() == ".zip":
             # It is always read so that nothing leaves the folder.
-            shutil.unpack_archive(path, folder)
+            shutil.unpack_archive(path, folder, "zip")
         else:
             # File by file, because early versions of Python 3.11 (Debian 12 has one) cannot filter what they unpack.
             with tarfile.open(path) as members:
@@ -290,12 +307,19 @@ def read_lines(paths: list[Path], mode: str | None, arrow: Path) -> "Dataset":
         for path in paths:
             try:
                 for lines in _batches(path, mode):
+                    check_lines_of(path, lines, mode)
                     if path != paths[-1] and not lines[-1].endswith("\n"):
                         lines[-1] += "\n"  # Or it would be one line with the next file's first.
                     writer.write_batch(pa.record_batch([pa.array(lines, pa.string())], schema))
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path} is not UTF-8 text: {error}") from None
     return Dataset.from_file(str(arrow))
+
+
+def check_lines_of(path: Path, lines: Iterable[str], mode: str | None) -> None:
+    """Refuse lines of a file that is valid UTF-8 by chance. In mode `"bytes"` any byte is a symbol."""
+    if mode != "bytes" and any("\0" in line for line in lines):
+        raise ValueError(f"{path} is no text: it has zero bytes, as archives and UTF-16 without its mark do")
 
 
 def _batches(path: Path, mode: str | None) -> Iterator[list[str]]:
@@ -321,7 +345,12 @@ def read_rows(
     try:
         found = load_dataset(name, config)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        raise ValueError(f"the data set {name} does not load: {error}") from None
+        reason = ""
+        if Path(name).is_dir() and glob.has_magic(name):
+            reason = (
+                "; datasets takes brackets, asterisks and question marks in a folder's name for patterns: rename it"
+            )
+        raise ValueError(f"the data set {name} does not load: {error}{reason}") from None
     told: dict[str | None, list[str]] = {}
     exact = found.keys() & set(SPLITS)
     for its_name in found:

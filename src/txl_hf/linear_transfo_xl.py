@@ -314,7 +314,7 @@ def project_after(
     memory, segment = memory.to(dtype), segment.to(dtype)
     if not memory.requires_grad and _is_trained_in_a_graph(segment, first, second):
         return _ProjectionInAGraph.apply(memory, segment, first.weight.to(dtype), second.weight.to(dtype))
-    if memory.requires_grad or not _is_trained_plainly(segment, first, second):
+    if memory.requires_grad or not (is_plain(memory) and _is_trained_plainly(segment, first, second)):
         joined = torch.cat([memory, segment], dim=1)
         return project(first, joined), project(second, joined)
     # With all in one type, autocast casts nothing within.

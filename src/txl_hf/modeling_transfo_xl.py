@@ -908,7 +908,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             logits_to_keep: keep the logits of the last so many positions, or of the positions in a tensor; 0: all.
             output_logits: whether to return logits beside a loss, (tokens × vocabulary) numbers that the loss does not
                 need; by default a model without cutoffs does, and one with cutoffs if it is so configured. Second
-                derivatives and `torch.func` need them.
+                derivatives need them, and where `torch.func` or forward mode differentiates they are computed.
             logits_top_k (in kwargs): only the k most probable tokens of each position have to be right, see
                 `AdaptiveLogSoftmax.log_prob`. `generate` gives it where no other token can matter.
             state_listeners (in kwargs): functions that are called with `last_hidden_state` and `attention_mask`.

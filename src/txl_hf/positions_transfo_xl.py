@@ -88,7 +88,7 @@ class KeptDistances:
     positions: Tensor | None = None
     clamp_len: int = -1
     rel_keys: dict[int, Tensor] = field(default_factory=dict)
-    weights: dict[int, tuple[weakref.ref[Tensor], tuple[int, int, torch.dtype]]] = field(default_factory=dict)
+    weights: dict[int, tuple[weakref.ref[Tensor], tuple[int | None, int, torch.dtype]]] = field(default_factory=dict)
 
     def rel_key(self, layer: int, weight: Any, project: Callable[[], Tensor]) -> Tensor:
         """W_R R of a layer: what it projects now, or has projected before, as a cache takes its keys and values.
@@ -100,11 +100,11 @@ class KeptDistances:
         known = layer in self.rel_keys
         if isinstance(weight, Tensor) and not torch.compiler.is_compiling():
             _watch_optimizers()
-            # A tensor of inference mode counts no versions.
-            written = -1 if weight.is_inference() else weight._version
+            # A tensor of inference mode counts no versions: whether it was written to nobody knows.
+            written = None if weight.is_inference() else weight._version
             version = written, _optimizer_steps, working_dtype(weight)
             before = self.weights.get(layer)
-            if before is None or before[0]() is not weight or before[1] != version:
+            if written is None or before is None or before[0]() is not weight or before[1] != version:
                 known, self.weights[layer] = False, (weakref.ref(weight), version)
         if not known:
             self.rel_keys[layer] = _in_place(project())

@@ -14,6 +14,7 @@ other. Masks come from torch's generator, so that a run resumes exactly where th
 
 import functools
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +119,10 @@ class Regularizer:
         for hook in self._hooks:
             hook.remove()
         self._replaced, self._hooks, self._outputs, self._begins = [], [], None, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the last outputs, which are no copied or saved model's: no tensor with a history can be copied."""
+        return self.__dict__ | {"_outputs": None, "_begins": None}
 
     def _lock(self, parent: nn.Module, name: str, rate: float):
         if rate:

@@ -100,6 +100,8 @@ class RingLayer(StaticLayer):
     """
 
     is_sliding = True
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, ring: Ring):
         super().__init__(max_cache_len=ring.slots)
@@ -132,6 +134,14 @@ class RingLayer(StaticLayer):
             found.append(states if is_first else torch.cat([memory, states], dim=2))
             memory.copy_(found[-1][:, :, -memory.shape[2] :])
         return found[0], found[1]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.is_initialized:
+            self.keys, self.values = (states[indices, ...] for states in (self.keys, self.values))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self.keys, self.values = (states.repeat_interleave(repeats, dim=0) for states in (self.keys, self.values))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.max_cache_len - 1 + query_length, 0

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .corpora import count_batch, count_stream
+from .corpora import check_lines_of, count_batch, count_stream
 from .encoding import (
     characters_without_tokens,
     document_end_token,
@@ -34,6 +34,7 @@ __all__ = [
     "read_document_end",
     "read_prepared",
     "read_raw",
+    "whole",
 ]
 
 # What a folder of txl-prepare says of its text.
@@ -129,6 +130,7 @@ def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedText:
             lines = file.readlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from None
+    check_lines_of(path, lines, getattr(tokenizer, "mode", None))
     [words], [characters], _ = count_batch(lines).values()
     if words == 0:
         raise ValueError(f"{path} is empty: it has no word")

@@ -40,6 +40,7 @@ from .tokenization_transfo_xl_backend import (
     BYTE_SYMBOLS,
     LINE_END_MODES,
     MODES,
+    as_written,
     build_backend,
     check_lines,
     check_mode,
@@ -252,6 +253,20 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         self._mode, self._lower_case = mode, lower_case
         if "add_eos_token" not in kwargs:
             self._add_bos_token, self._add_eos_token = _added_around(backend)
+
+    def __setattr__(self, name: str, value):
+        if name in ("unk_token", "unk_token_id") and "_mode" in self.__dict__:
+            # It stands for what the vocabulary lacks from now on, or cannot.
+            token = self.convert_ids_to_tokens(value) if isinstance(value, int) else value
+            _set_unknown(self._tokenizer, token)
+        super().__setattr__(name, value)
+
+    def _add_tokens(self, new_tokens, special_tokens: bool = False) -> int:
+        if not special_tokens:
+            # A token that says so itself is looked for in the text as the rules change it.
+            mode = self.__dict__.get("_mode")
+            new_tokens = [as_written(token, mode) if isinstance(token, str) else token for token in new_tokens]
+        return super()._add_tokens(new_tokens, special_tokens)
 
     mode = _step("mode", "How text is split.")
     lower_case = _step("lower_case", "Whether text is lower-cased.")
@@ -709,7 +724,10 @@ def _set_unknown(backend: Tokenizer, unk_token) -> None:
     if name == (backend.model.unk_token or ""):
         return
     if name and backend.model.token_to_id(name) is None:
-        raise ValueError(f"unk_token={name!r} is none of the symbols and so cannot stand for what they lack")
+        raise ValueError(
+            f"unk_token={name!r} is none of the symbols and so cannot stand for what they lack: "
+            "make the vocabulary with it, as train_from_iterator and from_symbols take unk_token"
+        )
     backend.model.unk_token = name
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "LINE_END_MODES",
     "MODES",
     "WORD_MODES",
+    "as_written",
     "build_backend",
     "check_lines",
     "check_mode",
@@ -111,9 +112,22 @@ def build_backend(
         if str(token) in special:
             backend.add_special_tokens([special[str(token)]])
         else:
-            backend.add_tokens([token])
+            backend.add_tokens([as_written(token, mode)])
     backend.add_special_tokens(list(special.values()))
     return backend
+
+
+def as_written(token: str | AddedToken, mode: str | None) -> str | AddedToken:
+    """An added token that is looked for in a text as it is written, by the Moses rules, which change both.
+
+    The library would change it as a text of its own, `co.` to `co .`, which within another one stays `co.`.
+    """
+    if mode != "moses":
+        return token
+    options = (
+        {} if isinstance(token, str) else {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip")}
+    )
+    return AddedToken(str(token), normalized=False, special=False, **options)
 
 
 def set_steps(
