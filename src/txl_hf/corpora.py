@@ -307,7 +307,7 @@ def read_lines(paths: list[Path], mode: str | None, arrow: Path) -> "Dataset":
         for path in paths:
             try:
                 for lines in _batches(path, mode):
-                    check_lines_of(path, lines, mode)
+                    check_is_text(path, lines, mode)
                     if path != paths[-1] and not lines[-1].endswith("\n"):
                         lines[-1] += "\n"  # Or it would be one line with the next file's first.
                     writer.write_batch(pa.record_batch([pa.array(lines, pa.string())], schema))
@@ -316,7 +316,7 @@ def read_lines(paths: list[Path], mode: str | None, arrow: Path) -> "Dataset":
     return Dataset.from_file(str(arrow))
 
 
-def check_lines_of(path: Path, lines: Iterable[str], mode: str | None) -> None:
+def check_is_text(path: Path, lines: Iterable[str], mode: str | None) -> None:
     """Refuse lines of a file that is valid UTF-8 by chance. In mode `"bytes"` any byte is a symbol."""
     if mode != "bytes" and any("\0" in line for line in lines):
         raise ValueError(f"{path} is no text: it has zero bytes, as archives and UTF-16 without its mark do")

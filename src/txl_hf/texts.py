@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .corpora import check_lines_of, count_batch, count_stream
+from .corpora import check_is_text, count_batch, count_stream
 from .encoding import (
     characters_without_tokens,
     document_end_token,
@@ -130,7 +130,7 @@ def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedText:
             lines = file.readlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from None
-    check_lines_of(path, lines, getattr(tokenizer, "mode", None))
+    check_is_text(path, lines, getattr(tokenizer, "mode", None))
     [words], [characters], _ = count_batch(lines).values()
     if words == 0:
         raise ValueError(f"{path} is empty: it has no word")
