@@ -1,5 +1,6 @@
 """The demo end to end in miniature: what it writes, what it refuses, and that an interrupted one leaves nothing."""
 
+import csv
 import importlib
 import os
 import signal
@@ -118,6 +119,20 @@ def test_a_second_run_replaces_the_output_of_the_first(demo, tmp_path):
     assert [path.read_text() for path in (tmp_path / "demo-output").iterdir()] == ["scratch/output"]
 
 
+def test_the_readme_has_committed_figures():
+    root = DEMO.parents[1]
+    with open(root / "examples" / "results" / "demo.csv", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    latest = rows[-1]["date"]
+    bits = {row["memory_length"]: row["bits_per_character"] for row in rows if row["date"] == latest}
+    assert list(bits) == LENGTHS
+    said = (
+        f"on {latest}, held-out text took {bits['0']} bits a character with the memory taken away, {bits['16']} with "
+        f"a memory of 16, {bits['64']} with 64 and {bits['256']} with 256"
+    )
+    assert said in " ".join((root / "README.md").read_text(encoding="utf-8").split())
+
+
 def call(demo, monkeypatch, *arguments: str | Path):
     """main() with these arguments, in this process."""
     monkeypatch.setattr(sys, "argv", ["demo.py", *map(str, arguments)])
@@ -152,6 +167,7 @@ def test_a_text_without_a_character_to_learn_is_refused_in_one_line(demo, monkey
         call(demo, monkeypatch, "--text", tmp_path / "text.txt", "--output", tmp_path / "demo-output", "--steps", "1")
 
 
+@pytest.mark.slow
 def test_bits_of_a_text_that_is_unknown_are_not_called_bits_per_character(demo, monkeypatch, tmp_path, capsys):
     rare = "".join(chr(0x4E00 + 7 * i % 8000) + "a" for i in range(10_000))
     (tmp_path / "text.txt").write_text(rare)

@@ -715,7 +715,8 @@ def test_a_product_that_reads_what_was_written_over_is_found():
     assert overwritten_operands(loop.format(first=harmless, then="STS.128 [R132], R132")) == 0
 
 
-@pytest.mark.parametrize("width", [*(pytest.param(other, marks=pytest.mark.slow) for other in (38, 40)), 41])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [38, 40, 41])
 def test_heads_of_odd_widths_are_padded_so_that_they_spill_no_more_than_others_on_sm_90(width, kernel_cache):
     """As 10 heads of 380 (Penn Treebank's model) and of 410 (WikiText-103's) are."""
     rows = compiled(kernel_cache, "bfloat16", "--widths", str(width))
