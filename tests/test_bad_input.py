@@ -79,6 +79,14 @@ def test_a_head_that_tells_one_class_of_each_token_has_no_other_problem(make_con
     TransfoXLForTokenClassification(make_config(problem_type="single_label_classification"))
 
 
+def test_labels_of_one_class_teach_nothing(make_config):
+    model = TransfoXLForTokenClassification(make_config(num_labels=1)).eval()
+    ids = torch.ones(2, 5, dtype=torch.long)
+    assert model(ids).logits.shape == (2, 5, 1), "which a loss of one's own may take for numbers"
+    with pytest.raises(ValueError, match="labels of num_labels=1 teach nothing"):
+        model(ids, labels=torch.zeros_like(ids))
+
+
 def test_overriding_with_a_bad_value(make_model, tmp_path):
     make_model().save_pretrained(tmp_path)
     with pytest.raises(StrictDataclassFieldValidationError, match="mem_len"):

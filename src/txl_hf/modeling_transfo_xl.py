@@ -1129,8 +1129,8 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
             num_items_in_batch (in kwargs): what the sum of the losses is divided by, instead of the number of labels.
 
         Raises:
-            ValueError: a label is neither -100 nor in [0, num_labels), or has another shape; and see
-                `TransfoXLModel.forward`.
+            ValueError: a label is neither -100 nor in [0, num_labels), or has another shape, or there is one class;
+                and see `TransfoXLModel.forward`.
         """
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         check_tensors(labels=labels)
@@ -1152,6 +1152,11 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
         logits = self.score(outputs.last_hidden_state)
         loss, losses = None, None
         if labels is not None:
+            if self.num_labels == 1:
+                raise ValueError(
+                    "labels of num_labels=1 teach nothing, since there is one class: give more, or take a loss of "
+                    "your own of the logits"
+                )
             _check_targets("labels", labels, logits.shape[:2])
             check_labels(labels, self.num_labels, "the classes")
             targets = labels.to(logits.device, torch.long)
