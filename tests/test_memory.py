@@ -464,6 +464,23 @@ def test_rows_of_a_cache_are_picked_with_their_masks(make_model, make_ids, copie
         close(model(more[: len(rows)], past_key_values=cache).logits, expected.logits)
 
 
+@pytest.mark.parametrize("name", ["keys", "values"])
+@torch.no_grad()
+def test_keys_or_values_that_are_set_are_those_that_the_next_token_sees(make_model, make_ids, name):
+    """Of the two one alone: what lies in the buffer, with room behind it, is not what was set."""
+    model = make_model()
+    cache = MemoryCache(model.config)
+    for seed in range(3):
+        model(make_ids(2, 2, seed=seed), past_key_values=cache)
+    layer = cache.layers[0]
+    other = {"keys": "values", "values": "keys"}[name]
+    kept = getattr(layer, other).clone()
+    setattr(layer, name, torch.full_like(getattr(layer, name), 7.0))
+    found = dict(zip(("keys", "values"), layer.update(*[kept[:, :, :1]] * 2), strict=True))
+    assert (found[name][:, :, :-1] == 7).all() and torch.equal(found[other][:, :, :-1], kept)
+    assert getattr(layer, name).shape[2] == min(kept.shape[2] + 1, model.config.mem_len)
+
+
 @pytest.mark.parametrize("made_in", [contextlib.nullcontext, torch.inference_mode])
 def test_a_cache_reads_weights_that_an_actor_was_sent(make_model, make_ids, made_in):
     """In inference mode a tensor counts no versions, and old distances would be scored with new weights."""
