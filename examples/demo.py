@@ -153,8 +153,7 @@ def run(text: str, arguments: argparse.Namespace, scratch: Path) -> Path:
         tokenizer = TransfoXLTokenizer.train_from_iterator(
             lines(training), mode="characters", unk_token="<unk>", pad_token="<unk>", eos_token="<eos>", min_freq=10
         )
-    counts = {"words": 0, "characters": len(held_out)}
-    counts |= count_passed(tokenizer, lines(held_out), "the held-out text")
+    counts = {"characters": len(held_out)} | count_passed(tokenizer, lines(held_out), "the held-out text")
     # Of a text of which much is <unk>, what was not guessed is no part of the figure.
     unit = "symbol" if whole(counts)[1] is None else "character"
     # For `txl-serve` and `transformers chat`: what is said is a text that goes on, line by line.

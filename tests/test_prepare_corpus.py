@@ -451,12 +451,9 @@ def test_special_tokens_that_a_text_spells_are_told_where_others_are_characters(
 def test_lines_of_two_files_are_two(tmp_path, mode):
     """A file without a line feed at its end was gone on with by the next one's first word."""
     folder = tmp_path / "input"
-    folder.mkdir()
-    for name, text in {"a": "one\nlast", "b": "first\ntwo", "test": "two", "valid": "two"}.items():
+    (folder / "train").mkdir(parents=True)
+    for name, text in {"train/a": "one\nlast", "train/b": "first\ntwo", "test": "two", "valid": "two"}.items():
         (folder / f"{name}.txt").write_text(text)
-    for name in ("a", "b"):
-        (folder / "train").mkdir(exist_ok=True)
-        (folder / f"{name}.txt").rename(folder / "train" / f"{name}.txt")
     tokens, tokenizer, information = load(prepare(tmp_path, "text", "--input", folder, "--mode", mode))
     text = tokenizer.decode(tokens["train"], skip_special_tokens=True)
     assert text.rstrip("\n") == "one\nlast\nfirst\ntwo"

@@ -93,7 +93,7 @@ def test_the_loss_of_a_model_with_cutoffs_has_tangents(make_model, make_ids):
     assert found.abs() > 1e-3
     gradients = torch.func.grad(loss_of)(parameters)
     torch.testing.assert_close(found, sum((gradients[name] * direction[name]).sum() for name in parameters))
-    # Of one tensor alone, which the softmax does not see.
+    # Of the memory alone, beside weights that are trained and have no tangent.
     towards = tuple(map(torch.randn_like, mems))
     _, found = torch.func.jvp(lambda *mems: model(ids, labels=ids, mems=mems).loss, mems, towards)
     step = 1e-6

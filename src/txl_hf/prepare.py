@@ -308,7 +308,7 @@ def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:
     write(tokens, tokenizer, scratch / "output")
     information = {
         "corpus": MIDI,
-        "source": name_of(options.input),
+        "source": source_name(options),
         "files": {split: [piece.name for piece in chosen] for split, chosen in splits.items()},
         "left_out": left_out | {piece.name: "held out in another split, or in none" for piece in repeated},
         "notes_lost": {piece.name: piece.lost for piece in chain.from_iterable(splits.values()) if piece.lost},
