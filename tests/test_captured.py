@@ -321,8 +321,19 @@ class TestOnGPU:
         torch.manual_seed(0)
         drawn = [torch.rand(1, device="cuda") for _ in range(2000)]
         torch.manual_seed(0)
+        again, refused = [], 0
         with ThreadPoolExecutor(len(lengths)) as pool:
             found = [pool.submit(evaluate_language_model, model, ids, 5, length) for length in lengths]
-            again = [torch.rand(1, device="cuda") for _ in range(2000)]
+            for _ in drawn:
+                try:
+                    again.append(torch.rand(1, device="cuda"))
+                except RuntimeError as error:
+                    # A capture is beginning.
+                    assert "Offset increment outside graph capture" in str(error)
+                    refused += 1
             assert [result.result().nll for result in found] == pytest.approx(expected, rel=1e-4)
-        assert torch.stack(again).isfinite().all() and (torch.stack(again) == torch.stack(drawn)).float().mean() > 0.9
+        # None is left out; those that were drawn while a capture began may have come twice.
+        different = list(dict.fromkeys(torch.cat(again).tolist()))
+        print(f"{refused} refused, {len(again) - len(different)} twice")
+        assert different == list(dict.fromkeys(torch.cat(drawn).tolist()))[: len(different)]
+        assert len(different) > 0.9 * len(drawn)

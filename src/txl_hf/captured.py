@@ -184,10 +184,14 @@ def _is_full(cache: MemoryCache, length: int) -> bool:
 
 
 class _UndrawnGraph(torch.cuda.CUDAGraph):
-    """A graph in which no numbers are drawn, and which leaves the generator to other threads."""
+    """A graph in which no numbers are drawn, and which leaves the generator to other threads.
+
+    Not in the moment in which capturing begins: there is one generator for all threads, and it is the graph's for so
+    long. PyTorch raises an error in a thread that draws then, or lets it draw the same numbers once more.
+    """
 
     def capture_begin(self, *args, **kwargs):
-        # A graph has the state that it finds for itself. A thread that draws here, draws the same numbers once more.
+        # A graph has the state that it finds for itself.
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         drawing = generator.graphsafe_get_state()
         generator.graphsafe_set_state(drawing.clone_state())
