@@ -144,6 +144,8 @@ def evaluate_language_model(
     Args:
         model: on any device, in any mode. Its mode is afterwards as it was before, also after an error. Nothing is
             written to a model that is in evaluation mode, so that threads can share it, each with settings of its own.
+            On a GPU segments that are alike are read by a CUDA graph: PyTorch raises in a thread that draws random
+            numbers there in the moment in which it begins to capture one.
         token_ids: N token ids, N > batch_size: a list, an array, a CPU tensor, a memory-mapped array or whatever
             slices alike.
         segment_length: L ≥ 1, tokens scored in one pass and stream.
