@@ -1244,6 +1244,18 @@ def test_on_a_gpu_a_process_reads_ahead_into_pinned_memory():
     assert ahead.batch_size == plain.batch_size == 4
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")
+def test_the_process_that_reads_ahead_leaves_ctrl_c_to_the_run():
+    """Ended by it, as all processes of a terminal are, it would leave the thread that pins memory with an error."""
+    stream = TokenStream(range(801), 5, 8)
+    loader = setup.make_loader(stream, SimpleNamespace(device=torch.device("cuda"), num_processes=1), batch_chunk=1)
+    batches = iter(loader)
+    read = [next(batches)]
+    os.kill(batches._workers[0].pid, signal.SIGINT)
+    read += batches
+    assert len(read) == stream.steps
+
+
 def test_batches_are_copied_while_a_gpu_computes_in_the_rest_of_an_epoch_too(tmp_path, corpus, monkeypatch):
     """Which a run that is resumed reads with another loader."""
     copied, read = [], DataLoaderShard.__iter__

@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -194,9 +195,14 @@ def make_loader(stream: TokenStream, accelerator: Accelerator, batch_chunk: int)
     # copied meanwhile. On a CPU that process would take the place of the one that computes.
     ahead: dict[str, Any] = {}
     if accelerator.device.type != "cpu":
-        ahead = {"num_workers": 1, "prefetch_factor": 8, "pin_memory": True}
+        ahead = {"num_workers": 1, "prefetch_factor": 8, "pin_memory": True, "worker_init_fn": _leave_interrupts}
     # With a generator of its own it leaves the one of dropout alone.
     return DataLoader(stream, batch_size=rows * batch_chunk, generator=torch.Generator(), **ahead)
+
+
+def _leave_interrupts(worker: int):
+    """Ctrl-C, which reaches all processes, is for the one that started it, which still asks for what was read."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 # --- model and accelerator -------------------------------------------------------------------------------------------
