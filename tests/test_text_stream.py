@@ -269,6 +269,19 @@ def test_a_state_of_other_texts_is_refused(tokenizer, changes):
         TextStream(texts, symbols, S, G).load_state_dict(state)
 
 
+@pytest.mark.parametrize("others", [TEXTS[:1] + TEXTS[:0:-1], TEXTS[:3]], ids=["order", "fewer"])
+def test_a_state_of_texts_that_begin_alike_is_refused_when_they_are_read(tokenizer, others):
+    """What it has read was read again, and what it had not was passed over."""
+    stream = TextStream(TEXTS, tokenizer, S, G, epochs=None)
+    for _ in zip(range(2 * G), stream, strict=False):
+        pass
+    resumed = TextStream(others, tokenizer, S, G, epochs=None)
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    with pytest.raises(ValueError, match="the state is of other texts: the first . documents of epoch 0 are not"):
+        for _ in zip(range(200), resumed, strict=False):
+            pass
+
+
 @pytest.mark.parametrize("items", [1, G], ids=["within-a-step", "between-steps"])
 @pytest.mark.parametrize("loaded", [False, True], ids=["begun", "loaded"])
 def test_one_iterator_at_a_time(tokenizer, items, loaded):
@@ -290,6 +303,19 @@ def test_one_iterator_at_a_time(tokenizer, items, loaded):
 def test_several_workers_are_refused(tokenizer):
     with pytest.raises(ValueError, match="set num_workers to 0 or 1"):
         list(DataLoader(TextStream(TEXTS, tokenizer, S, G), batch_size=G, num_workers=2))
+
+
+def test_a_worker_reads_what_the_process_itself_would(tokenizer):
+    """`datasets` shuffles otherwise where it meets one: a run that was resumed with one went on in another text."""
+    texts = Dataset.from_dict({"text": TEXTS}).to_iterable_dataset(num_shards=3).shuffle(seed=5, buffer_size=7)
+    stream = TextStream(texts, tokenizer, S, G)
+    for epoch in range(2):
+        stream.set_epoch(epoch)
+        expected, *found = (
+            torch.cat([batch["input_ids"] for batch in DataLoader(stream, batch_size=G, num_workers=workers)])
+            for workers in (0, 1)
+        )
+        assert torch.equal(expected, *found)
 
 
 def test_other_texts_are_not_gone_on_with(tokenizer, make_model, tmp_path):

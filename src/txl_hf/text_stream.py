@@ -1,7 +1,9 @@
 """A text that is tokenised and packed into rows while it is read: for corpora larger than the disk or the memory."""
 
+import contextlib
 import copy
 import functools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -10,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
@@ -124,8 +127,8 @@ class TextStream(IterableDataset):
 
     def _begin(self) -> None:
         self.step = 0
-        # The next document: how often the texts were read, and how many documents since.
-        self._epoch, self._documents = self._first_epoch, 0
+        # The next document: how often the texts were read, how many documents since, and what these are known by.
+        self._epoch, self._documents, self._checksum = self._first_epoch, 0, 0
         self._characters = [0] * self.batch_size
         self._tokens = {row: np.empty(0, dtype=np.int64) for row in self.rows}
         # The first document that a row does not have yet: after resuming, rows may have read farther than others.
@@ -157,10 +160,10 @@ class TextStream(IterableDataset):
             self._first_epoch = int(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        worker = get_worker_info()
-        if worker is not None and worker.num_workers > 1:
+        info = get_worker_info()
+        if info is not None and info.num_workers > 1:
             raise ValueError(
-                f"{worker.num_workers} workers would each read all rows: set num_workers to 0 or 1 "
+                f"{info.num_workers} workers would each read all rows: set num_workers to 0 or 1 "
                 "(dataloader_num_workers in TrainingArguments)"
             )
         if not self._loaded:
@@ -238,29 +241,41 @@ class TextStream(IterableDataset):
     # --- documents ---------------------------------------------------------------------------------------------------
 
     def _read_documents(self) -> Iterator[tuple[tuple[int, int], str]]:
-        """The documents from `_epoch`, `_documents` on, both of which it moves on, each with its epoch and number."""
+        """The documents from `_epoch`, `_documents` on, which it moves on, each with its epoch and number.
+
+        Raises:
+            ValueError: those before them are not what `_checksum` says; there is none, or one that is no text.
+        """
         while self.epochs is None or self._epoch < self._first_epoch + self.epochs:
             if hasattr(self.texts, "set_epoch"):
                 self.texts.set_epoch(self._epoch)
             # Of an epoch that is resumed in its middle nobody knows.
             self._has_text = self._documents > 0
-            documents = iter(self.texts() if callable(self.texts) else self.texts)
-            for document in islice(documents, self._documents, None):
-                number = self._epoch, self._documents
-                self._documents += 1
-                yield number, self._text(document)
+            documents = enumerate(_read_alone(self.texts))
+            checksum = 0
+            for number, document in islice(documents, self._documents):
+                checksum = _add(checksum, self._text(document, number))
+            if checksum != self._checksum:
+                raise ValueError(
+                    f"the state is of other texts: the first {self._documents} documents of epoch {self._epoch} are "
+                    "not those that it has read; give the same, in the same order"
+                )
+            for number, document in documents:
+                text = self._text(document, number)
+                self._documents, self._checksum = number + 1, _add(self._checksum, text)
+                yield (self._epoch, number), text
             if self._documents == 0:
                 raise ValueError("texts has no document")
             if not self._has_text:
                 raise ValueError(
                     f"texts has no text: the tokenizer makes no token of its {self._documents} document(s)"
                 )
-            self._epoch, self._documents = self._epoch + 1, 0
+            self._epoch, self._documents, self._checksum = self._epoch + 1, 0, 0
 
-    def _text(self, document) -> str:
+    def _text(self, document, number: int) -> str:
         text = document.get(self.column) if isinstance(document, Mapping) else document
         if not isinstance(text, str):
-            where = f"document {self._documents - 1} of texts"
+            where = f"document {number} of texts"
             if isinstance(document, Mapping):
                 have = ", ".join(map(str, document))
                 raise ValueError(
@@ -280,6 +295,7 @@ class TextStream(IterableDataset):
             "first_epoch": self._first_epoch,
             "epoch": self._epoch,
             "documents": self._documents,
+            "checksum": self._checksum,
             "characters": list(self._characters),
             "rows": {str(row): tokens.tolist() for row, tokens in self._tokens.items()},
         }
@@ -288,7 +304,8 @@ class TextStream(IterableDataset):
         """Go on where a state was taken; on several processes, with the states of all of them, in any order.
 
         Raises:
-            ValueError: the states are of different steps, of other texts or sizes, or lack a row.
+            ValueError: the states are of different steps, of other texts or sizes, or lack a row. Where the first
+                document is the same, other texts are noticed when the stream is read.
         """
         states = [state] if isinstance(state, Mapping) else list(state)
         if len({each["step"] for each in states}) != 1:
@@ -312,9 +329,39 @@ class TextStream(IterableDataset):
         # The one that has read least: it deals again what others have read already, which `_read` leaves aside.
         least = min(states, key=lambda each: (each["epoch"], each["documents"]))
         self.step, self._first_epoch = least["step"], least["first_epoch"]
-        self._epoch, self._documents = least["epoch"], least["documents"]
+        self._epoch, self._documents, self._checksum = least["epoch"], least["documents"], least.get("checksum")
         self._characters = list(least["characters"])
         self._tokens = {row: tokens[row] for row in self.rows}
         self._read = {row: read[row] for row in self.rows}
         self._readings += 1
         self._loaded = True
+
+
+def _add(checksum: int, text: str) -> int:
+    """The checksum of texts with one more."""
+    return zlib.crc32(text.encode(errors="surrogatepass"), zlib.crc32(b"\n", checksum))
+
+
+def _read_alone(texts: Iterable | Callable[[], Iterator]) -> Iterator:
+    """The documents as the process itself would read them, in a worker too, of which there is one at most.
+
+    A `datasets.IterableDataset` that is shuffled has another order where it meets a worker, be it the only one.
+    """
+    with _no_worker():
+        documents = iter(texts() if callable(texts) else texts)
+    while True:
+        with _no_worker():
+            try:
+                document = next(documents)
+            except StopIteration:
+                return
+        yield document
+
+
+@contextlib.contextmanager
+def _no_worker() -> Iterator[None]:
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
