@@ -208,7 +208,9 @@ def test_statistics_of_another_model_or_of_other_parameters(make_model, make_ids
         token_losses(model, ids, 5, dynamic=DynamicEvaluation(RATE, statistics=other))
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.float64, 1e-6)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "atol"), [pytest.param(torch.float32, 1e-5, marks=pytest.mark.slow), (torch.float64, 1e-6)], ids=str
+)
 def test_rate_0_is_a_static_evaluation(make_model, make_ids, dtype, atol):
     """Bit for bit one that remembers states too; a static evaluation remembers them projected."""
     model, ids = make_model().to(dtype), make_ids(1, 90)[0]
@@ -252,7 +254,7 @@ def test_ctrl_c_before_an_adaptation_begins(make_model, make_ids, monkeypatch):
         token_losses(make_model(), make_ids(1, 30)[0], 5, dynamic=DynamicEvaluation(RATE))
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("cache", [None, ContinuousCache(12, 0.3, 0.5)], ids=["alone", "cache"])
 @pytest.mark.parametrize("with_statistics", [False, True])
 def test_no_token_changes_its_own_loss_or_an_earlier_one(make_model, make_ids, with_statistics, cache, batch_size):

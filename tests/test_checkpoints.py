@@ -165,7 +165,11 @@ ADDED = [
 
 @pytest.mark.parametrize(
     ("format", "checked"),
-    [("pickle", True), ("zip", False), pytest.param("legacy", False, marks=pytest.mark.slow)],
+    [
+        pytest.param("pickle", True, marks=pytest.mark.slow),
+        ("zip", False),
+        pytest.param("legacy", False, marks=pytest.mark.slow),
+    ],
     ids=["checked", "unchecked", "unchecked-legacy"],
 )
 def test_nothing_in_a_checkpoint_runs(run, tmp_path, monkeypatch, format, checked):
@@ -324,7 +328,10 @@ DAMAGE: dict[str, Callable] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    "damage",
+    [pytest.param(name, marks=pytest.mark.slow if name in ("zeroed", "one-bit") else ()) for name in DAMAGE],
+)
 def test_any_damaged_file_is_named_and_the_checkpoint_before_it_taken(run, warnings, damage):
     checkpoint = run.output / "checkpoint-4"
     for path in sorted(path for path in checkpoint.iterdir() if path.is_file()):

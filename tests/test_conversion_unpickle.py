@@ -175,8 +175,15 @@ CHECKPOINTS = [
 ]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_pickle_runs_nothing(name, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("name", "checkpoints"),
+    [
+        *((name, [CHECKPOINTS[number % len(CHECKPOINTS)]]) for number, name in enumerate(HOSTILE)),
+        *(pytest.param(name, CHECKPOINTS, marks=pytest.mark.slow) for name in HOSTILE),
+    ],
+    ids=[*HOSTILE, *(f"{name} as each" for name in HOSTILE)],
+)
+def test_hostile_pickle_runs_nothing(name, checkpoints, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     value = load_watched(write(tmp_path, HOSTILE[name]))
     assert not (tmp_path / "pwned").exists()
@@ -187,7 +194,7 @@ def test_hostile_pickle_runs_nothing(name, tmp_path, monkeypatch, capfd):
     for copy in ("model/pytorch_model.bin", "tokenizer/vocab.pkl"):
         (tmp_path / copy).write_bytes(HOSTILE[name])
     before = sorted(tmp_path.rglob("*"))
-    for family, checkpoint in CHECKPOINTS:
+    for family, checkpoint in checkpoints:
         assert command_line.main(["--from", family, "--checkpoint", checkpoint, "--output", "out"]) == 1
         err = capfd.readouterr().err
         assert len(err.splitlines()) == 1 and "Traceback" not in err

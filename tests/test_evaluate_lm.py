@@ -163,7 +163,8 @@ def test_a_pickle_in_place_of_any_file_does_not_run(corpus, model, tmp_path, cap
     mark = tmp_path / "mark"
     hostile = as_saved({"idx2sym": [Hostile(mark)], "model_state": Hostile(mark)})
     for source in (model, corpus):
-        names = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
+        # Not the code of the model, which the command does not read.
+        names = [path.relative_to(source) for path in source.rglob("*") if path.is_file() and path.suffix != ".py"]
         for name in [*names, *map(Path, ADDED)]:
             copies = {folder: tmp_path / "copies" / folder.name for folder in (model, corpus)}
             for folder, copy in copies.items():

@@ -241,7 +241,11 @@ def test_static_cache(model, make_ids):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"initial_memory": "zeros"}, pytest.param({"attn_implementation": "eager"}, marks=pytest.mark.slow)],
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"initial_memory": "zeros"},
+        pytest.param({"attn_implementation": "eager"}, marks=pytest.mark.slow),
+    ],
     ids=["empty", "zeros", "eager"],
 )
 def test_static_cache_compiled_once_without_graph_breaks(make_model, make_ids, changes):
@@ -296,7 +300,9 @@ def test_static_cache_with_the_prompt_in_a_graph(make_model, make_ids, changes, 
 
 
 @pytest.mark.parametrize("kind", ["assistant", "prompt-lookup", "early-exit"])
-@pytest.mark.parametrize("changes", [{}, {"initial_memory": "zeros"}], ids=["empty", "zeros"])
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param({"initial_memory": "zeros"}, marks=pytest.mark.slow)], ids=["empty", "zeros"]
+)
 def test_assisted_decoding(make_model, make_ids, changes, kind):
     """Exact while the memory covers the text; beyond it, with one segment for each guess, as any segmentation is."""
     model = make_model(mem_len=40, **changes)
@@ -449,7 +455,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("biases", WEIGHTS.values(), ids=WEIGHTS)
-@pytest.mark.parametrize("div_val", [1, 2])
+@pytest.mark.parametrize("div_val", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("options", PRUNED.values(), ids=PRUNED)
 def test_pruned_generation_writes_the_same(make_model, make_ids, count_bins, monkeypatch, options, div_val, biases):
     model = make_model(div_val=div_val)

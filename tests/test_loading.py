@@ -674,7 +674,7 @@ def test_a_wrong_size_is_named_where_tied_weights_are_stored_twice(tmp_path, cha
     assert loaded(IDS).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["bin", "torch-1.5", "safetensors"])
+@pytest.mark.parametrize("kind", ["bin", pytest.param("torch-1.5", marks=pytest.mark.slow), "safetensors"])
 def test_60_damaged_files_load_or_are_named(tmp_path, kind):
     random.seed(kind)
     build().save_pretrained(tmp_path)

@@ -65,10 +65,10 @@ def test_a_trial_says_that_its_folder_is_gone(capsys):
     assert not Path(re.search(r"M parameters, is in ([^;]+);", said)[1]).exists()
 
 
-# Of each corpus and kind of softmax there is another one in the quick suite: a trial shrinks what has a size.
+# Of each kind of text and of softmax there is another one in the quick suite: a trial shrinks what has a size.
 SIBLINGS = {
     "enwik8_medium", "enwik8_large", "text8_large", "lm1b_large", "lm1b_ablation", "wt103_large", "wt103_ablation",
-    "nvidia_large", "ptb", "wikitext2_small", "words_small",
+    "nvidia_large", "ptb", "wikitext2_small", "words_small", "enwik8_base", "wikipedia_small", "wikitext2",
 }  # fmt: skip
 
 
@@ -105,7 +105,11 @@ def test_the_whole_model_has_the_published_size(name):
     assert parameters == pytest.approx(PUBLISHED[name] * 1e6, rel=0.005)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(path, marks=pytest.mark.slow if path.stem in SIBLINGS else ()) for path in RECIPES],
+    ids=lambda path: path.stem,
+)
 def test_the_first_steps_have_a_gradient_at_full_depth(recipe):
     """With all that the recipe drops: what a few layers bear sixteen may not."""
     arguments = parse_arguments([str(recipe), "--data", "data", "--output", "output"])

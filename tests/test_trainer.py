@@ -135,8 +135,12 @@ def test_a_step_reads_no_number_of_a_tensor(tmp_path, monkeypatch, changes):
     assert counts == [[0, 0, 0], [0, 0, 0]]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
-@pytest.mark.parametrize("kind", [TokenStream, UnevenStream], ids=["all-targets", "uneven-targets"])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(TokenStream, marks=pytest.mark.slow), UnevenStream],
+    ids=["all-targets", "uneven-targets"],
+)
 def test_steps_go_on_with_the_memory_of_their_streams(tmp_path, kind, accumulation):
     """Over the end of an epoch, where memory begins anew; the exact mean however uneven the micro-batches."""
     stream = kind(make_text(301), 5, 4)
@@ -350,7 +354,11 @@ def test_bf16_trains_as_the_loop_by_hand(tmp_path, dtype):
 
 @pytest.mark.parametrize(
     ("model_changes", "dtype"),
-    [({}, torch.bfloat16), ({"initial_memory": "zeros"}, torch.bfloat16), ({"pre_lnorm": True}, torch.float32)],
+    [
+        pytest.param({}, torch.bfloat16, marks=pytest.mark.slow),
+        ({"initial_memory": "zeros"}, torch.bfloat16),
+        pytest.param({"pre_lnorm": True}, torch.float32, marks=pytest.mark.slow),
+    ],
     ids=["default", "zeros", "pre-norm"],
 )
 def test_memory_stays_in_the_type_of_autocast(tmp_path, dtype, model_changes):
@@ -1656,7 +1664,7 @@ SPLIT = {
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         ACCUMULATED,
         pytest.param(SPLIT, marks=pytest.mark.slow),
         pytest.param({"accelerator_config": {"dispatch_batches": False}}, marks=pytest.mark.slow),

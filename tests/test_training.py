@@ -475,10 +475,12 @@ def test_gradient_checkpointing_refuses_the_memory_of_a_cache(make_model, make_i
     model.eval()(ids, past_key_values=cache)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("sdpa", marks=pytest.mark.slow)])
-def test_compiled_training_step_has_no_graph_break(make_model, make_ids, backend):
-    layers = {} if backend == "eager" else {"n_layer": 1}
-    check_compiled_training(make_model(backend, **layers).train(), make_ids, fullgraph=True)
+@pytest.mark.parametrize(
+    ("backend", "n_layer"),
+    [("eager", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("eager", 2), ("sdpa", 1)))],
+)
+def test_compiled_training_step_has_no_graph_break(make_model, make_ids, backend, n_layer):
+    check_compiled_training(make_model(backend, n_layer=n_layer).train(), make_ids, fullgraph=True)
 
 
 @pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="this torch cannot tell an export")
@@ -659,7 +661,11 @@ def train_sharded(config, folder: str):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("changes", SHARDED.values(), ids=SHARDED)
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param(changes, marks=pytest.mark.slow if name != "tied" else ()) for name, changes in SHARDED.items()],
+    ids=SHARDED,
+)
 def test_plain_accelerate_shards_and_saves(make_config, tmp_path, changes):
     started = launcher.start(train_sharded, 2, config=make_config(**changes), folder=str(tmp_path))
     assert launcher.join(started) == [0, 0]
