@@ -56,8 +56,11 @@ def write(reader: Reader, count: int, temperature: float, seed: int) -> Iterator
         if temperature == 0:
             token = int(reader.logits.argmax())
         else:
-            # The largest of the scores, each with noise of a Gumbel distribution, is a draw from their softmax.
-            token = int((reader.logits / temperature + chance.gumbel(size=len(reader.logits))).argmax())
+            # The largest of the scores, each with noise of a Gumbel distribution, is a draw from their softmax. Where
+            # the temperature is next to none, the likeliest stays at 0, and the others are far below.
+            with np.errstate(over="ignore"):
+                scores = (reader.logits - reader.logits.max()).astype(np.float64) / temperature
+            token = int((scores + chance.gumbel(size=len(scores))).argmax())
         yield token
         reader.read([token])
 

@@ -54,7 +54,7 @@ import harness
 import tune_lm
 from harness import with_range
 from study import StudyParser
-from txl_hf.command_line import one_line_errors
+from txl_hf.command_line import at_least_zero, one_line_errors
 from txl_hf.files import options_that_differ, write_text
 from txl_hf.training.arguments import RECIPE, Arguments
 from txl_hf.training.arguments import parse_arguments as training_arguments
@@ -330,7 +330,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--texts", type=Path, help="folder of the texts")
     parser.add_argument("--only", nargs="+", choices=TEXTS, default=list(TEXTS), help="texts (all)")
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help="those of these names (all)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(%(default)s)")
+    parser.add_argument("--seeds", type=at_least_zero, nargs="+", default=[0, 1, 2], help="(%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, which share the threads (%(default)s)")
     parser.add_argument("--share", type=float, default=1.0, help="of the seconds, to compare sooner (%(default)g)")
     options = parser.parse_study(argv)
@@ -601,7 +601,7 @@ def rows_of(run: Run, threads: int) -> list[dict[str, Any]]:
 
 def figures(validation: float, test: float) -> dict[str, float]:
     """In nats a token."""
-    return {"validation": round(validation, 5), "test": round(test, 5)}
+    return {"validation": round(validation, 8), "test": round(test, 8)}
 
 
 def page(rows: list[dict[str, str]]) -> str:

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from txl_hf import ContinuousCache, DynamicEvaluation, GradientStatistics, TransfoXLForCausalLM
-from txl_hf.adaptation import Diverged
+from txl_hf.adaptation import Diverged, parameters_of
 from txl_hf.command_line import CommandParser, add_scoring_options, check_files, one_line_errors
 from txl_hf.evaluation import LanguageModelEvaluation, evaluate_caches
 from txl_hf.files import whole_file, write_text
@@ -142,7 +142,9 @@ def run(options: argparse.Namespace):
         "document_end": find_document_end(options, texts["validation"]),
     }
     training = None if options.statistics is None else texts["train"].token_ids[: options.statistics]
-    # Before the statistics, which take long: a setting may be out of range.
+    # Before all that takes long: a setting may be out of range.
+    if options.rate:
+        parameters_of(model, options.parameters)
     dynamic_ways = [
         DynamicEvaluation(rate, decay, epsilon, training, options.parameters)
         for rate, decay, epsilon in itertools.product(options.rate, options.decay, options.epsilon)

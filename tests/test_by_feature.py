@@ -336,6 +336,27 @@ def test_an_output_that_exists_is_left_alone(script, monkeypatch, checkpoint, tm
     assert "thesis exists: choose another" in refused(script, monkeypatch, name, *arguments)
 
 
+ROWS = [f"film {number}, {'lovely' if number % 2 else 'dull'}" for number in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "message"),
+    [
+        ("a.csv", ["text,label", *(f"{row},0" for row in ROWS)], "line 2 ends a row of 3, not 2 fields: what has a"),
+        ("a.csv", ["label,text", *(f"{number},film,{number}" for number in range(12))], "line 2 ends a row of 3, not"),
+        ("a.csv", ["text,label", "film,1", "film"], "line 3 ends a row of 1, not 2 fields$"),
+        ("a.jsonl", ['{"text": "film", "label": 1}', "", "[1, 2]"], "line 3 is no object"),
+        ("a.jsonl", ['{"text": ["film"], "label": 1}'], "line 1 is no object whose text and label"),
+        ("a.jsonl", ['{"text": "film", "label": 1}', "{"], "line 2: Expecting property name"),
+    ],
+)
+def test_a_row_that_is_not_like_the_others_is_named(script, tmp_path, name, lines, message):
+    """Half of each text was left out without a word, or taken for its label, where it has a comma."""
+    (tmp_path / name).write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(ValueError, match=f"{name} cannot be read as .*: {message}"):
+        script("classification").read(tmp_path / name)
+
+
 @pytest.mark.parametrize("name", ["classification", "lora", "document_resets", "music_events", "genome_labels"])
 def test_numbers_that_train_nothing_are_refused(script, capsys, name):
     """Before anything is loaded: of `--epochs -1` Trainer makes a classifier that has learned nothing."""
@@ -380,14 +401,15 @@ def test_data_that_cannot_be_classified(script, monkeypatch, checkpoint, tmp_pat
 def test_texts_and_labels_are_as_they_are_written(script, tmp_path, suffix):
     """A label may be called None or NA, or begin with a nought, and where there is none there is no text."""
     module, path = script("classification"), tmp_path / f"data{suffix}"
-    rows = [{"text": text, "label": label} for label in ("None", "NA", "01") for text in ("007", "1e5", "NA", "x")]
+    rows = [{"text": text, "label": label} for label in ("None", "NA", "01") for text in ("007", "1e5", "NA", "x, y")]
     if suffix == ".csv":
-        with path.open("w", newline="") as file:
+        with path.open("w", newline="", encoding="utf-8-sig") as file:
             writer = csv.DictWriter(file, ["text", "label"])
             writer.writeheader()
             writer.writerows([*rows, {"text": "unlabelled", "label": ""}])
     else:
-        path.write_text("\n".join(map(json.dumps, [*rows, {"text": "unlabelled", "label": None}])))
+        lines = map(json.dumps, [*rows, {"text": "unlabelled", "label": None}])
+        path.write_text("\n".join(lines), encoding="utf-8-sig")
     data = module.read(path)
     names = data["train"].features["label"].names
     found = [(row["text"], names[row["label"]]) for split in data.values() for row in split]
@@ -461,6 +483,13 @@ def test_a_base_is_read_as_the_word_that_ends_with_it_and_its_place_in_a_codon(s
     assert module.encode("TTTT")[3] == 255 < none
 
 
+def test_a_gene_of_an_unknown_strand_is_of_neither_label(script, tmp_path):
+    """GFF3 has ? and . for it."""
+    (tmp_path / "a.gff3").write_text(table("one 1 2 +", "one 3 4 ?", "one 6 6 .", "one 7 7 -"), encoding="utf-8")
+    found = script("genome_labels").read_labels(tmp_path / "a.gff3", {"one": 8})["one"]
+    assert found.tolist() == [1, 1, -100, -100, 0, -100, 2, 0]
+
+
 def test_a_genome_that_is_cut_off_is_named(script, tmp_path):
     path = tmp_path / "cut.fna.gz"
     path.write_bytes(gzip.compress(b">one\n" + b"ACGT" * 1000)[:-20])
@@ -525,7 +554,7 @@ GENOMES = {
     "behind the end": (">one\nACGT\n", table("one 5 6 +"), "gff3:1: 5 to 6 does not lie in 4 bases"),
     "longer than all": (">one\nACGT\n", table("one 2 6 +"), "gff3:1: 2 to 6 does not lie in 4 bases"),
     "backwards": (">one\nACGT\n", table("one 3 2 +"), "gff3:1: 3 to 2 does not lie"),
-    "no strand": (">one\nACGT\n", table("one 1 2 ."), "gff3:1 is no row of GFF3"),
+    "no strand": (">one\nACGT\n", table("one 1 2 x"), "gff3:1 is no row of GFF3"),
     "spaces": (">one\nACGT\n", "one X CDS 1 2 . + 0 ID=x\n", "gff3:1 is no row of GFF3"),
     "no genes": (">one\nACGT\n", "##gff-version 3\n", "gff3 holds no row of type CDS"),
     "short": (">one\nACGT\n", table("one 1 3 +"), "has 29 places to learn from, but --batch_size 32"),

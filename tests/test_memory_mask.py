@@ -13,6 +13,7 @@ from safetensors.torch import load, save
 from torch.nn import functional as F
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
+import txl_hf
 from models import BACKENDS
 from txl_hf import MemoryLengths, TransfoXLModel
 from txl_hf.cache_transfo_xl import MemoryCache, StaticMemoryCache
@@ -315,6 +316,10 @@ def test_states_that_overflowed_leave_the_memory(make_model, make_ids):
     mask = mask_overflow(mems)
     assert torch.equal(mask, torch.tensor([[True, True, False, True], [True] * 4]))
     assert torch.equal(mask_overflow(mems, ~mask), torch.zeros(2, 4, dtype=torch.bool))
+    # Where they are NaN too, the error names what gives the mask.
+    with pytest.raises(ValueError, match="the states overflowed: txl_hf.mask_overflow"):
+        model(ids, mems=(mems[0].masked_fill(~mask[..., None], torch.nan), *mems[1:]))
+    assert txl_hf.mask_overflow is mask_overflow
     assert model(ids, mems=mems, mems_mask=mask).logits.isfinite().all()
     assert torch.equal(real_states(mems), torch.ones(2, 4, dtype=torch.bool)) and real_states(mems, mask) is mask
 

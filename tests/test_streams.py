@@ -183,6 +183,28 @@ def test_every_kind_of_text(tmp_path):
         assert {tensor.dtype for tensor in item.values()} == {torch.int64}, kind
 
 
+@pytest.mark.parametrize("part", [slice(None), slice(3, 40_000), slice(30_001, None)], ids=str)
+def test_another_process_maps_a_file_for_itself(tmp_path, part):
+    """It was handed a copy of all of it where workers are spawned, as they are on macOS and Windows."""
+    np.arange(50_000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    for offset in (0, 10_000):
+        stream = TokenStream(np.memmap(tmp_path / "tokens.bin", np.uint16, "r", offset)[part], 8, 2)
+        pickled = pickle.dumps(stream)
+        assert len(pickled) < 2000
+        there = pickle.loads(pickle.dumps(pickle.loads(pickled)))
+        assert np.array_equal(there.token_ids, stream.token_ids) and there.token_ids.filename is not None
+
+
+@pytest.mark.parametrize("change", [lambda ids: ids[::2], lambda ids: ids.reshape(2, -1)[1], lambda ids: ids + 1])
+def test_what_is_made_of_a_mapped_file_is_pickled_as_it_is(tmp_path, change):
+    np.arange(1000).tofile(tmp_path / "tokens.bin")
+    mapped = np.memmap(tmp_path / "tokens.bin", np.int64, "c")
+    mapped[3] = 7
+    for ids in (mapped, np.memmap(tmp_path / "tokens.bin", np.int64, "r")):
+        found = pickle.loads(pickle.dumps(open_tokens(change(ids))))
+        assert np.array_equal(found, change(ids))
+
+
 def test_memory_mapped_arrow(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"token": list(range(50))}).save_to_disk(tmp_path / "corpus")

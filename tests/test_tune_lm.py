@@ -220,10 +220,14 @@ def test_errors_are_one_line(corpus, model, capsys, options, message):
     assert message in str(stopped.value.code) + capsys.readouterr().err
 
 
-@pytest.mark.parametrize("bad", [["--rate", "-1"], ["--cache_size", "5", "--cache_weight", "1.5"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "bad",
+    [["--rate", "-1"], ["--cache_size", "5", "--cache_weight", "1.5"], ["--rate", "1", "--parameters", "nothing"]],
+    ids=" ".join,
+)
 def test_settings_are_refused_before_statistics_are_taken(corpus, model, monkeypatch, bad):
     monkeypatch.setattr(GradientStatistics, "of", lambda *_, **__: pytest.fail("they take long"))
-    with pytest.raises(SystemExit, match="must be a"):
+    with pytest.raises(SystemExit, match="must be a|parameters='nothing' is found in the name of no parameter"):
         tune_lm.main(["--model", str(model), "--data", str(corpus), "--rate", "0.1", "--statistics", "100", *bad])
 
 

@@ -13,6 +13,7 @@ import ast
 import csv
 import json
 from pathlib import Path
+from typing import TextIO
 
 import common
 from txl_hf.command_line import at_least_one, existing_file, hub_or_folder, new_path, one_line_errors, positive
@@ -109,15 +110,11 @@ def main():
 
 def read(path: Path) -> DatasetDict:
     """The texts, with labels as numbers; a fifth of them, drawn at random, to test."""
-    kind = "CSV" if path.suffix.lower() == ".csv" else "JSON lines"
+    kind, rows_of = ("CSV", read_csv) if path.suffix.lower() == ".csv" else ("JSON lines", read_json_lines)
     try:
-        # As they are written: pandas takes the label None for none, and 01 for the number 1.
-        if kind == "CSV":
-            frame = pandas.read_csv(path, dtype=str, keep_default_na=False)
-        else:
-            with path.open(encoding="utf-8") as lines:
-                frame = pandas.DataFrame([json.loads(line) for line in lines if line.strip()], dtype=object)
-    except ValueError as error:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            frame = pandas.DataFrame(rows_of(file), dtype=object)
+    except (ValueError, csv.Error) as error:
         raise ValueError(f"{path} cannot be read as {kind}: {error}") from error
     if missing := {"text", "label"} - set(frame.columns):
         raise ValueError(f"{path} has no column {' and no column '.join(sorted(missing))}")
@@ -131,6 +128,36 @@ def read(path: Path) -> DatasetDict:
         raise ValueError(f"{path} has {len(frame)} texts and {len(names)} labels: at least 10 and 2 are needed")
     data = Dataset.from_pandas(frame, preserve_index=False).cast_column("label", ClassLabel(names=names))
     return data.train_test_split(0.2, seed=0)
+
+
+def read_csv(file: TextIO) -> list[dict[str, str]]:
+    """Its rows as they are written, where pandas takes the label None for none, 01 for 1, and moves all columns by one
+    for a comma too many."""
+    # A text may be longer than what the module takes for a slip.
+    csv.field_size_limit(2**31 - 1)
+    reader = csv.reader(file, strict=True)
+    header, rows = next(reader, []), []
+    for fields in filter(None, reader):
+        if len(fields) != len(header):
+            quotes = ": what has a comma in it needs quotes" if len(fields) > len(header) else ""
+            raise ValueError(f"line {reader.line_num} ends a row of {len(fields)}, not {len(header)} fields{quotes}")
+        rows.append(dict(zip(header, fields, strict=True)))
+    return rows
+
+
+def read_json_lines(file: TextIO) -> list[dict]:
+    rows = []
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
+        if not isinstance(row, dict) or any(isinstance(row.get(name), list | dict) for name in ("text", "label")):
+            raise ValueError(f"line {number} is no object whose text and label are a string or a number each")
+        rows.append(row)
+    return rows
 
 
 def training_arguments(arguments: argparse.Namespace, folder: Path) -> TrainingArguments:

@@ -63,6 +63,8 @@ from txl_hf.files import whole_folder
 from txl_hf.memory_transfo_xl import memory_of
 
 LABELS = ["none", "+", "-"]
+# What GFF3 has for a strand that is not known, or none.
+UNKNOWN = "?."
 ORDER = 4
 # Of each position modulo 3: all words of four letters, and one for those that hold another letter or none.
 WORDS = 4**ORDER + 1
@@ -123,7 +125,8 @@ def read_sequences(path: Path) -> dict[str, str]:
 
 
 def read_labels(path: Path, lengths: dict[str, int]) -> dict[str, Tensor]:
-    """{name: (n,) numbers in LABELS} for sequences of these lengths; IGNORED where genes of both strands lie.
+    """{name: (n,) numbers in LABELS} for sequences of these lengths; IGNORED where genes of both strands lie, or one
+    of an unknown strand.
 
     A gene that goes on behind the end of its sequence goes on at its beginning: chromosomes are circles.
     """
@@ -139,7 +142,7 @@ def read_labels(path: Path, lengths: dict[str, int]) -> dict[str, Tensor]:
             if (
                 len(fields) != 9
                 or not (fields[3].isdecimal() and fields[4].isdecimal())
-                or fields[6] not in LABELS[1:]
+                or fields[6] not in [*LABELS[1:], *UNKNOWN]
             ):
                 raise ValueError(f"{path}:{number} is no row of GFF3: it needs nine columns, two numbers and a strand")
             name, first, last = fields[0], int(fields[3]), int(fields[4])
@@ -148,7 +151,9 @@ def read_labels(path: Path, lengths: dict[str, int]) -> dict[str, Tensor]:
             if not 1 <= first <= min(last, lengths[name]) or last - first >= lengths[name]:
                 raise ValueError(f"{path}:{number}: {first} to {last} does not lie in {lengths[name]} bases")
             bases = torch.arange(first - 1, last) % lengths[name]
-            strands[name][LABELS.index(fields[6]), bases] = True
+            # Of a strand that is not known it may be either's.
+            found = [1, 2] if fields[6] in UNKNOWN else [LABELS.index(fields[6])]
+            strands[name][torch.tensor(found)[:, None], bases] = True
             genes += 1
     if not genes:
         raise ValueError(f"{path} holds no row of type CDS")

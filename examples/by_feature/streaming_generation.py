@@ -15,14 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import common
-from txl_hf.command_line import at_least_one, hub_or_folder, one_line_errors
+from txl_hf.command_line import at_least_one, at_least_zero, hub_or_folder, not_negative, one_line_errors
 
 PARSER = common.Parser(__doc__)
 PARSER.add_argument("--model", type=hub_or_folder, required=True, help="a checkpoint: a folder, or a name on the Hub")
 PARSER.add_argument("--prompt", nargs="+", help="the turns; by default they are asked for")
 PARSER.add_argument("--max_new_tokens", type=at_least_one, default=200, help="generated in a turn (%(default)s)")
-PARSER.add_argument("--temperature", type=float, default=0.9, help="0: always the likeliest token (%(default)s)")
-PARSER.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+PARSER.add_argument(
+    "--temperature", type=not_negative, default=0.9, help="0: always the likeliest token (%(default)s)"
+)
+PARSER.add_argument("--seed", type=at_least_zero, default=0, help="(%(default)s)")
 
 if __name__ == "__main__":
     PARSER.refuse_first()
@@ -91,8 +93,8 @@ def main():
     settings = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
     if arguments.temperature > 0:
         settings["temperature"] = arguments.temperature
-    set_seed(arguments.seed)
     with one_line_errors():
+        set_seed(arguments.seed)
         story = Story(*common.load(AutoModelForCausalLM, arguments.model))
         for prompt in arguments.prompt or ask():
             if arguments.prompt:

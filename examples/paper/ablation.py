@@ -54,7 +54,7 @@ from miniature import (
     shuffle_sentences,
 )
 from txl_hf import TokenStream, TransfoXLForCausalLM, evaluate_language_model
-from txl_hf.command_line import at_least_one, one_line_errors
+from txl_hf.command_line import at_least_one, at_least_zero, one_line_errors
 from txl_hf.evaluation import perplexity
 from txl_hf.files import keep_options, options_that_differ, whole_file, write_text
 
@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None):
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = MiniatureParser(__doc__, RESULTS)
     parser.add_argument("--rows", nargs="+", choices=ROWS, metavar="ROW", help=f"of {', '.join(ROWS)}")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(%(default)s)")
+    parser.add_argument("--seeds", type=at_least_zero, nargs="+", default=[0, 1, 2], help="(%(default)s)")
     parser.add_argument("--steps", type=at_least_one, help="optimiser steps of a run (those of the sizes)")
     parser.add_argument("--shuffled", action="store_true", help="Table 7: shuffle the sentences of the texts")
     parser.add_argument(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .configuration_transfo_xl import TransfoXLConfig
     from .continuous_cache import ContinuousCache
     from .evaluation import evaluate_language_model, token_losses
-    from .memory_transfo_xl import MemoryLengths
+    from .memory_transfo_xl import MemoryLengths, mask_overflow
     from .modeling_transfo_xl import (
         TransfoXLForCausalLM,
         TransfoXLForSequenceClassification,
@@ -54,6 +54,7 @@ __all__ = [
     "TransfoXLTokenizer",
     "TransfoXLTrainer",
     "evaluate_language_model",
+    "mask_overflow",
     "regularize",
     "token_losses",
 ]
@@ -79,6 +80,7 @@ _MODULES = {
     "TransfoXLTokenizer": "tokenization_transfo_xl",
     "TransfoXLTrainer": "trainer",
     "evaluate_language_model": "evaluation",
+    "mask_overflow": "memory_transfo_xl",
     "regularize": "regularization",
     "token_losses": "evaluation",
 }

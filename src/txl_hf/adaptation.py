@@ -19,7 +19,15 @@ from .memory_transfo_xl import MemoryLengths
 from .modeling_transfo_xl import TransfoXLForCausalLM
 from .reading import Reader, Segment, Text, at_the_end, device_of, evaluating, open_text, using
 
-__all__ = ["Adaptation", "Diverged", "DynamicEvaluation", "GradientStatistics", "adapting", "following"]
+__all__ = [
+    "Adaptation",
+    "Diverged",
+    "DynamicEvaluation",
+    "GradientStatistics",
+    "adapting",
+    "following",
+    "parameters_of",
+]
 
 # The adaptations that have not ended, in their order.
 _begun: list["Adaptation"] = []
@@ -227,7 +235,7 @@ class Adaptation:
                     f"{name} is quantised by torch's quantize_dynamic, whose layers pass no gradient on: dynamic "
                     "evaluation needs the model as it was before"
                 )
-        chosen = _chosen(model, dynamic.parameters)
+        chosen = parameters_of(model, dynamic.parameters)
         self._names, self._parameters = list(chosen), list(chosen.values())
         self._start: dict[nn.Parameter, Tensor] = {}
         # Steps much smaller than the weight that they are added to are lost in half precision.
@@ -467,8 +475,12 @@ def following(model: TransfoXLForCausalLM) -> Iterator[None]:
         yield
 
 
-def _chosen(model: TransfoXLForCausalLM, pattern: str | None) -> dict[str, nn.Parameter]:
-    """The parameters that a pattern chooses, each once, by its first name, however many modules share it."""
+def parameters_of(model: TransfoXLForCausalLM, pattern: str | None) -> dict[str, nn.Parameter]:
+    """The parameters that a pattern chooses, each once, by its first name, however many modules share it.
+
+    Raises:
+        ValueError: there is none, or one is elsewhere between calls.
+    """
     named = model.named_parameters(remove_duplicate=False)
     trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
     if not trainable:

@@ -1,14 +1,16 @@
 """A column of Arrow as a text: sliced in the same time wherever the slice lies and whatever wrote the column."""
 
+import mmap
 from typing import Any
 
 import numpy as np
 
-__all__ = ["ArrowTokens", "open_tokens"]
+__all__ = ["ArrowTokens", "MappedTokens", "open_tokens"]
 
 
 def open_tokens(token_ids) -> Any:
-    """What is read as a text: an Arrow column, also one of a `datasets.Dataset`, as `ArrowTokens`; all else as it is.
+    """What is read as a text: an Arrow column, also one of a `datasets.Dataset`, as `ArrowTokens`; a memory-mapped
+    file as `MappedTokens`; all else as it is.
 
     A dataset reads a slice through its format and its table, which look for it among all of the column's pieces: as
     many as its writer had batches, a million in a text of a billion tokens.
@@ -19,7 +21,26 @@ def open_tokens(token_ids) -> Any:
     plain = getattr(source, "_indices", True) is None and getattr(source, "_format_type", None) != "custom"
     if name is not None and table is not None and plain:
         return ArrowTokens(table.column(name), token_ids)
+    if isinstance(token_ids, np.memmap):
+        return token_ids.view(MappedTokens)
     return ArrowTokens(token_ids, token_ids) if hasattr(token_ids, "num_chunks") else token_ids
+
+
+class MappedTokens(np.memmap):
+    """Part of a memory-mapped file, which another process opens for itself: numpy would hand it a copy."""
+
+    def __reduce__(self):
+        # What was written to a private copy is in no file.
+        if self.ndim != 1 or not self.flags.c_contiguous or self.filename is None or self.mode == "c":
+            return super().__reduce__()
+        # A slice has the offset of what it was cut from; where it begins itself, its address says.
+        begin = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
+        place = self.ctypes.data - np.frombuffer(self._mmap, np.uint8).ctypes.data
+        return _map, (self.filename, self.dtype, begin + place, len(self))
+
+
+def _map(filename: str, dtype: np.dtype, offset: int, length: int) -> MappedTokens:
+    return np.memmap(filename, dtype, "r", offset, (length,)).view(MappedTokens)
 
 
 class ArrowTokens:

@@ -183,13 +183,24 @@ def _at_least(least: int, text: str) -> int:
 
 def positive(text: str) -> float:
     """The type of an option that is a rate or a share. Raises an ArgumentTypeError for what is no number above 0."""
+    if (number := _finite(text)) is None or number <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} has to be a number above 0, and finite")
+    return number
+
+
+def not_negative(text: str) -> float:
+    """The type of an option that may be 0. Raises an ArgumentTypeError for what is no number from 0 on."""
+    if (number := _finite(text)) is None or number < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} has to be a number, at least 0, and finite")
+    return number
+
+
+def _finite(text: str) -> float | None:
     try:
         number = float(text)
     except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} has to be a number above 0, and finite")
-    return number
+        return None
+    return number if math.isfinite(number) else None
 
 
 def existing_file(name: str) -> Path:

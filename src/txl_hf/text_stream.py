@@ -329,7 +329,7 @@ class TextStream(IterableDataset):
         # The one that has read least: it deals again what others have read already, which `_read` leaves aside.
         least = min(states, key=lambda each: (each["epoch"], each["documents"]))
         self.step, self._first_epoch = least["step"], least["first_epoch"]
-        self._epoch, self._documents, self._checksum = least["epoch"], least["documents"], least.get("checksum")
+        self._epoch, self._documents, self._checksum = least["epoch"], least["documents"], least["checksum"]
         self._characters = list(least["characters"])
         self._tokens = {row: tokens[row] for row in self.rows}
         self._read = {row: read[row] for row in self.rows}

@@ -97,13 +97,14 @@ def test_the_example_writes_what_generate_writes(folders, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [str(GENERATE), *arguments])
     runpy.run_path(str(GENERATE), run_name="__main__")
     assert capsys.readouterr().out.split() == tokenizer.decode([*ids[0], *written]).split()
-    # Drawn, it is another text, and the same one for the same seed.
+    # Drawn, it is another text, and the same one for the same seed; next to no temperature draws the likeliest.
     texts = []
-    for seed in (1, 1, 2):
-        monkeypatch.setattr(sys, "argv", [str(GENERATE), *arguments, "--temperature", "1", "--seed", str(seed)])
+    for seed, temperature in (("1", "1"), ("1", "1"), ("2", "1"), ("1", "1e-40")):
+        monkeypatch.setattr(sys, "argv", [str(GENERATE), *arguments, "--seed", seed, "--temperature", temperature])
         runpy.run_path(str(GENERATE), run_name="__main__")
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
+    assert texts[3].split() == tokenizer.decode([*ids[0], *written]).split()
 
 
 def test_both_graphs_have_their_weights_in_one_file(folders):
