@@ -299,6 +299,18 @@ def test_static_cache_with_the_prompt_in_a_graph(make_model, make_ids, changes, 
     torch.testing.assert_close(found.logits, first.logits)
 
 
+@pytest.mark.parametrize("is_looked_up", [True, False], ids=["prompt-lookup", "assistant"])
+def test_tokens_of_a_static_cache_cannot_be_taken_back(make_model, make_ids, is_looked_up):
+    model, ids = make_model(), make_ids(1, 7)
+    options = {"prompt_lookup_num_tokens": 3} if is_looked_up else {"assistant_model": make_model(n_layer=1)}
+    cache = StaticMemoryCache(model.config)
+    with pytest.raises(ValueError, match="take tokens back, which a StaticMemoryCache cannot: give a MemoryCache"):
+        model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False, **options)
+    model(ids, past_key_values=cache, use_cache=True)
+    with pytest.raises(NotImplementedError, match="a static cache takes no tokens back"):
+        cache.crop(-1)
+
+
 @pytest.mark.parametrize("kind", ["assistant", "prompt-lookup", "early-exit"])
 @pytest.mark.parametrize(
     "changes", [{}, pytest.param({"initial_memory": "zeros"}, marks=pytest.mark.slow)], ids=["empty", "zeros"]

@@ -467,3 +467,49 @@ def test_dropout_of_positions_is_drawn_anew_at_every_step_of_a_cache(make_model,
     for _ in range(2):
         model(ids, past_key_values=cache)
     assert len(drawn) == 2 and not torch.equal(drawn[0][-4:], drawn[1][-4:])
+
+
+# --- tokens that are taken back --------------------------------------------------------------------------------------
+
+HIDDEN = {
+    "padding": {"attention_mask": torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1], [1] * 8])},
+    "documents": {"resets": torch.arange(8) == torch.tensor([[6], [-1]])},
+}
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["ours", "theirs"])
+@pytest.mark.parametrize("hidden", HIDDEN.values(), ids=HIDDEN)
+@torch.no_grad()
+def test_what_was_hidden_stays_so_when_tokens_of_several_calls_are_taken_back(make_model, make_ids, hidden, own):
+    """Keys that had left the mask of the last call came back as real ones."""
+    model = make_model(mem_len=6, initial_memory="empty")
+    text, drafted, token = make_ids(2, 8), make_ids(2, 6), make_ids(2, 1)
+    cache = MemoryCache(model.config) if own else DynamicCache()
+    if own:
+        cache.activate_past_recording()
+    model(text, past_key_values=cache, use_cache=True, **hidden)
+    for part in drafted.split([1, 2, 1, 2], dim=1):
+        model(part, past_key_values=cache, use_cache=True)
+    cache.crop(-6)
+    rows = torch.tensor([1, 0, 0])
+    cache.reorder_cache(rows)
+    read = model(text, **hidden)
+    memory = {"mems": tuple(states[rows] for states in read.mems), "mems_mask": read.mems_mask[rows]}
+    for _ in range(2):
+        expected = model(token[rows], **memory)
+        close(model(token[rows], past_key_values=cache, use_cache=True).logits, expected.logits)
+        memory = memory_of(expected)
+
+
+@torch.no_grad()
+def test_a_memory_outlives_the_text_that_is_taken_back(make_model, make_ids):
+    """A cache without any text counted as a new one, and lost the memory that it had begun from."""
+    model, draft, token = make_model(mem_len=20), make_ids(1, 3), make_ids(1, 1)
+    mems = model(make_ids(1, 8)).mems
+    cache = model(draft, mems=mems, use_cache=True).past_key_values
+    cache.crop(-3)
+    for length in (1, 2):
+        expected = model(token, mems=mems)
+        close(model(token, past_key_values=cache, use_cache=True).logits, expected.logits)
+        mems = expected.mems
+        assert cache.get_seq_length() == length

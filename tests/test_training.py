@@ -483,6 +483,12 @@ def test_compiled_training_step_has_no_graph_break(make_model, make_ids, backend
     check_compiled_training(make_model(backend, n_layer=n_layer).train(), make_ids, fullgraph=True)
 
 
+def test_a_training_step_of_any_shape_is_one_graph(make_model, make_ids):
+    """A rate of dropout is a symbol there, and so was whether there is any."""
+    model, ids = make_model(n_layer=1, dropatt=0.1, cutoffs=[], div_val=1).train(), make_ids(2, 5)
+    torch.compile(model, dynamic=True, fullgraph=True, backend="eager")(ids, labels=ids).loss.backward()
+
+
 @pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="this torch cannot tell an export")
 def test_what_exports_is_told_from_what_compiles():
     """PyTorch 2.11 answers its own question with True for both."""

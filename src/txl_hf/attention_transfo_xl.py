@@ -82,7 +82,8 @@ def eager_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     scores = _hide(scores if by_distance is None else scores + by_distance, inputs)
     wide = torch.promote_types(scores.dtype, torch.float32)
     probabilities = F.softmax(scores, dim=-1, dtype=wide).to(inputs.value.dtype)
-    probabilities = F.dropout(probabilities, inputs.dropout, training=inputs.dropout > 0)
+    if inputs.dropout > 0:
+        probabilities = F.dropout(probabilities, inputs.dropout)
     return _product(probabilities, inputs.value), probabilities
 
 

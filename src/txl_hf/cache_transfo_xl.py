@@ -39,6 +39,7 @@ __all__ = [
     "held_keys",
     "is_filled",
     "order_of_keys",
+    "recorded_mask",
     "remembered_mask",
     "stop_gradients",
     "text_length",
@@ -150,12 +151,15 @@ class DecodingState:
             it is (B, m), of the keys that are there now, and a graph writes into it: it knows its tensors by where
             they lie, and has no numbers that count.
         end: see `key_mask`.
+        recorded: as `key_mask`, of all keys that the layers hold, where these are more than a call reads: the next one
+            reads others of them when tokens are taken back (`crop`). None: all of them are real.
         distances: what tells the layers of them, projected once for many calls.
     """
 
     initial_length: int = 0
     key_mask: Tensor | None = None
     end: int = 0
+    recorded: Tensor | None = None
     distances: KeptDistances = field(init=False)
 
     def __post_init__(self):
@@ -175,8 +179,9 @@ def _pick_rows(method: str, layers: Sequence[Any], state: DecodingState, rows: T
     """A method of `_PICKS` of a cache: of the keys and values of its layers, and of its mask."""
     for layer in layers:
         getattr(layer, method)(rows)
-    if state.key_mask is not None:
-        state.key_mask = _PICKS[method](state.key_mask, rows)
+    for name in ("key_mask", "recorded"):
+        if (mask := getattr(state, name)) is not None:
+            setattr(state, name, _PICKS[method](mask, rows))
 
 
 class _ProjectedMemory(Cache):
@@ -274,8 +279,11 @@ def decoding_state_of(cache: Cache) -> DecodingState:
 
 
 def is_filled(cache: Cache) -> bool:
-    """Whether a cache has seen anything."""
-    return cache.is_filled if isinstance(cache, StaticMemoryCache) else cache.get_seq_length() > 0
+    """Whether a cache holds anything: a memory too, whose text was taken back."""
+    if isinstance(cache, StaticMemoryCache):
+        return cache.is_filled
+    initial = cache.decoding_state.initial_length if isinstance(cache, _ProjectedMemory) else 0
+    return initial + cache.get_seq_length() > 0
 
 
 def text_length(cache: Cache) -> int:
@@ -359,11 +367,32 @@ def _check_keys(keys: Tensor, cache: Cache, filled: bool, config: TransfoXLConfi
 def remembered_mask(cache: Cache, memory_length: int) -> Tensor | None:
     """(B, m) bool: which of the m keys that a cache holds are real; None: all of them."""
     state = decoding_state_of(cache)
-    later = 0 if cache.is_compileable or state.key_mask is None else text_length(cache) - state.end
-    if state.key_mask is None or later >= memory_length:
+    if state.key_mask is None and state.recorded is None:
+        return None
+    later = 0 if cache.is_compileable else text_length(cache) - state.end
+    mask = state.recorded if later < 0 and state.recorded is not None else state.key_mask
+    if mask is None or later >= memory_length:
         return None
     # A width below 0 cuts: in front what lies before the memory, behind what a crop has taken back.
-    return F.pad(state.key_mask, (memory_length - state.key_mask.shape[1] - later, later), value=True)
+    return F.pad(mask, (memory_length - mask.shape[1] - later, later), value=True)
+
+
+def recorded_mask(cache: Cache, key_mask: Tensor | None, read: int) -> Tensor | None:
+    """`DecodingState.recorded` after a call.
+
+    Args:
+        key_mask: (B, read) bool or None, of the keys that the call has read, its own among them.
+    """
+    state = decoding_state_of(cache)
+    before = state.key_mask if state.recorded is None else state.recorded
+    known = key_mask if before is None else before
+    if known is None or (held := cache.layers[0].keys.shape[2]) <= read:
+        return None
+    older = known.new_ones(len(known), held - read)
+    if before is not None:
+        later = text_length(cache) - state.end
+        older = F.pad(before, (held - before.shape[1] - later, later), value=True)[:, : held - read]
+    return torch.cat([older, older.new_ones(len(older), read) if key_mask is None else key_mask], dim=1)
 
 
 def cached_key_mask(

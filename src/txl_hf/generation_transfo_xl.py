@@ -83,7 +83,13 @@ class TransfoXLGenerationMixin(GenerationMixin):
                     f"past_key_values, a {type(cache).__name__}, began from a memory, which prefill_chunk_size would "
                     "take for text that was read: give a MemoryCache, or leave prefill_chunk_size out"
                 )
-        if cache is not None and generation_mode == GenerationMode.ASSISTED_GENERATION and text_length(cache) > 0:
+        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        if is_assisted and isinstance(cache, StaticMemoryCache):
+            raise ValueError(
+                "assisted decoding and prompt lookup take tokens back, which a StaticMemoryCache cannot: give a "
+                "MemoryCache, or leave past_key_values out"
+            )
+        if is_assisted and cache is not None and text_length(cache) > 0:
             raise ValueError(
                 f"past_key_values have seen {text_length(cache)} tokens, and assisted decoding and prompt lookup "
                 "would read them again: give generate the whole text without past_key_values"

@@ -29,6 +29,7 @@ from .cache_transfo_xl import (
     decoding_state_of,
     held_keys,
     is_filled,
+    recorded_mask,
     remembered_mask,
     text_length,
 )
@@ -499,6 +500,7 @@ def remember_key_mask(cache: Cache, memory: OpenMemory, segment_length: int, att
     if memory.first_key is not None and key_mask is not None:
         clear_keys(cache, ~key_mask)
     if not cache.is_compileable:
+        state.recorded = recorded_mask(cache, key_mask, memory.unread + memory.length + segment_length)
         state.key_mask, state.end = key_mask, text_length(cache)
         return
     if key_mask is not None:

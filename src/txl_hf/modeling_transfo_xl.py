@@ -43,7 +43,15 @@ from .attention_transfo_xl import (
     hidden_keys,
     relative_attention,
 )
-from .cache_transfo_xl import CACHE_NAME, MemoryCache, chosen_cache, decoding_state_of, order_of_keys, stop_gradients
+from .cache_transfo_xl import (
+    CACHE_NAME,
+    MemoryCache,
+    chosen_cache,
+    decoding_state_of,
+    is_filled,
+    order_of_keys,
+    stop_gradients,
+)
 from .configuration_transfo_xl import TransfoXLConfig
 from .dropout_transfo_xl import does_nothing, drop, relu_and_drop
 from .generation_transfo_xl import TransfoXLGenerationMixin
@@ -818,7 +826,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 raise ValueError("past_key_values hold a memory, but mem_len=0 means that there is none")
             return None
         if self.gradient_checkpointing and self.training and (use_cache or past_key_values is not None):
-            if past_key_values is not None and past_key_values.get_seq_length() > 0:
+            if past_key_values is not None and is_filled(past_key_values):
                 raise ValueError(
                     "past_key_values hold a memory, but gradient checkpointing runs a layer twice in training mode "
                     "and reads no cache: give it as mems, or call model.eval() first"

@@ -135,6 +135,9 @@ class RingLayer(StaticLayer):
             memory.copy_(found[-1][:, :, -memory.shape[2] :])
         return found[0], found[1]
 
+    def crop(self, tokens_to_remove: int) -> None:
+        raise NotImplementedError("a static cache takes no tokens back: what they replaced is gone; use a MemoryCache")
+
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.is_initialized:
             self.keys, self.values = (states[indices, ...] for states in (self.keys, self.values))
