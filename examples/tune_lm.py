@@ -142,7 +142,7 @@ def run(options: argparse.Namespace):
         "document_end": find_document_end(options, texts["validation"]),
     }
     training = None if options.statistics is None else texts["train"].token_ids[: options.statistics]
-    # Before all that takes long: a setting may be out of range.
+    # Before all that takes long: a setting may be out of range, or name no parameter.
     if options.rate:
         parameters_of(model, options.parameters)
     dynamic_ways = [

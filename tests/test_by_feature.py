@@ -345,6 +345,8 @@ ROWS = [f"film {number}, {'lovely' if number % 2 else 'dull'}" for number in ran
         ("a.csv", ["text,label", *(f"{row},0" for row in ROWS)], "line 2 ends a row of 3, not 2 fields: what has a"),
         ("a.csv", ["label,text", *(f"{number},film,{number}" for number in range(12))], "line 2 ends a row of 3, not"),
         ("a.csv", ["text,label", "film,1", "film"], "line 3 ends a row of 1, not 2 fields$"),
+        ("a.csv", ["text,label", "film,1", '"a "good" film",1'], "line 3: ',' expected after"),
+        ("a.csv", ["text,label,text", "film,1,film"], "two columns are called text"),
         ("a.jsonl", ['{"text": "film", "label": 1}', "", "[1, 2]"], "line 3 is no object"),
         ("a.jsonl", ['{"text": ["film"], "label": 1}'], "line 1 is no object whose text and label"),
         ("a.jsonl", ['{"text": "film", "label": 1}', "{"], "line 2: Expecting property name"),
@@ -386,9 +388,10 @@ def test_rows_without_a_text_are_counted(script, capsys, tmp_path):
     [
         ("text,stars\nabc,good\n", "has no column label"),
         ("text,label\n" + "abc,good\n" * 12, "has 12 texts and 1 labels"),
+        ("text,label\n", "has 0 texts and 0 labels"),
         ('text,label\n"abc,good\n', "cannot be read as CSV"),
     ],
-    ids=["column", "one label", "broken"],
+    ids=["column", "one label", "no row", "broken"],
 )
 def test_data_that_cannot_be_classified(script, monkeypatch, checkpoint, tmp_path, content, message):
     (tmp_path / "data.csv").write_text(content)
@@ -434,6 +437,15 @@ def test_a_story_needs_a_model_and_a_beginning(script, monkeypatch, checkpoint):
     assert "nowhere does not load" in refused(script, monkeypatch, "streaming_generation", "--model", "nowhere")
     arguments = ["--model", checkpoint, "--prompt", ""]
     assert "the first prompt is empty" in refused(script, monkeypatch, "streaming_generation", *arguments)
+
+
+@pytest.mark.parametrize("wrong", ["-1", "nan", "inf", "warm"])
+def test_what_is_no_temperature_is_refused(script, monkeypatch, capsys, wrong):
+    """Below 0, and nan, wrote the likeliest tokens."""
+    monkeypatch.setattr(sys, "argv", ["streaming_generation.py", "--model", "nowhere", "--temperature", wrong])
+    with pytest.raises(SystemExit):
+        script("streaming_generation").main()
+    assert f"--temperature: '{wrong}' has to be a number, at least 0, and finite" in capsys.readouterr().err
 
 
 def test_an_error_as_a_user_sees_it(checkpoint, tmp_path):

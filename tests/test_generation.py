@@ -307,6 +307,9 @@ def test_tokens_of_a_static_cache_cannot_be_taken_back(make_model, make_ids, is_
     with pytest.raises(ValueError, match="take tokens back, which a StaticMemoryCache cannot: give a MemoryCache"):
         model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False, **options)
     model(ids, past_key_values=cache, use_cache=True)
+    # What stops one token late where it can take it back asks for this.
+    assert not any(layer.is_croppable for layer in cache.layers)
+    cache.crop(0)
     with pytest.raises(NotImplementedError, match="a static cache takes no tokens back"):
         cache.crop(-1)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch.nn import functional as F
 from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 import txl_hf
 from models import BACKENDS
@@ -477,28 +478,69 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["ours", "theirs"])
 @pytest.mark.parametrize("hidden", HIDDEN.values(), ids=HIDDEN)
+@pytest.mark.parametrize("drafted", [6, 8])
 @torch.no_grad()
-def test_what_was_hidden_stays_so_when_tokens_of_several_calls_are_taken_back(make_model, make_ids, hidden, own):
-    """Keys that had left the mask of the last call came back as real ones."""
+def test_what_was_hidden_stays_so_when_tokens_of_several_calls_are_taken_back(make_model, make_ids, hidden, drafted):
+    """Keys that had left the mask of the last call came back as real ones. After eight no mask of a call has any."""
     model = make_model(mem_len=6, initial_memory="empty")
-    text, drafted, token = make_ids(2, 8), make_ids(2, 6), make_ids(2, 1)
-    cache = MemoryCache(model.config) if own else DynamicCache()
-    if own:
-        cache.activate_past_recording()
+    text, token = make_ids(2, 8), make_ids(2, 1)
+    cache = MemoryCache(model.config)
+    cache.activate_past_recording()
     model(text, past_key_values=cache, use_cache=True, **hidden)
-    for part in drafted.split([1, 2, 1, 2], dim=1):
+    for part in make_ids(2, drafted).split([1, 2, 1, drafted - 4], dim=1):
         model(part, past_key_values=cache, use_cache=True)
-    cache.crop(-6)
     rows = torch.tensor([1, 0, 0])
     cache.reorder_cache(rows)
+    cache.crop(-drafted)
     read = model(text, **hidden)
     memory = {"mems": tuple(states[rows] for states in read.mems), "mems_mask": read.mems_mask[rows]}
     for _ in range(2):
         expected = model(token[rows], **memory)
         close(model(token[rows], past_key_values=cache, use_cache=True).logits, expected.logits)
         memory = memory_of(expected)
+
+
+@torch.no_grad()
+def test_a_call_of_a_shorter_memory_passes_on_what_was_hidden_before_tokens_were_taken_back(make_model, make_ids):
+    model = make_model(mem_len=6, initial_memory="empty")
+    text, two = make_ids(2, 8), make_ids(2, 2)
+    cache = MemoryCache(model.config)
+    cache.activate_past_recording()
+    model(text, past_key_values=cache, use_cache=True, **HIDDEN["padding"])
+    for part in make_ids(2, 2).split(1, dim=1):
+        model(part, past_key_values=cache, use_cache=True)
+    cache.crop(-2)
+    model(two, past_key_values=cache, use_cache=True, lengths=MemoryLengths(mem_len=3))
+    cache.crop(-2)
+    read = model(text, **HIDDEN["padding"])
+    expected = model(two, mems=read.mems, mems_mask=read.mems_mask).logits
+    close(model(two, past_key_values=cache, use_cache=True).logits, expected)
+
+
+@torch.no_grad()
+def test_padding_in_a_cache_that_keeps_its_keys_elsewhere(make_model, make_ids):
+    """As a quantised one does, whose keys are a tensor without dimensions to ask for."""
+
+    class Elsewhere(DynamicLayer):
+        def update(self, key_states, value_states, *args, **kwargs):
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+                self.kept = key_states[:, :, :0], value_states[:, :, :0]
+            self.kept = tuple(
+                torch.cat(pair, dim=2) for pair in zip(self.kept, (key_states, value_states), strict=True)
+            )
+            return self.kept
+
+        def get_seq_length(self):
+            return self.kept[0].shape[2] if self.is_initialized else 0
+
+    model = make_model(mem_len=6, initial_memory="empty")
+    cache = DynamicCache()
+    cache.layers = [Elsewhere() for _ in range(model.config.n_layer)]
+    expected = model(make_ids(2, 8), **HIDDEN["padding"])
+    found = model(make_ids(2, 8), past_key_values=cache, use_cache=True, **HIDDEN["padding"])
+    close(found.logits, expected.logits)
 
 
 @torch.no_grad()

@@ -260,7 +260,7 @@ def test_temperature_0_writes_the_likeliest(saved, tmp_path, capsys):
     capsys.readouterr()
     with pytest.raises(SystemExit):
         generate.parse_arguments(["--model", "model", "--output", "pieces", "--temperature", "-1"])
-    assert "--temperature must be at least 0, and finite" in capsys.readouterr().err
+    assert "--temperature: '-1' has to be a number, at least 0, and finite" in capsys.readouterr().err
 
 
 def test_what_becomes_of_a_tempo_a_metre_and_a_length_is_said(saved, tmp_path, capsys):

@@ -193,6 +193,8 @@ def test_another_process_maps_a_file_for_itself(tmp_path, part):
         assert len(pickled) < 2000
         there = pickle.loads(pickle.dumps(pickle.loads(pickled)))
         assert np.array_equal(there.token_ids, stream.token_ids) and there.token_ids.filename is not None
+    (tmp_path / "tokens.bin").unlink()
+    assert np.array_equal(pickle.loads(pickle.dumps(stream)).token_ids, stream.token_ids)
 
 
 @pytest.mark.parametrize("change", [lambda ids: ids[::2], lambda ids: ids.reshape(2, -1)[1], lambda ids: ids + 1])

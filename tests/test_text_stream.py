@@ -254,6 +254,9 @@ def test_a_state_of_other_segments_is_refused(tokenizer):
         TextStream(TEXTS, tokenizer, S + 1, G).load_state_dict(state)
     with pytest.raises(ValueError, match=f"the state has segment_length=None, the stream {S}"):
         TextStream(TEXTS, tokenizer, S, G).load_state_dict({**state, "segment_length": None})
+    del state["checksum"]
+    with pytest.raises(ValueError, match="the state has no checksum of the documents that it has read"):
+        TextStream(TEXTS, tokenizer, S, G).load_state_dict(state)
 
 
 @pytest.mark.parametrize("changes", ["texts", "symbols"])

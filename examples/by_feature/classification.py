@@ -110,11 +110,11 @@ def main():
 
 def read(path: Path) -> DatasetDict:
     """The texts, with labels as numbers; a fifth of them, drawn at random, to test."""
-    kind, rows_of = ("CSV", read_csv) if path.suffix.lower() == ".csv" else ("JSON lines", read_json_lines)
+    kind, read_as = ("CSV", read_csv) if path.suffix.lower() == ".csv" else ("JSON lines", read_json_lines)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            frame = pandas.DataFrame(rows_of(file), dtype=object)
-    except (ValueError, csv.Error) as error:
+            frame = read_as(file)
+    except ValueError as error:
         raise ValueError(f"{path} cannot be read as {kind}: {error}") from error
     if missing := {"text", "label"} - set(frame.columns):
         raise ValueError(f"{path} has no column {' and no column '.join(sorted(missing))}")
@@ -130,22 +130,29 @@ def read(path: Path) -> DatasetDict:
     return data.train_test_split(0.2, seed=0)
 
 
-def read_csv(file: TextIO) -> list[dict[str, str]]:
+def read_csv(file: TextIO) -> pandas.DataFrame:
     """Its rows as they are written, where pandas takes the label None for none, 01 for 1, and moves all columns by one
     for a comma too many."""
     # A text may be longer than what the module takes for a slip.
     csv.field_size_limit(2**31 - 1)
     reader = csv.reader(file, strict=True)
-    header, rows = next(reader, []), []
-    for fields in filter(None, reader):
-        if len(fields) != len(header):
-            quotes = ": what has a comma in it needs quotes" if len(fields) > len(header) else ""
-            raise ValueError(f"line {reader.line_num} ends a row of {len(fields)}, not {len(header)} fields{quotes}")
-        rows.append(dict(zip(header, fields, strict=True)))
-    return rows
+    try:
+        header, rows = next(reader, []), []
+        for fields in filter(None, reader):
+            if len(fields) != len(header):
+                quotes = ": what has a comma in it needs quotes" if len(fields) > len(header) else ""
+                raise ValueError(
+                    f"line {reader.line_num} ends a row of {len(fields)}, not {len(header)} fields{quotes}"
+                )
+            rows.append(fields)
+    except csv.Error as error:
+        raise ValueError(f"line {reader.line_num}: {error}") from error
+    if twice := [name for name in header if header.count(name) > 1]:
+        raise ValueError(f"two columns are called {twice[0]}")
+    return pandas.DataFrame(rows, columns=header, dtype=object)
 
 
-def read_json_lines(file: TextIO) -> list[dict]:
+def read_json_lines(file: TextIO) -> pandas.DataFrame:
     rows = []
     for number, line in enumerate(file, 1):
         if not line.strip():
@@ -157,7 +164,7 @@ def read_json_lines(file: TextIO) -> list[dict]:
         if not isinstance(row, dict) or any(isinstance(row.get(name), list | dict) for name in ("text", "label")):
             raise ValueError(f"line {number} is no object whose text and label are a string or a number each")
         rows.append(row)
-    return rows
+    return pandas.DataFrame(rows, dtype=object)
 
 
 def training_arguments(arguments: argparse.Namespace, folder: Path) -> TrainingArguments:

@@ -28,7 +28,7 @@ from transformers import get_cosine_schedule_with_warmup, set_seed
 
 from generate import draw, to_score
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLModel
-from txl_hf.command_line import CommandParser, at_least_one, at_least_zero, one_line_errors, positive
+from txl_hf.command_line import CommandParser, at_least_one, at_least_zero, not_negative, one_line_errors, positive
 from txl_hf.files import whole_folder
 from txl_hf.memory_transfo_xl import memory_of
 from txl_hf.midi import CHANNELS, EVENTS, boundary_tokens, is_midi_tokenizer, load_midi_tokenizer
@@ -57,12 +57,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning_rate", type=positive, default=2e-3, help="(%(default)s)")
     parser.add_argument("--pieces", type=at_least_one, default=1, help="to write (%(default)s)")
     parser.add_argument("--bars", type=at_least_one, default=16, help="of each (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest (%(default)s)")
+    parser.add_argument("--temperature", type=not_negative, default=1.0, help="0: the likeliest (%(default)s)")
     parser.add_argument("--seed", type=at_least_zero, default=0, help="(%(default)s)")
-    options = parser.parse_args(arguments)
-    if not 0 <= options.temperature < math.inf:
-        parser.error(f"--temperature {options.temperature} has to be 0 or more")
-    return options
+    return parser.parse_args(arguments)
 
 
 class CompoundModel(nn.Module):

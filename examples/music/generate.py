@@ -12,7 +12,6 @@ those of --soundfont, or else of the soundfont that these (`fluid-soundfont-gm`)
 """
 
 import argparse
-import math
 import re
 import shutil
 import subprocess
@@ -24,7 +23,7 @@ import torch
 from transformers import LogitsProcessorList, set_seed
 
 from txl_hf import TransfoXLForCausalLM
-from txl_hf.command_line import CommandParser, hub_or_folder, one_line_errors
+from txl_hf.command_line import CommandParser, hub_or_folder, not_negative, one_line_errors
 from txl_hf.files import whole_folder
 from txl_hf.midi import CHANNELS, bar_lines, boundary_tokens, load_midi_tokenizer, preprocess, read_score, spelled
 from txl_hf.midi_grammar import MusicGrammar
@@ -55,7 +54,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--key", type=key_signature, help="such as C, F#, Bb, or Am for A minor")
     parser.add_argument("--tempo", type=float, help="quarter notes a minute")
     parser.add_argument("--memory_length", type=int, help="tokens remembered, at least 1 (the model's)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token (%(default)s)")
+    parser.add_argument("--temperature", type=not_negative, default=1.0, help="0: the likeliest token (%(default)s)")
     parser.add_argument("--top_p", type=float, default=0.95, help="(%(default)s)")
     parser.add_argument("--max_tokens", type=int, default=20_000, help="at most, of each piece (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
@@ -66,8 +65,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name} must be at least 1")
-    if not 0 <= options.temperature < math.inf:
-        parser.error("--temperature must be at least 0, and finite")
     if not 0 < options.top_p <= 1:
         parser.error("--top_p must be above 0, and at most 1")
     if options.prompt and (options.key is not None or options.tempo is not None):

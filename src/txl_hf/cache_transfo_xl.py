@@ -335,7 +335,8 @@ def _check_keys(keys: Tensor, cache: Cache, filled: bool, config: TransfoXLConfi
             "pick or repeat rows, by their numbers, with past_key_values.reorder_cache" if filled else "make new ones"
         )
         raise ValueError(f"past_key_values hold a memory of {rows} rows, but this batch has {len(embeds)}: {mend}")
-    mask = decoding_state_of(cache).key_mask
+    state = decoding_state_of(cache)
+    mask = state.key_mask if state.recorded is None else state.recorded
     if mask is not None and len(mask) != len(embeds):
         raise ValueError(
             f"past_key_values hold a mask of {len(mask)} rows, but this batch has {len(embeds)}: rows of layers were "
@@ -365,12 +366,10 @@ def _check_keys(keys: Tensor, cache: Cache, filled: bool, config: TransfoXLConfi
 
 
 def remembered_mask(cache: Cache, memory_length: int) -> Tensor | None:
-    """(B, m) bool: which of the m keys that a cache holds are real; None: all of them."""
+    """(B, m) bool: which of the last m keys that a cache holds are real; None: all of them."""
     state = decoding_state_of(cache)
-    if state.key_mask is None and state.recorded is None:
-        return None
-    later = 0 if cache.is_compileable else text_length(cache) - state.end
-    mask = state.recorded if later < 0 and state.recorded is not None else state.key_mask
+    mask = state.key_mask if state.recorded is None else state.recorded
+    later = 0 if mask is None or cache.is_compileable else text_length(cache) - state.end
     if mask is None or later >= memory_length:
         return None
     # A width below 0 cuts: in front what lies before the memory, behind what a crop has taken back.
@@ -383,15 +382,14 @@ def recorded_mask(cache: Cache, key_mask: Tensor | None, read: int) -> Tensor | 
     Args:
         key_mask: (B, read) bool or None, of the keys that the call has read, its own among them.
     """
-    state = decoding_state_of(cache)
-    before = state.key_mask if state.recorded is None else state.recorded
-    known = key_mask if before is None else before
-    if known is None or (held := cache.layers[0].keys.shape[2]) <= read:
+    layer = cache.layers[0]
+    # Others hold no more than they are read.
+    if not getattr(layer, "record_past", False) or (held := layer.keys.shape[2]) <= read:
         return None
-    older = known.new_ones(len(known), held - read)
-    if before is not None:
-        later = text_length(cache) - state.end
-        older = F.pad(before, (held - before.shape[1] - later, later), value=True)[:, : held - read]
+    before = remembered_mask(cache, held)
+    if before is None and key_mask is None:
+        return None
+    older = key_mask.new_ones(len(key_mask), held - read) if before is None else before[:, : held - read]
     return torch.cat([older, older.new_ones(len(older), read) if key_mask is None else key_mask], dim=1)
 
 

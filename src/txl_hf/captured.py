@@ -186,8 +186,8 @@ def _is_full(cache: MemoryCache, length: int) -> bool:
 class _UndrawnGraph(torch.cuda.CUDAGraph):
     """A graph in which no numbers are drawn, and which leaves the generator to other threads.
 
-    Not in the moment in which capturing begins: there is one generator for all threads, and it is the graph's for so
-    long. PyTorch raises an error in a thread that draws then, or lets it draw the same numbers once more.
+    It cannot do so in the moment in which capturing begins: there is one generator for all threads, and it is the
+    graph's for so long. PyTorch raises an error in a thread that draws then, or lets it draw the same numbers again.
     """
 
     def capture_begin(self, *args, **kwargs):

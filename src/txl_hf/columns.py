@@ -1,6 +1,7 @@
 """A column of Arrow as a text: sliced in the same time wherever the slice lies and whatever wrote the column."""
 
 import mmap
+import os
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,13 @@ def open_tokens(token_ids) -> Any:
 
 
 class MappedTokens(np.memmap):
-    """Part of a memory-mapped file, which another process opens for itself: numpy would hand it a copy."""
+    """Part of a memory-mapped file, which another process of this machine opens for itself: numpy would hand it a
+    copy, as it does where the file is gone."""
 
     def __reduce__(self):
         # What was written to a private copy is in no file.
-        if self.ndim != 1 or not self.flags.c_contiguous or self.filename is None or self.mode == "c":
+        is_part = self.ndim == 1 and self.flags.c_contiguous and self.mode != "c"
+        if not is_part or self.filename is None or not os.path.exists(self.filename):
             return super().__reduce__()
         # A slice has the offset of what it was cut from; where it begins itself, its address says.
         begin = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY

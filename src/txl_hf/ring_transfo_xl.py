@@ -100,6 +100,7 @@ class RingLayer(StaticLayer):
     """
 
     is_sliding = True
+    is_croppable = False
     keys: Tensor
     values: Tensor
 
@@ -136,7 +137,10 @@ class RingLayer(StaticLayer):
         return found[0], found[1]
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise NotImplementedError("a static cache takes no tokens back: what they replaced is gone; use a MemoryCache")
+        if tokens_to_remove != 0:
+            raise NotImplementedError(
+                "a static cache takes no tokens back: what they replaced is gone; use a MemoryCache"
+            )
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.is_initialized:

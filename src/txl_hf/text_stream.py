@@ -317,6 +317,8 @@ class TextStream(IterableDataset):
         for each in states:
             if (length := each.get("segment_length")) != self.segment_length:
                 raise ValueError(f"the state has segment_length={length}, the stream {self.segment_length}")
+            if each.get("checksum") is None:
+                raise ValueError("the state has no checksum of the documents that it has read: begin the text anew")
             if each.get("text") != self.fingerprint:
                 raise ValueError("the state is of other texts or symbols: their first document has other tokens")
         tokens, read = {}, {}

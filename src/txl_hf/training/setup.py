@@ -201,7 +201,7 @@ def make_loader(stream: TokenStream, accelerator: Accelerator, batch_chunk: int)
 
 
 def _leave_interrupts(worker: int):
-    """Ctrl-C, which reaches all processes, is for the one that started it, which still asks for what was read."""
+    """Ctrl-C, which reaches all processes, is for the one that started this worker, and asks for what it has read."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
