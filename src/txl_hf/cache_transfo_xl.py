@@ -387,9 +387,12 @@ def recorded_mask(cache: Cache, key_mask: Tensor | None, read: int) -> Tensor | 
     if not getattr(layer, "record_past", False) or (held := layer.keys.shape[2]) <= read:
         return None
     before = remembered_mask(cache, held)
-    if before is None and key_mask is None:
+    if before is not None:
+        older = before[:, : held - read]
+    elif key_mask is not None:
+        older = key_mask.new_ones(len(key_mask), held - read)
+    else:
         return None
-    older = key_mask.new_ones(len(key_mask), held - read) if before is None else before[:, : held - read]
     return torch.cat([older, older.new_ones(len(older), read) if key_mask is None else key_mask], dim=1)
 
 
