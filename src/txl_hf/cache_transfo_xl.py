@@ -39,10 +39,10 @@ __all__ = [
     "held_keys",
     "is_filled",
     "order_of_keys",
-    "recorded_mask",
     "remembered_mask",
     "stop_gradients",
     "text_length",
+    "with_recorded",
 ]
 
 
@@ -151,15 +151,12 @@ class DecodingState:
             it is (B, m), of the keys that are there now, and a graph writes into it: it knows its tensors by where
             they lie, and has no numbers that count.
         end: see `key_mask`.
-        recorded: as `key_mask`, of all keys that the layers hold, where these are more than a call reads: the next one
-            reads others of them when tokens are taken back (`crop`). None: all of them are real.
         distances: what tells the layers of them, projected once for many calls.
     """
 
     initial_length: int = 0
     key_mask: Tensor | None = None
     end: int = 0
-    recorded: Tensor | None = None
     distances: KeptDistances = field(init=False)
 
     def __post_init__(self):
@@ -179,9 +176,8 @@ def _pick_rows(method: str, layers: Sequence[Any], state: DecodingState, rows: T
     """A method of `_PICKS` of a cache: of the keys and values of its layers, and of its mask."""
     for layer in layers:
         getattr(layer, method)(rows)
-    for name in ("key_mask", "recorded"):
-        if (mask := getattr(state, name)) is not None:
-            setattr(state, name, _PICKS[method](mask, rows))
+    if state.key_mask is not None:
+        state.key_mask = _PICKS[method](state.key_mask, rows)
 
 
 class _ProjectedMemory(Cache):
@@ -335,8 +331,7 @@ def _check_keys(keys: Tensor, cache: Cache, filled: bool, config: TransfoXLConfi
             "pick or repeat rows, by their numbers, with past_key_values.reorder_cache" if filled else "make new ones"
         )
         raise ValueError(f"past_key_values hold a memory of {rows} rows, but this batch has {len(embeds)}: {mend}")
-    state = decoding_state_of(cache)
-    mask = state.key_mask if state.recorded is None else state.recorded
+    mask = decoding_state_of(cache).key_mask
     if mask is not None and len(mask) != len(embeds):
         raise ValueError(
             f"past_key_values hold a mask of {len(mask)} rows, but this batch has {len(embeds)}: rows of layers were "
@@ -368,16 +363,17 @@ def _check_keys(keys: Tensor, cache: Cache, filled: bool, config: TransfoXLConfi
 def remembered_mask(cache: Cache, memory_length: int) -> Tensor | None:
     """(B, m) bool: which of the last m keys that a cache holds are real; None: all of them."""
     state = decoding_state_of(cache)
-    mask = state.key_mask if state.recorded is None else state.recorded
-    later = 0 if mask is None or cache.is_compileable else text_length(cache) - state.end
-    if mask is None or later >= memory_length:
+    later = 0 if cache.is_compileable or state.key_mask is None else text_length(cache) - state.end
+    if state.key_mask is None or later >= memory_length:
         return None
     # A width below 0 cuts: in front what lies before the memory, behind what a crop has taken back.
-    return F.pad(mask, (memory_length - mask.shape[1] - later, later), value=True)
+    return F.pad(state.key_mask, (memory_length - state.key_mask.shape[1] - later, later), value=True)
 
 
-def recorded_mask(cache: Cache, key_mask: Tensor | None, read: int) -> Tensor | None:
-    """`DecodingState.recorded` after a call.
+def with_recorded(cache: Cache, key_mask: Tensor | None, read: int) -> Tensor | None:
+    """The mask of all keys that a cache holds after a call, (B, n) bool: of the older ones too, which it has not read.
+
+    When tokens are taken back (`crop`), the next call reads some of these.
 
     Args:
         key_mask: (B, read) bool or None, of the keys that the call has read, its own among them.
@@ -385,7 +381,7 @@ def recorded_mask(cache: Cache, key_mask: Tensor | None, read: int) -> Tensor | 
     layer = cache.layers[0]
     # Others hold no more than they are read.
     if not getattr(layer, "record_past", False) or (held := layer.keys.shape[2]) <= read:
-        return None
+        return key_mask
     before = remembered_mask(cache, held)
     if before is not None:
         older = before[:, : held - read]

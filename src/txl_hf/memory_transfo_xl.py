@@ -29,9 +29,9 @@ from .cache_transfo_xl import (
     decoding_state_of,
     held_keys,
     is_filled,
-    recorded_mask,
     remembered_mask,
     text_length,
+    with_recorded,
 )
 from .configuration_transfo_xl import TransfoXLConfig
 from .inputs_transfo_xl import make_key_mask
@@ -500,8 +500,8 @@ def remember_key_mask(cache: Cache, memory: OpenMemory, segment_length: int, att
     if memory.first_key is not None and key_mask is not None:
         clear_keys(cache, ~key_mask)
     if not cache.is_compileable:
-        state.recorded = recorded_mask(cache, key_mask, memory.unread + memory.length + segment_length)
-        state.key_mask, state.end = key_mask, text_length(cache)
+        read = memory.unread + memory.length + segment_length
+        state.key_mask, state.end = with_recorded(cache, key_mask, read), text_length(cache)
         return
     if key_mask is not None:
         key_mask = drop_idle_mask(key_mask[:, 1 - cache.layers[0].max_cache_len :])
