@@ -64,7 +64,7 @@ from txl_hf.memory_transfo_xl import memory_of
 
 LABELS = ["none", "+", "-"]
 # What GFF3 has for a strand that is not known, or none.
-UNKNOWN = "?."
+UNKNOWN = ["?", "."]
 ORDER = 4
 # Of each position modulo 3: all words of four letters, and one for those that hold another letter or none.
 WORDS = 4**ORDER + 1
@@ -142,7 +142,7 @@ def read_labels(path: Path, lengths: dict[str, int]) -> dict[str, Tensor]:
             if (
                 len(fields) != 9
                 or not (fields[3].isdecimal() and fields[4].isdecimal())
-                or fields[6] not in [*LABELS[1:], *UNKNOWN]
+                or fields[6] not in LABELS[1:] + UNKNOWN
             ):
                 raise ValueError(f"{path}:{number} is no row of GFF3: it needs nine columns, two numbers and a strand")
             name, first, last = fields[0], int(fields[3]), int(fields[4])
@@ -152,8 +152,8 @@ def read_labels(path: Path, lengths: dict[str, int]) -> dict[str, Tensor]:
                 raise ValueError(f"{path}:{number}: {first} to {last} does not lie in {lengths[name]} bases")
             bases = torch.arange(first - 1, last) % lengths[name]
             # Of a strand that is not known it may be either's.
-            found = [1, 2] if fields[6] in UNKNOWN else [LABELS.index(fields[6])]
-            strands[name][torch.tensor(found)[:, None], bases] = True
+            for strand in LABELS[1:] if fields[6] in UNKNOWN else [fields[6]]:
+                strands[name][LABELS.index(strand), bases] = True
             genes += 1
     if not genes:
         raise ValueError(f"{path} holds no row of type CDS")

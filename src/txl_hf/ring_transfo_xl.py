@@ -137,6 +137,11 @@ class RingLayer(StaticLayer):
         return found[0], found[1]
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Nothing, where there is nothing to take back.
+
+        Raises:
+            NotImplementedError: there is: a slot has the newest of its keys alone.
+        """
         if tokens_to_remove != 0:
             raise NotImplementedError(
                 "a static cache takes no tokens back: what they replaced is gone; use a MemoryCache"
