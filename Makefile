@@ -29,13 +29,13 @@ demo: $(VENV)/demo-installed
 
 # The suite, in ten to fifteen minutes on two cores; ends with its ten slowest.
 test: venv
-	$(PYTEST) --dist loadfile -m "not slow and not gpu" --ignore tests/test_triton.py
-	$(INTERPRETED) -m "not slow and not gpu" tests/test_triton.py
+	$(PYTEST) --dist loadfile -m "not slow and not gpu" --ignore tests/kernels/test_triton.py
+	$(INTERPRETED) -m "not slow and not gpu" tests/kernels/test_triton.py
 
 # The suite with its long tests.
 test-all: venv
-	$(PYTEST) --dist loadfile -m "not gpu" --ignore tests/test_triton.py
-	$(INTERPRETED) -m "not gpu" tests/test_triton.py
+	$(PYTEST) --dist loadfile -m "not gpu" --ignore tests/kernels/test_triton.py
+	$(INTERPRETED) -m "not gpu" tests/kernels/test_triton.py
 
 test-gpu: venv
 	$(BIN)/python -m pytest -m gpu
@@ -52,7 +52,7 @@ test-clients:
 	.venv-clients/bin/python -m pip install --constraint $(CONSTRAINTS) --requirement tests/clients/requirements.txt
 	OMP_NUM_THREADS=1 TXL_CLIENTS=all .venv-clients/bin/python -m pytest tests/clients
 	PATH="$(CURDIR)/.venv-clients/bin:$$PATH" OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest -k deepspeed \
-		tests/test_trainer.py tests/test_train_lm.py
+		tests/training/test_trainer.py tests/training/test_train_lm.py
 
 # Rewrite the sources in the project's style.
 style: venv
@@ -76,7 +76,7 @@ mutants: venv
 # Damaged and hostile files for every reader, from a seed that it prints; FUZZ_MINUTES for all of them together.
 fuzz: venv
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --minutes $(FUZZ_MINUTES)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_checkpoints.py -k "runs or damage"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/training/test_checkpoints.py -k "runs or damage"
 
 # Every benchmark for a CPU, half an hour on two cores; then the tables, and whether the ratios are those committed.
 bench: venv $(LEGACY)/installed

@@ -29,8 +29,8 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 import harness
-import txl_hf.attention_transfo_xl_triton as kernels
-from txl_hf.attention_transfo_xl import relative_attention, visible_keys
+import txl_hf.transfo_xl.attention_transfo_xl_triton as kernels
+from txl_hf.transfo_xl.attention_transfo_xl import relative_attention, visible_keys
 
 # Name: B, H, L, m, Dh.
 SHAPES = {f"nvidia-base-B{B}": (B, 8, 192, 192, 64) for B in (32, 64, 128, 256)}

@@ -23,7 +23,7 @@ import torch
 
 import attention_kernel
 import harness
-import txl_hf.attention_transfo_xl_triton as kernels
+import txl_hf.transfo_xl.attention_transfo_xl_triton as kernels
 
 # Name: B, H, L, m, Dh.
 TRAINING_SHAPES = {

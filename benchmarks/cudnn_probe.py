@@ -54,7 +54,7 @@ def offer_cudnn():
 def describe(name: str, queries: int, keys: int, arguments: argparse.Namespace) -> str:
     import torch
 
-    from txl_hf.attention_transfo_xl import relative_attention
+    from txl_hf.transfo_xl.attention_transfo_xl import relative_attention
 
     generator, dtype = torch.Generator().manual_seed(0), harness.torch_dtype(arguments.dtype)
     shapes = [(1, 2, queries, 64), (1, 2, keys, 64), (1, 2, keys, 64), (2, keys, 64), (2, 64), (2, 64)]

@@ -21,7 +21,7 @@ from datasets import Dataset, load_from_disk
 
 import harness
 from txl_hf import TokenStream
-from txl_hf.streams import read_tokens
+from txl_hf.data.streams import read_tokens
 
 ROWS, SEGMENT, STREAMS = 1000, 192, 64
 

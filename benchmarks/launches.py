@@ -26,7 +26,7 @@ outside of them as above, and in them the kernels that Inductor writes for a CPU
 read and write. The number of rows that is compiled is a prime that no other size has, so that what grows with them is
 known.
 
-`tests/test_launches.py` runs the small sizes and fails where a count grows.
+`tests/kernels/test_launches.py` runs the small sizes and fails where a count grows.
 """
 
 import argparse
@@ -51,17 +51,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
-import txl_hf.adaptive_transfo_xl as adaptive
-import txl_hf.attention_transfo_xl as attention
-import txl_hf.attention_transfo_xl_triton as kernels
-import txl_hf.linear_transfo_xl as linear
+import txl_hf.transfo_xl.adaptive_transfo_xl as adaptive
+import txl_hf.transfo_xl.attention_transfo_xl as attention
+import txl_hf.transfo_xl.attention_transfo_xl_triton as kernels
+import txl_hf.transfo_xl.linear_transfo_xl as linear
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
-from txl_hf.adaptive_transfo_xl import AdaptiveLogSoftmax
-from txl_hf.cache_transfo_xl import StaticMemoryCache
-from txl_hf.memory_transfo_xl import MemoryLengths
-from txl_hf.modeling_transfo_xl import Sight, TransfoXLLayer
-from txl_hf.positions_transfo_xl import Distances
-from txl_hf.reading import Reader, Segment
+from txl_hf.evaluation.reading import Reader, Segment
+from txl_hf.transfo_xl.adaptive_transfo_xl import AdaptiveLogSoftmax
+from txl_hf.transfo_xl.cache_transfo_xl import StaticMemoryCache
+from txl_hf.transfo_xl.memory_transfo_xl import MemoryLengths
+from txl_hf.transfo_xl.modeling_transfo_xl import Sight, TransfoXLLayer
+from txl_hf.transfo_xl.positions_transfo_xl import Distances
 
 OUTPUT = Path(__file__).parent / "results" / "launches.csv"
 HISTORY = OUTPUT.with_name("launches_history.csv")

@@ -369,7 +369,7 @@ def load_trained(config, workload: Workload, folder: str, data: str):
     import torch
 
     from txl_hf import TransfoXLForCausalLM
-    from txl_hf.texts import read_prepared
+    from txl_hf.data.texts import read_prepared
 
     model = TransfoXLForCausalLM.from_pretrained(folder)
     for name in sorted({*workload.config, "initial_memory"} - FREE):
@@ -486,7 +486,7 @@ def work(contender: str, name: str, folder: str, arguments: argparse.Namespace):
     transformers.utils.logging.set_verbosity_error()
     # Before the memory is looked at, because libraries are no part of a model.
     family = {"legacy": "transfo_xl", "gpt2": "gpt2"}.get(kind)
-    import_module(f"transformers.models.{family}.modeling_{family}" if family else "txl_hf.reading")
+    import_module(f"transformers.models.{family}.modeling_{family}" if family else "txl_hf.evaluation.reading")
     before = harness.resident_mib() if device == "cpu" else 0.0
     task = begin(contender, workload, folder, arguments)
     steps, first_steps, warm = STEPS[device][workload.task], WARM_UP[device], False
@@ -602,8 +602,9 @@ def floor(config: dict):
 
     It is the baseline with sinusoids added to the input, given a memory all the same.
     """
-    from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, captured
-    from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
+    from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+    from txl_hf.kernels import captured
+    from txl_hf.transfo_xl.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
 
     class FloorConfig(TransfoXLConfig):
         def check_lengths(self, mem_len: int, **lengths: int):
@@ -716,7 +717,7 @@ class Evaluate:
         self.cached = contender not in ("ours-mems", "ours-eager") and not contender.startswith("legacy")
         self.together = 1
         if self.cached and contender != "ours-step":
-            from txl_hf.reading import TOKENS_AT_ONCE
+            from txl_hf.evaluation.reading import TOKENS_AT_ONCE
 
             self.together = max(1, TOKENS_AT_ONCE // (workload.batch * workload.segment))
             self.reader = self._begin()
@@ -732,7 +733,7 @@ class Evaluate:
         if self.reader is None:
             losses = [self._loss(ids) for _ in range(segments)]
         else:
-            from txl_hf.captured import why_not_captured
+            from txl_hf.kernels.captured import why_not_captured
 
             losses = [loss for _ in range(segments) for loss in self._losses(ids, 1)]
             if why_not_captured(self.model.transformer, ids) is None and not self.reader.alike.is_captured:
@@ -750,7 +751,7 @@ class Evaluate:
 
     def _begin(self):
         from txl_hf import MemoryLengths
-        from txl_hf.reading import Reader
+        from txl_hf.evaluation.reading import Reader
 
         return Reader(self.model, MemoryLengths(), None)
 
@@ -771,7 +772,7 @@ class Evaluate:
         """Mean NLL of each of the next segments, which the softmax scores together."""
         import torch
 
-        from txl_hf.reading import Segment
+        from txl_hf.evaluation.reading import Segment
 
         read = []
         for _ in range(segments):

@@ -103,7 +103,7 @@ def main() -> None:
     import tokenizers
     import transformers
 
-    from txl_hf.tokenization_transfo_xl import TransfoXLTokenizer
+    from txl_hf.transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
 
     lines = [prose(line) for line in arguments.text.read_text(encoding="utf-8").split("\n") if line.strip()]
     with tempfile.TemporaryDirectory() as folder:

@@ -2,7 +2,7 @@
 
 The folder gets config.json, model.safetensors, the tokenizer where a vocabulary is at hand, and a model card; where
 there is a vocabulary alone (a pickled corpus, a folder with vocab.pkl), only the tokenizer. Nothing in a pickle is
-executed (`txl_hf.unpickle_transfo_xl`). The exit status is 0 on success; otherwise the reason is one line on standard
+executed (`txl_hf.legacy.unpickle`). The exit status is 0 on success; otherwise the reason is one line on standard
 error and no folder is left behind.
 """
 

@@ -13,7 +13,6 @@
 import importlib
 import signal
 import sys
-from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,10 +22,6 @@ def main(argv: list[str] | None = None) -> int:
         if hasattr(signal, number) and signal.getsignal(getattr(signal, number)) is not signal.SIG_IGN:
             signal.signal(getattr(signal, number), signal.default_int_handler)
     try:
-        if not __package__:  # run as a file, whose folder is the package where none is installed
-            import txl_hf
-
-            txl_hf.__path__.append(str(Path(__file__).resolve().parents[1]))
         # Help, and options and names that cannot be, need nothing of what follows.
         options = importlib.import_module("txl_hf.conversion.arguments")
         if (problem := options.path_problem(options.parse_arguments(argv))) is not None:

@@ -1,6 +1,6 @@
 """The tensors in files of `torch.save`, read one at a time and without running what the files say.
 
-`txl_hf.unpickle_transfo_xl` has the machine that runs pickles; this one also knows tensors and their storages. Tensors
+`txl_hf.legacy.unpickle` has the machine that runs pickles; this one also knows tensors and their storages. Tensors
 are not read until `StoredTensor.read` asks for them.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from txl_hf.unpickle_transfo_xl import (
+from txl_hf.transfo_xl.unpickle_transfo_xl import (
     Machine,
     Name,
     Record,
@@ -26,7 +26,7 @@ from txl_hf.unpickle_transfo_xl import (
     checksum_differs,
     shown,
 )
-from txl_hf.unpickle_transfo_xl import load as load_pickle
+from txl_hf.transfo_xl.unpickle_transfo_xl import load as load_pickle
 
 MAX_DIMENSIONS = 8
 STORAGE_SIZE = 400  # bytes that a `Storage` takes

@@ -119,9 +119,9 @@ from txl_hf import (
     TransfoXLTokenizer,
     evaluate_language_model,
 )
-from txl_hf.evaluation import LanguageModelEvaluation
-from txl_hf.linear_transfo_xl import bf16_is_faster
-from txl_hf.texts import count_passed, whole
+from txl_hf.data.texts import count_passed, whole
+from txl_hf.evaluation.language_model import LanguageModelEvaluation
+from txl_hf.transfo_xl.linear_transfo_xl import bf16_is_faster
 
 with one_line_errors():
     import matplotlib

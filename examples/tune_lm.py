@@ -33,12 +33,12 @@ from typing import Any
 import torch
 
 from txl_hf import ContinuousCache, DynamicEvaluation, GradientStatistics, TransfoXLForCausalLM
-from txl_hf.adaptation import Diverged, parameters_of
 from txl_hf.command_line import CommandParser, add_scoring_options, check_files, one_line_errors
-from txl_hf.evaluation import LanguageModelEvaluation, evaluate_caches
-from txl_hf.files import whole_file, write_text
-from txl_hf.loading import find_device, load_config, load_language_model
-from txl_hf.scoring import (
+from txl_hf.data.loading import find_device, load_config, load_language_model
+from txl_hf.data.texts import read_prepared
+from txl_hf.evaluation.dynamic import Diverged, parameters_of
+from txl_hf.evaluation.language_model import LanguageModelEvaluation, evaluate_caches
+from txl_hf.evaluation.scoring import (
     check_number,
     check_protocol,
     check_statistics,
@@ -48,7 +48,7 @@ from txl_hf.scoring import (
     protocols,
     take_lengths_of_training,
 )
-from txl_hf.texts import read_prepared
+from txl_hf.files import whole_file, write_text
 
 DEFAULTS = {
     "decay": [0.0],

@@ -17,13 +17,11 @@ import pytest
 import torch
 from transformers.utils import logging
 
-import txl_hf
 from models import SMALL, small_config
 from recorder import Recorder
-from txl_hf import TransfoXLForCausalLM, captured
+from txl_hf import TransfoXLForCausalLM
+from txl_hf.kernels import captured
 
-# The converters of this checkout, whichever is installed.
-txl_hf.__path__.insert(0, str(Path(__file__).resolve().parents[1]))
 logging.disable_progress_bar()
 # At the end, triton counts what is left.
 atexit.register(gc.unfreeze)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from txl_hf import adaptive_transfo_xl, memory_transfo_xl
+from txl_hf.transfo_xl import adaptive_transfo_xl, memory_transfo_xl
 
 
 class HostReads(TorchDispatchMode):

@@ -60,7 +60,7 @@ def join(started: list) -> list[int]:
 def kill_at(operation: int):
     """Count the steps of the optimiser and what writes, renames and removes in this process; die before number
     `operation`. A number, not a moment, so that a run that fails can be repeated."""
-    from txl_hf import checkpoints
+    from txl_hf.training import checkpoints
 
     left = operation
 

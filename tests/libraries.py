@@ -14,8 +14,8 @@ import transformers.models.auto.modeling_auto
 import transformers.trainer
 
 import libraries_torch
-import txl_hf.trainer
 import txl_hf.training.loop
+import txl_hf.training.trainer
 
 # Half a million objects that stay: each search for garbage among them takes a third of a second.
 gc.freeze()

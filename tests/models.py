@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
-from txl_hf.adaptive_transfo_xl import AdaptiveLogSoftmax
-from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
+from txl_hf.transfo_xl.adaptive_transfo_xl import AdaptiveLogSoftmax
+from txl_hf.transfo_xl.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
 
 # Triton's kernels have processes of their own; FlexAttention takes long to compile.
 BACKENDS = [

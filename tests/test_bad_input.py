@@ -15,7 +15,7 @@ from txl_hf import (
     TransfoXLForSequenceClassification,
     TransfoXLForTokenClassification,
 )
-from txl_hf.cache_transfo_xl import MemoryCache, StaticMemoryCache
+from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache, StaticMemoryCache
 
 BAD_CONFIGS = {
     "dtype": ({"dtype": "f|oat32"}, r"dtype='f\|oat32' must be the name of one of torch's data types"),

@@ -137,7 +137,7 @@ def test_every_contender(task, tmp_path):
 
 def test_a_gate_of_an_evaluation_reads_until_a_graph_does():
     import model
-    from txl_hf.captured import SEGMENTS_BEFORE
+    from txl_hf.kernels.captured import SEGMENTS_BEFORE
 
     assert model.LAUNCHED == SEGMENTS_BEFORE + 1
 
@@ -162,7 +162,7 @@ def test_a_trained_workload_goes_on_with_a_trained_model_and_its_text(tmp_path):
     import dataclasses
 
     import model
-    from txl_hf.prepare import main as prepare
+    from txl_hf.data.prepare import main as prepare
 
     text, data, trained = tmp_path / "text.txt", tmp_path / "data", tmp_path / "trained"
     words = [f"word{i % 50}" for i in range(4000)]

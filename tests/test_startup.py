@@ -46,8 +46,8 @@ ORDERS = [
     # Its imports bring the Auto classes.
     "import txl_hf; from transformers import LlamaModel",
     "import txl_hf, transformers",
-    "import txl_hf.modeling_transfo_xl",
-    "import txl_hf.generation_transfo_xl",
+    "import txl_hf.transfo_xl.modeling_transfo_xl",
+    "import txl_hf.transfo_xl.generation_transfo_xl",
     "from txl_hf import TransfoXLTokenizer",
 ]
 
@@ -196,13 +196,13 @@ def test_threads_that_import_do_not_wait_for_each_other_for_ever(names):
     assert process.returncode == 0, process.stderr
 
 
-@pytest.mark.parametrize("order", ["import transformers.trainer, txl_hf", "import txl_hf.trainer"])
+@pytest.mark.parametrize("order", ["import transformers.trainer, txl_hf", "import txl_hf.training.trainer"])
 def test_trainer_asks_for_cards_whatever_comes_first(order):
     """Once, however much is imported then."""
     asked = "from transformers import Trainer; theirs = Trainer.create_model_card.__wrapped__"
     asked += "; assert not hasattr(theirs, '__wrapped__')"
     asked += "; assert 'create_model_card' not in vars(txl_hf.TransfoXLTrainer)"
-    process = run_script("-c", f"{order}; import txl_hf.modeling_transfo_xl; {asked}")
+    process = run_script("-c", f"{order}; import txl_hf.transfo_xl.modeling_transfo_xl; {asked}")
     assert process.returncode == 0, process.stderr[-2000:]
 
 
@@ -304,5 +304,5 @@ def test_help_needs_no_extra_or_says_which(command, tmp_path):
 
 def test_an_import_watches_no_optimiser():
     """The hooks are of all optimisers of the process; a cache that keeps what weights project is what needs one."""
-    code = "import txl_hf.trainer; from torch.optim import optimizer; print([*optimizer._global_optimizer_post_hooks])"
+    code = "import txl_hf.training.trainer; from torch.optim import optimizer; print([*optimizer._global_optimizer_post_hooks])"
     assert run_script("-c", code).stdout == "[]\n"

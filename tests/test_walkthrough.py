@@ -175,7 +175,7 @@ def test_commands_that_are_typed_elsewhere_have_the_options_they_show():
 
 
 def test_every_other_command_is_one_that_tests_run():
-    """make: tests/test_demo.py and this suite; pip: the Makefile does it."""
+    """make: tests/examples/test_demo.py and this suite; pip: the Makefile does it."""
     pages = ["README.md", *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
     pages = [page for page in pages if page not in ELSEWHERE]
     rest = [words for page in pages for words in commands(page) if words not in FRONT_PAGE]

@@ -21,7 +21,7 @@ from txl_hf import (
     TransfoXLForSequenceClassification,
     TransfoXLTokenizer,
 )
-from txl_hf.trainer import TransfoXLTrainer
+from txl_hf.training.trainer import TransfoXLTrainer
 
 
 class UnevenStream(TokenStream):

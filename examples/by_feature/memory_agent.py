@@ -104,7 +104,7 @@ from tqdm import tqdm
 
 from txl_hf import TransfoXLConfig, TransfoXLModel
 from txl_hf.files import keep_options, whole_file, write_text
-from txl_hf.memory_transfo_xl import memory_of
+from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 
 with one_line_errors():
     from torch.utils.tensorboard import SummaryWriter

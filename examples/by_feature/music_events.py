@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM
-from txl_hf.streams import check_loader
+from txl_hf.data.streams import check_loader
 
 with one_line_errors():
     from accelerate import Accelerator

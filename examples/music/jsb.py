@@ -31,9 +31,9 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 
 import txl_hf
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTrainer, token_losses
-from txl_hf.checkpoints import last_checkpoint
 from txl_hf.command_line import CommandParser, at_least_one, at_least_zero, one_line_errors, positive
 from txl_hf.files import keep_options, whole_file
+from txl_hf.training.checkpoints import last_checkpoint
 
 SPLITS = {"train": "train", "validation": "valid", "test": "test"}
 LOWEST, PITCHES = 21, 88

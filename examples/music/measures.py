@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from txl_hf.command_line import CommandParser, one_line_errors
-from txl_hf.corpora import files_below
+from txl_hf.data.corpora import files_below
+from txl_hf.data.midi import MIDI_SUFFIXES, bar_lines, read_score
 from txl_hf.files import write_text
-from txl_hf.midi import MIDI_SUFFIXES, bar_lines, read_score
 
 with one_line_errors():
     import symusic

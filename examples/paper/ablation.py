@@ -55,7 +55,7 @@ from miniature import (
 )
 from txl_hf import TokenStream, TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.command_line import at_least_one, at_least_zero, one_line_errors
-from txl_hf.evaluation import perplexity
+from txl_hf.evaluation.language_model import perplexity
 from txl_hf.files import keep_options, options_that_differ, whole_file, write_text
 
 matplotlib.use("Agg")

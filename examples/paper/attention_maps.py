@@ -36,8 +36,8 @@ import ablation
 import harness
 from miniature import RESULTS, MiniatureParser, load_given
 from txl_hf import TransfoXLForCausalLM, evaluate_language_model
-from txl_hf.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, AttentionInputs, attention_terms
 from txl_hf.command_line import at_least_one, hub_or_folder, one_line_errors
+from txl_hf.transfo_xl.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, AttentionInputs, attention_terms
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.

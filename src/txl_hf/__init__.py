@@ -1,36 +1,51 @@
 """Transformer-XL for today's Hugging Face ecosystem.
 
-Importing the package registers Transformer-XL with the Auto classes of `transformers`. It imports neither these nor
-torch, which would take seconds: public names come from their modules when they are first asked for, and the classes
-are registered when somebody imports the Auto classes (`registration`).
+Importing the package registers Transformer-XL with the Auto classes of `transformers`, so that
+`AutoModelForCausalLM.from_pretrained` loads its checkpoints.
+
+The wings, from the lowest to the highest; each imports those before it and none after it:
+
+    transfo_xl                   the paper: configuration, model, memory, generation, tokenizer; copied beside weights
+    kernels, legacy,             faster implementations; readers of old files; texts, streams and corpora;
+    data, conversion             converters of other checkpoints (the top-level folder `conversion`)
+    evaluation                   likelihood of a text, dynamic evaluation, caches
+    training, integrations       the Trainer and `txl-train`; cards, lm_eval, ONNX, the server
+    commands                     where the installed commands begin
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .registration import register_when_imported
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
+
+from .data.streams import TokenStream
+from .data.text_stream import TextStream
+from .evaluation.continuous_cache import ContinuousCache
+from .evaluation.dynamic import DynamicEvaluation, GradientStatistics
+from .evaluation.language_model import evaluate_language_model, token_losses
+from .training.regularization import regularize
+from .training.regularization_arguments import RegularizationArguments
+from .transfo_xl.cache_transfo_xl import MemoryCache, StaticMemoryCache
+from .transfo_xl.configuration_transfo_xl import TransfoXLConfig
+from .transfo_xl.memory_transfo_xl import MemoryLengths, mask_overflow
+from .transfo_xl.modeling_transfo_xl import (
+    TransfoXLForCausalLM,
+    TransfoXLForSequenceClassification,
+    TransfoXLForTokenClassification,
+    TransfoXLLMHeadModel,
+    TransfoXLModel,
+    TransfoXLPreTrainedModel,
+)
+from .transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
 
 if TYPE_CHECKING:
-    from .adaptation import DynamicEvaluation, GradientStatistics
-    from .cache_transfo_xl import MemoryCache, StaticMemoryCache
-    from .configuration_transfo_xl import TransfoXLConfig
-    from .continuous_cache import ContinuousCache
-    from .evaluation import evaluate_language_model, token_losses
-    from .memory_transfo_xl import MemoryLengths, mask_overflow
-    from .modeling_transfo_xl import (
-        TransfoXLForCausalLM,
-        TransfoXLForSequenceClassification,
-        TransfoXLForTokenClassification,
-        TransfoXLLMHeadModel,
-        TransfoXLModel,
-        TransfoXLPreTrainedModel,
-    )
-    from .regularization import regularize
-    from .regularization_arguments import RegularizationArguments
-    from .streams import TokenStream
-    from .text_stream import TextStream
-    from .tokenization_transfo_xl import TransfoXLTokenizer
-    from .trainer import TransfoXLTrainer
+    from .training.trainer import TransfoXLTrainer
 
 __version__ = "0.1.0"
 
@@ -59,41 +74,24 @@ __all__ = [
     "token_losses",
 ]
 
-# The modules of the names above; a test compares them with what type checkers are told.
-_MODULES = {
-    "ContinuousCache": "continuous_cache",
-    "DynamicEvaluation": "adaptation",
-    "GradientStatistics": "adaptation",
-    "MemoryCache": "cache_transfo_xl",
-    "MemoryLengths": "memory_transfo_xl",
-    "RegularizationArguments": "regularization_arguments",
-    "StaticMemoryCache": "cache_transfo_xl",
-    "TextStream": "text_stream",
-    "TokenStream": "streams",
-    "TransfoXLConfig": "configuration_transfo_xl",
-    "TransfoXLForCausalLM": "modeling_transfo_xl",
-    "TransfoXLForSequenceClassification": "modeling_transfo_xl",
-    "TransfoXLForTokenClassification": "modeling_transfo_xl",
-    "TransfoXLLMHeadModel": "modeling_transfo_xl",
-    "TransfoXLModel": "modeling_transfo_xl",
-    "TransfoXLPreTrainedModel": "modeling_transfo_xl",
-    "TransfoXLTokenizer": "tokenization_transfo_xl",
-    "TransfoXLTrainer": "trainer",
-    "evaluate_language_model": "evaluation",
-    "mask_overflow": "memory_transfo_xl",
-    "regularize": "regularization",
-    "token_losses": "evaluation",
-}
-
-register_when_imported()
+AutoConfig.register(TransfoXLConfig.model_type, TransfoXLConfig)
+AutoTokenizer.register(TransfoXLConfig, fast_tokenizer_class=TransfoXLTokenizer)
+TransfoXLConfig.register_for_auto_class("AutoConfig")
+TransfoXLTokenizer.register_for_auto_class("AutoTokenizer")
+for _auto, _model in (
+    (AutoModel, TransfoXLModel),
+    (AutoModelForCausalLM, TransfoXLForCausalLM),
+    (AutoModelForSequenceClassification, TransfoXLForSequenceClassification),
+    (AutoModelForTokenClassification, TransfoXLForTokenClassification),
+):
+    _auto.register(TransfoXLConfig, _model)
+    # `save_pretrained` then writes the model's code beside the weights, for `trust_remote_code`.
+    _model.register_for_auto_class(_auto.__name__)
 
 
 def __getattr__(name: str):
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f".{_MODULES[name]}", __name__), name)
-    return value
+    if name == "TransfoXLTrainer":  # transformers' Trainer imports accelerate, datasets and peft where they are there.
+        from .training.trainer import TransfoXLTrainer
 
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+        return TransfoXLTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,29 +5,29 @@ Whatever keeps a command from going on, a package that is missing or Ctrl-C whil
 
 from importlib import import_module
 
-from .command_line import one_line_errors, wait_briefly
+from .command_line import one_line_errors
 
 __all__ = ["evaluate", "export", "prepare", "serve", "train"]
 
 
 def evaluate(argv: list[str] | None = None) -> None:
     """`txl-evaluate`."""
-    _run("evaluate", argv)
+    _run("evaluation.evaluate", argv)
 
 
 def export(argv: list[str] | None = None) -> None:
     """`txl-export`."""
-    _run("export", argv)
+    _run("integrations.export", argv)
 
 
 def prepare(argv: list[str] | None = None) -> None:
     """`txl-prepare`."""
-    _run("prepare", argv)
+    _run("data.prepare", argv)
 
 
 def serve(argv: list[str] | None = None) -> None:
     """`txl-serve`."""
-    _run("serve", argv)
+    _run("integrations.serve", argv)
 
 
 def train(argv: list[str] | None = None) -> None:
@@ -36,6 +36,5 @@ def train(argv: list[str] | None = None) -> None:
 
 
 def _run(module: str, argv: list[str] | None) -> None:
-    wait_briefly()
     with one_line_errors():
         import_module(f".{module}", __package__).main(argv)

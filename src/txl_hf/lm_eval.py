@@ -22,19 +22,19 @@ with one_line_errors() if __name__ == "__main__" else nullcontext():
     from lm_eval.api.registry import model_registry
 
 if TYPE_CHECKING:
-    from .lm_eval_model import TransfoXLLM
+    from .integrations.lm_eval_model import TransfoXLLM
 
 __all__ = ["TransfoXLLM", "main"]
 
 # Run as a command, this module may be imported a second time, by its name.
 if "txl" not in model_registry:
-    model_registry.register("txl", target="txl_hf.lm_eval_model:TransfoXLLM")
+    model_registry.register("txl", target="txl_hf.integrations.lm_eval_model:TransfoXLLM")
 
 
 def __getattr__(name: str):
     if name != "TransfoXLLM":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .lm_eval_model import TransfoXLLM
+    from .integrations.lm_eval_model import TransfoXLLM
 
     return TransfoXLLM
 

@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from trl.trainer import utils
 
-from .modeling_transfo_xl import TransfoXLForCausalLM
+from .transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
 __all__ = ["add_own_lm_head"]
 

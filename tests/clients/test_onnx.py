@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from models import small_config
-from txl_hf import TransfoXLForCausalLM, TransfoXLTokenizer, commands, graphs
+from txl_hf import TransfoXLForCausalLM, TransfoXLTokenizer, commands
+from txl_hf.integrations import graphs
 
 GENERATE = Path(__file__).parents[2] / "examples" / "generate_onnx.py"
 WORDS = [f"word{i}" for i in range(59)]

@@ -1,4 +1,4 @@
-"""Write the loss trajectories of legacy Transformer-XL that tests/test_trajectory.py follows, and where they start.
+"""Write the loss trajectories of legacy Transformer-XL that training/test_trajectory.py follows, and their starts.
 
 Run by hand, in an environment with transformers 4.35.2:
 

@@ -19,7 +19,7 @@ from transformers import HfArgumentParser
 
 from ..command_line import CommandParser, hub_or_folder
 from ..files import LOCK_NAME
-from ..regularization_arguments import RegularizationArguments
+from .regularization_arguments import RegularizationArguments
 
 SPLITS = ("train", "validation", "test")
 # What a run leaves in its folder of its settings.
@@ -286,7 +286,7 @@ def defaults_of_model(checkpoint: str | None) -> dict[str, Any]:
     """The fields of a configuration with the values that they have if nobody gives any: those of `TransfoXLConfig`, or
     those of a checkpoint in a folder. They are read from the source, because the class would bring torch.
     """
-    source = Path(__file__).parents[1] / "configuration_transfo_xl.py"
+    source = Path(__file__).parents[1] / "transfo_xl" / "configuration_transfo_xl.py"
     [config] = [node for node in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
     found = {
         field.target.id: ast.literal_eval(field.value)
@@ -321,7 +321,7 @@ def forget_memory(settings: argparse.Namespace, typed: set[str]):
     if not settings.attn_type:
         # The paper's has; nothing slow is imported to know that.
         return
-    from ..positions_transfo_xl import POSITIONS
+    from ..transfo_xl.positions_transfo_xl import POSITIONS
 
     if settings.attn_type in POSITIONS and not POSITIONS[settings.attn_type].recurrent:
         for name, without in (("eval_mem_len", 0), ("eval_memory_lengths", [])):
@@ -478,7 +478,7 @@ def check_kept(output: Path, read: dict[str, str | None]):
 
 def shrink(arguments: Arguments, scratch: Path):
     """For --smoke: a few steps of a small model on a small text, all else as it was. Lengths keep their ratios."""
-    from ..positions_transfo_xl import POSITIONS
+    from ..transfo_xl.positions_transfo_xl import POSITIONS
 
     model, data, evaluation, optimization, _, run = arguments
     data.data = str(scratch / "data")
@@ -517,7 +517,7 @@ def write_smoke_data(folder: Path) -> int:
     import numpy as np
     from datasets import Dataset, DatasetDict
 
-    from ..tokenization_transfo_xl import TransfoXLTokenizer
+    from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
 
     lines = Path(argparse.__file__).read_text(encoding="utf-8").splitlines()
     tokenizer = TransfoXLTokenizer.train_from_iterator(lines, mode="whitespace", max_size=500)

@@ -8,8 +8,8 @@ import torch
 from accelerate import Accelerator
 from torch.utils._triton import has_triton
 
-from ..attention_transfo_xl_triton import why_triton_cannot_begin
-from ..modeling_transfo_xl import TransfoXLForCausalLM
+from ..transfo_xl.attention_transfo_xl_triton import why_triton_cannot_begin
+from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .arguments import Arguments
 
 __all__ = ["compile_layers", "is_compiled", "should_compile_layers", "uncompiled"]

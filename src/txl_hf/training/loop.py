@@ -17,7 +17,15 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ..checkpoints import (
+from ..data.columns import open_tokens
+from ..data.encoding import fill_special_tokens
+from ..data.streams import check_loader, describe_stream
+from ..evaluation.language_model import figures
+from ..files import disk_errors, move_into_place, name_of, options_that_differ, whole_folder, write_text
+from ..transfo_xl.memory_transfo_xl import cloned_states, latest_states, mask_overflow, real_states
+from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
+from .arguments import RECIPE, SPLITS, Arguments
+from .checkpoints import (
     UNFINISHED_PREFIX,
     begin_run,
     data_only,
@@ -29,17 +37,9 @@ from ..checkpoints import (
     remove_unfinished,
     save_mems,
 )
-from ..columns import open_tokens
-from ..encoding import fill_special_tokens
-from ..evaluation import figures
-from ..files import disk_errors, move_into_place, name_of, options_that_differ, whole_folder, write_text
-from ..memory_transfo_xl import cloned_states, latest_states, mask_overflow, real_states
-from ..modeling_transfo_xl import TransfoXLForCausalLM
-from ..regularization import regularize
-from ..streams import check_loader, describe_stream
-from .arguments import RECIPE, SPLITS, Arguments
 from .compilation import compile_layers, is_compiled, should_compile_layers, uncompiled
 from .progress import Progress
+from .regularization import regularize
 from .results import (
     BEST,
     BEST_SCORE,

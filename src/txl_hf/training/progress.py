@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tqdm.auto import tqdm
 
-from ..evaluation import figures
+from ..evaluation.language_model import figures
 
 SECONDS_SHOWN = 5
 # How long steps are measured to say how long all will take; of a short run a tenth will do. They are measured again,

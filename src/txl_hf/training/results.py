@@ -17,13 +17,12 @@ from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from ..card_transfo_xl import is_generated
-from ..cards import RESULTS, SCORED, origin, to_results, weights_digest
-from ..checkpoints import RUN_NAME
-from ..evaluation import LENGTHS, LanguageModelEvaluation, evaluate_language_model, figures
+from ..data.streams import text_fingerprint
+from ..evaluation.cards import RESULTS, SCORED, origin, to_results, weights_digest
+from ..evaluation.language_model import LENGTHS, LanguageModelEvaluation, evaluate_language_model, figures
 from ..files import LOCK_NAME, UNFINISHED_PREFIX, lock_folder, name_of, options_that_differ, whole_file, write_text
-from ..modeling_transfo_xl import TransfoXLForCausalLM
-from ..streams import text_fingerprint
+from ..transfo_xl.card_transfo_xl import is_generated
+from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .arguments import (
     RECIPE,
     ArchitectureArguments,
@@ -33,6 +32,7 @@ from .arguments import (
     check_output,
     defaults_of_model,
 )
+from .checkpoints import RUN_NAME
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
@@ -44,7 +44,7 @@ BEST_SCORE = "best.json"
 WRITTEN = {
     *(LOG, PLOT, BEST, BEST_SCORE, TRACKED, RECIPE, RESULTS, RUN_NAME),
     *(CONFIG_NAME, GENERATION_CONFIG_NAME),
-    *(path.name for path in Path(__file__).parents[1].glob("*_transfo_xl*.py")),
+    *(path.name for path in (Path(__file__).parents[1] / "transfo_xl").glob("*_transfo_xl*.py")),
     *(
         "tokenizer.json",
         "tokenizer_config.json",

@@ -22,17 +22,17 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, get_scheduler
 
-from ..attention_transfo_xl import fastest_attention
-from ..configuration_transfo_xl import TransfoXLConfig
-from ..encoding import check_symbols_of, load_tokenizer
-from ..linear_transfo_xl import bf16_is_faster
-from ..loading import load_config, load_language_model
-from ..memory_transfo_xl import MemoryLengths
-from ..midi import EVENTS
-from ..modeling_transfo_xl import TransfoXLForCausalLM
-from ..streams import TokenStream, as_item, read_tokens
-from ..texts import load_splits, read_document_end
-from ..tokenization_transfo_xl_backend import WORD_MODES
+from ..data.encoding import check_symbols_of, load_tokenizer
+from ..data.loading import load_config, load_language_model
+from ..data.midi import EVENTS
+from ..data.streams import TokenStream, as_item, read_tokens
+from ..data.texts import load_splits, read_document_end
+from ..transfo_xl.attention_transfo_xl import fastest_attention
+from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
+from ..transfo_xl.linear_transfo_xl import bf16_is_faster
+from ..transfo_xl.memory_transfo_xl import MemoryLengths
+from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
+from ..transfo_xl.tokenization_transfo_xl_backend import WORD_MODES
 from .arguments import (
     SPLITS,
     ArchitectureArguments,

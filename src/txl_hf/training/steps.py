@@ -21,12 +21,12 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 from transformers.utils import logging
 
-from ..captured import BACKENDS, MOST_TOKENS, RECORDERS
-from ..memory_transfo_xl import cloned_states, memory_of
-from ..modeling_transfo_xl import TransfoXLForCausalLM
-from ..regularization import Regularizer
+from ..kernels.captured import BACKENDS, MOST_TOKENS, RECORDERS
+from ..transfo_xl.memory_transfo_xl import cloned_states, memory_of
+from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .arguments import RunArguments
 from .compilation import is_compiled
+from .regularization import Regularizer
 
 __all__ = ["MOST_GRAPHS", "STEPS_BEFORE", "CapturedStep", "CapturedSteps", "Forward", "should_capture_steps"]
 

@@ -1,0 +1,452 @@
+"""Corpora as they are distributed: which files are which split, and their texts.
+
+Nothing slow is imported before a text is read, so that a command can say at once what is wrong.
+"""
+
+import dataclasses
+import glob
+import os
+import re
+import shutil
+import sys
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from ..transfo_xl.tokenization_transfo_xl_backend import lines_of, open_lines
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset
+
+__all__ = [
+    "CORPORA",
+    "LINES",
+    "SPLITS",
+    "Convention",
+    "Source",
+    "count_batch",
+    "count_stream",
+    "cut",
+    "files_below",
+    "find_files",
+    "read_files",
+    "read_rows",
+    "some_names",
+    "split_of",
+    "unpacked",
+    "useful_processes",
+    "wanted",
+]
+
+SPLITS = ("train", "validation", "test")
+# Lines that are read, counted or tokenised together.
+LINES = 4096
+
+# What a text of one's own is read from, and the words in a name that tell its split.
+TEXT_SUFFIXES = (".txt", ".text", ".tokens", ".raw")
+SPLIT_WORDS = {
+    "train": "train",
+    "training": "train",
+    "valid": "validation",
+    "validation": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Convention:
+    """How a corpus is distributed and read.
+
+    Attributes:
+        layouts: patterns of the file names of train, validation and test; the first layout that is complete is read.
+            Without any, the words in the files' names tell.
+        whole: pattern of the one file that the corpus may be instead, which is then cut 90 : 5 : 5.
+        stream: the corpus is one stream of symbols, not lines.
+        mode, lower_case: as for TransfoXLTokenizer.
+        counted: the splits whose symbols make the vocabulary.
+        min_freq: leave out symbols that occur less often.
+        max_size: keep at most so many, the most frequent ones.
+        vocabulary: name of a file with the vocabulary beside the text.
+        hub: data set and configuration on the Hub.
+        own: a text of one's own, whose vocabulary nobody published.
+    """
+
+    layouts: tuple[tuple[str, str, str], ...]
+    whole: str | None = None
+    stream: bool = False
+    mode: str = "whitespace"
+    lower_case: bool = False
+    counted: tuple[str, ...] = SPLITS
+    min_freq: int = 0
+    max_size: int | None = None
+    vocabulary: str | None = None
+    hub: tuple[str, str] | None = None
+    own: bool = False
+
+
+RENAMED = ("train.txt", "valid.txt", "test.txt")
+RAW = ("train.txt.raw", "valid.txt.raw", "test.txt.raw")
+WIKITEXT = (("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"), RENAMED)
+HELD_OUT = "news.en.heldout-00000-of-00050"
+
+CORPORA = {
+    "wikitext-103": Convention(WIKITEXT, counted=("train",), hub=("Salesforce/wikitext", "wikitext-103-v1")),
+    "wikitext-2": Convention(WIKITEXT, hub=("Salesforce/wikitext", "wikitext-2-v1")),
+    "ptb": Convention((("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt"), RENAMED), lower_case=True),
+    "enwik8": Convention((RAW,), whole="enwik8", stream=True, mode="bytes"),
+    "text8": Convention((RAW,), whole="text8", stream=True, mode="characters"),
+    "lm1b": Convention(
+        (("news.en-*", HELD_OUT, HELD_OUT),),
+        mode="lm1b",
+        counted=("train",),
+        min_freq=3,
+        vocabulary="1b_word_vocab.txt",
+    ),
+    "text": Convention((), whole="*", counted=("train",), own=True),
+}
+
+
+@dataclasses.dataclass
+class Source:
+    """The files of a corpus.
+
+    Attributes:
+        splits: the files of each split; of "train" alone where the corpus is one text, to be cut.
+        vocabulary: the file with the vocabulary, if there is one.
+        unread: other texts in the folder.
+        root: what names are told relative to.
+    """
+
+    splits: dict[str, list[Path]]
+    root: Path
+    vocabulary: Path | None = None
+    unread: list[Path] = dataclasses.field(default_factory=list)
+
+    def names(self) -> dict[str, list[str]]:
+        """The files' names by split, as they are told."""
+        return {split: [_relative(path, self.root) for path in paths] for split, paths in self.splits.items()}
+
+
+def find_files(path: Path, corpus: str, convention: Convention, scratch: Path) -> Source:
+    """The files of a folder, an archive (unpacked into `scratch`) or the one file that a corpus is.
+
+    Raises:
+        ValueError: they are not laid out as the corpus, or it is not clear which file is what.
+    """
+    folder = unpacked(path, scratch)
+    if folder.is_file():
+        if convention.whole is None:
+            raise ValueError(f"{path} is one file, but {corpus} is {wanted(convention)}: give their folder or archive")
+        return Source({"train": [folder]}, folder.parent)
+    if not convention.layouts:
+        return own_text(folder, path)
+    for layout in convention.layouts:
+        files = {split: matches(folder, pattern) for split, pattern in zip(SPLITS, layout, strict=True)}
+        if all(files.values()):
+            vocabulary = convention.vocabulary and next(iter(matches(folder, convention.vocabulary)), None)
+            return Source(files, folder, vocabulary or None)
+    if convention.whole and (whole := matches(folder, convention.whole)):
+        return Source({"train": whole}, folder)
+    raise ValueError(f"{path} is not laid out as {corpus}, which is {wanted(convention)}; it has {some_names(folder)}")
+
+
+def own_text(folder: Path, path: Path) -> Source:
+    """The texts in a folder, by the splits that their names tell; a text that may be held out is never trained on."""
+    everything = matches(folder, "*")
+    texts = [file for file in everything if file.suffix.lower() in TEXT_SUFFIXES]
+    texts = texts or (everything if len(everything) == 1 else [])
+    if not texts:
+        raise ValueError(f"{path} has no text, a file that ends in {', '.join(TEXT_SUFFIXES)}; {some_names(folder)}")
+    found: dict[str | None, list[Path]] = {}
+    for file in texts:
+        found.setdefault(split_of(file, folder), []).append(file)
+    unsplit = found.pop(None, [])
+    if not found:
+        return Source({"train": unsplit}, folder)
+    if missing := [split for split in SPLITS if split not in found]:
+        told = "; ".join(f"{split}: {_relative(files[0], folder)}" for split, files in found.items())
+        raise ValueError(
+            f"{path} has no text for {' and '.join(missing)} (by their names, {told}): name files of all three after "
+            "train, valid and test, or none"
+        )
+    return Source({split: found[split] for split in SPLITS}, folder, unread=unsplit)
+
+
+def split_of(file: Path, folder: Path) -> str | None:
+    """The split that the words in a file's name, or else in those of its folders, tell."""
+    *folders, name = file.relative_to(folder).parts
+    for part in (name, *reversed(folders)):
+        words = [word.lower() for word in re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", part)]
+        if splits := {SPLIT_WORDS[word] for word in words if word in SPLIT_WORDS}:
+            if len(splits) > 1:
+                raise ValueError(f"{file.relative_to(folder)} is named after {' and '.join(sorted(splits))}: which?")
+            return splits.pop()
+    return None
+
+
+def some_names(folder: Path) -> str:
+    found = sorted(file.name for file in files_below(folder))
+    return (", ".join(found[:6]) + (" …" if len(found) > 6 else "")) or "no files"
+
+
+def _relative(path: Path, root: Path) -> str:
+    return str(path.relative_to(root))
+
+
+def files_below(folder: Path, pattern: str = "*") -> list[Path]:
+    """The files of a folder, however nested, but for hidden ones and those that macOS adds to an archive.
+
+    Links to folders are gone into, each folder once.
+
+    Raises:
+        ValueError: a link leads nowhere.
+    """
+    hidden = (".", "__MACOSX")
+    found: list[Path] = []
+    seen: set[str] = set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        if (place := os.path.realpath(root)) in seen:
+            folders.clear()
+            continue
+        seen.add(place)
+        folders[:] = sorted(name for name in folders if not name.startswith(hidden))
+        for file in (Path(root, name) for name in names if not name.startswith(hidden)):
+            if not file.exists():
+                raise ValueError(f"{file} is a link that leads nowhere: remove it, or bring back what it led to")
+            if file.is_file() and file.match(pattern):
+                found.append(file)
+    return sorted(found)
+
+
+def matches(folder: Path, pattern: str) -> list[Path]:
+    files = files_below(folder, pattern)
+    if len(files) > 1 and "*" not in pattern:
+        raise ValueError(f"{files[0]} and {files[1]}: which of them? Give a folder with one {pattern}")
+    return files
+
+
+def wanted(convention: Convention) -> str:
+    """What a corpus is distributed as, in words."""
+    forms = [", ".join(dict.fromkeys(layout)) for layout in convention.layouts]
+    if convention.whole == "*":
+        forms = ["one text file", "a folder of them"]
+    elif convention.whole is not None:
+        forms.insert(0, f"the one file {convention.whole}")
+    return " or ".join(forms)
+
+
+def unpacked(path: Path, scratch: Path) -> Path:
+    """What was given; of an archive its files, in a folder that nothing of it leaves.
+
+    Raises:
+        ValueError: it does not exist, is damaged, or holds what is no file of its own.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} does not exist")
+    if not path.name.lower().endswith((".zip", ".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")):
+        return path
+    folder = scratch / "unpacked"
+    try:
+        if path.suffix.lower() == ".zip":
+            # It is always read so that nothing leaves the folder.
+            shutil.unpack_archive(path, folder, "zip")
+        else:
+            # File by file, because early versions of Python 3.11 (Debian 12 has one) cannot filter what they unpack.
+            with tarfile.open(path) as members:
+                for member in members:
+                    if not member.isdir():
+                        unpack_member(members, member, folder)
+    # A zip file that is encrypted, or packed in a way that Python does not know, raises the last.
+    except (shutil.ReadError, zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be unpacked: {error}") from None
+    return folder
+
+
+def unpack_member(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path):
+    """Write one file of an archive; of a link, what the file in the archive holds that it leads to."""
+    name = PurePosixPath(member.name)
+    try:
+        content = None if name.is_absolute() or ".." in name.parts else archive.extractfile(member)
+    except KeyError:
+        content = None
+    if content is None:
+        raise tarfile.TarError(f"{member.name!r} is no file of its own")
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    with content, (folder / name).open("wb") as file:
+        shutil.copyfileobj(content, file)
+
+
+def read_files(source: Source, path: Path, convention: Convention, mode: str | None, scratch: Path) -> dict[str, Any]:
+    """The text of each split: bytes of a stream, or a Dataset of lines with their ends in the column "text".
+
+    `mode` is that of the tokenizer, None of one that is not ours: see `open_lines`.
+    """
+    if convention.stream:
+        return {split: paths[0].read_bytes() for split, paths in source.splits.items()}
+    for split, paths in source.splits.items():
+        if not any(file.stat().st_size for file in paths):
+            raise ValueError(f"the {split} text of {path.name} is empty")
+    return {split: read_lines(paths, mode, scratch / f"{split}-lines.arrow") for split, paths in source.splits.items()}
+
+
+def read_lines(paths: list[Path], mode: str | None, arrow: Path) -> "Dataset":
+    """The lines of files one after the other, by way of a file on the disk."""
+    # Not by load_dataset("text"), which takes brackets, asterisks and double colons in a path for patterns.
+    import pyarrow as pa
+    from datasets import Dataset
+
+    schema = pa.schema({"text": pa.string()})
+    with pa.OSFile(str(arrow), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+        for path in paths:
+            try:
+                for lines in _batches(path, mode):
+                    check_is_text(path, lines, mode)
+                    if path != paths[-1] and not lines[-1].endswith("\n"):
+                        lines[-1] += "\n"  # Or it would be one line with the next file's first.
+                    writer.write_batch(pa.record_batch([pa.array(lines, pa.string())], schema))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path} is not UTF-8 text: {error}") from None
+    return Dataset.from_file(str(arrow))
+
+
+def check_is_text(path: Path, lines: Iterable[str], mode: str | None) -> None:
+    """Refuse lines of a file that is valid UTF-8 by chance. In mode `"bytes"` any byte is a symbol."""
+    if mode != "bytes" and any("\0" in line for line in lines):
+        raise ValueError(f"{path} is no text: it has zero bytes, as archives and UTF-16 without its mark do")
+
+
+def _batches(path: Path, mode: str | None) -> Iterator[list[str]]:
+    with open_lines(path, mode) as file:
+        while lines := file.readlines(1 << 20):
+            yield lines
+
+
+def read_rows(
+    name: str, config: str | None, column: str, convention: Convention, mode: str | None, scratch: Path
+) -> dict[str, "Dataset | bytes"]:
+    """The splits of a data set as `read_files` gives those of files; a row is lines, the last with or without its end.
+
+    The words in their names tell which is which; beside `train`, `train_small` is not read.
+
+    Raises:
+        ValueError: it does not load, or lacks a split, the column, or a text in a row of it, or two of its splits may
+            be one of ours.
+    """
+    import datasets
+    from datasets import Features, Value, load_dataset
+
+    try:
+        found = load_dataset(name, config)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        reason = ""
+        if Path(name).is_dir() and glob.has_magic(name):
+            reason = (
+                "; datasets takes brackets, asterisks and question marks in a folder's name for patterns: rename it"
+            )
+        raise ValueError(f"the data set {name} does not load: {error}{reason}") from None
+    told: dict[str | None, list[str]] = {}
+    exact = found.keys() & set(SPLITS)
+    for its_name in found:
+        split = its_name if its_name in exact else None
+        # Where each has its exact name, words are not asked for: those of `dev_test` would tell of two.
+        if split is None and len(exact) < len(SPLITS) and (told_by := split_of(Path(its_name), Path())) not in exact:
+            split = told_by
+        told.setdefault(split, []).append(its_name)
+    # A text that may be held out is never trained on, nor left out: one split alone is cut.
+    splits = SPLITS[:1] if convention.whole is not None and set(told) == {"train"} else SPLITS
+    if missing := [split for split in splits if split not in told]:
+        alone = ", or with train alone, which is cut" if convention.whole is not None else ""
+        raise ValueError(
+            f"the data set {name} has no split {', '.join(missing)}; it has {', '.join(found)}: give one with "
+            f"{', '.join(SPLITS)}{alone}"
+        )
+    for split in splits:
+        if len(told[split]) > 1:
+            raise ValueError(
+                f"the data set {name} has {' and '.join(told[split])}, each of which is named after {split}: give one "
+                f"with one of them, or with {split}"
+            )
+    if unread := told.get(None):
+        print(f"not read: {', '.join(unread)}")
+    rows = {split: found[told[split][0]] for split in splits}
+    for split, texts in rows.items():
+        if column not in texts.column_names:
+            raise ValueError(
+                f"{split} of the data set {name} has no column {column}: choose one of "
+                f"{', '.join(texts.column_names)} with --column"
+            )
+        check_texts(texts.data.column(column), f"column {column} of {split} of the data set {name}")
+    if convention.stream:
+        return {split: "".join(texts[column]).encode() for split, texts in rows.items()}
+    return {
+        split: texts.map(
+            split_lines,
+            batched=True,
+            input_columns=column,
+            fn_kwargs={"mode": mode},
+            remove_columns=texts.column_names,
+            features=Features({"text": Value("string")}),
+            cache_file_name=str(scratch / f"{split}-text.arrow"),
+            desc=f"read {split}",
+        )
+        for split, texts in rows.items()
+    }
+
+
+def check_texts(rows: "pa.ChunkedArray", place: str):
+    """Refuse rows that are no text."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if rows.null_count:
+        row = pc.index(rows.is_null(), True).as_py()
+        raise ValueError(f"{place} has no text in row {row}, the first being 0: leave out rows without one")
+    if not (pa.types.is_string(rows.type) or pa.types.is_large_string(rows.type)):
+        raise ValueError(f"{place} has rows of type {rows.type}, which are no text: choose another with --column")
+
+
+def split_lines(rows: list[str], mode: str | None) -> dict[str, list[str]]:
+    """The lines of rows, each with its end, which is what ends one in a file."""
+    texts = (row if row.endswith("\n") else row + "\n" for row in rows)
+    return {"text": [line for text in texts for line in lines_of(text, mode)]}
+
+
+def useful_processes(pieces: int, num_proc: int) -> int | None:
+    """As many as have one of so many pieces of work, for `Dataset.map`; None is this process."""
+    useful = min(num_proc, pieces)
+    return useful if useful > 1 else None
+
+
+def cut(text, convention: Convention) -> dict:
+    """Hold out the last two times 5 % of a text: of 100,000,000 bytes 90 M, 5 M and 5 M."""
+    held_out = len(text) // 20
+    if held_out == 0:
+        unit = "bytes" if convention.stream else "line(s)"
+        raise ValueError(f"the text is too short to hold out 5 % of it twice: it has {len(text)} {unit}, not 20")
+    bounds = [0, len(text) - 2 * held_out, len(text) - held_out, len(text)]
+    parts = zip(SPLITS, bounds, bounds[1:], strict=False)
+    if not convention.stream:
+        return {split: text.select(range(start, stop)) for split, start, stop in parts}
+    if len(text) != 100_000_000:
+        print(f"warning: {len(text):,} bytes are not the whole corpus of 100,000,000", file=sys.stderr)
+    return {split: text[start:stop] for split, start, stop in parts}
+
+
+def count_batch(lines: list[str]) -> dict[str, list[int]]:
+    return {
+        "words": [sum(len(line.split()) for line in lines)],
+        "characters": [sum(map(len, lines))],
+        "bytes": [sum(len(line.encode()) for line in lines)],
+    }
+
+
+def count_stream(text: bytes) -> dict[str, int]:
+    """Words, characters without line feeds and bytes."""
+    return {"words": len(text.split()), "characters": len(text) - text.count(b"\n"), "bytes": len(text)}

@@ -1,0 +1,497 @@
+"""Dynamic evaluation (Krause et al., 2018, https://arxiv.org/abs/1709.07432; of Transformer-XL: 2019,
+https://arxiv.org/abs/1904.08378): weights that follow the text being read, and come back."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from tqdm.auto import tqdm
+
+from ..transfo_xl.memory_transfo_xl import MemoryLengths
+from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
+from .reading import Reader, Segment, Text, at_the_end, device_of, evaluating, open_text, using
+
+__all__ = [
+    "Adaptation",
+    "Diverged",
+    "DynamicEvaluation",
+    "GradientStatistics",
+    "adapting",
+    "following",
+    "parameters_of",
+]
+
+# The adaptations that have not ended, in their order.
+_begun: list["Adaptation"] = []
+
+
+class Diverged(ValueError):
+    """The weights followed the text too fast, and compute no finite losses any more."""
+
+
+@dataclass(frozen=True, eq=False)
+class DynamicEvaluation:
+    """How the weights θ follow a text: each segment is scored, and then they step on it.
+
+    With g the gradient of the segment's mean loss and θ₀ the weights at the beginning of the text, all streams and
+    processes together:
+
+        θ ← θ - η g + λ (θ₀ - θ),    or with statistics    θ ← θ - η g / (√S + ε) + min(λ √S, 1) (θ₀ - θ),
+
+    where S = Σ g² over the segments of a training text, element by element. The step on a segment needs its losses,
+    so no token influences its own or an earlier one. Tokens of a warm-up are followed too, as those of a text that is
+    scored from its beginning. Dropout is off. The memory is what the weights of then computed,
+    as in the original.
+
+    Settings of the authors for the published models, with segments of 128 tokens, one stream, and as statistics 1/5000
+    of the training text: WikiText-103 η = 2e-6, λ = 0, ε = 1e-5; enwik8 η = 1.2e-5, λ = 24, ε = 1e-4; text8
+    η = 1.5e-5, λ = 24, ε = 1e-4. S grows with the length of the text that it is taken from, so that η belongs to it.
+    Without statistics η is much larger.
+
+    Args:
+        learning_rate: η ≥ 0; with 0 the losses are those of a static evaluation, in half precision up to its rounding.
+        decay: λ ≥ 0, how strongly the weights are drawn back; at most 1 without statistics, which is all the way.
+        epsilon: ε > 0; without statistics it takes no part. Elements that the statistics hardly met move by plain
+            gradient descent at the rate η / ε, which must stay near a rate that works without statistics: 0.1 was the
+            best on Penn Treebank, 1 worse than no steps, and η = 1e-3 with the default ε is 100, and diverges. The
+            settings above have 0.12 to 0.2; those of 2018, for LSTMs, are η = 2e-3, ε = 1e-3.
+        statistics: token ids of a training text, some hundred segments of it, read with the same lengths and streams
+            as the text; or what `GradientStatistics.of` took from them, once for several readings. None: plain
+            gradient descent.
+        parameters: a regular expression found in the names of the parameters that follow, among those that require a
+            gradient: r"layers\\.(9|1[0-1])\\." for the last quarter of twelve layers, "lora" for an adapter. A tied
+            one goes by each of its names. None: all that require a gradient.
+
+    Raises:
+        ValueError: a number is out of range or none, `parameters` is no regular expression, or `statistics` no text.
+            An evaluation in which the weights diverge is one too (`Diverged`), one in float16, which loses small
+            gradients, and one of a model from `quantize_dynamic`, which has none.
+    """
+
+    learning_rate: float
+    decay: float = 0.0
+    epsilon: float = 1e-5
+    statistics: Any = None
+    parameters: str | None = None
+
+    def __post_init__(self):
+        for name in ("learning_rate", "decay", "epsilon"):
+            value, least = getattr(self, name), "above" if name == "epsilon" else "at least"
+            number = isinstance(value, Real) and math.isfinite(value)
+            if not number or value < 0 or (name == "epsilon" and value == 0):
+                raise ValueError(f"{name}={value!r} must be a finite number {least} 0")
+        if self.decay > 1 and self.statistics is None:
+            raise ValueError(
+                f"decay={self.decay} must be at most 1 without statistics: 1 draws the weights back all the way"
+            )
+        is_text = hasattr(self.statistics, "__len__") and not isinstance(self.statistics, Mapping)
+        if self.statistics is not None and not is_text:
+            raise ValueError(
+                f"statistics are of type {type(self.statistics).__name__}: give the token ids of a training text, or "
+                "what GradientStatistics.of took from them"
+            )
+        if not isinstance(self.parameters, str | None):
+            raise ValueError(f"parameters={self.parameters!r} must be a regular expression, which is a string")
+        try:
+            re.compile(self.parameters or "")
+        except re.error as error:
+            raise ValueError(f"parameters={self.parameters!r} is no regular expression: {error}") from None
+
+    def describe(self) -> dict[str, float | int | str | None]:
+        """The settings that a figure depends on, for JSON; of the statistics, how many tokens they are."""
+        tokens = None if self.statistics is None else len(self.statistics)
+        described = {name: getattr(self, name) for name in ("learning_rate", "decay", "epsilon", "parameters")}
+        return {**described, "statistics": tokens}
+
+    @contextmanager
+    def adapted_to(
+        self,
+        model: TransfoXLForCausalLM,
+        token_ids,
+        segment_length: int,
+        memory_length: int | None = None,
+        *,
+        progress: bool = False,
+    ) -> Iterator[TransfoXLForCausalLM]:
+        """The model as it is when it has read a text, for instance the prompt that `generate` is about to continue:
+
+            with DynamicEvaluation(1e-3).adapted_to(model, prompt[0], segment_length=64):
+                model.generate(prompt)
+
+        Its weights are restored at the end, bit for bit, also after an error. Until then it belongs to this thread:
+        evaluations in others are refused, calls and `generate` are not. Where the thread begins another before this
+        one ends, as tasks of asyncio may, the weights are restored when the last has ended.
+
+        Args:
+            model, token_ids, segment_length, memory_length, progress: see `evaluate_language_model`.
+
+        Raises:
+            ValueError, RuntimeError: see `evaluate_language_model`. The weights have diverged also where they compute
+                no finite logits after the text.
+        """
+        if isinstance(token_ids, Tensor):
+            # As `generate` has it, where the model is.
+            token_ids = token_ids.cpu()
+        lengths = MemoryLengths(mem_len=memory_length)
+        text = open_text(model, token_ids, segment_length, lengths)
+        with adapting(model, self, text, lengths, None, progress) as adaptation:
+            bar = tqdm(total=text.tokens, unit="token", desc="adapt", disable=not progress)
+            with following(model), bar:
+                for segment, _, _ in adaptation.losses(text):
+                    bar.update(segment.scored)
+            adaptation.check_last_step(segment.labels[:, -1:])
+            yield model
+
+
+@dataclass(frozen=True, eq=False)
+class GradientStatistics:
+    """The statistics of a `DynamicEvaluation`, taken once for many readings: of other rates, of prompt after prompt.
+
+    They belong to the weights that they were taken with, which nothing checks but their names and shapes, and to the
+    lengths and streams, and to texts that are one or that are documents, as theirs was: a text that is read
+    otherwise is refused. They are as large as the weights, those of half precision in fp32.
+
+    Args:
+        roots: √S of each parameter, by its name and in its shape.
+        tokens: how many tokens the training text had.
+        protocol: the lengths and streams that it was read with, and whether as documents.
+    """
+
+    roots: dict[str, Tensor] = field(repr=False)
+    tokens: int
+    protocol: dict[str, int | bool | None]
+
+    @classmethod
+    def of(
+        cls,
+        model: TransfoXLForCausalLM,
+        token_ids,
+        segment_length: int,
+        memory_length: int | None = None,
+        batch_size: int = 1,
+        *,
+        ext_len: int | None = None,
+        clamp_len: int | None = None,
+        same_length: bool | None = None,
+        document_end: int | Sequence[int] | np.ndarray | None = None,
+        parameters: str | None = None,
+        accelerator: Any = None,
+        progress: bool = False,
+    ) -> "GradientStatistics":
+        """Take them from a training text, with the lengths and streams with which other texts will be read.
+
+        Args:
+            model, token_ids, …: all as in `evaluate_language_model`. The weights stay as they are.
+            parameters: which will follow, as in `DynamicEvaluation`. None: any may.
+
+        Raises:
+            ValueError, RuntimeError: as `evaluate_language_model`.
+        """
+        lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
+        text = open_text(model, token_ids, segment_length, lengths, batch_size, 0, document_end, accelerator)
+        with using(model, alone=True), following(model):
+            adaptation = Adaptation(model, DynamicEvaluation(0.0, parameters=parameters), lengths, accelerator)
+            roots = adaptation.collect(text, progress)
+            return cls(roots, len(token_ids), _protocol(text, lengths, model))
+
+    def __len__(self) -> int:
+        """How many tokens they were taken from."""
+        return self.tokens
+
+    def check(self, protocol: dict[str, int | bool | None]):
+        """Refuse to serve a reading with other lengths, streams or documents, whose gradients are of another size.
+
+        Raises:
+            ValueError: with those that differ.
+        """
+        if differ := [name for name, value in protocol.items() if self.protocol.get(name) != value]:
+            both = (self.protocol, protocol)
+            taken, read = (", ".join(f"{name}={each.get(name)}" for name in differ) for each in both)
+            raise ValueError(
+                f"statistics: they were taken with {taken}, and the text is read with {read}: take them with the "
+                "same, by GradientStatistics.of"
+            )
+
+
+class Adaptation:
+    """The parameters that follow a text, and where they began; made by `adapting`."""
+
+    def __init__(self, model: TransfoXLForCausalLM, dynamic: DynamicEvaluation, lengths: MemoryLengths, accelerator):
+        self._model, self._dynamic, self._lengths, self._accelerator = model, dynamic, lengths, accelerator
+        halves = any(parameter.dtype == torch.float16 for parameter in model.parameters())
+        if halves or (accelerator is not None and accelerator.mixed_precision == "fp16"):
+            raise ValueError("dynamic evaluation loses small gradients in float16: take bfloat16 or float32")
+        for name, module in model.named_modules():
+            if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+                raise ValueError(
+                    f"{name} is quantised by torch's quantize_dynamic, whose layers pass no gradient on: dynamic "
+                    "evaluation needs the model as it was before"
+                )
+        chosen = parameters_of(model, dynamic.parameters)
+        self._names, self._parameters = list(chosen), list(chosen.values())
+        self._start: dict[nn.Parameter, Tensor] = {}
+        # Steps much smaller than the weight that they are added to are lost in half precision.
+        self._weights = [
+            parameter.detach() if parameter.dtype.itemsize >= 4 else parameter.detach().float()
+            for parameter in self._parameters
+        ]
+        self._roots: list[Tensor] | None = None
+
+    def begin(self):
+        """Keep the weights as they are, for `restore`; from now on they may follow."""
+        self._start = {parameter: parameter.detach().clone() for parameter in self._parameters}
+        _begun.append(self)
+
+    def losses(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
+        """As `Reader.losses`. When a segment is given out, the parameters have stepped on it.
+
+        Raises:
+            Diverged: a loss is not finite, in whichever process: all of them raise it.
+        """
+        has_stepped = False
+        for segment, hidden_states, losses in self._read(text):
+            if self._lost(losses):
+                if not has_stepped or self._dynamic.learning_rate == 0:
+                    raise ValueError(
+                        f"no finite loss in the segment at token {segment.begin} of the text, with the weights as "
+                        "they began: the model itself computes none"
+                    )
+                raise self._diverged(f"no finite loss in the segment at token {segment.begin} of the text")
+            self._step(self._gradients(losses, segment))
+            has_stepped = True
+            unscored = segment.targets.to(losses.device) == -100
+            yield segment, hidden_states.detach(), losses.detach().masked_fill(unscored, 0)
+
+    def check_last_step(self, token: Tensor):
+        """Refuse weights that the last step, which no loss has followed, has made useless.
+
+        Args:
+            token: (1, 1), any token, which they compute probabilities of the next one from.
+
+        Raises:
+            Diverged: these are not finite.
+        """
+        with evaluating(self._model), torch.no_grad():
+            logits = self._model(token.to(device_of(self._model)), use_cache=False).logits
+        if not bool(logits.isfinite().all()):
+            raise self._diverged("no finite logits after the last segment of the text")
+
+    def _diverged(self, what: str) -> Diverged:
+        instead = "a smaller one" if self._roots is None else "a smaller one or a larger epsilon"
+        return Diverged(
+            f"{what}: with learning_rate={self._dynamic.learning_rate:g} the weights have diverged, so give {instead}"
+        )
+
+    def _lost(self, losses: Tensor) -> bool:
+        """Whether a loss is not finite in any process: asked before the gradients, for which others would wait."""
+        lost = (~losses.isfinite()).sum()
+        return bool((lost if self._accelerator is None else self._accelerator.reduce(lost, "sum")) > 0)
+
+    def collect(self, text: Text, progress: bool) -> dict[str, Tensor]:
+        """√S of each parameter by its name, from a text.
+
+        Raises:
+            ValueError: a loss is not finite, in whichever process.
+        """
+        squares = [torch.zeros_like(weight) for weight in self._weights]
+        with tqdm(total=text.share_tokens, unit="token", desc="statistics", disable=not progress) as bar:
+            for segment, _, losses in self._read(text):
+                if self._lost(losses):
+                    raise ValueError(
+                        f"statistics: no finite loss in the segment at token {segment.begin} of the training text: "
+                        "the model itself computes none"
+                    )
+                for square, gradient in zip(squares, self._gradients(losses, segment), strict=True):
+                    square.addcmul_(gradient, gradient)
+                bar.update(segment.scored)
+        return dict(zip(self._names, (square.sqrt_() for square in squares), strict=True))
+
+    def take(self, roots: dict[str, Tensor]):
+        """Step by these statistics from now on.
+
+        Raises:
+            ValueError: they lack one of the parameters, or have another shape for it.
+        """
+        self._roots = []
+        for name, weight in zip(self._names, self._weights, strict=True):
+            root = roots.get(name)
+            if root is None or root.shape != weight.shape:
+                instead = "is not in them" if root is None else f"is of shape {tuple(root.shape)} there"
+                raise ValueError(
+                    f"statistics: {name}, of shape {tuple(weight.shape)} in the model, {instead}: take them from this "
+                    f"model, with GradientStatistics.of(model, …, parameters={self._dynamic.parameters!r})"
+                )
+            self._roots.append(root.to(weight))
+
+    @torch.no_grad()
+    def restore(self):
+        """Bring all weights back. What is raised meanwhile, as by Ctrl-C, is raised again when they are.
+
+        Weights that an adaptation which began later still follows with come back when that one ends.
+        """
+        raised = None
+        # A copy, as other threads adapt other models meanwhile.
+        begun = list(_begun)
+        if self not in begun:
+            # Ctrl-C came before it began: no weight has changed.
+            return
+        later = begun[begun.index(self) + 1 :]
+        left = list(self._start.items())
+        while left:
+            try:
+                while left:
+                    parameter, start = left[-1]
+                    heir = next((other for other in later if parameter in other._start), None)
+                    if heir is None:
+                        parameter.copy_(start)
+                    else:
+                        heir._start[parameter] = start
+                    left.pop()
+            except Exception as error:
+                # This copy would fail again, but not the others.
+                raised = error
+                left.pop()
+            except BaseException as error:
+                raised = error
+        _begun.remove(self)
+        torch.clear_autocast_cache()
+        if raised is not None:
+            raise raised
+
+    def _read(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
+        """As `Reader.losses`, with the losses of all labels, those of a warm-up too."""
+        # Projected keys and values would be those of other weights.
+        reader = Reader(self._model, self._lengths, self._accelerator, projected=False)
+        if any(isinstance(module, FSDPModule) for module in self._model.modules()):
+            raise ValueError(
+                "dynamic evaluation changes whole weights, which FSDP keeps in parts: evaluate the model that was "
+                "saved, with one copy in each process"
+            )
+        for segment in text.segments(self._lengths.of(self._model.config).ext_len, device_of(self._model)):
+            [hidden_states], losses = reader.read_and_score([segment], segment.labels)
+            yield segment, hidden_states, losses
+
+    def _gradients(self, losses: Tensor, segment: Segment) -> list[Tensor]:
+        """Of the mean over the segment's labels in all streams and processes."""
+        found: Sequence[Tensor | None] = [None] * len(self._parameters)
+        if losses.requires_grad:
+            found = torch.autograd.grad(losses.sum() / segment.labels_of_all, self._parameters, allow_unused=True)
+        if all(gradient is None for gradient in found) and bool((segment.labels != -100).any()):
+            raise ValueError(
+                f"the losses depend on none of the {len(found)} parameters that are to follow the text (parameters="
+                f"{self._dynamic.parameters!r}): those of an adapter that is merged or switched off take no part"
+            )
+        gradients = [
+            torch.zeros_like(weight) if gradient is None else gradient.to(weight.dtype)
+            for gradient, weight in zip(found, self._weights, strict=True)
+        ]
+        if self._accelerator is None:
+            return gradients
+        return [self._accelerator.reduce(gradient, "sum") for gradient in gradients]
+
+    @torch.no_grad()
+    def _step(self, gradients: list[Tensor]):
+        rate, decay = self._dynamic.learning_rate, self._dynamic.decay
+        for i, (weight, gradient) in enumerate(zip(self._weights, gradients, strict=True)):
+            root = None if self._roots is None else self._roots[i]
+            if decay > 0:
+                start = self._start[self._parameters[i]].to(weight.dtype)
+                weight.lerp_(start, min(decay, 1.0) if root is None else (decay * root).clamp_(max=1))
+            if root is not None:
+                gradient = gradient / (root + self._dynamic.epsilon)
+            weight.add_(gradient, alpha=-rate)
+            if weight.dtype != self._parameters[i].dtype:
+                self._parameters[i].copy_(weight)
+        # Autocast of the caller keeps casts of the weights as they were.
+        torch.clear_autocast_cache()
+
+
+@contextmanager
+def adapting(
+    model: TransfoXLForCausalLM,
+    dynamic: DynamicEvaluation,
+    text: Text,
+    lengths: MemoryLengths,
+    accelerator: Any,
+    progress: bool,
+) -> Iterator[Adaptation]:
+    """What reads a text so that the weights follow it; they come back at the end, whatever happens.
+
+    Args:
+        model, accelerator, progress: see `evaluate_language_model`.
+        dynamic: how they follow.
+        text: what is going to be read; the statistics are read in as many streams and as long segments.
+        lengths: those of the reading.
+    """
+    with using(model, alone=True):
+        with following(model):
+            adaptation = Adaptation(model, dynamic, lengths, accelerator)
+        with at_the_end(adaptation.restore):
+            adaptation.begin()
+            if isinstance(dynamic.statistics, GradientStatistics):
+                dynamic.statistics.check(_protocol(text, lengths, model))
+                adaptation.take(dynamic.statistics.roots)
+            elif dynamic.statistics is not None:
+                statistics = _open_statistics(dynamic.statistics, model, text, accelerator)
+                with following(model):
+                    adaptation.take(adaptation.collect(statistics, progress))
+            yield adaptation
+
+
+def _open_statistics(token_ids: Any, model: TransfoXLForCausalLM, text: Text, accelerator: Any) -> Text:
+    """A training text, to be read as another one is."""
+    # Places are those of the text, but a token ends documents of every text.
+    document_end = text.document_end if isinstance(text.document_end, int) else None
+    try:
+        return Text(
+            token_ids, text.segment_length, text.batch_size, 0, accelerator, model.config.vocab_size, document_end
+        )
+    except ValueError as error:
+        raise ValueError(f"statistics: {error}") from None
+
+
+def _protocol(text: Text, lengths: MemoryLengths, model: TransfoXLForCausalLM) -> dict[str, int | bool | None]:
+    """What the gradients of a segment depend on, beside weights and text."""
+    return {
+        "segment_length": text.segment_length,
+        "batch_size": text.batch_size,
+        "documents": text.document_end is not None,
+        **asdict(lengths.of(model.config)),
+    }
+
+
+@contextmanager
+def following(model: TransfoXLForCausalLM) -> Iterator[None]:
+    """Evaluation mode with gradients, whatever the caller is in. A generator is run in it by who loops over it."""
+    with evaluating(model), torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def parameters_of(model: TransfoXLForCausalLM, pattern: str | None) -> dict[str, nn.Parameter]:
+    """The parameters that a pattern chooses, each once, by its first name, however many modules share it.
+
+    Raises:
+        ValueError: there is none, or one is elsewhere between calls.
+    """
+    named = model.named_parameters(remove_duplicate=False)
+    trainable = {name: parameter for name, parameter in named if parameter.requires_grad}
+    if not trainable:
+        raise ValueError("no parameter of the model requires a gradient, so that none can follow the text")
+    found = {id(parameter) for name, parameter in trainable.items() if re.search(pattern or "", name)}
+    chosen = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in found}
+    if not chosen:
+        raise ValueError(
+            f"parameters={pattern!r} is found in the name of no parameter that requires a gradient; one of them is "
+            f"{next(iter(trainable))}"
+        )
+    if any(parameter.is_meta for parameter in chosen.values()):
+        raise ValueError("weights that are elsewhere between calls (offloaded) cannot follow the text")
+    return chosen

@@ -1,0 +1,394 @@
+"""How a text is read with memory: in streams, segment after segment, each token's loss in its place."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ..data.columns import open_tokens
+from ..data.streams import check_document_end, check_sizes, check_tokens, document_starts, read_tokens
+from ..kernels.captured import SegmentsAlike
+from ..transfo_xl.cache_transfo_xl import CACHE_NAME
+from ..transfo_xl.memory_transfo_xl import MemoryLengths, memory_of
+from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
+
+__all__ = ["TOKENS_MOVED", "Reader", "Segment", "Text", "at_the_end", "device_of", "evaluating", "open_text", "using"]
+
+# Between the host and a device the text and its losses move in pieces of so many tokens.
+TOKENS_MOVED = 2**20
+# The softmax reads all of its tables, hundreds of MB for a large vocabulary, however few tokens it has to score. So it
+# waits until several short segments have been read.
+TOKENS_AT_ONCE = 1024
+# Of each model that is being read, by which threads, and whether one of them changes its weights meanwhile.
+_uses: WeakKeyDictionary[nn.Module, list["_Use"]] = WeakKeyDictionary()
+_uses_lock = threading.Lock()
+
+
+class Segment(NamedTuple):
+    """What one pass reads, of B streams.
+
+    Attributes:
+        begin: column of the first target: in each stream, how many targets come before it.
+        input_ids: (B, e + L), of which the first e are read again and predict nothing that is asked for.
+        labels: (B, L), the tokens that come next; -100 behind the end of a stream.
+        targets: (B, L), those of them that are scored; -100 elsewhere.
+        resets: (B, e + L) bool, True where a document begins; None where the text is one.
+        scored: how many targets are.
+        labels_of_all: how many labels there are, of all processes; at least one.
+    """
+
+    begin: int
+    input_ids: Tensor
+    labels: Tensor
+    targets: Tensor
+    resets: Tensor | None
+    scored: int
+    labels_of_all: int
+
+
+class Text:
+    """Where the streams of a text are, which of them this process reads, and which tokens are scored.
+
+    Args:
+        token_ids, segment_length, batch_size, warm_up, accelerator, document_end: see `evaluate_language_model`.
+        vocab_size: ids from there on are errors. They are looked for before the first pass, because the last segment
+            of a long text is hours away.
+
+    Attributes:
+        share: the streams that this process reads.
+        length: labels of the longest stream.
+        unscored: tokens at the start of a stream that are not scored.
+        tokens, share_tokens: how many tokens are scored, and how many of them by this process.
+
+    Raises:
+        ValueError: see `evaluate_language_model`.
+    """
+
+    def __init__(
+        self,
+        token_ids,
+        segment_length: int,
+        batch_size: int,
+        warm_up: int,
+        accelerator: Any,
+        vocab_size: int,
+        document_end: int | Sequence[int] | np.ndarray | None = None,
+    ):
+        check_sizes(segment_length=segment_length, batch_size=batch_size)
+        check_sizes(least=0, warm_up=warm_up)
+        token_ids = open_tokens(token_ids)
+        check_tokens(token_ids)
+        if len(token_ids) < batch_size:
+            raise ValueError(f"batch_size={batch_size} streams are more than the text has tokens ({len(token_ids)})")
+        self.token_ids, self.segment_length, self.batch_size = token_ids, segment_length, batch_size
+        self.document_end = check_document_end(document_end, len(token_ids))
+        if isinstance(self.document_end, int) and self.document_end >= vocab_size:
+            raise ValueError(f"document_end={self.document_end} lies outside the vocabulary [0, {vocab_size})")
+        self.unscored = max(warm_up, 1)
+        self._streams = _streams(len(token_ids), batch_size)
+        self.length = len(self._streams[0]) - 1
+        self.tokens = self._scored(self._streams, 0, self.length)
+        if self.tokens == 0:
+            unscored = f"the first warm_up={warm_up} tokens" if warm_up > 1 else "the first token"
+            raise ValueError(
+                f"nothing to score: the text has {len(token_ids)} tokens, and {unscored} of each of the "
+                f"batch_size={batch_size} streams are not scored"
+            )
+        processes = 1 if accelerator is None else accelerator.num_processes
+        index = 0 if accelerator is None else accelerator.process_index
+        first, stop = batch_size * index // processes, batch_size * (index + 1) // processes
+        # Where there are fewer streams than processes, some have one without tokens, as all take as many passes, which
+        # a sharded model needs.
+        self.share = self._streams[first:stop] or [range(0)]
+        self.share_tokens = self._scored(self.share, 0, self.length)
+        self._before = self._scored(self._streams[:first], 0, self.length)
+        _check_vocabulary(token_ids, vocab_size)
+
+    def segments(self, ext_len: int, device: torch.device) -> Iterator[Segment]:
+        """All passes; in each up to `ext_len` tokens are read again."""
+        # A whole number of segments, so that no segment is cut by the end of a piece.
+        at_once = max(1, TOKENS_MOVED // (len(self.share) * self.segment_length)) * self.segment_length
+        for start in range(0, self.length, at_once):
+            stop = min(start + at_once, self.length)
+            first = max(0, start - ext_len)
+            rows, starts = self._rows(first, stop + 1).to(device), self._document_starts(first, stop)
+            starts = None if starts is None else starts.to(device)
+            for begin in range(start, stop, self.segment_length):
+                end = min(begin + self.segment_length, stop)
+                labels = targets = rows[:, begin + 1 - first : end + 1 - first]
+                if begin + 1 < self.unscored:
+                    targets = labels.clone()
+                    targets[:, : self.unscored - 1 - begin] = -100
+                read = slice(max(0, begin - ext_len) - first, end - first)
+                yield Segment(
+                    begin,
+                    rows[:, read].clamp(min=0),
+                    labels,
+                    targets,
+                    None if starts is None else starts[:, read],
+                    self._scored(self.share, begin, end),
+                    _labels(self._streams, begin, end),
+                )
+
+    def place(self, result: Tensor, begin: int, losses: Tensor):
+        """Put (B, n) losses of the targets from `begin` on of each stream where they belong among all scored ones."""
+        start = self._before
+        # The target of column c is token c + 1 of its stream.
+        skipped = begin + 1 - self.unscored
+        for stream, row in zip(self.share, losses, strict=True):
+            scored = self._scored([stream], 0, self.length)
+            row = row[max(0, -skipped) : max(0, scored - skipped)]
+            result[start + max(0, skipped) :][: len(row)] = row
+            start += scored
+
+    def _rows(self, first: int, stop: int) -> Tensor:
+        """(B, n) int64, the tokens [first, stop) of each stream of this process; -100 behind its end."""
+        rows = torch.full((len(self.share), stop - first), -100)
+        for row, stream in zip(rows, self.share, strict=True):
+            part = stream[first:stop]
+            if part:
+                row[: len(part)] = read_tokens(self.token_ids, part.start, part.stop)
+        return rows
+
+    def _document_starts(self, first: int, stop: int) -> Tensor | None:
+        """(B, n) bool, before which tokens [first, stop) of each stream a document begins; None in one document."""
+        if self.document_end is None:
+            return None
+        starts = torch.zeros(len(self.share), stop - first, dtype=torch.bool)
+        for row, stream in zip(starts, self.share, strict=True):
+            part = stream[first:stop]
+            if part:
+                row[: len(part)] = document_starts(self.token_ids, self.document_end, part.start, part.stop)
+        return starts
+
+    def _scored(self, streams: list[range], begin: int, end: int) -> int:
+        """How many of the targets [begin, end) of these streams are scored."""
+        return _labels(streams, max(begin, self.unscored - 1), end)
+
+
+def open_text(
+    model: TransfoXLForCausalLM,
+    token_ids,
+    segment_length: int,
+    lengths: MemoryLengths,
+    batch_size: int = 1,
+    warm_up: int = 0,
+    document_end: int | Sequence[int] | np.ndarray | None = None,
+    accelerator: Any = None,
+) -> Text:
+    """A text for a model to read; what a model cannot read is refused before the first segment."""
+    if isinstance(model, DataParallel | DistributedDataParallel):
+        raise ValueError(
+            f"the model is wrapped in {type(model).__name__}: give model.module, as accelerator.unwrap_model does"
+        )
+    filled = lengths.of(model.config)
+    if document_end is not None:
+        model.config.check_documents("document_end and the text", filled.mem_len)
+    return Text(token_ids, segment_length, batch_size, warm_up, accelerator, model.config.vocab_size, document_end)
+
+
+class Reader:
+    """A model that reads segment after segment, each after what it remembers of those before.
+
+    The parts of the model are called one by one, because the softmax of several segments can be computed together.
+    They are called as the model calls them: under the accelerator's autocast, and by the model itself where it is
+    sharded (FSDP2), since it gathers its weights in its own forward alone.
+
+    Args:
+        model, accelerator: see `evaluate_language_model`.
+        lengths: those of this reading.
+        projected: remember projected keys and values, which is faster, and not states. With `ext_len` it is states.
+
+    Attributes:
+        alike: what reads on a GPU, by one graph, once the memory is full and segments are alike.
+    """
+
+    def __init__(self, model: TransfoXLForCausalLM, lengths: MemoryLengths, accelerator: Any, projected: bool = True):
+        peft_config = getattr(model, "active_peft_config", None)
+        if getattr(peft_config, "is_prompt_learning", False):
+            raise ValueError(
+                f"{type(peft_config).__name__} puts a prompt before every segment, which a text read with memory "
+                "does not have: evaluate model.base_model, or an adapter of another kind"
+            )
+        self.model = model
+        self.whole = isinstance(model, FSDPModule)
+        self._lengths = lengths
+        self._projected = projected and lengths.of(model.config).ext_len == 0
+        self._accelerator = accelerator
+        self._memory: dict[str, Any] = {}
+        self.alike = SegmentsAlike(model.transformer, lengths.of(model.config).mem_len)
+
+    def read(self, segment: Segment) -> Tensor:
+        """(B, L, D), the states that enter the softmax and predict the targets of the segment."""
+        ids, resets = segment.input_ids, segment.resets
+        states = self.alike.read(ids, resets)
+        if states is None:
+            states = self._launch(ids, resets)
+            self.alike.saw(ids, self._memory.get(CACHE_NAME), self._launch)
+        return states[:, -segment.targets.shape[1] :]
+
+    def _launch(self, input_ids: Tensor, resets: Tensor | None = None) -> Tensor:
+        """(B, e + L, D), the states of a segment, which is remembered."""
+        with self._autocast():
+            outputs = self.model.transformer(input_ids, **self._arguments(resets))
+        self._remember(outputs)
+        return outputs.last_hidden_state
+
+    def read_and_score(self, segments: Sequence[Segment], targets: Tensor) -> tuple[list[Tensor], Tensor]:
+        """What `read` returns of segments, and (B, n) fp32 losses of n targets of all of them, 0 where one is -100."""
+        # Before the layers, so that a GPU has the numbers ready when the host asks for them.
+        by_bin = self.model.lm_head.sort_targets(targets.flatten())
+        states = [self.read(segment) for segment in segments]
+        # Of one alone, `cat` would make a copy.
+        predicting = (states[0] if len(states) == 1 else torch.cat(states, dim=1)).flatten(0, 1)
+        with self._autocast():
+            losses = self.model.lm_head(predicting, targets.to(predicting.device).flatten(), by_bin=by_bin)
+        return states, losses.view(targets.shape)
+
+    def _read_and_score_whole(self, segment: Segment) -> tuple[Tensor, Tensor]:
+        """The same of one segment, by a forward of the whole model."""
+        length = segment.targets.shape[1]
+        shift_labels = torch.full_like(segment.input_ids, -100)
+        shift_labels[:, -length:] = segment.targets
+        outputs = self.model(
+            segment.input_ids,
+            shift_labels=shift_labels,
+            output_logits=False,
+            output_hidden_states=True,
+            **self._arguments(segment.resets),
+        )
+        self._remember(outputs)
+        return outputs.hidden_states[-1][:, -length:], outputs.losses[:, -length:]
+
+    def losses(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
+        """Of each segment the states (B, L, D) that predict its targets, and (B, L) fp32 losses, 0 where unscored."""
+        segments = text.segments(self._lengths.of(self.model.config).ext_len, device_of(self.model))
+        if self.whole:
+            for segment in segments:
+                yield segment, *self._read_and_score_whole(segment)
+            return
+        # As many at a time in every process, whichever streams it has.
+        at_once = max(1, TOKENS_AT_ONCE // (text.batch_size * text.segment_length))
+        while group := list(islice(segments, at_once)):
+            targets = torch.cat([segment.targets for segment in group], dim=1)
+            states, losses = self.read_and_score(group, targets)
+            yield from zip(group, states, losses.split([part.shape[1] for part in states], dim=1), strict=True)
+
+    def _arguments(self, resets: Tensor | None) -> dict[str, Any]:
+        options = {"lengths": self._lengths, "use_cache": self._projected, "return_dict": True}
+        return {**options, "resets": resets, **self._memory}
+
+    def _remember(self, outputs: Any):
+        cache = outputs.get(CACHE_NAME)
+        self._memory = memory_of(outputs) if cache is None else {CACHE_NAME: cache}
+
+    def _autocast(self) -> AbstractContextManager:
+        """Anew for each call: within one, casts of weights are kept, and these may change between segments."""
+        return nullcontext() if self._accelerator is None else self._accelerator.autocast()
+
+
+def device_of(model: TransfoXLForCausalLM) -> torch.device:
+    """Where its inputs go: those of a model whose weights are elsewhere between calls, where its hooks take them."""
+    return torch.device("cpu") if model.device.type == "meta" else model.device
+
+
+@dataclass(frozen=True, eq=False)
+class _Use:
+    """That a thread reads with a model; alone, because it changes it meanwhile."""
+
+    thread: int
+    alone: bool
+
+
+@contextmanager
+def at_the_end(undo: Callable[[], None]) -> Iterator[None]:
+    """Call `undo` at the end, and once more where Ctrl-C cuts it short, which may be as it is entered."""
+    try:
+        yield
+    finally:
+        # Nothing is called before the `try`: Python looks for Ctrl-C where a function begins.
+        try:
+            undo()
+        except BaseException:
+            undo()
+            raise
+
+
+@contextmanager
+def using(model: TransfoXLForCausalLM, alone: bool = False) -> Iterator[None]:
+    """Let a thread read a text with a model, beside others or, because it changes weights or mode meanwhile, alone.
+
+    Raises:
+        RuntimeError: another thread reads with a model that would change under it.
+    """
+    use = _Use(threading.get_ident(), alone)
+
+    def forget():
+        with _uses_lock:
+            if use in (uses := _uses.get(model.transformer, [])):
+                uses.remove(use)
+
+    with at_the_end(forget):
+        with _uses_lock:
+            uses = _uses.setdefault(model.transformer, [])
+            others = [other.alone for other in uses if other.thread != use.thread]
+            if any(others) or (alone and others):
+                raise RuntimeError(
+                    "another thread is evaluating this model, and one of the two changes it meanwhile, its weights by "
+                    "dynamic evaluation or its mode because it is in training mode: call model.eval() first, and give "
+                    "dynamic evaluation a copy of the model or wait"
+                )
+            uses.append(use)
+        yield
+
+
+@contextmanager
+def evaluating(model: TransfoXLForCausalLM) -> Iterator[None]:
+    """The model in evaluation mode. Nothing is written to one that is in it already, so that threads can share it."""
+    modes = {module: module.training for module in model.modules()}
+    changes = any(modes.values())
+    with using(model, alone=changes):
+        if not changes:
+            yield
+            return
+
+        def bring_back():
+            # Module by module: parts of a model may be frozen in a mode of their own.
+            for module, training in modes.items():
+                module.training = training
+
+        with at_the_end(bring_back):
+            model.eval()
+            yield
+
+
+def _streams(text_tokens: int, batch_size: int) -> list[range]:
+    """Where each stream is in the text. The first are one token longer than the others, where it does not divide."""
+    shorter, longer = divmod(text_tokens, batch_size)
+    starts = [row * shorter + min(row, longer) for row in range(batch_size + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def _labels(streams: list[range], begin: int, end: int) -> int:
+    """How many labels the columns [begin, end) of these streams have."""
+    return sum(max(0, min(end, len(stream) - 1) - begin) for stream in streams)
+
+
+def _check_vocabulary(token_ids, vocab_size: int) -> None:
+    for start in range(0, len(token_ids), TOKENS_MOVED):
+        ids = read_tokens(token_ids, start, min(start + TOKENS_MOVED, len(token_ids))).numpy()
+        outside = (ids < 0) | (ids >= vocab_size)
+        if outside.any():
+            position = int(outside.argmax())
+            raise ValueError(
+                f"token_ids[{start + position}] is {ids[position]}, outside the vocabulary [0, {vocab_size})"
+            )

@@ -1,0 +1,243 @@
+"""One CUDA graph for all segments of a text, once the memory is full.
+
+A GPU computes a segment of few tokens faster than Python launches the hundreds of kernels for it. When every segment
+is as long as the last one and follows as long a memory, these kernels are the same each time, on the same tensors but
+for the ids: captured once, they are launched together.
+
+Letters: B batch, L segment, M the memory's length, K = M + L keys, D = `d_model`, H heads, Dh head width.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.utils import logging
+
+from ..transfo_xl.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
+from ..transfo_xl.cache_transfo_xl import MemoryCache, decoding_state_of
+from ..transfo_xl.modeling_transfo_xl import TransfoXLModel
+
+__all__ = ["RECORDERS", "SEGMENTS_BEFORE", "SegmentsAlike", "why_not_captured"]
+
+logger = logging.get_logger(__name__)
+
+# So many are launched one by one before a graph is captured, which takes about as long as it then saves in these.
+SEGMENTS_BEFORE = 8
+# Tokens of a segment, of all rows, from which on a GPU takes longer than Python does.
+MOST_TOKENS = 8192
+# Backends whose Python computes nothing but what it launches.
+BACKENDS = {name: RELATIVE_ATTENTION_FUNCTIONS[name] for name in ("auto", "eager", "sdpa", "txl_triton")}
+# Whose modules are known to do so too: a graph runs the kernels that a module has launched, and not the module.
+PACKAGES = ("torch", __name__.partition(".")[0])
+
+Step = Callable[[], Any]
+
+_capturing = threading.Lock()
+
+
+class FixedMemoryLayer(DynamicSlidingWindowLayer):
+    """The keys and values of a full memory, (B, H, M, Dh) each, which stay where they are; M ≥ 1."""
+
+    def __init__(self, layer: DynamicSlidingWindowLayer):
+        """Args: layer: whose M keys and values it goes on from."""
+        super().__init__(layer.sliding_window)
+        self.lazy_initialization(layer.keys, layer.values)
+        self.keys, self.values = (
+            states.clone(memory_format=torch.contiguous_format) for states in (layer.keys, layer.values)
+        )
+        self.cumulative_length = layer.cumulative_length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Take (B, H, L, Dh) keys and values; return them behind those of the memory, (B, H, K, Dh), and remember the
+        last M."""
+        self.cumulative_length += key_states.shape[2]
+        found = []
+        for kept, states in ((self.keys, key_states), (self.values, value_states)):
+            found.append(torch.cat([kept, states], dim=2))
+            kept.copy_(found[-1][:, :, -kept.shape[2] :])
+        return found[0], found[1]
+
+
+def why_not_captured(transformer: TransfoXLModel, ids: Tensor) -> str | None:
+    """Why a model without its head launches segments kernel by kernel; None if a graph does the same.
+
+    Args:
+        transformer: that reads. ids: (B, L), a segment.
+    """
+    if ids.device.type not in RECORDERS:
+        return f"there are no graphs on {ids.device.type}"
+    if ids.numel() > MOST_TOKENS:
+        return f"a segment of {ids.numel()} tokens keeps a GPU busy for longer than it takes to launch"
+    # That of `torch.set_default_device` only says where new tensors lie.
+    modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
+    if modes or torch._C._len_torch_dispatch_stack():
+        return "a mode of PyTorch's sees what is launched, and would not see a graph"
+    backend = transformer.config._attn_implementation
+    if backend not in BACKENDS or RELATIVE_ATTENTION_FUNCTIONS[backend] is not BACKENDS[backend]:
+        return f"attn_implementation={backend!r} may compute with Python"
+    if torch.nn.modules.module._has_any_global_hook():
+        return "there is a hook of all modules, which is to be called for every segment"
+    if _is_foreign(positions := transformer.config.positions):
+        return f"{positions.__name__}, which encodes positions, may compute with Python"
+    for name, module in transformer.named_modules():
+        if _is_foreign(type(module)):
+            return f"{name} is a {type(module).__name__} of {type(module).__module__}, which may compute with Python"
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        # Those by which transformers returns hidden states ask whether somebody wants them.
+        if hasattr(module, "_hf_hook") or any(not str(hook.__module__).startswith("transformers.") for hook in hooks):
+            return f"{name} has a hook, which is to be called for every segment"
+        if "forward" in vars(module):
+            return f"{name} has a forward of its own, which is to be called for every segment"
+    for name, tensor in (*transformer.named_parameters(), *transformer.named_buffers()):
+        if type(tensor) not in (nn.Parameter, Tensor) or tensor.device != ids.device:
+            return f"{name} is a {type(tensor).__name__} on {tensor.device}"
+    return None
+
+
+def _is_foreign(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in PACKAGES
+
+
+class SegmentsAlike:
+    """What watches a model read, and reads in its place when segments have been alike for long enough.
+
+    Args:
+        transformer: that reads, in evaluation mode and without gradients.
+        memory_length: M.
+    """
+
+    def __init__(self, transformer: TransfoXLModel, memory_length: int):
+        self._transformer, self._memory_length = transformer, memory_length
+        self._shape: torch.Size | None = None
+        self._alike, self._given_up = 0, False
+        self._ids: Tensor | None = None
+        self._run: Step | None = None
+
+    @property
+    def is_captured(self) -> bool:
+        return self._run is not None
+
+    def read(self, ids: Tensor, resets: Tensor | None) -> Tensor | None:
+        """(B, L, D), if there is a graph for such a segment; in a tensor of its own."""
+        if resets is not None:
+            # From here on the memory may have a mask, which the graph has not.
+            self._given_up, self._run = True, None
+        if self._run is None or self._ids is None or ids.shape != self._shape:
+            return None
+        self._ids.copy_(ids)
+        return self._run().clone()
+
+    def saw(self, ids: Tensor, cache: object, launch: Callable[[Tensor], Tensor]) -> None:
+        """Take note of a segment that was launched.
+
+        Args:
+            ids: (B, L). cache: what remembers it.
+            launch: reads a segment, (B, L) ids → (B, L, D) states, and goes on with the same cache.
+        """
+        if self._given_up or self.is_captured or not isinstance(cache, MemoryCache):
+            return
+        is_alike = ids.shape == self._shape and _is_full(cache, self._memory_length)
+        self._shape, self._alike = ids.shape, self._alike + 1 if is_alike else 0
+        if self._alike == SEGMENTS_BEFORE:
+            if reason := why_not_captured(self._transformer, ids):
+                self._given_up = True
+                logger.info(f"segments are launched one by one: {reason}")
+            else:
+                # Where they are now, keys and values stay.
+                cache.layers = [FixedMemoryLayer(layer) for layer in cache.layers]
+        elif self._alike > SEGMENTS_BEFORE:
+            # One segment has been read on the memory where it is now: whatever it launches is compiled.
+            self._capture(ids.clone(), cache, launch)
+
+    def _capture(self, ids: Tensor, cache: MemoryCache, launch: Callable[[Tensor], Tensor]) -> None:
+        distances = decoding_state_of(cache).distances
+        projected, cached = dict(distances.rel_keys), torch.is_autocast_cache_enabled()
+        # What autocast has cast, any thread may take from another, or take away: a graph casts weights for itself.
+        torch.set_autocast_cache_enabled(False)
+        try:
+            run = RECORDERS[ids.device.type](lambda: launch(ids), ids.device)
+        except Exception as error:
+            # Whatever CUDA, its driver or this PyTorch refuses.
+            self._given_up = True
+            logger.warning_once(f"segments are launched one by one, as no graph of them was captured: {error}")
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+        if any(distances.rel_keys[layer] is not projected.get(layer) for layer in distances.rel_keys):
+            # Weights are written to while a text is read. What was made of them in the graph, nobody has computed.
+            self._given_up = True
+            distances.forget()
+        if not self._given_up:
+            # What a longer segment would project anew, the graph reads where it is.
+            self._ids, self._run, self._held = ids, run, (cache, projected, distances.positions)
+
+
+def _is_full(cache: MemoryCache, length: int) -> bool:
+    """Whether there are `length` keys in each layer, all of them real."""
+    if decoding_state_of(cache).key_mask is not None:
+        return False
+    return all(layer.is_initialized and layer.keys.shape[2] == length for layer in cache.layers)
+
+
+class _UndrawnGraph(torch.cuda.CUDAGraph):
+    """A graph in which no numbers are drawn, and which leaves the generator to other threads.
+
+    It cannot do so in the moment in which capturing begins: there is one generator for all threads, and it is the
+    graph's for so long. PyTorch raises an error in a thread that draws then, or lets it draw the same numbers again.
+    """
+
+    def capture_begin(self, *args, **kwargs):
+        # A graph has the state that it finds for itself.
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        drawing = generator.graphsafe_get_state()
+        generator.graphsafe_set_state(drawing.clone_state())
+        try:
+            super().capture_begin(*args, **kwargs)
+        finally:
+            generator.graphsafe_set_state(drawing)
+
+
+def _record(
+    step: Step,
+    device: torch.device,
+    stream: torch.cuda.Stream | None = None,
+    pool: Any = None,
+    draws: bool = False,
+) -> Step:
+    """A function that does on a GPU what `step` does, and returns the same tensors each time.
+
+    Args:
+        stream: that it is captured on; None: one of its own.
+        pool: of what other graphs have in memory while they run, none of which run at the same time; None: its own.
+        draws: whether a replay draws numbers, as `step` does, from the generator that all others draw from.
+    """
+    with torch.cuda.device(device), _capturing:
+        graph, before = torch.cuda.CUDAGraph() if draws else _UndrawnGraph(), torch.cuda.current_stream()
+        stream = torch.cuda.Stream() if stream is None else stream
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        fresh = generator.clone_state() if draws else None
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                result = step()
+        except Exception:
+            if fresh is not None:
+                # The state that was captured with may not draw otherwise any more.
+                generator.graphsafe_set_state(fresh)
+            raise
+        finally:
+            # Where capturing ends in an error, PyTorch leaves its stream in the place of this one.
+            torch.cuda.set_stream(before)
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
+
+
+# By device type.
+RECORDERS: dict[str, Callable[..., Step]] = {"cuda": _record}

@@ -1,0 +1,406 @@
+"""Checkpoints of a training with memory: they are whole or not there, and hold what each stream remembers.
+
+A checkpoint is written aside, into a folder whose name begins with `UNFINISHED_PREFIX`; `finish_checkpoint` gives it
+its name when it is complete and on the disk. Its manifest names the run that wrote it and each of its files with size
+and CRC-32, so that one that is damaged is known as such before anything is read from it.
+
+A checkpoint may come from anyone. Nothing in it is executed: what is pickled is opened as data alone before any
+library reads it (`checkpoint_problem`), and libraries that would do more are kept from it (`data_only`).
+"""
+
+import codecs
+import json
+import os
+import re
+import secrets
+import shutil
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
+
+from ..files import MANIFEST_NAME, UNFINISHED_PREFIX, move_into_place, write_text
+from ..transfo_xl.unpickle_transfo_xl import STAND_IN, Machine, Name, StandIn, UnsafePickleError, load, shown
+
+__all__ = [
+    "UNFINISHED_PREFIX",
+    "begin_run",
+    "checkpoint_problem",
+    "data_only",
+    "finish_checkpoint",
+    "last_checkpoint",
+    "list_checkpoints",
+    "load_mems",
+    "read_position",
+    "remove_old_checkpoints",
+    "remove_unfinished",
+    "save_mems",
+]
+
+logger = logging.get_logger(__name__)
+
+MEMS_NAME = "mems.safetensors"
+# What this file calls the mask of the states, beside the numbers of the layers.
+MASK = "mask"
+# In the folder of the checkpoints: which run writes there now.
+RUN_NAME = "run.json"
+# Pickled, but read by nobody.
+NEVER_READ = ("training_args.bin",)
+# What DeepSpeed's shards name: how losses are scaled, and by which stage the state is shared out.
+DEEPSPEED_RECORDS = {
+    "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
+    "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
+    "deepspeed.utils.tensor_fragment": ("fragment_address",),
+}
+MEMORY_FORMATS = f"{_MEM_FORMAT_ENCODING.__module__}.{_MEM_FORMAT_ENCODING.__name__}"
+# What early versions of Python 3.11 name to find a member of an enumeration.
+GETATTR = "builtins.getattr"
+
+# --- which checkpoint ------------------------------------------------------------------------------------------------
+
+
+def begin_run(output_dir: str | os.PathLike, checkpoint: str | os.PathLike | None = None) -> str:
+    """Say that a run writes to a directory from now on: that of the checkpoint that it goes on from, or a new one.
+
+    Returns:
+        What the run is known by, for `finish_checkpoint`.
+    """
+    run = secrets.token_hex(8) if checkpoint is None else _read_manifest(Path(checkpoint))["run"]
+    Path(output_dir).mkdir(parents=True, exist_ok=True)
+    write_text(Path(output_dir) / RUN_NAME, json.dumps({"run": run}) + "\n")
+    return run
+
+
+def current_run(output_dir: str | os.PathLike) -> str | None:
+    """The run that writes to a directory, or None where none has begun."""
+    try:
+        run = json.loads((Path(output_dir) / RUN_NAME).read_text(encoding="utf-8"))["run"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return run if isinstance(run, str) else None
+
+
+def list_checkpoints(output_dir: str | os.PathLike) -> list[tuple[int, Path]]:
+    """The checkpoints of a directory with their steps, in the order of the steps, whatever clocks say."""
+    found = [(_step(path), path) for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")]
+    return sorted((step, path) for step, path in found if step is not None)
+
+
+def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
+    """The usable checkpoint of the most steps of the run that writes to a directory, or None.
+
+    Those that cannot be used, or are of an earlier run in the same directory, are warned of.
+    """
+    unfinished = [(_step(path), path) for path in Path(output_dir).glob(f"{UNFINISHED_PREFIX}-*/*")]
+    # Stable, so that of two with the same steps the renamed one comes first.
+    candidates = list_checkpoints(output_dir)[::-1] + [(step, path) for step, path in unfinished if step is not None]
+    run = current_run(output_dir)
+    for _, path in sorted(candidates, key=lambda candidate: -candidate[0]):
+        problem = checkpoint_problem(path)
+        if problem is None and run not in (None, _read_manifest(path)["run"]):
+            problem = "it is of an earlier run in this directory; to go on from it, name it"
+        if problem is None:
+            return str(path)
+        logger.warning(f"skipping {path}: {problem}")
+    return None
+
+
+def remove_old_checkpoints(output_dir: str | os.PathLike, limit: int | None, keep: Iterable[str | os.PathLike | None]):
+    """Remove checkpoints until `limit` are left: first those of earlier runs, then those of the fewest steps.
+
+    Args:
+        limit: None or 0: all stay.
+        keep: checkpoints that stay in any case.
+    """
+    run, kept = current_run(output_dir), {Path(path).resolve() for path in keep if path is not None}
+    checkpoints = list_checkpoints(output_dir)
+    own = [path for _, path in checkpoints if run is None or _run_of(path) == run]
+    others = [path for _, path in checkpoints if path not in own]
+    candidates = [path for path in others + own if path.resolve() not in kept]
+    if limit:
+        for path in candidates[: max(0, len(checkpoints) - limit)]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _step(path: Path) -> int | None:
+    match = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", path.name)
+    return int(match[1]) if match else None
+
+
+def _run_of(checkpoint: Path) -> str | None:
+    try:
+        return _read_manifest(checkpoint)["run"]
+    except ValueError:
+        return None
+
+
+# --- whole, and data alone -------------------------------------------------------------------------------------------
+
+
+def finish_checkpoint(written: Path, final: Path, run: str):
+    """Give a checkpoint that is written its manifest and its name; then remove what is unfinished beside it."""
+    files = {path.relative_to(written).as_posix(): _describe(path) for path in written.rglob("*") if path.is_file()}
+    _write_manifest(written, run, files)
+    # Killed between the two renames that replace one of the same name, `last_checkpoint` finds the new one where it
+    # was written.
+    move_into_place(written, final)
+    remove_unfinished(final.parent)
+
+
+def remove_unfinished(folder: Path, files: bool = False):
+    """Remove the folders that a process which has been killed was filling, and where no other writes, files too."""
+    for leftover in folder.glob(f"{UNFINISHED_PREFIX}-*"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        elif files:
+            leftover.unlink(missing_ok=True)
+
+
+def checkpoint_problem(folder: Path) -> str | None:
+    """Why training cannot go on from a checkpoint, or None: every file has been read then."""
+    if not folder.is_dir():
+        return "it does not exist"
+    try:
+        files = _read_manifest(folder)["files"]
+        for name, expected in files.items():
+            file = folder / name
+            if not file.is_file() or file.stat().st_size != expected["size"]:
+                return f"it is incomplete ({name} is missing or truncated)"
+            if _describe(file) != expected:
+                return f"it is damaged ({name} is not what was written)"
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and path.name not in NEVER_READ:
+                _check_readable(path, path.relative_to(folder).as_posix())
+        if MEMS_NAME not in files:
+            return "it holds the model only (save_only_model=True)"
+        read_position(folder)
+    except ValueError as error:
+        return str(error)
+    except OSError as error:
+        return f"it cannot be read ({error})"
+    return None
+
+
+@contextmanager
+def data_only() -> Iterator[None]:
+    """In the meantime `torch.load` refuses, in every library, to call what a pickle names."""
+    names = ("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")
+    before = {name: os.environ.pop(name) for name in names if name in os.environ}
+    os.environ[names[0]] = "1"
+    try:
+        with torch.serialization.safe_globals(_plain_classes()):
+            yield
+    finally:
+        del os.environ[names[0]]
+        os.environ.update(before)
+
+
+def _describe(path: Path) -> dict[str, int]:
+    """Size and CRC-32 of a file."""
+    checksum = 0
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            checksum = zlib.crc32(part, checksum)
+    return {"size": path.stat().st_size, "crc32": checksum}
+
+
+def _write_manifest(folder: Path, run: str, files: dict[str, dict[str, int]]):
+    manifest = {"run": run, "files": files}
+    text = json.dumps(manifest | {"crc32": _checksum(manifest)}, indent=1)
+    (folder / MANIFEST_NAME).write_text(text, encoding="utf-8")
+
+
+def _checksum(manifest: dict[str, Any]) -> int:
+    """Of what a manifest says, so that damage to the list is not taken for damage to what it lists."""
+    return zlib.crc32(json.dumps([manifest["run"], manifest["files"]], sort_keys=True).encode())
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """Raises a ValueError that says what is wrong with it."""
+    try:
+        manifest = json.loads((folder / MANIFEST_NAME).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"it is incomplete, or not of a training with memory ({MANIFEST_NAME} is missing)") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is damaged ({MANIFEST_NAME} is no JSON)") from error
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    whole = isinstance(files, dict) and all(
+        isinstance(entry, dict) and {"size", "crc32"} <= set(entry) for entry in files.values()
+    )
+    if not whole or not isinstance(manifest.get("run"), str):
+        raise ValueError(
+            f"it is damaged, or of an earlier version ({MANIFEST_NAME} is no list of files with checksums)"
+        )
+    if manifest.get("crc32") != _checksum(manifest):
+        raise ValueError(f"it is damaged ({MANIFEST_NAME} is not what was written)")
+    return manifest
+
+
+def _check_readable(path: Path, name: str):
+    """Raise a ValueError for a file that cannot be opened as what its name says, or that holds more than data."""
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt"):
+                pass
+        elif path.suffix == ".json":
+            json.loads(path.read_text(encoding="utf-8"))
+        elif path.suffix in (".pt", ".pth", ".bin", ".pkl", ".ckpt"):
+            with data_only():
+                # Nothing but the structure is read.
+                torch.load(path, map_location="meta", weights_only=True)
+        elif path.name.endswith(".metadata"):
+            load(path, _ShardsMachine())
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(f"it is damaged, or holds more than data ({name} cannot be read)") from error
+
+
+def _memory_format(machine: Machine, kind: Any, name: Any) -> StandIn:
+    """`getattr` as a list of shards may call it."""
+    if not isinstance(kind, Name) or str(kind) != MEMORY_FORMATS or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise UnsafePickleError("getattr of anything but a memory format is no record of shards")
+    return StandIn(kind, (name,))
+
+
+class _ShardsMachine(Machine):
+    """Reads the list of shards that torch.distributed.checkpoint pickles, and refuses any but its own records.
+
+    torch then opens the list by itself, with the standard machine: so only names pass with which nothing can be done.
+    """
+
+    builders = Machine.builders | {GETATTR: _memory_format}
+    RECORDS = {
+        "torch.distributed.checkpoint.filesystem._StorageInfo",
+        "torch.serialization._get_layout",
+        "torch.Size",
+        "collections.OrderedDict",
+        "pathlib.PosixPath",
+        "pathlib.WindowsPath",
+        "pathlib._local.PosixPath",
+        "pathlib._local.WindowsPath",
+        *(
+            f"torch.distributed.checkpoint.metadata.{name}"
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+            )
+        ),
+        MEMORY_FORMATS,
+    }
+
+    def name(self, module: str, name: str) -> None:
+        if module in ("builtins", "__builtin__") and name == "getattr":
+            self.pay(STAND_IN)
+            self.stack.append(Name("builtins", name))
+            return
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not dtype and f"{module}.{name}" not in self.RECORDS:
+            raise UnsafePickleError(f"{shown(module)}.{shown(name)} is no record of shards")
+        super().name(module, name)
+
+    def key(self, value: Any) -> Any:
+        """Shards are found by a record of their name and offset."""
+        if isinstance(value, StandIn):
+            self.pay(STAND_IN)
+            return value
+        return super().key(value)
+
+
+def _plain_classes() -> list:
+    """What the pickles of accelerate, transformers and DeepSpeed name beside tensors: arrays, and plain settings."""
+    multiarray = (np._core if hasattr(np, "_core") else np.core).multiarray
+    classes: list = [multiarray._reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType, codecs.encode]
+    for module, names in DEEPSPEED_RECORDS.items():
+        # Loaded where it is used.
+        classes += [getattr(sys.modules[module], name) for name in names if module in sys.modules]
+    return [*classes, (_member, GETATTR)]
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """In place of `getattr`: the member of an enumeration, and of nothing else.
+
+    Raises:
+        UnsafePickleError: `kind` is no enumeration, or has no such member.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise UnsafePickleError(f"{shown(name)} is no member of an enumeration")
+    return kind[name]
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def save_mems(folder: Path, layers: Sequence[Tensor], mask: Tensor | None, position: dict[str, Any]):
+    """Write what all streams remember.
+
+    Args:
+        layers: (G, m, D) for each layer, row g that of stream g; none at the beginning of the text.
+        mask: (G, m) bool, which states are real; None: all of them.
+        position: where the training is in its text, and what that depends on.
+    """
+    tensors = {str(layer): states.cpu() for layer, states in enumerate(layers)}
+    if mask is not None and not mask.all():
+        tensors[MASK] = mask.cpu()
+    save_file(tensors, folder / MEMS_NAME, metadata={"position": json.dumps(position)})
+
+
+def load_mems(
+    folder: Path, position: dict[str, Any], starts: Iterable[int], rows: int, device: torch.device
+) -> list[dict[str, Any]]:
+    """`mems` and `mems_mask` of streams [start, start + rows) for each start; neither at the beginning of the text.
+
+    Raises:
+        ValueError: they are those of another position, or of another text or layout.
+    """
+    saved, layers = read_position(folder)
+    differing = {name for name in {*saved, *position} if saved.get(name) != position.get(name)}
+    if differing:
+        then, now = ({name: place.get(name) for name in sorted(differing)} for place in (saved, position))
+        raise ValueError(
+            f"{folder} is from a stream at {then}, but the training would go on at {now}: resume with the "
+            "same text, batch size, lengths and seed"
+        )
+    with safe_open(folder / MEMS_NAME, "pt") as file:
+        if layers == 0:
+            return [{} for _ in starts]
+        slices = [file.get_slice(str(layer)) for layer in range(layers)]
+        mask = file.get_tensor(MASK) if MASK in file.keys() else None
+        return [
+            {
+                "mems": tuple(states[i : i + rows].to(device) for states in slices),
+                "mems_mask": None if mask is None else mask[i : i + rows].to(device),
+            }
+            for i in starts
+        ]
+
+
+def read_position(folder: Path) -> tuple[dict[str, Any], int]:
+    """Where a training was when it wrote its memory, and how many layers that has.
+
+    Raises:
+        ValueError: it was not written by `save_mems`.
+    """
+    with safe_open(folder / MEMS_NAME, "pt") as file:
+        position = json.loads((file.metadata() or {}).get("position", "null"))
+        names = set(file.keys()) - {MASK}
+        if not isinstance(position, dict) or {str(layer) for layer in range(len(names))} != names:
+            raise ValueError(f"it is damaged ({MEMS_NAME} says no position, or holds other tensors than layers)")
+    return position, len(names)

@@ -1,0 +1,175 @@
+"""Regularisers for small corpora, as the Penn Treebank and WikiText-2 recipes need them. Off by default.
+
+* Locked dropout (Gal and Ghahramani, 2016, https://arxiv.org/abs/1512.05287; Merity et al., 2017,
+  https://arxiv.org/abs/1708.02182, Section 4.2): one mask for all positions of a row, drawn anew in every forward.
+* Word dropout (Gal and Ghahramani, 2016, Section 5; Merity et al., 2017, Section 4.3): whole words of the embedding,
+  but not the first token of a segment, nor one that begins inside it, because they may see nothing else: with biases
+  that begin as zeros the state of such a one would stay zero, and each LayerNorm multiplies its gradient by
+  1/√ε = 316, sixteen layers past what fp32 can hold. Padding is such a one too.
+* Activation regularisation, AR, and temporal activation regularisation, TAR (Merity et al., 2017, Section 4.6).
+
+All of it is put around a model from outside, so that a model that was trained with it is saved and loaded like any
+other. Masks come from torch's generator, so that a run resumes exactly where the generator's state is restored.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
+
+from ..transfo_xl.masks_transfo_xl import DOCUMENT_KEYWORDS, packed_starts
+from ..transfo_xl.modeling_transfo_xl import TransfoXLModel
+from .regularization_arguments import RegularizationArguments
+
+__all__ = ["LockedDropout", "Regularizer", "regularize"]
+
+
+# Of what a call may give without a name.
+_INPUTS = tuple(inspect.signature(TransfoXLModel.forward).parameters)[1:]
+
+
+class LockedDropout(nn.Dropout1d):
+    """Dropout of whole channels of (B, L, D): one mask (B, 1, D) for all positions."""
+
+    def forward(self, states: Tensor) -> Tensor:
+        return super().forward(states.transpose(1, 2)).transpose(1, 2)
+
+
+def regularize(model: nn.Module, arguments: RegularizationArguments) -> "Regularizer":
+    """Regularise a model in place, in training mode only; `Regularizer.remove` undoes it.
+
+    Memory holds what the layers read: its first layer holds embeddings as they were dropped when they were new.
+
+    Args:
+        model: Transformer-XL with any head, bare or wrapped (PEFT, DDP, …); before it is compiled or sharded.
+
+    Raises:
+        ValueError: there is no Transformer-XL in the model.
+    """
+    return Regularizer(model, arguments)
+
+
+class Regularizer:
+    """What `regularize` returns: the penalty to add to the loss, and the way back."""
+
+    def __init__(self, model: nn.Module, arguments: RegularizationArguments):
+        transformer = next((module for module in model.modules() if isinstance(module, TransfoXLModel)), None)
+        if transformer is None:
+            raise ValueError(f"there is no Transformer-XL in the {type(model).__name__} that is to be regularised")
+        self.arguments = arguments
+        self._transformer = transformer
+        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
+        self._hooks: list[RemovableHandle] = []
+        self._outputs: tuple[Tensor, Tensor] | None = None
+        self._begins: Tensor | None = None
+
+        self._lock(transformer, "input_dropout", arguments.input_dropout)
+        for layer in transformer.layers:
+            self._lock(layer.get_submodule("self_attn"), "dropout", arguments.attention_dropout)
+            self._lock(layer.get_submodule("mlp"), "dropout", arguments.mlp_dropout)
+        self._lock(transformer, "output_dropout", arguments.output_dropout)
+        if arguments.word_dropout:
+            if transformer.config.vocab_size == 0:
+                raise ValueError("word_dropout drops words, but vocab_size=0 means that there are none: set it to 0")
+            self._hooks.append(transformer.register_forward_pre_hook(self._see_what_begins, with_kwargs=True))
+            self._hooks.append(transformer.embed_tokens.register_forward_hook(self._drop_words))
+        if arguments.ar or arguments.tar:
+            self._hooks.append(transformer.output_dropout.register_forward_hook(self._keep_outputs))
+        if self._hooks:
+            # What was compiled before, of this model or another, would be run again without a look for hooks.
+            torch.compiler.reset()
+
+    def penalty(self, shift_labels: Tensor | None = None, resets: Tensor | None = None) -> Tensor:
+        """AR and TAR of the last forward in training mode: a scalar in fp32, to be added to its loss.
+
+        With h the final output and m its dropout: ar · mean((m h)²) + tar · mean((h_t - h_(t-1))²), means over rows,
+        positions and channels.
+
+        Args:
+            shift_labels: (B, L); positions that are -100 are left out, such as those that `ext_len` reads again.
+                None: all count.
+            resets: (B, L) bool, those of the forward. From the end of a document to the next is no difference.
+
+        Raises:
+            RuntimeError: there was no forward in training mode.
+            ValueError: shift_labels or resets are not those of the last forward.
+        """
+        if not (self.arguments.ar or self.arguments.tar):
+            return torch.zeros((), device=self._transformer.device)
+        if self._outputs is None:
+            raise RuntimeError("penalty() is that of the last forward in training mode, but there was none")
+        raw, dropped = (states.float() for states in self._outputs)
+        everywhere = torch.ones(raw.shape[:2], device=raw.device)
+        counted = everywhere if shift_labels is None else (shift_labels != -100).to(raw.device)
+        goes_on = everywhere if resets is None else ~resets.to(raw.device)
+        for name, given in (("shift_labels", counted), ("resets", goes_on)):
+            if given.shape != raw.shape[:2]:
+                raise ValueError(f"{name} are {tuple(given.shape)}, but the forward was {tuple(raw.shape[:2])}")
+        steps = _mean((raw[:, 1:] - raw[:, :-1]).square().mean(-1), counted[:, 1:] * counted[:, :-1] * goes_on[:, 1:])
+        return self.arguments.ar * _mean(dropped.square().mean(-1), counted) + self.arguments.tar * steps
+
+    def remove(self):
+        """Leave the model as it was before."""
+        for parent, name, module in self._replaced:
+            setattr(parent, name, module.train(parent.training))
+        for hook in self._hooks:
+            hook.remove()
+        self._replaced, self._hooks, self._outputs, self._begins = [], [], None, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the last outputs, which are no copied or saved model's: no tensor with a history can be copied."""
+        return self.__dict__ | {"_outputs": None, "_begins": None}
+
+    def _lock(self, parent: nn.Module, name: str, rate: float):
+        if rate:
+            plain = getattr(parent, name)
+            self._replaced.append((parent, name, plain))
+            setattr(parent, name, LockedDropout(rate).train(plain.training))
+
+    def _see_what_begins(self, transformer: nn.Module, args: tuple, kwargs: dict):
+        """Note what begins inside the segment. What does not fit is left to the model, which says so."""
+        self._begins = None
+        given = dict(zip(_INPUTS, args, strict=False)) | kwargs
+        given = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+        ids, mask, resets = (given.get(name) for name in ("input_ids", "attention_mask", "resets"))
+        if ids is None or ids.dim() != 2 or not transformer.training:
+            return
+        found = [resets]
+        if documents := {name: given[name] for name in DOCUMENT_KEYWORDS if name in given}:
+            found.append(packed_starts(tuple(ids.shape), ids.device, mask, **documents))
+        if mask is not None and mask[..., -ids.shape[1] :].shape == ids.shape:
+            # Padding, and what stands behind it.
+            real = mask[:, -ids.shape[1] :].to(ids.device) != 0
+            found.append(~real | ~F.pad(real, (1, 0))[:, :-1])
+        fitting = [
+            begins.to(ids.device)
+            for begins in found
+            if begins is not None and begins.dtype == torch.bool and begins.shape == ids.shape
+        ]
+        self._begins = functools.reduce(torch.logical_or, fitting) if fitting else None
+
+    def _drop_words(self, embed_tokens: nn.Module, args: tuple, embeds: Tensor) -> Tensor:
+        # The same as dropping rows of the tables, which a tied softmax would lose too.
+        begins, self._begins = self._begins, None
+        if not embed_tokens.training:
+            return embeds
+        words = F.dropout(embeds.new_ones(self._transformer.config.vocab_size), self.arguments.word_dropout)
+        kept = words[args[0]]
+        if begins is not None and begins.shape == kept.shape:
+            kept = kept.masked_fill(begins.to(kept.device), 1)
+        # Whether there is a memory that it sees, and whether that holds anything, need not be asked.
+        kept[..., :1] = 1
+        return embeds * kept[..., None]
+
+    def _keep_outputs(self, dropout: nn.Module, args: tuple, dropped: Tensor):
+        if dropout.training:
+            self._outputs = args[0], dropped
+
+
+def _mean(values: Tensor, counted: Tensor) -> Tensor:
+    """Of (B, n) values, those that count; 0 where none does."""
+    return (values * counted).sum() / counted.sum().clamp(min=1)

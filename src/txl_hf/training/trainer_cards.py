@@ -1,0 +1,161 @@
+"""The card that a Trainer writes of a model of this package, and what lies beside the weights that it pushes while it
+trains; `registration` has transformers' Trainer ask for both."""
+
+import filecmp
+import shutil
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+from transformers.modelcard import TrainingSummary
+from transformers.trainer_utils import HubStrategy
+
+from ..evaluation.cards import results_of_folder
+from ..transfo_xl.card_transfo_xl import is_generated, plain_markdown
+from ..transfo_xl.layout_transfo_xl import TransfoXLLayoutModel
+from .trainer import HELD_OUT, TransfoXLTrainer, evaluations_of_now
+
+__all__ = ["complete_push", "create_model_card"]
+
+# Where Trainer's own card begins to tell of the training itself, until its end.
+PROCEDURE = "\n## Training procedure\n"
+
+
+def create_model_card(
+    trainer: Trainer,
+    model: TransfoXLLayoutModel,
+    language: str | None = None,
+    license: str | None = None,
+    tags: str | list[str] | None = None,
+    model_name: str | None = None,
+    finetuned_from: str | None = None,
+    tasks: str | list[str] | None = None,
+    dataset_tags: str | list[str] | None = None,
+    dataset: str | list[str] | None = None,
+    dataset_args: str | list[str] | None = None,
+) -> None:
+    """What `trainer.create_model_card` does: the card that `save_pretrained` writes, in place of any other, with what
+    Trainer's own card says of the training procedure.
+
+    Its results are those in `results.json` of the output directory, where they are of the weights there. A
+    `TransfoXLTrainer` adds those of an evaluation of the model as it is now: of the split `train` where that read the
+    training text, of `validation` otherwise, or by the names in `eval_dataset`. Figures of other weights, before the
+    last steps or of an earlier run, are left out.
+
+    Args:
+        trainer: whose output directory gets the card.
+        model: its model, unwrapped.
+        license: by default that of the model on the Hub which this one began as.
+        tasks: one, which the Hub files the model under; by default that of its head.
+        dataset_tags: data sets on the Hub, for its search.
+        dataset: what they are called, or those that are not there. The card says that the model was trained on
+            them; results are of the first.
+        dataset_args: for each the name of its configuration, as `load_dataset` takes it.
+
+    Raises:
+        ValueError: there are several tasks, or more `dataset_args` than data sets.
+    """
+    on_hub, called, configurations = _as_list(dataset_tags), _as_list(dataset), _as_list(dataset_args)
+    datasets = called or on_hub
+    if len(configurations) > len(datasets):
+        raise ValueError(
+            f"dataset_args={dataset_args!r} has {len(configurations)} for {len(datasets)} data set(s): give "
+            "dataset or dataset_tags for each"
+        )
+    if len(_as_list(tasks)) > 1:
+        raise ValueError(f"tasks={tasks!r}: the Hub files a model under one, give that alone")
+    if not trainer.is_world_process_zero():
+        return
+    path = Path(trainer.args.output_dir, "README.md")
+    name = model_name or path.parent.resolve().name
+    named = next(iter(on_hub or called), None)
+    if isinstance(trainer, TransfoXLTrainer):
+        results = trainer.card_results(named)
+    else:
+        results = results_of_folder(path.parent, named or HELD_OUT[1])
+    if called:
+        results = [replace(result, dataset_name=called[0]) for result in results]
+    if configurations:
+        results = [replace(result, dataset_config=configurations[0]) for result in results]
+    repository = trainer.hub_model_id or name
+    began_as = model.began_as(path.parent, repository)
+    base_model = finetuned_from or began_as.get("base_model")
+    # It looks the licence up, under a name that is never empty: by default it takes that of the folder.
+    summary = TrainingSummary.from_trainer(trainer, license=license, model_name=name, finetuned_from=base_model)
+    data: dict[str, Any] = began_as | {
+        "origin": " ".join(filter(None, [began_as.get("origin"), _trained_on(datasets, configurations)])),
+        "training": _evaluated(trainer) + "".join(summary.to_model_card().partition(PROCEDURE)[1:]),
+        "language": language,
+        "license": summary.license,
+        "base_model": base_model,
+        "datasets": on_hub or None,
+        "model_name": name if results else None,
+        "eval_results": results or None,
+        **_tokenizer(trainer),
+    }
+    if tasks:
+        data["pipeline_tag"] = _as_list(tasks)[0]
+    model.write_model_card(path, repository, _as_list(tags), **data)
+
+
+def complete_push(trainer: Trainer, model: TransfoXLLayoutModel, checkpoint: str) -> None:
+    """Put the code that loads a model beside what Trainer pushes of its checkpoint, and a card in place of none or of
+    a generated one.
+
+    It takes along weights and configuration alone, so that nobody could load them before the end.
+
+    Args:
+        trainer: whose output directory is pushed. model: its model, unwrapped. checkpoint: the folder.
+    """
+    if not _pushes_now(trainer):
+        return
+    output, repository = Path(trainer.args.output_dir), trainer.hub_model_id
+    for file in Path(checkpoint).glob("*.py"):
+        copy = output / file.name
+        if not copy.exists() or not filecmp.cmp(file, copy, shallow=False):
+            shutil.copyfile(file, copy)
+    card = output / "README.md"
+    if not card.exists() or is_generated(card):
+        # Results in the folder are of other weights: these are copied after this.
+        known: dict[str, Any] = model.began_as(output, repository) | _tokenizer(trainer)
+        model.write_model_card(card, repository, **known)
+
+
+def _pushes_now(trainer: Trainer) -> bool:
+    """What decides whether Trainer pushes a checkpoint; of the processes, one does."""
+    if not trainer.is_world_process_zero() or trainer.args.hub_strategy == HubStrategy.END:
+        return False
+    push = trainer.push_in_progress
+    return push is None or push.is_done() or trainer.args.hub_always_push
+
+
+def _tokenizer(trainer: Trainer) -> dict[str, bool]:
+    """For a card, that there is a tokenizer where the Trainer saves one; otherwise the folder tells."""
+    return {} if trainer.processing_class is None else {"tokenizer": True}
+
+
+def _trained_on(datasets: list[str], configurations: list[str]) -> str:
+    """A sentence in Markdown on the data sets, each with its configuration where it has one; none without any."""
+    named = [
+        plain_markdown(dataset) + (f" ({plain_markdown(configuration)})" if configuration else "")
+        for dataset, configuration in zip_longest(datasets, configurations)
+    ]
+    return f"It was trained on {', '.join(named)}." if named else ""
+
+
+def _evaluated(trainer: Trainer) -> str:
+    """A sentence in Markdown with the figures of the model as it is now; none where it was not evaluated."""
+    figures = {
+        name: value
+        for logs in evaluations_of_now(trainer)
+        for name, value in logs.items()
+        if name.startswith("eval_") and not name.endswith(("_runtime", "_per_second", "_model_preparation_time"))
+    }
+    listed = [f"`{name}` {value:.4f}" for name, value in figures.items() if isinstance(value, float)]
+    return f"\nIts evaluation: {', '.join(listed)}.\n" if listed else ""
+
+
+def _as_list(values: str | list[str] | None) -> list[str]:
+    return [values] if isinstance(values, str) else list(values or [])

@@ -1,0 +1,340 @@
+"""What `generate` needs to know of a memory, and of the softmax on a CPU."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import Cache, DynamicCache, GenerationMixin, StaticCache
+from transformers.generation import (
+    GenerationConfig,
+    GenerationMode,
+    LogitNormalization,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    StopStringCriteria,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
+
+from .cache_transfo_xl import (
+    CACHE_NAME,
+    MemoryCache,
+    StaticMemoryCache,
+    cached_key_mask,
+    chosen_cache,
+    clear_hidden,
+    is_filled,
+    text_length,
+)
+from .configuration_transfo_xl import TransfoXLConfig
+from .masks_transfo_xl import DOCUMENT_KEYWORDS, PACKED_KEYWORDS, check_tensors, packed_starts
+from .memory_transfo_xl import MemoryLengths, check_one_memory, fill_lengths, split_mask
+
+__all__ = ["TransfoXLGenerationMixin"]
+
+
+class TransfoXLGenerationMixin(GenerationMixin):
+    """`generate` with the memory as its cache, starting from `mems` if they are given; without one where `mem_len=0`
+    and where gradient checkpointing is on in training mode.
+
+    Its loops tell the softmax how many of the best tokens can matter, so that a CPU need not compute the others, and
+    each logits processor that has a method `listen` the states of their forwards: `listen(model, beams)`, called when
+    the loop begins, returns what is called with each forward's `last_hidden_state` and `attention_mask`.
+    """
+
+    config: TransfoXLConfig
+
+    def adjust_generation_fn(self, *args, **kwargs):
+        super().adjust_generation_fn(*args, **kwargs)
+        self._drop_output_logits()
+
+    def _drop_output_logits(self):
+        """`generate` has an option of the name of our field, and would take its value from there."""
+        if self.generation_config._from_model_config and self.config.output_logits:
+            self.generation_config.output_logits = None
+            self.generation_config.return_dict_in_generate = False
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, batch_size, max_length):
+        mem_len = self._mem_len(model_kwargs.get("lengths"))
+        checkpointing = self.transformer.gradient_checkpointing and self.training
+        if mem_len == 0 or checkpointing:
+            # Nothing is remembered between steps, so that every step reads the whole text.
+            if model_kwargs.get("inputs_embeds") is not None:
+                reason = "gradient checkpointing in training mode" if checkpointing else "mem_len=0"
+                raise ValueError(f"{reason} remembers no inputs_embeds from step to step: give generate input_ids")
+            generation_config.use_cache = model_kwargs["use_cache"] = False
+        if generation_config.is_assistant:
+            # The mems are of the main model's layers, not of the assistant's.
+            model_kwargs.pop("mems", None)
+            model_kwargs.pop("mems_mask", None)
+        cache = model_kwargs.get(CACHE_NAME)
+        if cache is not None and is_filled(cache):
+            check_one_memory(model_kwargs.get("mems"), model_kwargs.get("mems_mask"))
+        if generation_config.prefill_chunk_size is not None:
+            if model_kwargs.get("resets") is not None:
+                raise ValueError("prefill_chunk_size cuts the text, but not where its documents begin: leave it out")
+            if model_kwargs.get("inputs_embeds") is not None:
+                raise ValueError("prefill_chunk_size cuts input_ids, but no inputs_embeds: leave it out")
+            if cache is not None and cache.get_seq_length() != text_length(cache):
+                # The loop that reads the chunks skips as many tokens as the cache has keys, and some are no text's.
+                raise ValueError(
+                    f"past_key_values, a {type(cache).__name__}, began from a memory, which prefill_chunk_size would "
+                    "take for text that was read: give a MemoryCache, or leave prefill_chunk_size out"
+                )
+        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        if is_assisted and isinstance(cache, StaticMemoryCache):
+            raise ValueError(
+                "assisted decoding and prompt lookup take tokens back, which a StaticMemoryCache cannot: give a "
+                "MemoryCache, or leave past_key_values out"
+            )
+        if is_assisted and cache is not None and text_length(cache) > 0:
+            raise ValueError(
+                f"past_key_values have seen {text_length(cache)} tokens, and assisted decoding and prompt lookup "
+                "would read them again: give generate the whole text without past_key_values"
+            )
+        # A static cache holds all of the memory from the first step on: its shapes never change.
+        max_length = max(max_length, mem_len + 1)
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, batch_size, max_length)
+        cache = model_kwargs.get(CACHE_NAME)
+        if type(cache) not in (DynamicCache, StaticCache) or cache.offloading or hasattr(cache, "_is_user_defined"):
+            return
+        if type(cache) is StaticCache:
+            model_kwargs[CACHE_NAME] = StaticMemoryCache(self.config, mem_len)
+        else:
+            cache = model_kwargs[CACHE_NAME] = MemoryCache(self.config, mem_len)
+            mask = model_kwargs.get("attention_mask")
+            if mask is not None and not generation_config.is_assistant and bool(mask.all()):
+                # A GPU is asked once, here. If the mask stayed, each layer would apply it at every token, since nobody
+                # asks again whether it hides anything. Newer transformers drop it too.
+                del model_kwargs["attention_mask"]
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+
+    def _mem_len(self, lengths: MemoryLengths | None) -> int:
+        return fill_lengths(lengths, self.config).mem_len
+
+    def init_continuous_batching(self, *args, **kwargs):
+        raise NotImplementedError(
+            "continuous batching pages the keys and values of whole texts, but Transformer-XL decodes with a memory: "
+            "call generate with a padded batch instead"
+        )
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids,
+        next_sequence_length=None,
+        past_key_values=None,
+        attention_mask=None,
+        inputs_embeds=None,
+        is_first_iteration=False,
+        cache=None,
+        **kwargs,
+    ):
+        past_key_values = chosen_cache(past_key_values, cache)
+        for name in ("tokenizer", "assistant_tokenizer"):
+            # `generate` takes them for stop strings and assistants, and hands them on to every call of the model.
+            kwargs.pop(name, None)
+        text = input_ids if inputs_embeds is None or not is_first_iteration else inputs_embeds
+        filled = past_key_values is not None and is_filled(past_key_values)
+        if filled:
+            kwargs.pop("mems", None)
+            kwargs.pop("mems_mask", None)
+            if is_first_iteration and next_sequence_length is not None:
+                # `generate` takes all that the cache holds for text, but part may be memory from before the text.
+                seen = text_length(past_key_values)
+                next_sequence_length += past_key_values.get_seq_length() - seen
+                if next_sequence_length <= 0:
+                    name, given = (
+                        ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+                    )
+                    raise ValueError(
+                        f"{name} hold {given.shape[1]} tokens, but past_key_values have seen {seen} already: give the "
+                        "whole text, those and the new ones, or the new input_ids alone with an attention_mask over "
+                        "the whole text"
+                    )
+            if past_key_values.is_compileable:
+                # The mask is made outside the compiled forward, in one shape at every step.
+                segment_length = next_sequence_length or text.shape[1]
+                memory_length, key_mask = cached_key_mask(
+                    attention_mask,
+                    past_key_values,
+                    self._mem_len(kwargs.get("lengths")),
+                    len(input_ids),
+                    segment_length,
+                    remembers=False,
+                    is_grown=not is_first_iteration,
+                )
+                if is_first_iteration:
+                    clear_hidden(past_key_values, key_mask, memory_length)
+                everything = torch.ones(len(input_ids), memory_length + segment_length, device=input_ids.device)
+                attention_mask = everything.bool() if key_mask is None else key_mask
+        if (resets := kwargs.pop("resets", None)) is not None:
+            if filled and is_first_iteration:
+                # Like input_ids, they cover the whole text or what the cache has not seen.
+                kwargs["resets"] = resets[:, -(next_sequence_length or text.shape[1]) :]
+            elif not filled:
+                # Without a cache every step reads the whole text again, and candidates make the first step longer than
+                # the prompt. Tokens behind the prompt continue its last document.
+                kwargs["resets"] = F.pad(resets, (0, text.shape[1] - resets.shape[1]))
+        return super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **{CACHE_NAME: past_key_values},
+            **kwargs,
+        )
+
+    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        chosen = None if generation_config.do_sample else 1
+        kwargs |= _logits_top_k(logits_processor, generation_config, chosen, kwargs.get("synced_gpus"))
+        kwargs |= self._state_listeners(logits_processor, 1)
+        return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+
+    def _beam_search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        # The search looks at as many candidates as could end with this token, and at those that go on beside them.
+        ends = generation_config._eos_token_tensor
+        candidates = max(2, 1 + (0 if ends is None else len(ends))) * generation_config.num_beams
+        chosen = None if generation_config.do_sample else candidates
+        kwargs |= _logits_top_k(logits_processor, generation_config, chosen, kwargs.get("synced_gpus"))
+        kwargs |= self._state_listeners(logits_processor, generation_config.num_beams)
+        return super()._beam_search(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+
+    def _state_listeners(self, processors: LogitsProcessorList, beams: int) -> dict[str, list[Callable]]:
+        """The argument `state_listeners` for a loop of `generate`, or none where no processor listens."""
+        listeners = [processor.listen(self, beams) for processor in processors if hasattr(processor, "listen")]
+        return {"state_listeners": listeners} if listeners else {}
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask=None, **kwargs) -> Tensor | None:
+        """Masks stay (B, n): what a query may see beside padding, the attention knows."""
+        return attention_mask
+
+    def _prepare_position_ids_for_generation(self, *args, **kwargs) -> None:
+        """None: where a step stands in the text, the memory says."""
+
+    def _prepare_model_inputs(self, *args, **kwargs):
+        inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
+        cache = model_kwargs.pop("cache", None)
+        chosen = chosen_cache(model_kwargs.get("past_key_values"), cache)
+        if cache is not None:
+            model_kwargs[CACHE_NAME] = chosen
+        check_tensors(**{name: model_kwargs.get(name) for name in ("resets", *DOCUMENT_KEYWORDS)})
+        mask, mems = model_kwargs.get("attention_mask"), model_kwargs.get("mems")
+        if mask is not None and mems is not None and mask.dim() == 2 and mask.shape[1] > inputs.shape[1]:
+            # The loops of `generate` cut a mask where they cut the text.
+            mem_len = self._mem_len(model_kwargs.get("lengths"))
+            model_kwargs["mems_mask"], model_kwargs["attention_mask"] = split_mask(
+                mask, model_kwargs.get("mems_mask"), mems, self.config, mem_len, inputs.shape[1]
+            )
+        cache = model_kwargs.get(CACHE_NAME)
+        is_new = not isinstance(cache, Cache) or not is_filled(cache)
+        positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+        shape, device = inputs.shape[:2], inputs.device
+        documents = {name: model_kwargs.pop(name) for name in PACKED_KEYWORDS if model_kwargs.get(name) is not None}
+        if positions is not None and is_new and bool(packed_starts(shape, device, mask, positions).any()):
+            # A step that reads part of the text could not tell from positions that restart where it begins. `generate`
+            # counts on by itself.
+            documents["position_ids"] = model_kwargs.pop("position_ids")
+        if documents:
+            starts, resets = packed_starts(shape, device, mask, **documents), model_kwargs.get("resets")
+            model_kwargs["resets"] = starts if resets is None else resets | starts
+        resets = model_kwargs.get("resets")
+        if resets is not None and is_new and resets.shape != inputs.shape[:2]:
+            raise ValueError(f"resets are {tuple(resets.shape)}, but {name} hold {tuple(inputs.shape[:2])} tokens")
+        return inputs, name, model_kwargs
+
+    def _prefill(self, *args, **kwargs):
+        """Without mems, which nothing goes on from: on Apple's GPUs generate would ask them what it asks caches."""
+        outputs = super()._prefill(*args, **kwargs)
+        return type(outputs)(**{name: value for name, value in outputs.items() if name != "mems"})
+
+    @staticmethod
+    def _reorder_cache(past_key_values, beam_idx: Tensor):
+        """What beams go on from; mems without a cache, which generate takes for one, are those of the prompt."""
+        if isinstance(past_key_values, Cache):
+            past_key_values.reorder_cache(beam_idx)
+        return past_key_values
+
+    def _get_stopping_criteria(self, generation_config, stopping_criteria, tokenizer=None):
+        strings = generation_config.stop_strings
+        if strings is None or getattr(tokenizer, "mode", None) is None:
+            return super()._get_stopping_criteria(generation_config, stopping_criteria, tokenizer)
+        generation_config.stop_strings = None
+        try:
+            criteria = super()._get_stopping_criteria(generation_config, stopping_criteria, tokenizer)
+        finally:
+            generation_config.stop_strings = strings
+        criteria.append(_StopStrings(tokenizer, strings))
+        return criteria
+
+    def _get_candidate_generator(self, generation_config, *args, **kwargs):
+        samples = generation_config.do_sample and kwargs.get("assistant_tokenizer") is not None
+        if samples and isinstance(kwargs.get("assistant_model"), TransfoXLGenerationMixin):
+            raise ValueError(
+                "do_sample=True with an assistant_tokenizer cuts the assistant's softmax down to the tokens of both "
+                "vocabularies, and an adaptive softmax is not cut: use do_sample=False, or an assistant with the "
+                "model's tokenizer"
+            )
+        return super()._get_candidate_generator(generation_config, *args, **kwargs)
+
+    def _expand_inputs_for_generation(self, expand_size=1, **kwargs):
+        if kwargs.get("mems") is not None:
+            kwargs["mems"] = tuple(states.repeat_interleave(expand_size, dim=0) for states in kwargs["mems"])
+        return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, **kwargs):
+        model_kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs)
+        # `generate` would take the mems for a cache. Without a cache every step reads the whole text again.
+        if not isinstance(model_kwargs.get(CACHE_NAME), Cache):
+            model_kwargs.pop(CACHE_NAME, None)
+        return model_kwargs
+
+
+class _StopStrings(StopStringCriteria):
+    """Stop strings of a `TransfoXLTokenizer`.
+
+    What a token adds to a text is found by putting it after something that the tokenizer has whole. transformers takes
+    the letters from a to f, of which a vocabulary of words has no more than `<unk>`.
+    """
+
+    @staticmethod
+    def clean_tokenizer_vocab(tokenizer, *args, **kwargs):
+        # Try words, letters and digits first: a mark may change with what stands around it.
+        for will_do in (str.isalnum, str.strip):
+            for token, index in tokenizer.get_vocab().items():
+                text = tokenizer.convert_tokens_to_string([token])
+                if will_do(text) and tokenizer(text, add_special_tokens=False)["input_ids"] == [index]:
+                    return StopStringCriteria.clean_tokenizer_vocab(tokenizer, text, **kwargs)
+        raise ValueError(
+            "stop_strings need a vocabulary with a token that is read back as it is, and this one has none"
+        )
+
+
+def _logits_top_k(
+    processors: LogitsProcessorList, config: GenerationConfig, chosen: int | None, synced_gpus: bool | None
+) -> dict[str, int]:
+    """The argument `logits_top_k` for a loop of `generate`, or none where any token may matter.
+
+    What keeps the order of the tokens (a temperature, a normalisation) changes nobody's rank; what takes certain
+    tokens away lets as many others move up; after a top-k nothing else is left. Any other processor may lift a token
+    from anywhere, scores that are handed out are those of all tokens, and processes that gather sharded parameters
+    together have to use the same ones.
+
+    Args:
+        chosen: how many of the best tokens the loop chooses from; None: from all of them, unless there is a top-k.
+    """
+    if config.output_scores or config.output_logits or synced_gpus:
+        return {}
+    taken_away = 0
+    for processor in processors:
+        if type(processor) is TopKLogitsWarper:
+            return {"logits_top_k": processor.top_k + taken_away}
+        if type(processor) in (MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor):
+            taken_away += len(processor.eos_token_id)
+        elif type(processor) not in (TemperatureLogitsWarper, LogitNormalization):
+            return {}
+    return {} if chosen is None else {"logits_top_k": chosen + taken_away}

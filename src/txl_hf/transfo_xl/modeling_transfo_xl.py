@@ -1,0 +1,1267 @@
+"""Transformer-XL (Dai et al., 2019, https://arxiv.org/abs/1901.02860) as a `transformers` model.
+
+A text is read in segments. Each layer attends to the segment and to the memory: the hidden states that entered the
+same layer while earlier segments were read (Section 3.2). The memory is explicit, in and out:
+
+* `mems`, the states themselves: a tuple of n_layer tensors (B, m, D), for training and evaluation, and with them
+  `mems_mask`, (B, m), where padding or a new beginning has hidden some;
+* `past_key_values`, the same states already projected to keys and values: a `Cache` of `transformers`, for decoding.
+
+Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m + L keys, D = `d_model`, H heads,
+Dh = `d_head`, V vocabulary. u and v are the paper's biases, `content_bias` and `position_bias`.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Cache
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import ModelOutput, can_return_tuple, logging
+from transformers.utils.output_capturing import capture_outputs
+
+from .adaptive_transfo_xl import (
+    AdaptiveEmbedding,
+    AdaptiveLogSoftmax,
+    InputProjection,
+    OutputLayer,
+    OutputProjection,
+    check_labels,
+    wide,
+)
+from .attention_transfo_xl import (
+    RELATIVE_ATTENTION_FUNCTIONS,
+    check_implementation,
+    follows_order,
+    hidden_keys,
+    relative_attention,
+)
+from .cache_transfo_xl import (
+    CACHE_NAME,
+    MemoryCache,
+    chosen_cache,
+    decoding_state_of,
+    is_filled,
+    order_of_keys,
+    stop_gradients,
+)
+from .configuration_transfo_xl import TransfoXLConfig
+from .dropout_transfo_xl import does_nothing, drop, relu_and_drop
+from .generation_transfo_xl import TransfoXLGenerationMixin
+from .layout_transfo_xl import TransfoXLLayoutModel
+from .linear_transfo_xl import project, project_after, rounded, working_dtype
+from .masks_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, check_tensors, packed_starts
+from .memory_transfo_xl import (
+    FilledLengths,
+    MemoryLengths,
+    OpenMemory,
+    begin_documents,
+    fill_lengths,
+    hide_states,
+    initial_memory,
+    open_memory,
+    remember,
+    remember_key_mask,
+)
+from .positions_transfo_xl import Distances
+
+__all__ = [
+    "TransfoXLForCausalLM",
+    "TransfoXLForSequenceClassification",
+    "TransfoXLForTokenClassification",
+    "TransfoXLLMHeadModel",
+    "TransfoXLModel",
+    "TransfoXLPreTrainedModel",
+]
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class TransfoXLModelOutput(ModelOutput):
+    """
+    Args:
+        last_hidden_state: (B, L, D), the output of the last layer.
+        mems: tuple of n_layer tensors (B, min(m + L, M), D), the memory after this segment, detached; in the type
+            of autocast where that is on, but with `pre_lnorm`. States that are padding are NaN.
+        past_key_values: the memory as projected keys and values, instead of `mems` with `use_cache=True`. From
+            transformers 5.24 on the field is `cache`, and this its old name.
+        hidden_states: tuple of n_layer + 1 tensors (B, L, D), with `output_hidden_states=True`.
+        attentions: tuple of n_layer tensors (B, H, L, m + L), with `output_attentions=True`.
+        mems_mask: (B, min(m + L, M)) bool, which states of `mems` are real; None: all of them. To be handed back with
+            `mems`. It is a copy: set a row to False to begin it afresh.
+    """
+
+    last_hidden_state: Tensor | None = None
+    mems: tuple[Tensor, ...] | None = None
+    if CACHE_NAME == "cache":
+        cache: Cache | None = None
+    else:
+        past_key_values: Cache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    mems_mask: Tensor | None = None
+
+
+@dataclass
+class _HeadOutput(ModelOutput):
+    """What every head returns."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    mems: tuple[Tensor, ...] | None = None
+    if CACHE_NAME == "cache":
+        cache: Cache | None = None
+    else:
+        past_key_values: Cache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    attentions: tuple[Tensor, ...] | None = None
+    mems_mask: Tensor | None = None
+
+
+@dataclass
+class TransfoXLCausalLMOutput(_HeadOutput):
+    """
+    Args:
+        loss: scalar fp32, with labels: the sum of `losses` over the number of targets.
+        logits: (B, L, V) fp32 log-probabilities.
+        mems, past_key_values, hidden_states, attentions, mems_mask: as in `TransfoXLModelOutput`.
+        losses: (B, L - 1) with `labels` or (B, L) with `shift_labels`, fp32: the negative log-likelihood of each
+            target in target order, 0 where ignored.
+    """
+
+    losses: Tensor | None = None
+
+
+@dataclass
+class TransfoXLSequenceClassifierOutput(_HeadOutput):
+    """
+    Args:
+        loss: scalar, with labels.
+        logits: (B, num_labels), the scores of the last real token; NaN in a row that has none.
+        mems, past_key_values, hidden_states, attentions, mems_mask: as in `TransfoXLModelOutput`.
+    """
+
+
+@dataclass
+class TransfoXLTokenClassifierOutput(_HeadOutput):
+    """
+    Args:
+        loss: scalar, with labels: the sum of `losses` over the number of labels.
+        logits: (B, L, num_labels), the scores of each token.
+        mems, past_key_values, hidden_states, attentions, mems_mask: as in `TransfoXLModelOutput`.
+        losses: (B, L), fp32 or fp64 where the scores are, with labels: the cross-entropy of each, 0 where ignored.
+    """
+
+    losses: Tensor | None = None
+
+
+class TransfoXLMLP(nn.Module):
+    """The position-wise feed-forward, (B, L, D) → (B, L, D)."""
+
+    def __init__(self, config: TransfoXLConfig):
+        super().__init__()
+        self.up_proj = nn.Linear(config.d_model, config.d_inner)
+        self.down_proj = nn.Linear(config.d_inner, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.output_relu = config.mlp_output_relu
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        hidden_states = relu_and_drop(project(self.up_proj, hidden_states), self.dropout)
+        hidden_states = project(self.down_proj, hidden_states)
+        return drop(hidden_states.relu() if self.output_relu else hidden_states, self.dropout)
+
+
+class Sight(NamedTuple):
+    """What the queries of a call see, which all layers share.
+
+    Attributes:
+        key_length: K.
+        implementation: the attention's backend.
+        key_mask, window, first_key, order, hidden: see `relative_attention`.
+    """
+
+    key_length: int
+    implementation: str
+    key_mask: Tensor | None = None
+    window: int | None = None
+    first_key: Tensor | None = None
+    order: Tensor | None = None
+    hidden: Tensor | None = None
+
+
+class TransfoXLAttention(nn.Module):
+    """Projections around `relative_attention` (Section 3.3).
+
+    `r_proj` (the paper's W_k,R) and the biases are there if the encoding of positions has them in each layer
+    (`config.positions`); what the layers share comes in from the model.
+    """
+
+    def __init__(self, config: TransfoXLConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.heads = (config.n_head, config.d_head)
+        width = config.n_head * config.d_head
+        self.q_proj = nn.Linear(config.d_model, width, bias=False)
+        self.k_proj = nn.Linear(config.d_model, width, bias=False)
+        self.v_proj = nn.Linear(config.d_model, width, bias=False)
+        self.o_proj = nn.Linear(width, config.d_model, bias=False)
+        self.r_proj: nn.Linear | None = None
+        self.content_bias: nn.Parameter | None = None
+        self.position_bias: nn.Parameter | None = None
+        config.positions.add_to_attention(self)
+        self.dropout = nn.Dropout(config.dropout)
+        # It is never called: the backends drop probabilities. But who turns dropout off looks for such modules.
+        self.dropatt = nn.Dropout(config.dropatt)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        context: Tensor,
+        distances: Distances,
+        sight: Sight,
+        past_key_values: Cache | None = None,
+        memory: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """
+        Args:
+            hidden_states: (B, L, D), what the queries are made of.
+            context: (B, n, D), what new keys and values are made of, behind those of `memory`.
+            distances: what encodes the K distances, but for what this layer has of its own.
+            sight: which keys the queries see.
+            past_key_values: holds the keys and values of the memory and takes those of `context`.
+            memory: (B, m, D), or None where `context` begins with it or there is none.
+
+        Returns:
+            (B, L, D), and the probabilities where the backend has them.
+        """
+        query = self._split_heads(project(self.q_proj, hidden_states))
+        key, value = (self._split_heads(states) for states in project_after(memory, context, self.k_proj, self.v_proj))
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        # A cache that never forgets holds more than the memory.
+        key, value = _last(key, 2, sight.key_length), _last(value, 2, sight.key_length)
+        content_bias = distances.content_bias if self.content_bias is None else self.content_bias
+        position_bias = distances.position_bias if self.position_bias is None else self.position_bias
+        attended, probabilities = relative_attention(
+            query,
+            key,
+            value,
+            self._rel_key(distances, sight.key_length, query.dtype),
+            content_bias,
+            position_bias,
+            rel_bias=distances.rel_bias,
+            key_mask=sight.key_mask,
+            window=sight.window,
+            first_key=sight.first_key,
+            order=sight.order,
+            hidden=sight.hidden,
+            dropout=0.0 if does_nothing(self.dropatt) else self.dropatt.p,
+            implementation=sight.implementation,
+            module=self,
+        )
+        return drop(project(self.o_proj, attended.transpose(1, 2).flatten(2)), self.dropout), probabilities
+
+    def _rel_key(self, distances: Distances, key_length: int, dtype: torch.dtype) -> Tensor | None:
+        """W_R R of the paper for the K distances, (H, n, Dh) with n ≤ K, or None without relative positions."""
+        positions = distances.positions
+        if positions is None:
+            return None
+        if distances.kept is None or self.r_proj is None:
+            rel_key = self._project(positions)
+        else:
+            weight = getattr(self.r_proj, "weight", None)
+            rel_key = distances.kept.rel_key(self.layer_idx, weight, lambda: self._project(positions))
+        return _last(rel_key, 1, min(key_length, rel_key.shape[1])).to(dtype)
+
+    def _project(self, positions: Tensor) -> Tensor:
+        """(n, D) sinusoids or (n, H, Dh) learned keys → (H, n, Dh)."""
+        if self.r_proj is not None:
+            _check_adapters(self.r_proj)
+            positions = project(self.r_proj, positions).unflatten(-1, self.heads)
+        return positions.transpose(0, 1)
+
+    def _split_heads(self, projected: Tensor) -> Tensor:
+        """(B, n, H·Dh) → (B, H, n, Dh)."""
+        return projected.view(*projected.shape[:2], *self.heads).transpose(1, 2)
+
+
+def _check_adapters(r_proj: nn.Module) -> None:
+    """Raise a ValueError where PEFT would take distances for rows of a batch, each with an adapter of its own."""
+    for hook in r_proj._forward_pre_hooks.values():
+        if {"adapter_names", "alora_offsets"} & getattr(hook, "keywords", {}).keys():
+            raise ValueError(
+                "an adapter on r_proj, into which distances go, is the same for all rows and tokens: with "
+                'adapter_names or activated LoRA leave it out by exclude_modules=["r_proj"]'
+            )
+
+
+class TransfoXLGate(nn.Module):
+    """What joins a sub-layer's output with its input, instead of a sum: the gate of GTrXL that is like a GRU
+    (Parisotto et al., 2020, https://arxiv.org/abs/1910.06764, Section 3.2). With x what entered the sub-layer, and y
+    what it has returned:
+
+        r = σ(W_r y + U_r x),    z = σ(W_z y + U_z x - b_g),    ĥ = tanh(W_g y + U_g (r ⊙ x)),
+        g(x, y) = (1 - z) ⊙ x + z ⊙ ĥ.
+
+    b_g begins at `config.gate_bias`: above 0 it keeps z small, so that at first a layer hardly changes what enters.
+    `y_proj` holds the rows of W_r, W_z and W_g in this order, `x_proj` those of U_r and U_z, `candidate_proj` is U_g,
+    and `bias` b_g.
+    """
+
+    def __init__(self, config: TransfoXLConfig):
+        super().__init__()
+        width = config.d_model
+        self.y_proj = nn.Linear(width, 3 * width, bias=False)
+        self.x_proj = nn.Linear(width, 2 * width, bias=False)
+        self.candidate_proj = nn.Linear(width, width, bias=False)
+        self.bias = nn.Parameter(torch.full((width,), float(config.gate_bias)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """(B, L, D) of x and y, (B, L, D) each."""
+        r_of_y, z_of_y, h_of_y = project(self.y_proj, y).chunk(3, dim=-1)
+        r_of_x, z_of_x = project(self.x_proj, x).chunk(2, dim=-1)
+        r = torch.sigmoid(r_of_y + r_of_x)
+        z = torch.sigmoid(z_of_y + z_of_x - self.bias)
+        candidate = torch.tanh(h_of_y + project(self.candidate_proj, r * x))
+        return (1 - z) * x + z * candidate
+
+
+class TransfoXLLayer(GradientCheckpointingLayer):
+    """One layer, as the equations that end Section 3.3 have it. With h the segment, m the memory and h̃ = [m, h]:
+
+        o = LayerNorm(h + W_o · attention of h to h̃),    the next h = LayerNorm(o + feed-forward(o)).
+
+    With `pre_lnorm`, what enters attention and feed-forward is normalised instead of the sums. `gating` does so too,
+    and puts gates (`TransfoXLGate`) in the place of the sums (GTrXL, Parisotto et al., 2020, Sections 3.1 and 3.2):
+
+        o = g(h, ReLU(W_o · attention of LayerNorm(h) to LayerNorm(h̃))),
+        the next h = g'(o, ReLU(feed-forward(LayerNorm(o)))).
+    """
+
+    def __init__(self, config: TransfoXLConfig, layer_idx: int):
+        super().__init__()
+        gated = config.gating is not None
+        self.pre_lnorm = config.pre_lnorm or gated
+        self.normalize_queries = config.positions.normalizes_queries or gated
+        self.self_attn = TransfoXLAttention(config, layer_idx)
+        self.self_attn_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
+        self.self_attn_gate = TransfoXLGate(config) if gated else None
+        self.mlp = TransfoXLMLP(config)
+        self.mlp_layer_norm = nn.LayerNorm(config.d_model, eps=config.layer_norm_epsilon)
+        self.mlp_gate = TransfoXLGate(config) if gated else None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        memory: Tensor | None,
+        read: Tensor | None,
+        distances: Distances,
+        sight: Sight,
+        past_key_values: Cache | None = None,
+        rounds: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """
+        Args:
+            hidden_states: (B, L, D). memory: (B, m, D) states that entered this layer before, or None.
+            read: (B, L, D), the hidden states as products read them, see `rounded`; None: as they are.
+            distances, sight, past_key_values: see `TransfoXLAttention.forward`.
+            rounds: whether to return what the next layer is given as `read`, too.
+
+        Returns:
+            (B, L, D), the next hidden states; and these as products read them if the layer `rounds`.
+        """
+        context = queries = hidden_states if read is None else read
+        if self.pre_lnorm:
+            context = hidden_states if memory is None else torch.cat([memory, hidden_states], dim=1)
+            context, memory = self.self_attn_layer_norm(context), None
+            context = context.to(working_dtype(context))
+            queries = _last(context, 1, hidden_states.shape[1]) if self.normalize_queries else hidden_states
+        attended = self.self_attn(queries, context, distances, sight, past_key_values, memory)[0]
+        hidden_states = _join(hidden_states, attended, self.self_attn_gate)
+        if self.pre_lnorm:
+            hidden_states = _join(hidden_states, self.mlp(self.mlp_layer_norm(hidden_states)), self.mlp_gate)
+            return (hidden_states, hidden_states) if rounds else hidden_states
+        hidden_states, read = rounded(self.self_attn_layer_norm(hidden_states))
+        hidden_states = self.mlp_layer_norm(hidden_states + self.mlp(read))
+        return rounded(hidden_states) if rounds else hidden_states
+
+
+def _join(entered: Tensor, returned: Tensor, gate: TransfoXLGate | None) -> Tensor:
+    """What goes on from a sub-layer: a sum, or what a gate makes of it."""
+    return entered + returned if gate is None else gate(entered, returned.relu())
+
+
+def _setting(name: str) -> property:
+    """A field of the configuration as an attribute of the model, where the originals' scripts set it.
+
+    Setting it raises what the configuration raises; the model is as it was then.
+    """
+
+    def set_field(model: "TransfoXLPreTrainedModel", value):
+        previous = getattr(model.config, name)
+        setattr(model.config, name, value)
+        try:
+            model.config.validate_architecture()
+        except ValueError:
+            setattr(model.config, name, previous)
+            raise
+
+    return property(lambda model: getattr(model.config, name), set_field)
+
+
+class TransfoXLPreTrainedModel(TransfoXLLayoutModel):
+    """What all models have: loading and saving, initial weights, a vocabulary that grows, a memory to begin with."""
+
+    config: TransfoXLConfig
+    config_class = TransfoXLConfig
+    base_model_prefix = "transformer"
+    supports_gradient_checkpointing = True
+    # Tables that are tied go together: a device map cannot follow ties between parts of modules.
+    _no_split_modules = ["TransfoXLLayer", "AdaptiveEmbedding", "AdaptiveLogSoftmax"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": TransfoXLLayer, "attentions": TransfoXLAttention}
+
+    def __init__(self, config: TransfoXLConfig, *args, **kwargs):
+        # `from_pretrained(mem_len=…)` sets fields after the configuration was validated.
+        config.validate_architecture()
+        super().__init__(config, *args, **kwargs)
+        if config.vocab_size == 0:
+            self.main_input_name = "inputs_embeds"
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module):
+        if isinstance(module, InputProjection):
+            init.normal_(module.weight, 0.0, self.config.proj_init_std)
+        elif isinstance(module, nn.Linear | nn.Embedding | OutputLayer):
+            self._init_weight(module.weight)
+            if getattr(module, "bias", None) is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            init.normal_(module.weight, 1.0, self.config.init_std)
+            init.zeros_(module.bias)
+        elif isinstance(module, TransfoXLGate):
+            init.constant_(module.bias, self.config.gate_bias)
+        elif isinstance(module, TransfoXLAttention | TransfoXLModel):
+            for name, parameter in module.named_parameters(recurse=False):
+                if name == "r_bias":
+                    init.zeros_(parameter)
+                else:
+                    self._init_weight(parameter)
+
+    def _init_weight(self, weight: Tensor):
+        if self.config.init == "uniform":
+            init.uniform_(weight, -self.config.init_range, self.config.init_range)
+        else:
+            init.normal_(weight, 0.0, self.config.init_std)
+
+    @property
+    def embeddings(self) -> "TransfoXLModel":
+        """Where PEFT looks for `embeddings.word_embeddings`, which no single table is."""
+        return self.base_model
+
+    @property
+    def word_embeddings(self) -> AdaptiveEmbedding:
+        """See `embeddings`."""
+        return self.get_input_embeddings()
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """The backend's name; what `transformers` does not know of is ours, the default among them."""
+        if requested_attention is None:
+            return "auto"
+        check_implementation(requested_attention)
+        if requested_attention in RELATIVE_ATTENTION_FUNCTIONS:
+            return requested_attention
+        return super().get_correct_attn_implementation(requested_attention, is_init_check)
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> AdaptiveEmbedding:
+        """As in `transformers`: tokens come and go at the end of the vocabulary, which is in the last bin.
+
+        Raises:
+            ValueError: fewer tokens than the last cutoff or a special token of the configuration needs, a multiple
+                below 1, or a model without tokens. The model is as it was.
+        """
+        if self.config.vocab_size == 0:
+            raise ValueError("vocab_size=0 means that there are no token embeddings to resize")
+        embeddings = self.get_input_embeddings()
+        if new_num_tokens is None and pad_to_multiple_of is None:
+            return embeddings
+        vocab_size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            if pad_to_multiple_of < 1:
+                raise ValueError(f"pad_to_multiple_of={pad_to_multiple_of} must be at least 1")
+            vocab_size = -(-vocab_size // pad_to_multiple_of) * pad_to_multiple_of
+        last_cutoff = self.config.cutoffs[-1] if self.config.cutoffs else 0
+        if vocab_size <= last_cutoff:
+            raise ValueError(
+                f"new_num_tokens={vocab_size} leaves no token in the last bin, which starts at {last_cutoff}"
+            )
+        # Validate a copy: on an error the model stays as it was.
+        resized = copy.copy(self.config)
+        resized.vocab_size = vocab_size
+        resized.validate_architecture()
+        tokens = vocab_size if len(embeddings.emb_layers) == 1 else vocab_size - last_cutoff
+        layer, head = embeddings.emb_layers[-1], getattr(self, "lm_head", None)
+        # Of one token alone there is no deviation to draw new ones with.
+        mean_resizing = mean_resizing and len(layer.weight) > 1
+        if head is not None:
+            output = head.out_layers[-1]
+            # Before the embeddings, which transformers resizes in place.
+            linear = self._get_resized_lm_head(output.to_linear(), tokens, mean_resizing=mean_resizing)
+        self._get_resized_embeddings(layer, tokens, mean_resizing=mean_resizing)
+        if head is not None:
+            head.out_layers[-1] = OutputLayer(linear.weight, linear.bias).requires_grad_(output.weight.requires_grad)
+        self.config.vocab_size = vocab_size
+        # Keep today's ties: a checkpoint whose tensors differed was loaded untied.
+        self.tie_weights(recompute_mapping=False)
+        return embeddings
+
+    def reset_memory_length(self, mem_len: int):
+        """Remember `mem_len` states from now on; the caller cuts longer mems.
+
+        Raises:
+            ValueError: `mem_len` is negative, or the model's positions allow no memory. The model is as it was.
+        """
+        self.mem_len = mem_len
+
+    mem_len = _setting("mem_len")
+    ext_len = _setting("ext_len")
+    clamp_len = _setting("clamp_len")
+    same_length = _setting("same_length")
+
+    def init_mems(self, batch_size: int) -> tuple[Tensor, ...] | None:
+        """What precedes the first segment: n_layer tensors (B, M, D) of zeros or (B, 0, D), or None if M = 0.
+
+        Device and type are those of the hidden states. Each tensor may be written to by itself.
+        """
+        first = self.first_parameter
+        mems = initial_memory(self.config, self.config.mem_len, batch_size, first.dtype, first.device)
+        return None if mems is None else tuple(states.clone() for states in mems)
+
+    @property
+    def first_parameter(self) -> nn.Parameter:
+        """One that has the type of the hidden states, where they begin; neither quantised nor adapted."""
+        if self.config.vocab_size > 0:
+            return self.get_input_embeddings().emb_layers[0].weight
+        return self.base_model.layers[0].self_attn_layer_norm.weight
+
+
+class VectorEmbedding(nn.Linear):
+    """From vectors of any floating-point type, (B, L, F), to what enters the first layer, (B, L, D)."""
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        # Under autocast a product returns a narrower type than the hidden states have.
+        return super().forward(vectors.to(self.weight.dtype)).to(self.weight.dtype)
+
+
+class TransfoXLModel(TransfoXLPreTrainedModel):
+    """Transformer-XL without a head: hidden states and memory.
+
+    With `vocab_size=0` it has no table of tokens and reads vectors, `inputs_embeds`, alone.
+    """
+
+    def __init__(self, config: TransfoXLConfig):
+        super().__init__(config)
+        if config.vocab_size > 0:
+            self.embed_tokens = AdaptiveEmbedding(config)
+        else:
+            self._input_embed_layer = "embed_vectors"
+            self.embed_vectors = (
+                nn.Identity() if config.input_size is None else VectorEmbedding(config.input_size, config.d_model)
+            )
+        # Each place has a module of its own, so that each can be replaced by itself.
+        self.input_dropout = nn.Dropout(config.dropout)
+        self.position_dropout = nn.Dropout(config.dropout)
+        self.output_dropout = nn.Dropout(config.dropout)
+        self.layers = nn.ModuleList(TransfoXLLayer(config, i) for i in range(config.n_layer))
+        config.positions.add_to_model(self)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        mems: tuple[Tensor, ...] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        lengths: MemoryLengths | None = None,
+        mems_mask: Tensor | None = None,
+        resets: Tensor | None = None,
+        **kwargs,
+    ) -> TransfoXLModelOutput:
+        """
+        Args:
+            input_ids: (B, L), the segment.
+            mems: the memory, tuple of n_layer tensors (B, m, D), m ≤ M, of any floating-point type and on any device:
+                each layer takes it as its segment is. None: see `config.initial_memory`. In another layout, legacy's
+                (m, B, D), it is taken for ours where m = B, since shapes tell nothing then.
+            attention_mask: (B, n), 1 = real, 0 = padding, for the last n of the m + L keys; keys without a column are
+                as `mems_mask` has them. n = L: the segment. n = m + L: the memory too. Or the whole text so far: n may
+                exceed m + L where the memory is full (m = M), and be less with `initial_memory="zeros"`, whose memory
+                is full from the start. Padding is never attended to, neither now nor later: `mems_mask` and
+                `past_key_values` remember what was masked. A row whose memory columns are all 0 starts fresh, without
+                any memory. With `initial_memory="empty"` it equals the segment read alone, and a padded row the
+                unpadded one; with `"zeros"` a segment read alone sees zero states, which here are masked too, and
+                those of a padded row stand before the padding, further away. In floating point it may hold ones and
+                zeros alone, not what is added to scores.
+            past_key_values: the memory as projected keys and values, continued in place. An empty one starts from
+                `mems`, or from the initial memory. A mask of the whole text begins behind those. Weights that are
+                written to, or others, are used from the next call on that is not compiled; an adapter of `r_proj` that
+                learns, comes or goes needs `past_key_values.reset()`, and so does what writes through `.data`.
+            cache (in kwargs): `past_key_values` by the name that it has from transformers 5.24 on.
+            inputs_embeds: (B, L, D), instead of `input_ids`, on the scale of `get_input_embeddings()(input_ids)`; all
+                that a model without tokens takes (`vocab_size=0`), (B, L, `input_size`) if that is set.
+            use_cache: return `past_key_values` instead of `mems`.
+            lengths: how long the memory and the distances are in this call, instead of in the configuration, which
+                a call never writes to: threads may share a model and use different lengths.
+            mems_mask: (B, m) bool, which states of `mems` are real: `mems_mask` of the outputs that `mems` are from.
+                None: all of them. States that are not may hold anything; nothing of it spreads.
+            output_hidden_states, output_attentions (in kwargs): return these too.
+            resets: (B, L) bool, True at a token before which everything is forgotten, because another document or
+                episode begins: from there on neither earlier tokens of the segment nor the memory are seen, now or
+                later. Each document has the states, the memory and the gradients that it has alone. Whether there is
+                any, the host asks, and waits for a GPU once; without any, nothing is different. It needs relative
+                positions and `initial_memory="empty"`: with `"zeros"` a document sees `mem_len` zero states before
+                it, and inside a row the states of other documents are in their places, which no mask changes.
+            position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx (in kwargs): as collators of `transformers` and TRL
+                write them for documents packed into a row; where one begins inside it, that is a reset. Whether the
+                row's first token continues a text, `mems` alone say. Whether position_ids count on, the host asks too.
+                The heads name position_ids and seq_idx: of a data set `Trainer` keeps the columns that a head names.
+
+        Raises:
+            ValueError: inputs that do not fit the model or each other; the message names them.
+            TypeError: keyword arguments that nothing reads; but those that `transformers` hands to every model may be
+                there.
+        """
+        past_key_values = chosen_cache(past_key_values, kwargs.pop("cache", None))
+        check_keywords(kwargs)
+        documents = {name: kwargs[name] for name in DOCUMENT_KEYWORDS if kwargs.get(name) is not None}
+        check_tensors(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            mems_mask=mems_mask,
+            resets=resets,
+            **{f"mems[{i}]": states for i, states in enumerate(() if mems is None else mems)},
+            **documents,
+        )
+        filled = fill_lengths(lengths, self.config)
+        inputs_embeds = self._embed(input_ids, inputs_embeds)
+        resets = self._find_resets(inputs_embeds, attention_mask, resets, filled.mem_len, documents)
+        past_key_values = self._choose_cache(use_cache, past_key_values, filled)
+        memory = open_memory(self.config, filled, inputs_embeds, mems, mems_mask, attention_mask, past_key_values)
+        memory = begin_documents(memory, resets)
+        if input_ids is None and memory.key_mask is not None:
+            # A table's rows are finite, but what a caller has written into padding may be NaN, which must not spread.
+            inputs_embeds = hide_states(inputs_embeds, memory.key_mask[:, memory.length :])
+        if self.config.vocab_size == 0:
+            inputs_embeds = self.embed_vectors(inputs_embeds)
+            if self._is_checkpointed_reentrantly() and not inputs_embeds.requires_grad:
+                # Only what has inputs with gradients gets gradients then. Of tables transformers sees to that.
+                inputs_embeds = inputs_embeds.detach().requires_grad_()
+
+        positions = self.config.positions
+        entering = positions.enter_model(self, inputs_embeds, filled.clamp_len, memory.key_mask)
+        hidden_states = drop(entering, self.input_dropout)
+        wants_attentions = bool(kwargs.get("output_attentions", self.config.output_attentions))
+        sight = self._see(memory, inputs_embeds, filled.window, past_key_values, wants_attentions)
+        # What depends on distances alone is projected once for many calls, unless gradients or dropout need it anew.
+        draws = not does_nothing(self.position_dropout)
+        keeps = past_key_values is not None and not torch.is_grad_enabled() and not draws
+        state = decoding_state_of(past_key_values) if keeps else None
+        kept = None if state is None else state.distances
+        distances = positions.distances(self, sight.key_length, inputs_embeds, kept, filled.clamp_len, filled.mem_len)
+        remembered: list[Any] = []
+        entered: list[Tensor] = []
+        read = None
+        for i, layer in enumerate(self.layers[: self.config.n_layer]):
+            entering = positions.enter_layer(self, i, hidden_states, memory.key_mask)
+            if read is None or entering is not hidden_states:
+                # Under autocast states that products alone read are rounded for them once, and remembered so. A layer
+                # normalisation that reads them first is computed in fp32, of states as they are.
+                hidden_states, read = (entering, entering) if self.config.pre_lnorm else rounded(entering)
+            remembered.append(memory.of_layer(i, read))
+            entered.append(read)
+            returned = layer(
+                hidden_states,
+                remembered[i],
+                read,
+                distances=distances[i],
+                sight=sight,
+                past_key_values=past_key_values,
+                rounds=_rounds_by_itself(layer),
+            )
+            hidden_states, read = returned if isinstance(returned, tuple) else (returned, None)
+        new_mems = new_mask = None
+        if past_key_values is not None:
+            remember_key_mask(past_key_values, memory, inputs_embeds.shape[1], attention_mask)
+            if torch.is_grad_enabled():
+                stop_gradients(past_key_values)
+            if kept is not None and past_key_values.is_compileable:
+                kept.crop(1 + filled.mem_len)
+        elif filled.mem_len > 0:
+            new_mems, new_mask = remember(memory, remembered, entered, filled)
+        return TransfoXLModelOutput(
+            last_hidden_state=drop(hidden_states, self.output_dropout),
+            mems=new_mems,
+            **{CACHE_NAME: past_key_values},
+            mems_mask=new_mask,
+        )
+
+    def _is_checkpointed_reentrantly(self) -> bool:
+        if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
+            return False
+        return getattr(self._gradient_checkpointing_func, "keywords", {}).get("use_reentrant", False)
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """(B, L, D) from the one that is given; (B, L, F) vectors as they are given."""
+        if input_ids is not None and self.config.vocab_size == 0:
+            raise ValueError(
+                "input_ids were given, but vocab_size=0 means that there are no tokens: use inputs_embeds"
+            )
+        if input_ids is not None and inputs_embeds is None:
+            if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+                raise ValueError(f"input_ids are {tuple(input_ids.shape)}, not (B, L) with at least one token")
+            if input_ids.dtype not in (torch.long, torch.int):
+                raise ValueError(f"input_ids are {input_ids.dtype}, not torch.long or torch.int")
+            return self.embed_tokens(input_ids)
+        if input_ids is not None or inputs_embeds is None:
+            needed = "inputs_embeds" if self.config.vocab_size == 0 else "exactly one of input_ids and inputs_embeds"
+            raise ValueError(f"give {needed}")
+        if inputs_embeds.dim() != 3 or inputs_embeds.shape[1] == 0:
+            raise ValueError(f"inputs_embeds are {tuple(inputs_embeds.shape)}, not (B, L, D) with at least one token")
+        name = "d_model" if self.config.input_size is None else "input_size"
+        if inputs_embeds.shape[-1] != getattr(self.config, name):
+            raise ValueError(
+                f"inputs_embeds are {inputs_embeds.shape[-1]} wide, not {name}={getattr(self.config, name)}"
+            )
+        if not inputs_embeds.is_floating_point():
+            raise ValueError(f"inputs_embeds are {inputs_embeds.dtype}, no floating-point vectors")
+        # Observations are often fp64, NumPy's own type; what `input_size` projects, its layer casts.
+        return inputs_embeds if self.config.input_size else inputs_embeds.to(self.first_parameter.dtype)
+
+    def _find_resets(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        resets: Tensor | None,
+        mem_len: int,
+        documents: dict[str, Tensor],
+    ) -> Tensor | None:
+        """(B, L) bool, where documents begin, told in one way or another; None: nowhere."""
+        batch_size, segment_length, _ = inputs_embeds.shape
+        given = resets
+        if resets is not None:
+            if resets.dtype != torch.bool or resets.shape != (batch_size, segment_length):
+                raise ValueError(
+                    f"resets are {tuple(resets.shape)} of {resets.dtype}, but this segment needs "
+                    f"({batch_size}, {segment_length}) bool"
+                )
+            resets = resets.to(inputs_embeds.device)
+        starts = packed_starts((batch_size, segment_length), inputs_embeds.device, attention_mask, **documents)
+        if starts is not None:
+            resets = starts if resets is None else resets | starts
+        if resets is None:
+            return None
+        graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if not (graph or torch._C._functorch.is_functorch_wrapped_tensor(resets) or bool(resets.any())):
+            return None
+        told_by = [*([] if given is None else ["resets"]), *documents]
+        self.config.check_documents(" and ".join(told_by), mem_len)
+        return resets
+
+    def _see(
+        self,
+        memory: OpenMemory,
+        inputs_embeds: Tensor,
+        window: int | None,
+        past_key_values: Cache | None,
+        wants_attentions: bool,
+    ) -> Sight:
+        """What the queries of a segment, (B, L, D), see. A static cache is told of it: see `order_of_keys`."""
+        segment_length = inputs_embeds.shape[1]
+        key_length, key_mask, first_key = memory.length + segment_length, memory.key_mask, memory.first_key
+        # Only "eager" returns probabilities.
+        implementation = "eager" if wants_attentions else self.config._attn_implementation
+        # Probabilities are handed out in order of time, so that the keys have to be in it.
+        can_turn = follows_order(implementation) and first_key is None and not wants_attentions
+        order = order_of_keys(past_key_values, segment_length, key_length, can_turn)
+        hidden = None
+        if implementation != "txl_triton":
+            # All layers share it. The kernels do without: they compare positions themselves.
+            hidden = hidden_keys(segment_length, key_length, window, key_mask, inputs_embeds.device, first_key, order)
+        return Sight(key_length, implementation, key_mask, window, first_key, order, hidden)
+
+    def _choose_cache(
+        self, use_cache: bool | None, past_key_values: Cache | None, lengths: FilledLengths
+    ) -> Cache | None:
+        if lengths.mem_len == 0:
+            if past_key_values is not None:
+                raise ValueError("past_key_values hold a memory, but mem_len=0 means that there is none")
+            return None
+        if self.gradient_checkpointing and self.training and (use_cache or past_key_values is not None):
+            if past_key_values is not None and is_filled(past_key_values):
+                raise ValueError(
+                    "past_key_values hold a memory, but gradient checkpointing runs a layer twice in training mode "
+                    "and reads no cache: give it as mems, or call model.eval() first"
+                )
+            logger.warning_once("gradient checkpointing runs a layer twice and cannot fill a cache: use_cache=False")
+            return None
+        if use_cache and past_key_values is None:
+            return MemoryCache(self.config, lengths.mem_len)
+        return past_key_values
+
+
+def _rounds_by_itself(layer: nn.Module) -> bool:
+    """Whether a layer is compiled by itself, so that what it returns is rounded in the kernel that computes it.
+
+    A hook that changes what a layer returns knows of one tensor.
+    """
+    return layer._compiled_call_impl is not None and not layer._forward_hooks
+
+
+class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
+    """Transformer-XL with the adaptive softmax over the next token."""
+
+    def __init__(self, config: TransfoXLConfig):
+        if config.vocab_size == 0:
+            raise ValueError(
+                f"{type(self).__name__} predicts tokens, but vocab_size=0 means that there are none: use "
+                "TransfoXLModel or a classifier, or give the model a vocabulary"
+            )
+        super().__init__(config)
+        # transformers derives `loss_type` from the class name, which a subclass changes: `Trainer` would then count a
+        # label too many in each row.
+        self.loss_type = "ForCausalLM"
+        self.transformer = TransfoXLModel(config)
+        self.lm_head = AdaptiveLogSoftmax(config)
+        self._tied_weights_keys = self.get_expanded_tied_weights_keys()
+        self._drop_output_logits()
+        self.post_init()
+
+    def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
+        """{softmax parameter: the embedding's that it is}, by `tie_word_embeddings` and `tie_projs`."""
+        if all_submodels:
+            return super().get_expanded_tied_weights_keys(all_submodels=True)
+        source, target = "transformer.embed_tokens", "lm_head"
+        tied = {}
+        if self.config.tie_word_embeddings:
+            for i in range(len(self.lm_head.out_layers)):
+                tied[f"{target}.out_layers.{i}.weight"] = f"{source}.emb_layers.{i}.weight"
+        for i, tie in enumerate(self.config.tie_projs or ()):
+            if tie and isinstance(self.lm_head.out_projs[i], OutputProjection):
+                table = 0 if self.config.div_val == 1 else i
+                tied[f"{target}.out_projs.{i}.weight"] = f"{source}.emb_projs.{table}.weight"
+        return tied
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        mems: tuple[Tensor, ...] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        output_logits: bool | None = None,
+        lengths: MemoryLengths | None = None,
+        mems_mask: Tensor | None = None,
+        resets: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs,
+    ) -> TransfoXLCausalLMOutput:
+        """
+        Args:
+            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets,
+                position_ids, seq_idx: see `TransfoXLModel.forward`.
+            labels: (B, L), shifted inside: token i predicts label i + 1. -100 is ignored, and so is what
+                `attention_mask` masks: padding is no target, and predicts none, also not the first token behind it.
+                The first token of a document in a row is a target of the token before it, as in `TokenStream`; -100 in
+                its place, which collators of packed documents write, leaves it out.
+            shift_labels (in kwargs): (B, L), targets aligned with the inputs already, so that the last token of a
+                segment predicts the first of the next. Takes precedence over `labels`. What a masked position would
+                predict is ignored.
+            num_items_in_batch (in kwargs): what the sum of the losses is divided by, instead of the number of targets:
+                of labels that are not -100 in all batches of a step, as `Trainer` counts them. Those that are
+                ignored as padding are taken to cost as much as the others of this batch.
+            logits_to_keep: keep the logits of the last so many positions, or of the positions in a tensor; 0: all.
+            output_logits: whether to return logits beside a loss, (tokens × vocabulary) numbers that the loss does not
+                need; by default a model without cutoffs does, and one with cutoffs if it is so configured. Second
+                derivatives need them, and where `torch.func` or forward mode differentiates they are computed.
+            logits_top_k (in kwargs): only the k most probable tokens of each position have to be right, see
+                `AdaptiveLogSoftmax.log_prob`. `generate` gives it where no other token can matter.
+            state_listeners (in kwargs): functions that are called with `last_hidden_state` and `attention_mask`.
+                `generate` gives those of its logits processors.
+
+        Raises:
+            ValueError: a label is neither -100 nor in [0, V), or has another shape; and see `TransfoXLModel.forward`.
+        """
+        shift_labels = kwargs.pop("shift_labels", None)
+        check_tensors(
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            labels=labels,
+            shift_labels=shift_labels,
+        )
+        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        logits_top_k = kwargs.pop("logits_top_k", None)
+        state_listeners = kwargs.pop("state_listeners", ())
+        if output_logits is None:
+            output_logits = self.config.output_logits or not self.config.cutoffs
+        given = targets = by_bin = None
+        if (shape := _segment_shape(input_ids, inputs_embeds)) is not None:
+            given = _targets(labels, shift_labels, shape)
+            targets = None if given is None else without_padding(given, attention_mask, shape[1])
+        if targets is not None and not output_logits and not torch.jit.is_tracing():
+            # Before the layers run, so that a GPU has the counts ready when the host asks for them.
+            by_bin = self.lm_head.sort_targets(targets.flatten())
+        outputs = self.transformer(
+            input_ids,
+            mems=mems,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            lengths=lengths,
+            mems_mask=mems_mask,
+            resets=resets,
+            position_ids=position_ids,
+            seq_idx=seq_idx,
+            return_dict=True,
+            **kwargs,
+        )
+        hidden_states = outputs.last_hidden_state
+        for listener in state_listeners:
+            listener(hidden_states, attention_mask)
+
+        loss, losses, logits = None, None, None
+        if given is None or targets is None:
+            logits = self.lm_head(_keep(hidden_states, logits_to_keep), top_k=logits_top_k)
+        else:
+            predicting = hidden_states[:, : targets.shape[1]]
+            if not output_logits:
+                losses = self.lm_head(predicting.flatten(0, 1), targets.flatten(), by_bin=by_bin).view(targets.shape)
+            else:
+                logits = self.lm_head(hidden_states)
+                losses = _pick_losses(logits[:, : targets.shape[1]], targets.to(logits.device))
+                logits = _keep(logits, logits_to_keep)
+            loss = _mean_loss(losses, targets, num_items_in_batch)
+            if num_items_in_batch is not None and targets is not given:
+                # `Trainer` counts labels without looking at the mask, so that labels of padding are taken to cost what
+                # the others of this batch do.
+                loss = loss * ((given != -100).sum() / (targets != -100).sum().clamp(min=1)).to(loss.device)
+        return TransfoXLCausalLMOutput(loss=loss, logits=logits, losses=losses, **_without_last_state(outputs))
+
+
+TransfoXLLMHeadModel = TransfoXLForCausalLM
+# `Trainer` looks into this table to know whether a smoothed loss has to shift the labels; registering with the Auto
+# classes does not write to it.
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TransfoXLConfig.model_type] = TransfoXLForCausalLM.__name__
+
+
+class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
+    """Transformer-XL with a linear classifier on the last real token."""
+
+    def __init__(self, config: TransfoXLConfig):
+        super().__init__(config)
+        # transformers derives `loss_type` from the class name, which a subclass changes.
+        self.loss_type = "ForSequenceClassification"
+        self.num_labels = config.num_labels
+        self.transformer = TransfoXLModel(config)
+        self.score = nn.Linear(config.d_model, config.num_labels, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        mems: tuple[Tensor, ...] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        lengths: MemoryLengths | None = None,
+        mems_mask: Tensor | None = None,
+        resets: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs,
+    ) -> TransfoXLSequenceClassifierOutput:
+        """
+        Args:
+            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets,
+                position_ids, seq_idx: see `TransfoXLModel.forward`. The last real token is the last one that
+                `attention_mask` marks, or else that is not `config.pad_token_id`, or else the last one of
+                `inputs_embeds`. Padding may stand on either side with a mask, and behind the text without one, which
+                alone would hide it. A row without any real token, as a text that ended in an earlier segment, has
+                logits of NaN.
+            labels: (B,) or (B, 1) classes, or `num_labels` numbers for each row, for regression or multi-label
+                classification. Of classes -100 is ignored, as a row without real tokens needs it; -100.0 is a number
+                as any other. Which they are says `config.problem_type`, and where that is None, their shape.
+            num_items_in_batch (in kwargs): how many labels but -100 a whole step has, as `Trainer` counts them: the
+                loss is the part of the step's mean that these have, and 0 where they are all -100.0.
+
+        Raises:
+            ValueError: a batch of several rows with neither a mask nor a `pad_token_id`, labels of another shape, or
+                classes that are no integers, or neither -100 nor in [0, num_labels).
+        """
+        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        check_tensors(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+        if input_ids is not None:
+            self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
+            if attention_mask is None and self.config.pad_token_id is not None and not self.config.positions.recurrent:
+                # These positions are counted from the last real token, of which the mask alone tells.
+                real = input_ids != self.config.pad_token_id
+                attention_mask = real.flip(1).cumsum(1).flip(1) > 0
+        outputs = self.transformer(
+            input_ids,
+            mems=mems,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            lengths=lengths,
+            mems_mask=mems_mask,
+            resets=resets,
+            position_ids=position_ids,
+            seq_idx=seq_idx,
+            return_dict=True,
+            **kwargs,
+        )
+        scores = self.score(outputs.last_hidden_state)
+        logits = self._of_last_real_token(scores, input_ids, attention_mask)
+        loss = None
+        if labels is not None:
+            labels = _labels_of_rows(labels, logits, self.config)
+            count = _count(labels, num_items_in_batch)
+            loss = self.loss_function(
+                logits=scores, labels=labels, pooled_logits=logits, config=self.config, num_items_in_batch=count
+            )
+            if num_items_in_batch is not None and self.config.problem_type != "single_label_classification":
+                # transformers' losses of numbers are means, whatever `num_items_in_batch` says. Who counts for a step
+                # leaves out the number -100 too.
+                loss = loss * (labels != -100).sum() / count
+        return TransfoXLSequenceClassifierOutput(loss=loss, logits=logits, **_without_last_state(outputs))
+
+    def _of_last_real_token(self, scores: Tensor, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
+        """(B, num_labels) out of (B, L, num_labels), NaN where a row has no real token."""
+        segment_length = scores.shape[1]
+        if attention_mask is not None:
+            real = attention_mask[:, -segment_length:] != 0
+        elif self.config.pad_token_id is not None and input_ids is not None:
+            real = input_ids != self.config.pad_token_id
+        elif len(scores) == 1 or input_ids is None:
+            return scores[:, -1]
+        else:
+            raise ValueError(
+                "a batch of several rows may hold padding: give attention_mask, or set config.pad_token_id"
+            )
+        real = real.to(scores.device)
+        last = (torch.arange(segment_length, device=scores.device) * real).argmax(-1)
+        found = scores[torch.arange(len(scores), device=scores.device), last]
+        return found.masked_fill(~real.any(dim=-1, keepdim=True), torch.nan)
+
+
+class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
+    """Transformer-XL with a linear classifier on every token.
+
+    A text longer than any segment is read as by the other heads, segment by segment with the memory handed on, so that
+    each token is scored once, from all before it that the memory covers. What follows a token is not seen.
+    """
+
+    def __init__(self, config: TransfoXLConfig):
+        if config.problem_type not in (None, "single_label_classification"):
+            raise ValueError(
+                f"{type(self).__name__} tells one class of each token, but problem_type={config.problem_type!r}: "
+                "leave it out, or put a layer of your own on TransfoXLModel"
+            )
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.transformer = TransfoXLModel(config)
+        self.score = nn.Linear(config.d_model, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        mems: tuple[Tensor, ...] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        lengths: MemoryLengths | None = None,
+        mems_mask: Tensor | None = None,
+        resets: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **kwargs,
+    ) -> TransfoXLTokenClassifierOutput:
+        """
+        Args:
+            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets,
+                position_ids, seq_idx: see `TransfoXLModel.forward`.
+            labels: (B, L), the class of each token, not shifted. -100 is ignored.
+            num_items_in_batch (in kwargs): what the sum of the losses is divided by, instead of the number of labels.
+
+        Raises:
+            ValueError: a label is neither -100 nor in [0, num_labels), or has another shape, or there is one class;
+                and see `TransfoXLModel.forward`.
+        """
+        num_items_in_batch = kwargs.pop("num_items_in_batch", None)
+        check_tensors(labels=labels)
+        outputs = self.transformer(
+            input_ids,
+            mems=mems,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            lengths=lengths,
+            mems_mask=mems_mask,
+            resets=resets,
+            position_ids=position_ids,
+            seq_idx=seq_idx,
+            return_dict=True,
+            **kwargs,
+        )
+        logits = self.score(outputs.last_hidden_state)
+        loss, losses = None, None
+        if labels is not None:
+            if self.num_labels == 1:
+                raise ValueError(
+                    "labels of num_labels=1 teach nothing, since there is one class: give more, or take a loss of "
+                    "your own of the logits"
+                )
+            _check_targets("labels", labels, logits.shape[:2])
+            check_labels(labels, self.num_labels, "the classes")
+            targets = labels.to(logits.device, torch.long)
+            losses = F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten(), reduction="none")
+            losses = losses.view(labels.shape)
+            loss = _mean_loss(losses, targets, num_items_in_batch)
+        return TransfoXLTokenClassifierOutput(loss=loss, logits=logits, losses=losses, **_without_last_state(outputs))
+
+
+def _without_last_state(outputs: TransfoXLModelOutput) -> dict[str, Any]:
+    """What a head hands on of what the model has returned: the memory, and what was asked for beside it."""
+    return {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+
+
+def _segment_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> torch.Size | None:
+    """(B, L); None for inputs that the model refuses."""
+    if input_ids is None:
+        return inputs_embeds.shape[:2] if inputs_embeds is not None and inputs_embeds.dim() == 3 else None
+    return input_ids.shape if inputs_embeds is None and input_ids.dim() == 2 else None
+
+
+def _targets(labels: Tensor | None, shift_labels: Tensor | None, shape: torch.Size) -> Tensor | None:
+    """The targets of the first positions of the segment, int64: (B, L) from shift_labels, (B, L - 1) from labels, or
+    None."""
+    for name, given in (("shift_labels", shift_labels), ("labels", labels)):
+        if given is not None:
+            _check_targets(name, given, shape)
+    if shift_labels is not None:
+        return shift_labels.long()
+    return None if labels is None else labels[:, 1:].long()
+
+
+def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_length: int) -> Tensor:
+    """(B, n) targets of the first n positions of a segment, -100 where the position that predicts is padding: what it
+    computes is nobody's. Where n = L - 1, each is the token of the next position, and -100 where that is padding."""
+    if attention_mask is None or attention_mask.dim() != 2:
+        return targets
+    real, length = attention_mask[:, -segment_length:] != 0, targets.shape[1]
+    if real.shape != (targets.shape[0], segment_length):
+        # `open_memory` says what is wrong with it.
+        return targets
+    counts = real[:, :length] if length == segment_length else real[:, :-1] & real[:, 1:]
+    return targets.masked_fill(~counts.to(targets.device), -100)
+
+
+def _check_targets(name: str, given: Tensor, shape: torch.Size):
+    if given.shape != shape:
+        raise ValueError(f"{name} are {tuple(given.shape)}, but the inputs are {tuple(shape)}")
+    if given.is_floating_point() or given.dtype == torch.bool:
+        raise ValueError(f"{name} are {given.dtype}, not token ids or classes")
+
+
+def _labels_of_rows(labels: Tensor, logits: Tensor, config: TransfoXLConfig) -> Tensor:
+    """Labels in the type by which transformers' loss knows what they are: classes int64, numbers as the (B, n) logits.
+
+    Raises:
+        ValueError: see `TransfoXLForSequenceClassification.forward`.
+    """
+    rows, num_labels = logits.shape
+    are_classes = config.problem_type == "single_label_classification"
+    if config.problem_type is None:
+        are_classes = num_labels > 1 and labels.shape != logits.shape
+    one = are_classes or (num_labels == 1 and config.problem_type != "multi_label_classification")
+    if labels.shape not in (((rows,), (rows, 1)) if one else ((rows, num_labels),)):
+        needed = f"({rows},)" if one else f"({rows}, {num_labels})"
+        if config.problem_type is None and num_labels > 1:
+            needed += f", or ({rows}, {num_labels}) where several classes are to be told of each"
+        raise ValueError(f"labels are {tuple(labels.shape)}, but {rows} rows need {needed}")
+    if not are_classes:
+        return labels.to(logits.dtype)
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"labels are {labels.dtype}, but classes are integers, such as torch.long")
+    labels = labels.long()
+    check_labels(labels, num_labels, "the classes")
+    return labels
+
+
+def _mean_loss(losses: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    """The sum of the losses over their count, or over that of a whole step; 0 where nothing counts.
+
+    Where a model is spread over several GPUs, targets and counts may be on another one.
+    """
+    count = _count(targets, num_items_in_batch)
+    return losses.sum() / (count.to(losses.device) if isinstance(count, Tensor) else count)
+
+
+def _count(targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | int:
+    """How many targets count, of these or of a whole step, as it is told; 1 where none do."""
+    count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+
+
+def _pick_losses(log_probs: Tensor, targets: Tensor) -> Tensor:
+    """(B, n) negative log-likelihoods out of (B, n, V) log-probabilities, 0 where the target is -100."""
+    check_labels(targets, log_probs.shape[-1])
+    ignored = targets == -100
+    picked = log_probs.gather(-1, targets.masked_fill(ignored, 0)[..., None])[..., 0]
+    return -picked.masked_fill(ignored, 0)
+
+
+def _last(states: Tensor, dim: int, length: int) -> Tensor:
+    """The last `length` in a dimension; where these are all, the same tensor: a slice would cost a copy backward."""
+    return states if states.shape[dim] == length else states.narrow(dim, -length, length)
+
+
+def _keep(states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    """(B, L, …) at the last `logits_to_keep` positions (0: all of them) or at the positions of a tensor."""
+    return states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]

@@ -1,0 +1,333 @@
+"""Segments that are alike are read by one graph: the losses are those of segments that are launched one by one.
+
+On a CPU a recorder of the tests takes the place of CUDA's.
+"""
+
+import contextlib
+import functools
+import gc
+import logging
+import math
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from models import small_model
+from recorder import Recorder, let_the_host_wait
+from txl_hf import ContinuousCache, MemoryLengths, TransfoXLForCausalLM, evaluate_language_model, token_losses
+from txl_hf.evaluation import reading
+from txl_hf.kernels import captured
+from txl_hf.kernels.captured import SEGMENTS_BEFORE, why_not_captured
+from txl_hf.transfo_xl.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
+from txl_hf.transfo_xl.cache_transfo_xl import CACHE_NAME
+from txl_hf.transfo_xl.positions_transfo_xl import POSITIONS
+
+VOCAB_SIZE = 20
+
+
+def tiny_model(**changes) -> TransfoXLForCausalLM:
+    sizes = {"vocab_size": VOCAB_SIZE, "cutoffs": [5, 10], "mem_len": 12, "init_std": 0.5}
+    return small_model(**(sizes | changes)).eval()
+
+
+def text(length: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.fixture
+def warnings_anew(monkeypatch):
+    """What is warned of once is warned of again, and seen."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    captured.logger.warning_once.cache_clear()
+
+
+def replays(labels: int, segment_length: int, memory_length: int, initial: int = 0) -> int:
+    """How many segments of a text a graph reads: not those that fill the memory, nor the first alike, nor a short
+    one at the end."""
+    full = math.ceil((memory_length - initial) / segment_length)
+    # The first has no equal before it, whether it fills the memory or not.
+    return max(0, labels // segment_length - max(full, 2) + 1 - SEGMENTS_BEFORE - 1)
+
+
+MODEL = tiny_model()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    length=st.integers(40, 300),
+    segment_length=st.integers(1, 15),
+    memory_length=st.integers(1, 14),
+    batch_size=st.integers(1, 3),
+    clamp_len=st.sampled_from([-1, 5]),
+    same_length=st.booleans(),
+)
+def test_losses_are_those_of_segments_that_are_launched(length, segment_length, memory_length, batch_size, **lengths):
+    arguments = text(length), segment_length, memory_length, batch_size
+    expected = token_losses(MODEL, *arguments, **lengths)
+    recorder = Recorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(captured.RECORDERS, "cpu", recorder)
+        found = token_losses(MODEL, *arguments, **lengths)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    labels = math.ceil(length / batch_size) - 1
+    assert recorder.runs == replays(labels, segment_length, memory_length)
+    assert (recorder.runs > 0) <= recorder.recorded <= 1
+
+
+@pytest.mark.parametrize("changes", [{"initial_memory": "zeros"}, {"attn_type": 1}, {"pre_lnorm": True}], ids=str)
+@pytest.mark.parametrize("backend", ["auto", "eager", "sdpa"])
+def test_any_model_and_backend(recorder, changes, backend):
+    model, ids = tiny_model(**changes), text(200)
+    model.set_attn_implementation(backend)
+    found = token_losses(model, ids, 5)
+    initial = 12 if "initial_memory" in changes else 0
+    assert recorder.runs >= replays(199, 5, 12, initial) > 0
+    del captured.RECORDERS["cpu"]
+    torch.testing.assert_close(found, token_losses(model, ids, 5), rtol=1e-5, atol=1e-5)
+
+
+def test_states_of_earlier_segments_stay_what_they_were(recorder):
+    """A cache of states keeps them, where a graph writes each time to the same place."""
+    cache = ContinuousCache(50, 0.3, 0.2)
+    found = token_losses(MODEL, text(200), 5, cache=cache)
+    assert recorder.runs > 0
+    del captured.RECORDERS["cpu"]
+    torch.testing.assert_close(found, token_losses(MODEL, text(200), 5, cache=cache), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"document_end": 3}, {"ext_len": 2}, {"memory_length": 0}], ids=lambda given: next(iter(given))
+)
+def test_what_differs_from_segment_to_segment_is_launched(recorder, arguments):
+    found = token_losses(MODEL, text(300), 5, **arguments)
+    assert recorder.recorded == 0
+    del captured.RECORDERS["cpu"]
+    assert torch.equal(found, token_losses(MODEL, text(300), 5, **arguments))
+
+
+def test_hooks_are_called_for_every_segment(recorder):
+    model, called = tiny_model(), []
+    model.transformer.layers[1].mlp.register_forward_hook(lambda *_: called.append(1))
+    token_losses(model, text(201), 5)
+    assert len(called) == 40 and recorder.recorded == 0
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert "hook of all modules" in why_not_captured(MODEL.transformer, text(5)[None])
+    handle.remove()
+    # Those of transformers, which a call for hidden states leaves behind, are its own.
+    model = tiny_model()
+    model(text(4)[None], output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules())
+    token_losses(model, text(201), 5)
+    assert recorder.runs > 0
+
+
+def test_a_backend_of_ones_own_is_called_for_every_segment(recorder, monkeypatch):
+    called, eager = [], RELATIVE_ATTENTION_FUNCTIONS["eager"]
+
+    def attend(inputs):
+        called.append(1)
+        return eager(inputs)
+
+    # By a name of its own, and in the place of another.
+    for name in ("counting", "eager"):
+        called.clear()
+        monkeypatch.setitem(RELATIVE_ATTENTION_FUNCTIONS, name, attend)
+        model = tiny_model()
+        model.set_attn_implementation(name)
+        token_losses(model, text(201), 5)
+        assert len(called) == 40 * model.config.n_layer and recorder.recorded == 0
+
+
+class Counting(torch.nn.Linear):
+    pass
+
+
+@pytest.mark.usefixtures("recorder")
+def test_says_why_segments_are_launched(monkeypatch):
+    ids = text(6)[None]
+    assert why_not_captured(MODEL.transformer, ids) is None
+    assert "no graphs on meta" in why_not_captured(MODEL.transformer, ids.to("meta"))
+    with torch.device("cpu"):
+        assert why_not_captured(MODEL.transformer, ids) is None
+    for mode in (FlopCounterMode(display=False), BaseTorchFunctionMode()):
+        with mode:
+            assert "mode of PyTorch's" in why_not_captured(MODEL.transformer, ids)
+    assert "9000 tokens" in why_not_captured(MODEL.transformer, torch.zeros(9, 1000, dtype=torch.long))
+    model = tiny_model()
+    model.transformer.layers[0].mlp.up_proj.__class__ = Counting
+    assert "layers.0.mlp.up_proj is a Counting of test_captured" in why_not_captured(model.transformer, ids)
+    model = tiny_model()
+    model.transformer.layers[1].to("meta")
+    assert "on meta" in why_not_captured(model.transformer, ids)
+    model = tiny_model()
+    model.transformer.layers[1].mlp.forward = model.transformer.layers[1].mlp.forward
+    assert "layers.1.mlp has a forward of its own" in why_not_captured(model.transformer, ids)
+    monkeypatch.setitem(POSITIONS, 0, type("Mine", (POSITIONS[0],), {"__module__": "mine"}))
+    assert "Mine, which encodes positions" in why_not_captured(tiny_model().transformer, ids)
+
+
+def test_a_graph_that_cannot_be_captured_is_done_without(monkeypatch, caplog, warnings_anew):
+    monkeypatch.setitem(captured.RECORDERS, "cpu", Recorder(fails=True))
+    found = token_losses(MODEL, text(200), 5)
+    assert "launched one by one, as no graph of them was captured: operation not permitted" in caplog.text
+    monkeypatch.delitem(captured.RECORDERS, "cpu")
+    torch.testing.assert_close(found, token_losses(MODEL, text(200), 5), rtol=1e-5, atol=1e-5)
+
+
+def read_until_captured(model, ids) -> reading.Reader:
+    """A reader that has read a segment, (1, L), as often as it takes to try a graph."""
+    reader = reading.Reader(model, MemoryLengths(), None)
+    for _ in range(math.ceil(model.config.mem_len / ids.shape[1]) + SEGMENTS_BEFORE):
+        reader.read(reading.Segment(0, ids, ids, ids, None, ids.numel(), ids.numel()))
+    return reader
+
+
+@torch.no_grad()
+def test_nothing_outlives_a_reader(monkeypatch):
+    """A graph has the memory of a segment's states, and nobody looks for cycles before that is wanted again."""
+
+    def record(step, device):
+        states = step()
+        return lambda: states
+
+    monkeypatch.setitem(captured.RECORDERS, "cpu", record)
+    gc.disable()
+    try:
+        reader = read_until_captured(MODEL, text(5)[None])
+        assert reader.alike.is_captured
+        cache = weakref.ref(reader._memory[CACHE_NAME])
+        del reader
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+@torch.no_grad()
+def test_a_graph_that_projects_weights_anew_is_not_taken(monkeypatch):
+    """They are written to meanwhile. Who is launched next would find what was recorded alone."""
+    model = tiny_model()
+
+    def record(step, device):
+        model.transformer.layers[1].self_attn.r_proj.weight.mul_(1.1)
+        step()
+        return step
+
+    monkeypatch.setitem(captured.RECORDERS, "cpu", record)
+    reader = read_until_captured(model, text(5)[None])
+    assert not reader.alike.is_captured
+    distances = reader._memory[CACHE_NAME].decoding_state.distances
+    assert distances.positions is None and not distances.rel_keys
+
+
+@torch.no_grad()
+def test_a_graph_casts_weights_itself(monkeypatch):
+    """What autocast has cast belongs to the process: it would be taken from others, and be lent to them uncomputed."""
+    seen = []
+
+    def record(step, device):
+        seen.append(torch.is_autocast_cache_enabled())
+        return step
+
+    monkeypatch.setitem(captured.RECORDERS, "cpu", record)
+    read_until_captured(MODEL, text(5)[None])
+    assert seen == [False] and torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_other_threads_draw_from_the_generator_as_soon_as_capturing_has_begun(monkeypatch, fails):
+    """Of CUDA's generator and its graph, what takes their place has what is asked of them."""
+    found = []
+
+    class State(str):
+        def clone_state(self):
+            return State(f"{self} aside")
+
+    generator = SimpleNamespace(state=State("drawing"))
+    generator.graphsafe_get_state = lambda: generator.state
+    generator.graphsafe_set_state = functools.partial(setattr, generator, "state")
+
+    def begin(graph, pool, capture_error_mode):
+        found.append((generator.state, pool, capture_error_mode))
+        if fails:
+            raise RuntimeError("no memory")
+
+    monkeypatch.setattr(torch.cuda, "default_generators", [generator])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", begin)
+    graph = object.__new__(captured._UndrawnGraph)
+    with pytest.raises(RuntimeError, match="no memory") if fails else contextlib.nullcontext():
+        graph.capture_begin("pool", capture_error_mode="thread_local")
+    assert found == [("drawing aside", "pool", "thread_local")] and generator.state == "drawing"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+class TestOnGPU:
+    @pytest.mark.parametrize("backend", ["auto", "txl_triton", "eager"])
+    @pytest.mark.parametrize("changes", [{}, {"cutoffs": [], "div_val": 1}, {"clamp_len": 5}], ids=str)
+    def test_losses_are_those_of_segments_that_are_launched(self, monkeypatch, changes, backend):
+        model, ids = tiny_model(**changes).cuda(), text(400)
+        model.set_attn_implementation(backend)
+        record, recorded = captured.RECORDERS["cuda"], []
+        monkeypatch.setitem(captured.RECORDERS, "cuda", lambda *given: recorded.append(1) or record(*given))
+        found = token_losses(model, ids, 5, batch_size=2)
+        assert recorded
+        monkeypatch.delitem(captured.RECORDERS, "cuda")
+        torch.testing.assert_close(found, token_losses(model, ids, 5, batch_size=2), rtol=1e-4, atol=1e-4)
+
+    def test_a_failed_capture_leaves_the_stream_the_generator_and_the_memory(self, monkeypatch, caplog, warnings_anew):
+        model, ids = tiny_model().cuda(), text(400)
+        expected = token_losses(model, ids, 5)
+        stream = torch.cuda.current_stream()
+        hidden = let_the_host_wait(monkeypatch, model)
+        assert torch.equal(token_losses(model, ids, 5), expected)
+        assert "no graph of them was captured" in caplog.text
+        assert torch.cuda.current_stream() == stream and len(hidden) >= 80
+        assert torch.rand(2, device="cuda").isfinite().all()
+
+    @torch.no_grad()
+    def test_the_host_waits_for_nothing(self):
+        model = tiny_model().cuda()
+        reader = reading.Reader(model, MemoryLengths(), None)
+        ids = text(5)[None].cuda()
+        segment = reading.Segment(0, ids, ids, ids, None, 5, 5)
+        for _ in range(SEGMENTS_BEFORE + 6):
+            before = reader.read(segment)
+        assert reader.alike.is_captured
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            after = reader.read(segment)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert before.data_ptr() != after.data_ptr()
+
+    def test_threads_share_a_model_and_the_generator(self):
+        model, ids = tiny_model().cuda(), text(2000)
+        lengths = [2, 7, 12, None]
+        expected = [evaluate_language_model(model, ids, 5, length).nll for length in lengths]
+        torch.manual_seed(0)
+        drawn = [torch.rand(1, device="cuda") for _ in range(2000)]
+        torch.manual_seed(0)
+        again, refused = [], 0
+        with ThreadPoolExecutor(len(lengths)) as pool:
+            found = [pool.submit(evaluate_language_model, model, ids, 5, length) for length in lengths]
+            for _ in drawn:
+                try:
+                    again.append(torch.rand(1, device="cuda"))
+                except RuntimeError as error:
+                    # A capture is beginning.
+                    assert "Offset increment outside graph capture" in str(error)
+                    refused += 1
+            assert [result.result().nll for result in found] == pytest.approx(expected, rel=1e-4)
+        # None is left out; those that were drawn while a capture began may have come twice.
+        different = list(dict.fromkeys(torch.cat(again).tolist()))
+        print(f"{refused} refused, {len(again) - len(different)} twice")
+        assert different == list(dict.fromkeys(torch.cat(drawn).tolist()))[: len(different)]
+        assert len(different) > 0.9 * len(drawn)

@@ -1,0 +1,1849 @@
+"""examples/train_lm.py: steps against a loop by hand, optimisers, resuming, processes, refusals, a user's commands."""
+
+import contextlib
+import json
+import math
+import os
+import platform
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
+
+import pyarrow
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderShard
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType, set_seed
+from datasets import Dataset, DatasetDict, load_from_disk
+from huggingface_hub import ModelCard
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from host_reads import count_host_reads
+from models import small_config
+from scripts import run_script
+from train_lm_process import run
+from txl_hf import (
+    TokenStream,
+    TransfoXLConfig,
+    TransfoXLForCausalLM,
+    TransfoXLModel,
+    TransfoXLTokenizer,
+    evaluate_language_model,
+)
+from txl_hf.training import command, loop, progress, results, setup, steps
+from txl_hf.training.arguments import (
+    DataArguments,
+    ModelArguments,
+    defaults_of_model,
+    parse_arguments,
+    shrink,
+    write_smoke_data,
+)
+from txl_hf.training.checkpoints import last_checkpoint
+from txl_hf.training.results import read_log as parse_log
+from txl_hf.transfo_xl.attention_transfo_xl import fastest_attention
+from txl_hf.transfo_xl.memory_transfo_xl import memory_of
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODEL = {
+    "n_layer": 2,
+    "d_model": 16,
+    "n_head": 2,
+    "d_head": 8,
+    "d_inner": 24,
+    "cutoffs": [100, 300],
+    "div_val": 2,
+    "initial_memory": "empty",
+    "init_std": 0.1,
+    "proj_init_std": 0.1,
+    "dropout": 0.0,
+    "tgt_len": 8,
+    "mem_len": 12,
+    "clamp_len": -1,
+    "same_length": False,
+}
+RECIPE = MODEL | {
+    "batch_size": 4,
+    "learning_rate": 0.01,
+    "warmup_steps": 2,
+    "max_steps": 12,
+    "eval_every": 5,
+    "eval_batch_size": 8,
+    "eval_tgt_len": 64,
+    "log_every": 1,
+    "save_every": 5,
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """A small real text, prepared; its training split is short, so that runs come to its end."""
+    folder = tmp_path_factory.mktemp("corpus")
+    write_smoke_data(folder / "all")
+    splits = load_from_disk(folder / "all")
+    shorter = {"train": splits["train"].select(range(4 * 9 * 8 + 1)), "validation": splits["validation"]}
+    DatasetDict(shorter | {"test": splits["test"]}).flatten_indices().save_to_disk(folder / "data")
+    AutoTokenizer.from_pretrained(folder / "all").save_pretrained(folder / "data")
+    return folder / "data"
+
+
+@pytest.fixture
+def drawn():
+    """That a run's plot is drawn."""
+
+
+@pytest.fixture(autouse=True)
+def plots(request, monkeypatch):
+    """Where a test does not ask for it, drawing would be a third of a run of seconds."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(loop, "plot", lambda log, path, metric: path.touch())
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    return write_recipe(tmp_path / "recipe.yaml")
+
+
+def write_recipe(path: Path, **changes) -> Path:
+    settings = {name: value for name, value in (RECIPE | changes).items() if value is not None}
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def train(*argv: str | Path):
+    """`train_lm.py *argv` in this process."""
+    try:
+        command.main([str(argument) for argument in argv])
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+def read_log(output: Path, name: str = "loss") -> list[float]:
+    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+def learning_rate(step: int) -> float:
+    if step < RECIPE["warmup_steps"]:
+        return RECIPE["learning_rate"] * step / RECIPE["warmup_steps"]
+    progress = (step - RECIPE["warmup_steps"]) / (RECIPE["max_steps"] - RECIPE["warmup_steps"])
+    return RECIPE["learning_rate"] * (1 + math.cos(math.pi * progress)) / 2
+
+
+def losses_by_hand(corpus: Path, document_end: int | None = None) -> tuple[list[float], TransfoXLForCausalLM]:
+    """All streams in one batch; Adam, clipping, warm-up and cosine; memory begins anew at the end of the text."""
+    set_seed(1111)
+    model = TransfoXLForCausalLM(
+        TransfoXLConfig(vocab_size=len(AutoTokenizer.from_pretrained(corpus)), **MODEL, d_embed=16)
+    ).train()
+    optimizer = torch.optim.Adam(model.parameters())
+    text = load_from_disk(corpus)["train"].with_format("numpy")["token_ids"][:]
+    stream = TokenStream(text, 8, 4, document_end=document_end)
+    assert stream.steps == 9
+    losses, memory = [], {}
+    for step in range(RECIPE["max_steps"]):
+        if step % stream.steps == 0:
+            memory = {}
+        items = [stream[step % stream.steps * 4 + row] for row in range(4)]
+        outputs = model(**{name: torch.stack([item[name] for item in items]) for name in items[0]}, **memory)
+        memory = memory_of(outputs)
+        optimizer.zero_grad()
+        outputs.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.param_groups[0]["lr"] = learning_rate(step)
+        optimizer.step()
+        losses.append(outputs.loss.item())
+    return losses, model
+
+
+@pytest.fixture(scope="module")
+def by_hand(corpus):
+    return losses_by_hand(corpus)
+
+
+@pytest.mark.parametrize("batch_chunk", [1, 2, 4])
+def test_steps_are_those_of_a_loop_by_hand(tmp_path, recipe, corpus, by_hand, batch_chunk):
+    output = tmp_path / "output"
+    train(recipe, "--data", corpus, "--output", output, "--batch_chunk", str(batch_chunk))
+    np.testing.assert_allclose(read_log(output), by_hand[0], rtol=1e-5)
+    np.testing.assert_allclose(read_log(output, "learning_rate"), [learning_rate(step + 1) for step in range(12)])
+    assert read_log(output, "tokens")[-1] == 12 * 4 * 8
+
+
+@pytest.mark.parametrize("batch_chunk", [1, 2])
+def test_documents_are_read_without_what_came_before_them(tmp_path, recipe, corpus, by_hand, batch_chunk):
+    text = load_from_disk(corpus)["train"]["token_ids"][:]
+    end = max(set(text), key=text.count)
+    shutil.copytree(corpus, tmp_path / "documents")
+    (tmp_path / "documents" / "corpus.json").write_text(json.dumps({"document_end": end}))
+    output = tmp_path / "output"
+    train(recipe, "--data", tmp_path / "documents", "--output", output, "--batch_chunk", batch_chunk)
+    model = AutoModelForCausalLM.from_pretrained(output)
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == end, "there a text is over"
+    expected, _ = losses_by_hand(corpus, end)
+    assert read_log(output) == pytest.approx(expected, abs=1e-5)
+    assert abs(expected[1] - by_hand[0][1]) > 1e-4, "memory counts"
+
+
+def test_what_a_run_leaves(tmp_path, corpus, by_hand, drawn):
+    """The best model, loadable and scored as it says, at several memory lengths; a log and a plot."""
+    output = tmp_path / "output"
+    recipe = write_recipe(tmp_path / "recipe.yaml", eval_every=12, eval_memory_lengths=[0, 30])
+    train(recipe, "--data", corpus, "--output", output)
+    model = AutoModelForCausalLM.from_pretrained(output)
+    for name, parameter in by_hand[1].named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), parameter, rtol=1e-3, atol=1e-4)
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    assert len(tokenizer) == model.config.vocab_size
+    results = json.loads((output / "results.json").read_text())
+    text = load_from_disk(corpus)["test"]["token_ids"][:]
+    for memory_length, result in zip([None, 0, 30], [results["test"], *results["memory_lengths"]], strict=True):
+        expected = evaluate_language_model(model, text, 64, memory_length, batch_size=8)
+        assert result["nll"] == pytest.approx(expected.nll) and result["memory_length"] == expected.memory_length
+        assert result["perplexity"] == pytest.approx(expected.perplexity)
+    assert results["model"]["parameters"] == model.num_parameters() and results["model"]["attn_type"] == 0
+    assert {"versions", "commit"} <= set(results)
+    assert read_log(output, "validation_loss") == [pytest.approx(results["validation"]["nll"])]
+    card = ModelCard.load(output / "README.md")
+    scores = {result.dataset_split: result.metric_value for result in card.data.eval_results[::2]}
+    assert scores["test"] == pytest.approx(results["test"]["perplexity"], rel=1e-4)
+    assert card.data.eval_results[0].dataset_name == "data"
+    assert (output / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert list(output.glob("tensorboard/**/events*"))
+    assert not list(output.glob("_unfinished*")) and not (output / "best").exists()
+
+
+def test_the_best_model_is_kept(tmp_path, recipe, corpus):
+    """At a learning rate that is far too high the first validation is the best one."""
+    output = tmp_path / "output"
+    train(recipe, "--data", corpus, "--output", output, "--scheduler", "constant", "--learning_rate", "3")
+    validation = read_log(output, "validation_loss")
+    assert len(validation) == 3 and min(validation) < validation[-1]
+    assert json.loads((output / "results.json").read_text())["validation"]["nll"] == pytest.approx(min(validation))
+
+
+def test_text_stays_on_the_disk(tmp_path):
+    """Reading a segment of a memory-mapped text of 40 MB allocates next to nothing."""
+    for split in ("train", "validation", "test"):
+        text = np.zeros(10_000_000 if split == "train" else 100, dtype=np.int32)
+        Dataset.from_dict({"token_ids": text}).save_to_disk(tmp_path / split)
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "validation", "test"]}))
+    AutoTokenizer.from_pretrained(write_tokenizer(tmp_path / "tokenizer")).save_pretrained(tmp_path)
+    arguments = parse_arguments(
+        [str(write_recipe(tmp_path / "recipe.yaml", cutoffs=None)), "--data", str(tmp_path), "--output", "x"]
+    )
+    before = pyarrow.total_allocated_bytes()
+    _, corpus = setup.load_data(tmp_path)
+    setup.check_texts(corpus, TransfoXLConfig(vocab_size=10, cutoffs=[]), arguments)
+    stream = TokenStream(corpus["train"].with_format("numpy")["token_ids"], 100, 8)
+    assert stream[len(stream) - 1]["input_ids"].shape == (100,)
+    assert pyarrow.total_allocated_bytes() - before < 1_000_000
+
+
+def write_tokenizer(folder: Path) -> Path:
+    from txl_hf import TransfoXLTokenizer
+
+    TransfoXLTokenizer.train_from_iterator(["a b c"], mode="whitespace").save_pretrained(folder)
+    return folder
+
+
+def test_documents_are_not_rolled(tmp_path, recipe, corpus):
+    shutil.copytree(corpus, tmp_path / "documents")
+    (tmp_path / "documents" / "corpus.json").write_text('{"document_end": 0}')
+    with pytest.raises(SystemExit, match="--roll wraps around one text, but --data .*documents is of documents"):
+        train(recipe, "--data", tmp_path / "documents", "--output", tmp_path / "output", "--roll", "true")
+
+
+def test_rolled_streams():
+    """Every epoch begins elsewhere, each stream at a place of its own, and reads all of every stream in its order."""
+    text = np.arange(4 * 40)
+    stream = setup.RolledStream(text, 8, 4, roll_seed=0)
+    begins = []
+    for epoch in range(3):
+        stream.set_epoch(epoch)
+        for row in range(4):
+            items = [stream[step * 4 + row] for step in range(stream.steps)]
+            inputs = torch.cat([item["input_ids"] for item in items])
+            labels = torch.cat([item["shift_labels"] for item in items])
+            # The last token of a text is a label only, which takes a segment from each stream here.
+            own = torch.arange(row * 32, row * 32 + 32)
+            assert inputs.sort().values.equal(own)
+            assert labels.equal(own[(inputs - row * 32 + 1) % 32])
+            assert inputs[1:].equal(labels[:-1])
+            begins.append(int(inputs[0]) % 32)
+    assert len(set(begins)) > 6
+
+
+def test_learning_rates_of_embeddings_and_of_short_segments(tmp_path, corpus, monkeypatch):
+    """The tables learn twice as fast; every step as fast as its segment is long."""
+    rates, lengths = [], []
+    step = torch.optim.Adam.step
+
+    def recorded(self, *args, **kwargs):
+        rates.append([group["lr"] for group in self.param_groups])
+        return step(self, *args, **kwargs)
+
+    items = TokenStream.__getitems__
+
+    def measured(self, indices):
+        found = items(self, indices)
+        lengths.append(int((found[0]["shift_labels"] != -100).sum()))
+        return found
+
+    monkeypatch.setattr(torch.optim.Adam, "step", recorded)
+    monkeypatch.setattr(TokenStream, "__getitems__", measured)
+    recipe = write_recipe(
+        tmp_path / "recipe.yaml", varlen=True, ext_len=4, mem_len=0, max_steps=4, scale_lr_by_length=True
+    )
+    train(recipe, "--data", corpus, "--output", tmp_path / "output", "--embedding_lr_factor", "2", "--max_steps", "12")
+    expected = [learning_rate(i) * lengths[i] / 8 for i in range(4)]
+    assert len(set(lengths)) > 2
+    np.testing.assert_allclose([rate[0] for rate in rates[:4]], expected)
+    np.testing.assert_allclose([rate[1] for rate in rates], [2 * rate[0] for rate in rates])
+
+
+@pytest.mark.parametrize("initial_memory", ["zeros", "empty"])
+def test_a_memory_that_grows(tmp_path, corpus, monkeypatch, capsys, initial_memory):
+    """From one state, over the first two thirds of 9 steps, to all 12; what is saved remembers as many."""
+    lengths = []
+    step = loop.Training.train_step
+
+    def recorded(self, batch):
+        found = step(self, batch)
+        lengths.append([memory["mems"][0].shape[1] for memory in self.memories])
+        return found
+
+    monkeypatch.setattr(loop.Training, "train_step", recorded)
+    settings = {"mem_len": 12, "tgt_len": 8, "max_steps": 9, "eval_every": 3, "initial_memory": initial_memory}
+    recipe = write_recipe(tmp_path / "recipe.yaml", batch_chunk=2, mem_warmup_ratio=2 / 3, **settings)
+    output = tmp_path / "output"
+    train(recipe, "--data", corpus, "--output", output)
+    assert "without the validations and what a longer memory will cost" in capsys.readouterr().err
+    assert lengths == [[length] * 2 for length in (1, 2, 4, 6, 8, 10, 12, 12, 12)]
+    assert TransfoXLConfig.from_pretrained(output).mem_len == 12
+
+
+def test_a_warm_up_longer_than_the_run_is_said(tmp_path, corpus, capsys):
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=2, warmup_steps=3)
+    train(recipe, "--data", corpus, "--output", tmp_path / "output")
+    said = "--warmup_steps 3 are more than all 2 steps: the learning rate stays below its highest\n"
+    assert said in capsys.readouterr().err
+    train(recipe, "--data", corpus, "--output", tmp_path / "enough", "--max_steps", "3")
+    assert "--warmup_steps" not in capsys.readouterr().err
+
+
+def test_a_new_model_has_embeddings_as_wide_as_its_states(corpus):
+    for given, width in (({}, 1024), ({"d_model": 32}, 32), ({"d_model": 32, "d_embed": 16}, 16)):
+        config = setup.make_config(ModelArguments(**given), AutoTokenizer.from_pretrained(corpus), DataArguments())
+        assert config.d_embed == width
+
+
+@pytest.mark.parametrize("average", ["none", "ema", "equal"])
+def test_a_step_reads_no_number_of_a_tensor(tmp_path, corpus, monkeypatch, average):
+    """On a GPU the host would wait for it."""
+    counts = count_host_reads(monkeypatch, loop.Training, "train_step")
+    recipe = write_recipe(tmp_path / "recipe.yaml", scale_lr_by_length=True, varlen=True, max_steps=3, average=average)
+    train(recipe, "--data", corpus, "--output", tmp_path / "output")
+    assert counts == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["ema", "equal"])
+def test_averages(tmp_path, recipe, corpus, monkeypatch, kind):
+    """From a step on; what is validated and saved is the average."""
+    weights = []
+    step = torch.optim.Adam.step
+
+    def recorded(self, *args, **kwargs):
+        step(self, *args, **kwargs)
+        weights.append([parameter.detach().clone() for group in self.param_groups for parameter in group["params"]])
+
+    monkeypatch.setattr(torch.optim.Adam, "step", recorded)
+    output = tmp_path / "output"
+    options = [
+        "--average",
+        kind,
+        "--average_start",
+        "3",
+        "--ema_decay",
+        "0.7",
+        "--max_steps",
+        "6",
+        "--eval_every",
+        "6",
+    ]
+    train(recipe, "--data", corpus, "--output", output, *options)
+    expected = weights[3]
+    for count, step_weights in enumerate(weights[4:], start=1):
+        keep = 0.7 if kind == "ema" else count / (count + 1)
+        expected = [keep * old + (1 - keep) * new for old, new in zip(expected, step_weights, strict=True)]
+    model = AutoModelForCausalLM.from_pretrained(output)
+    optimizer = setup.make_optimizer(model, parse_arguments([str(recipe), "--smoke"]).optimization)
+    found = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for left, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(left.detach(), right)
+
+
+def test_fine_tuning(tmp_path, recipe, corpus):
+    """From what a run left, with other lengths and dropout; the architecture is that of the checkpoint."""
+    train(recipe, "--data", corpus, "--output", tmp_path / "first")
+    short = tmp_path / "short.yaml"
+    short.write_text("max_steps: 2\nmem_len: 20\ndropout: 0.3\nscheduler: constant\nlearning_rate: 0\n")
+    options = ["--data", corpus, "--model_name_or_path", tmp_path / "first"]
+    train(short, *options, "--output", tmp_path / "second")
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("first", "second")]
+    assert models[1].config.mem_len == 20 and models[1].config.dropout == 0.3
+    for left, right in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert left.equal(right)
+
+
+def test_what_holds_no_whole_model_is_named(tmp_path, recipe, corpus, capsys):
+    """A checkpoint of a run, an adapter; the way out that is told of an adapter is one."""
+    train(recipe, "--data", corpus, "--output", tmp_path / "first")
+    options = [recipe, "--data", corpus, "--output", tmp_path / "second", "--model_name_or_path"]
+    checkpoint = last_checkpoint(tmp_path / "first")
+    run_of_it = (
+        f"{checkpoint} is a checkpoint of a run, to --resume it: give the folder of the run, {tmp_path / 'first'}"
+    )
+    assert run_of_it in refused(capsys, *options, checkpoint)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    said = refused(capsys, *options, tmp_path / "adapter")
+    assert "adapter is an adapter: give a whole model" in said
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload().save_pretrained(tmp_path / "whole")
+    AutoTokenizer.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "whole")
+    train(*options, tmp_path / "whole", "--max_steps", "1")
+
+
+def test_a_model_that_is_nowhere_or_lacks_weights_is_named(tmp_path, recipe, corpus, capsys):
+    """As `txl-evaluate` names them. The softmax of a base model would be made anew."""
+    options = [recipe, "--data", corpus, "--output", tmp_path / "second", "--model_name_or_path"]
+    said = refused(capsys, *options, "nowhere")
+    assert "--model_name_or_path nowhere does not load: there is no such folder here, and as a name on the Hub" in said
+    train(recipe, "--data", corpus, "--output", tmp_path / "first")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "first").base_model
+    base.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "base")
+    assert "base is no whole language model: its weights lack lm_head" in refused(capsys, *options, tmp_path / "base")
+    assert not (tmp_path / "second").exists()
+
+
+def test_fine_tuning_is_resumed(tmp_path, recipe, corpus):
+    """The losses of the run that was not cut, from a model that was loaded and a checkpoint on top of it."""
+    train(recipe, "--data", corpus, "--output", tmp_path / "first")
+    short = write_recipe(tmp_path / "short.yaml", scheduler="constant", save_every=2, log_every=1)
+    argv = [short, "--data", corpus, "--model_name_or_path", tmp_path / "first", "--output"]
+    train(*argv, tmp_path / "whole", "--max_steps", "6")
+    train(*argv, tmp_path / "cut", "--max_steps", "4")
+    train(*argv, tmp_path / "cut", "--max_steps", "6", "--resume")
+    losses = read_log(tmp_path / "whole")
+    assert read_log(tmp_path / "cut") == losses and len(losses) == 6
+
+
+def test_half_losses_read_again_as_much_as_the_checkpoints_segments_have(tmp_path, recipe, corpus):
+    train(recipe, "--data", corpus, "--output", tmp_path / "first")
+    short = tmp_path / "short.yaml"
+    short.write_text("max_steps: 3\nlog_every: 1\nloss: half\n")
+    options = [short, "--data", corpus, "--model_name_or_path", tmp_path / "first", "--output"]
+    train(*options, tmp_path / "silent")
+    train(*options, tmp_path / "told", "--tgt_len", RECIPE["tgt_len"])
+    assert read_log(tmp_path / "silent") == read_log(tmp_path / "told")
+    for name in ("silent", "told"):
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / name).config.ext_len == RECIPE["tgt_len"]
+    message = "reads tgt_len=8 tokens again: leave out --ext_len 4"
+    with pytest.raises(SystemExit, match=message):
+        train(*options, tmp_path / "other", "--ext_len", 4)
+
+
+# --- optimisers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_lamb_is_that_of_nvidia(weight_decay):
+    """lamb.py's formula in fp64: no bias correction, the norm of the weights up to 10, a trust ratio in any case."""
+    generator = torch.Generator().manual_seed(0)
+    # Norms below 10, above it, and 0.
+    parameters = [torch.nn.Parameter(scale * torch.randn(30, 5, generator=generator)) for scale in (0.1, 20.0, 0.0)]
+    expected = [parameter.detach().double() for parameter in parameters]
+    means, squares = ([torch.zeros(30, 5, dtype=torch.float64) for _ in parameters] for _ in range(2))
+    optimizer = setup.make_lamb(parameters, lr=0.01, betas=(0.9, 0.999), eps=1e-6, weight_decay=weight_decay)
+    for _ in range(20):
+        for i, parameter in enumerate(parameters):
+            parameter.grad = torch.randn(30, 5, generator=generator)
+            gradient = parameter.grad.double()
+            means[i] = 0.9 * means[i] + 0.1 * gradient
+            squares[i] = 0.999 * squares[i] + 0.001 * gradient**2
+            update = means[i] / (squares[i].sqrt() + 1e-6) + weight_decay * expected[i]
+            norm = expected[i].norm().clamp(0, 10)
+            ratio = norm / (update.norm() + 1e-6) if norm > 0 and update.norm() > 0 else 1.0
+            expected[i] = expected[i] - 0.01 * ratio * update
+        optimizer.step()
+        for parameter, right in zip(parameters, expected, strict=True):
+            assert float((parameter.detach() - right).norm() / right.norm()) < 1e-5
+
+
+def optimization(tmp_path, **changes):
+    return parse_arguments([str(write_recipe(tmp_path / "recipe.yaml", **changes)), "--smoke"]).optimization
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)])
+def test_adam_has_its_decay_in_the_gradient_and_adamw_beside_it(tmp_path, make_model, name, kind):
+    model = make_model()
+    arguments = optimization(tmp_path, optimizer=name, weight_decay=0.1, beta2=0.98, epsilon=1e-5)
+    optimizer = setup.make_optimizer(model, arguments)
+    assert type(optimizer) is kind
+    for group in optimizer.param_groups:
+        assert (group["weight_decay"], group["betas"], group["eps"]) == (0.1, (0.9, 0.98), 1e-5)
+        assert group["fused"]
+    parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    assert sorted(parameters) == sorted(map(id, model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_model_of_vectors_has_an_optimiser_too(tmp_path, name):
+    model = TransfoXLModel(small_config(vocab_size=0, input_size=5))
+    optimizer = setup.make_optimizer(model, optimization(tmp_path, optimizer=name))
+    parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    assert sorted(parameters) == sorted(map(id, model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["seed", "decay_steps", "warmup_steps", "mem_len"])
+def test_what_may_be_zero(tmp_path, name):
+    recipe = write_recipe(tmp_path / "recipe.yaml", scheduler="stable_decay", **{name: 0})
+    groups = parse_arguments([str(recipe), "--data", "d", "--output", "o"])
+    assert 0 in [getattr(group, name) for group in groups if hasattr(group, name)]
+
+
+def test_muon_is_for_the_matrices_of_the_layers(tmp_path, make_model):
+    """Its steps are orthogonal, and as long as AdamW's; everything else has AdamW, and nothing is left out."""
+    model = make_model(init_std=0.02)
+    arguments = optimization(tmp_path, optimizer="muon", learning_rate=0.01, weight_decay=0.0, embedding_lr_factor=0.5)
+    optimizer = setup.make_optimizer(model, arguments)
+    parameters = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    assert sorted(parameters) == sorted(map(id, model.parameters()))
+    matrices, *rest = optimizer.param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    kinds = {names[id(parameter)].split(".")[-2] for parameter in matrices["params"]}
+    assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj", "r_proj", "up_proj", "down_proj"}
+    assert [group["lr"] for group in rest] == [0.01, 0.005] and not any(group["use_muon"] for group in rest)
+    weight = model.transformer.layers[0].mlp.up_proj.weight
+    before = weight.detach().clone()
+    model(torch.arange(10)[None], labels=torch.arange(10)[None]).loss.backward()
+    gradient = torch.linalg.svdvals(weight.grad)
+    optimizer.step()
+    singular = torch.linalg.svdvals(before - weight.detach())
+    assert singular[0] / singular[8] < 2 < gradient[0] / gradient[8], "nine targets, each of them counts as much"
+    assert 0.0005 < (before - weight.detach()).square().mean().sqrt().item() < 0.005
+
+
+def test_schedules(tmp_path):
+    def rates(**changes) -> list[float]:
+        arguments = optimization(tmp_path, learning_rate=2.0, warmup_steps=4, **changes)
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+        scheduler = setup.make_scheduler(optimizer, arguments, 20)
+        found = []
+        for _ in range(20):
+            found.append(scheduler.get_last_lr()[0])
+            optimizer.step()
+            scheduler.step()
+        return [*found, scheduler.get_last_lr()[0]]
+
+    warm_up = [0.0, 0.5, 1.0, 1.5]
+    cosine = [0.5 + 1.5 * (1 + math.cos(math.pi * (step - 4) / 16)) / 2 for step in range(4, 21)]
+    np.testing.assert_allclose(rates(scheduler="cosine", min_learning_rate=0.5), warm_up + cosine)
+    inverse = [2.0 * math.sqrt(4 / step) for step in range(4, 21)]
+    np.testing.assert_allclose(rates(scheduler="inverse_sqrt"), warm_up + inverse)
+    np.testing.assert_allclose(rates(scheduler="constant"), warm_up + [2.0] * 17)
+    line = [2.0 - 1.5 * step / 6 for step in range(7)]
+    found = rates(scheduler="stable_decay", decay_steps=6, min_learning_rate=0.5)
+    np.testing.assert_allclose(found, warm_up + [2.0] * 10 + line)
+    np.testing.assert_allclose(rates(scheduler="stable_decay")[-5:], [2.0, 1.5, 1.0, 0.5, 0.0])
+    with pytest.raises(ValueError, match="--warmup_steps 4 and --decay_steps 17 are more than all 20 steps"):
+        rates(scheduler="stable_decay", decay_steps=17)
+
+
+def test_a_trial_shrinks_all_of_a_schedule(tmp_path):
+    steps = {"warmup_steps": 100, "decay_steps": 1000, "max_steps": 5000}
+    recipe = write_recipe(tmp_path / "recipe.yaml", scheduler="stable_decay", **steps)
+    arguments = parse_arguments([str(recipe), "--smoke"])
+    shrink(arguments, tmp_path)
+    factor = setup.stable_decay(arguments.optimization, arguments.optimization.max_steps)
+    assert [factor(step) for step in range(7)] == [0.0, 0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+MEMORY = {
+    "roll": True,
+    "mem_warmup_ratio": 0.8,
+    "average": "ema",
+    "ema_decay": 0.7,
+    "optimizer": "lamb",
+    "batch_chunk": 2,
+}
+EXTENDED = {
+    "varlen": True,
+    "ext_len": 4,
+    "mem_len": 0,
+    "scale_lr_by_length": True,
+    "average": "equal",
+    "optimizer": "muon",
+    "scheduler": "stable_decay",
+    "word_dropout": 0.1,
+    "input_dropout": 0.2,
+    "output_dropout": 0.2,
+    "ar": 0.2,
+    "tar": 0.1,
+}
+
+
+def comparable_log(output: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
+
+
+@pytest.mark.parametrize(
+    "changes", [MEMORY, pytest.param(EXTENDED, marks=pytest.mark.slow)], ids=["memory", "extended-context"]
+)
+def test_killed_and_resumed_is_bit_for_bit_the_uninterrupted_run(tmp_path, corpus, changes):
+    """Killed after some steps, and while it writes; dropout on. Every line of the log but for the speed."""
+    chance = random.Random(0)
+    recipe = write_recipe(
+        tmp_path / "recipe.yaml", dropout=0.2, dropatt=0.1, eval_every=4, save_every=3, log_every=2, **changes
+    )
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run([recipe, "--data", corpus, "--output", whole]) == [0]
+    argv = [recipe, "--data", corpus, "--output", killed, "--resume"]
+    for _ in range(3):
+        [code] = run(argv, kill_at=chance.randrange(2, 30))
+        assert code == -signal.SIGKILL
+    assert run(argv) == [0]
+    assert comparable_log(killed) == comparable_log(whole)
+    assert (killed / "results.json").read_text() == (whole / "results.json").read_text()
+    # Validations at 4, 8 and 12, and a line of training with each, every 2 steps and with every checkpoint.
+    assert [line["step"] for line in comparable_log(whole)] == [2, 3, 4, 4, 6, 8, 8, 9, 10, 12, 12]
+
+
+def test_a_card_without_figures_is_written_again(tmp_path, recipe, corpus, monkeypatch):
+    """Killed as it is written, a run goes on there: results.json, which says that all is done, comes behind it."""
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output", "--resume"]
+    with monkeypatch.context() as patched:
+        patched.setattr(TransfoXLForCausalLM, "write_model_card", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(*argv)
+    train(*argv)
+    scored = json.loads((tmp_path / "output" / "results.json").read_text())
+    results = ModelCard.load(tmp_path / "output" / "README.md").data.eval_results
+    assert results[-1].metric_value == pytest.approx(scored["test"]["bits_per_token"], rel=1e-3)
+
+
+def test_what_a_killed_run_left_has_its_name_or_goes(tmp_path, corpus):
+    output = tmp_path / "output"
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_every=2)
+    train(recipe, "--data", corpus, "--output", output)
+    for name in ("_unfinished-9", "_unfinished-9-best", "_unfinished-replaced-x"):
+        (output / name).mkdir()
+    (output / "checkpoint-4").rename(output / "_unfinished-9" / "checkpoint-4")
+    train(recipe, "--data", corpus, "--output", output, "--resume", "--max_steps", "6", "--save_total_limit", "9")
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == [f"checkpoint-{step}" for step in (2, 4, 6)]
+    assert not list(output.glob("_unfinished*")) and len(read_log(output)) == 6
+
+
+def test_settings_of_an_optimiser_are_those_that_are_asked_for(tmp_path, corpus, capsys):
+    """A checkpoint has its own in it; what a run is told and writes down is what it does."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_every=4)
+    losses = {}
+    for name, options in {"same": [], "other": ["--weight_decay", "9", "--seed", "7"]}.items():
+        train(recipe, "--data", corpus, "--output", tmp_path / name)
+        train(recipe, "--data", corpus, "--output", tmp_path / name, "--resume", "--max_steps", "8", *options)
+        losses[name] = read_log(tmp_path / name)
+    assert losses["same"][:5] == losses["other"][:5] and len(losses["other"]) == 8
+    assert losses["same"][5] != losses["other"][5]
+    said = capsys.readouterr().err
+    assert "from step 4 on weight_decay is 9.0, until then" in said
+    assert "the run goes on: seed stays 1111, and 7 changes nothing" in said
+    written = yaml.safe_load((tmp_path / "other" / "recipe.yaml").read_text())
+    assert (written["weight_decay"], written["seed"], written["max_steps"]) == (9.0, 1111, 8)
+
+
+def test_an_average_is_not_left_behind(tmp_path, corpus, capsys):
+    """What was the best so far is its loss, which plain weights are not to be compared with."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_every=4, average="equal")
+    train(recipe, "--data", corpus, "--output", tmp_path / "output")
+    options = ["--data", corpus, "--output", tmp_path / "output", "--resume", "--max_steps", "8"]
+    said = refused(capsys, recipe, *options, "--average", "none")
+    assert "resume with the recipe and options of the run (average was equal and is none)" in said
+    said = refused(capsys, recipe, *options, "--average", "ema")
+    assert "resume with the recipe and options of the run (average was equal and is ema)" in said
+    # It would be scored and kept as it is until it began anew.
+    said = refused(capsys, recipe, *options, "--average_start", "6")
+    assert "has begun an average of the weights, which --average_start 6 would begin later: give 4 at most" in said
+    train(recipe, *options)
+    # One that has not begun may be left out.
+    late = write_recipe(tmp_path / "late.yaml", max_steps=8, save_every=4, average="equal", average_start=6)
+    train(late, "--data", corpus, "--output", tmp_path / "late")
+    shutil.rmtree(tmp_path / "late" / "checkpoint-8")
+    options = ["--resume", "--average", "none", "--average_start", "0"]
+    train(late, "--data", corpus, "--output", tmp_path / "late", *options)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        ["--pre_lnorm", "True"],
+        pytest.param(["--optimizer", "lamb"], marks=pytest.mark.slow),
+        pytest.param(["--tie_word_embeddings", "False"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_weights_of_the_same_shapes_are_no_other_models(tmp_path, corpus, capsys, changed):
+    """Nor another optimiser's moments. What is as it was, though it was not said, may be said."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_every=4)
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output"]
+    train(*argv)
+    before = (tmp_path / "output" / "recipe.yaml").read_text()
+    said = refused(capsys, *argv, "--resume", "--max_steps", "6", *changed)
+    assert f"resume with the recipe and options of the run ({changed[0][2:]} was" in said
+    assert (tmp_path / "output" / "recipe.yaml").read_text() == before and (
+        tmp_path / "output" / "results.json"
+    ).exists()
+    same = ["--pre_lnorm", "False", "--untie_r", "True", "--attn_type", "0", "--d_embed", str(RECIPE["d_model"])]
+    train(*argv, "--resume", "--max_steps", "6", *same)
+
+
+@pytest.mark.parametrize(("name", "given"), [("init", "uniform"), ("model_name_or_path", "other")])
+def test_what_only_the_beginning_reads_is_not_taken_for_new(tmp_path, corpus, capsys, monkeypatch, name, given):
+    monkeypatch.chdir(tmp_path)
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_every=4)
+    argv = [recipe, "--data", corpus, "--output", "output"]
+    train(*argv)
+    shutil.copytree("output", "other")
+    capsys.readouterr()
+    train(*argv, "--resume", "--max_steps", "6", f"--{name}", given)
+    assert f"the run goes on: {name} stays None, and {given} changes nothing" in capsys.readouterr().err
+    assert name not in yaml.safe_load(Path("output", "recipe.yaml").read_text())
+
+
+@pytest.mark.parametrize("resumed", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_the_card_of_a_finished_model_says_what_it_began_as(tmp_path, corpus, resumed):
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_every=2)
+    train(recipe, "--data", corpus, "--output", tmp_path / "base")
+    card = tmp_path / "base" / "README.md"
+    card.write_text(card.read_text().replace("---\n", "---\nbase_model: someone/original\n", 1))
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output", "--model_name_or_path", tmp_path / "base"]
+    train(*argv)
+    if resumed:
+        train(*argv[:-2], "--resume", "--max_steps", "6")
+    card = ModelCard.load(tmp_path / "output" / "README.md")
+    assert card.data.base_model == "someone/original" and card.data.eval_results
+    assert "Its weights began as those of base." in card.text
+
+
+def test_a_checkpoint_that_was_put_elsewhere_is_replaced_and_left_there(tmp_path, corpus):
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_every=2, save_total_limit=1)
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output"]
+    train(*argv)
+    (tmp_path / "output" / "checkpoint-4").rename(tmp_path / "elsewhere")
+    (tmp_path / "output" / "checkpoint-4").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "output" / "checkpoint-6").symlink_to(tmp_path / "elsewhere")
+    train(*argv, "--resume", "--max_steps", "6")
+    found = {path.name: path.is_symlink() for path in (tmp_path / "output").glob("checkpoint-*")}
+    assert (
+        found == {"checkpoint-4": True, "checkpoint-6": False}
+        and (tmp_path / "elsewhere" / "model.safetensors").exists()
+    )
+
+
+@pytest.mark.parametrize("name", ["best.json", "results.json"])
+def test_a_damaged_record_is_named_and_nothing_changed(tmp_path, corpus, capsys, name):
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_every=4)
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output"]
+    train(*argv)
+    (tmp_path / "output" / name).write_text("{")
+    before = {
+        path.name: path.read_bytes() for path in (tmp_path / "output").iterdir() if path.suffix in (".json", ".yaml")
+    }
+    said = refused(capsys, *argv, "--resume", *(["--max_steps", "6"] if name == "best.json" else []))
+    assert f"{tmp_path / 'output' / name} is damaged" in said and "remove it" in said
+    after = {
+        path.name: path.read_bytes() for path in (tmp_path / "output").iterdir() if path.suffix in (".json", ".yaml")
+    }
+    assert after == before
+    (tmp_path / "output" / name).unlink()
+    train(*argv, "--resume")
+
+
+def test_a_shorter_memory_goes_on_from_the_end_of_the_longer_one(tmp_path, corpus):
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_every=4)
+    for mem_len in ("3", "0"):
+        output = tmp_path / f"to-{mem_len}"
+        train(recipe, "--data", corpus, "--output", output)
+        train(recipe, "--data", corpus, "--output", output, "--resume", "--max_steps", "6", "--mem_len", mem_len)
+        assert len(read_log(output)) == 6 and (output / "results.json").exists()
+
+
+def test_fewer_steps_than_were_done(tmp_path, recipe, corpus, capsys):
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output"]
+    train(*argv, "--max_steps", "6")
+    files = {name: (tmp_path / "output" / name).read_bytes() for name in ("recipe.yaml", "results.json", "log.jsonl")}
+    message = refused(capsys, *argv, "--resume", "--max_steps", "4")
+    assert "4 steps are fewer than the 6 that" in message and message.endswith("give 6 or more")
+    assert files == {name: (tmp_path / "output" / name).read_bytes() for name in files}
+
+
+def test_resuming_what_is_done_or_was_never_begun(tmp_path, recipe, corpus, capsys):
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output", "--resume"]
+    train(*argv)
+    first, log = capsys.readouterr().out, (tmp_path / "output" / "log.jsonl").read_text()
+    train(*argv)
+    assert capsys.readouterr().out == first
+    assert (tmp_path / "output" / "log.jsonl").read_text() == log
+    # Longer, it goes on.
+    train(*argv, "--max_steps", "15")
+    assert len(read_log(tmp_path / "output")) == 15
+
+
+def test_an_extended_run_keeps_the_best_model_of_its_first_part(tmp_path, recipe, corpus):
+    output = tmp_path / "output"
+    argv = [recipe, "--data", corpus, "--output", output, "--resume", "--eval_every", "100", "--scheduler", "constant"]
+    train(*argv, "--max_steps", "6")
+    train(*argv, "--max_steps", "8", "--learning_rate", "0.5")
+    first, last = read_log(output, "validation_loss")
+    assert json.loads((output / "results.json").read_text())["validation"]["nll"] == pytest.approx(first)
+    assert first < last
+
+
+@pytest.mark.parametrize("method", [pytest.param("validate", marks=pytest.mark.slow), "save_model"])
+def test_an_extended_run_that_is_killed_in_its_last_validation_makes_up_for_it(
+    tmp_path, recipe, corpus, monkeypatch, method
+):
+    """What the first part left is not taken for the end of the whole."""
+    output = tmp_path / "output"
+    argv = [recipe, "--data", corpus, "--output", output, "--resume", "--eval_every", "100", "--scheduler", "constant"]
+    train(*argv, "--max_steps", "6")
+
+    def stopped(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Training, method, stopped)
+        with pytest.raises(SystemExit, match="stopped"):
+            train(*argv)
+    train(*argv)
+    first, last = read_log(output, "validation_loss")
+    assert json.loads((output / "results.json").read_text())["validation"]["nll"] == pytest.approx(last)
+    assert last < first
+
+
+class Killed(BaseException):
+    """In the place of a signal that ends a process."""
+
+
+def train_and_kill_at(step: int, *argv):
+    """`train`, as if killed before this step; whether its validation came about has to be seen to."""
+
+    def train_step(self, batch, original=loop.Training.train_step):
+        if self.step == step:
+            raise Killed
+        return original(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Training, "train_step", train_step)
+        with pytest.raises(Killed):
+            train(*argv)
+
+
+def read_best(output: Path) -> dict:
+    return json.loads((output / "best.json").read_text())
+
+
+def check_best(output: Path, step: int):
+    """The model in the folder is of this step, as it says, and has the loss that it says."""
+    best, results = read_best(output), json.loads((output / "results.json").read_text())
+    assert best["step"] == step
+    assert results["validation"]["nll"] == pytest.approx(best["validation_loss"], rel=1e-5)
+
+
+# With these the fourth step is better than those that follow.
+WORSE = ["--scheduler", "constant", "--warmup_steps", "0", "--learning_rate", "0.3"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"eval_tgt_len": 1, "eval_clamp_len": 0}, marks=pytest.mark.slow),
+        pytest.param({"mem_len": 40}, marks=pytest.mark.slow),
+        {"text": "a part"},
+    ],
+)
+def test_losses_of_another_validation_are_not_compared(tmp_path, recipe, corpus, changes):
+    """The best model from before is scored as the run validates now."""
+    output, data = tmp_path / "output", corpus
+    argv = [recipe, "--output", output, "--eval_every", "2", "--scheduler", "constant"]
+    train(*argv, "--data", corpus, "--max_steps", "4")
+    check_best(output, 4)
+    before = read_best(output)["validation_loss"]
+    if "text" in changes:
+        data = tmp_path / "data"
+        splits = load_from_disk(corpus)
+        part = splits["validation"].select(range(500)).flatten_indices()
+        DatasetDict({"train": splits["train"], "validation": part, "test": splits["test"]}).save_to_disk(data)
+        AutoTokenizer.from_pretrained(corpus).save_pretrained(data)
+    options = [str(part) for name, value in changes.items() if name != "text" for part in (f"--{name}", value)]
+    seen = []
+
+    def recorded(*args, original=loop.evaluate_alike):
+        seen.append(original(*args))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "evaluate_alike", recorded)
+        train(*argv, "--data", data, *options, *WORSE, "--max_steps", "8", "--resume")
+    [found] = seen
+    assert found.nll != before and read_best(output)["step"] == 4
+    assert found.nll < min(read_log(output, "validation_loss")[2:])
+    assert found.memory_length == changes.get("mem_len", 12)
+
+
+def test_a_best_model_of_a_step_that_comes_again_is_chosen_anew(tmp_path, corpus, capsys):
+    """What was best until the checkpoint is no more, and the steps behind it may become others."""
+    output = tmp_path / "output"
+    recipe = write_recipe(tmp_path / "recipe.yaml", eval_every=2, scheduler="constant")
+    argv = [recipe, "--data", corpus, "--output", output]
+    train_and_kill_at(9, *argv)
+    assert read_best(output / "best")["step"] == 8
+    train(*argv, "--resume", "--learning_rate", "0.3")
+    assert "the best model, of step 8, is chosen anew from step 5 on" in capsys.readouterr().err
+    losses = read_log(output, "validation_loss")
+    assert min(losses[2:]) > min(losses[:2])
+    check_best(output, 6 + 2 * losses[2:].index(min(losses[2:])))
+
+
+# The quick suite has what lacks a key.
+DAMAGED = [pytest.param(text, marks=pytest.mark.slow) for text in ("", "[]", '{"step": "x"}', "\0" * 60)]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGED, '{"step": 4, "validation_loss": 2.5}'], ids=repr)
+def test_what_is_said_of_the_best_model_may_be_damaged(tmp_path, capsys, corpus, damage):
+    output = tmp_path / "output"
+    recipe = write_recipe(tmp_path / "recipe.yaml", n_layer=1, eval_every=2, scheduler="constant")
+    argv = [recipe, "--data", corpus, "--output", output, "--resume", "--max_steps"]
+    train(*argv, "4")
+    (output / "best.json").write_text(damage)
+    assert "best.json is damaged" in (message := refused(capsys, *argv, "6")) and "remove it" in message
+    (output / "best.json").unlink()
+    train(*argv, "6")
+    check_best(output, 6)
+
+
+def test_at_the_end_of_a_run_a_best_model_is_chosen_anew_too(tmp_path, corpus):
+    """Whatever is to be validated was, before what it said to be the best was replaced."""
+    output = tmp_path / "output"
+    recipe = write_recipe(tmp_path / "recipe.yaml", eval_every=2, save_every=4, scheduler="constant")
+    argv = [recipe, "--data", corpus, "--output", output]
+    train_and_kill_at(7, *argv)
+    assert read_best(output / "best")["step"] == 6
+    train(*argv, "--resume", "--max_steps", "4")
+    check_best(output, 4)
+
+
+def test_a_finished_model_is_the_best_where_a_later_one_comes_again(tmp_path, corpus):
+    output = tmp_path / "output"
+    recipe = write_recipe(tmp_path / "recipe.yaml", eval_every=2, save_every=100, scheduler="constant")
+    argv = [recipe, "--data", corpus, "--output", output, "--resume"]
+    train(*argv, "--max_steps", "4")
+    train_and_kill_at(7, *argv, "--max_steps", "8")
+    assert read_best(output / "best")["step"] == 6
+    train(*argv, "--max_steps", "8", *WORSE)
+    check_best(output, 4)
+
+
+@pytest.mark.parametrize("further", [True, False])
+def test_a_best_model_that_says_nothing_of_itself_is_scored(tmp_path, corpus, further):
+    """As earlier versions have left it."""
+    output = tmp_path / "output"
+    recipe = write_recipe(tmp_path / "recipe.yaml", eval_every=2, scheduler="constant")
+    argv = [recipe, "--data", corpus, "--output", output]
+    train(*argv, "--max_steps", "4")
+    weights = (output / "model.safetensors").read_bytes()
+    (output / "best.json").unlink()
+    train(*argv, "--resume", "--max_steps", "8" if further else "4", *WORSE)
+    assert (output / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize("moved", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_while_it_moves_its_best_model_has_it_in_the_end(tmp_path, corpus, monkeypatch, moved):
+    """The best is not the last one here."""
+    output = tmp_path / "output"
+    recipe = write_recipe(tmp_path / "recipe.yaml", eval_every=2, save_every=2)
+    argv = [recipe, "--data", corpus, "--output", output, "--resume"]
+    train(*argv, "--max_steps", "4")
+    left = [*range(moved)]
+
+    def replace(*paths, original=results.os.replace):
+        if not left:
+            raise Killed
+        left.pop()
+        original(*paths)
+
+    better = [*argv, "--max_steps", "6", "--scheduler", "constant"]
+    with monkeypatch.context() as patch:
+        patch.setattr(results, "os", SimpleNamespace(replace=replace))
+        with pytest.raises(Killed):
+            train(*better)
+    train(*argv, "--max_steps", "8", *WORSE)
+    check_best(output, 6)
+
+
+def test_a_run_goes_on_in_other_chunks_with_the_same_steps(tmp_path, recipe, corpus):
+    argv = [recipe, "--data", corpus, "--scheduler", "constant", "--output"]
+    train(*argv, tmp_path / "whole")
+    train(*argv, tmp_path / "cut", "--max_steps", "3")
+    train(*argv, tmp_path / "cut", "--batch_chunk", "2", "--resume")
+    for value in ("loss", "grad_norm"):
+        found, expected = (read_log(tmp_path / name, value) for name in ("cut", "whole"))
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_streams_that_were_rolled_go_on_where_they_were(tmp_path, capsys, recipe, corpus):
+    """Another seed, or none, would begin them elsewhere."""
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output", "--resume", "--max_steps"]
+    train(*argv, "3", "--roll", "true", "--seed", "1")
+    settings = (tmp_path / "output" / "recipe.yaml").read_text()
+    for options, now in (["--roll", "true", "--seed", "2"], 2), (["--seed", "1"], None):
+        message = refused(capsys, *argv, "6", *options)
+        assert f"at {{'roll_seed': 1}}, but the training would go on at {{'roll_seed': {now}}}: " in message
+    assert (tmp_path / "output" / "recipe.yaml").read_text() == settings
+
+
+def test_what_a_power_cut_left_in_the_log_stops_no_run(tmp_path):
+    lines = ['{"step": 1, "loss": 2.0}', "\0\0\0", "[3]", '{"loss": 1.0}', "[" * 5000, '{"step": 2, "lo']
+    (tmp_path / "log.jsonl").write_bytes(b"\xff\n" + "\n".join(lines).encode())
+    assert parse_log(tmp_path / "log.jsonl") == [{"step": 1, "loss": 2.0}]
+    assert parse_log(tmp_path / "none.jsonl") == []
+
+
+def test_checkpoints_that_are_kept(tmp_path, recipe, corpus):
+    output = tmp_path / "output"
+    train(recipe, "--data", corpus, "--output", output, "--save_every", "2", "--save_total_limit", "3")
+    assert sorted(path.name for path in output.glob("checkpoint-*")) == [
+        "checkpoint-10",
+        "checkpoint-12",
+        "checkpoint-8",
+    ]
+    # The last one is damaged, so that the one before it is resumed.
+    (output / "checkpoint-12" / "optimizer.bin").write_bytes(b"")
+    assert last_checkpoint(output) == str(output / "checkpoint-10")
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [*(pytest.param(changes, marks=pytest.mark.slow) for changes in ({}, MEMORY)), EXTENDED],
+    ids=["plain", "memory", "extended-context"],
+)
+def test_two_processes_give_the_losses_of_one(tmp_path, corpus, changes):
+    quiet = {name: 0.0 for name in changes if name.endswith("dropout")}
+    changes = changes | quiet | ({"batch_chunk": 1} if "batch_chunk" in changes else {})
+    # Of three streams of the validation one process has one, and the other two.
+    recipe = write_recipe(tmp_path / "recipe.yaml", save_every=5, eval_batch_size=3, **changes)
+    for processes, name in ((1, "one"), (2, "two")):
+        argv = [recipe, "--data", corpus, "--output", tmp_path / name, "--max_steps", "10"]
+        assert set(run(argv, processes)) == {0}
+    for value in ("loss", "grad_norm", "validation_loss", "tokens"):
+        found, expected = (read_log(tmp_path / name, value) for name in ("two", "one"))
+        np.testing.assert_allclose(found, expected, rtol=1e-4 if value == "grad_norm" else 1e-5, err_msg=value)
+    # Memory is saved in the order of the streams: another number of processes goes on with it.
+    shutil.copytree(tmp_path / "two", tmp_path / "changed")
+    shutil.rmtree(tmp_path / "changed" / "checkpoint-10")
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "changed", "--max_steps", "10", "--resume"]
+    assert run(argv) == [0]
+    np.testing.assert_allclose(read_log(tmp_path / "changed"), read_log(tmp_path / "one"), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "sharded",
+    [
+        "fsdp2",
+        pytest.param(
+            "deepspeed",
+            marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+        ),
+    ],
+)
+@pytest.mark.slow
+def test_sharded_over_two_processes(tmp_path, corpus, sharded):
+    """The losses of one process, a whole model at the end, and it resumes. One of them validates nothing."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", eval_batch_size=1)
+    argv = [recipe, "--data", corpus, "--max_steps", "10", "--output"]
+    train(*argv, tmp_path / "one")
+    assert run([*argv, tmp_path / "two"], 2, sharded=sharded) == [0, 0]
+    parts = {"fsdp2": "random_states_1.pkl", "deepspeed": "*zero_pp_rank_1_*optim_states.pt"}
+    assert list((tmp_path / "two" / "checkpoint-10").rglob(parts[sharded])), "of the second process"
+    shutil.rmtree(tmp_path / "two" / "checkpoint-10")
+    for value in ("loss", "validation_loss"):
+        found, expected = (read_log(tmp_path / name, value) for name in ("two", "one"))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=value)
+    assert run([*argv, tmp_path / "two", "--resume"], 2, sharded=sharded) == [0, 0]
+    np.testing.assert_allclose(read_log(tmp_path / "two"), read_log(tmp_path / "one"), rtol=1e-5)
+    results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("one", "two")]
+    assert results[1]["test"]["nll"] == pytest.approx(results[0]["test"]["nll"], rel=1e-4)
+
+
+def test_lamb_is_refused_where_weights_are_sharded(recipe, tmp_path, monkeypatch):
+    """At its first step PyTorch has no clamp in place of a norm of all parts."""
+    sharded = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    monkeypatch.setattr(setup, "Accelerator", lambda **options: sharded)
+    arguments = parse_arguments([str(recipe), "--data", "data", "--output", str(tmp_path), "--optimizer", "lamb"])
+    with pytest.raises(ValueError, match="--optimizer lamb needs whole weights, which FSDP does not keep: use adam"):
+        setup.make_accelerator(arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "message"),
+    [
+        ("corpus.json", "{", "corpus.json is damaged (JSONDecodeError: "),
+        ("corpus.json", "[1]", "corpus.json is damaged (AttributeError: "),
+        (
+            "corpus.json",
+            '{"document_end": "x"}',
+            "corpus.json is damaged (ValueError: document_end is 'x', which is no",
+        ),
+        (
+            "corpus.json",
+            '{"document_end": 100000}',
+            "document_end is 100000, which is no token): prepare the text again",
+        ),
+        ("dataset_dict.json", "{", "data is damaged (JSONDecodeError: "),
+        ("train/state.json", "{}", "data is damaged (KeyError: '_data_files'): prepare the text again"),
+        ("train/data-00000-of-00001.arrow", None, "data is damaged (Expected to be able to read "),
+    ],
+)
+def test_a_damaged_text_is_named(tmp_path, capsys, corpus, recipe, name, written, message):
+    data = shutil.copytree(corpus, tmp_path / "data")
+    if written is None:
+        os.truncate(data / name, 500)
+    else:
+        (data / name).write_text(written)
+    assert message in refused(capsys, recipe, "--data", data, "--output", tmp_path / "output")
+
+
+def test_folders_that_are_the_present_one_are_named(tmp_path, corpus, monkeypatch):
+    """Their names are in the card, of which an empty one would be none."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=1, n_layer=1)
+    (tmp_path / "a run").mkdir()
+    monkeypatch.chdir(tmp_path / "a run")
+    train(recipe, "--data", corpus, "--output", ".")
+    card = ModelCard.load("README.md")
+    assert card.data.model_name == "a run" and "\n# a run\n" in card.text
+    monkeypatch.chdir(corpus)
+    train(recipe, "--data", ".", "--output", tmp_path / "another")
+    results = ModelCard.load(tmp_path / "another" / "README.md").data.eval_results
+    assert {result.dataset_name for result in results} == {corpus.name}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--gradient_checkpointing"], ["--mixed_precision", "bf16"]],
+    ids=lambda options: options[0],
+)
+def test_options_that_change_no_loss(tmp_path, recipe, corpus, by_hand, options):
+    train(recipe, "--data", corpus, "--output", tmp_path / "output", *options)
+    rtol = 0.02 if "bf16" in options else 1e-4
+    np.testing.assert_allclose(read_log(tmp_path / "output"), by_hand[0], rtol=rtol)
+
+
+def test_memory_stays_in_the_type_of_autocast_and_goes_on_from_a_checkpoint_in_fp32(
+    tmp_path, monkeypatch, recipe, corpus
+):
+    """Bit for bit the run in which accelerate widens what the model returns, in one piece or resumed from there."""
+    step, types = loop.Training.train_step, []
+
+    def train_step(training, batch):
+        norm = step(training, batch)
+        types.append({states.dtype for memory in training.memories for states in memory["mems"]})
+        if stops and training.step == 6:
+            raise KeyboardInterrupt
+        return norm
+
+    monkeypatch.setattr(loop.Training, "train_step", train_step)
+    options = ["--data", corpus, "--mixed_precision", "bf16", "--resume"]
+    stops = False
+    train(recipe, *options, "--output", tmp_path / "narrow")
+    assert types == 12 * [{torch.bfloat16}]
+    with monkeypatch.context() as widened:
+        widened.setattr(loop, "take_autocast", lambda *_: contextlib.nullcontext)
+        train(recipe, *options, "--output", tmp_path / "wide")
+        stops = True
+        with pytest.raises(SystemExit):
+            train(recipe, *options, "--output", tmp_path / "resumed")
+    assert all(found == {torch.float32} for found in types[12:])
+    stops = False
+    train(recipe, *options, "--output", tmp_path / "resumed")
+    narrow, wide, resumed = (read_log(tmp_path / name) for name in ("narrow", "wide", "resumed"))
+    assert narrow == wide == resumed
+
+
+@pytest.mark.parametrize("overflown", [{2}, {2, 3}])
+def test_a_step_that_overflowed_in_fp16_is_left_out_of_the_log(tmp_path, corpus, monkeypatch, overflown):
+    """With a scaler, as a GPU has it; a run of which nothing else is left ends."""
+    make_accelerator, step = loop.make_accelerator, loop.Training.train_step
+
+    def with_scaler(*args):
+        accelerator = make_accelerator(*args)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        return accelerator
+
+    def train_step(training, batch):
+        monkeypatch.setattr(Accelerator, "mixed_precision", "fp16")
+        hidden = training.plain_model.transformer.layers[0]
+        hook = hidden.register_forward_hook(lambda *call: call[-1] * (math.inf if training.step in overflown else 1))
+        try:
+            return step(training, batch)
+        finally:
+            hook.remove()
+
+    monkeypatch.setattr(loop, "make_accelerator", with_scaler)
+    monkeypatch.setattr(loop.Training, "train_step", train_step)
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, log_every=2)
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output", "--mixed_precision", "no"]
+    if len(overflown) == 2:
+        with pytest.raises(SystemExit, match="error: the loss is nan before step 4: lower --learning_rate"):
+            train(*argv)
+    else:
+        train(*argv)
+        assert all(map(math.isfinite, read_log(tmp_path / "output")))
+        assert read_log(tmp_path / "output", "tokens")[:2] == [64, 96]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="training is on a GPU")
+def test_on_a_gpu_a_process_reads_ahead_into_pinned_memory():
+    stream = TokenStream(range(401), 5, 8)
+    ahead, plain = (
+        setup.make_loader(stream, SimpleNamespace(device=torch.device(kind), num_processes=2), batch_chunk=2)
+        for kind in ("cuda", "cpu")
+    )
+    assert (ahead.num_workers, ahead.prefetch_factor, ahead.pin_memory) == (1, 8, True)
+    assert (plain.num_workers, plain.prefetch_factor, plain.pin_memory) == (0, None, False)
+    assert ahead.batch_size == plain.batch_size == 4
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")
+def test_the_process_that_reads_ahead_leaves_ctrl_c_to_the_run():
+    """Ended by it, as all processes of a terminal are, it would leave the thread that pins memory with an error."""
+    stream = TokenStream(range(801), 5, 8)
+    loader = setup.make_loader(stream, SimpleNamespace(device=torch.device("cuda"), num_processes=1), batch_chunk=1)
+    batches = iter(loader)
+    read = [next(batches)]
+    os.kill(batches._workers[0].pid, signal.SIGINT)
+    read += batches
+    assert len(read) == stream.steps
+
+
+def test_batches_are_copied_while_a_gpu_computes_in_the_rest_of_an_epoch_too(tmp_path, corpus, monkeypatch):
+    """Which a run that is resumed reads with another loader."""
+    copied, read = [], DataLoaderShard.__iter__
+    monkeypatch.setattr(DataLoaderShard, "__iter__", lambda self: copied.append(self._non_blocking) or read(self))
+    recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=2, save_every=2)
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output"]
+    train(*argv)
+    train(*argv, "--resume", "--max_steps", "4")
+    assert copied == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "has_bf16", "precision", "multiplied"),
+    [(True, True, "bf16", "high"), (True, False, "no", "high"), (False, False, "no", "highest")],
+)
+def test_what_a_gpu_computes_in(monkeypatch, recipe, has_gpu, has_bf16, precision, multiplied):
+    """Batches are copied to it while it computes, too."""
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16 or including_emulation)
+    monkeypatch.setattr(setup, "bf16_is_faster", lambda: False)
+    monkeypatch.setattr(setup, "Accelerator", lambda **given: SimpleNamespace(distributed_type=None, **given))
+    before = torch.get_float32_matmul_precision()
+    try:
+        # As PyTorch has it, whatever ran here before.
+        torch.set_float32_matmul_precision("highest")
+        accelerator = setup.make_accelerator(parse_arguments([str(recipe), "--data", "data", "--output", "output"]))
+        assert torch.get_float32_matmul_precision() == multiplied
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert accelerator.mixed_precision == precision and accelerator.dataloader_config.non_blocking
+
+
+def test_attention_is_tritons_where_a_gpu_takes_the_heads(monkeypatch):
+    asked, reasons, empty = [], [None, "heads are 200 wide"], torch.empty
+
+    def why_not(query):
+        asked.append(query)
+        return reasons.pop(0)
+
+    monkeypatch.setattr("txl_hf.transfo_xl.attention_transfo_xl.why_not_triton", why_not)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert fastest_attention(2, 8) is None and not asked
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *size, device, **options: empty(*size, device="meta", **options))
+    assert [fastest_attention(2, 8) for _ in range(2)] == ["txl_triton", None]
+    assert [(query.shape[1], query.shape[3], query.dtype) for query in asked] == 2 * [(2, 8, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("has_bf16", "precision", "rtol"), [(True, "bf16", 0.02), (False, "fp32", 1e-4)])
+def test_a_cpu_trains_in_bf16_if_it_has_it(
+    tmp_path, monkeypatch, capsys, recipe, corpus, by_hand, has_bf16, precision, rtol
+):
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    monkeypatch.setattr(setup, "bf16_is_faster", lambda: has_bf16)
+    train(recipe, "--data", corpus, "--output", tmp_path / "output")
+    assert f"on 1 × cpu in {precision}: " in capsys.readouterr().err
+    losses = read_log(tmp_path / "output")
+    np.testing.assert_allclose(losses, by_hand[0], rtol=rtol)
+    assert np.allclose(losses, by_hand[0], rtol=1e-4, atol=0) is not has_bf16
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is another")
+@pytest.mark.slow
+def test_a_large_tensor_gets_the_memory_of_the_one_before():
+    """In a process of its own: the setting is the whole process's."""
+    program = """
+import resource, torch
+from txl_hf.training.setup import keep_freed_memory
+
+def pages():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(16):
+        torch.ones(2**24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(pages())
+keep_freed_memory()
+pages()
+print(pages())
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    otherwise, kept = map(int, result.stdout.split())
+    # Of the tensors before those that are counted, the first one or two are in new memory.
+    assert kept < otherwise / 100
+
+
+@pytest.mark.slow
+def test_a_compiled_run_has_the_losses_of_another(tmp_path, corpus, monkeypatch):
+    """A layer, steps without memory and with all of it, and a validation in segments as long as theirs. A captured
+    graph overwrites what it has returned, and would compute with a mask that hides nothing."""
+    returned, step = [], loop.Training.train_step
+    masks = []
+
+    def overwriting(self, batch):
+        for states in returned:
+            states.fill_(math.nan)
+        return step(self, batch)
+
+    def recorded(outputs, compiled):
+        memory = memory_of(outputs, compiled)
+        returned[:] = memory["mems"]
+        masks.append(memory["mems_mask"])
+        return memory
+
+    lengths = {"tgt_len": 8, "mem_len": 8, "eval_tgt_len": 8}
+    recipe = write_recipe(tmp_path / "recipe.yaml", n_layer=1, max_steps=3, eval_every=3, **lengths)
+    torch.compiler.reset()
+    train(recipe, "--data", corpus, "--output", tmp_path / "plain")
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "memory_of", recorded)
+        patch.setattr(loop.Training, "train_step", overwriting)
+        train(recipe, "--data", corpus, "--output", tmp_path / "compiled", "--dynamo_backend", "aot_eager")
+    assert masks == 3 * [None]
+    for value in ("loss", "validation_loss"):
+        plain, compiled = (read_log(tmp_path / name, value) for name in ("plain", "compiled"))
+        assert len(plain) == (3 if value == "loss" else 1)
+        np.testing.assert_allclose(compiled, plain, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], marks=pytest.mark.slow),
+        pytest.param(["--batch_chunk", "2"], marks=pytest.mark.slow),
+        ["--dropout", "0.2", "--mixed_precision", "bf16"],
+    ],
+    ids=str,
+)
+def test_a_captured_run_has_the_losses_of_another(tmp_path, corpus, recorder, options):
+    lengths = {"tgt_len": 8, "mem_len": 12, "eval_tgt_len": 8}
+    recipe = write_recipe(tmp_path / "recipe.yaml", n_layer=2, max_steps=8, cutoffs=[], div_val=1, **lengths)
+    given = recipe, "--data", corpus, *options, "--output"
+    train(*given, tmp_path / "plain", "--cuda_graphs", "False")
+    evaluating = recorder.recorded
+    train(*given, tmp_path / "captured")
+    assert recorder.recorded > 2 * evaluating
+    for value in ("loss", "validation_loss", "grad_norm"):
+        plain, found = (read_log(tmp_path / name, value) for name in ("plain", "captured"))
+        np.testing.assert_allclose(found, plain, rtol=1e-4)
+
+
+def test_while_the_memory_grows_no_step_is_captured(tmp_path, corpus, recorder):
+    lengths = {"tgt_len": 4, "mem_len": 12, "eval_mem_len": 0, "mem_warmup_ratio": 0.5}
+    recipe = write_recipe(tmp_path / "recipe.yaml", n_layer=1, max_steps=24, cutoffs=[], div_val=1, **lengths)
+    given = recipe, "--data", corpus, "--output"
+    train(*given, tmp_path / "plain", "--cuda_graphs", "False")
+    evaluating = recorder.recorded
+    train(*given, tmp_path / "captured")
+    assert recorder.recorded == 2 * evaluating + 2
+    plain, found = (read_log(tmp_path / name) for name in ("plain", "captured"))
+    np.testing.assert_allclose(found, plain, rtol=1e-4)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refused(capsys, *argv: str | Path) -> str:
+    """The one line with which a run ends before it begins."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as exit:
+        train(*argv)
+    message = exit.value.code if isinstance(exit.value.code, str) else capsys.readouterr().err.strip()
+    assert exit.value.code and message.startswith("error: ") and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "message"),
+    [
+        (KeyboardInterrupt(), "stopped: the same command with --resume goes on from the last checkpoint"),
+        (OSError(28, "No space left on device"), "error: No space left on device"),
+    ],
+)
+def test_what_ends_a_run_is_said_in_one_line(tmp_path, recipe, corpus, monkeypatch, ended_by, message):
+    """And the run goes on from where it was."""
+
+    def fails(*args):
+        raise ended_by
+
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output", "--resume"]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Training, "validate", fails)
+        with pytest.raises(SystemExit) as exit:
+            train(*argv, "--save_every", "4")
+    assert exit.value.code == message
+    # Before the first validation, which does not come with the checkpoints here.
+    assert (tmp_path / "output" / "checkpoint-5").exists()
+    train(*argv)
+    assert len(read_log(tmp_path / "output")) == 12
+
+
+def test_a_full_disk_is_said_in_one_line(tmp_path, recipe, corpus, monkeypatch):
+    """torch and safetensors have errors of their own for it."""
+    save = torch.save
+
+    def full(state, path, **options):
+        save(state, "/dev/full")
+
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output", "--resume", "--save_every", "3"]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(SystemExit, match=f"error: {tmp_path / 'output'} cannot be written, as on a disk that is"):
+            train(*argv)
+    train(*argv)
+    assert len(read_log(tmp_path / "output")) == 12
+
+
+def test_other_settings_on_resuming_are_said_and_written_down(tmp_path, capsys, recipe, corpus):
+    """And those of a run that is done stay what they were."""
+    output = tmp_path / "output"
+    argv = [recipe, "--data", corpus, "--output", output]
+
+    def resume(*options) -> str:
+        capsys.readouterr()
+        train(*argv, "--resume", *options)
+        return capsys.readouterr().err
+
+    def written() -> dict:
+        return yaml.safe_load((output / "recipe.yaml").read_text())
+
+    train(*argv, "--max_steps", "6")
+    said = resume("--learning_rate", "0.002")
+    assert "from step 6 on learning_rate is 0.002, until then 0.01\n" in said
+    assert "from step 6 on max_steps is 12, until then 6\n" in said and said.count("until then") == 2
+    assert written()["learning_rate"] == 0.002 and len(read_log(output)) == 12
+    assert "the run is done: learning_rate stays 0.002, and 0.01 changes nothing\n" in resume()
+    assert written()["learning_rate"] == 0.002
+    assert "until then" not in resume("--learning_rate", "0.002")
+
+
+def test_a_second_run_in_the_same_folder_is_refused_until_the_first_is_gone(tmp_path, capsys, recipe, corpus):
+    argv, output = [recipe, "--data", corpus, "--output", tmp_path / "output"], tmp_path / "output"
+    output.mkdir()
+    hold = (
+        "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.lockf(f, 2 | 4); print(flush=True); time.sleep(99)"
+    )
+    with subprocess.Popen([sys.executable, "-c", hold, output / "run.lock"], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        for options in ([], ["--resume"], ["--overwrite"]):
+            message = refused(capsys, *argv, *options)
+            assert (
+                message == f"error: another process is writing to {output}: wait for its end, or choose another folder"
+            )
+        assert [path.name for path in output.iterdir()] == ["run.lock"]
+        other.kill()
+    train(*argv)
+    assert (output / "results.json").exists()
+
+
+def test_a_hopeless_learning_rate_is_named(tmp_path, recipe, corpus):
+    with pytest.raises(SystemExit, match="error: the loss is nan before step .: lower --learning_rate"):
+        train(
+            recipe, "--data", corpus, "--output", tmp_path / "output", "--learning_rate", "1e30", "--save_every", "1"
+        )
+    last = max((tmp_path / "output").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    steps = [step for step, loss in enumerate(read_log(tmp_path / "output"), start=1) if math.isfinite(loss)]
+    assert last.name == f"checkpoint-{steps[-1]}", "none takes the place of one that can be gone on from"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learnin_rate": 1.0}, "sets 'learnin_rate', which does not exist; the closest name is 'learning_rate'"),
+        ({"batch_size": "many"}, "invalid int value: 'many'"),
+        ({"batch_size": 0}, "--batch_size is 0, but must be at least 1"),
+        ({"optimizer": "sgd"}, "invalid choice: 'sgd'"),
+        ({"max_steps": None}, "set one of --max_steps and --max_epochs"),
+        ({"max_epochs": 2}, "set one of --max_steps and --max_epochs"),
+        ({"max_steps": None, "max_epochs": 0.0}, "--max_epochs is 0, but must be above 0, and finite"),
+        ({"max_steps": None, "max_epochs": -1.5}, "--max_epochs is -1.5, but must be above 0, and finite"),
+        ({"max_steps": None, "max_epochs": math.inf}, "--max_epochs is inf, but must be above 0, and finite"),
+        ({"average": "ema", "average_start": 12}, "--average_start is 12, but must be less than all 12 steps"),
+        ({"word_dropout": 1.5}, "word_dropout=1.5 must be at least 0 and less than 1"),
+        ({"cutoffs": [100, 600]}, "has 502 tokens, fewer than the recipe's cutoffs [100, 600]"),
+        ({"batch_chunk": 3}, "--batch_size 4 must be a multiple of 1 process(es) × --batch_chunk 3"),
+        ({"mem_warmup_ratio": 1.5}, "--mem_warmup_ratio is 1.5, but must be from 0 to 1"),
+        ({"mem_warmup_ratio": 0.5, "mem_len": 0}, "--mem_warmup_ratio 0.5 grows no memory, as mem_len is 0"),
+        ({"roll": True, "varlen": True}, "--roll goes together with neither --varlen nor --ext_len"),
+        ({"tgt_len": 80}, "the text has 289 tokens, but batch_size=4 streams of at least one segment"),
+        ({"learning_rate": 1e-3, "min_learning_rate": 2e-3}, "at least 0 and at most --learning_rate 0.001"),
+        ({"learning_rate": 1e-3, "min_learning_rate": -1e-3}, "--min_learning_rate is -0.001, but must be at least 0"),
+        (
+            {"scheduler": "inverse_sqrt", "min_learning_rate": 1e-6},
+            "--min_learning_rate 1e-06 is of --scheduler cosine and stable_decay: set it to 0",
+        ),
+        ({"scheduler": "inverse_sqrt", "warmup_steps": 0}, "--scheduler inverse_sqrt falls with the steps over"),
+        ({"scheduler": "cosine", "decay_steps": 2}, "--decay_steps 2 is of --scheduler stable_decay: leave it out"),
+        ({"muon_lr_factor": 2.0}, "--muon_lr_factor 2 is of --optimizer muon: set it to 1"),
+        ({"scheduler": "constant", "learning_rate": -1e-3}, "--learning_rate is -0.001, but must be at least 0"),
+        ({"learning_rate": math.nan}, "--learning_rate is nan, but must be at least 0, and finite"),
+        ({"epsilon": -1.0}, "--epsilon is -1, but must be at least 0, and finite"),
+        ({"beta2": 2.0}, "--beta2 is 2, but must be at least 0 and below 1"),
+        ({"average": "ema", "ema_decay": 1.5}, "--ema_decay is 1.5, but must be at least 0 and below 1"),
+        ({"average_start": 3}, "--average_start 3 is of --average ema and equal: set it to 0"),
+        ({"gate_bias": 3.0}, "--gate_bias 3 is of --gating gru: leave it out"),
+        ({"learning_rate": 0.0}, "--learning_rate 0 cannot fall as --scheduler cosine has it: use constant"),
+        ({"embedding_lr_factor": -1.0}, "--embedding_lr_factor is -1, but must be at least 0"),
+        ({"weight_decay": -0.1}, "--weight_decay is -0.1, but must be at least 0"),
+        ({"max_grad_norm": -1.0}, "--max_grad_norm is -1, but must be above 0, or 0 not to clip"),
+        ({"loss": "half", "ext_len": 4}, "--loss half reads tgt_len=8 tokens again: leave out --ext_len 4"),
+        (
+            {"attn_type": 3, "mem_len": 0, "eval_tgt_len": 8, "eval_ext_len": 2},
+            "reads 10 tokens at once, but the model learned max_klen=8 absolute positions",
+        ),
+        # As many as the text has: a file of Python, and each version has its own.
+        ({"eval_batch_size": 2000}, "the validation text has {} tokens, too few for --eval_batch_size 2000"),
+        ({"eval_memory_lengths": [0, 20_000]}, "--eval_memory_lengths 20000 is longer than any text of --data"),
+        ({"eval_mem_len": 20_000}, "--eval_mem_len 20000 is longer than any text of --data"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_settings_that_are_refused(tmp_path, capsys, corpus, changes, message):
+    recipe = write_recipe(tmp_path / "recipe.yaml", **changes)
+    message = message.format(len(load_from_disk(corpus)["validation"]))
+    assert message in refused(capsys, recipe, "--data", corpus, "--output", tmp_path / "output")
+    assert not (tmp_path / "output").exists()
+
+
+def test_a_memory_in_evaluation_that_the_model_cannot_have_is_refused_before_training(tmp_path, capsys, corpus):
+    """Typed, it is an error; the recipe's own is left out, as it is another encoding's."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", attn_type=2, mem_len=0, eval_mem_len=12)
+    argv = [recipe, "--data", corpus, "--output", tmp_path / "output"]
+    for options in (["--eval_mem_len", "4"], ["--eval-memory-lengths", "4"]):
+        message = refused(capsys, *argv, *options)
+        assert "attn_type=2 has absolute positions and no recurrence: mem_len=4 must be 0" in message
+    assert not (tmp_path / "output").exists()
+    train(*argv, "--max_steps", "1")
+    assert json.loads((tmp_path / "output" / "results.json").read_text())["test"]["memory_length"] == 0
+
+
+@pytest.mark.parametrize(
+    ("set_by", "typed", "taken"),
+    [
+        ({"max_steps": 9}, ["--max_epochs", "0.5"], (None, 0.5)),
+        ({"max_steps": 9}, ["--max-epochs=2"], (None, 2.0)),
+        ({"max_steps": None, "max_epochs": 3.0}, ["--max_steps", "4"], (4, None)),
+        ({"max_steps": 9, "max_epochs": 3.0}, ["--max_steps", "4"], (4, None)),
+        ({"max_steps": 9}, ["--max_steps", "4"], (4, None)),
+        ({"max_steps": 9}, [], (9, None)),
+    ],
+)
+def test_steps_on_the_command_line_replace_the_epochs_of_a_recipe_and_the_reverse(
+    tmp_path, capsys, set_by, typed, taken
+):
+    argv = [str(write_recipe(tmp_path / "recipe.yaml", **set_by)), "--smoke", *typed]
+    found = parse_arguments(argv).optimization
+    assert (found.max_steps, found.max_epochs) == taken
+    with pytest.raises(SystemExit):
+        parse_arguments([*argv, "--help"])
+    page = " ".join(capsys.readouterr().out.split())
+    for text, value in zip(("Steps to train for.", "Epochs to train for, instead of max_steps."), taken, strict=True):
+        assert f"{text} (default: {value})" in page if value is not None else f"{text} (" not in page
+
+
+def test_both_numbers_on_the_command_line_are_one_too_many(capsys, recipe):
+    message = refused(capsys, recipe, "--smoke", "--max_steps", "4", "--max_epochs", "1")
+    assert message == "error: set one of --max_steps and --max_epochs"
+
+
+def test_a_run_of_steps_goes_on_for_epochs(tmp_path, recipe, corpus):
+    """Its recipe then says epochs alone, and it is one that can be given again."""
+    output = tmp_path / "output"
+    train(recipe, "--data", corpus, "--output", output, "--max_steps", "4")
+    # Nine steps each.
+    train(recipe, "--data", corpus, "--output", output, "--max_epochs", "1", "--resume")
+    assert [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()][-1]["step"] == 9
+    written = yaml.safe_load((output / "recipe.yaml").read_text())
+    assert written["max_epochs"] == 1.0 and "max_steps" not in written
+    again = parse_arguments([str(output / "recipe.yaml"), "--resume"]).optimization
+    assert (again.max_steps, again.max_epochs) == (None, 1.0)
+
+
+def test_a_schedule_on_the_command_line_leaves_out_the_line_of_the_recipe_s(tmp_path, capsys):
+    recipe = write_recipe(tmp_path / "recipe.yaml", scheduler="stable_decay", decay_steps=3)
+    assert parse_arguments([str(recipe), "--smoke", "--scheduler", "cosine"]).optimization.decay_steps is None
+    assert parse_arguments([str(recipe), "--smoke", "--scheduler", "stable_decay"]).optimization.decay_steps == 3
+    message = refused(capsys, recipe, "--smoke", "--scheduler", "cosine", "--decay-steps", "2")
+    assert message == "error: --decay_steps 2 is of --scheduler stable_decay: leave it out"
+
+
+def test_command_lines_that_are_refused(tmp_path, capsys, recipe, corpus):
+    missing = tmp_path / "missing"
+    assert f"the recipe {missing} cannot be read: No such file" in refused(capsys, missing, "--smoke")
+    assert "unrecognized arguments: --learnin_rate 1" in refused(capsys, recipe, "--learnin_rate", "1")
+    assert "--data is missing: name a folder" in refused(capsys, recipe, "--output", "x")
+    assert "--output is missing" in refused(capsys, recipe, "--data", corpus)
+    assert f"--data {missing} does not exist" in refused(capsys, recipe, "--data", missing, "--output", missing)
+    assert f"--data {recipe} is a file, not a folder" in refused(capsys, recipe, "--data", recipe, "--output", missing)
+    (tmp_path / "broken.yaml").write_text("a: [1")
+    assert "is no YAML" in refused(capsys, tmp_path / "broken.yaml", "--smoke")
+    (tmp_path / "list.yaml").write_text("- 1")
+    assert "must hold lines 'name: value'" in refused(capsys, tmp_path / "list.yaml", "--smoke")
+
+
+def test_help_has_groups_and_the_values_that_will_hold(capsys, recipe):
+    with pytest.raises(SystemExit) as exit:
+        train(recipe, "--help", "--mem-len", "34")
+    page = capsys.readouterr().out
+    assert exit.value.code == 0
+    for group in ("model", "data", "evaluation", "optimisation", "regularisation", "run"):
+        assert f"\n{group}:\n" in page
+    text = " ".join(page.split())
+    assert "Memory length. (default: 34)" in text and "Learning rate at its highest. (default: 0.01)" in text
+    # What neither gives is as the model has it, and the evaluation as the training.
+    assert "Width of the embeddings of bin 0. (default: 16)" in text
+    assert "Epsilon of the layer normalisation. (default: 1e-05)" in text
+    assert "Distances beyond it share one position. (default: -1)" in text and "None" not in text
+    with pytest.raises(SystemExit):
+        train("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Learning rate at its highest. (default: 0.00025)" in text and "Layers. (default: 18)" in text
+    with pytest.raises(SystemExit):
+        train(recipe, "--model_name_or_path", "somebody/model", "--help")
+    assert "How nearly shut the gates begin. (default: the checkpoint's)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_defaults_of_help_are_those_of_the_model(tmp_path):
+    """They are read from the source, so that --help need not import torch."""
+    found = defaults_of_model(None)
+    config = TransfoXLConfig()
+    assert set(vars(ModelArguments())) - {"model_name_or_path"} <= set(found)
+    for name, value in found.items():
+        if name not in ("cutoffs", "tie_projs"):
+            assert getattr(config, name) == value
+    TransfoXLConfig(n_layer=3, mem_len=7, cutoffs=[]).save_pretrained(tmp_path)
+    assert defaults_of_model(str(tmp_path)) | {"n_layer": 3, "mem_len": 7} == found | {
+        "cutoffs": [], "tie_projs": [False], "n_layer": 3, "mem_len": 7,
+    }  # fmt: skip
+    assert set(defaults_of_model("somebody/model").values()) == {"the checkpoint's"}
+
+
+def test_what_a_run_says(tmp_path, capsys, recipe, corpus, monkeypatch):
+    """What it will do, its loss before the first line of the log, and at the end where all is."""
+    assert progress.SECONDS_SHOWN <= 10
+    monkeypatch.setattr(progress, "SECONDS_SHOWN", 0)
+    train(recipe, "--data", corpus, "--output", tmp_path / "output", "--log-every", "100", "--eval_every", "100")
+    printed = capsys.readouterr()
+    assert (
+        "training 0.0 M parameters on 1 × cpu in fp32: 12 steps of 32 tokens, 1.3 epochs of a text of 289 tokens\n"
+        in printed.err
+    )
+    assert "1/12" in printed.err and "perplexity" in printed.err.split("12/12")[0]
+    assert re.search(r"expected time: \d+ s more, at [\d,]+ tokens a second, without the validations\n", printed.err)
+    last = printed.out.splitlines()[-1]
+    output = tmp_path / "output"
+    assert last.endswith(f"M parameters, is in {output}; its figures are in {output / 'results.json'}")
+
+
+def test_a_missing_package_is_named_in_one_line(capsys, monkeypatch, recipe):
+    for package, argv in (("datasets", [recipe, "--smoke"]), ("yaml", ["--help"])):
+        monkeypatch.setitem(sys.modules, package, None)
+        for name in ("arguments", "loop", "setup", "results"):
+            monkeypatch.delitem(sys.modules, f"txl_hf.training.{name}", raising=False)
+        assert 'is not installed: pip install "txl-hf[train]"' in refused(capsys, *argv)
+
+
+def test_corpora_that_are_refused(tmp_path, capsys, recipe, corpus):
+    splits = load_from_disk(corpus)
+
+    def message(**changed) -> str:
+        folder = tmp_path / f"data-{len(list(tmp_path.iterdir()))}"
+        present = {name: split for name, split in {**splits, **changed}.items() if split is not None}
+        DatasetDict(present).save_to_disk(folder)
+        AutoTokenizer.from_pretrained(corpus).save_pretrained(folder)
+        return refused(capsys, recipe, "--data", folder, "--output", tmp_path / "output")
+
+    def text(*ids: int) -> Dataset:
+        return Dataset.from_dict({"token_ids": np.array(ids, dtype=np.int32)})
+
+    assert "has no split 'test', only 'train', 'validation'" in message(test=None)
+    assert "the text of a split is empty" in message(train=text())
+    assert "has no column 'token_ids'" in message(train=text(1).rename_column("token_ids", "text"))
+    assert "holds token ids from 1 to 502, outside the vocabulary [0, 502)" in message(test=text(*[1] * 9, 502))
+    (tmp_path / "plain").mkdir()
+    assert "error: " in refused(capsys, recipe, "--data", tmp_path / "plain", "--output", tmp_path / "output")
+
+
+def test_models_that_are_refused(tmp_path, capsys, recipe, corpus, make_model):
+    make_model().save_pretrained(tmp_path / "small")
+    options = ["--data", corpus, "--output", tmp_path / "output", "--model_name_or_path"]
+    plain = tmp_path / "plain.yaml"
+    plain.write_text("max_steps: 2")
+    message = refused(capsys, plain, *options, tmp_path / "small")
+    assert f"has 502 tokens, but --model_name_or_path {tmp_path / 'small'} has 61" in message
+    make_model(vocab_size=502, cutoffs=[100, 300]).save_pretrained(tmp_path / "fits")
+    message = refused(capsys, plain, *options, tmp_path / "fits", "--d_model", "20")
+    assert f"--d_model is 20, but 16 in {tmp_path / 'fits'}: leave it out" in message
+    other = TransfoXLTokenizer.train_from_iterator([" ".join(map(str, range(500)))], mode="whitespace")
+    other.save_pretrained(tmp_path / "fits")
+    message = refused(capsys, plain, *options, tmp_path / "fits")
+    assert f"--data {corpus} has another vocabulary than {tmp_path / 'fits'}: 502 symbols" in message
+    assert "missing" in refused(capsys, plain, *options, tmp_path / "missing")
+
+
+def test_folders_that_are_refused(tmp_path, capsys, recipe, corpus):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.txt").write_text("Years of work.")
+    options = ["--data", corpus, "--max_steps", "2", "--output"]
+    for choice in ([], ["--resume"], ["--overwrite"]):
+        assert f"--output {other} exists and is not from" in refused(capsys, recipe, *options, other, *choice)
+    assert (other / "thesis.txt").exists()
+    output = tmp_path / "output"
+    train(recipe, *options, output)
+    assert "is in use: go on with --resume" in refused(capsys, recipe, *options, output)
+    assert "choose one of --resume and --overwrite" in refused(
+        capsys, recipe, *options, output, "--resume", "--overwrite"
+    )
+    # What goes wrong leaves it alone.
+    (output / "of-an-earlier-run").touch()
+    assert "must be a multiple" in refused(capsys, recipe, *options, output, "--overwrite", "--batch_chunk", "3")
+    assert (output / "of-an-earlier-run").exists()
+    # What no run has written stays, whatever is in it; and what the run is to read is not deleted before.
+    shutil.copytree(corpus, output / "data")
+    (output / "vocab_study.csv").touch()
+    (output / "checkpoint-9").mkdir()
+    # Put on another disk, when this one was full.
+    (output / "checkpoint-2").rename(tmp_path / "elsewhere")
+    (output / "checkpoint-2").symlink_to(tmp_path / "elsewhere")
+    before = (output / "results.json").stat().st_mtime_ns
+    capsys.readouterr()
+    train(recipe, "--data", output / "data", "--max_steps", "2", "--output", output, "--overwrite")
+    assert (
+        f"left in {output}, as no run has written it: data, of-an-earlier-run, vocab_study.csv\n"
+        in capsys.readouterr().err
+    )
+    assert (output / "data" / "train").is_dir() and (output / "of-an-earlier-run").exists()
+    assert not (output / "checkpoint-2").is_symlink() and (tmp_path / "elsewhere" / "model.safetensors").exists()
+    assert not (output / "checkpoint-9").exists() and (output / "results.json").stat().st_mtime_ns > before
+    for model in (output, output / "checkpoint-2"):
+        message = refused(capsys, recipe, *options, output, "--overwrite", "--model_name_or_path", model)
+        assert message == f"error: --overwrite would delete --model_name_or_path {model}: choose another --output"
+    assert (output / "model.safetensors").exists()
+    train(recipe, *options, output, "--overwrite")
+    # A checkpoint of other streams is not for this run.
+    train(recipe, *options, output, "--overwrite", "--save_every", "1")
+    settings = (output / "recipe.yaml").read_text()
+    message = refused(capsys, recipe, *options, output, "--resume", "--d_inner", "20")
+    reason = f"(d_inner was {RECIPE['d_inner']} and is 20)"
+    assert message.endswith(f"has another model or optimiser: resume with the recipe and options of the run {reason}")
+    message = refused(capsys, recipe, *options, output, "--resume", "--batch_size", "2")
+    assert "is from a stream at" in message and "resume with the same text, batch size, lengths and seed" in message
+    assert (output / "recipe.yaml").read_text() == settings
+
+
+@pytest.mark.parametrize(
+    ("mode", "metric", "said"),
+    [
+        ("characters", "perplexity", "is a text of characters, .*: --metric bits_per_token"),
+        ("bytes", "perplexity", "is a text of bytes, .*: --metric bits_per_token"),
+        ("whitespace", "bits_per_token", "is a text of words, .*: try --metric perplexity"),
+        ("whitespace", "perplexity", None),
+        ("characters", "bits_per_token", None),
+        (None, "bits_per_token", None),
+    ],
+)
+def test_a_recipe_of_words_for_characters_is_remarked_on(mode, metric, said):
+    note = setup.foreign_metric(SimpleNamespace(mode=mode), SimpleNamespace(metric=metric))
+    assert note is None if said is None else re.search(said, note)
+
+
+# --- a user ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_that_a_user_types(tmp_path):
+    """A text of one's own is prepared, trained on, and the run goes on where it was."""
+    source = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text(encoding="utf-8")
+    (tmp_path / "text.txt").write_text(source[:40_000], encoding="utf-8")
+
+    def python(script: str, *argv: str | Path) -> subprocess.CompletedProcess:
+        return run_script(EXAMPLES / script, *argv, cwd=tmp_path)
+
+    prepared = python("prepare_corpus.py", "--corpus", "text", "--input", "text.txt", "--output", "data")
+    assert prepared.returncode == 0, prepared.stderr
+    recipe = write_recipe(tmp_path / "recipe.yaml")
+    first = python("train_lm.py", recipe, "--data", "data", "--output", "output")
+    assert first.returncode == 0 and "test: perplexity " in first.stdout, first.stderr
+    assert "Traceback" not in first.stderr and "Warning" not in first.stderr, first.stderr
+    scored = python("evaluate_lm.py", "--model", "output", "--data", "data", "--json")
+    [found], trained = json.loads(scored.stdout)["results"], json.loads((tmp_path / "output/results.json").read_text())
+    assert found["nll"] == pytest.approx(trained["test"]["nll"], rel=1e-6), "one figure for one model"
+    wrong = python("train_lm.py", recipe, "--data", "data", "--output", "output")
+    assert wrong.returncode != 0
+    assert wrong.stderr == "error: --output output is in use: go on with --resume, or start again with --overwrite\n"
