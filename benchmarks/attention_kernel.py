@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 import harness
-import txl_hf.transfo_xl.attention_transfo_xl_triton as kernels
+import txl_hf.kernels.attention_triton as kernels
 from txl_hf.transfo_xl.attention_transfo_xl import relative_attention, visible_keys
 
 # Name: B, H, L, m, Dh.

@@ -23,7 +23,7 @@ import torch
 
 import attention_kernel
 import harness
-import txl_hf.transfo_xl.attention_transfo_xl_triton as kernels
+import txl_hf.kernels.attention_triton as kernels
 
 # Name: B, H, L, m, Dh.
 TRAINING_SHAPES = {
@@ -182,7 +182,7 @@ def sweep(arguments) -> int:
         if found := results(name, shape, times, own):
             harness.append(arguments.output, [origin | row for row in found])
             rows += found
-    print(f"\n{time.perf_counter() - began:.0f} s in all. For the tables of tiles in attention_transfo_xl_triton.py:")
+    print(f"\n{time.perf_counter() - began:.0f} s in all. For the tables of tiles in kernels/attention_triton.py:")
     print_choice(rows)
     # Nothing to choose from: every candidate was left out.
     return 0 if rows else 1

@@ -51,10 +51,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+import txl_hf.kernels.attention_triton as kernels
+import txl_hf.kernels.operators as linear
 import txl_hf.transfo_xl.adaptive_transfo_xl as adaptive
 import txl_hf.transfo_xl.attention_transfo_xl as attention
-import txl_hf.transfo_xl.attention_transfo_xl_triton as kernels
-import txl_hf.transfo_xl.linear_transfo_xl as linear
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.evaluation.reading import Reader, Segment
 from txl_hf.transfo_xl.adaptive_transfo_xl import AdaptiveLogSoftmax

@@ -603,16 +603,14 @@ def floor(config: dict):
     It is the baseline with sinusoids added to the input, given a memory all the same.
     """
     from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
-    from txl_hf.kernels import captured
-    from txl_hf.transfo_xl.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
+    from txl_hf.transfo_xl.attention_transfo_xl import BACKENDS, Backend
 
     class FloorConfig(TransfoXLConfig):
         def check_lengths(self, mem_len: int, **lengths: int):
             super().check_lengths(mem_len=0, memory=mem_len, **lengths)
 
-    RELATIVE_ATTENTION_FUNCTIONS["floor"] = plain_attention
     # It does nothing that a graph would leave out.
-    captured.BACKENDS["floor"] = plain_attention
+    BACKENDS["floor"] = Backend("floor", plain_attention, captures=True)
     model = TransfoXLForCausalLM(FloorConfig(**config | {"attn_type": 2}))
     model.set_attn_implementation("floor")
     return model

@@ -121,7 +121,7 @@ from txl_hf import (
 )
 from txl_hf.data.texts import count_passed, whole
 from txl_hf.evaluation.language_model import LanguageModelEvaluation
-from txl_hf.transfo_xl.linear_transfo_xl import bf16_is_faster
+from txl_hf.kernels.operators import bf16_is_faster
 
 with one_line_errors():
     import matplotlib

@@ -23,10 +23,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-import txl_hf.transfo_xl.adaptive_transfo_xl_triton as softmax
-import txl_hf.transfo_xl.attention_transfo_xl_triton as kernels
+import txl_hf.kernels.attention_triton as kernels
+import txl_hf.kernels.softmax_triton as softmax
 from sass import instructions_of, longest_inner_loop, overwritten_operands, without_predicate
-from txl_hf.transfo_xl.attention_transfo_xl_inputs import AttentionInputs
+from txl_hf.transfo_xl.attention_transfo_xl import AttentionInputs
 
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 

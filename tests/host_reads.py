@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from txl_hf.transfo_xl import adaptive_transfo_xl, memory_transfo_xl
+from txl_hf.transfo_xl import adaptive_transfo_xl, masks_transfo_xl, memory_transfo_xl
 
 
 class HostReads(TorchDispatchMode):
@@ -25,7 +25,8 @@ def count_host_reads(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> 
     The model looks at ids and masks on a CPU alone; here it does not.
     """
     monkeypatch.setattr(adaptive_transfo_xl, "_check_range", lambda *args: None)
-    monkeypatch.setattr(memory_transfo_xl, "_can_ask", lambda tensor: False)
+    for module in (masks_transfo_xl, memory_transfo_xl):
+        monkeypatch.setattr(module, "can_look", lambda tensor, gpu=False: False)
     function, counts = getattr(owner, name), []
 
     def counted(*args, **kwargs):

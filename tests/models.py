@@ -5,12 +5,13 @@ import torch
 
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.transfo_xl.adaptive_transfo_xl import AdaptiveLogSoftmax
-from txl_hf.transfo_xl.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
+from txl_hf.transfo_xl.attention_transfo_xl import BACKENDS as ALL_BACKENDS
+from txl_hf.transfo_xl.attention_transfo_xl import find_backend
 
 # Triton's kernels have processes of their own; FlexAttention takes long to compile.
 BACKENDS = [
     pytest.param(name, marks=pytest.mark.slow if name == "flex_attention" else ())
-    for name in RELATIVE_ATTENTION_FUNCTIONS
+    for name in ALL_BACKENDS
     if name != "txl_triton"
 ]
 # The first looks for breaks of a graph alone; the second traces what is written to as well, and takes twice as long.
@@ -34,6 +35,11 @@ SMALL = {
     "proj_init_std": 0.3,
     "tgt_len": 5,
 }
+
+
+def refusal(name: str, inputs) -> str | None:
+    """The reason why the backend of this name does not take these inputs; None if it does."""
+    return find_backend(name).refusal(inputs)
 
 
 def small_config(**changes) -> TransfoXLConfig:

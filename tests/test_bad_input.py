@@ -442,7 +442,9 @@ def test_ids_of_another_type(make_model, make_ids, dtype):
 
 def test_unknown_backend(make_model):
     for name in ("flash_attention_2", "nope"):
-        with pytest.raises(ValueError, match=f"attn_implementation='{name}'.* one of auto, eager, sdpa, txl_tiles"):
+        with pytest.raises(
+            ValueError, match=f"attn_implementation='{name}'.* one of auto, eager, sdpa, flex_attention"
+        ):
             make_model().set_attn_implementation(name)
 
 

@@ -19,7 +19,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -37,7 +37,15 @@ import harness
 from miniature import RESULTS, MiniatureParser, load_given
 from txl_hf import TransfoXLForCausalLM, evaluate_language_model
 from txl_hf.command_line import at_least_one, hub_or_folder, one_line_errors
-from txl_hf.transfo_xl.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, AttentionInputs, attention_terms
+from txl_hf.transfo_xl.attention_transfo_xl import (
+    BACKENDS,
+    AttentionInputs,
+    Backend,
+    content_scores,
+    in_order,
+    position_scores,
+    visible_keys,
+)
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402 -- after the choice of what draws.
@@ -46,6 +54,41 @@ PARTS = ("whole", "a", "b", "d")
 TITLES = {"whole": "whole score", "a": "(a) content", "b": "(b) position by content", "d": "(d) position"}
 # Queries in a picture of a text.
 WORDS = 20
+
+
+class AttentionTerms(NamedTuple):
+    """The score of each query for each key as the sum of what it is made of: (B, H, L, K) each, 0 where not visible.
+
+    Args:
+        content: (a), q_i·k_j. position: (b), q_i·W_R R. content_bias: (c), u·k_j.
+        position_bias: (d), v·W_R R, or the learned score per distance.
+        visible: (B or 1, 1, L, K) bool, which key each query may attend to. The attention probabilities are the
+            softmax over visible keys of the terms' sum.
+    """
+
+    content: Tensor
+    position: Tensor
+    content_bias: Tensor
+    position_bias: Tensor
+    visible: Tensor
+
+
+def attention_terms(inputs: AttentionInputs) -> AttentionTerms:
+    """The four terms of A_ij (Section 3.3) one by one, scaled; what `inputs` lacks is 0. See `relative_attention`."""
+    (B, H, L, _), K = inputs.query.shape, inputs.key.shape[2]
+    visible = visible_keys(L, K, inputs.window, inputs.key_mask, inputs.query.device, inputs.first_key)
+    visible = in_order(visible, inputs)
+    # What is left of the scores where the queries are zeros is what the biases give.
+    biases = inputs._replace(query=torch.zeros_like(inputs.query))
+    found = (
+        content_scores(inputs._replace(content_bias=None)),
+        position_scores(inputs._replace(position_bias=None, rel_bias=None)),
+        content_scores(biases),
+        position_scores(biases),
+    )
+    nothing = inputs.query.new_zeros(B, H, L, K)
+    a, b, c, d = (nothing if scores is None else scores.masked_fill(~visible, 0) for scores in found)
+    return AttentionTerms(content=a, position=b, content_bias=c, position_bias=d, visible=visible)
 
 
 class Recorder:
@@ -144,7 +187,7 @@ def record(model: TransfoXLForCausalLM, token_ids, options: argparse.Namespace) 
         raise ValueError(f"{len(token_ids)} tokens of text are too few for a memory of {span} and {WORDS} queries")
     recorder = Recorder(config.n_layer, config.n_head, span)
     own, counts_self = config._attn_implementation, config.same_length_counts_self
-    RELATIVE_ATTENTION_FUNCTIONS["recorder"] = recorder
+    BACKENDS["recorder"] = Backend("recorder", recorder)
     try:
         model.set_attn_implementation("recorder")
         # With its own among them, each query sees as many keys as the memory is long.
@@ -155,7 +198,7 @@ def record(model: TransfoXLForCausalLM, token_ids, options: argparse.Namespace) 
     finally:
         config.same_length_counts_self = counts_self
         model.set_attn_implementation(own)
-        del RELATIVE_ATTENTION_FUNCTIONS["recorder"]
+        del BACKENDS["recorder"]
     return recorder
 
 

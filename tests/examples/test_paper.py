@@ -25,7 +25,7 @@ from goldens import golden
 from models import small_model
 from txl_hf import TokenStream, TransfoXLForCausalLM, TransfoXLTokenizer
 from txl_hf.conversion.command_line import main as convert
-from txl_hf.transfo_xl.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
+from txl_hf.transfo_xl.attention_transfo_xl import BACKENDS as ALL_BACKENDS
 
 TINY = miniature.SMOKE
 
@@ -525,7 +525,7 @@ def test_recorded_attention_is_that_of_eager_by_distance():
     before = model.config._attn_implementation
     options = argparse.Namespace(memory_length=span, clamp_len=None)
     recorder = attention_maps.record(model, ids, options)
-    assert model.config._attn_implementation == before and "recorder" not in RELATIVE_ATTENTION_FUNCTIONS
+    assert model.config._attn_implementation == before and "recorder" not in ALL_BACKENDS
 
     model.set_attn_implementation("eager")
     model.reset_memory_length(span)

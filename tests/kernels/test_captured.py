@@ -25,7 +25,8 @@ from txl_hf import ContinuousCache, MemoryLengths, TransfoXLForCausalLM, evaluat
 from txl_hf.evaluation import reading
 from txl_hf.kernels import captured
 from txl_hf.kernels.captured import SEGMENTS_BEFORE, why_not_captured
-from txl_hf.transfo_xl.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
+from txl_hf.transfo_xl.attention_transfo_xl import BACKENDS as ALL_BACKENDS
+from txl_hf.transfo_xl.attention_transfo_xl import Backend
 from txl_hf.transfo_xl.cache_transfo_xl import CACHE_NAME
 from txl_hf.transfo_xl.positions_transfo_xl import POSITIONS
 
@@ -129,16 +130,16 @@ def test_hooks_are_called_for_every_segment(recorder):
 
 
 def test_a_backend_of_ones_own_is_called_for_every_segment(recorder, monkeypatch):
-    called, eager = [], RELATIVE_ATTENTION_FUNCTIONS["eager"]
+    called, eager = [], ALL_BACKENDS["eager"]
 
     def attend(inputs):
         called.append(1)
-        return eager(inputs)
+        return eager.run(inputs)
 
     # By a name of its own, and in the place of another.
     for name in ("counting", "eager"):
         called.clear()
-        monkeypatch.setitem(RELATIVE_ATTENTION_FUNCTIONS, name, attend)
+        monkeypatch.setitem(ALL_BACKENDS, name, Backend(name, attend))
         model = tiny_model()
         model.set_attn_implementation(name)
         token_losses(model, text(201), 5)
@@ -222,8 +223,8 @@ def test_a_graph_that_projects_weights_anew_is_not_taken(monkeypatch):
     monkeypatch.setitem(captured.RECORDERS, "cpu", record)
     reader = read_until_captured(model, text(5)[None])
     assert not reader.alike.is_captured
-    distances = reader._memory[CACHE_NAME].decoding_state.distances
-    assert distances.positions is None and not distances.rel_keys
+    state = reader._memory[CACHE_NAME].decoding_state
+    assert state.distances is None and not state.rel_keys
 
 
 @torch.no_grad()

@@ -8,8 +8,13 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from txl_hf.transfo_xl import linear_transfo_xl as linear
-from txl_hf.transfo_xl.linear_transfo_xl import _onednn_takes, product, project
+from txl_hf.kernels import operators as linear
+from txl_hf.kernels.operators import _onednn_takes, product
+from txl_hf.kernels.operators import linear as project
+
+
+def project_after(memory, segment, first, second):
+    return linear.linear_after(memory, segment, [first, second])
 
 
 @pytest.fixture(autouse=True)
@@ -321,7 +326,7 @@ def test_projections_after_a_memory_are_those_of_the_concatenation(monkeypatch, 
     layers, memory, segment = layers_and_states(dtype, memory_length)
     inputs = [segment, *(layer.weight for layer in layers)]
     results = []
-    for function in (joined, linear.project_after):
+    for function in (joined, project_after):
         outputs = function(memory, segment, *layers)
         loss = (outputs[0].square() * outputs[1]).sum()
         results.append([*outputs, *torch.autograd.grad(loss, inputs)])
@@ -339,7 +344,7 @@ def test_projections_after_a_memory_are_the_same_in_a_graph(monkeypatch, batched
     layers, memory, segment = layers_and_states()
     layers[1].requires_grad_(not frozen)
     inputs = [segment, *(layer.weight for layer in layers if layer.weight.requires_grad)]
-    compiled = torch.compile(linear.project_after, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(project_after, backend="aot_eager", fullgraph=True)
     results = []
     for function in (joined, compiled):
         outputs = function(memory, segment, *layers)
@@ -354,7 +359,7 @@ def test_projections_after_a_memory_can_be_differentiated_twice():
     weights = [layer.weight for layer in layers]
     # A function of the projections that is not linear, so that each order of derivatives needs all of them.
     torch.autograd.gradgradcheck(
-        lambda segment, *_: [out.square() for out in linear.project_after(memory, segment, *layers)],
+        lambda segment, *_: [out.square() for out in project_after(memory, segment, *layers)],
         (segment, *weights),
     )
 
@@ -362,8 +367,8 @@ def test_projections_after_a_memory_can_be_differentiated_twice():
 def test_under_autocast_memory_and_segment_are_joined_in_its_type():
     layers, memory, segment = layers_and_states(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        expected, outputs = joined(memory, segment, *layers), linear.project_after(memory, segment, *layers)
-        frozen = linear.project_after(memory, segment.detach(), *layers)
+        expected, outputs = joined(memory, segment, *layers), project_after(memory, segment, *layers)
+        frozen = project_after(memory, segment.detach(), *layers)
     for one, other, third in zip(expected, outputs, frozen, strict=True):
         assert other.dtype == torch.bfloat16
         torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
@@ -375,18 +380,18 @@ def test_under_autocast_memory_and_segment_are_joined_in_its_type():
 def test_a_memory_with_a_gradient_and_layers_that_others_have_changed_are_projected_as_they_are():
     layers, memory, segment = layers_and_states()
     memory.requires_grad_()
-    torch.autograd.grad(linear.project_after(memory, segment, *layers)[1].sum(), memory)
+    torch.autograd.grad(project_after(memory, segment, *layers)[1].sum(), memory)
     memory = memory.detach()
     layers[1].register_forward_hook(lambda module, args, output: 2 * output)
     torch.compiler.reset()
-    for function in (linear.project_after, torch.compile(linear.project_after, backend="eager")):
+    for function in (project_after, torch.compile(project_after, backend="eager")):
         torch.testing.assert_close(function(memory, segment, *layers)[1], layers[1](torch.cat([memory, segment], 1)))
 
 
 def test_frozen_projections_get_no_gradient():
     layers, memory, segment = layers_and_states()
     layers[0].requires_grad_(False)
-    sum(out.sum() for out in linear.project_after(memory, segment, *layers)).backward()
+    sum(out.sum() for out in project_after(memory, segment, *layers)).backward()
     assert layers[0].weight.grad is None and layers[1].weight.grad.norm() > 0 < segment.grad.norm()
 
 

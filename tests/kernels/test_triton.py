@@ -25,14 +25,14 @@ from transformers.dynamic_module_utils import get_imports
 pytest.importorskip("triton", reason="Triton is not installed: pip install txl-hf[triton]")
 
 import oracle
+import txl_hf.kernels.attention_triton as kernels
+import txl_hf.kernels.softmax_triton as softmax_kernels
 import txl_hf.transfo_xl.adaptive_transfo_xl as adaptive
-import txl_hf.transfo_xl.adaptive_transfo_xl_triton as softmax_kernels
-import txl_hf.transfo_xl.attention_transfo_xl_triton as kernels
 from models import random_softmax, small_config
 from sass import overwritten_operands
 from txl_hf.training.compilation import compile_layers
-from txl_hf.transfo_xl.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, eager_relative_attention, visible_keys
-from txl_hf.transfo_xl.attention_transfo_xl_inputs import AttentionInputs
+from txl_hf.transfo_xl.attention_transfo_xl import BACKENDS as ALL_BACKENDS
+from txl_hf.transfo_xl.attention_transfo_xl import AttentionInputs, eager_relative_attention, visible_keys
 
 DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
 # Where the interpreter does not run the kernels a GPU has to: then `-m gpu` selects every test of this file.
@@ -257,7 +257,7 @@ def test_a_model_reads_documents_with_the_kernels(make_model, make_ids, monkeypa
     resets[[0, 0, 1, 1], [0, 3, 7, 8]] = True
     attend = kernels.triton_relative_attention
     watched = lambda inputs: seen.append(inputs.first_key) or attend(inputs)  # noqa: E731
-    monkeypatch.setitem(RELATIVE_ATTENTION_FUNCTIONS, "txl_triton", watched)
+    monkeypatch.setitem(ALL_BACKENDS, "txl_triton", watched)
     for backend in ("eager", "txl_triton"):
         model, memory, losses = make_model(backend, gating="gru").to(DEVICE), {}, []
         for part, begins in zip(ids.split(6, 1), resets.split(6, 1), strict=True):

@@ -19,7 +19,7 @@ from txl_hf import (
     TransfoXLModel,
     TransfoXLPreTrainedModel,
 )
-from txl_hf.transfo_xl.operators_transfo_xl import is_exporting
+from txl_hf.transfo_xl.positions_transfo_xl import is_exporting
 
 # --- losses ----------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from models import random_softmax
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
+from txl_hf.kernels import softmax as blocks
 from txl_hf.transfo_xl import adaptive_transfo_xl
 from txl_hf.transfo_xl.adaptive_transfo_xl import AdaptiveEmbedding, AdaptiveLogSoftmax, check_labels
 
@@ -272,29 +273,29 @@ def test_losses_and_every_gradient_are_those_of_the_log_probabilities(make_confi
 @torch.no_grad()
 def test_a_block_of_logits_is_16_mb_or_1024_words(make_config, monkeypatch, tokens, widths):
     """What a cache of a CPU holds; of a narrower block the product would be slow."""
-    product, found = adaptive_transfo_xl.product, []
+    product, found = blocks.product, []
 
     def look(hidden, table, bias):
         found.append(product(hidden, table, bias))
         return found[-1]
 
-    monkeypatch.setattr(adaptive_transfo_xl, "product", look)
+    monkeypatch.setattr(blocks, "product", look)
     softmax = random_softmax(make_config(vocab_size=2100, cutoffs=[], div_val=1))
     softmax(torch.randn(tokens, 16), torch.randint(2100, (tokens,)))
     assert [block.shape for block in found] == [(tokens, width) for width in widths]
 
 
-@pytest.mark.parametrize(("most", "times"), [(adaptive_transfo_xl.MAX_KEPT_LOGITS, 1), (5 * 61 - 1, 2)])
+@pytest.mark.parametrize(("most", "times"), [(blocks.MAX_KEPT_LOGITS, 1), (5 * 61 - 1, 2)])
 def test_few_logits_are_computed_once(make_config, monkeypatch, most, times):
     """What is kept of the forward need not be computed again for the backward."""
-    product, found = adaptive_transfo_xl.product, []
+    product, found = blocks.product, []
 
     def look(hidden, table, bias=None):
         found.append(bias is not None)
         return product(hidden, table, bias)
 
-    monkeypatch.setattr(adaptive_transfo_xl, "product", look)
-    monkeypatch.setattr(adaptive_transfo_xl, "MAX_KEPT_LOGITS", most)
+    monkeypatch.setattr(blocks, "product", look)
+    monkeypatch.setattr(blocks, "MAX_KEPT_LOGITS", most)
     softmax = random_softmax(make_config(vocab_size=61, cutoffs=[], div_val=1))
     softmax.nll(torch.randn(5, 16), torch.arange(5)).sum().backward()
     assert sum(found) == times
@@ -305,13 +306,13 @@ def test_few_logits_are_computed_once(make_config, monkeypatch, most, times):
 )
 def test_on_a_gpu_what_fits_of_the_head_is_kept(monkeypatch, tokens, clusters, kept):
     """At 20,000 words; not of the tail, whose logits are as many and a smaller product away."""
-    monkeypatch.setattr(adaptive_transfo_xl, "fuses", lambda hidden: False)
+    monkeypatch.setattr(blocks, "fuses", lambda hidden: False)
     with FakeTensorMode():
         hidden = torch.empty(tokens, 8, device="cuda")
         extra = None if clusters is None else torch.empty(tokens, clusters, device="cuda")
         targets = torch.empty(tokens, dtype=torch.long, device="cuda")
-        task = adaptive_transfo_xl._Task(None, slice(0, 20_000), hidden, targets, 0, extra)
-        assert adaptive_transfo_xl._may_be_kept(task) == kept
+        task = blocks._Task(None, slice(0, 20_000), hidden, targets, 0, extra)
+        assert blocks._may_be_kept(task) == kept
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "computed-again"])
@@ -346,10 +347,8 @@ def test_the_operator_of_the_losses_keeps_its_promises_to_pytorch(make_config, m
     """Schema, shapes and gradients under tracing, as PyTorch's own checks see them."""
     softmax = random_softmax(make_config(div_val=1))
     calls = []
-    operator = adaptive_transfo_xl.losses_of_bins
-    monkeypatch.setattr(
-        adaptive_transfo_xl, "losses_of_bins", lambda *inputs: calls.append(inputs) or operator(*inputs)
-    )
+    operator = blocks.losses_of_bins
+    monkeypatch.setattr(blocks, "losses_of_bins", lambda *inputs: calls.append(inputs) or operator(*inputs))
     softmax(torch.randn(7, 16), torch.tensor([3, 44, 9, -100, 8, 30, 60]))
     ((weight, bias, hidden, targets, head_targets, clusters, *others, _),) = calls
     leaves = [tensor.detach().requires_grad_() for tensor in (weight, bias, clusters)]
@@ -374,7 +373,7 @@ def test_a_gpu_compares_labels_by_itself(bad):
 
 @pytest.mark.parametrize("changes", [{}, {"div_val": 1}, {"cutoffs": []}], ids=str)
 def test_compiled_losses_without_all_logits_are_the_same_and_name_a_bad_target(make_config, monkeypatch, changes):
-    monkeypatch.setattr(adaptive_transfo_xl, "MAX_KEPT_LOGITS", -1)
+    monkeypatch.setattr(blocks, "MAX_KEPT_LOGITS", -1)
     torch.compiler.reset()
     softmax = random_softmax(make_config(**changes))
     compiled = torch.compile(softmax, fullgraph=True, backend="aot_eager")
@@ -424,7 +423,7 @@ def test_a_loss_alone_holds_no_log_probabilities(make_model, make_ids):
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
             pytest.MonkeyPatch.context() as patch,
         ):
-            patch.setattr(adaptive_transfo_xl, "MAX_KEPT_LOGITS", 2**18)
+            patch.setattr(blocks, "MAX_KEPT_LOGITS", 2**18)
             loss = model(ids, shift_labels=ids, output_logits=False).loss
         loss.backward()
         assert max(sizes) <= 20_000 * 16, "the table itself"

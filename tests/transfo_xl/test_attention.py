@@ -9,6 +9,7 @@ import shutil
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,24 +22,26 @@ from transformers import AttentionInterface
 from transformers.utils import logging
 
 import oracle
+from attention_maps import attention_terms
+from models import refusal
+from txl_hf.kernels import attention_cpu, operators
+from txl_hf.kernels.attention_cpu import tiled_relative_attention
+from txl_hf.kernels.operators import scale_of
 from txl_hf.transfo_xl import attention_transfo_xl as attention
-from txl_hf.transfo_xl import attention_transfo_xl_cpu, linear_transfo_xl
-from txl_hf.transfo_xl import attention_transfo_xl_inputs as attention_inputs
-from txl_hf.transfo_xl import modeling_transfo_xl as modeling
+from txl_hf.transfo_xl import memory_transfo_xl
 from txl_hf.transfo_xl.attention_transfo_xl import (
-    RELATIVE_ATTENTION_FUNCTIONS,
+    BACKENDS as ALL_BACKENDS,
+)
+from txl_hf.transfo_xl.attention_transfo_xl import (
     AttentionInputs,
-    _attend_on_gpu,
-    _fastest,
-    attention_terms,
+    Backend,
+    attend_on_gpu,
+    choose_backend,
     hidden_keys,
     relative_attention,
     relative_shift,
-    tiled_relative_attention,
     visible_keys,
-    why_not,
 )
-from txl_hf.transfo_xl.dropout_transfo_xl import scale_of
 
 SHAPES = {
     "B2-H2-L5-M7-D8": (2, 2, 5, 7, 8),
@@ -118,11 +121,11 @@ def test_other_functions_are_refused_by_name(make_model, name):
 
 
 @pytest.mark.parametrize("keys", [37, 1 << 14])
-@pytest.mark.parametrize("implementation", [*RELATIVE_ATTENTION_FUNCTIONS, "entered", "registered"])
+@pytest.mark.parametrize("implementation", [*ALL_BACKENDS, "entered", "registered"])
 def test_one_query_takes_keys_in_another_order(implementation, keys, monkeypatch):
     """As a static cache has them, whatever the default finds fastest for so many. A backend that knows of no order, as
     one that a user has entered among ours, is given none."""
-    monkeypatch.setitem(RELATIVE_ATTENTION_FUNCTIONS, "entered", lambda inputs: pytest.fail("knows of no order"))
+    monkeypatch.setitem(ALL_BACKENDS, "entered", Backend("entered", lambda inputs: pytest.fail("knows of no order")))
     monkeypatch.setitem(AttentionInterface._global_mapping, "registered", plain_attention)
     monkeypatch.setattr(plain_attention, "called_by", [], raising=False)
     tensors, _ = draw((1, 2, 1, keys - 1, 8))
@@ -160,7 +163,7 @@ def test_a_row_times_a_matrix_is_no_product_in_a_graph(heads, rows):
         return graph
 
     a, b = torch.randn(2, heads, rows, 5), torch.randn(2, heads, 5, 7)
-    product = torch.compile(attention._product, backend=look, fullgraph=True, dynamic=False)
+    product = torch.compile(operators.matmul, backend=look, fullgraph=True, dynamic=False)
     torch.testing.assert_close(product(a, b), a @ b)
     assert len(found) == (0 if rows == 1 else 1)
 
@@ -170,8 +173,8 @@ def test_flex_attention_wants_wide_heads_on_a_gpu():
         return torch.zeros(1, 2, L, D, device="cuda")
 
     with FakeTensorMode(), torch.no_grad():
-        assert "8 wide" in why_not("flex_attention", AttentionInputs(*[query(20, 8)] * 3, scaling=1.0))
-        assert why_not("flex_attention", AttentionInputs(*[query(8, 16)] * 3, scaling=1.0)) is None
+        assert "8 wide" in refusal("flex_attention", AttentionInputs(*[query(20, 8)] * 3, scaling=1.0))
+        assert refusal("flex_attention", AttentionInputs(*[query(8, 16)] * 3, scaling=1.0)) is None
 
 
 def test_flex_attention_is_of_no_double_precision_on_a_cpu(ran):
@@ -180,16 +183,16 @@ def test_flex_attention_is_of_no_double_precision_on_a_cpu(ran):
     actual, _ = relative_attention(**tensors, implementation="flex_attention")
     assert ran[: len(ran) // 2] == ran[len(ran) // 2 :] and torch.equal(actual, expected)
     given = {name: tensors[name] for name in ("query", "key", "value")}
-    reason = why_not("flex_attention", AttentionInputs(**given, scaling=1.0))
+    reason = refusal("flex_attention", AttentionInputs(**given, scaling=1.0))
     assert reason == "FlexAttention computes nothing in torch.float64 on CPU"
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         narrow = {name: tensor.to(dtype) for name, tensor in given.items()}
-        assert why_not("flex_attention", AttentionInputs(**narrow, scaling=1.0)) is None
+        assert refusal("flex_attention", AttentionInputs(**narrow, scaling=1.0)) is None
 
 
 def test_flex_attention_is_compiled_for_no_single_query():
     tensors, _ = draw((1, 1, 1, 6, 16))
-    assert "for each number of keys" in why_not(
+    assert "for each number of keys" in refusal(
         "flex_attention", AttentionInputs(*(tensors[name] for name in ("query", "key", "value")), scaling=1.0)
     )
 
@@ -198,12 +201,12 @@ def test_flex_attention_is_compiled_for_no_single_query():
 def test_triton_has_no_scores_of_distances_alone(given):
     tensors, _ = draw(SHAPES["B2-H2-L5-M7-D8"])
     inputs = AttentionInputs(*(tensors[name] for name in ("query", "key", "value")), scaling=1.0)
-    reason = why_not("txl_triton", inputs._replace(**{name: tensors[name] for name in given}))
+    reason = refusal("txl_triton", inputs._replace(**{name: tensors[name] for name in given}))
     assert ("a score per distance" in (reason or "")) == (given == ("rel_bias",))
 
 
 # "auto" is one of the others; which one is tested below.
-BACKENDS = [name for name in RELATIVE_ATTENTION_FUNCTIONS if name not in ("auto", "eager")]
+BACKENDS = [name for name in ALL_BACKENDS if name not in ("auto", "eager")]
 # Wide enough for every backend; the last one spans several tiles of a kernel.
 GPU_SHAPES = {
     "B2-H2-L5-M7-D16": (2, 2, 5, 7, 16),
@@ -221,8 +224,8 @@ def ran(monkeypatch):
     def spy(name, function):
         return lambda inputs: called.append(name) or function(inputs)
 
-    for name, function in RELATIVE_ATTENTION_FUNCTIONS.items():
-        monkeypatch.setitem(RELATIVE_ATTENTION_FUNCTIONS, name, spy(name, function))
+    for name, function in ALL_BACKENDS.items():
+        monkeypatch.setitem(ALL_BACKENDS, name, replace(function, run=spy(name, function.run)))
     return called
 
 
@@ -261,7 +264,7 @@ def test_backend_agrees_with_eager_in_outputs_and_gradients(
         tensors, key_mask = draw(shape, dtype, seed, masked, distances)
         tensors = {name: tensor.to(device) for name, tensor in tensors.items() if name not in without}
         options = {"key_mask": None if key_mask is None else key_mask.to(device), "window": window}
-        if reason := why_not(implementation, AttentionInputs(**tensors, **options, scaling=1.0)):
+        if reason := refusal(implementation, AttentionInputs(**tensors, **options, scaling=1.0)):
             pytest.skip(reason)
         exact = differentiate("eager", {name: tensor.double() for name, tensor in tensors.items()}, **options)
         ran.clear()
@@ -290,9 +293,9 @@ def test_backend_agrees_with_eager_in_outputs_and_gradients(
         ((1, 1, 400, 0, 8), torch.bfloat16, True, ("rel_bias",), "txl_tiles", "eager"),
         ((1, 1, 400, 0, 8), torch.bfloat16, False, ("rel_bias",), "sdpa", "sdpa"),
         ((1, 1, 1, 400, 8), torch.float32, False, (), "sdpa", "sdpa"),
-        ((1, 8, 1, 2047, 64), torch.float32, False, (), "sdpa", "eager"),
+        ((1, 8, 1, 2047, 64), torch.float32, False, (), "sdpa", "txl_row"),
         ((2, 8, 1, 1023, 64), torch.float32, False, (), "sdpa", "sdpa"),
-        ((2, 2, 1, 1023, 64), torch.bfloat16, False, ("rel_bias",), "sdpa", "eager"),
+        ((2, 2, 1, 1023, 64), torch.bfloat16, False, ("rel_bias",), "sdpa", "txl_row"),
         ((2, 8, 1, 1023, 64), torch.float16, False, ("rel_bias",), "sdpa", "sdpa"),
         ((8, 1, 1, 255, 64), torch.bfloat16, False, ("rel_bias",), "sdpa", "sdpa"),
         ((1, 8, 1, 2047, 64), torch.float32, False, ("rel_key",), "sdpa", "sdpa"),
@@ -302,7 +305,7 @@ def test_backend_agrees_with_eager_in_outputs_and_gradients(
 def test_the_default_on_a_cpu_is_what_is_fastest_there(
     shape, dtype, needs_gradient, without, expected, by_others, intel, ran, monkeypatch
 ):
-    monkeypatch.setattr(attention, "is_by_intel", lambda: intel)
+    monkeypatch.setattr(attention_cpu, "is_by_intel", lambda: intel)
     tensors, _ = draw(shape, dtype)
     tensors = {name: t.detach().requires_grad_(needs_gradient) for name, t in tensors.items() if name not in without}
     relative_attention(**tensors, implementation="auto")
@@ -375,8 +378,8 @@ CPU_SHAPES = SHAPES | {"B3-H2-L6-M0-D1": (3, 2, 6, 0, 1), "B1-H1-L1-M0-D3": (1, 
 def tiles(request, monkeypatch):
     """Tiles as they are, of which small inputs have one or two, or so small that there are many of each row."""
     if request.param == "small-tiles":
-        monkeypatch.setattr(attention_transfo_xl_cpu, "TILE_QUERIES", 2)
-        monkeypatch.setattr(attention_transfo_xl_cpu, "TILE_SCORES", 7)
+        monkeypatch.setattr(attention_cpu, "TILE_QUERIES", 2)
+        monkeypatch.setattr(attention_cpu, "TILE_SCORES", 7)
 
 
 def tile_by_tile(tensors, key_mask=None, window=None, dropout=0.0):
@@ -416,19 +419,19 @@ def test_tiles_are_the_loop_over_i_and_j(shape, masked, window, distances, tiles
 @pytest.mark.parametrize("distances", [None, 300], ids=lambda n: f"distances{n}")
 def test_large_tiles_agree_with_eager(distances, products, masked, L, m, monkeypatch):
     """The sizes at which the default takes them: with gradient and without, with oneDNN's products and MKL's."""
-    if products == "onednn" and not linear_transfo_xl._has_onednn():
+    if products == "onednn" and not operators._has_onednn():
         pytest.skip("this build of PyTorch has no product by oneDNN")
-    monkeypatch.setattr(linear_transfo_xl, "_onednn_is_faster", lambda: products == "onednn")
-    monkeypatch.setattr(linear_transfo_xl, "_takes_two_turns", lambda: False)
+    monkeypatch.setattr(operators, "_onednn_is_faster", lambda: products == "onednn")
+    monkeypatch.setattr(operators, "_takes_two_turns", lambda: False)
     tensors, key_mask = draw((2, 3, L, m, 41), masked=masked, distances=distances)
-    one_head_at_a_time = attention_transfo_xl_cpu._is_single(tensors["query"], tensors["key"])
+    one_head_at_a_time = attention_cpu._is_single(tensors["query"], tensors["key"])
     assert one_head_at_a_time == (products == "onednn" and L * (m + L) > 1 << 18)
     del tensors["rel_bias"]
     for name in ("key", "value"):
         # As the model has them, the heads of a token one behind the other.
         together = tensors[name].detach().transpose(1, 2).contiguous()
         tensors[name] = together.transpose(1, 2).requires_grad_()
-    assert _fastest(AttentionInputs(**tensors, scaling=1.0)) == "txl_tiles"
+    assert choose_backend(AttentionInputs(**tensors, scaling=1.0)).name == "txl_tiles"
     arguments, results = {"key_mask": key_mask, "window": 600 if masked else None}, {}
     for name in ("eager", "auto"):
         output, _ = relative_attention(**tensors, **arguments, implementation=name)
@@ -452,8 +455,8 @@ def test_a_score_that_distances_share_is_computed_once(L, distances, multiplied,
         whole = getattr(module, name)
         monkeypatch.setattr(module, name, lambda a, b, *room: columns.append(of(b)) or whole(a, b, *room))
 
-    watch(attention, "_product", lambda b: b.shape[-1])
-    watch(attention_transfo_xl_cpu, "products", lambda b: b.shape[-2])
+    watch(attention.OPERATORS, "matmul", lambda b: b.shape[-1])
+    watch(attention_cpu, "products", lambda b: b.shape[-2])
     implementation = "auto" if L == 1 else "txl_tiles"
     found, _ = relative_attention(**tensors, implementation=implementation)
     torch.testing.assert_close(found, expected)
@@ -465,7 +468,7 @@ def test_keys_are_copied_where_that_is_sooner_than_to_read_them():
     """Those of heads that lie among one another are, for several tiles or for oneDNN; rows and columns never are."""
     rows, columns = torch.randn(3, 5, 8), torch.randn(3, 8, 5).transpose(1, 2)
     among = torch.randn(5, 3, 8).transpose(0, 1)
-    tile, read_of = attention_transfo_xl_cpu.TILE_QUERIES, attention_transfo_xl_cpu._to_be_read
+    tile, read_of = attention_cpu.TILE_QUERIES, attention_cpu._to_be_read
     for L, single in ((tile, False), (tile + 1, False), (1, True)):
         assert all(read_of(states, L, single) is states for states in (rows, columns))
         read = read_of(among, L, single)
@@ -563,12 +566,6 @@ def test_flex_attention_is_compiled_for_a_memory_that_grows():
             torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("own", [8, 256])
-def test_a_larger_limit_of_ones_own_stays(own):
-    with torch._dynamo.config.patch(cache_size_limit=own), attention._compiling_for_many_lengths():
-        assert torch._dynamo.config.cache_size_limit == max(64, own)
-
-
 def test_fallback_warns_once(caplog, ran):
     logging.get_logger("transformers").propagate = True
     tensors, _ = draw((1, 1, 3, 2, 8))
@@ -601,7 +598,7 @@ def test_threads_choose_a_kernel_one_after_the_other(monkeypatch):
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", attend)
     states = torch.zeros(1, 1, 2, 8)
     with ThreadPoolExecutor(4) as threads:
-        for call in [threads.submit(_attend_on_gpu, states, states, states, states) for _ in range(4)]:
+        for call in [threads.submit(attend_on_gpu, states, states, states, states) for _ in range(4)]:
             call.result()
     assert most == [1] * 4
     assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.cudnn_sdp_enabled()
@@ -609,7 +606,7 @@ def test_threads_choose_a_kernel_one_after_the_other(monkeypatch):
 
 def test_unknown_backend_is_named():
     tensors, _ = draw((1, 1, 2, 0, 4))
-    with pytest.raises(ValueError, match="'flash'.*auto, eager, sdpa, txl_tiles, flex_attention, txl_triton"):
+    with pytest.raises(ValueError, match="'flash'.*auto, eager, sdpa, flex_attention, txl_tiles, txl_row, txl_triton"):
         relative_attention(**tensors, implementation="flash")
 
 
@@ -629,7 +626,7 @@ def test_tiles_refuse_a_second_derivative():
 @pytest.mark.parametrize("everywhere", [False, True], ids=["forward", "forward-and-backward"])
 def test_tiles_train_in_bf16_under_autocast(everywhere, ran, monkeypatch):
     """What projections return under autocast goes to tiles, and what is of two types goes where autocast casts."""
-    monkeypatch.setattr(attention, "is_by_intel", lambda: True)
+    monkeypatch.setattr(attention_cpu, "is_by_intel", lambda: True)
     tensors, _ = draw((2, 2, 300, 300, 16), torch.bfloat16)
     del tensors["rel_bias"]
     results = {}
@@ -662,7 +659,7 @@ def test_autocast_of_fp32_operands_trains():
         torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("implementation", [name for name in RELATIVE_ATTENTION_FUNCTIONS if name != "eager"])
+@pytest.mark.parametrize("implementation", [name for name in ALL_BACKENDS if name != "eager"])
 @pytest.mark.parametrize("asked", ["call", "configuration"])
 def test_attentions_come_from_eager_whatever_the_backend(make_model, make_ids, implementation, asked):
     ids = make_ids(2, 5)
@@ -726,7 +723,7 @@ def test_on_a_gpu_pytorchs_attention_gets_heads_of_eights_and_never_cudnn(monkey
     shapes = [(2, 2, 5, width), (2, 2, 9, width), (2, 2, 9, width), (2, 2, 5, 9)]
     inputs = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     results = []
-    for function in (attend, attention._attend_on_gpu):
+    for function in (attend, attention.attend_on_gpu):
         monkeypatch.setattr(F, "scaled_dot_product_attention", look)
         output = function(*inputs, dropout_p=0.0, scale=0.2)
         results.append([output, *torch.autograd.grad(output.square().sum(), inputs)])
@@ -735,7 +732,7 @@ def test_on_a_gpu_pytorchs_attention_gets_heads_of_eights_and_never_cudnn(monkey
     assert seen == [(False, {width + -width % 8})]
     if width != 38:
         return
-    compiled = torch.compile(attention._attend_on_gpu, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(attention.attend_on_gpu, fullgraph=True, backend="aot_eager")
     monkeypatch.undo()
     torch.testing.assert_close(compiled(*inputs, dropout_p=0.0, scale=0.2), results[0][0], atol=1e-5, rtol=1e-5)
 
@@ -769,7 +766,7 @@ def test_gradients_by_torch_func_of_an_input_that_tiles_would_take():
 def test_layers_share_what_is_hidden(make_model, make_ids, monkeypatch, implementation):
     model = make_model(attn_implementation=implementation, n_layer=3)
     calls = []
-    for module in (modeling, attention_inputs):
+    for module in (memory_transfo_xl, attention):
         monkeypatch.setattr(module, "hidden_keys", lambda *args: calls.append(args) or hidden_keys(*args))
     ids, mask = make_ids(2, 5), torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
     model(ids, attention_mask=mask)

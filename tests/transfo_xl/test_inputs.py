@@ -219,14 +219,6 @@ def test_labels_may_be_any_integers(make_model, make_ids, dtype, changes, name):
 # --- generate and Trainer --------------------------------------------------------------------------------------------
 
 
-def test_continuous_batching_is_refused_at_once(make_model):
-    model = make_model()
-    with pytest.raises(NotImplementedError, match="continuous batching.*generate"):
-        model.generate_batch([[1, 2, 3]])
-    with pytest.raises(NotImplementedError, match="continuous batching.*generate"):
-        model.init_continuous_batching()
-
-
 @pytest.mark.parametrize("lengths", [3, torch.tensor([3, 4]), (3, 4)], ids=str)
 def test_lengths_that_are_none_are_named(make_model, make_ids, lengths):
     """As a column of a data set may be called."""
@@ -247,28 +239,6 @@ def test_generate_takes_lengths_of_its_own(make_model, make_ids):
         assert torch.equal(text, configured.generate(ids, **options))
     with pytest.raises(ValueError, match="mem"):
         model.generate(ids, mem=ids, **options)
-
-
-def test_a_smoothed_loss_does_not_teach_to_copy(make_model, tmp_path):
-    """`Trainer` shifts the labels of models that it finds in a table."""
-    model = make_model(cutoffs=[], vocab_size=8, div_val=1)
-    cycle = torch.arange(64) % 8
-    items = [{"input_ids": cycle[i : i + 9], "labels": cycle[i : i + 9]} for i in range(16)] * 10
-    arguments = TrainingArguments(
-        output_dir=tmp_path,
-        label_smoothing_factor=0.1,
-        learning_rate=1e-2,
-        num_train_epochs=1,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-        per_device_train_batch_size=8,
-    )
-    Trainer(model, arguments, train_dataset=items).train()
-    with torch.no_grad():
-        predicted = model.eval()(cycle[None, :9]).logits.argmax(-1)[0]
-    assert torch.equal(predicted, cycle[1:10])
 
 
 def test_accumulated_batches_of_a_classifier_weigh_as_one(make_model, tmp_path):

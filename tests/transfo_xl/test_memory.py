@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import oracle
-from models import COMPILERS, small_config
+from models import COMPILERS, refusal, small_config
 from txl_hf import MemoryLengths, TransfoXLForCausalLM
-from txl_hf.transfo_xl import attention_transfo_xl, positions_transfo_xl
+from txl_hf.kernels import operators
 from txl_hf.transfo_xl import modeling_transfo_xl as modeling
 from txl_hf.transfo_xl.attention_transfo_xl import (
-    RELATIVE_ATTENTION_FUNCTIONS,
+    BACKENDS as ALL_BACKENDS,
+)
+from txl_hf.transfo_xl.attention_transfo_xl import (
     AttentionInputs,
     relative_attention,
-    why_not,
 )
 from txl_hf.transfo_xl.cache_transfo_xl import (
     CACHE_NAME,
@@ -49,7 +50,7 @@ VARIANTS = {
     "gated": {"gating": "gru", "gate_bias": 0.5},
 }
 # "auto" is one of the others.
-BACKENDS = [name for name in RELATIVE_ATTENTION_FUNCTIONS if name != "auto"]
+BACKENDS = [name for name in ALL_BACKENDS if name != "auto"]
 
 
 @pytest.fixture(params=BACKENDS)
@@ -57,7 +58,7 @@ def backend(request):
     """Every backend that can run on a CPU; the others are skipped for the reason that they give themselves."""
     query = torch.zeros(1, 2, 5, 8, requires_grad=True)
     inputs = AttentionInputs(query, query, query, scaling=1.0, rel_key=query[0])
-    if reason := why_not(request.param, inputs):
+    if reason := refusal(request.param, inputs):
         pytest.skip(f"{request.param}: {reason}")
     return request.param
 
@@ -499,7 +500,7 @@ def test_a_cache_reads_weights_that_an_actor_was_sent(make_model, make_ids, made
         model(make_ids(2, 4), past_key_values=cache)
         model.load_state_dict(sent)
         anew = copy.deepcopy(cache)
-        anew.decoding_state.distances.forget()
+        anew.decoding_state.distances = None
         found, expected = (model(make_ids(2, 1, seed=1), past_key_values=read).logits for read in (cache, anew))
     torch.testing.assert_close(found, expected)
 
@@ -539,8 +540,16 @@ def test_rows_that_were_picked_without_their_masks_are_refused(make_model, make_
     cache = model(make_ids(2, 4), attention_mask=mask, use_cache=True).past_key_values
     for layer in cache.layers:
         layer.keys, layer.values = layer.keys[:1], layer.values[:1]
-    with pytest.raises(ValueError, match="past_key_values hold a mask of 2 rows, but this batch has 1.*reorder_cache"):
+    with pytest.raises(
+        ValueError, match="past_key_values hold a memory of 2 rows, but this batch has 1.*reorder_cache"
+    ):
         model(make_ids(1, 1), past_key_values=cache)
+
+
+def len_of(memory, model):
+    """How many states precede the next segment."""
+    mems = memory.get("mems") or model.init_mems(1)
+    return mems[0].shape[1]
 
 
 @given(
@@ -557,14 +566,14 @@ def test_mems_and_a_cache_agree_whatever_is_masked_and_picked(steps, shape, seed
     """They keep what was masked in different ways; the rows may be picked anew before any segment."""
     torch.manual_seed(seed)
     model = TransfoXLForCausalLM(small_config(**VARIANTS[shape])).eval()
-    memory, cache = {"mems": model.init_mems(3), "mems_mask": None}, None
+    memory, cache = {}, None
     with torch.no_grad():
         for length, masked, picks in steps:
             if picks and cache is not None:
                 rows = torch.randint(3, (3,))
                 memory = rows_of(memory, rows)
                 cache.reorder_cache(rows)
-            widths = {"nothing": 0, "segment": length, "all": memory["mems"][0].shape[1] + length}
+            widths = {"nothing": 0, "segment": length, "all": len_of(memory, model) + length}
             mask = torch.rand(3, widths[masked]) < 0.7 if widths[masked] else None
             ids = torch.randint(61, (3, length))
             with_mems = model(ids, **memory, attention_mask=mask)
@@ -988,7 +997,7 @@ def test_distances_are_kept_where_their_dropout_does_nothing(make_model, make_id
     if how == "spread by accelerate":
         add_hook_to_module(model.transformer.position_dropout, AlignDevicesHook("cpu"))
     model(make_ids(2, 3), past_key_values=cache)
-    assert sorted(cache.decoding_state.distances.rel_keys) == [0, 1]
+    assert sorted(cache.decoding_state.rel_keys) == [0, 1]
 
 
 @torch.no_grad()
@@ -1025,15 +1034,14 @@ def test_distances_are_projected_once_for_many_calls(make_model, make_ids):
 @torch.no_grad()
 def test_distances_lie_as_a_token_reads_them(make_model, make_ids, by_columns, monkeypatch):
     """By columns on Intel's CPUs, in whatever memory one row's product with them takes the least time."""
-    for module in (attention_transfo_xl, positions_transfo_xl):
-        monkeypatch.setattr(module, "reads_columns_sooner", lambda row: by_columns)
+    monkeypatch.setattr(operators, "reads_columns_sooner", lambda row: by_columns)
     model, memory = make_model(), {}
     cache = MemoryCache(model.config)
     for ids in make_ids(2, 20).split([7, 1, 1, 5, 6], dim=1):
         expected = model(ids, **memory)
         close(model(ids, past_key_values=cache).logits, expected.logits)
         memory = memory_of(expected)
-        for keys in decoding_state_of(cache).distances.rel_keys.values():
+        for keys in decoding_state_of(cache).rel_keys.values():
             assert (keys.transpose(1, 2) if by_columns else keys).is_contiguous()
 
 
@@ -1191,7 +1199,7 @@ def test_under_autocast_states_are_rounded_once_for_all_products(make_model, mak
     parts, results = segments(make_ids(3, 17), 5), []
     for once in (True, False):
         if not once:
-            monkeypatch.setattr(modeling, "rounded", lambda states: (states, states))
+            monkeypatch.setattr(modeling.OPERATORS, "rounded", lambda states: (states, states))
             monkeypatch.setattr(modeling, "working_dtype", lambda states: states.dtype)
         model = make_model(**changes).train()
         results.append(trained_under_autocast(model, parts, dtype, lambda outputs, mems: outputs.mems))

@@ -149,7 +149,8 @@ def test_what_spreads_padding_is_heard_of(padded, operation):
 def test_a_lost_mask_is_nan_where_numbers_are_not_looked_at(padded, monkeypatch):
     """As on a GPU, which nothing waits for."""
     model, memory, more, expected = padded
-    monkeypatch.setattr("txl_hf.transfo_xl.memory_transfo_xl._can_ask", lambda tensor: False)
+    monkeypatch.setattr("txl_hf.transfo_xl.masks_transfo_xl.can_look", lambda tensor, gpu=False: False)
+    monkeypatch.setattr("txl_hf.transfo_xl.memory_transfo_xl.can_look", lambda tensor, gpu=False: False)
     logits = model(more, mems=memory["mems"]).logits
     assert logits[[0, 2]].isnan().all()
     close(logits[1], expected[1])
@@ -336,7 +337,8 @@ def test_columns_of_a_mask_are_those_of_the_last_keys(make_model, make_ids, colu
     context = torch.tensor([[1, 1, 0, 1, 1, 1], [1] * 6])
     memory = memory_of(model(make_ids(2, 6, seed=1), attention_mask=context))
     mask = torch.ones(2, columns, dtype=torch.long)
-    mask[1, max(0, columns - 5)] = 0
+    # Not in front, where it would be padding.
+    mask[1, max(0 if columns == 3 else 1, columns - 5)] = 0
     everything = torch.ones(2, 9, dtype=torch.long)
     shown = min(columns, 9)
     everything[:, 9 - shown :] = mask[:, -shown:]
@@ -478,46 +480,6 @@ HIDDEN = {
 }
 
 
-@pytest.mark.parametrize("hidden", HIDDEN.values(), ids=HIDDEN)
-@pytest.mark.parametrize("drafted", [6, 8])
-@torch.no_grad()
-def test_what_was_hidden_stays_so_when_tokens_of_several_calls_are_taken_back(make_model, make_ids, hidden, drafted):
-    """Keys that had left the mask of the last call came back as real ones. After eight no mask of a call has any."""
-    model = make_model(mem_len=6, initial_memory="empty")
-    text, token = make_ids(2, 8), make_ids(2, 1)
-    cache = MemoryCache(model.config)
-    cache.activate_past_recording()
-    model(text, past_key_values=cache, use_cache=True, **hidden)
-    for part in make_ids(2, drafted).split([1, 2, 1, drafted - 4], dim=1):
-        model(part, past_key_values=cache, use_cache=True)
-    rows = torch.tensor([1, 0, 0])
-    cache.reorder_cache(rows)
-    cache.crop(-drafted)
-    read = model(text, **hidden)
-    memory = {"mems": tuple(states[rows] for states in read.mems), "mems_mask": read.mems_mask[rows]}
-    for _ in range(2):
-        expected = model(token[rows], **memory)
-        close(model(token[rows], past_key_values=cache, use_cache=True).logits, expected.logits)
-        memory = memory_of(expected)
-
-
-@torch.no_grad()
-def test_a_call_of_a_shorter_memory_passes_on_what_was_hidden_before_tokens_were_taken_back(make_model, make_ids):
-    model = make_model(mem_len=6, initial_memory="empty")
-    text, two = make_ids(2, 8), make_ids(2, 2)
-    cache = MemoryCache(model.config)
-    cache.activate_past_recording()
-    model(text, past_key_values=cache, use_cache=True, **HIDDEN["padding"])
-    for part in make_ids(2, 2).split(1, dim=1):
-        model(part, past_key_values=cache, use_cache=True)
-    cache.crop(-2)
-    model(two, past_key_values=cache, use_cache=True, lengths=MemoryLengths(mem_len=3))
-    cache.crop(-2)
-    read = model(text, **HIDDEN["padding"])
-    expected = model(two, mems=read.mems, mems_mask=read.mems_mask).logits
-    close(model(two, past_key_values=cache, use_cache=True).logits, expected)
-
-
 @torch.no_grad()
 def test_padding_in_a_cache_that_keeps_its_keys_elsewhere(make_model, make_ids):
     """As a quantised one does, whose keys are a tensor without dimensions to ask for."""
@@ -555,3 +517,88 @@ def test_a_memory_outlives_the_text_that_is_taken_back(make_model, make_ids):
         close(model(token, past_key_values=cache, use_cache=True).logits, expected.logits)
         mems = expected.mems
         assert cache.get_seq_length() == length
+
+
+# --- padding in front of a text that zero states precede -----------------------------------------------------------
+
+ZEROS = {
+    "plain": {},
+    "same_length": {"same_length": True},
+    "pre_lnorm": {"pre_lnorm": True},
+    "clamp": {"clamp_len": 3},
+    "shaw": {"attn_type": 1},
+    "gated": {"gating": "gru", "gate_bias": 0.5},
+    "ext_len": {"ext_len": 2},
+}
+
+
+def padded_rows(make_ids, lengths, width):
+    """Texts of these lengths, padded on the left to a width; the tokens of the padding are none of the texts'."""
+    texts = [make_ids(1, length, seed=length) for length in lengths]
+    ids = torch.cat([F.pad(text, (width - text.shape[1], 0), value=60) for text in texts])
+    mask = torch.cat([F.pad(torch.ones_like(text), (width - text.shape[1], 0)) for text in texts])
+    return texts, ids, mask
+
+
+@pytest.mark.parametrize("cuts", [[11], [4, 7], [1, 4, 6], [3, 1, 1, 6]], ids=str)
+@pytest.mark.parametrize("reads", ["mems", "cache", "static", "whole masks"])
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "txl_tiles"])
+@pytest.mark.parametrize("changes", ZEROS.values(), ids=ZEROS)
+@torch.no_grad()
+def test_a_row_behind_padding_equals_the_row_alone_with_zeros_before_it(
+    make_model, make_ids, changes, backend, reads, cuts
+):
+    """Whatever it is batched with, in whichever segment it begins, and in all that follows."""
+    if reads != "mems" and "ext_len" in changes:
+        pytest.skip("ext_len is for mems")
+    model = make_model(backend, initial_memory="zeros", mem_len=6, **changes)
+    texts, ids, mask = padded_rows(make_ids, (11, 7, 2, 4), 11)
+    memory, seen, found = {}, 0, []
+    if reads in ("cache", "static"):
+        make = MemoryCache if reads == "cache" else StaticMemoryCache
+        memory["past_key_values"] = make(model.config)
+    for length in cuts:
+        # With ext_len the last tokens are read again; their logits are those of the first time.
+        again = min(seen, changes.get("ext_len", 0))
+        columns = slice(0 if reads == "whole masks" else seen - again, seen + length)
+        outputs = model(ids[:, seen - again : seen + length], attention_mask=mask[:, columns], **memory)
+        found.append(outputs.logits[:, again:])
+        memory = memory_of(outputs) if reads in ("mems", "whole masks") else memory
+        seen += length
+    found = torch.cat(found, dim=1)
+    for row, text in enumerate(texts):
+        past, seen = {}, ids.shape[1] - text.shape[1]
+        begins, alone = seen, []
+        ends = torch.tensor(cuts).cumsum(0).tolist()
+        for end in (end for end in ends if end > begins):
+            again = min(seen - begins, changes.get("ext_len", 0))
+            outputs = model(ids[row : row + 1, seen - again : end], **past)
+            alone.append(outputs.logits[:, again:])
+            past, seen = memory_of(outputs), end
+        close(found[row, begins:], torch.cat(alone, dim=1)[0])
+
+
+@pytest.mark.parametrize("changes", [{}, {"same_length": True}, {"pre_lnorm": True}], ids=str)
+def test_generate_writes_for_a_padded_row_what_it_writes_for_the_row_alone(make_model, make_ids, changes):
+    model = make_model(initial_memory="zeros", mem_len=6, **changes)
+    texts, ids, mask = padded_rows(make_ids, (9, 5, 1), 9)
+    for options in ({}, {"num_beams": 2}, {"cache_implementation": "static"}, {"use_cache": False}):
+        options |= {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 60}
+        written = model.generate(ids, attention_mask=mask, **options)[:, 9:]
+        for row, text in enumerate(texts):
+            assert torch.equal(model.generate(text, **options)[0, text.shape[1] :], written[row])
+
+
+def test_padding_before_zeros_gets_no_gradient_and_gives_none(make_model, make_ids):
+    model = make_model(initial_memory="zeros", mem_len=6).train()
+    (text, *_), ids, mask = padded_rows(make_ids, (5, 9), 9)
+    gradients = []
+    for inputs in (
+        {"input_ids": text, "labels": text},
+        {"input_ids": ids[:1], "attention_mask": mask[:1], "labels": ids[:1]},
+    ):
+        model.zero_grad()
+        model(**inputs).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    for name, gradient in gradients[0].items():
+        close(gradients[1][name], gradient)

@@ -1,5 +1,7 @@
 """Documents that begin inside a segment: each has the losses, the memory and the gradients that it has alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,8 +17,8 @@ from txl_hf import (
     TransfoXLForCausalLM,
     TransfoXLForTokenClassification,
 )
-from txl_hf.transfo_xl.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
-from txl_hf.transfo_xl.attention_transfo_xl_inputs import AttentionInputs, keep_documents_apart
+from txl_hf.transfo_xl.attention_transfo_xl import BACKENDS as ALL_BACKENDS
+from txl_hf.transfo_xl.attention_transfo_xl import AttentionInputs, keep_documents_apart
 from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache, StaticMemoryCache
 from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 
@@ -266,8 +268,10 @@ def test_queries_that_are_not_finite_change_none_before_them(make_model, make_id
 @torch.no_grad()
 def test_without_a_beginning_nothing_is_different(make_model, make_ids, monkeypatch):
     model, ids, seen = make_model(), make_ids(2, 6), []
-    attend = RELATIVE_ATTENTION_FUNCTIONS["auto"]
-    monkeypatch.setitem(RELATIVE_ATTENTION_FUNCTIONS, "auto", lambda inputs: seen.append(inputs) or attend(inputs))
+    attend = ALL_BACKENDS["auto"]
+    monkeypatch.setitem(
+        ALL_BACKENDS, "auto", replace(attend, run=lambda inputs: seen.append(inputs) or attend.run(inputs))
+    )
     expected = model(ids)
     found = model(ids, resets=torch.zeros(2, 6, dtype=torch.bool))
     assert torch.equal(found.logits, expected.logits) and found.mems_mask is None

@@ -21,7 +21,7 @@ from ..data.loading import find_device, load_config, load_language_model
 from ..data.streams import check_sizes
 from ..data.texts import TokenisedText, read_document_end, read_prepared, read_raw
 from ..files import whole_file, write_text
-from ..transfo_xl.attention_transfo_xl import fastest_attention
+from ..kernels.attention_triton import fastest_attention
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM

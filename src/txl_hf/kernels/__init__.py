@@ -1,1 +1,9 @@
-"""Faster implementations of what `transfo_xl` computes, with the same results. Imports `transfo_xl`."""
+"""Faster implementations of what `transfo_xl` computes, with the same results. Imports `transfo_xl` alone.
+
+Importing this package registers them: attention backends by `attention_transfo_xl.register`, everything else by
+setting the fields of `attention_transfo_xl.OPERATORS`.
+"""
+
+from . import attention_cpu, attention_triton, operators, softmax
+
+__all__ = ["attention_cpu", "attention_triton", "operators", "softmax"]

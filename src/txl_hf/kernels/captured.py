@@ -18,7 +18,7 @@ from torch.utils._device import DeviceContext
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.utils import logging
 
-from ..transfo_xl.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS
+from ..transfo_xl.attention_transfo_xl import find_backend
 from ..transfo_xl.cache_transfo_xl import MemoryCache, decoding_state_of
 from ..transfo_xl.modeling_transfo_xl import TransfoXLModel
 
@@ -30,9 +30,7 @@ logger = logging.get_logger(__name__)
 SEGMENTS_BEFORE = 8
 # Tokens of a segment, of all rows, from which on a GPU takes longer than Python does.
 MOST_TOKENS = 8192
-# Backends whose Python computes nothing but what it launches.
-BACKENDS = {name: RELATIVE_ATTENTION_FUNCTIONS[name] for name in ("auto", "eager", "sdpa", "txl_triton")}
-# Whose modules are known to do so too: a graph runs the kernels that a module has launched, and not the module.
+# The packages whose modules only launch kernels: a graph runs the kernels that a module has launched, not the module.
 PACKAGES = ("torch", __name__.partition(".")[0])
 
 Step = Callable[[], Any]
@@ -78,7 +76,7 @@ def why_not_captured(transformer: TransfoXLModel, ids: Tensor) -> str | None:
     if modes or torch._C._len_torch_dispatch_stack():
         return "a mode of PyTorch's sees what is launched, and would not see a graph"
     backend = transformer.config._attn_implementation
-    if backend not in BACKENDS or RELATIVE_ATTENTION_FUNCTIONS[backend] is not BACKENDS[backend]:
+    if not find_backend(backend).captures:
         return f"attn_implementation={backend!r} may compute with Python"
     if torch.nn.modules.module._has_any_global_hook():
         return "there is a hook of all modules, which is to be called for every segment"
@@ -155,8 +153,8 @@ class SegmentsAlike:
             self._capture(ids.clone(), cache, launch)
 
     def _capture(self, ids: Tensor, cache: MemoryCache, launch: Callable[[Tensor], Tensor]) -> None:
-        distances = decoding_state_of(cache).distances
-        projected, cached = dict(distances.rel_keys), torch.is_autocast_cache_enabled()
+        state, cached = decoding_state_of(cache), torch.is_autocast_cache_enabled()
+        projected = dict(state.rel_keys)
         # What autocast has cast, any thread may take from another, or take away: a graph casts weights for itself.
         torch.set_autocast_cache_enabled(False)
         try:
@@ -167,13 +165,12 @@ class SegmentsAlike:
             logger.warning_once(f"segments are launched one by one, as no graph of them was captured: {error}")
         finally:
             torch.set_autocast_cache_enabled(cached)
-        if any(distances.rel_keys[layer] is not projected.get(layer) for layer in distances.rel_keys):
-            # Weights are written to while a text is read. What was made of them in the graph, nobody has computed.
-            self._given_up = True
-            distances.forget()
+        if any(state.rel_keys[layer] is not projected.get(layer) for layer in state.rel_keys):
+            # Weights were written to meanwhile, and the graph has projected distances that nothing has computed yet.
+            self._given_up, state.distances, state.rel_keys = True, None, {}
         if not self._given_up:
-            # What a longer segment would project anew, the graph reads where it is.
-            self._ids, self._run, self._held = ids, run, (cache, projected, distances.positions)
+            # The graph reads distances where they lie; a longer segment would project them anew, elsewhere.
+            self._ids, self._run, self._held = ids, run, (cache, projected, state.distances)
 
 
 def _is_full(cache: MemoryCache, length: int) -> bool:

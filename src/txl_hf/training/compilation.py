@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils._triton import has_triton
 
-from ..transfo_xl.attention_transfo_xl_triton import why_triton_cannot_begin
+from ..kernels.attention_triton import why_triton_cannot_begin
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .arguments import Arguments
 

@@ -27,9 +27,9 @@ from ..data.loading import load_config, load_language_model
 from ..data.midi import EVENTS
 from ..data.streams import TokenStream, as_item, read_tokens
 from ..data.texts import load_splits, read_document_end
-from ..transfo_xl.attention_transfo_xl import fastest_attention
+from ..kernels.attention_triton import fastest_attention
+from ..kernels.operators import bf16_is_faster
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
-from ..transfo_xl.linear_transfo_xl import bf16_is_faster
 from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from ..transfo_xl.tokenization_transfo_xl_backend import WORD_MODES

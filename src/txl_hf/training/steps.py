@@ -21,7 +21,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 from transformers.utils import logging
 
-from ..kernels.captured import BACKENDS, MOST_TOKENS, RECORDERS
+from ..kernels.captured import MOST_TOKENS, RECORDERS
+from ..transfo_xl.attention_transfo_xl import find_backend
 from ..transfo_xl.memory_transfo_xl import cloned_states, memory_of
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .arguments import RunArguments
@@ -75,7 +76,7 @@ def _why_not(
         return "the host has to know at each step whether a document ends in it (--document_end none)"
     if run.gradient_checkpointing:
         return "the host has to know what a layer draws that is computed twice (--gradient_checkpointing)"
-    if (backend := model.config._attn_implementation) not in BACKENDS:
+    if not find_backend(backend := model.config._attn_implementation).captures:
         return f"attention by {backend} may compute with Python"
     return None
 

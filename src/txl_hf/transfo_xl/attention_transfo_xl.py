@@ -10,6 +10,10 @@ With `query` = q, `key` = k, `rel_key` = W_R R, `content_bias` = u and `position
 shifted into place (Appendix B).
 
 Shapes: B batch, H heads, Dh head width, L queries (the segment), K = m + L keys (memory, then segment).
+
+`BACKENDS` is the one list of implementations. The package adds kernels to it through transformers'
+`AttentionInterface`, which is global, so that code that came with weights finds them too; `OPERATORS` has the other
+operations of the model that the package computes faster.
 """
 
 import contextlib
@@ -17,48 +21,161 @@ import functools
 import math
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.utils import logging
 
-from .attention_transfo_xl_cpu import attend_tile_by_tile
-from .attention_transfo_xl_inputs import (
-    AttentionInputs,
-    first_repeated,
-    hidden_keys,
-    keep_documents_apart,
-    visible_keys,
-)
-from .attention_transfo_xl_triton import triton_relative_attention, why_not_triton
-from .linear_transfo_xl import is_by_intel, is_plain, is_transformed, reads_columns_sooner
-
-__all__ = [
-    "RELATIVE_ATTENTION_FUNCTIONS",
-    "AttentionInputs",
-    "AttentionTerms",
-    "attention_terms",
-    "check_implementation",
-    "fastest_attention",
-    "follows_order",
-    "hidden_keys",
-    "relative_attention",
-    "relative_shift",
-    "visible_keys",
-    "why_not",
-]
+from .masks_transfo_xl import can_look
 
 logger = logging.get_logger(__name__)
 
-# Numbers of queries and keys that FlexAttention is compiled for, where PyTorch has eight: a memory that grows has one
-# after the other, and whatever came after the last would hold L × K numbers.
+# The number of shapes that FlexAttention is compiled for; PyTorch's limit is 8, which a growing memory exceeds.
 FLEX_LENGTHS = 64
 FLEX_WIDTH_ON_CPU = 32
+# Kinds of devices without autocast. PyTorch 2.11 cannot compile `torch.amp.is_autocast_available`.
+WITHOUT_AUTOCAST = ("meta", "lazy", "vulkan", "fpga")
+
+
+class AttentionInputs(NamedTuple):
+    """The arguments of `relative_attention` as a backend takes them.
+
+    Args:
+        query: (B, H, L, Dh). key, value: (B, H, K, Dh), K ≥ L; the queries are the last L of the K keys' positions.
+        scaling: factor of all scores.
+        dropout: probability of dropping an attention probability.
+        rel_key: (H, n, Dh), n ≤ K, W_R R with the furthest distance first: row c belongs to distance n - 1 - c, and
+            the first row also to every further distance, as `clamp_len` has it. None: no term depends on the distance.
+        content_bias: (H, Dh), u. position_bias: (H, Dh), v.
+        rel_bias: (H, n), a learned score per distance, rows as in `rel_key`.
+        key_mask: (B, K) bool, False where a key is not attended to.
+        window: the furthest distance a query sees; None: all keys up to itself.
+        first_key: (B, L) int, the first key that a query sees: where its document begins. It never decreases along a
+            row, nor exceeds the query's own key. None: 0.
+        order: (K,) int, with L = 1: the place in time of each key and value, 0 the oldest, where these lie in another
+            order, as in a ring; distances, mask and first key are in order of time. None: keys and values are too.
+        hidden: the result of `hidden_keys` for these, which the layers of a call share; None: not computed yet.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+    dropout: float = 0.0
+    rel_key: Tensor | None = None
+    content_bias: Tensor | None = None
+    position_bias: Tensor | None = None
+    rel_bias: Tensor | None = None
+    key_mask: Tensor | None = None
+    window: int | None = None
+    first_key: Tensor | None = None
+    order: Tensor | None = None
+    hidden: Tensor | None = None
+
+    def hidden_keys(self) -> Tensor | None:
+        """`hidden_keys` of these inputs."""
+        if self.hidden is not None:
+            return self.hidden
+        lengths = self.query.shape[2], self.key.shape[2]
+        return hidden_keys(*lengths, self.window, self.key_mask, self.query.device, self.first_key, self.order)
+
+    def of_every_distance(self) -> "AttentionInputs":
+        """The same with a row for each of the K distances in `rel_key` and `rel_bias`."""
+        K = self.key.shape[2]
+        both = (self.rel_key, self.rel_bias)
+        rel_key, rel_bias = (None if rows is None else first_repeated(rows, K) for rows in both)
+        return self._replace(rel_key=rel_key, rel_bias=rel_bias)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An implementation of relative attention.
+
+    Args:
+        name: of `attn_implementation`.
+        run: `AttentionInputs` → the attended values (B, H, L, Dh), and the probabilities (B, H, L, K) or None.
+        why_not: the reason why the backend cannot compute these inputs, so that `"auto"` does; None if it can.
+        suits: whether `"auto"` takes this backend for these inputs.
+        follows_order: whether keys may lie in the order of a ring (`AttentionInputs.order`).
+        needs_hidden: whether it reads `AttentionInputs.hidden`; if not, the call does not compute it.
+        captures: whether a CUDA graph may hold it.
+    """
+
+    name: str
+    run: Callable[[AttentionInputs], tuple[Tensor, Tensor | None]]
+    why_not: Callable[[AttentionInputs], str | None] = lambda inputs: None
+    suits: Callable[[AttentionInputs], bool] = lambda inputs: False
+    follows_order: bool = False
+    needs_hidden: bool = True
+    captures: bool = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"attn_implementation={self.name!r} computes the attention of Transformer-XL alone")
+
+    def refusal(self, inputs: AttentionInputs) -> str | None:
+        """`why_not`, or that these keys are not in order of time."""
+        if inputs.order is not None and not self.follows_order:
+            return "it takes keys in order of time"
+        return self.why_not(inputs)
+
+
+def relative_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rel_key: Tensor | None = None,
+    content_bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    implementation: str = "eager",
+    module: nn.Module | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Multi-head attention with relative positions; the queries are the last L of the K keys' positions.
+
+    Args:
+        query, key, value, rel_key, content_bias, position_bias, and in `options` dropout, rel_bias, key_mask, window,
+            first_key, order, hidden: see `AttentionInputs`.
+        scaling: factor of all scores, by default Dh ** -0.5.
+        implementation: the name of a backend (`find_backend`). Inputs that it refuses go to `"auto"`, with one
+            warning.
+        module: the layer's attention, for a function of `AttentionInterface`.
+
+    Returns:
+        The attended values (B, H, L, Dh), and the probabilities (B, H, L, K) where the backend has them, else None.
+
+    Raises:
+        ValueError: no backend has this name.
+    """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    inputs = AttentionInputs(
+        query,
+        key,
+        value,
+        scaling,
+        rel_key=rel_key,
+        content_bias=content_bias,
+        position_bias=position_bias,
+        **options,
+    )
+    backend, broken = find_backend(implementation, module), None
+    if inputs.first_key is not None:
+        inputs, broken = keep_documents_apart(inputs)
+    if reason := backend.refusal(inputs):
+        logger.warning_once(f"attn_implementation={implementation!r} falls back to 'auto': {reason}")
+        backend = BACKENDS["auto"]
+    attended, probabilities = backend.run(inputs)
+    if broken is None:
+        return attended, probabilities
+    attended = attended.masked_fill(broken, torch.nan)
+    return attended, None if probabilities is None else probabilities.masked_fill(broken, torch.nan)
 
 
 def relative_shift(scores: Tensor) -> Tensor:
@@ -78,290 +195,56 @@ def relative_shift(scores: Tensor) -> Tensor:
 
 def eager_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """The reference: every score is materialised, so the probabilities can be returned."""
-    scores, by_distance = _content_scores(inputs), _position_scores(inputs)
-    scores = _hide(scores if by_distance is None else scores + by_distance, inputs)
+    scores, by_distance = content_scores(inputs), position_scores(inputs)
+    scores = hide(scores if by_distance is None else scores + by_distance, inputs)
     wide = torch.promote_types(scores.dtype, torch.float32)
     probabilities = F.softmax(scores, dim=-1, dtype=wide).to(inputs.value.dtype)
     if inputs.dropout > 0:
         probabilities = F.dropout(probabilities, inputs.dropout)
-    return _product(probabilities, inputs.value), probabilities
+    return OPERATORS.matmul(probabilities, inputs.value), probabilities
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, (…, L, n) of (…, L, k) and (…, k, n).
-
-    One row reads all of b for little arithmetic. In a graph it is written as what a compiler can make one kernel of
-    with all that follows, where a product would be a kernel of its own. And on a CPU keys are read row after row, each
-    for one number, which takes a fifth less time than as columns, in bf16 half of it; but see `reads_columns_sooner`.
-    """
-    if a.shape[-2] > 1:
-        return a @ b
-    if not torch.compiler.is_compiling():
-        by_rows = a.is_cpu and b.stride(-2) == 1 and not reads_columns_sooner(a)
-        return (b.transpose(-1, -2) @ a.transpose(-1, -2)).transpose(-1, -2) if by_rows else a @ b
-    wide = torch.promote_types(a.dtype, torch.float32)
-    return (a.transpose(-1, -2).to(wide) * b.to(wide)).sum(dim=-2, keepdim=True).to(a.dtype)
-
-
-class AttentionTerms(NamedTuple):
-    """The score of each query for each key as the sum of what it is made of: (B, H, L, K) each, 0 where not visible.
-
-    Args:
-        content: (a), q_i·k_j. position: (b), q_i·W_R R. content_bias: (c), u·k_j.
-        position_bias: (d), v·W_R R, or the learned score per distance.
-        visible: (B or 1, 1, L, K) bool, which key each query may attend to. The attention probabilities are the
-            softmax over visible keys of the terms' sum.
-    """
-
-    content: Tensor
-    position: Tensor
-    content_bias: Tensor
-    position_bias: Tensor
-    visible: Tensor
-
-
-def attention_terms(inputs: AttentionInputs) -> AttentionTerms:
-    """The four terms of A_ij (Section 3.3) one by one, scaled; what `inputs` lacks is 0. See `relative_attention`.
-
-    A model's inputs are what a backend of one's own is called with: enter it in `RELATIVE_ATTENTION_FUNCTIONS`.
-    """
-    (B, H, L, _), K = inputs.query.shape, inputs.key.shape[2]
-    visible = visible_keys(L, K, inputs.window, inputs.key_mask, inputs.query.device, inputs.first_key)
-    visible = _in_order(visible, inputs)
-    # What is left of the scores where the queries are zeros is what the biases give.
-    biases = inputs._replace(query=torch.zeros_like(inputs.query))
-    found = (
-        _content_scores(inputs._replace(content_bias=None)),
-        _position_scores(inputs._replace(position_bias=None, rel_bias=None)),
-        _content_scores(biases),
-        _position_scores(biases),
-    )
-    nothing = inputs.query.new_zeros(B, H, L, K)
-    a, b, c, d = (nothing if scores is None else scores.masked_fill(~visible, 0) for scores in found)
-    return AttentionTerms(content=a, position=b, content_bias=c, position_bias=d, visible=visible)
-
-
-def sdpa_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
-    """PyTorch's scaled_dot_product_attention, with (b) + (d) as its additive mask."""
-    query, mask = _add_bias(inputs.query, inputs.content_bias), _additive_mask(inputs)
-    attend = _attend_on_gpu if query.is_cuda else F.scaled_dot_product_attention
-    return attend(query, inputs.key, inputs.value, mask, dropout_p=inputs.dropout, scale=inputs.scaling), None
-
-
-_CHOOSING_KERNEL = threading.Lock()
-
-
-def _attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options) -> Tensor:
-    """PyTorch's attention by the kernel that takes an additive mask as it comes.
-
-    cuDNN plans anew for every number of keys, which takes longer than the attention; the other fused kernel wants
-    heads of a multiple of eight numbers, and for others all scores would be written out in fp32 several times.
-    """
-    width = query.shape[-1]
-    query, key, value = _widened(-width % 8, query, key, value)
-    # PyTorch keeps the choice for the whole process, and puts back what it found at the end. A graph has it inside.
-    choosing = contextlib.nullcontext() if torch.compiler.is_compiling() else _CHOOSING_KERNEL
-    with choosing, sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        attended = F.scaled_dot_product_attention(query, key, value, mask, **options)
-    return attended[..., :width]
-
-
-def _widened(missing: int, *heads: Tensor) -> tuple[Tensor, ...]:
-    """Heads with so many zeros more, which change no score."""
-    return tuple(F.pad(states, (0, missing)) for states in heads) if missing else heads
-
-
-def tiled_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
-    """On CPU, one head of one row of the batch at a time, so that its scores stay in the processor's cache.
-
-    Raises:
-        ValueError: there is no rel_key.
-    """
-    query, rel_key = inputs.query, inputs.rel_key
-    if rel_key is None:
-        raise ValueError("tiles are for relative positions, and there is no rel_key")
-    found = inputs.hidden_keys()
-    if found is None:
-        hidden = query.new_zeros(1, query.shape[2], 1)
-    else:
-        hidden = query.new_zeros(found[:, 0].shape).masked_fill_(found[:, 0], -torch.inf)
-    content_query, position_query = (
-        _add_bias(query, bias, inputs.scaling) for bias in (inputs.content_bias, inputs.position_bias)
-    )
-    attended = attend_tile_by_tile(
-        content_query, position_query, inputs.key, inputs.value, rel_key, hidden, inputs.dropout
-    )
-    return attended, None
-
-
-def _why_not_tiled(inputs: AttentionInputs) -> str | None:
-    if inputs.query.device.type != "cpu":
-        return f"the tensors are on {inputs.query.device.type}, not on a CPU"
-    if inputs.query.dtype == torch.float16:
-        return "tiles are not computed in torch.float16"
-    if inputs.rel_key is None or inputs.rel_bias is not None:
-        return "tiles are for sinusoidal relative positions only"
-    if not is_plain(inputs.query, inputs.key, inputs.value, inputs.rel_key):
-        return "a loop over heads and rows is no graph, and nothing for torch.func or forward mode"
-    if len({states.dtype for states in (inputs.query, inputs.key, inputs.value, inputs.rel_key)}) > 1:
-        return "the tensors are of several types"
-    if torch.is_autocast_enabled("cpu") and inputs.query.dtype != torch.get_autocast_dtype("cpu"):
-        return "tiles know nothing of autocast"
-    return None
-
-
-def flex_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
-    """PyTorch's FlexAttention, compiled, with (b) + (d) as a captured L × K tensor."""
-    bias = _additive_mask(inputs)
-
-    def add_bias(score, b, h, i, j):
-        return score + bias[b, h, i, j]
-
-    query = _add_bias(inputs.query, inputs.content_bias)
-    width = query.shape[-1]
-    # On CPU PyTorch 2.13 reads what nobody wrote where heads of 16 or fewer numbers meet 24, 40, 56, … keys.
-    missing = FLEX_WIDTH_ON_CPU - width if query.device.type == "cpu" and width <= 16 else 0
-    states = _widened(missing, query, inputs.key, inputs.value)
-    graph = torch.compiler.is_compiling()
-    with contextlib.nullcontext() if graph else _compiling_for_many_lengths():
-        attended = _compiled_flex_attention()(*states, score_mod=add_bias, scale=inputs.scaling)
-    return attended[..., :width], None
-
-
-def _compiling_for_many_lengths() -> contextlib.AbstractContextManager:
-    config = torch._dynamo.config
-    # The limit's name in PyTorch 2.6, by which newer versions know it too.
-    return config.patch(cache_size_limit=max(FLEX_LENGTHS, config.cache_size_limit))
-
-
-@functools.cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
-    return torch.compile(flex_attention, dynamic=False)
-
-
-_FLEX_ON_CPU = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _why_not_flex(inputs: AttentionInputs) -> str | None:
-    if inputs.dropout > 0:
-        return "FlexAttention has no dropout of probabilities"
-    if inputs.query.shape[2] == 1:
-        return "it compiles for each number of keys, and of a single query there is a new one at each token"
-    if inputs.query.device.type == "cpu" and _needs_gradient(inputs.query):
-        return "FlexAttention has no backward on CPU"
-    if inputs.query.device.type == "cpu" and inputs.query.dtype not in _FLEX_ON_CPU:
-        return f"FlexAttention computes nothing in {inputs.query.dtype} on CPU"
-    if inputs.query.device.type == "cuda" and inputs.query.shape[-1] < 16:
-        return f"heads are {inputs.query.shape[-1]} wide, and FlexAttention wants 16 at least on a GPU"
-    return None
-
-
-def auto_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
-    """The default: PyTorch's fused attention, and on CPU whatever is fastest there for these inputs."""
-    return RELATIVE_ATTENTION_FUNCTIONS[_fastest(inputs)](inputs)
-
-
-def _fastest(inputs: AttentionInputs) -> str:
-    query, tensors = inputs.query, (given for given in inputs if isinstance(given, Tensor))
-    if not torch.compiler.is_compiling() and is_transformed(*tensors):
-        # PyTorch's fused attention has no tangent, and what vmap maps over does not say whether it needs a gradient.
-        return "eager"
-    if query.device.type != "cpu":
-        # One query has so few scores that plain products do, without a plan for every number of keys.
-        return "eager" if query.shape[2] == 1 else "sdpa"
-    if inputs.rel_key is None:
-        return "sdpa"
-    # A checkpoint goes through dropout without a gradient first, and must draw as it does with one.
-    trained = _needs_gradient(query) or inputs.dropout > 0
-    # Small tiles are done sooner all at once.
-    large = query.shape[2] * inputs.key.shape[2] >= 1 << 14
-    if large and why_not("txl_tiles", inputs) is None and _tiles_pay(query.dtype, trained):
-        return "txl_tiles"
-    # With a mask that needs a gradient, PyTorch has no fused path on CPU, and its plain one is slower than ours.
-    return "eager" if trained or _is_read_plainly(query, inputs.key) else "sdpa"
-
-
-# From how many numbers of a row's keys on plain products read them sooner for a single query than the fused attention
-# does: in a tenth less time, and in bf16 in less than half of it. On Intel's CPUs they take more, in bf16 twice it.
-_MANY = {torch.float32: 1 << 20, torch.bfloat16: 1 << 16}
-
-
-def _is_read_plainly(query: Tensor, key: Tensor) -> bool:
-    """Whether each row has one query for many keys.
-
-    A graph is not asked, which would be bound to how many there are. And rows are not counted together: in bf16 a text
-    would be read otherwise beside others than alone.
-    """
-    many = _MANY.get(query.dtype, math.inf)
-    return query.shape[2] == 1 and is_plain(query, key) and key.numel() >= many * len(key) and not is_by_intel()
-
-
-def _tiles_pay(dtype: torch.dtype, trained: bool) -> bool:
-    """Whether large tiles are faster than the alternatives in this type.
-
-    In bf16 a product takes less time than a pass over the scores: without a gradient the fused attention is faster,
-    and with one eager was so on AMD's CPUs.
-    """
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and trained and is_by_intel())
-
-
-def _needs_gradient(query: Tensor) -> bool:
-    return torch.is_grad_enabled() and query.requires_grad
-
-
-def _add_bias(query: Tensor, bias: Tensor | None, scaling: float = 1.0) -> Tensor:
-    """(query + bias) · scaling, in one pass over the queries."""
-    if bias is None:
-        return query if scaling == 1 else query * scaling
-    bias = bias[:, None].to(query.dtype)
-    return query + bias if scaling == 1 else torch.add(bias * scaling, query, alpha=scaling)
-
-
-def _content_scores(inputs: AttentionInputs) -> Tensor:
+def content_scores(inputs: AttentionInputs) -> Tensor:
     """(a) + (c): (B, H, L, K)."""
-    query = _add_bias(inputs.query, inputs.content_bias) * inputs.scaling
-    return _product(query, inputs.key.transpose(-1, -2))
+    query = add_bias(inputs.query, inputs.content_bias) * inputs.scaling
+    return OPERATORS.matmul(query, inputs.key.transpose(-1, -2))
 
 
-def _position_scores(inputs: AttentionInputs) -> Tensor | None:
-    """(b) + (d), or (b) and a score per distance, or that alone: (B, H, L, K). None: nothing tells of distances."""
+def position_scores(inputs: AttentionInputs) -> Tensor | None:
+    """(b) + (d), or (b) and a score per distance, or that alone: (B, H, L, K). None: no score depends on distances."""
     query, rel_key, rel_bias = inputs.query, inputs.rel_key, inputs.rel_bias
     (B, _, L, _), K = query.shape, inputs.key.shape[2]
     if rel_key is None:
         if rel_bias is None:
             return None
         scores = first_repeated(rel_bias, K + 1).to(query.dtype)[:, None].expand(-1, L, -1) * inputs.scaling
-        return _in_order(relative_shift(scores), inputs).repeat(B, 1, 1, 1)
+        return in_order(relative_shift(scores), inputs).repeat(B, 1, 1, 1)
     if L > 1:
-        # Whatever the spare column holds: a row that is there already takes less time than zeros.
+        # The spare column may hold anything: a row that exists takes less time than zeros.
         rel_key = first_repeated(rel_key, K + 1)
         rel_bias = None if rel_bias is None else first_repeated(rel_bias, K + 1)
-    # One product for each head, whatever the batch: the distances are everybody's.
-    queries = (_add_bias(query, inputs.position_bias) * inputs.scaling).transpose(0, 1).flatten(1, 2)
-    scores = _product(queries, rel_key.transpose(1, 2)).unflatten(1, (B, L))
+    # One product for each head, whatever the batch, because all rows share the distances.
+    queries = (add_bias(query, inputs.position_bias) * inputs.scaling).transpose(0, 1).flatten(1, 2)
+    scores = OPERATORS.matmul(queries, rel_key.transpose(1, 2)).unflatten(1, (B, L))
     if rel_bias is not None:
         scores = scores + rel_bias[:, None, None].to(scores.dtype) * inputs.scaling
     if L > 1:
         return relative_shift(scores).transpose(0, 1)
-    # Of a single query it is the scores that are repeated: reading a row takes longer than its product.
-    return _in_order(first_repeated(scores, K, dim=-1), inputs).transpose(0, 1)
+    # For a single query the scores are repeated instead of the rows: reading a row takes longer than its product.
+    return in_order(first_repeated(scores, K, dim=-1), inputs).transpose(0, 1)
 
 
-def _in_order(by_time: Tensor, inputs: AttentionInputs) -> Tensor:
-    """Scores (…, L, K) of the keys in order of time, for the keys as they lie."""
+def in_order(by_time: Tensor, inputs: AttentionInputs) -> Tensor:
+    """Scores (…, L, K) of keys in order of time, rearranged for the keys as they lie."""
     return by_time if inputs.order is None else by_time.index_select(-1, inputs.order)
 
 
-def _additive_mask(inputs: AttentionInputs) -> Tensor:
-    """What is added to the scores of contents: (B, H, L, K), scaled; minus infinity where a key is not seen."""
-    by_distance = _position_scores(inputs)
-    if by_distance is not None:
-        return _hide(by_distance, inputs)
-    (B, H, L, _), K = inputs.query.shape, inputs.key.shape[2]
-    return _hide(inputs.query.new_zeros(B, 1, L, K), inputs).expand(B, H, L, K)
+def add_bias(query: Tensor, bias: Tensor | None) -> Tensor:
+    """query + bias, (B, H, L, Dh) and (H, Dh)."""
+    return query if bias is None else query + bias[:, None].to(query.dtype)
 
 
-def _hide(scores: Tensor, inputs: AttentionInputs) -> Tensor:
+def hide(scores: Tensor, inputs: AttentionInputs) -> Tensor:
     """Set the scores (B, H, L, K) of keys that a query does not see to minus infinity, in place."""
     hidden = inputs.hidden_keys()
     if hidden is not None:
@@ -369,166 +252,306 @@ def _hide(scores: Tensor, inputs: AttentionInputs) -> Tensor:
     return scores
 
 
-def _why_not_triton(inputs: AttentionInputs) -> str | None:
-    if inputs.rel_key is None and inputs.rel_bias is not None:
-        return "its kernels take a score per distance beside a key per distance only"
-    return why_not_triton(inputs.query)
+def first_repeated(states: Tensor, length: int, dim: int = 1) -> Tensor:
+    """(…, n, …) with the first of the n repeated until there are `length`; unchanged where n ≥ length."""
+    missing = length - states.shape[dim]
+    if missing <= 0:
+        return states
+    shape = list(states.shape)
+    shape[dim] = missing
+    return torch.cat([states.narrow(dim, 0, 1).expand(shape), states], dim)
 
 
-def fastest_attention(heads: int, width: int, device: torch.device | str = "cuda") -> str | None:
-    """What a command takes for heads so wide, in half precision: kernels of Triton on a GPU that they run on, which
-    are compiled first; None: the default."""
-    if not torch.cuda.is_available():
-        return None
-    query = torch.empty(1, heads, 1, width, dtype=torch.bfloat16, device=device)
-    return "txl_triton" if why_not_triton(query) is None else None
-
-
-RELATIVE_ATTENTION_FUNCTIONS: dict[str, Callable[[AttentionInputs], tuple[Tensor, Tensor | None]]] = {
-    "auto": auto_relative_attention,
-    "eager": eager_relative_attention,
-    "sdpa": sdpa_relative_attention,
-    "txl_tiles": tiled_relative_attention,
-    "flex_attention": flex_relative_attention,
-    "txl_triton": triton_relative_attention,
-}
-
-# Under these names backends take fewer distances than keys; those that users enter are given all.
-_OURS = tuple(RELATIVE_ATTENTION_FUNCTIONS)
-
-_WHY_NOT: dict[str, Callable[[AttentionInputs], str | None]] = {
-    "txl_tiles": _why_not_tiled,
-    "flex_attention": _why_not_flex,
-    "txl_triton": _why_not_triton,
-}
-
-
-def why_not(implementation: str, inputs: AttentionInputs) -> str | None:
-    """The reason why a backend cannot take these inputs, so that the default does; None if it can."""
-    if inputs.order is not None and not follows_order(implementation):
-        return "it takes keys in order of time"
-    return _WHY_NOT[implementation](inputs) if implementation in _WHY_NOT else None
-
-
-def check_implementation(name: str):
-    """Raise a ValueError unless this is a backend of ours, or a function that a user has registered in transformers'
-    `AttentionInterface`. Transformers' own there take a mask to be of padding alone, and leave out the distances."""
-    if name in RELATIVE_ATTENTION_FUNCTIONS:
-        return
-    known = ", ".join(RELATIVE_ATTENTION_FUNCTIONS)
-    if name not in ALL_ATTENTION_FUNCTIONS:
-        raise ValueError(f"attn_implementation={name!r} is not one of {known}, nor registered in AttentionInterface")
-    if ALL_ATTENTION_FUNCTIONS[name].__module__.startswith("transformers."):
-        raise ValueError(f"attn_implementation={name!r} knows no relative positions: use one of {known}")
-
-
-def follows_order(implementation: str) -> bool:
-    """Whether a backend takes keys that are not in order of time, `order`: ours that add up scores, and those of users
-    in `AttentionInterface`, who are given the sum. What users enter among ours may know nothing of it."""
-    return implementation in _FOLLOW_ORDER or implementation not in RELATIVE_ATTENTION_FUNCTIONS
-
-
-_FOLLOW_ORDER = ("auto", "eager", "sdpa", "flex_attention")
-
-
-def _registered_attention(
-    function: Callable, inputs: AttentionInputs, module: nn.Module | None
-) -> tuple[Tensor, Tensor | None]:
-    attended, probabilities = function(
-        module,
-        _add_bias(inputs.query, inputs.content_bias),
-        inputs.key,
-        inputs.value,
-        _additive_mask(inputs),
-        dropout=inputs.dropout,
-        scaling=inputs.scaling,
-        is_causal=False,
-    )
-    return attended.transpose(1, 2), probabilities
-
-
-def relative_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rel_key: Tensor | None = None,
-    content_bias: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    *,
-    rel_bias: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    window: int | None = None,
+def visible_keys(
+    query_length: int,
+    key_length: int,
+    window: int | None,
+    key_mask: Tensor | None,
+    device: torch.device,
     first_key: Tensor | None = None,
-    order: Tensor | None = None,
-    hidden: Tensor | None = None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    implementation: str = "eager",
-    module: nn.Module | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Multi-head attention with relative positions; the queries are the last L of the K keys' positions.
+) -> Tensor:
+    """Which key each query may attend to.
 
     Args:
-        query: (B, H, L, Dh). key, value: (B, H, K, Dh), K ≥ L.
-        rel_key: (H, n, Dh), n ≤ K, W_R R with the furthest distance first: row c belongs to distance n - 1 - c, and
-            the first one to all that are further too, as `clamp_len` has it. None: attention without positions (the
-            absolute baselines add theirs to the hidden states).
-        content_bias: (H, Dh), u. position_bias: (H, Dh), v.
-        rel_bias: (H, n), a learned score per distance, rows as in `rel_key`; takes the place of v·W_R R in
-            `attn_type=1`, as in the authors' code; the paper gives the encoding of Shaw et al. (a) and (b) alone.
-        key_mask: (B, K) bool, False where a key is padding.
-        window: the furthest distance a query sees; None: all keys up to itself.
-        first_key: (B, L) int, the first key that a query sees, because a document begins there: it never decreases
-            along a row, nor exceeds the query's own key. None: 0.
-        order: (K,) int, with L = 1: the place in time of each key and value, 0 the oldest, where these lie in another
-            order, as in a ring; `rel_key`, mask and first key are in order of time. Where a backend takes none
-            (`follows_order`), the default does. None: keys and values are in order of time.
-        hidden: what `hidden_keys` says of mask, window, first keys and order, where many layers share them. None: it
-            is asked here, by backends that want to know.
-        scaling: factor of all scores, by default Dh ** -0.5.
-        dropout: probability of dropping an attention probability.
-        implementation: a name in `RELATIVE_ATTENTION_FUNCTIONS`. What a backend cannot do (`why_not`) goes to the
-            default, `"auto"`, with one warning. Or the name of a function of your own in transformers'
-            `AttentionInterface`: its mask is (b) + (d), (B, H, L, K), minus infinity where a key is not seen.
-        module: the layer's attention, which such a function is called with.
+        query_length: L. key_length: K.
+        window, key_mask, first_key: see `AttentionInputs`.
 
     Returns:
-        The attended values (B, H, L, Dh), and the probabilities (B, H, L, K) where the backend has them, else None.
+        (B or 1, 1, L, K) bool. A query always sees itself, so that no softmax is empty: the output of a padded query
+        is never read.
+    """
+    query_position = torch.arange(key_length - query_length, key_length, device=device)[:, None]
+    distance = query_position - torch.arange(key_length, device=device)
+    visible = distance >= 0
+    if window is not None:
+        visible = visible & (distance <= window)
+    visible = visible[None, None]
+    if first_key is not None:
+        visible = visible & (torch.arange(key_length, device=device) >= first_key[:, None, :, None])
+    if key_mask is not None:
+        visible = (visible & key_mask[:, None, None, :]) | (distance == 0)
+    return visible
+
+
+def hidden_keys(
+    query_length: int,
+    key_length: int,
+    window: int | None,
+    key_mask: Tensor | None,
+    device: torch.device,
+    first_key: Tensor | None = None,
+    order: Tensor | None = None,
+) -> Tensor | None:
+    """Which of the last keys each query does not attend to, in the order in which keys and values lie.
+
+    Arguments: see `visible_keys`, and for `order` `AttentionInputs`.
+
+    Returns:
+        (B or 1, 1, L, n) bool of the last n keys (the future alone is hidden in the last L columns); None: nothing is
+        hidden.
+    """
+    if window is None and key_mask is None and first_key is None:
+        if query_length == 1:
+            return None
+        return torch.ones(query_length, query_length, dtype=torch.bool, device=device).triu(1)[None, None]
+    hidden = ~visible_keys(query_length, key_length, window, key_mask, device, first_key)
+    return hidden if order is None else hidden.index_select(-1, order)
+
+
+def keep_documents_apart(inputs: AttentionInputs) -> tuple[AttentionInputs, Tensor | None]:
+    """Keep numbers that are not finite within their document: a weight of 0 times NaN would be NaN in the next.
+
+    Returns:
+        The inputs with zeros for keys and values that are not finite; and (B, 1, L, 1) bool, which queries see such a
+        key, so that their output has to be NaN; None: none does.
+    """
+    key, value, first_key = inputs.key, inputs.value, inputs.first_key
+    # A sum reads each number once and writes none.
+    if can_look(key) and math.isfinite(key.detach().sum()) and math.isfinite(value.detach().sum()):
+        return inputs, None
+    L, K = inputs.query.shape[2], key.shape[2]
+    broken = ~(key.isfinite() & value.isfinite()).all(dim=-1).all(dim=1)
+    hidden = broken[:, None, :, None]
+    if inputs.order is not None:
+        # In order of time, as mask and first keys are.
+        broken = broken.index_copy(1, inputs.order, broken)
+    seen = broken if inputs.key_mask is None else broken & inputs.key_mask
+    # The number of broken keys before each key: those from the first key that a query sees on are a difference.
+    before = F.pad(seen.cumsum(dim=1), (1, 0))
+    last = torch.arange(K - L, K, device=key.device).expand(len(key), L)
+    first = first_key if inputs.window is None else torch.maximum(first_key, last - inputs.window)
+    sees = before.gather(1, last + 1) > before.gather(1, first.expand_as(last).long())
+    inputs = inputs._replace(key=key.masked_fill(hidden, 0), value=value.masked_fill(hidden, 0))
+    return inputs, sees[:, None, :, None]
+
+
+def additive_mask(inputs: AttentionInputs) -> Tensor:
+    """(b) + (d), scaled: (B, H, L, K), to be added to (a) + (c); minus infinity where a key is not seen."""
+    by_distance = position_scores(inputs)
+    if by_distance is not None:
+        return hide(by_distance, inputs)
+    (B, H, L, _), K = inputs.query.shape, inputs.key.shape[2]
+    return hide(inputs.query.new_zeros(B, 1, L, K), inputs).expand(B, H, L, K)
+
+
+def sdpa_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
+    """PyTorch's scaled_dot_product_attention, with (b) + (d) as its additive mask."""
+    query, mask = add_bias(inputs.query, inputs.content_bias), additive_mask(inputs)
+    attend = attend_on_gpu if query.is_cuda else F.scaled_dot_product_attention
+    return attend(query, inputs.key, inputs.value, mask, dropout_p=inputs.dropout, scale=inputs.scaling), None
+
+
+_CHOOSING_KERNEL = threading.Lock()
+
+
+def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any) -> Tensor:
+    """PyTorch's attention by the kernel that takes an additive mask as it comes, whose heads have a multiple of eight
+    numbers. cuDNN plans anew for every number of keys, which takes longer than the attention."""
+    width = query.shape[-1]
+    heads = widened(-width % 8, query, key, value)
+    # PyTorch keeps the choice of a kernel for the whole process until the end of the block. A graph has it inside.
+    choosing = contextlib.nullcontext() if torch.compiler.is_compiling() else _CHOOSING_KERNEL
+    with choosing, sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        return F.scaled_dot_product_attention(*heads, mask, **options)[..., :width]
+
+
+def widened(missing: int, *heads: Tensor) -> tuple[Tensor, ...]:
+    """Heads, (…, Dh), with so many zeros more, which change no score."""
+    return tuple(F.pad(states, (0, missing)) for states in heads) if missing else heads
+
+
+def flex_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
+    """PyTorch's FlexAttention, compiled, with (b) + (d) as a captured L × K tensor."""
+    bias = additive_mask(inputs)
+
+    def add_bias_of_distance(score, b, h, i, j):
+        return score + bias[b, h, i, j]
+
+    query = add_bias(inputs.query, inputs.content_bias)
+    width = query.shape[-1]
+    # On CPU PyTorch 2.13 reads uninitialised memory where heads of 16 or fewer numbers meet 24, 40, 56, … keys.
+    missing = FLEX_WIDTH_ON_CPU - width if query.device.type == "cpu" and width <= 16 else 0
+    states = widened(missing, query, inputs.key, inputs.value)
+    options = {"score_mod": add_bias_of_distance, "scale": inputs.scaling}
+    if torch.compiler.is_compiling():
+        return _compiled_flex_attention()(*states, **options)[..., :width], None
+    limit = max(FLEX_LENGTHS, torch._dynamo.config.cache_size_limit)
+    with torch._dynamo.config.patch(cache_size_limit=limit):
+        return _compiled_flex_attention()(*states, **options)[..., :width], None
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _why_not_flex(inputs: AttentionInputs) -> str | None:
+    query, kind = inputs.query, inputs.query.device.type
+    if inputs.dropout > 0:
+        return "FlexAttention has no dropout of probabilities"
+    if query.shape[2] == 1:
+        return "it compiles for each number of keys, and decoding has a new one at each token"
+    if kind == "cpu" and needs_gradient(query):
+        return "FlexAttention has no backward on CPU"
+    if kind == "cpu" and query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"FlexAttention computes nothing in {query.dtype} on CPU"
+    if kind == "cuda" and query.shape[-1] < 16:
+        return f"heads are {query.shape[-1]} wide, and FlexAttention wants 16 at least on a GPU"
+    return None
+
+
+def needs_gradient(query: Tensor) -> bool:
+    return torch.is_grad_enabled() and query.requires_grad
+
+
+def auto_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
+    """The default: the first registered kernel that suits these inputs, otherwise PyTorch's own attention."""
+    return choose_backend(inputs).run(inputs)
+
+
+def choose_backend(inputs: AttentionInputs) -> Backend:
+    """The backend that `"auto"` stands for."""
+    for backend in BACKENDS.values():
+        if backend.suits(inputs) and backend.refusal(inputs) is None:
+            return backend
+    query = inputs.query
+    if query.device.type == "cpu":
+        # PyTorch's fused path on CPU takes no additive mask that needs a gradient. A checkpoint runs dropout without a
+        # gradient first and has to draw the same numbers then.
+        trained = inputs.rel_key is not None and (needs_gradient(query) or inputs.dropout > 0)
+        return BACKENDS["eager" if trained else "sdpa"]
+    # A single query has so few scores that plain products do, without a plan for every number of keys.
+    return BACKENDS["eager" if query.shape[2] == 1 else "sdpa"]
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("auto", auto_relative_attention, follows_order=True, captures=True),
+        Backend("eager", eager_relative_attention, follows_order=True, captures=True),
+        Backend("sdpa", sdpa_relative_attention, follows_order=True, captures=True),
+        Backend("flex_attention", flex_relative_attention, why_not=_why_not_flex, follows_order=True),
+    )
+}
+# Where the package was imported first, a copy of this file that came with weights takes its kernels too. Their class
+# is the package's `Backend`, hence the look at an attribute.
+BACKENDS |= {name: entry for name, entry in ALL_ATTENTION_FUNCTIONS.items() if hasattr(entry, "suits")}
+
+
+def register(backend: Backend) -> None:
+    """Add a backend to `BACKENDS`, and to transformers' `AttentionInterface`, where copies of this file find it."""
+    BACKENDS[backend.name] = backend
+    AttentionInterface.register(backend.name, backend)
+
+
+def find_backend(name: str, module: nn.Module | None = None) -> Backend:
+    """The backend of this name: of `BACKENDS`, registered by the package, or made of a function of the user's in
+    transformers' `AttentionInterface`, whose mask is (b) + (d), (B, H, L, K), minus infinity where a key is not seen.
 
     Raises:
-        ValueError: `implementation` is unknown, or one of transformers' own that takes no scores of distances.
+        ValueError: there is none, or the function is transformers' own, which would leave out the distances.
     """
-    check_implementation(implementation)
-    inputs = AttentionInputs(
-        query,
-        key,
-        value,
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        dropout=dropout,
-        rel_key=rel_key,
-        content_bias=content_bias,
-        position_bias=position_bias,
-        rel_bias=rel_bias,
-        key_mask=key_mask,
-        window=window,
-        first_key=first_key,
-        order=order,
-        hidden=hidden,
-    )
-    inputs, broken = keep_documents_apart(inputs)
-    attended, probabilities = _attend(implementation, inputs, module)
-    if broken is None:
-        return attended, probabilities
-    attended = attended.masked_fill(broken, torch.nan)
-    return attended, None if probabilities is None else probabilities.masked_fill(broken, torch.nan)
+    if name in BACKENDS:
+        return BACKENDS[name]
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        if name.startswith("txl_"):
+            raise ValueError(
+                f"attn_implementation={name!r} is a kernel of the package: pip install txl-hf, and import txl_hf"
+            )
+        raise ValueError(
+            f"attn_implementation={name!r} is not one of {', '.join(BACKENDS)}, nor registered in AttentionInterface"
+        )
+    function = ALL_ATTENTION_FUNCTIONS[name]
+    if hasattr(function, "suits"):
+        return function
+    if function.__module__.startswith("transformers."):
+        raise ValueError(f"attn_implementation={name!r} knows no relative positions: use one of {', '.join(BACKENDS)}")
+
+    def run(inputs: AttentionInputs) -> tuple[Tensor, Tensor | None]:
+        query, mask = add_bias(inputs.query, inputs.content_bias), additive_mask(inputs)
+        options = {"dropout": inputs.dropout, "scaling": inputs.scaling, "is_causal": False}
+        attended, probabilities = function(module, query, inputs.key, inputs.value, mask, **options)
+        return attended.transpose(1, 2), probabilities
+
+    return Backend(name, run, follows_order=True)
 
 
-def _attend(implementation: str, inputs: AttentionInputs, module: nn.Module | None) -> tuple[Tensor, Tensor | None]:
-    if implementation not in RELATIVE_ATTENTION_FUNCTIONS:
-        return _registered_attention(ALL_ATTENTION_FUNCTIONS[implementation], inputs, module)
-    if reason := why_not(implementation, inputs):
-        logger.warning_once(f"attn_implementation={implementation!r} falls back to 'auto': {reason}")
-        implementation = "auto"
-    if implementation not in _OURS:
-        inputs = inputs.of_every_distance()
-    return RELATIVE_ATTENTION_FUNCTIONS[implementation](inputs)
+def working_dtype(states: Tensor) -> torch.dtype:
+    """The type in which products of these states, (…), are computed: autocast's where it is on, else their own."""
+    device = states.device.type
+    autocasts = device not in WITHOUT_AUTOCAST and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocasts else states.dtype
+
+
+class Operators:
+    """The model's other operations in their plain form; `txl_hf.kernels` sets faster functions with the same
+    results."""
+
+    @staticmethod
+    def linear(layer: nn.Module, states: Tensor) -> Tensor:
+        """(…, k) → (…, n) by a linear layer, which may be quantised, adapted or offloaded."""
+        return layer(states)
+
+    @staticmethod
+    def linear_after(memory: Tensor | None, states: Tensor, layers: list[nn.Module]) -> list[Tensor]:
+        """[memory, states], (B, m, k) and (B, L, k), by each of the linear layers: (B, m + L, n) each."""
+        if memory is not None:
+            states = torch.cat([memory.to(states.dtype), states], dim=1)
+        return [layer(states) for layer in layers]
+
+    @staticmethod
+    def product(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """(…, k), (n, k) and (n,) → (…, n)."""
+        return F.linear(states, weight, bias)
+
+    @staticmethod
+    def matmul(a: Tensor, b: Tensor) -> Tensor:
+        """a @ b: (…, L, k) and (…, k, n) → (…, L, n)."""
+        return a @ b
+
+    @staticmethod
+    def keep_layout(rel_key: Tensor) -> Tensor:
+        """(H, n, Dh) as a cache keeps it for many products with one query."""
+        return rel_key.contiguous()
+
+    # The softmax's losses of many logits, block by block: see `AdaptiveLogSoftmax.nll`. None: all logits at once.
+    sort_targets: Callable[..., Any] | None = None
+    nll: Callable[..., Tensor] | None = None
+
+    @staticmethod
+    def dropout(module: nn.Module, states: Tensor) -> Tensor:
+        """`module(states)`, (…)."""
+        return module(states)
+
+    @staticmethod
+    def relu_dropout(module: nn.Module, states: Tensor) -> Tensor:
+        """`module(states.relu())`, (…)."""
+        return module(states.relu())
+
+    @staticmethod
+    def rounded(states: Tensor) -> tuple[Tensor, Tensor]:
+        """The states, (…), for sums and norms; and in `working_dtype`, once for all products that read them."""
+        return states, states.to(working_dtype(states))
+
+
+OPERATORS = Operators()

@@ -1,14 +1,16 @@
 """The memory as keys and values that layers have projected: the caches that hold it for decoding, and their masks.
 
-A cache of any class of `transformers` will do. What decoding needs beside its keys and values is in a `DecodingState`,
-on the cache.
+A cache of any class of `transformers` will do. A `DecodingState` on the cache has what decoding needs beside its keys
+and values. A `StaticMemoryCache` keeps keys where they are, as a graph needs it: the newest takes the slot of the one
+that is forgotten (`Ring`), and the scores of distances are put in the order of the slots (`AttentionInputs.order`).
 
-Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, H heads, Dh = `d_head`.
+Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, S = M + 1 slots, H heads, Dh = `d_head`.
 """
 
 import inspect
+import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,35 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import Cache, DynamicCache, GenerationMixin, StaticCache
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicSlidingWindowLayer, StaticLayer
 
+from .attention_transfo_xl import working_dtype
 from .configuration_transfo_xl import TransfoXLConfig
 from .masks_transfo_xl import make_key_mask
-from .positions_transfo_xl import KeptDistances
-from .ring_transfo_xl import Ring, RingLayer
-
-__all__ = [
-    "CACHE_NAME",
-    "DecodingState",
-    "MemoryCache",
-    "MemoryCacheLayer",
-    "StaticMemoryCache",
-    "attach_state",
-    "cached_key_mask",
-    "check_cache",
-    "chosen_cache",
-    "clear_hidden",
-    "clear_keys",
-    "decoding_state_of",
-    "held_keys",
-    "is_filled",
-    "order_of_keys",
-    "remembered_mask",
-    "stop_gradients",
-    "text_length",
-    "with_recorded",
-]
-
+from .positions_transfo_xl import Distances
 
 # The name under which `generate` passes a cache to a model and finds it in outputs: from transformers 5.24 on `cache`.
 _BY_GENERATE = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -140,28 +119,238 @@ class MemoryCacheLayer(DynamicSlidingWindowLayer):
         )
 
 
+class Ring:
+    """Where the rings of all layers have got to.
+
+    Attributes:
+        slots: S.
+        is_turning: whether the layers are to write into the slot `newest`, in this call.
+        newest: (1,) int, the slot of the newest key; between calls of many tokens the last one, so that the slots are
+            in order of time.
+        turned: how many tokens have been written one by one. The count lies on the device: a GPU's graph would be
+            captured anew for every value of a number of the host.
+    """
+
+    newest: Tensor
+    _place: Tensor
+    _skipped: Tensor
+    _before: Tensor
+
+    def __init__(self, slots: int):
+        self.slots = slots
+        self.is_turning = False
+        self._is_placed, self._has_turned = False, False
+
+    def place(self, device: torch.device):
+        """Make what lies on the device. A graph knows it by where it lies, so that this is done once."""
+        if self._is_placed:
+            return
+        self.newest = torch.full((1,), self.slots - 1, device=device)
+        # Imagine a line wound around the slots: `_place` is how far along it the newest key lies, and `_skipped` how
+        # many steps of that way were taken without writing a token.
+        self._place, self._skipped = self.newest.clone(), self.newest.clone()
+        self._before = torch.arange(-1, self.slots - 1, device=device)
+        if not torch.compiler.is_compiling():
+            for tensor in (self.newest, self._place, self._skipped, self._before):
+                torch._dynamo.mark_static_address(tensor)
+        self._is_placed = True
+
+    @property
+    def turned(self) -> int:
+        return int(self._place - self._skipped) if self._is_placed else 0
+
+    def turn(self) -> Tensor:
+        """Go on by a slot, for one token of all layers.
+
+        Returns:
+            (S,) int, the place in time of each slot's key when the token has been written: 0 is the oldest.
+        """
+        self.is_turning = self._has_turned = True
+        torch.remainder(self._place.add_(1), self.slots, out=self.newest)
+        return (self._before - self.newest).remainder(self.slots)
+
+    def unroll(self, layers: Sequence["RingLayer"]):
+        """Put the keys of all layers in order of time, the newest last, and let this call leave them so."""
+        self.is_turning = False
+        if not self._has_turned:
+            return
+        by_time = (self.newest + self._before + 2).remainder(self.slots)
+        for layer in layers:
+            for states in (layer.keys, layer.values):
+                states.copy_(states.index_select(2, by_time.to(states.device)))
+        rest = self.slots - 1 - self.newest
+        self._place.add_(rest)
+        self._skipped.add_(rest)
+        self.newest.fill_(self.slots - 1)
+        self._has_turned = False
+
+    def reset(self):
+        """As where nothing has been written one by one."""
+        self.is_turning = self._has_turned = False
+        if self._is_placed:
+            for tensor in (self.newest, self._place, self._skipped):
+                tensor.fill_(self.slots - 1)
+
+
+class RingLayer(StaticLayer):
+    """The keys and values of a layer in the slots of a ring: (B, H, S, Dh) each.
+
+    Before `Ring.turn` the last M slots hold the memory, in order of time.
+
+    Attributes:
+        is_filled: whether anything has been written.
+    """
+
+    is_sliding = True
+    is_croppable = False
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, ring: Ring):
+        super().__init__(max_cache_len=ring.slots)
+        self.ring = ring
+        self.is_filled = False
+        self._written_together = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.ring.place(key_states.device)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Take (B, H, L, Dh) keys and values; return all that a query may see.
+
+        After `Ring.turn`, with L = 1, that are the S slots as they lie. Else it is the memory with the segment behind
+        it, in order of time, but for the first keys, which bring a memory of their own.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.ring.is_turning:
+            slot = self.ring.newest.to(self.keys.device)
+            self.keys.index_copy_(2, slot, key_states)
+            self.values.index_copy_(2, slot, value_states)
+            return self.keys, self.values
+        is_first, self.is_filled = not self.is_filled, True
+        self._written_together += key_states.shape[2]
+        found = []
+        for kept, states in ((self.keys, key_states), (self.values, value_states)):
+            memory = kept[:, :, 1:]
+            found.append(states if is_first else torch.cat([memory, states], dim=2))
+            memory.copy_(found[-1][:, :, -memory.shape[2] :])
+        return found[0], found[1]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Nothing, where there is nothing to take back.
+
+        Raises:
+            NotImplementedError: there is: a slot has the newest of its keys alone.
+        """
+        if tokens_to_remove != 0:
+            raise NotImplementedError(
+                "a static cache takes no tokens back: what they replaced is gone; use a MemoryCache"
+            )
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.is_initialized:
+            self.keys, self.values = (states[indices, ...] for states in (self.keys, self.values))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self.keys, self.values = (states.repeat_interleave(repeats, dim=0) for states in (self.keys, self.values))
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.max_cache_len - 1 + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self._written_together + self.ring.turned
+
+    def reset(self) -> None:
+        super().reset()
+        self.ring.reset()
+        self.is_filled, self._written_together = False, 0
+
+
 @dataclass
 class DecodingState:
-    """What decoding needs beside the keys and values of a cache; `TransfoXLModel` attaches it as `decoding_state`.
+    """What decoding needs beside the keys and values of a cache, which has it as `decoding_state`.
 
     Args:
         initial_length: how many states of memory the cache started from. They are older than the text.
         key_mask: (B, n) bool, which of the last n keys up to token `end` of the text are real; None: all of them.
-            Later keys are real unless a mask says otherwise. So what was masked once stays masked. On a static cache
-            it is (B, m), of the keys that are there now, and a graph writes into it: it knows its tensors by where
-            they lie, and has no numbers that count.
+            Later keys are real. On a static cache it is (B, m), of the keys that it holds now, and a graph writes into
+            it, which knows its tensors by where they lie.
         end: see `key_mask`.
-        distances: what tells the layers of them, projected once for many calls.
+        padding: (B,) int, how many tokens in front of each row's text are padding that the cache holds as zero
+            states, see `OpenPadding`; None: none.
+        distances: for each layer the distances below `reach`, for calls with this `clamp_len`. They were made, like
+            the keys, with the weights of the call that made them.
+        rel_keys: for each layer, by its number, W_R R of these, (H, n, Dh).
     """
 
     initial_length: int = 0
     key_mask: Tensor | None = None
     end: int = 0
-    distances: KeptDistances = field(init=False)
+    padding: Tensor | None = None
+    distances: list[Distances] | None = None
+    reach: int = 0
+    clamp_len: int = -1
+    rel_keys: dict[int, Tensor] = field(default_factory=dict)
+    made_with: list[Any] = field(default_factory=list)
 
-    def __post_init__(self):
-        # torch.compile makes an object of a class that it finds by a name, and of no default_factory.
-        self.distances = KeptDistances()
+    def has_distances(self, reach: int, clamp_len: int, weights: list[Tensor | None], others: Any) -> bool:
+        """Whether the distances are there, and were projected with these weights as they are; else they are dropped.
+
+        Args:
+            weights: W_R of each layer; None where it has none, or none that is a tensor.
+            others: what else a projection depends on.
+        """
+        # A graph cannot look at weights. A tensor of inference mode counts no versions, so that it may have changed.
+        graph = torch.compiler.is_compiling()
+        tensors = [] if graph else [weight for weight in weights if isinstance(weight, Tensor)]
+        versions = [None if weight.is_inference() else weight._version for weight in tensors]
+        now = [others, versions]
+        same = len(self.made_with) == 2 + len(tensors) and self.made_with[:2] == now and None not in versions
+        same = same and all(made() is weight for made, weight in zip(self.made_with[2:], tensors, strict=True))
+        if self.distances is not None and self.reach >= reach and self.clamp_len == clamp_len and (graph or same):
+            return True
+        self.distances, self.reach, self.clamp_len, self.rel_keys = None, reach, clamp_len, {}
+        self.made_with = [*now, *(weakref.ref(weight) for weight in tensors)]
+        return False
+
+    def crop_distances(self, reach: int):
+        """Keep the nearest distances of a static cache, whose graph knows them by their number."""
+        if self.distances is None or self.reach <= reach:
+            return
+        # Rows beyond `reach`, which further distances may share, go; layers may share rows.
+        cropped = {id(rows): rows for of_layer in self.distances for rows in of_layer[::3] if rows is not None}
+        cropped |= {id(rows): rows for rows in self.rel_keys.values()}
+        for name, rows in cropped.items():
+            dim = 0 if any(rows is of_layer.positions for of_layer in self.distances) else 1
+            length = min(reach, rows.shape[dim])
+            cropped[name] = static_address(rows.narrow(dim, -length, length).contiguous())
+        self.reach = reach
+        self.distances = [
+            of_layer._replace(
+                positions=cropped.get(id(of_layer.positions)), rel_bias=cropped.get(id(of_layer.rel_bias))
+            )
+            for of_layer in self.distances
+        ]
+        self.rel_keys = {layer: cropped[id(rows)] for layer, rows in self.rel_keys.items()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DecodingState":
+        # Nothing writes into distances, so that the texts that go on from copies of a cache share them.
+        key_mask = None if self.key_mask is None else self.key_mask.clone()
+        return replace(self, key_mask=key_mask, rel_keys=dict(self.rel_keys))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A cache is pickled without the model's weights.
+        return self.__dict__ | {"made_with": []}
+
+
+def static_address(tensor: Tensor) -> Tensor:
+    """The tensor, which CUDA graphs are to read where it lies instead of copying it."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(tensor)
+    return tensor
 
 
 # By the name of each method of a cache that picks rows: how to pick the same rows of a mask.
@@ -176,8 +365,9 @@ def _pick_rows(method: str, layers: Sequence[Any], state: DecodingState, rows: T
     """A method of `_PICKS` of a cache: of the keys and values of its layers, and of its mask."""
     for layer in layers:
         getattr(layer, method)(rows)
-    if state.key_mask is not None:
-        state.key_mask = _PICKS[method](state.key_mask, rows)
+    for name in ("key_mask", "padding"):
+        if (of_rows := getattr(state, name)) is not None:
+            setattr(state, name, _PICKS[method](of_rows, rows))
 
 
 class _ProjectedMemory(Cache):
@@ -238,22 +428,17 @@ class StaticMemoryCache(_ProjectedMemory, StaticCache):
         """Whether it has seen anything, which the host knows without asking the device."""
         return self.layers[0].is_filled
 
-    def enter(self, segment_length: int, key_length: int, can_turn: bool) -> Tensor | None:
-        """Before the layers of a call: see `order_of_keys`."""
+    def order_of_keys(self, segment_length: int, key_length: int, can_turn: bool) -> Tensor | None:
+        """`AttentionInputs.order`, (K,) int or None, of the keys that the next call returns.
+
+        Args:
+            can_turn: whether keys may be out of order of time at all.
+        """
         turns = can_turn and self.is_filled
         if turns and segment_length == 1 and key_length == self.ring.slots:
             return self.ring.turn()
         self.ring.unroll(self.layers)
         return None
-
-
-def order_of_keys(cache: Cache | None, segment_length: int, key_length: int, can_turn: bool) -> Tensor | None:
-    """What `relative_attention` calls `order`, for the keys that a cache is about to return: (K,) int, or None.
-
-    Args:
-        can_turn: whether keys may be out of order of time at all.
-    """
-    return cache.enter(segment_length, key_length, can_turn) if isinstance(cache, StaticMemoryCache) else None
 
 
 def attach_state(cache: Cache, state: DecodingState) -> None:
@@ -288,70 +473,50 @@ def text_length(cache: Cache) -> int:
     return length if isinstance(cache, _ProjectedMemory) else length - decoding_state_of(cache).initial_length
 
 
-def check_cache(cache: Cache, filled: bool, config: TransfoXLConfig, mem_len: int, embeds: Tensor) -> None:
+def check_cache(cache: Cache, config: TransfoXLConfig, mem_len: int, embeds: Tensor) -> None:
     """Check that a cache can hold the memory of a call, and that what it holds is of such a model.
 
     Args:
-        filled: as `is_filled` says. mem_len: M of the call. embeds: (B, L, D), what it reads.
+        mem_len: M of the call. embeds: (B, L, D), what it reads.
 
     Raises:
-        ValueError: it cannot, and says why.
+        ValueError: it cannot; the message says why.
     """
-    # Ask layers that hold keys: a cache may have more layers than have run.
+    # Layers that have not run hold no keys: a cache may have more layers than the model.
     held = [layer.keys for layer in cache.layers if layer.is_initialized and layer.keys.dim() == 4]
     layers = len(cache.layers) if isinstance(cache, _ProjectedMemory) else len(held)
     if layers and layers != config.n_layer:
         raise ValueError(f"past_key_values have {layers} layers, but the model has n_layer={config.n_layer}")
-    # Those of transformers that slide keep one key less than their window, too; others grow without an end.
-    room = next((room for layer in cache.layers if (room := _room_of(layer)) is not None), mem_len + 1)
+    # Sliding layers of transformers keep one key less than their window, too; others grow without an end.
+    rooms = (getattr(layer, "sliding_window", None) or getattr(layer, "max_cache_len", None) for layer in cache.layers)
+    room = next((room for room in rooms if room is not None), mem_len + 1)
     if room <= mem_len:
         raise ValueError(
             f"past_key_values keep {room - 1} keys, but this call has mem_len={mem_len}: make them for as many, as "
             f"with {type(cache).__name__ if isinstance(cache, _ProjectedMemory) else 'MemoryCache'}(model.config, "
             f"{mem_len}), or let lengths=MemoryLengths(mem_len={room - 1}) be that of the call"
         )
-    if held:
-        _check_keys(held[0], cache, filled, config, embeds)
-
-
-def _room_of(layer: Any) -> int | None:
-    return getattr(layer, "sliding_window", None) or getattr(layer, "max_cache_len", None)
-
-
-def _check_keys(keys: Tensor, cache: Cache, filled: bool, config: TransfoXLConfig, embeds: Tensor) -> None:
-    """Check the (B, H, n, Dh) keys of a layer, which a static cache that was reset has too, and the mask of all."""
-    rows, heads, _, width = keys.shape
-    if (heads, width) != (config.n_head, config.d_head):
-        raise ValueError(
-            f"past_key_values hold keys of {heads} heads of {width}, but the model has n_head={config.n_head} and "
-            f"d_head={config.d_head}"
-        )
-    if rows != len(embeds):
-        mend = (
-            "pick or repeat rows, by their numbers, with past_key_values.reorder_cache" if filled else "make new ones"
-        )
-        raise ValueError(f"past_key_values hold a memory of {rows} rows, but this batch has {len(embeds)}: {mend}")
     mask = decoding_state_of(cache).key_mask
-    if mask is not None and len(mask) != len(embeds):
+    for states in [*held[:1], *([] if mask is None else [mask])]:
+        if len(states) != len(embeds):
+            raise ValueError(
+                f"past_key_values hold a memory of {len(states)} rows, but this batch has {len(embeds)}: pick or repeat "
+                "rows with past_key_values.reorder_cache, or make new ones"
+            )
+    if held and (held[0].shape[1], held[0].shape[3]) != (config.n_head, config.d_head):
         raise ValueError(
-            f"past_key_values hold a mask of {len(mask)} rows, but this batch has {len(embeds)}: rows of layers were "
-            "picked without it; pick them with past_key_values.reorder_cache of a MemoryCache, which picks both"
+            f"past_key_values hold keys of {held[0].shape[1]} heads of {held[0].shape[3]}, but the model has "
+            f"n_head={config.n_head} and d_head={config.d_head}"
         )
-    if torch.compiler.is_compiling():
+    if not held or torch.compiler.is_compiling():
         return
-    kind = embeds.device.type
-    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    computed = torch.get_autocast_dtype(kind) if casts else embeds.dtype
-    if cache.is_compileable:
-        # It keeps its tensors, which are written into.
-        fits = keys.dtype == computed
-    else:
-        # It holds the wider type of what it is given, which autocast casts.
-        fits = casts or torch.promote_types(keys.dtype, computed) == computed
-    if not fits:
-        mend = "go on as it was begun, or read the text anew" if filled else "make new ones"
+    keys, computed = held[0], working_dtype(embeds)
+    # A static cache keeps its tensors, which are written into; another one takes the wider type, which autocast casts.
+    wide = keys.dtype if cache.is_compileable else torch.promote_types(keys.dtype, computed)
+    if wide != computed and (cache.is_compileable or computed == embeds.dtype):
         raise ValueError(
-            f"past_key_values hold keys of {keys.dtype}, but the model computes in {computed} here: {mend}"
+            f"past_key_values hold keys of {keys.dtype}, but the model computes in {computed} here: go on as it was "
+            "begun, or make new ones"
         )
     if cache.is_compileable and keys.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
@@ -370,50 +535,29 @@ def remembered_mask(cache: Cache, memory_length: int) -> Tensor | None:
     return F.pad(state.key_mask, (memory_length - state.key_mask.shape[1] - later, later), value=True)
 
 
-def with_recorded(cache: Cache, key_mask: Tensor | None, read: int) -> Tensor | None:
-    """The mask of all keys that a cache holds after a call, (B, n) bool: of the older ones too, which it has not read.
-
-    When tokens are taken back (`crop`), the next call reads some of these.
-
-    Args:
-        key_mask: (B, read) bool or None, of the keys that the call has read, its own among them.
-    """
-    layer = cache.layers[0]
-    # Others hold no more than they are read.
-    if not getattr(layer, "record_past", False) or (held := layer.keys.shape[2]) <= read:
-        return key_mask
-    before = remembered_mask(cache, held)
-    if before is not None:
-        older = before[:, : held - read]
-    elif key_mask is not None:
-        older = key_mask.new_ones(len(key_mask), held - read)
-    else:
-        return None
-    return torch.cat([older, older.new_ones(len(older), read) if key_mask is None else key_mask], dim=1)
-
-
 def cached_key_mask(
     attention_mask: Tensor | None,
     cache: Cache,
     mem_len: int,
     batch_size: int,
     segment_length: int,
-    remembers: bool = True,
+    memory_mask: Tensor | None,
     is_grown: bool = False,
 ) -> tuple[int, Tensor | None]:
     """m and which of the m + L keys are real, (B, m + L) bool or None, for a cache that holds a memory.
 
     Args:
-        remembers: whether it is also said what the cache remembers; else what `attention_mask` says alone.
+        memory_mask: what the cache says of its keys, (B, ≥ m) bool or None.
         is_grown: whether the mask is known to have a column for each token of the text, as it has within `generate`.
     """
     memory_length = min(held_keys(cache, segment_length), mem_len)
-    memory_mask = remembered_mask(cache, memory_length) if remembers else None
+    if memory_mask is not None:
+        memory_mask = memory_mask[:, memory_mask.shape[1] - memory_length :]
     columns: Collection[int] = (segment_length, memory_length + segment_length)
     more = 1 + memory_length + segment_length if memory_length == mem_len else None
     if is_grown or (torch.compiler.is_compiling() and isinstance(cache, StaticMemoryCache)):
-        # The count of a static cache lies on the device. A graph cannot ask for it, and asking at every token within
-        # `generate` would wait for a GPU.
+        # The count of a static cache lies on the device: a graph cannot read it, and within `generate` a GPU would be
+        # waited for at every token.
         more = segment_length
     elif attention_mask is not None and attention_mask.shape[-1] not in columns:
         columns = (*columns, text_length(cache) + segment_length)
@@ -421,24 +565,34 @@ def cached_key_mask(
     return memory_length, key_mask
 
 
+def padding_in_cache(
+    cache: Cache, attention_mask: Tensor | None, segment_length: int, memory_length: int
+) -> Tensor | None:
+    """(B, m + L) bool, which keys a mask of the whole text hides because they are padding in front of it, which the
+    cache holds as zero states; None: there is none, or the mask is of something else."""
+    padding = decoding_state_of(cache).padding
+    if attention_mask is None or padding is None or cache.is_compileable:
+        return None
+    if attention_mask.shape[1] != (length := text_length(cache) + segment_length):
+        return None
+    places = torch.arange(length - memory_length - segment_length, length, device=padding.device)
+    return (places >= 0) & (places < padding[:, None])
+
+
 def held_keys(cache: Cache, segment_length: int) -> int:
     """How many keys a cache holds before it takes those of a segment."""
     return cache.get_mask_sizes(segment_length, 0)[0] - segment_length
 
 
-def clear_hidden(cache: Cache, key_mask: Tensor | None, memory_length: int) -> None:
-    """Zero the keys and values that are hidden from now on: an overflow would spread from behind a mask (0 × NaN).
+def clear_hidden(cache: Cache, key_mask: Tensor, memory_length: int) -> None:
+    """Zero the keys and values that a call hides from now on: an overflow would spread from behind a mask (0 × NaN).
 
     Args:
-        key_mask: (B, m + L) bool or (B, m), which of the last m keys are real, and others; None: all.
-        memory_length: m.
+        key_mask: (B, ≥ m) bool, which of the last m keys are real, and others. memory_length: m.
     """
-    if key_mask is None:
-        return
-    hidden = ~key_mask[:, :memory_length]
     before = remembered_mask(cache, memory_length)
-    if before is not None:
-        hidden = hidden & before.to(hidden.device)
+    hidden = ~key_mask[:, :memory_length]
+    hidden = hidden if before is None else hidden & before.to(hidden.device)
     if hidden.any():
         clear_keys(cache, hidden)
 
@@ -462,16 +616,14 @@ def clear_keys(cache: Cache, hidden: Tensor) -> None:
 def stop_gradients(cache: Cache) -> None:
     """Let no gradient flow from a later call into what a cache holds now: SG of the paper, as for mems."""
     for layer in cache.layers:
-        if not layer.is_initialized or not (layer.keys.requires_grad or layer.values.requires_grad):
-            continue
-        if cache.is_compileable:
-            # These stay where they are: see `clear_keys`. A graph cannot detach what it has kept for its gradients.
-            if not torch.compiler.is_compiling():
+        if layer.is_initialized and (layer.keys.requires_grad or layer.values.requires_grad):
+            if not cache.is_compileable:
+                # Copies: a later call may write into them, and the backward pass of this one needs them as they are.
+                layer.keys, layer.values = layer.keys.detach().clone(), layer.values.detach().clone()
+            elif not torch.compiler.is_compiling():
+                # A static cache's tensors stay where they are; a graph cannot detach what it keeps for its gradients.
                 layer.keys.detach_()
                 layer.values.detach_()
-        else:
-            # Copies, since a later call may write into them what the backward pass of this one must not find.
-            layer.keys, layer.values = (states.detach().clone() for states in (layer.keys, layer.values))
 
 
 def _may_write(states: Tensor) -> bool:

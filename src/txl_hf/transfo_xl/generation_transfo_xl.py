@@ -1,5 +1,6 @@
 """What `generate` needs to know of a memory, and of the softmax on a CPU."""
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -29,10 +30,8 @@ from .cache_transfo_xl import (
     text_length,
 )
 from .configuration_transfo_xl import TransfoXLConfig
-from .masks_transfo_xl import DOCUMENT_KEYWORDS, PACKED_KEYWORDS, check_tensors, packed_starts
+from .masks_transfo_xl import DOCUMENT_KEYWORDS, PACKED_KEYWORDS, check_inputs, packed_starts, zeros_in_front
 from .memory_transfo_xl import MemoryLengths, check_one_memory, fill_lengths, split_mask
-
-__all__ = ["TransfoXLGenerationMixin"]
 
 
 class TransfoXLGenerationMixin(GenerationMixin):
@@ -115,12 +114,6 @@ class TransfoXLGenerationMixin(GenerationMixin):
     def _mem_len(self, lengths: MemoryLengths | None) -> int:
         return fill_lengths(lengths, self.config).mem_len
 
-    def init_continuous_batching(self, *args, **kwargs):
-        raise NotImplementedError(
-            "continuous batching pages the keys and values of whole texts, but Transformer-XL decodes with a memory: "
-            "call generate with a padded batch instead"
-        )
-
     def prepare_inputs_for_generation(
         self,
         input_ids,
@@ -163,10 +156,13 @@ class TransfoXLGenerationMixin(GenerationMixin):
                     self._mem_len(kwargs.get("lengths")),
                     len(input_ids),
                     segment_length,
-                    remembers=False,
+                    memory_mask=None,
                     is_grown=not is_first_iteration,
                 )
-                if is_first_iteration:
+                if key_mask is not None and self.config.initial_memory == "zeros" and not is_first_iteration:
+                    # Zeros in front are padding that the memory holds as zero states.
+                    key_mask = key_mask | zeros_in_front(attention_mask, segment_length, key_mask.shape[1])
+                if is_first_iteration and key_mask is not None:
                     clear_hidden(past_key_values, key_mask, memory_length)
                 everything = torch.ones(len(input_ids), memory_length + segment_length, device=input_ids.device)
                 attention_mask = everything.bool() if key_mask is None else key_mask
@@ -222,7 +218,8 @@ class TransfoXLGenerationMixin(GenerationMixin):
         chosen = chosen_cache(model_kwargs.get("past_key_values"), cache)
         if cache is not None:
             model_kwargs[CACHE_NAME] = chosen
-        check_tensors(**{name: model_kwargs.get(name) for name in ("resets", *DOCUMENT_KEYWORDS)})
+        keywords = {name: model_kwargs.get(name) for name in DOCUMENT_KEYWORDS}
+        check_inputs(keywords, resets=model_kwargs.get("resets"))
         mask, mems = model_kwargs.get("attention_mask"), model_kwargs.get("mems")
         if mask is not None and mems is not None and mask.dim() == 2 and mask.shape[1] > inputs.shape[1]:
             # The loops of `generate` cut a mask where they cut the text.
@@ -248,7 +245,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
         return inputs, name, model_kwargs
 
     def _prefill(self, *args, **kwargs):
-        """Without mems, which nothing goes on from: on Apple's GPUs generate would ask them what it asks caches."""
+        """Without mems, which nothing goes on from: on Apple's GPUs `generate` takes them for a cache."""
         outputs = super()._prefill(*args, **kwargs)
         return type(outputs)(**{name: value for name, value in outputs.items() if name != "mems"})
 
@@ -279,7 +276,25 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 "vocabularies, and an adaptive softmax is not cut: use do_sample=False, or an assistant with the "
                 "model's tokenizer"
             )
-        return super()._get_candidate_generator(generation_config, *args, **kwargs)
+        model = self
+        if (exit_at := generation_config.assistant_early_exit) is not None:
+            model = self._without_late_layers(exit_at)
+        return GenerationMixin._get_candidate_generator(model, generation_config, *args, **kwargs)
+
+    def _without_late_layers(self, n_layer: int) -> "TransfoXLGenerationMixin":
+        """A model of the first layers, which shares the parameters and has a configuration of its own: transformers
+        writes the number of layers into the configuration of the assistant of an early exit."""
+        if isinstance(n_layer, bool) or not isinstance(n_layer, int) or not 1 <= n_layer < self.config.n_layer:
+            raise ValueError(
+                f"assistant_early_exit={n_layer!r} must be from 1 to n_layer - 1 = {self.config.n_layer - 1}"
+            )
+        config = copy.copy(self.config)
+        config.n_layer = n_layer
+        model, body = copy.copy(self), copy.copy(self.transformer)
+        for copied, parts in ((body, {"layers": self.transformer.layers[:n_layer]}), (model, {"transformer": body})):
+            copied._modules = copied._modules | parts
+            copied.config = config
+        return model
 
     def _expand_inputs_for_generation(self, expand_size=1, **kwargs):
         if kwargs.get("mems") is not None:

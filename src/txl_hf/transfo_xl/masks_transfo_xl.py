@@ -1,18 +1,17 @@
-"""What a call is given beside its segment and memory: keywords of `transformers`, where documents begin in a row, and
-what `attention_mask` says of keys.
+"""The conventions of masks: the keywords of a call, where documents begin in a row, and what `attention_mask` says.
+
+`Segment.open` (memory) calls these once at the beginning of a call; nothing below it reads a mask of the caller again.
 
 Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m + L keys.
 """
 
 import functools
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-__all__ = ["DOCUMENT_KEYWORDS", "PACKED_KEYWORDS", "check_keywords", "check_tensors", "make_key_mask", "packed_starts"]
 
 # These say where documents begin, see `packed_starts`; `generate` writes position_ids itself, never the others.
 PACKED_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
@@ -22,31 +21,80 @@ CAPTURED = {"output_hidden_states", "output_attentions"}
 # `transformers` hands these to every model, and they say nothing that this one could lose: where the segment stands in
 # the text is in the memory, how long documents are follows from where they begin, a single sort of token needs no
 # types, and attention is causal.
-IDLE = {"cache_position", "max_length_q", "max_length_k", "token_type_ids", "is_causal"}
+IDLE = {"cache_position", "max_length_q", "max_length_k", "token_type_ids", "is_causal", "return_dict"}
 
 
-def check_keywords(keywords: dict[str, Any]) -> None:
-    """Let keywords pass that are read elsewhere or say nothing here.
+def check_inputs(keywords: dict[str, Any], **tensors: Any) -> None:
+    """Check the types of what a call is given, and that something reads each keyword.
+
+    Args:
+        keywords: those that the call does not name. tensors: the others, by name; None is none.
 
     Raises:
-        TypeError: there are others, which nothing would read; the message names them.
-        ValueError: `is_causal=False`.
+        TypeError: a keyword is not known; the message names it.
+        ValueError: one of the tensors is none (lists and NumPy's arrays are not tensors), or `is_causal=False`.
     """
     known = CAPTURED.union(IDLE, DOCUMENT_KEYWORDS)
-    unread = [name for name, value in keywords.items() if value is not None and name not in known]
+    unread = sorted(name for name, value in keywords.items() if value is not None and name not in known)
     if unread:
-        raise TypeError(f"forward() got keyword arguments that nothing reads: {', '.join(sorted(unread))}")
+        raise TypeError(f"forward() got keyword arguments that nothing reads: {', '.join(unread)}")
     if keywords.get("is_causal") is False:
         raise ValueError(
             "is_causal=False asks for tokens that see later ones, but this model reads from left to right"
         )
-
-
-def check_tensors(**given: Any) -> None:
-    """Raise a ValueError that names what is neither None nor a tensor: lists and NumPy's arrays are not tensors."""
-    for name, value in given.items():
+    tensors |= {f"mems[{i}]": states for i, states in enumerate(tensors.pop("mems", None) or ())}
+    tensors |= {name: keywords.get(name) for name in DOCUMENT_KEYWORDS}
+    for name, value in tensors.items():
         if value is not None and not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, not {type(value).__module__}.{type(value).__name__}")
+
+
+def find_resets(
+    config: Any,
+    mem_len: int,
+    shape: tuple[int, int],
+    device: torch.device,
+    attention_mask: Tensor | None,
+    resets: Tensor | None,
+    keywords: dict[str, Any],
+) -> Tensor | None:
+    """(B, L) bool, where documents begin, by `resets` or by the keywords of packed batches; None: nowhere.
+
+    Raises:
+        ValueError: `resets` have another shape or type, or the model cannot begin documents inside a segment.
+    """
+    documents = {name: keywords[name] for name in DOCUMENT_KEYWORDS if keywords.get(name) is not None}
+    if resets is None and not documents:
+        return None
+    found = []
+    if resets is not None:
+        if resets.dtype != torch.bool or resets.shape != shape:
+            raise ValueError(
+                f"resets are {tuple(resets.shape)} of {resets.dtype}, but this segment needs {tuple(shape)} bool"
+            )
+        found.append(resets.to(device))
+    if documents:
+        found.append(packed_starts(shape, device, attention_mask, **documents))
+    starts = functools.reduce(torch.logical_or, found)
+    # A graph cannot look at numbers, nor can a call under `torch.func.vmap`.
+    if can_look(starts, gpu=True) and not bool(starts.any()):
+        return None
+    config.check_documents(" and ".join([*([] if resets is None else ["resets"]), *documents]), mem_len)
+    return starts
+
+
+def can_look(tensor: Tensor, gpu: bool = False) -> bool:
+    """Whether the host may read numbers of a tensor: no graph is broken, `torch.func.vmap` has not hidden them, and,
+    but with `gpu`, no GPU is waited for."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or tensor.is_meta:
+        return False
+    on_host = gpu or tensor.device.type == "cpu"
+    return on_host and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def drop_idle_mask(mask: Tensor | None) -> Tensor | None:
+    """None for a mask that hides nothing, where the host may look."""
+    return None if mask is not None and can_look(mask) and bool(mask.all()) else mask
 
 
 def packed_starts(
@@ -153,8 +201,8 @@ def make_key_mask(
     """Which of the m + L keys are real: (B, m + L) bool, or None for all of them.
 
     The last column is for the last key, the one before for the key before it. Columns further back than the first key
-    are left out, and keys without a column are as the memory has them. How many columns are right, what precedes the
-    segment says:
+    are left out, and keys without a column are as the memory has them. How many columns are right follows from what
+    precedes the segment:
 
     | what precedes the segment | m | n: what the mask is for |
     |---|---|---|
@@ -165,7 +213,8 @@ def make_key_mask(
     | `mems`, with `initial_memory="zeros"` | ≤ M | also any n between L and m + L: a text shorter than its memory |
     | a cache (`cached_key_mask`) | ≤ M | L; m + L; the whole text's length, L and what the cache has seen |
     | a cache that is full | M | also any n > M + L: the whole text so far, and what preceded it |
-    | a cache, within `generate`, or a static one in a graph | ≤ M | any n ≥ L: nobody asks how much it has seen |
+    | a cache, within `generate`, or a static one in a graph | ≤ M | any n ≥ L: the number of tokens seen is not known
+    |
 
     Args:
         attention_mask: (B, n), 1 = real. None: all real.
@@ -187,16 +236,60 @@ def make_key_mask(
             f"attention_mask is {tuple(attention_mask.shape)}, but a segment of {segment_length} after a memory of "
             f"{memory_length} needs {_shapes(batch_size, columns)}{'' if more is None else ' or more columns'}"
         )
-    if attention_mask.is_floating_point():
-        _check_zeros_and_ones(attention_mask)
-    elif segment_length > 1 and attention_mask.dtype != torch.bool:
+    if segment_length > 1 or attention_mask.is_floating_point():
         # A single token belongs to a text whose mask has been looked at before.
-        _check_no_numbers(attention_mask)
+        _check_zeros_and_ones(attention_mask)
     mask = attention_mask[:, -key_length:].bool()
     mask = F.pad(mask, (key_length - mask.shape[1], 0), value=True)
     if memory_mask is not None:
         mask = mask & F.pad(memory_mask, (0, segment_length), value=True)
     return mask
+
+
+def zeros_in_front(attention_mask: Tensor | None, segment_length: int, key_length: int) -> Tensor | None:
+    """(B, K) bool, which keys before the segment have no real one before them in the mask: padding in front of a text.
+    None where the mask is of the segment alone."""
+    if attention_mask is None or attention_mask.shape[1] <= segment_length:
+        return None
+    front = F.pad(attention_mask[:, :-segment_length].bool().cumsum(dim=1) == 0, (0, segment_length))[:, -key_length:]
+    return F.pad(front, (key_length - front.shape[1], 0))
+
+
+class OpenPadding(NamedTuple):
+    """Padding in front of texts that zero states precede (`initial_memory="zeros"`).
+
+    A row alone sees m zero states before its text. Padding in front of the text is made such states too, so that a
+    padded row equals the row alone; as many keys at the far end of the memory are hidden in exchange.
+
+    Attributes:
+        seen: (B, m + L) bool, which keys queries see.
+        real: (B, m + L) bool, which keys are real, zero states among them.
+        begun: (B, L + 1) bool, whether a row's text has begun after so many tokens of the segment.
+        tokens: (B, L) bool, which tokens precede the text: their states are zeros in every layer.
+    """
+
+    seen: Tensor
+    real: Tensor
+    begun: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def of(cls, mask: Tensor, memory_length: int, begins: bool, front: Tensor | None) -> "OpenPadding":
+        """
+        Args:
+            mask: (B, m + L) bool, False where a key is hidden or padding. memory_length: m.
+            begins: whether all rows begin with this segment. A row also does whose memory is all hidden.
+            front: see `zeros_in_front`.
+        """
+        memory, segment = mask[:, :memory_length], mask[:, memory_length:]
+        starts = ~memory.any(dim=1, keepdim=True)
+        before = starts | starts.new_tensor(begins)
+        tokens = before & (segment.cumsum(dim=1) == 0)
+        real = torch.cat([memory | starts, segment | tokens], dim=1)
+        if front is not None:
+            real = real | front
+        seen = real & (torch.arange(mask.shape[1], device=mask.device) >= tokens.sum(dim=1, keepdim=True))
+        return cls(seen, real, torch.cat([~before, segment], dim=1).cumsum(dim=1) > 0, tokens)
 
 
 def _shapes(batch_size: int, columns: Collection[int]) -> str:
@@ -205,34 +298,25 @@ def _shapes(batch_size: int, columns: Collection[int]) -> str:
     return " or ".join(f"({batch_size}, {n})" for n in sorted(set(columns)))
 
 
-def _check_zeros_and_ones(attention_mask: Tensor):
-    """Raise a ValueError for a float mask that is added to scores, where 0 says real.
-
-    Masks of ones and zeros in floating point are common: PEFT writes the columns of its prompts so. They are few
-    enough that a GPU may be waited for.
-    """
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or attention_mask.numel() == 0:
+def _check_zeros_and_ones(attention_mask: Tensor) -> None:
+    """Raise a ValueError for other numbers than 1 = real and 0 = padding: document numbers, or a float mask that is
+    added to scores, where 0 says real. A GPU stops by itself and is not waited for, but for a float mask."""
+    if attention_mask.dtype == torch.bool or attention_mask.numel() == 0:
         return
-    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()) or not bool(attention_mask.any()):
-        raise ValueError(
-            f"attention_mask is {attention_mask.dtype} and not made of 1 = real and 0 = padding: a mask that is added "
-            "to scores, 0 = real, reads the other way round; give (mask == 0).long() instead"
-        )
-
-
-def _check_no_numbers(attention_mask: Tensor):
-    """Raise a ValueError for a mask of the numbers of documents, which packed batches of others have.
-
-    A GPU is not waited for: it stops by itself. In a graph or under `torch.func.vmap` there are no numbers to look at.
-    """
-    graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if graph or attention_mask.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(attention_mask):
+    if attention_mask.is_floating_point():
+        if not can_look(attention_mask, gpu=True):
+            return
+        if not bool(((attention_mask == 0) | (attention_mask == 1)).all()) or not bool(attention_mask.any()):
+            raise ValueError(
+                f"attention_mask is {attention_mask.dtype} and not made of 1 = real and 0 = padding: a mask that is "
+                "added to scores, 0 = real, reads the other way round; give (mask == 0).long() instead"
+            )
         return
-    if attention_mask.numel() == 0:
-        return
-    low, high = attention_mask.aminmax()
     message = "attention_mask holds {}, but 1 = real and 0 = padding: where documents begin, resets or seq_idx tell"
-    if attention_mask.is_cuda:
+    if can_look(attention_mask):
+        low, high = attention_mask.aminmax()
+        if low < 0 or high > 1:
+            raise ValueError(message.format(int(low if low < 0 else high)))
+    elif attention_mask.is_cuda and can_look(attention_mask, gpu=True):
+        low, high = attention_mask.aminmax()
         torch._assert_async((low >= 0) & (high <= 1), message.format("other numbers"))
-    elif low < 0 or high > 1:
-        raise ValueError(message.format(int(low if low < 0 else high)))

@@ -12,15 +12,17 @@ Dh = `d_head`.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import Cache
 
+from .attention_transfo_xl import find_backend, hidden_keys
 from .cache_transfo_xl import (
     DecodingState,
+    StaticMemoryCache,
     attach_state,
     cached_key_mask,
     check_cache,
@@ -29,32 +31,13 @@ from .cache_transfo_xl import (
     decoding_state_of,
     held_keys,
     is_filled,
+    padding_in_cache,
     remembered_mask,
+    stop_gradients,
     text_length,
-    with_recorded,
 )
 from .configuration_transfo_xl import TransfoXLConfig
-from .masks_transfo_xl import make_key_mask
-
-__all__ = [
-    "FilledLengths",
-    "MemoryLengths",
-    "OpenMemory",
-    "begin_documents",
-    "check_one_memory",
-    "cloned_states",
-    "forget",
-    "hide_states",
-    "initial_memory",
-    "latest_states",
-    "mask_overflow",
-    "memory_of",
-    "open_memory",
-    "real_states",
-    "remember",
-    "remember_key_mask",
-    "split_mask",
-]
+from .masks_transfo_xl import OpenPadding, can_look, drop_idle_mask, make_key_mask, zeros_in_front
 
 
 @dataclass(frozen=True)
@@ -83,47 +66,20 @@ class MemoryLengths:
         if not isinstance(self.same_length, bool | None):
             raise ValueError(f"same_length={self.same_length!r} must be True or False")
 
-    def of(self, config: TransfoXLConfig) -> "FilledLengths":
-        """What holds in a call of a model: these lengths, and the configuration's for those that are None.
+    def of(self, config: TransfoXLConfig) -> "MemoryLengths":
+        """The lengths of a call of a model: these, and the configuration's for those that are None.
 
         Raises:
             ValueError: a length is negative, or the model's positions allow no memory.
         """
-        filled = FilledLengths(
-            mem_len=config.mem_len if self.mem_len is None else self.mem_len,
-            ext_len=config.ext_len if self.ext_len is None else self.ext_len,
-            clamp_len=config.clamp_len if self.clamp_len is None else self.clamp_len,
-            same_length=config.same_length if self.same_length is None else self.same_length,
-            counts_self=config.same_length_counts_self,
-        )
+        given = {name: getattr(self, name) for name in ("mem_len", "ext_len", "clamp_len", "same_length")}
+        filled = MemoryLengths(**{k: getattr(config, k) if v is None else v for k, v in given.items()})
         config.check_lengths(mem_len=filled.mem_len, ext_len=filled.ext_len)
         return filled
 
 
-@dataclass(frozen=True)
-class FilledLengths:
-    """The lengths of one call, none of them missing: see `MemoryLengths.of`."""
-
-    mem_len: int
-    ext_len: int
-    clamp_len: int
-    same_length: bool
-    counts_self: bool
-
-    @property
-    def window(self) -> int | None:
-        """The furthest distance that a query sees, or None: all of the memory and of the segment up to itself.
-
-        `same_length` gives every query as many keys as the memory is long. Without a memory that would be none, so
-        that a segment is then read without this limit.
-        """
-        if not self.same_length or self.mem_len == 0:
-            return None
-        return self.mem_len - self.counts_self
-
-
-def fill_lengths(lengths: MemoryLengths | None, config: TransfoXLConfig) -> FilledLengths:
-    """What holds in a call that was given these lengths, or None.
+def fill_lengths(lengths: MemoryLengths | None, config: TransfoXLConfig) -> MemoryLengths:
+    """The lengths of a call that was given these, or None.
 
     Raises:
         ValueError: they are something else; and as `MemoryLengths.of` does.
@@ -137,90 +93,263 @@ def fill_lengths(lengths: MemoryLengths | None, config: TransfoXLConfig) -> Fill
     return (lengths or MemoryLengths()).of(config)
 
 
-class OpenMemory(NamedTuple):
-    """What a call reads beside its segment.
+@dataclass(frozen=True)
+class Segment:
+    """What a call reads beside its hidden states: made by `Segment.open` at the beginning, and only read from then on.
 
     Attributes:
-        states: for each layer (B, m, D), as they were given, or None where there is no memory or a cache holds it.
-        length: m.
-        key_mask: (B, m + L) bool, which keys are real; None: all of them.
-        first_key: (B, L), the first key that each token sees, of its document; None: 0.
-        unread: how many keys a cache holds in front of the m, for calls of a longer memory.
+        lengths: of the call, none of them None.
+        length, memory_length: L and m.
+        memory: for each layer the states (B, m, D) that entered it before, as they were given; None where there is no
+            memory or `cache` holds it.
+        cache: takes the keys and values of the call, or None.
+        memory_mask: (B, m) bool, which states of the memory are real; None: all.
+        text_mask: (B, m + L) bool, which keys the memory keeps as real; None: all.
+        padding: in front of texts that zero states precede; None: there is none.
+        first_key: (B, L) int, the first key that each token sees, of its document; None: 0.
+        older_mask: (B, n) bool or None, which keys of `cache` further back than the m are real, for a longer memory.
+        attention: arguments of `relative_attention` that all layers share.
+        key_mask: (B, m + L) bool, which keys queries see; None: all. `text_mask`, but where padding stands in front
+            of a text that zero states precede, see `open_padding`.
     """
 
-    states: tuple[Tensor | None, ...]
+    lengths: MemoryLengths
     length: int
+    memory_length: int
+    memory: tuple[Tensor | None, ...]
+    cache: Cache | None
+    memory_mask: Tensor | None
+    text_mask: Tensor | None
+    padding: OpenPadding | None
+    first_key: Tensor | None
+    older_mask: Tensor | None
+    attention: dict[str, Any]
     key_mask: Tensor | None
-    first_key: Tensor | None = None
-    unread: int = 0
 
-    def of_layer(self, layer: int, segment: Tensor) -> Tensor | None:
-        """(B, m, D) that a layer goes on from, None where there is none: where and as precise as its segment is.
+    @property
+    def key_length(self) -> int:
+        """K."""
+        return self.memory_length + self.length
 
-        What is hidden is zeros: under a weight of 0 NaN would stay NaN.
+    @classmethod
+    def open(
+        cls,
+        config: TransfoXLConfig,
+        lengths: MemoryLengths,
+        embeds: Tensor,
+        mems: tuple[Tensor, ...] | None,
+        mems_mask: Tensor | None,
+        attention_mask: Tensor | None,
+        cache: Cache | None,
+        resets: Tensor | None,
+        wants_attentions: bool,
+    ) -> "Segment":
+        """The record of a call; arguments as in `TransfoXLModel.forward`.
+
+        Args:
+            lengths: filled. embeds: (B, L, D). resets: (B, L) bool, where documents begin; None: nowhere.
+            wants_attentions: whether probabilities are returned, in order of time, which eager alone does.
+
+        Raises:
+            ValueError: the memory or a mask does not fit the model or the segment.
         """
-        states = self.states[layer]
-        if states is None:
+        implementation = "eager" if wants_attentions else config._attn_implementation
+        backend = find_backend(implementation)
+        batch_size, length, _ = embeds.shape
+        filled, older_mask, front = cache is not None and is_filled(cache), None, None
+        if cache is not None:
+            check_cache(cache, config, lengths.mem_len, embeds)
+        if filled:
+            check_one_memory(mems, mems_mask)
+            held = remembered_mask(cache, held_keys(cache, length))
+            m, text_mask = cached_key_mask(attention_mask, cache, lengths.mem_len, batch_size, length, held)
+            front = padding_in_cache(cache, attention_mask, length, m)
+            if attention_mask is not None and text_mask is not None and not torch.compiler.is_compiling():
+                clear_hidden(cache, text_mask if front is None else text_mask | front, m)
+            if (older := held_keys(cache, length) - m) > 0:
+                older_mask = embeds.new_ones(batch_size, older, dtype=torch.bool) if held is None else held[:, :older]
+            memory: tuple[Tensor | None, ...] = (None,) * config.n_layer
+        else:
+            memory, text_mask = _open_states(config, lengths, embeds, mems, mems_mask, attention_mask, cache)
+            m = 0 if memory[0] is None else memory[0].shape[1]
+            if attention_mask is not None and attention_mask.shape[1] != m + length:
+                # A mask of m + L columns is of the memory, whatever the text; any other begins with the text.
+                front = zeros_in_front(attention_mask, length, m + length)
+        first_key = None
+        if resets is not None:
+            text_mask, first_key = _begin_documents(text_mask, resets, m)
+        key_mask = text_mask = drop_idle_mask(text_mask)
+        padding, memory_mask = None, None if text_mask is None else text_mask[:, :m]
+        if text_mask is not None and m > 0 and config.initial_memory == "zeros":
+            padding = OpenPadding.of(text_mask, m, not filled and mems is None, front)
+            key_mask, text_mask = drop_idle_mask(padding.seen), padding.real
+        # `same_length` gives every query as many keys as the memory is long; without a memory that would be none.
+        limited = lengths.same_length and lengths.mem_len > 0
+        window = lengths.mem_len - config.same_length_counts_self if limited else None
+        order = hidden = None
+        if isinstance(cache, StaticMemoryCache):
+            can_turn = backend.follows_order and first_key is None and not wants_attentions
+            order = cache.order_of_keys(length, m + length, can_turn)
+        if backend.needs_hidden:
+            hidden = hidden_keys(length, m + length, window, key_mask, embeds.device, first_key, order)
+        attention = {
+            "implementation": implementation,
+            "key_mask": key_mask,
+            "window": window,
+            "first_key": first_key,
+            "order": order,
+            "hidden": hidden,
+        }
+        masks = (memory_mask, text_mask, padding, first_key, older_mask)
+        return cls(lengths, length, m, memory, cache, *masks, attention, key_mask)
+
+    def memory_of(self, layer: int, states: Tensor) -> Tensor | None:
+        """(B, m, D) that a layer goes on from, where and as precise as its states are; None where there is none.
+
+        Hidden states are zeros: under a weight of 0 NaN would stay NaN.
+        """
+        memory = self.memory[layer]
+        if memory is None:
             return None
-        states = states.to(segment.device, segment.dtype)
-        if self.key_mask is None or self.length == 0:
-            return states
-        return hide_states(states, self.key_mask[:, : self.length])
+        memory = memory.to(states.device, states.dtype)
+        return memory if self.memory_mask is None else hide_states(memory, self.memory_mask)
+
+    def real_after(self, tokens: int) -> Tensor | None:
+        """Which of the m + L keys are real after the first `tokens`, where documents have begun: (B, m + L) bool;
+        None: all."""
+        if self.padding is not None:
+            # A row that has not begun keeps nothing, so that the next segment may begin it.
+            return self.padding.real & self.padding.begun[:, tokens : tokens + 1]
+        if self.first_key is None or tokens == 0:
+            return self.text_mask
+        first_key = self.first_key[:, tokens - 1 : tokens]
+        kept = torch.arange(self.key_length, device=first_key.device) >= first_key
+        return kept if self.text_mask is None else kept & self.text_mask
+
+    def remember(
+        self, memory: Sequence[Tensor], entered: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """The last M of the m + L states of each layer, without the last ext_len of the segment (Section 3.2).
+
+        Args:
+            memory, entered: n_layer tensors each, (B, m, D) and (B, L, D), that entered the layers.
+
+        Returns:
+            `mems`, NaN where they are not real, and `mems_mask`. No state is copied that need not be.
+        """
+        m, lengths = self.memory_length, self.lengths
+        end = m + max(0, self.length - lengths.ext_len)
+        start = max(0, end - lengths.mem_len)
+        if start == m and end == start + self.length:
+            # The segment is the memory. The states that entered the first layer may be the caller's, who may write
+            # there.
+            mems = (entered[0].detach().clone(), *(states.detach() for states in entered[1:]))
+        else:
+            mems = tuple(
+                torch.cat([old[:, start:], new[:, max(0, start - m) : end - m]], dim=1).detach()
+                for old, new in zip(memory, entered, strict=True)
+            )
+        # The next call reads the last ext_len tokens again, and is told again where their documents begin.
+        mask = self.real_after(end - m)
+        mems_mask = None if mask is None else drop_idle_mask(mask[:, start:end])
+        if mems_mask is None:
+            return mems, None
+        # The caller gets a copy, in which it may set a row to False to begin it afresh.
+        mems_mask = mems_mask.clone()
+        return tuple(_mark(states, mems_mask) for states in mems), mems_mask
+
+    def remember_in_cache(self, attention_mask: Tensor | None) -> None:
+        """Keep in the cache, which has taken the keys of the call, which of its keys are real.
+
+        Args:
+            attention_mask: as the call was given it.
+        """
+        cache, mask = self.cache, self.real_after(self.length)
+        assert cache is not None
+        state = decoding_state_of(cache)
+        if self.padding is not None:
+            new = self.padding.tokens.sum(dim=1)
+            state.padding = new if state.padding is None else state.padding + new
+        if self.older_mask is not None:
+            older = self.older_mask
+            if self.first_key is not None:
+                older = older & (self.first_key[:, -1:] == 0)
+            mask = torch.cat([older, older.new_ones(len(older), self.key_length) if mask is None else mask], dim=1)
+        if self.first_key is not None and mask is not None:
+            clear_keys(cache, ~mask)
+        if torch.is_grad_enabled():
+            stop_gradients(cache)
+        if not cache.is_compileable:
+            state.key_mask, state.end = drop_idle_mask(mask), text_length(cache)
+            return
+        state.crop_distances(1 + self.lengths.mem_len)
+        if mask is not None:
+            mask = drop_idle_mask(mask[:, 1 - cache.layers[0].max_cache_len :])
+        if mask is None:
+            state.key_mask = None
+        elif not torch.compiler.is_compiling():
+            # A graph writes into it, so that it must not be the caller's mask, and was compiled for its strides.
+            state.key_mask = mask.clone(memory_format=torch.contiguous_format)
+            torch._dynamo.mark_static_address(state.key_mask)
+        elif state.key_mask is not None and state.key_mask.shape == mask.shape:
+            state.key_mask.copy_(mask)
+        elif self.first_key is not None or attention_mask is None or attention_mask.shape[1] < self.key_length:
+            # Otherwise an `attention_mask` of all keys said it, as `generate` gives it for every token: a graph cannot
+            # look whether it hides anything, to keep it only then.
+            state.key_mask = mask
 
 
-def open_memory(
+def _open_states(
     config: TransfoXLConfig,
-    lengths: FilledLengths,
-    inputs_embeds: Tensor,
+    lengths: MemoryLengths,
+    embeds: Tensor,
     mems: tuple[Tensor, ...] | None,
     mems_mask: Tensor | None,
     attention_mask: Tensor | None,
     cache: Cache | None,
-) -> OpenMemory:
-    """The memory that a segment, (B, L, D), goes on from; arguments as in `TransfoXLModel.forward`.
-
-    Raises:
-        ValueError: the memory or a mask does not fit the model or the segment.
-    """
-    batch_size, segment_length, _ = inputs_embeds.shape
-    mem_len = lengths.mem_len
-    filled = cache is not None and is_filled(cache)
-    if cache is not None:
-        check_cache(cache, filled, config, mem_len, inputs_embeds)
-    if cache is not None and filled:
-        check_one_memory(mems, mems_mask)
-        length, key_mask = cached_key_mask(attention_mask, cache, mem_len, batch_size, segment_length)
-        if attention_mask is not None and not torch.compiler.is_compiling():
-            clear_hidden(cache, key_mask, length)
-        unread = held_keys(cache, segment_length) - length
-        return OpenMemory((None,) * config.n_layer, length, drop_idle_mask(key_mask), unread=unread)
-
+) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
+    """The states of the memory and the mask of the m + L keys, for a call that goes on from `mems` or begins a
+    text."""
+    (batch_size, length, _), mem_len = embeds.shape, lengths.mem_len
     if mems is not None or mems_mask is not None:
         _check_mems(mems, mems_mask, config, mem_len, batch_size)
     states = mems
     if states is None:
-        states = initial_memory(config, mem_len, batch_size, inputs_embeds.dtype, inputs_embeds.device)
+        states = initial_memory(config, mem_len, batch_size, embeds.dtype, embeds.device)
     if states is None:
-        key_mask = make_key_mask(attention_mask, None, batch_size, segment_length, 0, (segment_length,))
-        return OpenMemory((None,) * config.n_layer, 0, drop_idle_mask(key_mask))
-    memory_length = states[0].shape[1]
+        return (None,) * config.n_layer, make_key_mask(attention_mask, None, batch_size, length, 0, (length,))
+    m = states[0].shape[1]
     is_static = cache is not None and cache.is_compileable
-    if is_static and attention_mask is not None and attention_mask.shape[-1] == mem_len + segment_length:
+    if is_static and attention_mask is not None and attention_mask.shape[-1] == mem_len + length:
         # A static cache starts full, so that a mask of its length has columns of states that do not exist.
-        attention_mask = attention_mask[..., mem_len - memory_length :]
+        attention_mask = attention_mask[..., mem_len - m :]
     if mems is None:
-        columns = (segment_length, memory_length + segment_length)
-        key_mask = make_key_mask(attention_mask, None, batch_size, segment_length, memory_length, columns)
+        mask = make_key_mask(attention_mask, None, batch_size, length, m, (length, m + length))
     else:
-        if mems_mask is not None:
-            mems_mask = mems_mask.to(inputs_embeds.device)
-        key_mask = mask_of_mems(attention_mask, mems_mask, mems, segment_length, config, mem_len)
+        mems_mask = None if mems_mask is None else mems_mask.to(embeds.device)
+        mask = mask_of_mems(attention_mask, mems_mask, mems, length, config, mem_len)
+    if is_static and m < mem_len:
+        # Masked states in front of what there is.
+        if mask is None:
+            mask = embeds.new_ones(batch_size, m + length, dtype=torch.bool)
+        mask = F.pad(mask, (mem_len - m, 0), value=False)
+        states = tuple(F.pad(of_layer, (0, 0, mem_len - m, 0)) for of_layer in states)
+        m = mem_len
     if cache is not None:
-        if is_static:
-            states, key_mask = _fill_up(states, key_mask, mem_len, inputs_embeds)
-            memory_length = mem_len
-        attach_state(cache, DecodingState(initial_length=memory_length))
-    return OpenMemory(states, memory_length, drop_idle_mask(key_mask))
+        attach_state(cache, DecodingState(initial_length=m))
+    return states, mask
+
+
+def _begin_documents(text_mask: Tensor | None, resets: Tensor, m: int) -> tuple[Tensor | None, Tensor]:
+    """The mask of keys, (B, m + L) or None, and the first key of each token, (B, L), for documents that begin where
+    `resets`, (B, L) bool, is True."""
+    positions = torch.arange(m, m + resets.shape[1], device=resets.device)
+    first_key = torch.where(resets, positions, 0).cummax(dim=1).values
+    if m > 0:
+        # A row that begins with a document reads nothing of its memory, whatever that holds.
+        remembers = F.pad(~resets[:, :1].expand(-1, m), (0, resets.shape[1]), value=True)
+        text_mask = remembers if text_mask is None else text_mask & remembers
+    return text_mask, first_key
 
 
 def check_one_memory(mems: tuple[Tensor, ...] | None, mems_mask: Tensor | None) -> None:
@@ -285,63 +414,6 @@ def hide_states(states: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask[..., None].to(states.device), states, 0)
 
 
-def begin_documents(memory: OpenMemory, resets: Tensor | None) -> OpenMemory:
-    """The memory for a segment in which documents begin: where `resets`, (B, L) bool, is True."""
-    if resets is None:
-        return memory
-    positions = torch.arange(memory.length, memory.length + resets.shape[1], device=resets.device)
-    first_key = torch.where(resets, positions, 0).cummax(dim=1).values
-    if memory.length == 0:
-        return memory._replace(first_key=first_key)
-    # A row that begins with a document reads nothing of its memory, whatever that holds.
-    remembers = F.pad(~resets[:, :1].expand(-1, memory.length), (0, resets.shape[1]), value=True)
-    key_mask = remembers if memory.key_mask is None else memory.key_mask & remembers
-    return memory._replace(key_mask=drop_idle_mask(key_mask), first_key=first_key)
-
-
-def forget(memory: OpenMemory, tokens: int) -> Tensor | None:
-    """Which of the m + L keys are remembered after the first `tokens` of a segment: (B, m + L) bool; None: all."""
-    if memory.first_key is None or tokens == 0:
-        return memory.key_mask
-    first_key = memory.first_key[:, tokens - 1 : tokens]
-    kept = torch.arange(memory.length + memory.first_key.shape[1], device=first_key.device) >= first_key
-    return kept if memory.key_mask is None else kept & memory.key_mask
-
-
-@torch.no_grad()
-def remember(
-    opened: OpenMemory, memory: Sequence[Tensor], entered: Sequence[Tensor], lengths: FilledLengths
-) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """The last M of the m + L states of each layer, without the last ext_len of the segment (Section 3.2).
-
-    Args:
-        opened: what the call went on from.
-        memory, entered: n_layer tensors each, (B, m, D) and (B, L, D), that entered the layers.
-
-    Returns:
-        `mems`, NaN where they are not real, and `mems_mask`. No state is copied that need not be.
-    """
-    memory_length, segment_length = memory[0].shape[1], entered[0].shape[1]
-    end = memory_length + max(0, segment_length - lengths.ext_len)
-    start = max(0, end - lengths.mem_len)
-    if start == memory_length and end == start + segment_length:
-        # The segment is the memory. What entered the first layer may be the caller's, who may write there again.
-        mems = (entered[0].detach().clone(), *(states.detach() for states in entered[1:]))
-    else:
-        mems = tuple(
-            torch.cat([old[:, start:], new[:, max(0, start - memory_length) : end - memory_length]], dim=1).detach()
-            for old, new in zip(memory, entered, strict=True)
-        )
-    # Tokens that are read again tell again where their documents begin.
-    key_mask = forget(opened, end - memory_length)
-    mems_mask = None if key_mask is None else drop_idle_mask(key_mask[:, start:end])
-    if mems_mask is None:
-        return mems, None
-    # The caller gets a copy, in which it may set a row to False to begin it afresh.
-    mems_mask = mems_mask.clone()
-    return tuple(_mark(states, mems_mask) for states in mems), mems_mask
-
-
 def memory_of(outputs: Mapping[str, Any], compiled: bool = False) -> dict[str, Any]:
     """The memory that a call has returned, as keyword arguments of the next one; nothing where there is none.
 
@@ -354,7 +426,7 @@ def memory_of(outputs: Mapping[str, Any], compiled: bool = False) -> dict[str, A
     mems, mems_mask = outputs.get("mems"), outputs.get("mems_mask")
     if mems is None:
         return {}
-    is_asked = not compiled and _can_ask(mems[0])
+    is_asked = not compiled and can_look(mems[0])
     return {"mems": mems, "mems_mask": real_states(mems, mems_mask) if is_asked else mems_mask}
 
 
@@ -450,7 +522,7 @@ def _check_mems(
 
 def _check_real(states: Tensor):
     """Raise a ValueError for states without a mask that need one, where that can be asked: see `drop_idle_mask`."""
-    if not _can_ask(states):
+    if not can_look(states):
         return
     missing = states[..., 0].float().isnan()
     if missing.any():
@@ -460,87 +532,3 @@ def _check_real(states: Tensor):
             "mems_mask=outputs.mems_mask with mems=outputs.mems, since padded states are NaN; where nothing was "
             "padded, the states overflowed: txl_hf.mask_overflow(mems) gives the mask that hides them"
         )
-
-
-def _fill_up(
-    mems: tuple[Tensor, ...], key_mask: Tensor | None, length: int, segment: Tensor
-) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """A memory of (B, length, D) with masked states in front of what there is, and the mask of its keys, which is
-    where the segment, (B, L, D), is."""
-    memory_length = mems[0].shape[1]
-    missing = length - memory_length
-    if missing == 0:
-        return mems, key_mask
-    if key_mask is None:
-        key_mask = segment.new_ones(len(segment), memory_length + segment.shape[1], dtype=torch.bool)
-    key_mask = F.pad(key_mask, (missing, 0), value=False)
-    return tuple(F.pad(states, (0, 0, missing, 0)) for states in mems), key_mask
-
-
-def _can_ask(tensor: Tensor) -> bool:
-    """Whether the host may look at numbers: no GPU is waited for, no graph is broken, and vmap has not hidden them."""
-    graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return tensor.device.type == "cpu" and not graph and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
-def drop_idle_mask(key_mask: Tensor | None) -> Tensor | None:
-    """None for a mask that hides nothing, where that can be asked."""
-    if key_mask is None or not _can_ask(key_mask):
-        return key_mask
-    return None if key_mask.all() else key_mask
-
-
-def remember_key_mask(cache: Cache, memory: OpenMemory, segment_length: int, attention_mask: Tensor | None) -> None:
-    """Keep what the keys of a call are masked by from now on, once the cache has taken them.
-
-    Args:
-        memory: what the call went on from. attention_mask: as the call was given it.
-    """
-    state, key_mask = decoding_state_of(cache), _with_unread(cache, memory, segment_length)
-    if memory.first_key is not None and key_mask is not None:
-        clear_keys(cache, ~key_mask)
-    if not cache.is_compileable:
-        read = memory.unread + memory.length + segment_length
-        state.key_mask, state.end = with_recorded(cache, key_mask, read), text_length(cache)
-        return
-    if key_mask is not None:
-        key_mask = drop_idle_mask(key_mask[:, 1 - cache.layers[0].max_cache_len :])
-    if key_mask is None:
-        state.key_mask = None
-    elif not torch.compiler.is_compiling():
-        # A graph writes into it, so that it must not be the caller's mask, and was compiled for its strides, which
-        # must not depend on the prompt.
-        is_own = attention_mask is None and segment_length == 1
-        state.key_mask = key_mask if is_own else key_mask.clone(memory_format=torch.contiguous_format)
-        torch._dynamo.mark_static_address(state.key_mask)
-    elif state.key_mask is not None and state.key_mask.shape == key_mask.shape:
-        state.key_mask.copy_(key_mask)
-    elif not _is_told_at_every_step(memory, segment_length, attention_mask):
-        state.key_mask = key_mask
-
-
-def _with_unread(cache: Cache, memory: OpenMemory, segment_length: int) -> Tensor | None:
-    """What `forget` leaves of a call's keys, behind those that it did not read: (B, unread + m + L) bool or None."""
-    key_mask, read = forget(memory, segment_length), memory.length + segment_length
-    if memory.unread == 0:
-        return key_mask
-    # All but static caches have counted the segment by now.
-    before = remembered_mask(cache, memory.unread + (memory.length if cache.is_compileable else read))
-    unread = None if before is None else before[:, : memory.unread]
-    if memory.first_key is not None:
-        continues = (memory.first_key[:, -1:] == 0).expand(-1, memory.unread)
-        unread = continues if unread is None else unread & continues
-    if unread is None:
-        return None if key_mask is None else F.pad(key_mask, (memory.unread, 0), value=True)
-    return torch.cat([unread, unread.new_ones(len(unread), read) if key_mask is None else key_mask], dim=1)
-
-
-def _is_told_at_every_step(memory: OpenMemory, segment_length: int, attention_mask: Tensor | None) -> bool:
-    """Whether an `attention_mask` of all keys is all that can hide something.
-
-    Whoever gives such a mask, as `generate` does, gives it to the next token too; and a graph cannot ask whether it
-    hides anything, to keep it only then.
-    """
-    if attention_mask is None or memory.first_key is not None:
-        return False
-    return memory.states[0] is None and attention_mask.shape[1] >= memory.length + segment_length

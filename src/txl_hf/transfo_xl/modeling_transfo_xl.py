@@ -13,7 +13,7 @@ Dh = `d_head`, V vocabulary. u and v are the paper's biases, `content_bias` and 
 
 import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from transformers import Cache
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import ModelOutput, can_return_tuple, logging
 from transformers.utils.output_capturing import capture_outputs
 
@@ -34,50 +33,22 @@ from .adaptive_transfo_xl import (
     check_labels,
     wide,
 )
-from .attention_transfo_xl import (
-    RELATIVE_ATTENTION_FUNCTIONS,
-    check_implementation,
-    follows_order,
-    hidden_keys,
-    relative_attention,
-)
+from .attention_transfo_xl import OPERATORS, find_backend, relative_attention, working_dtype
 from .cache_transfo_xl import (
     CACHE_NAME,
+    DecodingState,
     MemoryCache,
     chosen_cache,
     decoding_state_of,
     is_filled,
-    order_of_keys,
-    stop_gradients,
+    static_address,
 )
 from .configuration_transfo_xl import TransfoXLConfig
-from .dropout_transfo_xl import does_nothing, drop, relu_and_drop
 from .generation_transfo_xl import TransfoXLGenerationMixin
 from .layout_transfo_xl import TransfoXLLayoutModel
-from .linear_transfo_xl import project, project_after, rounded, working_dtype
-from .masks_transfo_xl import DOCUMENT_KEYWORDS, check_keywords, check_tensors, packed_starts
-from .memory_transfo_xl import (
-    FilledLengths,
-    MemoryLengths,
-    OpenMemory,
-    begin_documents,
-    fill_lengths,
-    hide_states,
-    initial_memory,
-    open_memory,
-    remember,
-    remember_key_mask,
-)
+from .masks_transfo_xl import check_inputs, find_resets
+from .memory_transfo_xl import MemoryLengths, Segment, fill_lengths, hide_states, initial_memory
 from .positions_transfo_xl import Distances
-
-__all__ = [
-    "TransfoXLForCausalLM",
-    "TransfoXLForSequenceClassification",
-    "TransfoXLForTokenClassification",
-    "TransfoXLLMHeadModel",
-    "TransfoXLModel",
-    "TransfoXLPreTrainedModel",
-]
 
 logger = logging.get_logger(__name__)
 
@@ -161,6 +132,27 @@ class TransfoXLTokenClassifierOutput(_HeadOutput):
     losses: Tensor | None = None
 
 
+class TransfoXLKeywords(TypedDict, total=False):
+    """Keywords of a call beside the arguments that `TransfoXLModel.forward` names.
+
+    Attributes:
+        cache: `past_key_values` by the name that it has from transformers 5.24 on.
+        output_hidden_states, output_attentions: return these too.
+        position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx: where documents begin in a row, as collators of
+            `transformers` and TRL write them for packed batches; a document that begins inside a row is a reset.
+            Whether the row's first token continues a text, `mems` alone say. The heads name position_ids and seq_idx,
+            because `Trainer` keeps the columns of a data set that a head names.
+    """
+
+    cache: Cache | None
+    output_hidden_states: bool | None
+    output_attentions: bool | None
+    position_ids: Tensor | None
+    cu_seq_lens_q: Tensor | None
+    cu_seq_lens_k: Tensor | None
+    seq_idx: Tensor | None
+
+
 class TransfoXLMLP(nn.Module):
     """The position-wise feed-forward, (B, L, D) → (B, L, D)."""
 
@@ -172,27 +164,9 @@ class TransfoXLMLP(nn.Module):
         self.output_relu = config.mlp_output_relu
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        hidden_states = relu_and_drop(project(self.up_proj, hidden_states), self.dropout)
-        hidden_states = project(self.down_proj, hidden_states)
-        return drop(hidden_states.relu() if self.output_relu else hidden_states, self.dropout)
-
-
-class Sight(NamedTuple):
-    """What the queries of a call see, which all layers share.
-
-    Attributes:
-        key_length: K.
-        implementation: the attention's backend.
-        key_mask, window, first_key, order, hidden: see `relative_attention`.
-    """
-
-    key_length: int
-    implementation: str
-    key_mask: Tensor | None = None
-    window: int | None = None
-    first_key: Tensor | None = None
-    order: Tensor | None = None
-    hidden: Tensor | None = None
+        hidden_states = OPERATORS.relu_dropout(self.dropout, OPERATORS.linear(self.up_proj, hidden_states))
+        hidden_states = OPERATORS.linear(self.down_proj, hidden_states)
+        return OPERATORS.dropout(self.dropout, hidden_states.relu() if self.output_relu else hidden_states)
 
 
 class TransfoXLAttention(nn.Module):
@@ -217,89 +191,64 @@ class TransfoXLAttention(nn.Module):
         self.position_bias: nn.Parameter | None = None
         config.positions.add_to_attention(self)
         self.dropout = nn.Dropout(config.dropout)
-        # It is never called: the backends drop probabilities. But who turns dropout off looks for such modules.
+        # Never called, because backends drop probabilities by its `p`. It is a module so that code that turns every
+        # dropout of a model off (TRL) finds this one.
         self.dropatt = nn.Dropout(config.dropatt)
 
     def forward(
         self,
         hidden_states: Tensor,
         context: Tensor,
+        memory: Tensor | None,
         distances: Distances,
-        sight: Sight,
-        past_key_values: Cache | None = None,
-        memory: Tensor | None = None,
+        segment: Segment,
+        state: DecodingState | None,
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
-            hidden_states: (B, L, D), what the queries are made of.
-            context: (B, n, D), what new keys and values are made of, behind those of `memory`.
-            distances: what encodes the K distances, but for what this layer has of its own.
-            sight: which keys the queries see.
-            past_key_values: holds the keys and values of the memory and takes those of `context`.
+            hidden_states: (B, L, D), for the queries.
+            context: (B, n, D), for new keys and values, behind those of `memory`.
             memory: (B, m, D), or None where `context` begins with it or there is none.
+            distances: of this layer.
+            segment: the masks, and the cache, which holds the keys and values of the memory and takes those of
+                `context`.
+            state: keeps W_R R for later calls; None: nothing does.
 
         Returns:
-            (B, L, D), and the probabilities where the backend has them.
+            (B, L, D), and the probabilities (B, H, L, K) where the backend has them.
         """
-        query = self._split_heads(project(self.q_proj, hidden_states))
-        key, value = (self._split_heads(states) for states in project_after(memory, context, self.k_proj, self.v_proj))
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
-        # A cache that never forgets holds more than the memory.
-        key, value = _last(key, 2, sight.key_length), _last(value, 2, sight.key_length)
-        content_bias = distances.content_bias if self.content_bias is None else self.content_bias
-        position_bias = distances.position_bias if self.position_bias is None else self.position_bias
+        query = OPERATORS.linear(self.q_proj, hidden_states)
+        key, value = OPERATORS.linear_after(memory, context, [self.k_proj, self.v_proj])
+        # (B, n, H·Dh) → (B, H, n, Dh).
+        query, key, value = (states.unflatten(-1, self.heads).transpose(1, 2) for states in (query, key, value))
+        if segment.cache is not None:
+            key, value = segment.cache.update(key, value, self.layer_idx)
+        rel_key = state.rel_keys.get(self.layer_idx) if state is not None else None
+        if rel_key is None and distances.positions is not None:
+            # W_R R of the paper for the K distances, (H, n, Dh) with n ≤ K; learned keys, (n, H, Dh), are it already.
+            rel_key = distances.positions
+            if self.r_proj is not None:
+                rel_key = OPERATORS.linear(self.r_proj, rel_key).unflatten(-1, self.heads)
+            rel_key = rel_key.transpose(0, 1)
+            if state is not None and self.r_proj is not None:
+                rel_key = state.rel_keys[self.layer_idx] = static_address(OPERATORS.keep_layout(rel_key))
+        if rel_key is not None:
+            rel_key = _last(rel_key, 1, segment.key_length).to(query.dtype)
         attended, probabilities = relative_attention(
             query,
-            key,
-            value,
-            self._rel_key(distances, sight.key_length, query.dtype),
-            content_bias,
-            position_bias,
-            rel_bias=distances.rel_bias,
-            key_mask=sight.key_mask,
-            window=sight.window,
-            first_key=sight.first_key,
-            order=sight.order,
-            hidden=sight.hidden,
-            dropout=0.0 if does_nothing(self.dropatt) else self.dropatt.p,
-            implementation=sight.implementation,
+            # A cache that never forgets holds more than the memory.
+            _last(key, 2, segment.key_length),
+            _last(value, 2, segment.key_length),
+            rel_key,
+            distances.content_bias if self.content_bias is None else self.content_bias,
+            distances.position_bias if self.position_bias is None else self.position_bias,
+            rel_bias=_last(distances.rel_bias, 1, segment.key_length),
+            dropout=getattr(self.dropatt, "p", 0.0) if self.dropatt.training else 0.0,
             module=self,
+            **segment.attention,
         )
-        return drop(project(self.o_proj, attended.transpose(1, 2).flatten(2)), self.dropout), probabilities
-
-    def _rel_key(self, distances: Distances, key_length: int, dtype: torch.dtype) -> Tensor | None:
-        """W_R R of the paper for the K distances, (H, n, Dh) with n ≤ K, or None without relative positions."""
-        positions = distances.positions
-        if positions is None:
-            return None
-        if distances.kept is None or self.r_proj is None:
-            rel_key = self._project(positions)
-        else:
-            weight = getattr(self.r_proj, "weight", None)
-            rel_key = distances.kept.rel_key(self.layer_idx, weight, lambda: self._project(positions))
-        return _last(rel_key, 1, min(key_length, rel_key.shape[1])).to(dtype)
-
-    def _project(self, positions: Tensor) -> Tensor:
-        """(n, D) sinusoids or (n, H, Dh) learned keys → (H, n, Dh)."""
-        if self.r_proj is not None:
-            _check_adapters(self.r_proj)
-            positions = project(self.r_proj, positions).unflatten(-1, self.heads)
-        return positions.transpose(0, 1)
-
-    def _split_heads(self, projected: Tensor) -> Tensor:
-        """(B, n, H·Dh) → (B, H, n, Dh)."""
-        return projected.view(*projected.shape[:2], *self.heads).transpose(1, 2)
-
-
-def _check_adapters(r_proj: nn.Module) -> None:
-    """Raise a ValueError where PEFT would take distances for rows of a batch, each with an adapter of its own."""
-    for hook in r_proj._forward_pre_hooks.values():
-        if {"adapter_names", "alora_offsets"} & getattr(hook, "keywords", {}).keys():
-            raise ValueError(
-                "an adapter on r_proj, into which distances go, is the same for all rows and tokens: with "
-                'adapter_names or activated LoRA leave it out by exclude_modules=["r_proj"]'
-            )
+        attended = OPERATORS.linear(self.o_proj, attended.transpose(1, 2).flatten(2))
+        return OPERATORS.dropout(self.dropout, attended), probabilities
 
 
 class TransfoXLGate(nn.Module):
@@ -325,11 +274,11 @@ class TransfoXLGate(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         """(B, L, D) of x and y, (B, L, D) each."""
-        r_of_y, z_of_y, h_of_y = project(self.y_proj, y).chunk(3, dim=-1)
-        r_of_x, z_of_x = project(self.x_proj, x).chunk(2, dim=-1)
+        r_of_y, z_of_y, h_of_y = OPERATORS.linear(self.y_proj, y).chunk(3, dim=-1)
+        r_of_x, z_of_x = OPERATORS.linear(self.x_proj, x).chunk(2, dim=-1)
         r = torch.sigmoid(r_of_y + r_of_x)
         z = torch.sigmoid(z_of_y + z_of_x - self.bias)
-        candidate = torch.tanh(h_of_y + project(self.candidate_proj, r * x))
+        candidate = torch.tanh(h_of_y + OPERATORS.linear(self.candidate_proj, r * x))
         return (1 - z) * x + z * candidate
 
 
@@ -361,40 +310,29 @@ class TransfoXLLayer(GradientCheckpointingLayer):
         self,
         hidden_states: Tensor,
         memory: Tensor | None,
-        read: Tensor | None,
         distances: Distances,
-        sight: Sight,
-        past_key_values: Cache | None = None,
-        rounds: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """
-        Args:
-            hidden_states: (B, L, D). memory: (B, m, D) states that entered this layer before, or None.
-            read: (B, L, D), the hidden states as products read them, see `rounded`; None: as they are.
-            distances, sight, past_key_values: see `TransfoXLAttention.forward`.
-            rounds: whether to return what the next layer is given as `read`, too.
-
-        Returns:
-            (B, L, D), the next hidden states; and these as products read them if the layer `rounds`.
-        """
-        context = queries = hidden_states if read is None else read
+        segment: Segment,
+        state: DecodingState | None = None,
+    ) -> Tensor:
+        """(B, L, D) → (B, L, D). `memory`: (B, m, D) states that entered this layer before, or None. The others: see
+        `TransfoXLAttention.forward`."""
         if self.pre_lnorm:
             context = hidden_states if memory is None else torch.cat([memory, hidden_states], dim=1)
-            context, memory = self.self_attn_layer_norm(context), None
+            context = self.self_attn_layer_norm(context)
             context = context.to(working_dtype(context))
-            queries = _last(context, 1, hidden_states.shape[1]) if self.normalize_queries else hidden_states
-        attended = self.self_attn(queries, context, distances, sight, past_key_values, memory)[0]
-        hidden_states = _join(hidden_states, attended, self.self_attn_gate)
-        if self.pre_lnorm:
-            hidden_states = _join(hidden_states, self.mlp(self.mlp_layer_norm(hidden_states)), self.mlp_gate)
-            return (hidden_states, hidden_states) if rounds else hidden_states
-        hidden_states, read = rounded(self.self_attn_layer_norm(hidden_states))
-        hidden_states = self.mlp_layer_norm(hidden_states + self.mlp(read))
-        return rounded(hidden_states) if rounds else hidden_states
+            queries = _last(context, 1, segment.length) if self.normalize_queries else hidden_states
+            attended = self.self_attn(queries, context, None, distances, segment, state)[0]
+            hidden_states = _join(hidden_states, attended, self.self_attn_gate)
+            return _join(hidden_states, self.mlp(self.mlp_layer_norm(hidden_states)), self.mlp_gate)
+        # Under autocast the sums are of wide states; the products read states that are rounded once for all of them.
+        hidden_states, read = OPERATORS.rounded(hidden_states)
+        hidden_states = hidden_states + self.self_attn(read, read, memory, distances, segment, state)[0]
+        hidden_states, read = OPERATORS.rounded(self.self_attn_layer_norm(hidden_states))
+        return self.mlp_layer_norm(hidden_states + self.mlp(read))
 
 
 def _join(entered: Tensor, returned: Tensor, gate: TransfoXLGate | None) -> Tensor:
-    """What goes on from a sub-layer: a sum, or what a gate makes of it."""
+    """The sum of a sub-layer's input and output, or the gate of both."""
     return entered + returned if gate is None else gate(entered, returned.relu())
 
 
@@ -482,10 +420,8 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutModel):
         """The backend's name; what `transformers` does not know of is ours, the default among them."""
         if requested_attention is None:
             return "auto"
-        check_implementation(requested_attention)
-        if requested_attention in RELATIVE_ATTENTION_FUNCTIONS:
-            return requested_attention
-        return super().get_correct_attn_implementation(requested_attention, is_init_check)
+        find_backend(requested_attention)
+        return requested_attention
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
@@ -589,7 +525,9 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         self.position_dropout = nn.Dropout(config.dropout)
         self.output_dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(TransfoXLLayer(config, i) for i in range(config.n_layer))
-        config.positions.add_to_model(self)
+        self._trained = 0
+        self.positions = config.positions
+        self.positions.add_to_model(self)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -605,7 +543,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         lengths: MemoryLengths | None = None,
         mems_mask: Tensor | None = None,
         resets: Tensor | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransfoXLKeywords],
     ) -> TransfoXLModelOutput:
         """
         Args:
@@ -617,16 +555,12 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 as `mems_mask` has them. n = L: the segment. n = m + L: the memory too. Or the whole text so far: n may
                 exceed m + L where the memory is full (m = M), and be less with `initial_memory="zeros"`, whose memory
                 is full from the start. Padding is never attended to, neither now nor later: `mems_mask` and
-                `past_key_values` remember what was masked. A row whose memory columns are all 0 starts fresh, without
-                any memory. With `initial_memory="empty"` it equals the segment read alone, and a padded row the
-                unpadded one; with `"zeros"` a segment read alone sees zero states, which here are masked too, and
-                those of a padded row stand before the padding, further away. In floating point it may hold ones and
+                `past_key_values` keep what was masked. A row whose memory columns are all 0 starts fresh: it equals
+                the segment read alone, as a padded row equals the unpadded one. In floating point it may hold ones and
                 zeros alone, not what is added to scores.
             past_key_values: the memory as projected keys and values, continued in place. An empty one starts from
-                `mems`, or from the initial memory. A mask of the whole text begins behind those. Weights that are
-                written to, or others, are used from the next call on that is not compiled; an adapter of `r_proj` that
-                learns, comes or goes needs `past_key_values.reset()`, and so does what writes through `.data`.
-            cache (in kwargs): `past_key_values` by the name that it has from transformers 5.24 on.
+                `mems`, or from the initial memory. A mask of the whole text begins behind those. It belongs to the
+                weights that filled it: after they have changed, `past_key_values.reset()` and read the text anew.
             inputs_embeds: (B, L, D), instead of `input_ids`, on the scale of `get_input_embeddings()(input_ids)`; all
                 that a model without tokens takes (`vocab_size=0`), (B, L, `input_size`) if that is set.
             use_cache: return `past_key_values` instead of `mems`.
@@ -634,97 +568,89 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 a call never writes to: threads may share a model and use different lengths.
             mems_mask: (B, m) bool, which states of `mems` are real: `mems_mask` of the outputs that `mems` are from.
                 None: all of them. States that are not may hold anything; nothing of it spreads.
-            output_hidden_states, output_attentions (in kwargs): return these too.
             resets: (B, L) bool, True at a token before which everything is forgotten, because another document or
                 episode begins: from there on neither earlier tokens of the segment nor the memory are seen, now or
                 later. Each document has the states, the memory and the gradients that it has alone. Whether there is
                 any, the host asks, and waits for a GPU once; without any, nothing is different. It needs relative
                 positions and `initial_memory="empty"`: with `"zeros"` a document sees `mem_len` zero states before
                 it, and inside a row the states of other documents are in their places, which no mask changes.
-            position_ids, cu_seq_lens_q, cu_seq_lens_k, seq_idx (in kwargs): as collators of `transformers` and TRL
-                write them for documents packed into a row; where one begins inside it, that is a reset. Whether the
-                row's first token continues a text, `mems` alone say. Whether position_ids count on, the host asks too.
-                The heads name position_ids and seq_idx: of a data set `Trainer` keeps the columns that a head names.
+            kwargs: see `TransfoXLKeywords`.
 
         Raises:
             ValueError: inputs that do not fit the model or each other; the message names them.
             TypeError: keyword arguments that nothing reads; but those that `transformers` hands to every model may be
                 there.
         """
-        past_key_values = chosen_cache(past_key_values, kwargs.pop("cache", None))
-        check_keywords(kwargs)
-        documents = {name: kwargs[name] for name in DOCUMENT_KEYWORDS if kwargs.get(name) is not None}
-        check_tensors(
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            mems_mask=mems_mask,
-            resets=resets,
-            **{f"mems[{i}]": states for i, states in enumerate(() if mems is None else mems)},
-            **documents,
-        )
-        filled = fill_lengths(lengths, self.config)
-        inputs_embeds = self._embed(input_ids, inputs_embeds)
-        resets = self._find_resets(inputs_embeds, attention_mask, resets, filled.mem_len, documents)
-        past_key_values = self._choose_cache(use_cache, past_key_values, filled)
-        memory = open_memory(self.config, filled, inputs_embeds, mems, mems_mask, attention_mask, past_key_values)
-        memory = begin_documents(memory, resets)
-        if input_ids is None and memory.key_mask is not None:
-            # A table's rows are finite, but what a caller has written into padding may be NaN, which must not spread.
-            inputs_embeds = hide_states(inputs_embeds, memory.key_mask[:, memory.length :])
-        if self.config.vocab_size == 0:
-            inputs_embeds = self.embed_vectors(inputs_embeds)
-            if self._is_checkpointed_reentrantly() and not inputs_embeds.requires_grad:
-                # Only what has inputs with gradients gets gradients then. Of tables transformers sees to that.
-                inputs_embeds = inputs_embeds.detach().requires_grad_()
-
-        positions = self.config.positions
-        entering = positions.enter_model(self, inputs_embeds, filled.clamp_len, memory.key_mask)
-        hidden_states = drop(entering, self.input_dropout)
+        cache = chosen_cache(past_key_values, kwargs.pop("cache", None))
+        tensors = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
+        check_inputs(kwargs, **tensors, mems=mems, mems_mask=mems_mask, resets=resets)
+        lengths, positions = fill_lengths(lengths, self.config), self.positions
+        embeds = self._embed(input_ids, inputs_embeds)
+        cache = self._choose_cache(use_cache, cache, lengths.mem_len)
+        shape, device = embeds.shape[:2], embeds.device
+        resets = find_resets(self.config, lengths.mem_len, shape, device, attention_mask, resets, kwargs)
         wants_attentions = bool(kwargs.get("output_attentions", self.config.output_attentions))
-        sight = self._see(memory, inputs_embeds, filled.window, past_key_values, wants_attentions)
-        # What depends on distances alone is projected once for many calls, unless gradients or dropout need it anew.
-        draws = not does_nothing(self.position_dropout)
-        keeps = past_key_values is not None and not torch.is_grad_enabled() and not draws
-        state = decoding_state_of(past_key_values) if keeps else None
-        kept = None if state is None else state.distances
-        distances = positions.distances(self, sight.key_length, inputs_embeds, kept, filled.clamp_len, filled.mem_len)
-        remembered: list[Any] = []
+        memories = (mems, mems_mask, attention_mask, cache, resets)
+        segment = Segment.open(self.config, lengths, embeds, *memories, wants_attentions)
+
+        hidden_states = self._enter(embeds, segment, input_ids is None)
+        distances, state = self._distances(segment, hidden_states)
+        memory: list[Any] = []
         entered: list[Tensor] = []
-        read = None
-        for i, layer in enumerate(self.layers[: self.config.n_layer]):
-            entering = positions.enter_layer(self, i, hidden_states, memory.key_mask)
-            if read is None or entering is not hidden_states:
-                # Under autocast states that products alone read are rounded for them once, and remembered so. A layer
-                # normalisation that reads them first is computed in fp32, of states as they are.
-                hidden_states, read = (entering, entering) if self.config.pre_lnorm else rounded(entering)
-            remembered.append(memory.of_layer(i, read))
-            entered.append(read)
-            returned = layer(
-                hidden_states,
-                remembered[i],
-                read,
-                distances=distances[i],
-                sight=sight,
-                past_key_values=past_key_values,
-                rounds=_rounds_by_itself(layer),
-            )
-            hidden_states, read = returned if isinstance(returned, tuple) else (returned, None)
+        for i, layer in enumerate(self.layers):
+            hidden_states = positions.enter_layer(self, i, hidden_states, segment.key_mask)
+            if segment.padding is not None:
+                hidden_states = hide_states(hidden_states, ~segment.padding.tokens)
+            # States that products alone read are kept as precise as these are; a layer normalisation reads wide ones.
+            dtype = hidden_states.dtype if self.config.pre_lnorm else working_dtype(hidden_states)
+            entered.append(hidden_states.to(dtype))
+            memory.append(segment.memory_of(i, entered[i]))
+            hidden_states = layer(hidden_states, memory[i], distances=distances[i], segment=segment, state=state)
         new_mems = new_mask = None
-        if past_key_values is not None:
-            remember_key_mask(past_key_values, memory, inputs_embeds.shape[1], attention_mask)
-            if torch.is_grad_enabled():
-                stop_gradients(past_key_values)
-            if kept is not None and past_key_values.is_compileable:
-                kept.crop(1 + filled.mem_len)
-        elif filled.mem_len > 0:
-            new_mems, new_mask = remember(memory, remembered, entered, filled)
+        if cache is not None:
+            segment.remember_in_cache(attention_mask)
+        elif lengths.mem_len > 0:
+            with torch.no_grad():
+                new_mems, new_mask = segment.remember(memory, entered)
         return TransfoXLModelOutput(
-            last_hidden_state=drop(hidden_states, self.output_dropout),
+            last_hidden_state=OPERATORS.dropout(self.output_dropout, hidden_states),
             mems=new_mems,
-            **{CACHE_NAME: past_key_values},
+            **{CACHE_NAME: cache},
             mems_mask=new_mask,
         )
+
+    def _enter(self, embeds: Tensor, segment: Segment, are_given: bool) -> Tensor:
+        """(B, L, D), what enters the first layer, of embeddings; `are_given`: by the caller."""
+        if are_given and segment.text_mask is not None:
+            # A table's rows are finite, but a caller may have written NaN into padding, which must not spread.
+            embeds = hide_states(embeds, segment.text_mask[:, segment.memory_length :])
+        if self.config.vocab_size == 0:
+            embeds = self.embed_vectors(embeds)
+            if self._is_checkpointed_reentrantly() and not embeds.requires_grad:
+                # A reentrant checkpoint gives gradients only where its inputs have some. transformers sees to that for
+                # tables of tokens.
+                embeds = embeds.detach().requires_grad_()
+        entering = self.positions.enter_model(self, embeds, segment.lengths.clamp_len, segment.key_mask)
+        return OPERATORS.dropout(self.input_dropout, entering)
+
+    def _distances(self, segment: Segment, states: Tensor) -> tuple[list[Distances], DecodingState | None]:
+        """The distances of each layer; and the state of the cache, if it keeps them for calls that follow."""
+        clamp_len, cache = segment.lengths.clamp_len, segment.cache
+        dropout = self.position_dropout
+        draws = dropout.training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1) > 0
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # Gradients precede an optimiser's step, and a fused one leaves no mark on the weights that it writes to.
+            self._trained += 1
+        if cache is None or torch.is_grad_enabled() or draws:
+            return self.positions.distances(self, segment.key_length, states, clamp_len), None
+        state = decoding_state_of(cache)
+        # At once as many as a full memory needs, so that a growing one computes them only once.
+        reach = max(segment.key_length, segment.lengths.mem_len + 1)
+        reach = min(reach, clamp_len + 1) if clamp_len > 0 else reach
+        weights = [getattr(layer.self_attn.r_proj, "weight", None) for layer in self.layers]
+        if not state.has_distances(reach, clamp_len, weights, (self._trained, working_dtype(states))):
+            state.distances = self.positions.distances(self, reach, states, clamp_len)
+        return state.distances, state
 
     def _is_checkpointed_reentrantly(self) -> bool:
         if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
@@ -758,84 +684,21 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         # Observations are often fp64, NumPy's own type; what `input_size` projects, its layer casts.
         return inputs_embeds if self.config.input_size else inputs_embeds.to(self.first_parameter.dtype)
 
-    def _find_resets(
-        self,
-        inputs_embeds: Tensor,
-        attention_mask: Tensor | None,
-        resets: Tensor | None,
-        mem_len: int,
-        documents: dict[str, Tensor],
-    ) -> Tensor | None:
-        """(B, L) bool, where documents begin, told in one way or another; None: nowhere."""
-        batch_size, segment_length, _ = inputs_embeds.shape
-        given = resets
-        if resets is not None:
-            if resets.dtype != torch.bool or resets.shape != (batch_size, segment_length):
-                raise ValueError(
-                    f"resets are {tuple(resets.shape)} of {resets.dtype}, but this segment needs "
-                    f"({batch_size}, {segment_length}) bool"
-                )
-            resets = resets.to(inputs_embeds.device)
-        starts = packed_starts((batch_size, segment_length), inputs_embeds.device, attention_mask, **documents)
-        if starts is not None:
-            resets = starts if resets is None else resets | starts
-        if resets is None:
-            return None
-        graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if not (graph or torch._C._functorch.is_functorch_wrapped_tensor(resets) or bool(resets.any())):
-            return None
-        told_by = [*([] if given is None else ["resets"]), *documents]
-        self.config.check_documents(" and ".join(told_by), mem_len)
-        return resets
-
-    def _see(
-        self,
-        memory: OpenMemory,
-        inputs_embeds: Tensor,
-        window: int | None,
-        past_key_values: Cache | None,
-        wants_attentions: bool,
-    ) -> Sight:
-        """What the queries of a segment, (B, L, D), see. A static cache is told of it: see `order_of_keys`."""
-        segment_length = inputs_embeds.shape[1]
-        key_length, key_mask, first_key = memory.length + segment_length, memory.key_mask, memory.first_key
-        # Only "eager" returns probabilities.
-        implementation = "eager" if wants_attentions else self.config._attn_implementation
-        # Probabilities are handed out in order of time, so that the keys have to be in it.
-        can_turn = follows_order(implementation) and first_key is None and not wants_attentions
-        order = order_of_keys(past_key_values, segment_length, key_length, can_turn)
-        hidden = None
-        if implementation != "txl_triton":
-            # All layers share it. The kernels do without: they compare positions themselves.
-            hidden = hidden_keys(segment_length, key_length, window, key_mask, inputs_embeds.device, first_key, order)
-        return Sight(key_length, implementation, key_mask, window, first_key, order, hidden)
-
-    def _choose_cache(
-        self, use_cache: bool | None, past_key_values: Cache | None, lengths: FilledLengths
-    ) -> Cache | None:
-        if lengths.mem_len == 0:
-            if past_key_values is not None:
+    def _choose_cache(self, use_cache: bool | None, cache: Cache | None, mem_len: int) -> Cache | None:
+        """The cache of a call: the one that is given, a new one with `use_cache`, or None."""
+        if mem_len == 0:
+            if cache is not None:
                 raise ValueError("past_key_values hold a memory, but mem_len=0 means that there is none")
             return None
-        if self.gradient_checkpointing and self.training and (use_cache or past_key_values is not None):
-            if past_key_values is not None and is_filled(past_key_values):
+        if self.gradient_checkpointing and self.training and (use_cache or cache is not None):
+            if cache is not None and is_filled(cache):
                 raise ValueError(
                     "past_key_values hold a memory, but gradient checkpointing runs a layer twice in training mode "
                     "and reads no cache: give it as mems, or call model.eval() first"
                 )
             logger.warning_once("gradient checkpointing runs a layer twice and cannot fill a cache: use_cache=False")
             return None
-        if use_cache and past_key_values is None:
-            return MemoryCache(self.config, lengths.mem_len)
-        return past_key_values
-
-
-def _rounds_by_itself(layer: nn.Module) -> bool:
-    """Whether a layer is compiled by itself, so that what it returns is rounded in the kernel that computes it.
-
-    A hook that changes what a layer returns knows of one tensor.
-    """
-    return layer._compiled_call_impl is not None and not layer._forward_hooks
+        return MemoryCache(self.config, mem_len) if use_cache and cache is None else cache
 
 
 class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
@@ -918,25 +781,15 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             ValueError: a label is neither -100 nor in [0, V), or has another shape; and see `TransfoXLModel.forward`.
         """
         shift_labels = kwargs.pop("shift_labels", None)
-        check_tensors(
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            labels=labels,
-            shift_labels=shift_labels,
-        )
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         logits_top_k = kwargs.pop("logits_top_k", None)
         state_listeners = kwargs.pop("state_listeners", ())
         if output_logits is None:
             output_logits = self.config.output_logits or not self.config.cutoffs
-        given = targets = by_bin = None
-        if (shape := _segment_shape(input_ids, inputs_embeds)) is not None:
-            given = _targets(labels, shift_labels, shape)
-            targets = None if given is None else without_padding(given, attention_mask, shape[1])
-        if targets is not None and not output_logits and not torch.jit.is_tracing():
-            # Before the layers run, so that a GPU has the counts ready when the host asks for them.
-            by_bin = self.lm_head.sort_targets(targets.flatten())
+        shape = _segment_shape(input_ids, inputs_embeds)
+        # Whatever can be wrong with labels is found before the cache takes the tokens.
+        given, targets = _targets(labels, shift_labels, attention_mask, shape)
+        in_order = None if targets is None else self.lm_head.sort_targets(targets.flatten())
         outputs = self.transformer(
             input_ids,
             mems=mems,
@@ -955,30 +808,26 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         hidden_states = outputs.last_hidden_state
         for listener in state_listeners:
             listener(hidden_states, attention_mask)
-
-        loss, losses, logits = None, None, None
         if given is None or targets is None:
             logits = self.lm_head(_keep(hidden_states, logits_to_keep), top_k=logits_top_k)
+            return TransfoXLCausalLMOutput(logits=logits, **_without_last_state(outputs))
+        logits = None
+        if output_logits:
+            logits = self.lm_head(hidden_states)
+            losses = _pick_losses(logits[:, : targets.shape[1]], targets.to(logits.device))
+            logits = _keep(logits, logits_to_keep)
         else:
-            predicting = hidden_states[:, : targets.shape[1]]
-            if not output_logits:
-                losses = self.lm_head(predicting.flatten(0, 1), targets.flatten(), by_bin=by_bin).view(targets.shape)
-            else:
-                logits = self.lm_head(hidden_states)
-                losses = _pick_losses(logits[:, : targets.shape[1]], targets.to(logits.device))
-                logits = _keep(logits, logits_to_keep)
-            loss = _mean_loss(losses, targets, num_items_in_batch)
-            if num_items_in_batch is not None and targets is not given:
-                # `Trainer` counts labels without looking at the mask, so that labels of padding are taken to cost what
-                # the others of this batch do.
-                loss = loss * ((given != -100).sum() / (targets != -100).sum().clamp(min=1)).to(loss.device)
+            predicting = hidden_states[:, : targets.shape[1]].flatten(0, 1)
+            losses = self.lm_head(predicting, targets.flatten(), by_bin=in_order).view(targets.shape)
+        loss = _mean_loss(losses, targets, num_items_in_batch)
+        if num_items_in_batch is not None and targets is not given:
+            # `Trainer` counts labels without looking at the mask, so that labels of padding are taken to cost what the
+            # others of this batch do.
+            loss = loss * ((given != -100).sum() / (targets != -100).sum().clamp(min=1)).to(loss.device)
         return TransfoXLCausalLMOutput(loss=loss, logits=logits, losses=losses, **_without_last_state(outputs))
 
 
 TransfoXLLMHeadModel = TransfoXLForCausalLM
-# `Trainer` looks into this table to know whether a smoothed loss has to shift the labels; registering with the Auto
-# classes does not write to it.
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[TransfoXLConfig.model_type] = TransfoXLForCausalLM.__name__
 
 
 class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
@@ -1029,7 +878,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 classes that are no integers, or neither -100 nor in [0, num_labels).
         """
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-        check_tensors(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+        check_inputs({}, input_ids=input_ids, attention_mask=attention_mask, labels=labels)
         if input_ids is not None:
             self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
             if attention_mask is None and self.config.pad_token_id is not None and not self.config.positions.recurrent:
@@ -1064,7 +913,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 # transformers' losses of numbers are means, whatever `num_items_in_batch` says. Who counts for a step
                 # leaves out the number -100 too.
                 loss = loss * (labels != -100).sum() / count
-        return TransfoXLSequenceClassifierOutput(loss=loss, logits=logits, **_without_last_state(outputs))
+        return TransfoXLSequenceClassifierOutput(loss=loss, logits=logits, **_without_last_state(outputs, use_cache))
 
     def _of_last_real_token(self, scores: Tensor, input_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor:
         """(B, num_labels) out of (B, L, num_labels), NaN where a row has no real token."""
@@ -1133,7 +982,7 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
                 and see `TransfoXLModel.forward`.
         """
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
-        check_tensors(labels=labels)
+        check_inputs({}, labels=labels)
         outputs = self.transformer(
             input_ids,
             mems=mems,
@@ -1163,30 +1012,39 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
             losses = F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten(), reduction="none")
             losses = losses.view(labels.shape)
             loss = _mean_loss(losses, targets, num_items_in_batch)
-        return TransfoXLTokenClassifierOutput(loss=loss, logits=logits, losses=losses, **_without_last_state(outputs))
+        return TransfoXLTokenClassifierOutput(
+            loss=loss, logits=logits, losses=losses, **_without_last_state(outputs, use_cache)
+        )
 
 
-def _without_last_state(outputs: TransfoXLModelOutput) -> dict[str, Any]:
-    """What a head hands on of what the model has returned: the memory, and what was asked for beside it."""
-    return {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+def _without_last_state(outputs: TransfoXLModelOutput, use_cache: bool | None = None) -> dict[str, Any]:
+    """The fields of the model's output that a head returns too. With an explicit `use_cache=False` a classifier
+    returns no memory: pipelines ask for none, and could not split the layers' tensors into rows."""
+    left_out = {"last_hidden_state", *(("mems", "mems_mask") if use_cache is False else ())}
+    return {name: value for name, value in outputs.items() if name not in left_out}
 
 
 def _segment_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> torch.Size | None:
     """(B, L); None for inputs that the model refuses."""
-    if input_ids is None:
-        return inputs_embeds.shape[:2] if inputs_embeds is not None and inputs_embeds.dim() == 3 else None
-    return input_ids.shape if inputs_embeds is None and input_ids.dim() == 2 else None
+    if input_ids is not None and inputs_embeds is not None:
+        return None
+    given, dims = (inputs_embeds, 3) if input_ids is None else (input_ids, 2)
+    return given.shape[:2] if isinstance(given, Tensor) and given.dim() == dims else None
 
 
-def _targets(labels: Tensor | None, shift_labels: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """The targets of the first positions of the segment, int64: (B, L) from shift_labels, (B, L - 1) from labels, or
-    None."""
+def _targets(
+    labels: Tensor | None, shift_labels: Tensor | None, attention_mask: Tensor | None, shape: torch.Size | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The targets of the first positions of a segment, int64, (B, L) of shift_labels or (B, L - 1) of labels, as they
+    are given and without padding (`without_padding`); None without any."""
+    check_inputs({}, labels=labels, shift_labels=shift_labels, attention_mask=attention_mask)
+    if shape is None or (labels is None and shift_labels is None):
+        return None, None
     for name, given in (("shift_labels", shift_labels), ("labels", labels)):
         if given is not None:
             _check_targets(name, given, shape)
-    if shift_labels is not None:
-        return shift_labels.long()
-    return None if labels is None else labels[:, 1:].long()
+    targets = labels[:, 1:].long() if shift_labels is None else shift_labels.long()
+    return targets, without_padding(targets, attention_mask, shape[1])
 
 
 def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_length: int) -> Tensor:
@@ -1196,7 +1054,7 @@ def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_leng
         return targets
     real, length = attention_mask[:, -segment_length:] != 0, targets.shape[1]
     if real.shape != (targets.shape[0], segment_length):
-        # `open_memory` says what is wrong with it.
+        # `Segment.open` says what is wrong with it.
         return targets
     counts = real[:, :length] if length == segment_length else real[:, :-1] & real[:, 1:]
     return targets.masked_fill(~counts.to(targets.device), -100)
@@ -1251,15 +1109,14 @@ def _count(targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor |
 
 def _pick_losses(log_probs: Tensor, targets: Tensor) -> Tensor:
     """(B, n) negative log-likelihoods out of (B, n, V) log-probabilities, 0 where the target is -100."""
-    check_labels(targets, log_probs.shape[-1])
     ignored = targets == -100
     picked = log_probs.gather(-1, targets.masked_fill(ignored, 0)[..., None])[..., 0]
     return -picked.masked_fill(ignored, 0)
 
 
-def _last(states: Tensor, dim: int, length: int) -> Tensor:
-    """The last `length` in a dimension; where these are all, the same tensor: a slice would cost a copy backward."""
-    return states if states.shape[dim] == length else states.narrow(dim, -length, length)
+def _last(states: Tensor | None, dim: int, length: int) -> Tensor | None:
+    """At most the last `length` in a dimension; the same tensor where these are all: a slice costs a copy backward."""
+    return states if states is None or states.shape[dim] <= length else states.narrow(dim, -length, length)
 
 
 def _keep(states: Tensor, logits_to_keep: int | Tensor) -> Tensor:

@@ -7,20 +7,18 @@ score per distance (`rel_bias`), a key per distance (`rel_key`), or both.
 Letters: B batch, L segment, K = m + L keys (memory, then segment), D = `d_model`, H heads, Dh head width.
 """
 
-import functools
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .linear_transfo_xl import reads_columns_sooner, working_dtype
-from .operators_transfo_xl import is_exporting
 
-__all__ = ["POSITIONS", "Distances", "KeptDistances", "Positions", "sinusoid", "sinusoids_of_distances"]
+def is_exporting(unknown: bool = False) -> bool:
+    """Whether it is torch.export that traces; `unknown` where PyTorch cannot tell, up to 2.6.
+
+    To what it compiles PyTorch 2.11 answers `torch.compiler.is_exporting()` with True; the flag behind it is right.
+    """
+    return getattr(torch.compiler, "_is_exporting_flag", unknown)
 
 
 def sinusoid(positions: Tensor, width: int) -> Tensor:
@@ -59,101 +57,19 @@ def _different(key_length: int, most: int | None) -> int:
     return key_length if most is None or graph else min(key_length, most)
 
 
-# How many steps optimisers have taken, all together: a fused one writes to weights whose versions do not tell.
-_optimizer_steps = 0
-
-
-def _count_step(*_: Any) -> None:
-    global _optimizer_steps
-    _optimizer_steps += 1
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    """Let every optimiser of the process count its steps, from the first call on."""
-    register_optimizer_step_post_hook(_count_step)
-
-
-@dataclass
-class KeptDistances:
-    """The sinusoids as each layer has projected them, so that calls share them while its weight stays as it is.
-
-    Args:
-        positions: (n, D), furthest distance first; distances beyond `clamp_len` share one.
-        rel_keys: for each layer W_R R, (H, n, Dh).
-        weights: for each layer W_R, and when it projected them its version, the steps of optimisers and the type of
-            products.
-    """
-
-    positions: Tensor | None = None
-    clamp_len: int = -1
-    rel_keys: dict[int, Tensor] = field(default_factory=dict)
-    weights: dict[int, tuple[weakref.ref[Tensor], tuple[int | None, int, torch.dtype]]] = field(default_factory=dict)
-
-    def rel_key(self, layer: int, weight: Any, project: Callable[[], Tensor]) -> Tensor:
-        """W_R R of a layer: what it projects now, or has projected before, as a cache takes its keys and values.
-
-        Another weight, another version of it, a step of an optimiser, or another type, as autocast begins or ends,
-        projects anew. What writes through `.data` goes unnoticed. A graph cannot ask, and a quantised layer may have
-        no tensor to be asked for.
-        """
-        known = layer in self.rel_keys
-        if isinstance(weight, Tensor) and not torch.compiler.is_compiling():
-            _watch_optimizers()
-            # A tensor of inference mode counts no versions: whether it was written to nobody knows.
-            written = None if weight.is_inference() else weight._version
-            version = written, _optimizer_steps, working_dtype(weight)
-            before = self.weights.get(layer)
-            if written is None or before is None or before[0]() is not weight or before[1] != version:
-                known, self.weights[layer] = False, (weakref.ref(weight), version)
-        if not known:
-            self.rel_keys[layer] = _in_place(project())
-        return self.rel_keys[layer]
-
-    def forget(self):
-        """Let the next call project all anew."""
-        self.positions, self.rel_keys, self.weights = None, {}, {}
-
-    def crop(self, length: int):
-        """Keep the nearest `length` distances, of a static cache, whose graph knows them by their number."""
-        if self.positions is not None and len(self.positions) > length:
-            self.positions = self.positions[-length:].contiguous()
-            self.rel_keys = {layer: _in_place(keys[:, -length:]) for layer, keys in self.rel_keys.items()}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "KeptDistances":
-        # Nothing writes to what has been projected, so that the texts that go on from one cache share it.
-        return replace(self, rel_keys=dict(self.rel_keys), weights=dict(self.weights))
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A cache is pickled without the model's weights.
-        return self.__dict__ | {"weights": {}}
-
-
-def _in_place(keys: Tensor) -> Tensor:
-    """(H, n, Dh), laid out as one query reads them in the least time. A CUDA graph knows them by where they lie: it
-    would copy others each time that it is replayed."""
-    if torch.compiler.is_compiling():
-        return keys.contiguous()
-    keys = keys.transpose(1, 2).contiguous().transpose(1, 2) if reads_columns_sooner(keys) else keys.contiguous()
-    torch._dynamo.mark_static_address(keys)
-    return keys
-
-
 class Distances(NamedTuple):
-    """What tells the attention of a layer of distances.
+    """What the attention of a layer adds for each distance.
 
     Attributes:
         positions: (n, D) sinusoids or (n, H, Dh) learned keys, furthest distance first. With fewer than K, all further
             distances share the first one.
-        content_bias, position_bias, rel_bias: see `relative_attention`.
-        kept: keeps the sinusoids as each layer has projected them, for later calls. None: they are of this call.
+        content_bias, position_bias, rel_bias: see `AttentionInputs`; None: the layer's own, or none.
     """
 
     positions: Tensor | None = None
     content_bias: Tensor | None = None
     position_bias: Tensor | None = None
     rel_bias: Tensor | None = None
-    kept: KeptDistances | None = None
 
 
 class Positions:
@@ -196,17 +112,12 @@ class Positions:
         return hidden_states
 
     @staticmethod
-    def distances(
-        model: Any, key_length: int, embeds: Tensor, kept: KeptDistances | None, clamp_len: int, mem_len: int
-    ) -> list[Distances]:
-        """For each layer what tells its attention of the distances K - 1, …, 0. Those that share a key by `clamp_len`
-        need but one.
+    def distances(model: Any, key_length: int, embeds: Tensor, clamp_len: int) -> list[Distances]:
+        """For each layer what its attention adds for the distances K - 1, …, 0. Those beyond `clamp_len` share one
+        row.
 
         Args:
-            key_length: K.
-            embeds: (B, L, D), for their type and device.
-            kept: keeps what does not change between calls.
-            clamp_len, mem_len: the lengths of this call.
+            key_length: K. embeds: (B, L, D), for their type and device. clamp_len: of this call.
         """
         return [Distances()] * model.config.n_layer
 
@@ -228,24 +139,12 @@ class RelativeSinusoids(Positions):
             _add_biases(attention)
 
     @staticmethod
-    def distances(
-        model: Any, key_length: int, embeds: Tensor, kept: KeptDistances | None, clamp_len: int, mem_len: int
-    ) -> list[Distances]:
-        most = clamp_len + 1 if clamp_len > 0 else None
-        if kept is None:
-            if model.position_dropout.training:
-                # Dropout draws for each distance by itself.
-                most = None
-            length = _different(key_length, most)
-            positions = model.position_dropout(sinusoids_of_distances(length, embeds, clamp_len))
-        else:
-            # At once as many as a full memory needs, so that a growing one asks for them only once.
-            length = _different(max(key_length, mem_len + 1), most)
-            if kept.positions is None or len(kept.positions) < length or kept.clamp_len != clamp_len:
-                kept.positions = sinusoids_of_distances(length, embeds, clamp_len)
-                kept.rel_keys, kept.clamp_len = {}, clamp_len
-            positions = kept.positions
-        shared = Distances(positions, kept=kept)
+    def distances(model: Any, key_length: int, embeds: Tensor, clamp_len: int) -> list[Distances]:
+        # Dropout draws for each distance by itself.
+        draws = model.position_dropout.training and getattr(model.position_dropout, "p", 0) > 0
+        most = clamp_len + 1 if clamp_len > 0 and not draws else None
+        length = _different(key_length, most)
+        shared = Distances(model.position_dropout(sinusoids_of_distances(length, embeds, clamp_len)))
         if not model.config.untie_r:
             shared = shared._replace(content_bias=model.content_bias, position_bias=model.position_bias)
         return [shared] * model.config.n_layer
@@ -264,9 +163,7 @@ class RelativeLearned(Positions):
         model.r_bias = nn.Parameter(torch.empty(config.n_layer, config.n_positions, config.n_head))
 
     @staticmethod
-    def distances(
-        model: Any, key_length: int, embeds: Tensor, kept: KeptDistances | None, clamp_len: int, mem_len: int
-    ) -> list[Distances]:
+    def distances(model: Any, key_length: int, embeds: Tensor, clamp_len: int) -> list[Distances]:
         learned = model.config.n_positions
         furthest = min(clamp_len, learned) if clamp_len > 0 else learned
         length = _different(key_length, furthest)

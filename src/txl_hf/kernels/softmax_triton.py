@@ -9,25 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attention_transfo_xl_triton import LOG2_E, why_no_kernels
-from .operators_transfo_xl import namespace_of
+from .attention_triton import LOG2_E, why_no_kernels
 
 try:
     import triton
     import triton.language as tl
 except ImportError:
     triton = None
-
-__all__ = [
-    "WORDS_AT_A_TIME",
-    "add_statistics",
-    "fuses",
-    "padded_empty_like",
-    "padded_product",
-    "padded_rows",
-    "with_padding",
-    "write_gradient",
-]
 
 # Products on a GPU want a multiple of so many words: with 19,997 an H200 does them by kernels of an older GPU, which
 # took four times as long as with 20,000.
@@ -167,10 +155,8 @@ if triton is not None:
             total = tl.sum(sums, 0)
             tl.store(bias_sums + tl.program_id(1).to(tl.int64) * columns + column, total, mask=inside)
 
-    _NAMESPACE = namespace_of(__name__)
-
     # Operators to PyTorch, so that whoever counts what is launched sees them.
-    @torch.library.custom_op(f"{_NAMESPACE}::add_statistics", mutates_args=("statistics",))
+    @torch.library.custom_op("txl_hf::add_statistics", mutates_args=("statistics",))
     def add_statistics(logits: Tensor, bias: Tensor | None, targets: Tensor, statistics: Tensor, first: int) -> None:
         """Take a block of logits into what is known of the softmax of each row.
 
@@ -203,7 +189,7 @@ if triton is not None:
     def _(logits, bias, targets, statistics, first):
         return None
 
-    @torch.library.custom_op(f"{_NAMESPACE}::write_gradient", mutates_args=("output",))
+    @torch.library.custom_op("txl_hf::write_gradient", mutates_args=("output",))
     def write_gradient(
         logits: Tensor,
         bias: Tensor | None,

@@ -1,4 +1,5 @@
-"""Matrix products on CPU, by oneDNN where MKL is slow.
+"""The model's operators, faster: matrix products on CPU by oneDNN where MKL is slow, projections that compute no
+gradient for the memory, and dropout that draws four fates out of one random number.
 
 PyTorch multiplies fp32 matrices on x86 with MKL. On CPUs of other makers than Intel, MKL leaves AVX-512 unused, and
 oneDNN, which PyTorch also carries, is faster, for one row as for a thousand: by a third on an AMD that takes two turns
@@ -6,46 +7,36 @@ for 512 bits (Zen 4), twice as fast on later ones. It takes longer to begin, so 
 Intel's, MKL multiplies as fast, and wants no matrix brought into another layout before. In bf16 PyTorch asks oneDNN by
 itself, but for a single row not in the way that takes the least time.
 
-Layers are plain `nn.Linear`, so that whoever quantises, adapts or offloads them finds what he looks for; it is their
-caller who takes the faster product (`project`).
-"""
+Layers are plain `nn.Linear`, as quantisation, adapters and offloading expect them; `linear`, which the model calls,
+takes the faster product where a layer is nothing more.
+
+PyTorch's dropout on CPU draws each element's fate by itself, one after the other, which can be a fifth of a training
+step; a third of that is left here. And behind a ReLU nothing is kept but the result, which the next layer keeps
+anyway."""
 
 import functools
 import math
 import platform
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn import functional as F
 from torch.nn.modules import module as all_modules
 
-__all__ = [
-    "add_products",
-    "bf16_is_faster",
-    "is_by_intel",
-    "is_plain",
-    "is_transformed",
-    "is_wrapped",
-    "product",
-    "products",
-    "products_are_single",
-    "project",
-    "project_after",
-    "reads_columns_sooner",
-    "rounded",
-    "takes_part_plainly",
-    "working_dtype",
-]
+from ..transfo_xl.attention_transfo_xl import OPERATORS, working_dtype
 
 FEW_ROWS = 128
 # oneDNN takes some 10 µs to begin, and MKL one or two: where a matrix has no more numbers than the one, and a product
 # fewer multiplications than the other, MKL has ended by then. A larger matrix may have to come from memory first.
 SMALL_MATRIX = 1 << 16
 FEW_MULTIPLICATIONS = 1 << 20
-# Kinds of devices that know none. `torch.amp.is_autocast_available` would tell, but PyTorch 2.11 cannot compile it.
-WITHOUT_AUTOCAST = ("meta", "lazy", "vulkan", "fpga")
+# A dropout draw has 16 bits, so that a probability is met to 2**-16.
+DRAWS = 2**16
 
 
 def _has_onednn() -> bool:
@@ -242,13 +233,6 @@ def _is_single(a: Tensor, b: Tensor) -> bool:
     return len(a) == 1 and _onednn_takes(a, b)
 
 
-def working_dtype(states: Tensor) -> torch.dtype:
-    """What products of these states, (…), are computed in: autocast's type where it is on, or else their own."""
-    device = states.device.type
-    autocasts = device not in WITHOUT_AUTOCAST and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if autocasts else states.dtype
-
-
 def rounded(states: Tensor) -> tuple[Tensor, Tensor]:
     """The states, (…), for sums and norms; and in the type that products of them are computed in, for all products.
 
@@ -278,7 +262,7 @@ class _Rounded(torch.autograd.Function):
         return grad + grad_of_narrow, None
 
 
-def project(layer: nn.Module, states: Tensor) -> Tensor:
+def linear(layer: nn.Module, states: Tensor) -> Tensor:
     """`layer(states)`, by `product` where that is the same.
 
     A layer that has been replaced (quantised, adapted), hooked or given another forward (offloaded) is called.
@@ -294,32 +278,32 @@ def project(layer: nn.Module, states: Tensor) -> Tensor:
     return layer(states)
 
 
-def project_after(
-    memory: Tensor | None, segment: Tensor, first: nn.Module, second: nn.Module
-) -> tuple[Tensor, Tensor]:
-    """`project` of [memory, segment] by two layers.
+def linear_after(memory: Tensor | None, states: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
+    """`linear` of [memory, states] by two layers.
 
     Where the memory needs no gradient, none is computed for its rows, also where torch.compile traces; under autocast
     both are joined in its type.
 
     Args:
-        memory: (B, m, k) or None. segment: (B, L, k). first, second: linear layers, (…, k) → (…, n).
+        memory: (B, m, k) or None. states: (B, L, k). layers: two linear layers, (…, k) → (…, n).
 
     Returns:
         (B, m + L, n) of each layer.
     """
     if memory is None or memory.shape[1] == 0:
-        return project(first, segment), project(second, segment)
-    dtype = working_dtype(segment)
-    memory, segment = memory.to(dtype), segment.to(dtype)
-    if not memory.requires_grad and _is_trained_in_a_graph(segment, first, second):
-        return _ProjectionInAGraph.apply(memory, segment, first.weight.to(dtype), second.weight.to(dtype))
-    if memory.requires_grad or not (is_plain(memory) and _is_trained_plainly(segment, first, second)):
-        joined = torch.cat([memory, segment], dim=1)
-        return project(first, joined), project(second, joined)
-    # With all in one type, autocast casts nothing within.
-    weights = [layer.weight.to(dtype) for layer in (first, second)]
-    return _ProjectionAfterMemory.apply(memory, segment, *weights)[:2]
+        return [linear(layer, states) for layer in layers]
+    dtype = working_dtype(states)
+    memory, states = memory.to(dtype), states.to(dtype)
+    if not memory.requires_grad:
+        if _is_trained_in_a_graph(states, *layers):
+            return list(_ProjectionInAGraph.apply(memory, states, *(layer.weight.to(dtype) for layer in layers)))
+        if is_plain(memory) and _is_trained_plainly(states, *layers):
+            # With all in one type, autocast casts nothing within.
+            return list(
+                _ProjectionAfterMemory.apply(memory, states, *(layer.weight.to(dtype) for layer in layers))[:2]
+            )
+    joined = torch.cat([memory, states], dim=1)
+    return [linear(layer, joined) for layer in layers]
 
 
 def _is_trained_in_a_graph(states: Tensor, *layers: nn.Module) -> bool:
@@ -441,3 +425,119 @@ def is_wrapped(layer: nn.Module) -> bool:
         or all_modules._global_backward_hooks
         or all_modules._global_backward_pre_hooks
     )
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, (…, L, n) of (…, L, k) and (…, k, n).
+
+    One row reads all of b for little arithmetic. In a graph it is written so that a compiler makes one kernel of it
+    and all that follows. On a CPU keys are read row after row, each for one number, which takes a fifth less time
+    than as columns, in bf16 half of it; but see `reads_columns_sooner`.
+    """
+    if a.shape[-2] > 1:
+        return a @ b
+    if torch.compiler.is_compiling():
+        wide = torch.promote_types(a.dtype, torch.float32)
+        return (a.transpose(-1, -2).to(wide) * b.to(wide)).sum(dim=-2, keepdim=True).to(a.dtype)
+    by_rows = a.is_cpu and b.stride(-2) == 1 and not reads_columns_sooner(a)
+    return (b.transpose(-1, -2) @ a.transpose(-1, -2)).transpose(-1, -2) if by_rows else a @ b
+
+
+def keep_layout(rel_key: Tensor) -> Tensor:
+    """(H, n, Dh), laid out as one query reads it in the least time."""
+    if torch.compiler.is_compiling() or not reads_columns_sooner(rel_key):
+        return rel_key.contiguous()
+    return rel_key.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def dropout(module: nn.Module, states: Tensor) -> Tensor:
+    """`module(states)`, for states (…) of any shape. It draws from PyTorch's generator, but not as PyTorch does."""
+    if states.is_cpu and _is_drawn_here(states, module):
+        return _Drop.apply(states, module.p)
+    return module(states)
+
+
+def relu_dropout(module: nn.Module, states: Tensor) -> Tensor:
+    """`module(states.relu())`, for states (…) of any shape.
+
+    Where it is trained, PyTorch would keep the result of the ReLU and what was dropped, and read both backward. But
+    the result is 0 exactly where either of them has made it so, and there the gradient is 0.
+    """
+    if _is_drawn_here(states, module):
+        return _ReluAndDrop.apply(states, module.p)
+    if torch.compiler.is_compiling() and _drops(module):
+        # One mask for the backward pass of a graph, not one of each; NaN is not below 0.
+        kept = (torch.rand(states.shape, device=states.device) >= module.p) & ~(states <= 0)
+        return torch.where(kept, states / (1 - module.p), 0)
+    return dropout(module, states.relu())
+
+
+def _is_drawn_here(states: Tensor, dropout: nn.Module) -> bool:
+    # Without a gradient too: a checkpoint draws first without one, and then the same with one.
+    return _drops(dropout) and is_plain(states)
+
+
+def _drops(dropout: nn.Module) -> TypeGuard[nn.Dropout]:
+    """Whether it is ours and drops some and not all."""
+    return dropout.training and _is_ours(dropout) and 0 < dropout.p < 1
+
+
+def _is_ours(dropout: nn.Module) -> TypeGuard[nn.Dropout]:
+    """Whether it is PyTorch's own, and nobody but us has to do with it."""
+    return type(dropout) is nn.Dropout and not is_wrapped(dropout)
+
+
+def draw_and_drop(states: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """Dropout with probability p in (0, 1] on CPU, without a gradient.
+
+    Returns:
+        What is left, (…), and where it is: (…) bool. The one is states times the other times `scale_of(p)`.
+    """
+    count = states.numel()
+    numbers = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
+    kept = numbers.view(torch.int16)[:count].view(states.shape) > _dropped_draws(p) - DRAWS // 2 - 1
+    return (states * scale_of(p)).mul_(kept), kept
+
+
+def scale_of(p: float) -> float:
+    """By what `draw_and_drop` multiplies what it keeps, so that the mean stays."""
+    return DRAWS / (DRAWS - _dropped_draws(p)) if p < 1 else 0.0
+
+
+def _dropped_draws(p: float) -> int:
+    """How many of the DRAWS that are possible drop an element: some, and not all but where p = 1."""
+    return min(max(round(p * DRAWS), 1), DRAWS - 1) if p < 1 else DRAWS
+
+
+class _Drop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, states, p):
+        result, kept = draw_and_drop(states, p)
+        ctx.save_for_backward(kept)
+        ctx.scale = scale_of(p)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad):
+        (kept,) = ctx.saved_tensors
+        return (grad * ctx.scale).mul_(kept), None
+
+
+class _ReluAndDrop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, states, p):
+        if states.is_cpu:
+            result, ctx.scale = draw_and_drop(states.relu(), p)[0], scale_of(p)
+        else:
+            result, ctx.scale = F.dropout(states.relu(), p, training=True), 1 / (1 - p)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx, grad):
+        (result,) = ctx.saved_tensors
+        return torch.ops.aten.native_dropout_backward(grad, result != 0, ctx.scale), None
+
+
+for name in ("linear", "linear_after", "product", "matmul", "keep_layout", "dropout", "relu_dropout", "rounded"):
+    setattr(OPERATORS, name, globals()[name])

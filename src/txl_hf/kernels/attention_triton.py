@@ -50,17 +50,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .attention_transfo_xl_inputs import AttentionInputs
-from .linear_transfo_xl import working_dtype
-from .operators_transfo_xl import namespace_of
+from ..transfo_xl.attention_transfo_xl import AttentionInputs, Backend, register, working_dtype
 
 try:
     import triton
     import triton.language as tl
 except ImportError:
     triton = None
-
-__all__ = ["triton_relative_attention", "why_no_kernels", "why_not_triton", "why_triton_cannot_begin"]
 
 LOG2_E = 1.4426950408889634
 # Kernels built under Triton's interpreter run on the CPU; Triton decides at the same moment, when it decorates them.
@@ -71,6 +67,21 @@ OLDEST_TRITON = (3, 4)
 MOST_PROGRAMS = 65_535
 # Tests make it smaller, so that short sequences span several tiles.
 LARGEST_TILE = 128
+
+
+def _why_not(inputs: AttentionInputs) -> str | None:
+    if inputs.rel_key is None and inputs.rel_bias is not None:
+        return "its kernels take a score per distance beside a key per distance only"
+    return why_not_triton(inputs.query)
+
+
+def fastest_attention(heads: int, width: int, device: torch.device | str = "cuda") -> str | None:
+    """The name of the backend that a command takes for heads so wide, in half precision: these kernels on a GPU that
+    runs them, compiled first; None: the default."""
+    if not torch.cuda.is_available():
+        return None
+    query = torch.empty(1, heads, 1, width, dtype=torch.bfloat16, device=device)
+    return "txl_triton" if why_not_triton(query) is None else None
 
 
 def why_not_triton(query: Tensor) -> str | None:
@@ -846,7 +857,6 @@ if triton is not None:
         )
 
     # The package and copies of this file that came with a checkpoint can live in one process, each with its operators.
-    _NAMESPACE = namespace_of(__name__)
     _SCHEMA = (
         "Tensor query, Tensor key, Tensor value, Tensor? rel_key, Tensor? content_bias, Tensor? position_bias, "
         "Tensor? rel_bias, Tensor? key_mask, Tensor? first_key, Tensor? kept, SymInt? window, float scaling, "
@@ -854,7 +864,7 @@ if triton is not None:
     )
 
     @torch.library.custom_op(
-        f"{_NAMESPACE}::dropout_bits",
+        "txl_hf::dropout_bits",
         mutates_args=(),
         schema="(Tensor seed, Tensor? first_key, SymInt[] shape, SymInt? window, float dropout) -> Tensor",
     )
@@ -894,9 +904,7 @@ if triton is not None:
         """Numbers of 32 bits for a row of K keys: to the end of every kernel's last tile, and 16 bytes at a time."""
         return triton.cdiv(K, 128) * 4
 
-    @torch.library.custom_op(
-        f"{_NAMESPACE}::relative_attention", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)"
-    )
+    @torch.library.custom_op("txl_hf::relative_attention", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
     def relative_attention_op(*inputs):
         """The attended values, and log2 of the softmax's denominators (B, H, L) for the backward pass.
 
@@ -917,7 +925,7 @@ if triton is not None:
         return _empty_output(query)
 
     @torch.library.custom_op(
-        f"{_NAMESPACE}::relative_attention_backward",
+        "txl_hf::relative_attention_backward",
         mutates_args=(),
         schema=f"({_SCHEMA}, Tensor output, Tensor log_sum, Tensor d_output, bool[] needed)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -1020,3 +1028,6 @@ if triton is not None:
         return *(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), *(None,) * 6
 
     relative_attention_op.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+register(Backend("txl_triton", triton_relative_attention, why_not=_why_not, needs_hidden=False, captures=True))

@@ -12,11 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_transfo_xl_inputs import first_repeated
-from .dropout_transfo_xl import draw_and_drop, scale_of
-from .linear_transfo_xl import add_products, products, products_are_single
-
-__all__ = ["attend_tile_by_tile"]
+from ..transfo_xl.attention_transfo_xl import (
+    AttentionInputs,
+    Backend,
+    add_bias,
+    eager_relative_attention,
+    first_repeated,
+    needs_gradient,
+    register,
+)
+from .operators import add_products, draw_and_drop, is_by_intel, is_plain, products, products_are_single, scale_of
 
 # Where a tile has several heads. Of more queries it would hold more keys that they do not see; of fewer, or of fewer
 # heads than these many scores allow, its operations would be too small for what it takes to wake the other threads. Of
@@ -24,6 +29,81 @@ __all__ = ["attend_tile_by_tile"]
 TILE_QUERIES, TILE_SCORES = 256, 1 << 21
 # With fewer scores a head, oneDNN's products, of one head at a time, take most of their time to be set up.
 SINGLE_SCORES = 1 << 18
+
+
+# Fewer scores than this are computed sooner all at once.
+LARGE = 1 << 14
+# From how many numbers of a row's keys on plain products read them sooner for a single query than the fused attention
+# does: in a tenth less time, and in bf16 in less than half of it. On Intel's CPUs they take more, in bf16 twice it.
+MANY = {torch.float32: 1 << 20, torch.bfloat16: 1 << 16}
+
+
+def tiled_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
+    """On CPU, one head of one row of the batch at a time, so that its scores stay in the processor's cache.
+
+    Raises:
+        ValueError: there is no rel_key.
+    """
+    query, rel_key = inputs.query, inputs.rel_key
+    if rel_key is None:
+        raise ValueError("tiles are for relative positions, and there is no rel_key")
+    found = inputs.hidden_keys()
+    if found is None:
+        hidden = query.new_zeros(1, query.shape[2], 1)
+    else:
+        hidden = query.new_zeros(found[:, 0].shape).masked_fill_(found[:, 0], -torch.inf)
+    queries = (_scaled(query, bias, inputs.scaling) for bias in (inputs.content_bias, inputs.position_bias))
+    return attend_tile_by_tile(*queries, inputs.key, inputs.value, rel_key, hidden, inputs.dropout), None
+
+
+def _scaled(query: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
+    """(query + bias) · scaling, in one pass over the queries."""
+    if bias is None or scaling == 1:
+        return add_bias(query, bias) * scaling
+    return torch.add(bias[:, None].to(query.dtype) * scaling, query, alpha=scaling)
+
+
+def _why_not_tiles(inputs: AttentionInputs) -> str | None:
+    query, tensors = inputs.query, (inputs.query, inputs.key, inputs.value, inputs.rel_key)
+    if query.device.type != "cpu":
+        return f"the tensors are on {query.device.type}, not on a CPU"
+    if query.dtype == torch.float16:
+        return "tiles are not computed in torch.float16"
+    if inputs.rel_key is None or inputs.rel_bias is not None:
+        return "tiles are for sinusoidal relative positions only"
+    if not is_plain(*tensors):
+        return "a loop over heads and rows is no graph, and nothing for torch.func or forward mode"
+    if len({states.dtype for states in tensors}) > 1:
+        return "the tensors are of several types"
+    if torch.is_autocast_enabled("cpu") and query.dtype != torch.get_autocast_dtype("cpu"):
+        return "tiles know nothing of autocast"
+    return None
+
+
+def _tiles_pay(inputs: AttentionInputs) -> bool:
+    """Whether there are so many scores that tiles are faster, in this type, than PyTorch's attention or eager.
+
+    In bf16 a product takes less time than a pass over the scores: without a gradient the fused attention is faster,
+    and with one eager was so on AMD's CPUs.
+    """
+    query = inputs.query
+    if not query.is_cpu or query.shape[2] * inputs.key.shape[2] < LARGE:
+        return False
+    trained = needs_gradient(query) or inputs.dropout > 0
+    return query.dtype == torch.float32 or (query.dtype == torch.bfloat16 and trained and is_by_intel())
+
+
+def _is_long_row(inputs: AttentionInputs) -> bool:
+    """Whether each row has one query for many keys, on a CPU that is not of Intel.
+
+    A graph is not asked, which would be bound to their number. Rows are not counted together: in bf16 a text would be
+    read otherwise beside others than alone.
+    """
+    query, key = inputs.query, inputs.key
+    if not query.is_cpu or query.shape[2] > 1 or query.dtype not in MANY:
+        return False
+    many = inputs.rel_key is not None and is_plain(query, key) and key.numel() >= MANY[query.dtype] * len(key)
+    return many and not is_by_intel()
 
 
 def attend_tile_by_tile(
@@ -208,3 +288,7 @@ def _scores_and_by_distance(like: Tensor) -> tuple[Tensor, Tensor]:
     buffer = like.new_empty(n, L * (K + 1))
     buffer[:, :L] = 0
     return buffer[:, L:].view(n, L, K), buffer.view(n, L, K + 1)[..., 1:]
+
+
+register(Backend("txl_tiles", tiled_relative_attention, why_not=_why_not_tiles, suits=_tiles_pay))
+register(Backend("txl_row", eager_relative_attention, suits=_is_long_row, follows_order=True, captures=True))
