@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from txl_hf import TransfoXLConfig, TransfoXLTokenizer
 from txl_hf import TransfoXLPreTrainedModel as Model
+from txl_hf.evaluation.cards import write_model_card
 from txl_hf.files import sync
 
 from .arguments import FAMILIES, OPTIONS, SETTINGS, parse_arguments, path_problem
@@ -232,7 +233,7 @@ def write_card(
     rows = [f"| {name} | {value} |" for name, value in describe_settings(model.config).items()]
     origin = ORIGIN.format(origin=checkpoint.origin, family=arguments.family, settings="\n".join(rows))
     title = arguments.push_to_hub or arguments.output.absolute().name
-    model.write_model_card(folder / "README.md", title, origin=origin, tokenizer=has_tokenizer)
+    write_model_card(folder / "README.md", model, title, origin=origin, tokenizer=has_tokenizer)
 
 
 def describe_settings(config: TransfoXLConfig) -> dict:

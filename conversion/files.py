@@ -3,7 +3,7 @@
 from itertools import islice
 from pathlib import Path
 
-from txl_hf.transfo_xl.unpickle_transfo_xl import StandIn, shown
+from txl_hf.legacy.unpickle import StandIn, shown
 
 from .layout import ConversionError, Source
 from .torch_file import StoredTensor

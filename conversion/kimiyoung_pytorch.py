@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from txl_hf.transfo_xl.unpickle_transfo_xl import StandIn
+from txl_hf.legacy.unpickle import StandIn
 
 from . import arguments, torch_file, vocabulary
 from .files import code_span, describe, find_file, state_dict_sources

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from txl_hf.transfo_xl.unpickle_transfo_xl import StandIn
+from txl_hf.legacy.unpickle import StandIn
 
 from . import arguments, kimiyoung_pytorch, torch_file, vocabulary
 from .files import code_span, describe, find_file, state_dict_sources

@@ -7,7 +7,7 @@ checkpoint does not hold them.
 
 from pathlib import Path
 
-from txl_hf.transfo_xl.vocabulary_transfo_xl import order_symbols
+from txl_hf.legacy.vocabulary import order_symbols
 
 from . import torch_file
 from .files import code_span, describe

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from txl_hf.transfo_xl.unpickle_transfo_xl import (
+from txl_hf.legacy.unpickle import (
     Machine,
     Name,
     Record,
@@ -26,7 +26,7 @@ from txl_hf.transfo_xl.unpickle_transfo_xl import (
     checksum_differs,
     shown,
 )
-from txl_hf.transfo_xl.unpickle_transfo_xl import load as load_pickle
+from txl_hf.legacy.unpickle import load as load_pickle
 
 MAX_DIMENSIONS = 8
 STORAGE_SIZE = 400  # bytes that a `Storage` takes

@@ -24,6 +24,7 @@ from transformers import (
     AutoTokenizer,
 )
 
+from . import legacy as _legacy  # noqa: F401  # lets the tokenizer read vocab.pkl
 from .data.streams import TokenStream
 from .data.text_stream import TextStream
 from .evaluation.continuous_cache import ContinuousCache

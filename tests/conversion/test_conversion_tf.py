@@ -13,7 +13,7 @@ from goldens import golden
 from txl_hf import TransfoXLConfig
 from txl_hf.conversion import command_line, kimiyoung_tf, layout, tf_checkpoint
 from txl_hf.conversion.tf_checkpoint import TensorBundle, TensorBundleError, masked_crc32c
-from txl_hf.transfo_xl.unpickle_transfo_xl import UnsafePickleError
+from txl_hf.legacy.unpickle import UnsafePickleError
 
 GOLDENS = {path.parent.name: path.parent for path in sorted(golden("kimiyoung_tf").glob("*/golden.json"))}
 FUZZ = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)

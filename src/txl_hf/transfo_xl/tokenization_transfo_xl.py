@@ -38,23 +38,23 @@ from transformers import PreTrainedTokenizerFast
 
 from .tokenization_transfo_xl_backend import (
     BYTE_SYMBOLS,
+    HALVES,
     LINE_END_MODES,
     MODES,
     as_written,
     build_backend,
     check_lines,
     check_mode,
+    check_symbols,
     count_symbols,
     flatten,
     modes_of,
     open_lines,
+    read_vocabulary,
     set_steps,
     spelling_backend,
     split_symbols,
 )
-from .vocabulary_transfo_xl import HALVES, check_symbols, read_vocab_pickle, read_vocab_text
-
-__all__ = ["TransfoXLTokenizer"]
 
 # Special tokens of a vocabulary trained from text, per mode. A closed alphabet has neither an unknown nor an end.
 _TRAINING_SPECIALS: dict[str, dict[str, str | None]] = {
@@ -186,9 +186,9 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         else:
             mode, lower_case = mode or "moses", bool(lower_case)
             if pretrained_vocab_file is not None:
-                symbols = read_vocab_pickle(pretrained_vocab_file)
+                symbols = read_vocabulary(pretrained_vocab_file, "vocab.pkl")
             elif vocab_file is not None:
-                symbols = read_vocab_text(vocab_file)
+                symbols = read_vocabulary(vocab_file, "vocab.txt")
             else:
                 raise ValueError(
                     "TransfoXLTokenizer needs a vocabulary: tokenizer.json or a legacy vocab.pkl, .bin or .txt; "
