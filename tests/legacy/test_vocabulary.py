@@ -109,7 +109,7 @@ def test_ids_of_added_tokens_that_cannot_be_kept_are_named(tmp_path, added, woul
 
 def test_ids_that_legacy_gave_to_two_symbols_come_with_a_remedy(tmp_path):
     """It numbered the special tokens of a vocabulary that it built itself before there was one."""
-    message = "here 0 is '.*', so that legacy read two symbols as one: without added_tokens_decoder in .*, 'the' is 2$"
+    message = "'the' has id 0 in .* would get 2: .*; without that entry in the file, 'the' is 2$"
     with pytest.raises(ValueError, match=message):
         AutoTokenizer.from_pretrained(legacy_folder(tmp_path, {"the": 0}))
 
