@@ -5,11 +5,12 @@ from typing import Any
 
 from txl_hf.legacy.unpickle import StandIn
 
-from . import arguments, torch_file, vocabulary
+from . import torch_file, vocabulary
 from .files import code_span, describe, find_file, state_dict_sources
 from .layout import (
     Checkpoint,
     ConversionError,
+    Family,
     Source,
     Vocabulary,
     drop_copies,
@@ -35,7 +36,9 @@ TABLE = [
     ("layers.{l}.dec_attn.{name}", "transformer.layers.{l}.dec_attn.{name}", None),
     ("layers.{l}.pos_ff.{name}", "transformer.layers.{l}.pos_ff.{name}", None),
 ]
-EXPECTED = arguments.EXPECTED["kimiyoung-pytorch"]
+EXPECTED = "expected model.pt, the module pickled by the original's train.py"
+# Settings that the checkpoint holds.
+TRAINED = ("mem_len", "clamp_len", "same_length", "tgt_len")
 MAX_MODULES, MAX_NAME = 10_000, 200  # the largest published model has 500 parts, in names of 40 characters
 
 
@@ -86,7 +89,7 @@ def from_state(
     if "tie_projs" not in fields:
         fields |= tying_fields(tensors, fields)
     drop_copies(tensors, fields)
-    explained = dict.fromkeys(arguments.SETTINGS, "as the checkpoint was trained")
+    explained = dict.fromkeys(TRAINED, "as the checkpoint was trained")
     return Checkpoint(fields, tensors, origin, size, symbols, explained=explained)
 
 
@@ -148,3 +151,6 @@ def _attribute(module: object, name: str, kind: Any) -> Any:
     if not isinstance(value, kind):
         raise ConversionError(f"the pickled module's attribute {name} is missing or of the wrong kind")
     return value
+
+
+FAMILY = Family("kimiyoung-pytorch", EXPECTED, read)

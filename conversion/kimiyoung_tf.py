@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from . import arguments, vocabulary
+from . import vocabulary
 from .files import code_span
-from .layout import Checkpoint, ConversionError, Source, fields_from_shapes, map_names
+from .layout import Checkpoint, ConversionError, Family, Source, fields_from_shapes, map_names
 from .tf_checkpoint import TensorBundle
 
 # Variable under `transformer/` (tf/model.py), tensor of the legacy layout, what changes. These are also those of what
@@ -52,7 +52,7 @@ PUBLISHED_EVALUATION = {
     "text8": {"mem_len": 3800, "clamp_len": 1000, "same_length": True, "tgt_len": 128},
     "lm1b": {"mem_len": 128, "clamp_len": -1, "same_length": True, "tgt_len": 32},
 }
-EXPECTED = arguments.EXPECTED["kimiyoung-tf"]
+EXPECTED = "expected model.ckpt-N (its .index and .data files) or the folder that holds it"
 
 
 def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
@@ -185,3 +185,6 @@ def _likely_dataset(fields: dict[str, Any]) -> str:
     if not fields["cutoffs"]:
         return "enwik8"
     return "wt103" if fields.get("proj_same_dim", True) else "lm1b"
+
+
+FAMILY = Family("kimiyoung-tf", EXPECTED, read)

@@ -112,6 +112,18 @@ class Checkpoint:
     explained: dict = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Family:
+    """Who wrote a checkpoint: the name for `--from`, what is expected for `--checkpoint`, and the reader of both.
+
+    `read(checkpoint, corpus)` returns the `Checkpoint` and raises ConversionError.
+    """
+
+    name: str
+    expected: str
+    read: Callable[[Path, Path | None], Checkpoint]
+
+
 def map_names(sources: list[Source], table: list[tuple]) -> dict[str, Source]:
     """Return {legacy name: Source} for `sources` by `table`.
 

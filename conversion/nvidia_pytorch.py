@@ -6,9 +6,9 @@ from typing import Any
 
 from txl_hf.legacy.unpickle import StandIn
 
-from . import arguments, kimiyoung_pytorch, torch_file, vocabulary
+from . import kimiyoung_pytorch, torch_file, vocabulary
 from .files import code_span, describe, find_file, state_dict_sources
-from .layout import Checkpoint, ConversionError, Source, Vocabulary
+from .layout import Checkpoint, ConversionError, Family, Source, Vocabulary
 
 # Name in model_state (pytorch/mem_transformer.py, utils/proj_adaptive_softmax.py), legacy tensor, what changes. The
 # rest is as in the original it derives from.
@@ -18,7 +18,7 @@ TABLE = [
     ("crit.shared_out_projs.{i}", None, None),  # a second name for word_emb.emb_projs.{i}
     *kimiyoung_pytorch.TABLE,
 ]
-EXPECTED = arguments.EXPECTED["nvidia"]
+EXPECTED = "expected checkpoint_best.pt or checkpoint_last.pt, a dictionary with model_config and model_state"
 # The arguments of the model's class, in model_config, that are fields of TransfoXLConfig, and their types.
 MODEL_CONFIG = {
     "n_layer": int,
@@ -103,3 +103,6 @@ def _symbols(saved: dict[str, Any], corpus: Path | None, path: Path) -> Vocabula
     if isinstance(vocab, StandIn) and "idx2sym" in vocab.attributes:
         return vocabulary.from_stand_in(vocab, dataset, path.name)
     return None
+
+
+FAMILY = Family("nvidia", EXPECTED, read)

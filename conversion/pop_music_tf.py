@@ -11,8 +11,8 @@ from txl_hf.legacy.vocabulary import order_symbols
 
 from . import torch_file
 from .files import code_span, describe
-from .kimiyoung_tf import LAYERS, find_prefix, read_bundle
-from .layout import Checkpoint, ConversionError, Source, Vocabulary, fields_from_shapes
+from .kimiyoung_tf import EXPECTED, LAYERS, find_prefix, read_bundle
+from .layout import Checkpoint, ConversionError, Family, Source, Vocabulary, fields_from_shapes
 
 # Variable under `transformer/` (modules.py), tensor of the legacy layout, what changes. Keras numbers the layers that
 # have no name: {n} is empty in the first and counts on from there.
@@ -79,3 +79,6 @@ def read_dictionary(path: Path) -> Vocabulary:
     if len(set(symbols)) < len(symbols):
         raise ConversionError(f"{path} has two events that differ in their blanks alone")
     return Vocabulary(symbols, "whitespace", lower_case=False)
+
+
+FAMILY = Family("remi", EXPECTED, read)

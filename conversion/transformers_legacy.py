@@ -17,9 +17,9 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from txl_hf import TransfoXLConfig
 
-from . import arguments, torch_file
+from . import torch_file
 from .files import belongs, code_span, find_file, state_dict_sources
-from .layout import Checkpoint, ConversionError, Source, drop_copies, fields_from_shapes, map_names
+from .layout import Checkpoint, ConversionError, Family, Source, drop_copies, fields_from_shapes, map_names
 
 # Name in the state dict, the same in the layout. With shared biases (untie_r false) every layer lists the pair again.
 TABLE = [
@@ -28,7 +28,7 @@ TABLE = [
     ("crit.{name}", "crit.{name}", None),
     ("score.weight", "score.weight", None),
 ]
-EXPECTED = arguments.EXPECTED["transformers"]
+EXPECTED = "expected a folder with config.json and pytorch_model.bin or model.safetensors"
 WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX_FILES = tuple(f"{name}.index.json" for name in WEIGHTS_FILES)  # of weights in several files
 TOKENIZER_FILES = ("vocab.pkl", "vocab.bin", "vocab.txt", "tokenizer.json")
@@ -158,3 +158,6 @@ def _pickled_sources(path: Path) -> list[Source]:
     # The storages of another file have the same keys.
     sources = state_dict_sources(torch_file.load(path), path)
     return [replace(source, place=(path, source.place)) for source in sources]
+
+
+FAMILY = Family("transformers", EXPECTED, read)
