@@ -7,16 +7,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
 from ..files import is_repo_id, name_of, write_text
 
-# What `txl-train` leaves beside the model.
-RESULTS = "results.json"
-# Of which a model of `txl-train` has figures.
+RESULTS = "results.json"  # what `txl-train` leaves beside the model, with figures of these splits
 SCORED = ("validation", "test")
-
 METRICS = {"perplexity": "Perplexity", "bits_per_token": "Bits per token"}
 # The task under which the Hub lists a model. It cannot tell the task from code that comes with the model.
 TASKS = {
@@ -168,49 +167,35 @@ def weights_digest(folder: Path) -> str:
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """`results.json` of the model in a folder; nothing where there is none, or one of other weights.
-
-    `"weights"`, the `weights_digest`, says of which it is. In a file without, as another program writes it, the times
-    do: one that is older than the weights is of others.
-    """
-    path = folder / RESULTS
+    """`results.json` of the model in a folder; nothing where there is none, or one of other weights, as its "weights",
+    the `weights_digest`, says."""
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(results, dict):
-            return {}
-        if "weights" in results:
-            return results if results["weights"] == weights_digest(folder) else {}
-        written = path.stat().st_mtime_ns
-        stale = any(weights.stat().st_mtime_ns > written for weights in saved_weights(folder))
+        results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {} if stale else results
+    is_ours = isinstance(results, dict) and results.get("weights", "") in ("", weights_digest(folder))
+    return results if is_ours else {}
 
 
 def results_of_folder(folder: Path, dataset: str) -> list[EvalResult]:
-    """What `results.json` says of the model in a folder, as `read_results` finds it; of what another program has
-    written, what has the form of `to_results`."""
-    results = read_results(folder)
-    splits = {split: results.get(split) for split in SCORED}
+    """What `results.json` says of the model in a folder, in the form of `to_results`."""
+    splits = {split: values for split, values in read_results(folder).items() if split in SCORED}
     return to_results({split: values for split, values in splits.items() if isinstance(values, dict)}, dataset)
 
 
 def origin() -> dict[str, Any]:
     """With what something was computed: versions, and the commit where the package runs from a repository."""
-    # Of what is imported, which need not be installed (a folder on the path), and whose builds only the modules name.
-    import torch
-    import transformers
-
     from .. import __version__
 
-    versions = {"txl-hf": __version__, "transformers": transformers.__version__, "torch": str(torch.__version__)}
-    package = Path(__file__).parent
-    try:
-        found = subprocess.run(
-            ["git", "-C", package, "describe", "--always", "--dirty", "--exclude=*"], capture_output=True, text=True
-        )
-        tracked = subprocess.run(["git", "-C", package, "ls-files", "--error-unmatch", __file__], capture_output=True)
-    except OSError:
-        return {"versions": versions, "commit": None}
-    known = found.returncode == 0 and tracked.returncode == 0
-    return {"versions": versions, "commit": found.stdout.strip() if known else None}
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    tracked = git("ls-files", "--error-unmatch", __file__) is not None
+    return {
+        "versions": {"txl-hf": __version__, "transformers": transformers.__version__, "torch": str(torch.__version__)},
+        "commit": git("describe", "--always", "--dirty", "--exclude=*") if tracked else None,
+    }

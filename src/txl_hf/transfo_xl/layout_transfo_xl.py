@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -105,6 +104,7 @@ COMPUTED = [r"pos_emb\.inv_freq", r"self_attn\.(content|position)_bias"]
 NEEDED = re.compile(r"(transformer|lm_head)\.")
 NEEDED_WITHOUT_HEAD = re.compile(r"(embed_tokens|embed_vectors|layers)\.|(content_bias|position_bias|r_emb|r_bias)$")
 LANGUAGE_MODELS = {"TransfoXLForCausalLM", "TransfoXLLMHeadModel"}
+MEND = "; ignore_mismatched_sizes=True makes these anew, for a model that is then trained"
 
 
 class CheckpointError(ValueError, RuntimeError):
@@ -183,13 +183,11 @@ class TransfoXLLayoutModel(PreTrainedModel):
         if os.path.isfile(save_directory):
             raise NotADirectoryError(f"save_directory={os.fspath(save_directory)!r} is a file: name a folder")
         self.config.auto_map = dict(AUTO_MAP)
-        # The configuration says what loading ties, and may have changed since the model was made.
-        tied = self.get_expanded_tied_weights_keys()
-        untied = (self._tied_weights_keys or {}).keys() - tied.keys()
-        if untied and kwargs.get("state_dict") is None:
-            kwargs["state_dict"] = self.state_dict()
-        if kwargs.get("state_dict") is not None:
-            kwargs["state_dict"] = _without_copies(kwargs["state_dict"], tied, untied)
+        # The configuration says what loading ties, and may have changed since the model was made, as PEFT does: a
+        # tensor that shares memory with another, but is no longer tied to it, would be left out.
+        if untied := (self._tied_weights_keys or {}).keys() - self.get_expanded_tied_weights_keys().keys():
+            state = dict(kwargs.get("state_dict") or self.state_dict())
+            kwargs["state_dict"] = state | {name: state[name].clone() for name in untied & state.keys()}
         if getattr(self, "hf_quantizer", None) is not None:
             # Quantised matrices have scales and more beside them, which joining q, k and v would leave behind.
             kwargs["save_original_format"] = False
@@ -225,30 +223,6 @@ def _write_code(folder: str | os.PathLike):
     modeling = Path(__file__).with_name("modeling_transfo_xl.py")
     for file in (modeling, *map(Path, get_relative_import_files(modeling))):
         shutil.copyfile(file, Path(folder, file.name))
-
-
-def _without_copies(
-    state_dict: Mapping[str, Tensor], tied: Mapping[str, str], untied: Iterable[str]
-) -> dict[str, Tensor]:
-    """All of a state dict but the tensors that equal what they are tied to; `tied` has the names of both.
-
-    transformers leaves out tensors that share memory, which those gathered from shards do not. A tensor of a head that
-    PEFT has trained in full and merged, or that somebody has untied, has such a name and differs. Those in `untied`
-    get a memory of their own.
-    """
-    kept = dict(state_dict)
-    kept |= {name: kept[name].clone() for name in untied if name in kept and not kept[name].is_meta}
-    for name, source in tied.items():
-        tensor, other = state_dict.get(name), state_dict.get(source)
-        # Offloaded tensors are not here to be compared; transformers knows which of them are tied.
-        if tensor is None or other is None or tensor.is_meta or other.is_meta:
-            continue
-        if tensor.dtype == other.dtype and torch.equal(tensor, other.to(tensor.device)):
-            del kept[name]
-    return kept
-
-
-MEND = "; ignore_mismatched_sizes=True makes these anew, for a model that is then trained"
 
 
 def _listed(names: Iterable[str], separator: str = ", ") -> str:
