@@ -48,15 +48,6 @@ def code_span(name: str) -> str:
     return "`" + "".join(letter if letter.isprintable() and letter != "`" else "?" for letter in name) + "`"
 
 
-def belongs(path: Path, folder: Path) -> bool:
-    """Return whether `path`, in the folder of a checkpoint, is a file of it and no link to a file elsewhere.
-
-    The Hub's cache keeps the files of all revisions in one folder, blobs, and links to them.
-    """
-    target, home = path.resolve(), folder.resolve()
-    return target.is_relative_to(home) or target.is_relative_to(home.parent.parent / "blobs")
-
-
 def describe(value: object) -> str:
     """Return a few words for an unpickled value, for error messages."""
     if isinstance(value, StandIn):

@@ -51,7 +51,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     model = torch_file.load(path)
     if isinstance(model, StandIn) and "vocab" in model.attributes:
         symbols, _ = vocabulary.read_corpus(path)
-        return Checkpoint({}, {}, origin=f"the corpus {code_span(path.name)}", size=0, vocabulary=symbols)
+        return Checkpoint({}, {}, origin=f"the corpus {code_span(path.name)}", vocabulary=symbols)
     if isinstance(model, dict) and "model_state" in model:
         raise ConversionError(f"{path} is a checkpoint of NVIDIA's (--from nvidia); {EXPECTED}")
     for _ in range(2):  # wrapped for several GPUs, for fp16, or for both
@@ -62,7 +62,6 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
         state_dict_sources(_named_tensors(model), path),
         _module_fields(model),
         origin=f"the PyTorch checkpoint {code_span(path.name)} of kimiyoung/transformer-xl",
-        size=path.stat().st_size,
         symbols=vocabulary.read_corpus(corpus)[0] if corpus is not None else None,
     )
 
@@ -71,11 +70,10 @@ def from_state(
     sources: list[Source],
     fields: dict[str, Any],
     origin: str,
-    size: int,
     symbols: Vocabulary | None = None,
     table: list[tuple] = TABLE,
 ) -> Checkpoint:
-    """Return the `Checkpoint` of a state dict of this original's layout, of `size` bytes.
+    """Return the `Checkpoint` of a state dict of this original's layout.
 
     `fields` are TransfoXLConfig fields that its shapes do not say, `cutoffs` among them; `symbols` is the Vocabulary.
     """
@@ -90,7 +88,7 @@ def from_state(
         fields |= tying_fields(tensors, fields)
     drop_copies(tensors, fields)
     explained = dict.fromkeys(TRAINED, "as the checkpoint was trained")
-    return Checkpoint(fields, tensors, origin, size, symbols, explained=explained)
+    return Checkpoint(fields, tensors, origin, symbols, explained=explained)
 
 
 def _modules(module: object) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Checkpoints of the TensorFlow original (kimiyoung/transformer-xl, tf/): `model.ckpt-N.*` and `corpus-info.json`."""
 
 import functools
-import glob
 import re
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     ConversionError, TensorBundleError or UnsafePickleError.
     """
     prefix = find_prefix(Path(checkpoint))
-    tensors, size = read_bundle(prefix, TABLE)
+    tensors = read_bundle(prefix, TABLE)
     info = vocabulary.read_corpus_info(_folders(prefix, corpus))
     dataset = info.get("dataset")
     symbols = None
@@ -83,7 +82,6 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     return Checkpoint(
         fields=fields,
         tensors=tensors,
-        size=size,
         vocabulary=symbols,
         origin=f"the TensorFlow checkpoint {code_span(prefix.name)} of kimiyoung/transformer-xl{named}",
         explained=dict.fromkeys(PUBLISHED_EVALUATION[published], reason),
@@ -124,8 +122,8 @@ def _folders(prefix: Path, corpus: Path | None) -> list[Path]:
     return folders
 
 
-def read_bundle(prefix: Path, table: list[tuple]) -> tuple[dict[str, Source], int]:
-    """Return the tensors of the bundle at `prefix`, by `table`, and its size on disk in bytes."""
+def read_bundle(prefix: Path, table: list[tuple]) -> dict[str, Source]:
+    """Return the tensors of the bundle at `prefix`, by `table`."""
     bundle = TensorBundle(prefix)
     sources = [
         Source(name, entry.shape, functools.partial(bundle.read, name))
@@ -134,7 +132,7 @@ def read_bundle(prefix: Path, table: list[tuple]) -> tuple[dict[str, Source], in
     ]
     tensors = map_names(sources, [(f"transformer/{name}", target, change) for name, target, change in table])
     _stacked_biases_apart(tensors)
-    return tensors, sum(path.stat().st_size for path in prefix.parent.glob(f"{glob.escape(prefix.name)}.data-*"))
+    return tensors
 
 
 def _stacked_biases_apart(tensors: dict[str, Source]) -> None:

@@ -95,8 +95,8 @@ class Checkpoint:
     """What a family's reader found.
 
     `fields` are arguments of TransfoXLConfig; `explained` says for some of them where the value comes from; `tensors`
-    maps names of the legacy layout to `Source`; `origin` completes the model card's "The weights are those of"; `size`
-    is that of the checkpoint on disk in bytes. The text side is a `vocabulary`, or a folder that TransfoXLTokenizer
+    maps names of the legacy layout to `Source`; `origin` completes the model card's "The weights are those of".
+    The text side is a `vocabulary`, or a folder that TransfoXLTokenizer
     loads, or neither. `head` is one of `MODELS`. `generation` is how it writes, where that is said. Without `tensors`
     there is a vocabulary alone.
     """
@@ -104,7 +104,6 @@ class Checkpoint:
     fields: dict
     tensors: dict
     origin: str
-    size: int
     vocabulary: Vocabulary | None = None
     tokenizer: Path | None = None
     head: str = "softmax"

@@ -62,7 +62,6 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
         [_heads_apart(source, fields) for source in sources],
         fields,
         origin=f"the checkpoint {code_span(path.name)} of NVIDIA's DeepLearningExamples, Transformer-XL for PyTorch",
-        size=path.stat().st_size,
         symbols=_symbols(saved, corpus, path),
         table=TABLE,
     )

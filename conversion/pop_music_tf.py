@@ -48,7 +48,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     ConversionError, TensorBundleError or UnsafePickleError.
     """
     prefix = find_prefix(Path(checkpoint))
-    tensors, size = read_bundle(prefix, TABLE)
+    tensors = read_bundle(prefix, TABLE)
     fields = fields_from_shapes(tensors) | SETTINGS | QUIRKS
     projected = "transformer.word_emb.emb_projs.0" in tensors
     fields |= {"cutoffs": [], "tie_word_embeddings": True, "tie_projs": [projected], "eos_token_id": None}
@@ -56,7 +56,6 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     return Checkpoint(
         fields=fields,
         tensors=tensors,
-        size=size,
         vocabulary=read_dictionary(dictionary) if corpus is not None or dictionary.is_file() else None,
         origin=f"the checkpoint {code_span(prefix.name)} of Pop Music Transformer (YatingMusic/remi)",
         explained=dict.fromkeys(SETTINGS, "as its model.py has it"),

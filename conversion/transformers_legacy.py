@@ -18,7 +18,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from txl_hf import TransfoXLConfig
 
 from . import torch_file
-from .files import belongs, code_span, find_file, state_dict_sources
+from .files import code_span, find_file, state_dict_sources
 from .layout import Checkpoint, ConversionError, Family, Source, drop_copies, fields_from_shapes, map_names
 
 # Name in the state dict, the same in the layout. With shared biases (untie_r false) every layer lists the pair again.
@@ -32,8 +32,6 @@ EXPECTED = "expected a folder with config.json and pytorch_model.bin or model.sa
 WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX_FILES = tuple(f"{name}.index.json" for name in WEIGHTS_FILES)  # of weights in several files
 TOKENIZER_FILES = ("vocab.pkl", "vocab.bin", "vocab.txt", "tokenizer.json")
-# Whatever is read here that says something in words.
-WORDS = ("*.json", "*.jinja", "vocab.*", "additional_chat_templates/*")
 
 
 def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
@@ -51,15 +49,10 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
         raise ConversionError(f"{folder} does not exist; {EXPECTED}")
     tokenizer_files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     generation_file = folder / GENERATION_CONFIG_NAME
-    for path in sorted(path for pattern in WORDS for path in folder.glob(pattern)):
-        if not belongs(path, folder):  # its words would end in the output, and on the Hub
-            raise ConversionError(
-                f"{path} is a link to a file elsewhere, {path.resolve()}; copy it if it belongs here"
-            )
     if tokenizer_files and not any(
         (folder / name).is_file() for name in ("config.json", *WEIGHTS_FILES, *INDEX_FILES)
     ):
-        return Checkpoint({}, {}, origin=f"the tokenizer {code_span(folder.resolve().name)}", size=0, tokenizer=folder)
+        return Checkpoint({}, {}, origin=f"the tokenizer {code_span(folder.resolve().name)}", tokenizer=folder)
     written, fields = _read_config(folder)
     # In the order of `from_pretrained`.
     each = tuple(name for pair in zip(WEIGHTS_FILES, INDEX_FILES, strict=True) for name in pair)
@@ -77,7 +70,6 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
         fields,
         tensors,
         origin=f"the legacy transformers checkpoint {code_span(folder.resolve().name)} ({path.name})",
-        size=sum(file.stat().st_size for file in files),
         tokenizer=folder if tokenizer_files else None,
         head=_head(tensors),
         generation=_read_generation(generation_file, written | fields),
