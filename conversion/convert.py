@@ -11,7 +11,7 @@
 
 import sys
 
-from txl_hf.conversion.command_line import main
+from txl_hf.conversion.command_line import main  # type: ignore[import-not-found]  # its name once installed
 
 if __name__ == "__main__":
     sys.exit(main())

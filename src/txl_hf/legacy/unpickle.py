@@ -288,6 +288,7 @@ _CONSTANTS = frozenset(
     "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING BINBYTES"
     " SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8".split()
 )
+_MARK: Any = object()
 # Instructions that push a new value, and those of the framing, which change nothing.
 _PUSHED: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None,
@@ -303,7 +304,6 @@ _IGNORED = ("PROTO", "FRAME")
 # Those that may be long begin with their length, in so many bytes.
 _LENGTHS = {"BINSTRING": 4, "BINBYTES": 4, "BINUNICODE": 4, "BINBYTES8": 8, "BYTEARRAY8": 8, "BINUNICODE8": 8}
 _LONG_CONSTANT = Name("builtins", "bytes")
-_MARK = object()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,6 +1,7 @@
 """Transformer-XL model configuration."""
 
 import math
+import sys
 from dataclasses import fields
 from difflib import get_close_matches
 
@@ -12,10 +13,16 @@ from .positions_transfo_xl import POSITIONS, Positions
 
 logger = logging.get_logger(__name__)
 
-CHOICES = {"init": ("normal", "uniform"), "initial_memory": ("zeros", "empty"), "gating": (None, "gru")}
-CHOICES["problem_type"] = (None, "regression", "single_label_classification", "multi_label_classification")
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "init": ("normal", "uniform"),
+    "initial_memory": ("zeros", "empty"),
+    "gating": (None, "gru"),
+    "problem_type": (None, "regression", "single_label_classification", "multi_label_classification"),
+}
 LEAST = {"vocab_size": 0, "d_model": 1, "d_embed": 1, "n_head": 1, "d_head": 1, "d_inner": 1, "n_layer": 1}
 LEAST |= {"div_val": 1, "input_size": 1, "max_klen": 1}
+MOST = {"dropout": 1.0, "dropatt": 1.0}
+MOST |= dict.fromkeys(("layer_norm_epsilon", "init_range", "proj_init_std", "init_std"), sys.float_info.max)
 
 
 @strict
@@ -237,9 +244,8 @@ class TransfoXLConfig(PreTrainedConfig):
         self.check_lengths(mem_len=self.mem_len, ext_len=self.ext_len, tgt_len=self.tgt_len)
         if self.positions.spans_heads and self.n_head * self.d_head != self.d_model:
             raise ValueError(
-                f"n_head={self.n_head} times d_head={self.d_head} must be d_model={self.d_model}: "
-                f"attn_type={self.attn_type} "
-                "adds its learned positions, (n_head, d_head) each, to the hidden states"
+                f"n_head={self.n_head} times d_head={self.d_head} must be d_model={self.d_model}: attn_type="
+                f"{self.attn_type} adds its learned positions, (n_head, d_head) each, to the hidden states"
             )
         for name, choices in CHOICES.items():
             if (choice := getattr(self, name)) not in choices:
@@ -268,12 +274,9 @@ class TransfoXLConfig(PreTrainedConfig):
             )
 
     def _validate_numbers(self):
-        for name in ("dropout", "dropatt"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1")
-        for name in ("layer_norm_epsilon", "init_range", "proj_init_std", "init_std"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be a finite number that is not negative")
+        for name, most in MOST.items():
+            if not 0 <= getattr(self, name) <= most:
+                raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and {most}")
         if not math.isfinite(self.gate_bias):
             raise ValueError(f"gate_bias={self.gate_bias} must be a finite number")
 

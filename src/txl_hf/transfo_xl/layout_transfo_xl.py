@@ -237,7 +237,7 @@ def _from_disk_layout(state_dict: Mapping[str, Tensor], own: Container[str]) -> 
     mapping = get_checkpoint_conversion_mapping(TransfoXLConfig.model_type)
     renamings = [transform for transform in mapping if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in mapping if isinstance(transform, WeightConverter)]
-    converted = {}
+    converted: dict[str, Tensor] = {}
     for name, tensor in state_dict.items():
         # A subclass may have names in memory of which a part reads like a name on disk.
         for renaming in () if name in own else renamings:

@@ -155,7 +155,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             # It is the caller's, and steps are set below.
             backend = deepcopy(backend)
         elif tokenizer_file is not None:
-            backend = _read_backend(tokenizer_file)
+            backend = Tokenizer.from_file(str(tokenizer_file))
         if backend is not None:
             mode, lower_case = _steps_of(backend, mode, lower_case, tokenizer_file or "tokenizer_object")
             vocabulary = backend.get_vocab()
@@ -572,13 +572,6 @@ def _read_symbols(pickle_file, text_file) -> list[str]:
         "TransfoXLTokenizer needs a vocabulary: tokenizer.json or a legacy vocab.pkl, .bin or .txt; "
         "build one with TransfoXLTokenizer.train_from_iterator or .from_symbols"
     )
-
-
-def _read_backend(path) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library knows no other
-        raise ValueError(f"{path} is no tokenizer: {' '.join(str(error).split()):.300}") from None
 
 
 def _check_added(backend: Tokenizer, added: dict[int, AddedToken], size: int) -> None:
