@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         convert(arguments)
     except KeyboardInterrupt:
         return fail("interrupted")
-    # Whatever a damaged or hostile file provokes ends as one line, not as a traceback.
+    # Any error of a damaged or hostile file is one line, not a traceback.
     except Exception as error:
         known = isinstance(error, ConversionError | ValueError | OSError)
         return fail(str(error) if known else f"{type(error).__name__}: {error}")
@@ -162,7 +162,7 @@ def build_config(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Trans
         value = getattr(arguments, name)
         if value is not None:
             fields[name] = value
-            checkpoint.explained[name] = "as asked"
+            checkpoint.explained[name] = "by the option"
     try:
         return TransfoXLConfig.from_dict(fields)
     except Exception as error:  # the configuration's validators raise errors of several kinds

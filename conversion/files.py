@@ -1,4 +1,4 @@
-"""What the readers of the families share about files: finding them, and saying what was found instead."""
+"""Files of checkpoints: finding them, and describing other content in an error."""
 
 from itertools import islice
 from pathlib import Path

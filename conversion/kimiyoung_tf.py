@@ -44,7 +44,7 @@ TABLE = [
 # The optimizer's state: Adam keeps two slots per variable and two powers of its betas.
 SKIPPED = re.compile(r"(.*/)?(Adam|Adam_1|beta1_power|beta2_power|global_step)")
 
-# What the original's scripts evaluate the published models with (tf/sota/*.sh): a checkpoint does not hold it.
+# Settings with which the original's scripts evaluate the published models (tf/sota/*.sh): no checkpoint holds them.
 PUBLISHED_EVALUATION = {
     "wt103": {"mem_len": 1600, "clamp_len": 1000, "same_length": True, "tgt_len": 128},
     "enwik8": {"mem_len": 3800, "clamp_len": 1000, "same_length": True, "tgt_len": 128},

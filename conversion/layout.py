@@ -92,7 +92,7 @@ class Vocabulary:
 
 @dataclass
 class Checkpoint:
-    """What a family's reader found.
+    """The content of a checkpoint, from a family's reader.
 
     `fields` are arguments of TransfoXLConfig; `explained` says for some of them where the value comes from; `tensors`
     maps names of the legacy layout to `Source`; `origin` completes the model card's "The weights are those of".
@@ -113,7 +113,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Family:
-    """Who wrote a checkpoint: the name for `--from`, what is expected for `--checkpoint`, and the reader of both.
+    """A kind of checkpoint: its name for `--from`, what `--checkpoint` has to be, and the function that reads it.
 
     `read(checkpoint, corpus)` returns the `Checkpoint` and raises ConversionError.
     """

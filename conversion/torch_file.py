@@ -127,7 +127,7 @@ class StoredTensor:
 
     @property
     def place(self) -> tuple:
-        """What tells whether two tensors of one file are the same memory."""
+        """Two tensors of one file with equal places are the same memory."""
         return (self.storage.key, self.storage.first + self.offset, self.shape, self.stride)
 
     def read(self) -> torch.Tensor:

@@ -83,7 +83,7 @@ def _head(tensors: dict[str, Source]) -> str:
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What config.json says, and the fields of the configuration. Raises ConversionError."""
+    """The content of config.json, and the fields of the configuration. Raises ConversionError."""
     path = folder / "config.json"
     if not path.is_file():
         raise ConversionError(f"{folder} has no config.json; {EXPECTED}")

@@ -19,7 +19,7 @@ MODES = {
     "enwik8": "bytes",
     "text8": "characters",
 }
-# What the originals write beside their data.
+# Files that the originals write beside their data.
 CORPORA, INFORMATION = ("cache.pt", "cache.pkl"), "corpus-info.json"
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..files import is_repo_id, name_of, write_text
 
-RESULTS = "results.json"  # what `txl-train` leaves beside the model, with figures of these splits
+RESULTS = "results.json"  # written by `txl-train` beside the model, with figures of these splits
 SCORED = ("validation", "test")
 METRICS = {"perplexity": "Perplexity", "bits_per_token": "Bits per token"}
 # The task under which the Hub lists a model. It cannot tell the task from code that comes with the model.
@@ -178,7 +178,7 @@ def read_results(folder: Path) -> dict[str, Any]:
 
 
 def results_of_folder(folder: Path, dataset: str) -> list[EvalResult]:
-    """What `results.json` says of the model in a folder, in the form of `to_results`."""
+    """The figures in `results.json` of the model in a folder, in the form of `to_results`."""
     splits = {split: values for split, values in read_results(folder).items() if split in SCORED}
     return to_results({split: values for split, values in splits.items() if isinstance(values, dict)}, dataset)
 

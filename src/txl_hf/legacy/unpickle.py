@@ -40,7 +40,7 @@ STACK_STEP = 1024  # the stack is paid for so many values at a time
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # what torch < 1.6 pickles first
 LEGACY_PROTOCOL = 1001
 
-# What each thing takes in CPython, with the room that growth leaves unused.
+# Bytes that an entry of each container takes in CPython, with the room that growth leaves unused.
 LIST_ITEM, DICT_ITEM, SET_ITEM, MEMO_ITEM, STAND_IN = 16, 72, 112, 104, 400
 
 # The classes and functions that the originals' files name: by module, or, since others keep the originals' sources
@@ -223,7 +223,7 @@ def _record(data: mmap.mmap, info: zipfile.ZipInfo) -> Record:
 
 
 def checksum_differs(found: int, written: int) -> bool:
-    """Whether a CRC-32 is not the one in the file. torch writes 0 where it was told to compute none."""
+    """Whether a CRC-32 is not the one in the file. torch writes 0 where checksums are switched off."""
     return written not in (0, found)
 
 
@@ -247,7 +247,7 @@ def _load_stream(data: mmap.mmap, machine: "Machine") -> Any:
 
 
 def _pairs(machine: "Machine", pairs: Any = (), *_: Any) -> dict:
-    """What a dictionary and its kin are made of: a mapping, or pairs of a key and a value."""
+    """A dictionary of a mapping, or of pairs of a key and a value."""
     built: dict[Any, Any] = {}
     if isinstance(pairs, dict):
         machine.pay(DICT_ITEM * len(pairs))
@@ -301,7 +301,7 @@ _PUSHED: dict[str, Callable[[], Any]] = {
     "EMPTY_SET": set,
 }
 _IGNORED = ("PROTO", "FRAME")
-# Those that may be long begin with their length, in so many bytes.
+# Instructions whose constant may be long: it begins with its length, in this many bytes.
 _LENGTHS = {"BINSTRING": 4, "BINBYTES": 4, "BINUNICODE": 4, "BINBYTES8": 8, "BYTEARRAY8": 8, "BINUNICODE8": 8}
 _LONG_CONSTANT = Name("builtins", "bytes")
 
@@ -329,9 +329,7 @@ def _read_string(file: Any) -> str:
 
 
 def _instructions(kind: type["Machine"]) -> _Instructions:
-    """What a machine does for each byte that begins an instruction: (name, reader of the argument, method, width of
-    the length that the argument begins with).
-    """
+    """The table {first byte: (name, reader of the argument, method, width of the length before the argument)}."""
     table = {}
     for opcode in pickletools.opcodes:
         name = opcode.name
@@ -389,7 +387,7 @@ class Machine:
         self.number_keys = MAX_NUMBER_KEYS
 
     def refer(self, identity: Any) -> Any:
-        """What a persistent id stands for."""
+        """The object that a persistent id stands for."""
         raise UnsafePickleError("it refers to objects outside itself, which no vocabulary does")
 
     def place_records(self, records: dict[str, Record]) -> None:
@@ -448,7 +446,7 @@ class Machine:
         self.stack.append(StandIn(_LONG_CONSTANT))
         return True
 
-    # What is counted
+    # The budget
     def pay(self, amount: int) -> None:
         """Counts bytes that are built, copied, hashed or walked."""
         self.budget -= amount
@@ -472,7 +470,7 @@ class Machine:
             self.pay(len(value))
         elif type(value) is int or type(value) is bool:
             self.number_keys -= not -257 < value < 1 << 16
-            # Of numbers beyond 2^61 many have one hash; the others can only be made to meet on their way to a place.
+            # Hashes are taken modulo 2^61 - 1: larger numbers collide, and so can many smaller ones in a table.
             if self.number_keys < 0 or not -(1 << 60) < value < 1 << 60:
                 raise UnsafePickleError("numbers as dictionary keys that no original has")
         elif value is not None:

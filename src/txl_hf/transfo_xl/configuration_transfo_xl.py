@@ -48,7 +48,7 @@ class TransfoXLConfig(PreTrainedConfig):
         div_val (`int`, defaults to 4): Bin i has embeddings of width `d_embed // div_val**i`.
         pre_lnorm (`bool`, defaults to `False`): Layer normalisation before each sub-layer instead of after it.
         n_layer (`int`, defaults to 18): Number of layers.
-        mem_len (`int`, defaults to 1600): M, how many hidden states a layer remembers.
+        mem_len (`int`, defaults to 1600): M, the number of hidden states in the memory of a layer.
         clamp_len (`int`, defaults to 1000): Distances beyond it share one position; not positive: no clamping.
         same_length (`bool`, defaults to `True`):
             Every query sees the same number of keys, as many as the memory is long; otherwise it sees all of the
@@ -183,7 +183,7 @@ class TransfoXLConfig(PreTrainedConfig):
             self.cutoffs, self.tie_projs = [], []
             self.bos_token_id = self.eos_token_id = self.pad_token_id = None
         elif len(self.tie_projs) == 1:
-            # What the originals start from; they leave the bins behind its end untied.
+            # The originals start from this list and leave the bins behind its end untied.
             self.tie_projs = self.tie_projs + [False] * len(self.cutoffs)
         elif self.div_val == 1 and self.d_embed == self.d_model:
             # Nothing is projected: what is left of other cutoffs says nothing.
@@ -345,7 +345,7 @@ class TransfoXLConfig(PreTrainedConfig):
 
     @property
     def positions(self) -> type[Positions]:
-        """What `attn_type` means."""
+        """The class of positions that `attn_type` names."""
         return POSITIONS[self.attn_type]
 
     @property
@@ -358,7 +358,7 @@ class TransfoXLConfig(PreTrainedConfig):
 
     @property
     def sliding_window(self) -> int:
-        """What transformers' sliding cache layers call a window: the M remembered keys and the query's own."""
+        """The window of transformers' sliding cache layers: M keys of the memory and the query's own."""
         return self.mem_len + 1
 
     @sliding_window.setter

@@ -106,7 +106,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         kwargs: as for any fast tokenizer, among them `tokenizer_file`, a tokenizer.json, and `tokenizer_object`, a
             tokenizer of the `tokenizers` library, which is copied. `pad_token` defaults to `eos_token`,
             `padding_side` to `"left"`, which is what generation needs. `model_max_length` defaults to no limit: the
-            memory carries a text on from segment to segment, however long it is. What `decode` is told of
+            memory carries a text on from segment to segment, however long it is. `decode`'s
             `clean_up_tokenization_spaces` changes nothing in mode `"moses"`, whose text is always detokenised.
 
     Raises:
@@ -370,7 +370,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         extra = [rename.get(token, token) for token in added] + [str(token) for token in new_special_tokens or ()]
         extra = [token for token in extra if token not in specials.values()]
         if "eos_token" in kwargs:
-            # What stood in for the old one goes with it.
+            # Special tokens that were the same as the old one, such as pad_token, go with it.
             specials = {name: token for name, token in specials.items() if token != specials["eos_token"]}
         kept = ("chat_template", "padding_side", "truncation_side", "model_max_length")
         options = {
@@ -443,8 +443,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         speller._tokenizer = spelling_backend(self._tokenizer)
         added = {index: str(token) for index, token in speller.added_tokens_decoder.items()}
         found = speller(text, pair, add_special_tokens=add_special_tokens, **kwargs).encodings[0]
-        # Of an added token there is the piece of text, in lower case or with white space around it. What is put before
-        # or behind a text has the id that it has for this tokenizer.
+        # The piece of an added token may be in lower case or have white space around it. Tokens that are put before or
+        # behind a text have this tokenizer's ids.
         pieces = zip(found.tokens, found.ids, found.special_tokens_mask, strict=True)
         return [piece if is_put else added.get(index, piece) for piece, index, is_put in pieces]
 
