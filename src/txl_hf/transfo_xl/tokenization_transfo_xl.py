@@ -149,31 +149,18 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             raise ValueError(
                 f"language={language!r} is not supported: the Moses rules here are English, language='en'"
             )
-        backend, tokenizer_file = kwargs.pop("tokenizer_object", None), kwargs.pop("tokenizer_file", None)
+        given, tokenizer_file = kwargs.pop("tokenizer_object", None), kwargs.pop("tokenizer_file", None)
         torch_file = kwargs.pop("pretrained_vocab_file_torch", None)
-        if backend is not None:
-            # It is the caller's, and steps are set below.
-            backend = deepcopy(backend)
-        elif tokenizer_file is not None:
-            backend = Tokenizer.from_file(str(tokenizer_file))
-        if backend is not None:
-            mode, lower_case = _steps_of(backend, mode, lower_case, tokenizer_file or "tokenizer_object")
-            vocabulary = backend.get_vocab()
-        else:
+        if given is None and tokenizer_file is None:
             mode, lower_case = mode or "moses", bool(lower_case)
             symbols = _read_symbols(pretrained_vocab_file or torch_file, vocab_file)
-            if mode == "moses" and not kwargs.get("additional_special_tokens"):
-                kwargs.setdefault("extra_special_tokens", ["<formula>"])
-            vocabulary = set(symbols)
-        unk_token, eos_token = _defaults(unk_token, eos_token, mode, vocabulary)
-        if backend is None:
-            extra = _extra_tokens(kwargs.get("extra_special_tokens") or kwargs.get("additional_special_tokens"))
-            added = dict(sorted((kwargs.pop("added_tokens_decoder", None) or {}).items()))
-            specials = (eos_token, unk_token, *extra)
-            backend = build_backend(
-                symbols, mode, lower_case, unk_token, specials, as_published=True, added=added.values()
-            )
-            _check_added(backend, added, len(symbols))
+            unk_token, eos_token = _defaults(unk_token, eos_token, mode, set(symbols))
+            backend = _published_backend(symbols, mode, lower_case, unk_token, eos_token, kwargs)
+        else:
+            # A tokenizer_object is the caller's, and steps are set below.
+            backend = Tokenizer.from_file(str(tokenizer_file)) if given is None else deepcopy(given)
+            mode, lower_case = _steps_of(backend, mode, lower_case, tokenizer_file or "tokenizer_object")
+            unk_token, eos_token = _defaults(unk_token, eos_token, mode, backend.get_vocab())
         _set_unknown(backend, unk_token)
         _set_line_ends(backend, mode, lower_case, eos_token, line_ends)
         if mode == "lm1b":
@@ -572,6 +559,18 @@ def _read_symbols(pickle_file, text_file) -> list[str]:
         "TransfoXLTokenizer needs a vocabulary: tokenizer.json or a legacy vocab.pkl, .bin or .txt; "
         "build one with TransfoXLTokenizer.train_from_iterator or .from_symbols"
     )
+
+
+def _published_backend(symbols: list, mode: str, lower_case: bool, unk_token, eos_token, kwargs: dict) -> Tokenizer:
+    """The tokenizer of a legacy vocabulary, with the tokens in `kwargs` that were added to it."""
+    if mode == "moses" and not kwargs.get("additional_special_tokens"):
+        kwargs.setdefault("extra_special_tokens", ["<formula>"])
+    extra = _extra_tokens(kwargs.get("extra_special_tokens") or kwargs.get("additional_special_tokens"))
+    added = dict(sorted((kwargs.pop("added_tokens_decoder", None) or {}).items()))
+    specials = (eos_token, unk_token, *extra)
+    backend = build_backend(symbols, mode, lower_case, unk_token, specials, as_published=True, added=added.values())
+    _check_added(backend, added, len(symbols))
+    return backend
 
 
 def _check_added(backend: Tokenizer, added: dict[int, AddedToken], size: int) -> None:
