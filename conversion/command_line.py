@@ -7,27 +7,35 @@ error and no folder is left behind.
 """
 
 import argparse
-import contextlib
 import functools
 import gc
 import glob
-import importlib
 import shutil
+import signal
 import sys
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from huggingface_hub import HfApi
+from safetensors.torch import save_file
 from tqdm import tqdm
+from transformers.utils import logging
 
 from txl_hf import TransfoXLConfig, TransfoXLTokenizer
 from txl_hf import TransfoXLPreTrainedModel as Model
-from txl_hf.files import sync
+from txl_hf.command_line import CommandParser
+from txl_hf.evaluation.cards import write_model_card
+from txl_hf.files import whole_folder
 
-from .arguments import FAMILIES, OPTIONS, SETTINGS, parse_arguments, path_problem
-from .layout import MODELS, Checkpoint, ConversionError, check_complete
+from . import kimiyoung_pytorch, kimiyoung_tf, nvidia_pytorch, pop_music_tf, transformers_legacy
+from .layout import MODELS, Checkpoint, ConversionError, Family, check_complete
 
+READERS = (transformers_legacy, kimiyoung_pytorch, kimiyoung_tf, nvidia_pytorch, pop_music_tf)
+FAMILIES: dict[str, Family] = {reader.FAMILY.name: reader.FAMILY for reader in READERS}
+# How a model is evaluated: fields of its configuration that are options, and all that are shown.
+OPTIONS = ("mem_len", "clamp_len", "same_length")
+SETTINGS = (*OPTIONS, "tgt_len")
+TOKENIZER_MODES = ("moses", "whitespace", "characters", "bytes", "lm1b")
 ORIGIN = """\
 The weights are those of {origin}.
 They were converted, values unchanged, by `txl-convert --from {family}` of `txl-hf`.
@@ -37,14 +45,43 @@ They were converted, values unchanged, by `txl-convert --from {family}` of `txl-
 {settings}"""
 
 
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = CommandParser(
+        prog="txl-convert",
+        description="Convert an original Transformer-XL checkpoint to a folder that "
+        "`AutoModelForCausalLM.from_pretrained` loads.",
+        epilog="Nothing in a pickle is executed.",
+    )
+    parser.add_argument("--from", dest="family", required=True, choices=FAMILIES, help="who wrote the checkpoint")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="the checkpoint, or the folder that holds it")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write; must not exist or be empty")
+    parser.add_argument("--corpus", type=Path, help="the vocabulary: cache.pt, cache.pkl, dictionary.pkl")
+    parser.add_argument("--mem-len", type=int, help="states remembered")
+    parser.add_argument("--clamp-len", type=int, help="distances beyond it share one position; -1: no limit")
+    parser.add_argument(
+        "--same-length", action=argparse.BooleanOptionalAction, help="the same context for every token"
+    )
+    parser.add_argument("--tokenizer-mode", choices=TOKENIZER_MODES, help="how text is split; default: as the corpus")
+    parser.add_argument(
+        "--allow-non-finite", action="store_true", help="convert weights that are NaN or infinite, with a warning"
+    )
+    parser.add_argument("--push-to-hub", metavar="REPO", help="also upload the finished folder to this repository")
+    return parser.parse_args(argv)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     arguments = parse_arguments(argv)
+    # A batch system's end and a lost terminal are cleaned up after like Ctrl-C.
+    for number in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, number) and signal.getsignal(getattr(signal, number)) is not signal.SIG_IGN:
+            signal.signal(getattr(signal, number), signal.default_int_handler)
     try:
         convert(arguments)
     except KeyboardInterrupt:
         return fail("interrupted")
-    # Whatever a damaged or hostile file provokes ends as one line, not as a traceback.
+    # Any error of a damaged or hostile file is one line, not a traceback.
     except Exception as error:
         known = isinstance(error, ConversionError | ValueError | OSError)
         return fail(str(error) if known else f"{type(error).__name__}: {error}")
@@ -52,6 +89,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def fail(reason: str) -> int:
+    """Print why nothing was converted; return the exit status."""
     say(f"txl-convert: {reason}"[:600])
     return 1
 
@@ -64,9 +102,8 @@ def say(text: str) -> None:
 
 def convert(arguments: argparse.Namespace) -> None:
     """Convert as `arguments`, of `parse_arguments`, say. Raises ConversionError or what reading and writing raise."""
-    if (problem := path_problem(arguments)) is not None:
-        raise ConversionError(problem)
-    family = importlib.import_module(f".{FAMILIES[arguments.family]}", __package__)
+    family = FAMILIES[arguments.family]
+    check_paths(arguments.output, arguments.checkpoint, family)
     checkpoint = family.read(arguments.checkpoint, arguments.corpus)
     config = None
     if not checkpoint.tensors:
@@ -75,7 +112,8 @@ def convert(arguments: argparse.Namespace) -> None:
         config = build_config(checkpoint, arguments)
         check_complete(checkpoint.tensors, config, checkpoint.head)
         print_settings(config, checkpoint)
-    with unfinished(arguments.output) as folder:
+    arguments.output.absolute().parent.mkdir(parents=True, exist_ok=True)
+    with whole_folder(arguments.output.absolute()) as folder:
         has_tokenizer = write_tokenizer(folder, checkpoint, arguments)
         if config is not None:
             model = write_model(folder, config, checkpoint, arguments.allow_non_finite)
@@ -84,6 +122,17 @@ def convert(arguments: argparse.Namespace) -> None:
     print(f"wrote {arguments.output}{alone}")
     if arguments.push_to_hub:
         push(arguments.output, arguments.push_to_hub)
+
+
+def check_paths(output: Path, checkpoint: Path, family: Family) -> None:
+    """Raise ConversionError for an output that is in use or a checkpoint that is not there."""
+    if output.is_symlink():
+        raise ConversionError(f"{output} is a link to {output.readlink()}; give a folder itself")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConversionError(f"{output} exists and is not empty; expected a new folder")
+    # TensorFlow's are named by what their files begin with.
+    if not checkpoint.exists() and not any(checkpoint.parent.glob(f"{glob.escape(checkpoint.name)}.*")):
+        raise ConversionError(f"{checkpoint} does not exist; {family.expected}")
 
 
 def check_vocabulary_alone(arguments: argparse.Namespace) -> None:
@@ -113,7 +162,7 @@ def build_config(checkpoint: Checkpoint, arguments: argparse.Namespace) -> Trans
         value = getattr(arguments, name)
         if value is not None:
             fields[name] = value
-            checkpoint.explained[name] = "as asked"
+            checkpoint.explained[name] = "by the option"
     try:
         return TransfoXLConfig.from_dict(fields)
     except Exception as error:  # the configuration's validators raise errors of several kinds
@@ -124,25 +173,6 @@ def print_settings(config: TransfoXLConfig, checkpoint: Checkpoint) -> None:
     print("settings (--mem-len, --clamp-len and --same-length change them):")
     for name in SETTINGS:
         print(f"  {name} = {getattr(config, name)} ({checkpoint.explained.get(name, 'as in config.json')})")
-
-
-@contextlib.contextmanager
-def unfinished(output: Path) -> Iterator[Path]:
-    """Give a folder beside `output` that takes its name when the block ends, and is removed when it raises."""
-    output = output.absolute()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    for left in output.parent.glob(f".{glob.escape(output.name)}.unfinished-*"):
-        say(f"warning: {left} is of a conversion still running, or killed: then remove it")
-    folder = output.parent / f".{output.name}.unfinished-{uuid.uuid4().hex[:8]}"
-    folder.mkdir()
-    try:
-        yield folder
-        sync(folder)
-        if output.exists():
-            output.rmdir()
-        folder.rename(output)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_weights(name: str, tensor: torch.Tensor, allow_non_finite: bool) -> None:
@@ -166,20 +196,14 @@ def write_model(
 
     The tensors go through a file that `from_pretrained` reads, so that no weight can stay random unseen.
     """
-    from safetensors.torch import save_file
-    from transformers.utils import logging
-
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     staging = folder / "staging"
     config.save_pretrained(staging)
-    state, left = {}, checkpoint.size
+    state = {}
     for name, source in tqdm(checkpoint.tensors.items(), desc="reading", unit="tensor", disable=None):
         state[name] = source.read()
         check_weights(source.name, state[name], allow_non_finite)
-        left -= state[name].nbytes
-        if left < 0:  # a hostile file can give the same bytes many names
-            raise ConversionError("the tensors would take more room than the checkpoint has")
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in state.values()))
     save_file(state, staging / "model.safetensors", metadata={"format": "pt"})
     # The tensors have to go before the model comes: both together would be twice the checkpoint.
@@ -232,7 +256,7 @@ def write_card(
     rows = [f"| {name} | {value} |" for name, value in describe_settings(model.config).items()]
     origin = ORIGIN.format(origin=checkpoint.origin, family=arguments.family, settings="\n".join(rows))
     title = arguments.push_to_hub or arguments.output.absolute().name
-    model.write_model_card(folder / "README.md", title, origin=origin, tokenizer=has_tokenizer)
+    write_model_card(folder / "README.md", model, title, origin=origin, tokenizer=has_tokenizer)
 
 
 def describe_settings(config: TransfoXLConfig) -> dict:
@@ -251,8 +275,6 @@ def describe_settings(config: TransfoXLConfig) -> dict:
 
 def push(folder: Path, repository: str) -> None:
     """Upload the finished `folder` to the Hub's `repository` with the user's own login."""
-    from huggingface_hub import HfApi
-
     api = HfApi()
     try:
         api.create_repo(repository, exist_ok=True)

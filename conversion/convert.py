@@ -6,33 +6,12 @@
     txl-convert --from transformers --checkpoint transfo-xl-wt103 --output wt103
     txl-convert --from remi --checkpoint REMI-tempo-checkpoint --output pop
 
-`python conversion/convert.py` is the same command. The work is done in `command_line.py`; what is here, and in
-`arguments.py`, comes before its imports, which take seconds.
+`python conversion/convert.py` is the same command.
 """
 
-import importlib
-import signal
 import sys
 
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
-    # A batch system's end and a lost terminal are cleaned up after like Ctrl-C.
-    for number in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, number) and signal.getsignal(getattr(signal, number)) is not signal.SIG_IGN:
-            signal.signal(getattr(signal, number), signal.default_int_handler)
-    try:
-        # Help, and options and names that cannot be, need nothing of what follows.
-        options = importlib.import_module("txl_hf.conversion.arguments")
-        if (problem := options.path_problem(options.parse_arguments(argv))) is not None:
-            print(f"txl-convert: {problem}", file=sys.stderr)
-            return 1
-        command_line = importlib.import_module("txl_hf.conversion.command_line")
-    except KeyboardInterrupt:
-        print("txl-convert: interrupted", file=sys.stderr)
-        return 1
-    return command_line.main(argv)
-
+from txl_hf.conversion.command_line import main  # type: ignore[import-not-found]  # its name once installed
 
 if __name__ == "__main__":
     sys.exit(main())

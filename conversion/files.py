@@ -1,9 +1,9 @@
-"""What the readers of the families share about files: finding them, and saying what was found instead."""
+"""Files of checkpoints: finding them, and describing other content in an error."""
 
 from itertools import islice
 from pathlib import Path
 
-from txl_hf.transfo_xl.unpickle_transfo_xl import StandIn, shown
+from txl_hf.legacy.unpickle import StandIn, shown
 
 from .layout import ConversionError, Source
 from .torch_file import StoredTensor
@@ -46,15 +46,6 @@ def state_dict_sources(state: object, where: object) -> list[Source]:
 def code_span(name: str) -> str:
     """Return a file's name for the model card, in Markdown that shows it as it is."""
     return "`" + "".join(letter if letter.isprintable() and letter != "`" else "?" for letter in name) + "`"
-
-
-def belongs(path: Path, folder: Path) -> bool:
-    """Return whether `path`, in the folder of a checkpoint, is a file of it and no link to a file elsewhere.
-
-    The Hub's cache keeps the files of all revisions in one folder, blobs, and links to them.
-    """
-    target, home = path.resolve(), folder.resolve()
-    return target.is_relative_to(home) or target.is_relative_to(home.parent.parent / "blobs")
 
 
 def describe(value: object) -> str:

@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from txl_hf.transfo_xl.unpickle_transfo_xl import StandIn
+from txl_hf.legacy.unpickle import StandIn
 
-from . import arguments, torch_file, vocabulary
+from . import torch_file, vocabulary
 from .files import code_span, describe, find_file, state_dict_sources
 from .layout import (
     Checkpoint,
     ConversionError,
+    Family,
     Source,
     Vocabulary,
     drop_copies,
@@ -35,7 +36,9 @@ TABLE = [
     ("layers.{l}.dec_attn.{name}", "transformer.layers.{l}.dec_attn.{name}", None),
     ("layers.{l}.pos_ff.{name}", "transformer.layers.{l}.pos_ff.{name}", None),
 ]
-EXPECTED = arguments.EXPECTED["kimiyoung-pytorch"]
+EXPECTED = "expected model.pt, the module pickled by the original's train.py"
+# Settings that the checkpoint holds.
+TRAINED = ("mem_len", "clamp_len", "same_length", "tgt_len")
 MAX_MODULES, MAX_NAME = 10_000, 200  # the largest published model has 500 parts, in names of 40 characters
 
 
@@ -48,7 +51,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     model = torch_file.load(path)
     if isinstance(model, StandIn) and "vocab" in model.attributes:
         symbols, _ = vocabulary.read_corpus(path)
-        return Checkpoint({}, {}, origin=f"the corpus {code_span(path.name)}", size=0, vocabulary=symbols)
+        return Checkpoint({}, {}, origin=f"the corpus {code_span(path.name)}", vocabulary=symbols)
     if isinstance(model, dict) and "model_state" in model:
         raise ConversionError(f"{path} is a checkpoint of NVIDIA's (--from nvidia); {EXPECTED}")
     for _ in range(2):  # wrapped for several GPUs, for fp16, or for both
@@ -59,7 +62,6 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
         state_dict_sources(_named_tensors(model), path),
         _module_fields(model),
         origin=f"the PyTorch checkpoint {code_span(path.name)} of kimiyoung/transformer-xl",
-        size=path.stat().st_size,
         symbols=vocabulary.read_corpus(corpus)[0] if corpus is not None else None,
     )
 
@@ -68,11 +70,10 @@ def from_state(
     sources: list[Source],
     fields: dict[str, Any],
     origin: str,
-    size: int,
     symbols: Vocabulary | None = None,
     table: list[tuple] = TABLE,
 ) -> Checkpoint:
-    """Return the `Checkpoint` of a state dict of this original's layout, of `size` bytes.
+    """Return the `Checkpoint` of a state dict of this original's layout.
 
     `fields` are TransfoXLConfig fields that its shapes do not say, `cutoffs` among them; `symbols` is the Vocabulary.
     """
@@ -86,8 +87,8 @@ def from_state(
     if "tie_projs" not in fields:
         fields |= tying_fields(tensors, fields)
     drop_copies(tensors, fields)
-    explained = dict.fromkeys(arguments.SETTINGS, "as the checkpoint was trained")
-    return Checkpoint(fields, tensors, origin, size, symbols, explained=explained)
+    explained = dict.fromkeys(TRAINED, "as the checkpoint was trained")
+    return Checkpoint(fields, tensors, origin, symbols, explained=explained)
 
 
 def _modules(module: object) -> dict[str, Any]:
@@ -148,3 +149,6 @@ def _attribute(module: object, name: str, kind: Any) -> Any:
     if not isinstance(value, kind):
         raise ConversionError(f"the pickled module's attribute {name} is missing or of the wrong kind")
     return value
+
+
+FAMILY = Family("kimiyoung-pytorch", EXPECTED, read)

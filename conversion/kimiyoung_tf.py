@@ -1,16 +1,15 @@
 """Checkpoints of the TensorFlow original (kimiyoung/transformer-xl, tf/): `model.ckpt-N.*` and `corpus-info.json`."""
 
 import functools
-import glob
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import arguments, vocabulary
+from . import vocabulary
 from .files import code_span
-from .layout import Checkpoint, ConversionError, Source, fields_from_shapes, map_names
+from .layout import Checkpoint, ConversionError, Family, Source, fields_from_shapes, map_names
 from .tf_checkpoint import TensorBundle
 
 # Variable under `transformer/` (tf/model.py), tensor of the legacy layout, what changes. These are also those of what
@@ -45,14 +44,14 @@ TABLE = [
 # The optimizer's state: Adam keeps two slots per variable and two powers of its betas.
 SKIPPED = re.compile(r"(.*/)?(Adam|Adam_1|beta1_power|beta2_power|global_step)")
 
-# What the original's scripts evaluate the published models with (tf/sota/*.sh): a checkpoint does not hold it.
+# Settings with which the original's scripts evaluate the published models (tf/sota/*.sh): no checkpoint holds them.
 PUBLISHED_EVALUATION = {
     "wt103": {"mem_len": 1600, "clamp_len": 1000, "same_length": True, "tgt_len": 128},
     "enwik8": {"mem_len": 3800, "clamp_len": 1000, "same_length": True, "tgt_len": 128},
     "text8": {"mem_len": 3800, "clamp_len": 1000, "same_length": True, "tgt_len": 128},
     "lm1b": {"mem_len": 128, "clamp_len": -1, "same_length": True, "tgt_len": 32},
 }
-EXPECTED = arguments.EXPECTED["kimiyoung-tf"]
+EXPECTED = "expected model.ckpt-N (its .index and .data files) or the folder that holds it"
 
 
 def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
@@ -62,7 +61,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     ConversionError, TensorBundleError or UnsafePickleError.
     """
     prefix = find_prefix(Path(checkpoint))
-    tensors, size = read_bundle(prefix, TABLE)
+    tensors = read_bundle(prefix, TABLE)
     info = vocabulary.read_corpus_info(_folders(prefix, corpus))
     dataset = info.get("dataset")
     symbols = None
@@ -83,7 +82,6 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     return Checkpoint(
         fields=fields,
         tensors=tensors,
-        size=size,
         vocabulary=symbols,
         origin=f"the TensorFlow checkpoint {code_span(prefix.name)} of kimiyoung/transformer-xl{named}",
         explained=dict.fromkeys(PUBLISHED_EVALUATION[published], reason),
@@ -124,8 +122,8 @@ def _folders(prefix: Path, corpus: Path | None) -> list[Path]:
     return folders
 
 
-def read_bundle(prefix: Path, table: list[tuple]) -> tuple[dict[str, Source], int]:
-    """Return the tensors of the bundle at `prefix`, by `table`, and its size on disk in bytes."""
+def read_bundle(prefix: Path, table: list[tuple]) -> dict[str, Source]:
+    """Return the tensors of the bundle at `prefix`, by `table`."""
     bundle = TensorBundle(prefix)
     sources = [
         Source(name, entry.shape, functools.partial(bundle.read, name))
@@ -134,7 +132,7 @@ def read_bundle(prefix: Path, table: list[tuple]) -> tuple[dict[str, Source], in
     ]
     tensors = map_names(sources, [(f"transformer/{name}", target, change) for name, target, change in table])
     _stacked_biases_apart(tensors)
-    return tensors, sum(path.stat().st_size for path in prefix.parent.glob(f"{glob.escape(prefix.name)}.data-*"))
+    return tensors
 
 
 def _stacked_biases_apart(tensors: dict[str, Source]) -> None:
@@ -185,3 +183,6 @@ def _likely_dataset(fields: dict[str, Any]) -> str:
     if not fields["cutoffs"]:
         return "enwik8"
     return "wt103" if fields.get("proj_same_dim", True) else "lm1b"
+
+
+FAMILY = Family("kimiyoung-tf", EXPECTED, read)

@@ -92,11 +92,11 @@ class Vocabulary:
 
 @dataclass
 class Checkpoint:
-    """What a family's reader found.
+    """The content of a checkpoint, from a family's reader.
 
     `fields` are arguments of TransfoXLConfig; `explained` says for some of them where the value comes from; `tensors`
-    maps names of the legacy layout to `Source`; `origin` completes the model card's "The weights are those of"; `size`
-    is that of the checkpoint on disk in bytes. The text side is a `vocabulary`, or a folder that TransfoXLTokenizer
+    maps names of the legacy layout to `Source`; `origin` completes the model card's "The weights are those of".
+    The text side is a `vocabulary`, or a folder that TransfoXLTokenizer
     loads, or neither. `head` is one of `MODELS`. `generation` is how it writes, where that is said. Without `tensors`
     there is a vocabulary alone.
     """
@@ -104,12 +104,23 @@ class Checkpoint:
     fields: dict
     tensors: dict
     origin: str
-    size: int
     vocabulary: Vocabulary | None = None
     tokenizer: Path | None = None
     head: str = "softmax"
     generation: GenerationConfig | None = None
     explained: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of checkpoint: its name for `--from`, what `--checkpoint` has to be, and the function that reads it.
+
+    `read(checkpoint, corpus)` returns the `Checkpoint` and raises ConversionError.
+    """
+
+    name: str
+    expected: str
+    read: Callable[[Path, Path | None], Checkpoint]
 
 
 def map_names(sources: list[Source], table: list[tuple]) -> dict[str, Source]:

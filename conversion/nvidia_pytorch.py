@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from txl_hf.transfo_xl.unpickle_transfo_xl import StandIn
+from txl_hf.legacy.unpickle import StandIn
 
-from . import arguments, kimiyoung_pytorch, torch_file, vocabulary
+from . import kimiyoung_pytorch, torch_file, vocabulary
 from .files import code_span, describe, find_file, state_dict_sources
-from .layout import Checkpoint, ConversionError, Source, Vocabulary
+from .layout import Checkpoint, ConversionError, Family, Source, Vocabulary
 
 # Name in model_state (pytorch/mem_transformer.py, utils/proj_adaptive_softmax.py), legacy tensor, what changes. The
 # rest is as in the original it derives from.
@@ -18,7 +18,7 @@ TABLE = [
     ("crit.shared_out_projs.{i}", None, None),  # a second name for word_emb.emb_projs.{i}
     *kimiyoung_pytorch.TABLE,
 ]
-EXPECTED = arguments.EXPECTED["nvidia"]
+EXPECTED = "expected checkpoint_best.pt or checkpoint_last.pt, a dictionary with model_config and model_state"
 # The arguments of the model's class, in model_config, that are fields of TransfoXLConfig, and their types.
 MODEL_CONFIG = {
     "n_layer": int,
@@ -62,7 +62,6 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
         [_heads_apart(source, fields) for source in sources],
         fields,
         origin=f"the checkpoint {code_span(path.name)} of NVIDIA's DeepLearningExamples, Transformer-XL for PyTorch",
-        size=path.stat().st_size,
         symbols=_symbols(saved, corpus, path),
         table=TABLE,
     )
@@ -103,3 +102,6 @@ def _symbols(saved: dict[str, Any], corpus: Path | None, path: Path) -> Vocabula
     if isinstance(vocab, StandIn) and "idx2sym" in vocab.attributes:
         return vocabulary.from_stand_in(vocab, dataset, path.name)
     return None
+
+
+FAMILY = Family("nvidia", EXPECTED, read)

@@ -7,12 +7,12 @@ checkpoint does not hold them.
 
 from pathlib import Path
 
-from txl_hf.transfo_xl.vocabulary_transfo_xl import order_symbols
+from txl_hf.legacy.vocabulary import order_symbols
 
 from . import torch_file
 from .files import code_span, describe
-from .kimiyoung_tf import LAYERS, find_prefix, read_bundle
-from .layout import Checkpoint, ConversionError, Source, Vocabulary, fields_from_shapes
+from .kimiyoung_tf import EXPECTED, LAYERS, find_prefix, read_bundle
+from .layout import Checkpoint, ConversionError, Family, Source, Vocabulary, fields_from_shapes
 
 # Variable under `transformer/` (modules.py), tensor of the legacy layout, what changes. Keras numbers the layers that
 # have no name: {n} is empty in the first and counts on from there.
@@ -48,7 +48,7 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     ConversionError, TensorBundleError or UnsafePickleError.
     """
     prefix = find_prefix(Path(checkpoint))
-    tensors, size = read_bundle(prefix, TABLE)
+    tensors = read_bundle(prefix, TABLE)
     fields = fields_from_shapes(tensors) | SETTINGS | QUIRKS
     projected = "transformer.word_emb.emb_projs.0" in tensors
     fields |= {"cutoffs": [], "tie_word_embeddings": True, "tie_projs": [projected], "eos_token_id": None}
@@ -56,7 +56,6 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     return Checkpoint(
         fields=fields,
         tensors=tensors,
-        size=size,
         vocabulary=read_dictionary(dictionary) if corpus is not None or dictionary.is_file() else None,
         origin=f"the checkpoint {code_span(prefix.name)} of Pop Music Transformer (YatingMusic/remi)",
         explained=dict.fromkeys(SETTINGS, "as its model.py has it"),
@@ -79,3 +78,6 @@ def read_dictionary(path: Path) -> Vocabulary:
     if len(set(symbols)) < len(symbols):
         raise ConversionError(f"{path} has two events that differ in their blanks alone")
     return Vocabulary(symbols, "whitespace", lower_case=False)
+
+
+FAMILY = Family("remi", EXPECTED, read)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from txl_hf.transfo_xl.unpickle_transfo_xl import (
+from txl_hf.legacy.unpickle import (
     Machine,
     Name,
     Record,
@@ -26,13 +26,11 @@ from txl_hf.transfo_xl.unpickle_transfo_xl import (
     checksum_differs,
     shown,
 )
-from txl_hf.transfo_xl.unpickle_transfo_xl import load as load_pickle
+from txl_hf.legacy.unpickle import load as load_pickle
 
 MAX_DIMENSIONS = 8
 STORAGE_SIZE = 400  # bytes that a `Storage` takes
 CHUNK = 1 << 24
-# How many times the file's size may be read: each tensor once, tied ones once more to compare them.
-MAX_READS = 4
 
 STORAGE_DTYPES = {
     "FloatStorage": torch.float32,
@@ -63,7 +61,6 @@ class StorageFile:
         self.path = path
         self.places: dict[str, Record] = {}
         self.checked: set[str] = set()
-        self.left = MAX_READS * path.stat().st_size
 
     def place(self, storage: "Storage") -> int:
         """Return where in the file `storage` begins, after a look at its size and checksum."""
@@ -91,7 +88,6 @@ class StorageFile:
 
     def read(self, begin: int, length: int) -> bytearray:
         """Return bytes of the file in memory. Those of a mapping would count on top of the tensors."""
-        self.pay(length)
         data = bytearray(length)
         with self.path.open("rb") as file:
             file.seek(begin)
@@ -99,16 +95,10 @@ class StorageFile:
                 raise UnsafePickleError(f"{self.path.name} is cut off")
         return data
 
-    def map(self, length: int) -> mmap.mmap:
-        """Return the file as a mapping, for `length` bytes that lie far from one another."""
-        self.pay(length)
+    def map(self) -> mmap.mmap:
+        """Return the file as a mapping, for bytes that lie far from one another."""
         with self.path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-    def pay(self, length: int) -> None:
-        self.left -= length
-        if self.left < 0:  # a hostile file can give the same bytes many names
-            raise UnsafePickleError(f"the tensors in {self.path.name} would take more room than the checkpoint has")
 
 
 @dataclass(eq=False)
@@ -137,7 +127,7 @@ class StoredTensor:
 
     @property
     def place(self) -> tuple:
-        """What tells whether two tensors of one file are the same memory."""
+        """Two tensors of one file with equal places are the same memory."""
         return (self.storage.key, self.storage.first + self.offset, self.shape, self.stride)
 
     def read(self) -> torch.Tensor:
@@ -158,7 +148,7 @@ class StoredTensor:
         array: np.ndarray = np.ndarray(
             self.shape,
             f"<u{width}",
-            buffer=file.read(begin, span * width) if dense else file.map(numel * width),
+            buffer=file.read(begin, span * width) if dense else file.map(),
             offset=0 if dense else begin,
             strides=[step * width for step in self.stride],
         )

@@ -1,7 +1,7 @@
 """Folders of the legacy `transformers` model: config.json, pytorch_model.bin or model.safetensors, vocab.pkl, and
 generation_config.json where there is one.
 
-The weights may be in several files, which `pytorch_model.bin.index.json` or `model.safetensors.index.json` lists.
+The weights may be in several files, as a small `max_shard_size` writes them.
 """
 
 import functools
@@ -17,9 +17,9 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from txl_hf import TransfoXLConfig
 
-from . import arguments, torch_file
-from .files import belongs, code_span, find_file, state_dict_sources
-from .layout import Checkpoint, ConversionError, Source, drop_copies, fields_from_shapes, map_names
+from . import torch_file
+from .files import code_span, find_file, state_dict_sources
+from .layout import Checkpoint, ConversionError, Family, Source, drop_copies, fields_from_shapes, map_names
 
 # Name in the state dict, the same in the layout. With shared biases (untie_r false) every layer lists the pair again.
 TABLE = [
@@ -28,12 +28,9 @@ TABLE = [
     ("crit.{name}", "crit.{name}", None),
     ("score.weight", "score.weight", None),
 ]
-EXPECTED = arguments.EXPECTED["transformers"]
+EXPECTED = "expected a folder with config.json and pytorch_model.bin or model.safetensors"
 WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
-INDEX_FILES = tuple(f"{name}.index.json" for name in WEIGHTS_FILES)  # of weights in several files
 TOKENIZER_FILES = ("vocab.pkl", "vocab.bin", "vocab.txt", "tokenizer.json")
-# Whatever is read here that says something in words.
-WORDS = ("*.json", "*.jinja", "vocab.*", "additional_chat_templates/*")
 
 
 def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
@@ -50,22 +47,11 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     if not folder.is_dir():
         raise ConversionError(f"{folder} does not exist; {EXPECTED}")
     tokenizer_files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    generation_file = folder / GENERATION_CONFIG_NAME
-    for path in sorted(path for pattern in WORDS for path in folder.glob(pattern)):
-        if not belongs(path, folder):  # its words would end in the output, and on the Hub
-            raise ConversionError(
-                f"{path} is a link to a file elsewhere, {path.resolve()}; copy it if it belongs here"
-            )
-    if tokenizer_files and not any(
-        (folder / name).is_file() for name in ("config.json", *WEIGHTS_FILES, *INDEX_FILES)
-    ):
-        return Checkpoint({}, {}, origin=f"the tokenizer {code_span(folder.resolve().name)}", size=0, tokenizer=folder)
+    files = _weights(folder)
+    if tokenizer_files and not files and not (folder / "config.json").is_file():
+        return Checkpoint({}, {}, origin=f"the tokenizer {code_span(folder.resolve().name)}", tokenizer=folder)
     written, fields = _read_config(folder)
-    # In the order of `from_pretrained`.
-    each = tuple(name for pair in zip(WEIGHTS_FILES, INDEX_FILES, strict=True) for name in pair)
-    path = find_file(folder, each, EXPECTED)
-    files = _indexed_files(path) if path.name in INDEX_FILES else [path]
-    sources = [source for file in files for source in _sources(file)]
+    sources = [source for file in files or [find_file(folder, WEIGHTS_FILES, EXPECTED)] for source in _sources(file)]
     if all(not source.name.startswith("transformer.") for source in sources):  # saved by TransfoXLModel
         sources = [replace(source, name=f"transformer.{source.name}") for source in sources]
     tensors = map_names(sources, TABLE)
@@ -76,11 +62,10 @@ def read(checkpoint: Path, corpus: Path | None = None) -> Checkpoint:
     return Checkpoint(
         fields,
         tensors,
-        origin=f"the legacy transformers checkpoint {code_span(folder.resolve().name)} ({path.name})",
-        size=sum(file.stat().st_size for file in files),
+        origin=f"the legacy transformers checkpoint {code_span(folder.resolve().name)} ({files[0].name})",
         tokenizer=folder if tokenizer_files else None,
         head=_head(tensors),
-        generation=_read_generation(generation_file, written | fields),
+        generation=_read_generation(folder / GENERATION_CONFIG_NAME, written | fields),
     )
 
 
@@ -91,7 +76,7 @@ def _head(tensors: dict[str, Source]) -> str:
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What config.json says, and the fields of the configuration. Raises ConversionError."""
+    """The content of config.json, and the fields of the configuration. Raises ConversionError."""
     path = folder / "config.json"
     if not path.is_file():
         raise ConversionError(f"{folder} has no config.json; {EXPECTED}")
@@ -123,16 +108,15 @@ def _read_generation(path: Path, fields: dict[str, Any]) -> GenerationConfig:
         raise ConversionError(f"{path} cannot be used, mend it: {error}") from None
 
 
-def _indexed_files(path: Path) -> list[Path]:
-    try:
-        names = json.loads(path.read_text())["weight_map"].values()
-        files = sorted({path.with_name(name) for name in names})  # raises ValueError for a path to another folder
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConversionError(f"{path} is no index of weights ({type(error).__name__}: {error})") from None
-    for file in files:
-        if not file.is_file():
-            raise ConversionError(f"{file} does not exist, which {path.name} lists")
-    return files
+def _weights(folder: Path) -> list[Path]:
+    """Return the file of weights, or those that it was written in parts to, in the order of `from_pretrained`."""
+    for name in WEIGHTS_FILES:
+        stem, kind = name.split(".")
+        if (folder / name).is_file():
+            return [folder / name]
+        if parts := sorted(folder.glob(f"{stem}-*-of-*.{kind}")):
+            return parts
+    return []
 
 
 def _sources(path: Path) -> list[Source]:
@@ -158,3 +142,6 @@ def _pickled_sources(path: Path) -> list[Source]:
     # The storages of another file have the same keys.
     sources = state_dict_sources(torch_file.load(path), path)
     return [replace(source, place=(path, source.place)) for source in sources]
+
+
+FAMILY = Family("transformers", EXPECTED, read)

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from txl_hf.transfo_xl.unpickle_transfo_xl import StandIn
-from txl_hf.transfo_xl.vocabulary_transfo_xl import repair_symbols
+from txl_hf.legacy.unpickle import StandIn
+from txl_hf.legacy.vocabulary import repair_symbols
 
 from . import torch_file
 from .files import describe
@@ -19,7 +19,7 @@ MODES = {
     "enwik8": "bytes",
     "text8": "characters",
 }
-# What the originals write beside their data.
+# Files that the originals write beside their data.
 CORPORA, INFORMATION = ("cache.pt", "cache.pkl"), "corpus-info.json"
 
 

@@ -120,6 +120,7 @@ from txl_hf import (
     evaluate_language_model,
 )
 from txl_hf.data.texts import count_passed, whole
+from txl_hf.evaluation.cards import write_model_card
 from txl_hf.evaluation.language_model import LanguageModelEvaluation
 from txl_hf.kernels.operators import bf16_is_faster
 
@@ -168,8 +169,9 @@ def run(text: str, arguments: argparse.Namespace, scratch: Path) -> Path:
     train(model, stream, arguments.minutes, arguments.steps, unit)
 
     folder = scratch / "output"
-    model.save_pretrained(folder, repo_id=arguments.output.name)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    write_model_card(folder / "README.md", model, arguments.output.name)
 
     evaluations = evaluate(model, tokenizer.encode_lines(lines(held_out)), unit)
     plot(evaluations, folder / PLOT, unit)

@@ -27,7 +27,7 @@ import conftest  # noqa: F401 - sets up the package of this checkout
 from goldens import GOLDENS
 from peak_memory import forget_peak, peak_memory
 from txl_hf.conversion import command_line, torch_file
-from txl_hf.transfo_xl.unpickle_transfo_xl import StandIn, UnsafePickleError
+from txl_hf.legacy.unpickle import StandIn, UnsafePickleError
 
 # What no reader has any business with; a hook cannot be removed, so that it is switched.
 FORBIDDEN = (

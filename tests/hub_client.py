@@ -51,15 +51,11 @@ def push(folder: Path):
 
 
 def push_tokenizer(folder: Path):
-    build()[0].push_to_hub("user/spoken")
-    return push_tokenizer_to("user/spoken")
-
-
-def push_tokenizer_to(repository: str):
     from txl_hf import TransfoXLTokenizer
 
+    build()[0].push_to_hub("user/spoken")
     tokenizer = TransfoXLTokenizer.train_from_iterator([TEXT], mode="whitespace")
-    tokenizer.push_to_hub(repository)
+    tokenizer.push_to_hub("user/spoken")
     return tokenizer(TEXT)["input_ids"]
 
 
@@ -70,66 +66,6 @@ def push_over_an_edited_card(folder: Path):
     card = b"---\nlicense: mit\ntags:\n- mine\n---\n\n# Edited by hand\n"
     HfApi().upload_file(path_or_fileobj=card, path_in_repo="README.md", repo_id="user/edited")
     build(seed=1)[0].push_to_hub("user/edited", commit_message="Train longer", tags=["longer"])
-
-
-def push_another_model(folder: Path):
-    model, classifier = build()
-    model.push_to_hub("user/changed", tags=["mine"])
-    push_tokenizer_to("user/changed")
-    classifier.push_to_hub("user/changed", tags=["news"])
-
-
-def push_a_card_of_ones_own(folder: Path):
-    (folder / "carded").mkdir()
-    card = folder / "carded" / "README.md"
-    card.write_text("# By hand\n", encoding="utf-8")
-    build()[0].save_pretrained(folder / "carded", push_to_hub=True, repo_id="user/carded")
-    return card.read_text(encoding="utf-8")
-
-
-def save_scored(place: Path) -> Path:
-    """A model with a card that knows results."""
-    from huggingface_hub import EvalResult
-
-    model = build()[0]
-    model.save_pretrained(place)
-    result = EvalResult("text-generation", "text", "A text", "perplexity", 7.5)
-    known = {"license": "mit", "model_name": "scored", "eval_results": [result]}
-    model.write_model_card(place / "README.md", "scored", **known)
-    return place
-
-
-def push_what_was_loaded_from_a_folder(folder: Path):
-    from txl_hf import TransfoXLForCausalLM
-
-    place = save_scored(folder / "scored")
-    TransfoXLForCausalLM.from_pretrained(place).save_pretrained(place, push_to_hub=True, repo_id="user/scored")
-    return (place / "README.md").read_text(encoding="utf-8")
-
-
-def push_what_was_loaded_from_the_hub(folder: Path):
-    """Again, and other weights in its place."""
-    from huggingface_hub import HfApi
-
-    from txl_hf import TransfoXLForCausalLM
-
-    place = save_scored(folder / "known")
-    for repository in ("user/known", "user/known-of-others"):
-        HfApi().create_repo(repository)
-        HfApi().upload_folder(repo_id=repository, folder_path=place)
-    TransfoXLForCausalLM.from_pretrained("user/known").push_to_hub("user/known", tags=["again"])
-    build(seed=1)[0].push_to_hub("user/known-of-others")
-
-
-def push_to_a_branch_with_a_card_of_its_own(folder: Path):
-    from huggingface_hub import HfApi
-
-    model, classifier = build()
-    model.push_to_hub("user/branched", tags=["mine"])
-    HfApi().create_branch("user/branched", branch="experiment")
-    card = b"---\nlicense: mit\n---\n# By hand\n"
-    HfApi().upload_file(path_or_fileobj=card, path_in_repo="README.md", repo_id="user/branched", revision="experiment")
-    classifier.push_to_hub("user/branched", revision="experiment", tags=["news"])
 
 
 def push_while_saving(folder: Path):
@@ -149,22 +85,11 @@ def push_a_derived_class(folder: Path):
         pass
 
     model = Derived(build()[0].config)
-    model.save_pretrained(folder / "derived")
-    model.save_pretrained(folder / "derived", push_to_hub=True, repo_id="user/derived")
+    model.push_to_hub("user/derived")
 
 
 def push_in_shards(folder: Path):
     build()[0].save_pretrained(folder / "shards", push_to_hub=True, repo_id="user/shards", max_shard_size="30KB")
-
-
-def push_shards_over_one_file(folder: Path):
-    old, new = build()[0], build(1)[0]
-    for repository in ("user/pushed", "user/offered"):
-        old.push_to_hub(repository)
-    old.save_pretrained(folder / "replaced", push_to_hub=True, repo_id="user/replaced")
-    new.push_to_hub("user/pushed", max_shard_size="30KB")
-    new.push_to_hub("user/offered", max_shard_size="30KB", create_pr=True)
-    new.save_pretrained(folder / "replaced", push_to_hub=True, repo_id="user/replaced", max_shard_size="30KB")
 
 
 def push_beside_main(folder: Path):
@@ -187,24 +112,23 @@ def push_from_trainer(folder: Path):
 
 
 def push_in_training(folder: Path):
-    """By both Trainers, which go no further than their last save, to where a card is of other weights, or by hand."""
-    from transformers import Trainer, TrainingArguments
+    """No further than the last save, to where a card is of other weights, or by hand."""
+    from transformers import TrainingArguments
 
     from txl_hf import TokenStream, TransfoXLTokenizer, TransfoXLTrainer
+    from txl_hf.evaluation.cards import write_model_card
 
     arguments = {"push_to_hub": True, "save_steps": 1, "max_steps": 1, "per_device_train_batch_size": 2}
     arguments |= {"label_names": ["shift_labels"], "report_to": "none", "use_cpu": True, "disable_tqdm": True}
     tokenizer, trained = TransfoXLTokenizer.train_from_iterator([TEXT], mode="whitespace"), {}
-    of_others = (save_scored(folder / "others") / "README.md").read_text(encoding="utf-8")
-    for name, trainer_class, card in (
-        ("begun", Trainer, of_others),
-        ("begun-with-memory", TransfoXLTrainer, "# By hand\n"),
-    ):
+    write_model_card(folder / "others.md", build(1)[0])
+    of_others = (folder / "others.md").read_text(encoding="utf-8")
+    for name, card in (("begun", of_others), ("begun-with-memory", "# By hand\n")):
         (folder / name).mkdir()
         (folder / name / "README.md").write_text(card, encoding="utf-8")
         settings = TrainingArguments(str(folder / name), hub_model_id=f"user/{name}", **arguments)
         data = TokenStream(IDS.flatten(), segment_length=4, batch_size=2)
-        trainer = trainer_class(build()[0], settings, train_dataset=data, processing_class=tokenizer)
+        trainer = TransfoXLTrainer(build()[0], settings, train_dataset=data, processing_class=tokenizer)
         trainer.train()
         with torch.no_grad():
             trained[name] = trainer.model.eval()(IDS).logits
@@ -299,15 +223,6 @@ def read_tokenizer(folder: Path):
     return type(tokenizer).__name__, ids, tokenizer.decode(ids)
 
 
-def read_through_a_pipeline(folder: Path):
-    from transformers import pipeline
-
-    read = pipeline("feature-extraction", model="user/spoken", **OPTIONS)
-    words = TEXT.split()[:5]
-    assert len(words) > read.model.config.n_layer
-    return [torch.tensor(read(words, batch_size=size)) for size in (1, len(words))]
-
-
 def save_again(folder: Path):
     _, model, classifier = load("user/name", "user/classifier")
     model.save_pretrained(folder / "again")
@@ -329,22 +244,15 @@ READ = [
     read_what_is_in_training,
     read_config,
     read_tokenizer,
-    read_through_a_pipeline,
 ]
 ROLES = {
     "author": [
         push,
         push_tokenizer,
         push_over_an_edited_card,
-        push_another_model,
-        push_a_card_of_ones_own,
-        push_what_was_loaded_from_a_folder,
-        push_what_was_loaded_from_the_hub,
-        push_to_a_branch_with_a_card_of_its_own,
         push_while_saving,
         push_a_derived_class,
         push_in_shards,
-        push_shards_over_one_file,
         push_beside_main,
         push_from_trainer,
         push_in_training,

@@ -49,7 +49,7 @@ AREAS = {
     "attention": ["attention_transfo_xl", "attention_transfo_xl_inputs", "attention_transfo_xl_cpu"],
     "memory": ["memory_transfo_xl", "cache_transfo_xl", "ring_transfo_xl", "inputs_transfo_xl"],
     "adaptive": ["adaptive_transfo_xl"],
-    "layout": ["layout_transfo_xl", "card_transfo_xl", "damaged_transfo_xl"],
+    "layout": ["layout_transfo_xl"],
     "streams": ["streams"],
     "checkpoints": ["checkpoints"],
     "evaluation": ["evaluation", "reading"],

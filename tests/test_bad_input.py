@@ -1,8 +1,5 @@
 """Every bad input gets an error that names it."""
 
-import json
-import tracemalloc
-
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
@@ -18,9 +15,6 @@ from txl_hf import (
 from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache, StaticMemoryCache
 
 BAD_CONFIGS = {
-    "dtype": ({"dtype": "f|oat32"}, r"dtype='f\|oat32' must be the name of one of torch's data types"),
-    "what follows from other fields": ({"layer_types": ["full_attention"]}, "layer_types=.* cannot be set"),
-    "dtype that is a function": ({"torch_dtype": "load"}, "dtype='load' must be the name"),
     "odd d_model": ({"d_model": 15}, "d_model=15"),
     "decreasing cutoffs": ({"cutoffs": [30, 9]}, r"cutoffs=\[30, 9\]"),
     "repeated cutoffs": ({"cutoffs": [9, 9]}, r"cutoffs=\[9, 9\]"),
@@ -34,9 +28,6 @@ BAD_CONFIGS = {
     "unknown init": ({"init": "xavier"}, "init='xavier'"),
     "negative memory": ({"mem_len": -1}, "mem_len=-1"),
     "no layers": ({"n_layer": 0}, "n_layer=0"),
-    "layers without end": ({"n_layer": 500_000_000}, "n_layer=500000000 must be at most 1000"),
-    "labels without end": ({"num_labels": 10**9}, "num_labels=1000000000 must be at most 1048576"),
-    "a width beyond what is counted": ({"d_inner": 10**30}, "d_inner=10*.* must be at most"),
     "epsilon that is no number": ({"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon=nan"),
     "negative epsilon": ({"layer_norm_epsilon": -1.0}, r"layer_norm_epsilon=-1\.0"),
     "infinite weights": ({"init_std": float("inf")}, "init_std=inf"),
@@ -459,19 +450,3 @@ def test_every_backend_can_be_chosen_when_loading_and_later(make_model, make_ids
         loaded = type(model).from_pretrained(tmp_path, attn_implementation=name).eval()
         assert loaded.config._attn_implementation == name
         torch.testing.assert_close(loaded(make_ids(1, 4)).logits, expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["n_layer", "num_hidden_layers"])
-def test_a_configuration_file_that_claims_layers_without_end_costs_nothing(make_model, tmp_path, name):
-    """What is kept for each layer must not be made before their number is looked at: 8 GB at half a billion layers."""
-    make_model().save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {name: 500_000_000}))
-    tracemalloc.start()
-    try:
-        for load in (TransfoXLConfig.from_pretrained, TransfoXLForCausalLM.from_pretrained):
-            with pytest.raises(ValueError, match="n_layer=500000000 must be at most 1000"):
-                load(tmp_path)
-        assert tracemalloc.get_traced_memory()[1] < 2**26
-    finally:
-        tracemalloc.stop()

@@ -24,7 +24,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-from . import kernels  # noqa: F401 -- registers the kernels with the model
+from . import kernels, legacy  # noqa: F401 -- they register themselves with the model and the tokenizer
 from .data.streams import TokenStream
 from .data.text_stream import TextStream
 from .evaluation.continuous_cache import ContinuousCache

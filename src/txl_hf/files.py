@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
 try:
     import fcntl
 except ImportError:  # Windows.
@@ -25,6 +27,7 @@ __all__ = [
     "MANIFEST_NAME",
     "UNFINISHED_PREFIX",
     "disk_errors",
+    "is_repo_id",
     "keep_options",
     "lock_folder",
     "move_into_place",
@@ -48,6 +51,15 @@ _REFUSED_WRITES = ("inline_container.cc", "iostream error", "PytorchStreamWriter
 def name_of(path: str | os.PathLike) -> str:
     """The last name of a path; of `.` and `..`, which have none, that of the folder that they are."""
     return Path(os.path.abspath(path)).name
+
+
+def is_repo_id(name: str) -> bool:
+    """Whether something on the Hub may have this name."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 @contextmanager

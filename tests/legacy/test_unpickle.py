@@ -11,8 +11,8 @@ import pytest
 
 import bombs
 from txl_hf import TransfoXLTokenizer
-from txl_hf.transfo_xl.unpickle_transfo_xl import UnsafePickleError, load
-from txl_hf.transfo_xl.vocabulary_transfo_xl import read_vocab_pickle
+from txl_hf.legacy.unpickle import UnsafePickleError, load
+from txl_hf.legacy.vocabulary import read_vocab_pickle
 
 MIB = 1 << 20
 
@@ -36,7 +36,7 @@ import time
 from pathlib import Path
 import bombs
 from txl_hf.conversion import command_line
-from txl_hf.transfo_xl.vocabulary_transfo_xl import read_vocab_pickle
+from txl_hf.legacy.vocabulary import read_vocab_pickle
 
 def timed(name, read, *arguments):
     begin = time.process_time()

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from goldens import golden
+from scripts import run_script
 from txl_hf import TransfoXLTokenizer
-from txl_hf.transfo_xl.vocabulary_transfo_xl import read_vocab_pickle, read_vocab_text
+from txl_hf.legacy.vocabulary import read_vocab_pickle
+from txl_hf.transfo_xl.tokenization_transfo_xl_backend import read_vocab_text
 
 GOLDENS = golden("tokenizer")
 SENTENCE = "Mr. Smith said: \"It's 1,234.5 km (well-known).\" <unk> didn't <formula> agree ...\n"
@@ -107,7 +109,7 @@ def test_ids_of_added_tokens_that_cannot_be_kept_are_named(tmp_path, added, woul
 
 def test_ids_that_legacy_gave_to_two_symbols_come_with_a_remedy(tmp_path):
     """It numbered the special tokens of a vocabulary that it built itself before there was one."""
-    message = "here 0 is '.*', so that legacy read two symbols as one: without added_tokens_decoder in .*, 'the' is 2$"
+    message = "'the' has id 0 in .* would get 2: .*; without that entry in the file, 'the' is 2$"
     with pytest.raises(ValueError, match=message):
         AutoTokenizer.from_pretrained(legacy_folder(tmp_path, {"the": 0}))
 
@@ -271,3 +273,17 @@ def test_deep_keys_do_not_overflow_the_stack(tmp_path, program):
     path.write_bytes(b"\x80\x04" + program)
     with pytest.raises(ValueError, match="tuples for keys"):
         read_vocab_pickle(path)
+
+
+def test_the_code_beside_a_model_reads_no_pickle_without_the_package(tmp_path):
+    TransfoXLTokenizer.from_symbols(["<eos>", "<unk>", "a"]).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.pkl").write_bytes(pickle.dumps({"idx2sym": ["<eos>", "<unk>", "a"]}))
+    script = (
+        "import sys; sys.modules['txl_hf'] = None\n"
+        "from transformers import AutoTokenizer\n"
+        "AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)"
+    )
+    process = run_script("-c", script, tmp_path, only_torch=True, HF_HOME=str(tmp_path / "home"))
+    assert "vocab.pkl is a pickle, which the code beside a model does not read: pip install txl-hf" in process.stderr
+    assert AutoTokenizer.from_pretrained(tmp_path).symbols == ["<eos>", "<unk>", "a"]

@@ -7,8 +7,7 @@ import torch
 from huggingface_hub.constants import CONFIG_NAME
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..files import MANIFEST_NAME
-from ..transfo_xl.card_transfo_xl import is_repo_id
+from ..files import MANIFEST_NAME, is_repo_id
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 

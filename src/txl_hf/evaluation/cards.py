@@ -1,32 +1,131 @@
-"""What the folder of a model says of it: what it scored, as the model-index of its card, which the Hub reads."""
+"""The card of a model, README.md beside its weights, and the results in it, which the Hub reads as its model-index."""
 
 import hashlib
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult
+import torch
+import transformers
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers import PreTrainedModel
 
-from ..transfo_xl.card_transfo_xl import saved_weights
+from ..files import is_repo_id, name_of, write_text
 
-__all__ = [
-    "RESULTS",
-    "SCORED",
-    "origin",
-    "read_results",
-    "results_of_folder",
-    "to_results",
-    "weights_digest",
-]
-
-# What `txl-train` leaves beside the model.
-RESULTS = "results.json"
-# Of which a model of `txl-train` has figures.
+RESULTS = "results.json"  # written by `txl-train` beside the model, with figures of these splits
 SCORED = ("validation", "test")
-
 METRICS = {"perplexity": "Perplexity", "bits_per_token": "Bits per token"}
+# The task under which the Hub lists a model. It cannot tell the task from code that comes with the model.
+TASKS = {
+    "AutoModel": "feature-extraction",
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+}
+# The last line of a card that `write_model_card` wrote.
+SIGNATURE = "<!-- Written by txl-hf; remove this line to keep your own text. -->"
+TEMPLATE = """---
+{{ card_data }}
+---
+
+# {{ title }}
+
+A Transformer-XL model ([Dai et al., 2019](https://arxiv.org/abs/1901.02860)) with {{ config.n_layer }} layers of width
+{{ config.d_model }} over {{ inputs }}, which remembers {{ config.mem_len }} hidden states per layer
+(initial memory: {{ config.initial_memory }}).
+{%- if origin %}
+
+{{ origin }}
+{%- endif %}
+
+The code is in this repository, so nothing needs to be installed beside `transformers`:
+
+```python
+from transformers import {{ auto_class }}{% if tokenizer %}, AutoTokenizer{% endif %}
+
+model = {{ auto_class }}.from_pretrained({{ name }}, trust_remote_code=True)
+{%- if tokenizer %}
+tokenizer = AutoTokenizer.from_pretrained({{ name }}, trust_remote_code=True)
+{%- endif %}
+```
+{%- if auto_class == "AutoModelForCausalLM" and config.mem_len > 0 %}
+
+A call returns what it remembers, and the next one goes on from there, so that a text has any length:
+`outputs = model(first_ids)`, then `model(next_ids, mems=outputs.mems)`. `generate` does so by itself.
+{%- endif %}
+
+With the package `txl-hf` installed, `import txl_hf` takes the place of `trust_remote_code=True`. Lengths can be set
+when loading: `mem_len=640, clamp_len=400, same_length=True`.
+{%- if training %}
+
+{{ training }}
+{%- endif %}
+
+{{ signature }}
+"""
+
+
+def write_model_card(
+    path: Path,
+    model: PreTrainedModel,
+    repository: str | None = None,
+    tags: Iterable[str] | None = None,
+    origin: str = "",
+    training: str = "",
+    tokenizer: bool | None = None,
+    **data,
+) -> None:
+    """Write a card for the Hub: the model's task and size, and the code that loads it.
+
+    Args:
+        path: the file, in whose place what was there is replaced.
+        model: its configuration and its head are described.
+        repository: the name under which it will be loaded; by default that of the folder.
+        tags: tags beside those of the architecture.
+        origin, training: Markdown on where the weights come from, and lines on the training for the end.
+        tokenizer: whether a tokenizer lies beside it; by default the folder tells.
+        data: more of `huggingface_hub.ModelCardData`: language, license, datasets, eval_results, … `base_model` is by
+            default the name on the Hub that the model was loaded from.
+    """
+    name, auto_class = repository or name_of(path.parent), type(model)._auto_class or "AutoModel"
+    known: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": TASKS.get(auto_class)}
+    all_tags = dict.fromkeys(["transformer-xl", model.config.model_type, *(tags or ())])
+    card = ModelCard.from_template(
+        ModelCardData(tags=[*all_tags], **known | base_model_of(model, name) | data),
+        template_str=TEMPLATE,
+        title=plain_markdown(name),
+        name=json.dumps(name),
+        config=model.config,
+        inputs=f"a vocabulary of {model.config.vocab_size}" if model.config.vocab_size else "vectors",
+        auto_class=auto_class,
+        origin=origin,
+        training=training,
+        tokenizer=(path.parent / "tokenizer_config.json").exists() if tokenizer is None else tokenizer,
+        signature=SIGNATURE,
+    )
+    write_text(path, str(card))
+
+
+def base_model_of(model: PreTrainedModel, repository: str) -> dict[str, str]:
+    """`base_model` of the card of a model that was loaded from the Hub, under another name than it now gets."""
+    source = model.name_or_path
+    on_hub = source and source != repository and not Path(source).exists() and is_repo_id(source)
+    return {"base_model": source} if on_hub else {}
+
+
+def is_generated(path: Path) -> bool:
+    """Whether a card was written by `write_model_card`, of whatever model, and has kept its last line."""
+    return path.is_file() and path.read_text(encoding="utf-8", errors="replace").rstrip().endswith(SIGNATURE)
+
+
+def plain_markdown(text: str) -> str:
+    """`text` for a page in Markdown, where it means itself, whatever it holds: no link, no HTML, no other heading."""
+    return "".join(
+        letter if letter.isalnum() or letter in " ./-_" else f"&#{ord(letter)};" if letter.isprintable() else "?"
+        for letter in " ".join(text.split())
+    )
 
 
 def to_results(figures: Mapping[str, Mapping[str, Any]], dataset: str) -> list[EvalResult]:
@@ -53,6 +152,11 @@ def to_results(figures: Mapping[str, Mapping[str, Any]], dataset: str) -> list[E
     ]
 
 
+def saved_weights(folder: Path) -> list[Path]:
+    """The files of weights that `save_pretrained` has written to a folder."""
+    return sorted(folder.glob("model*.safetensors"))
+
+
 def weights_digest(folder: Path) -> str:
     """SHA-256 of the weights of the model in a folder, all files of theirs."""
     digest = hashlib.sha256()
@@ -63,49 +167,35 @@ def weights_digest(folder: Path) -> str:
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """`results.json` of the model in a folder; nothing where there is none, or one of other weights.
-
-    `"weights"`, the `weights_digest`, says of which it is. In a file without, as another program writes it, the times
-    do: one that is older than the weights is of others.
-    """
-    path = folder / RESULTS
+    """`results.json` of the model in a folder; nothing where there is none, or one of other weights, as its "weights",
+    the `weights_digest`, says."""
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(results, dict):
-            return {}
-        if "weights" in results:
-            return results if results["weights"] == weights_digest(folder) else {}
-        written = path.stat().st_mtime_ns
-        stale = any(weights.stat().st_mtime_ns > written for weights in saved_weights(folder))
+        results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {} if stale else results
+    is_ours = isinstance(results, dict) and results.get("weights", "") in ("", weights_digest(folder))
+    return results if is_ours else {}
 
 
 def results_of_folder(folder: Path, dataset: str) -> list[EvalResult]:
-    """What `results.json` says of the model in a folder, as `read_results` finds it; of what another program has
-    written, what has the form of `to_results`."""
-    results = read_results(folder)
-    splits = {split: results.get(split) for split in SCORED}
+    """The figures in `results.json` of the model in a folder, in the form of `to_results`."""
+    splits = {split: values for split, values in read_results(folder).items() if split in SCORED}
     return to_results({split: values for split, values in splits.items() if isinstance(values, dict)}, dataset)
 
 
 def origin() -> dict[str, Any]:
     """With what something was computed: versions, and the commit where the package runs from a repository."""
-    # Of what is imported, which need not be installed (a folder on the path), and whose builds only the modules name.
-    import torch
-    import transformers
-
     from .. import __version__
 
-    versions = {"txl-hf": __version__, "transformers": transformers.__version__, "torch": str(torch.__version__)}
-    package = Path(__file__).parent
-    try:
-        found = subprocess.run(
-            ["git", "-C", package, "describe", "--always", "--dirty", "--exclude=*"], capture_output=True, text=True
-        )
-        tracked = subprocess.run(["git", "-C", package, "ls-files", "--error-unmatch", __file__], capture_output=True)
-    except OSError:
-        return {"versions": versions, "commit": None}
-    known = found.returncode == 0 and tracked.returncode == 0
-    return {"versions": versions, "commit": found.stdout.strip() if known else None}
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    tracked = git("ls-files", "--error-unmatch", __file__) is not None
+    return {
+        "versions": {"txl-hf": __version__, "transformers": transformers.__version__, "torch": str(torch.__version__)},
+        "commit": git("describe", "--always", "--dirty", "--exclude=*") if tracked else None,
+    }

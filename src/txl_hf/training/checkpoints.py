@@ -32,7 +32,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..files import MANIFEST_NAME, UNFINISHED_PREFIX, move_into_place, write_text
-from ..transfo_xl.unpickle_transfo_xl import STAND_IN, Machine, Name, StandIn, UnsafePickleError, load, shown
+from ..legacy.unpickle import STAND_IN, Machine, Name, StandIn, UnsafePickleError, load, shown
 
 __all__ = [
     "UNFINISHED_PREFIX",

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from ..data.columns import open_tokens
 from ..data.encoding import fill_special_tokens
 from ..data.streams import check_loader, describe_stream
+from ..evaluation.cards import base_model_of
 from ..evaluation.language_model import figures
 from ..files import disk_errors, move_into_place, name_of, options_that_differ, whole_folder, write_text
 from ..transfo_xl.memory_transfo_xl import cloned_states, latest_states, mask_overflow, real_states
@@ -363,7 +364,7 @@ class Training:
         if self.accelerator.is_main_process:
             with disk_errors(self.output), whole_folder(self.output / BEST) as aside:
                 score = {"step": self.step, "validation_loss": self.best, "of": self.best_of}
-                score["began_as"] = self.began_as or model.began_as(aside, name_of(self.output))
+                score["began_as"] = self.began_as or base_model_of(model, name_of(self.output))
                 write_text(aside / BEST_SCORE, json.dumps(score, indent=1) + "\n")
                 model.save_pretrained(aside, state_dict=state_dict, repo_id=name_of(self.output))
                 self.tokenizer.save_pretrained(aside)

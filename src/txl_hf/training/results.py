@@ -18,10 +18,17 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from ..data.streams import text_fingerprint
-from ..evaluation.cards import RESULTS, SCORED, origin, to_results, weights_digest
+from ..evaluation.cards import (
+    RESULTS,
+    SCORED,
+    is_generated,
+    origin,
+    to_results,
+    weights_digest,
+    write_model_card,
+)
 from ..evaluation.language_model import LENGTHS, LanguageModelEvaluation, evaluate_language_model, figures
 from ..files import LOCK_NAME, UNFINISHED_PREFIX, lock_folder, name_of, options_that_differ, whole_file, write_text
-from ..transfo_xl.card_transfo_xl import is_generated
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .arguments import (
     RECIPE,
@@ -267,8 +274,8 @@ def finish(output: Path, texts: dict, arguments: Arguments, document_end: int | 
         scores = score(model, texts, arguments, document_end) | {"weights": weights_digest(output)}
         results = to_results({split: scores[split] for split in SCORED}, name_of(arguments.data.data or ""))
         began_as = (read_best(output) or {}).get("began_as", {})
-        model.write_model_card(
-            output / "README.md", name_of(output), model_name=name_of(output), eval_results=results, **began_as
+        write_model_card(
+            output / "README.md", model, name_of(output), model_name=name_of(output), eval_results=results, **began_as
         )
         # Last, because it says that all is done.
         write_text(output / RESULTS, json.dumps(scores, indent=1) + "\n")

@@ -12,8 +12,7 @@ from transformers import Trainer
 from transformers.modelcard import TrainingSummary
 from transformers.trainer_utils import HubStrategy
 
-from ..evaluation.cards import results_of_folder
-from ..transfo_xl.card_transfo_xl import is_generated, plain_markdown
+from ..evaluation.cards import base_model_of, is_generated, plain_markdown, results_of_folder, write_model_card
 from ..transfo_xl.layout_transfo_xl import TransfoXLLayoutModel
 from .trainer import HELD_OUT, TransfoXLTrainer, evaluations_of_now
 
@@ -80,12 +79,12 @@ def create_model_card(
     if configurations:
         results = [replace(result, dataset_config=configurations[0]) for result in results]
     repository = trainer.hub_model_id or name
-    began_as = model.began_as(path.parent, repository)
+    began_as = base_model_of(model, repository)
     base_model = finetuned_from or began_as.get("base_model")
     # It looks the licence up, under a name that is never empty: by default it takes that of the folder.
     summary = TrainingSummary.from_trainer(trainer, license=license, model_name=name, finetuned_from=base_model)
     data: dict[str, Any] = began_as | {
-        "origin": " ".join(filter(None, [began_as.get("origin"), _trained_on(datasets, configurations)])),
+        "origin": _trained_on(datasets, configurations),
         "training": _evaluated(trainer) + "".join(summary.to_model_card().partition(PROCEDURE)[1:]),
         "language": language,
         "license": summary.license,
@@ -97,7 +96,7 @@ def create_model_card(
     }
     if tasks:
         data["pipeline_tag"] = _as_list(tasks)[0]
-    model.write_model_card(path, repository, _as_list(tags), **data)
+    write_model_card(path, model, repository, _as_list(tags), **data)
 
 
 def complete_push(trainer: Trainer, model: TransfoXLLayoutModel, checkpoint: str) -> None:
@@ -119,8 +118,7 @@ def complete_push(trainer: Trainer, model: TransfoXLLayoutModel, checkpoint: str
     card = output / "README.md"
     if not card.exists() or is_generated(card):
         # Results in the folder are of other weights: these are copied after this.
-        known: dict[str, Any] = model.began_as(output, repository) | _tokenizer(trainer)
-        model.write_model_card(card, repository, **known)
+        write_model_card(card, model, repository, **_tokenizer(trainer))
 
 
 def _pushes_now(trainer: Trainer) -> bool:
@@ -131,7 +129,7 @@ def _pushes_now(trainer: Trainer) -> bool:
     return push is None or push.is_done() or trainer.args.hub_always_push
 
 
-def _tokenizer(trainer: Trainer) -> dict[str, bool]:
+def _tokenizer(trainer: Trainer) -> dict[str, Any]:
     """For a card, that there is a tokenizer where the Trainer saves one; otherwise the folder tells."""
     return {} if trainer.processing_class is None else {"tokenizer": True}
 

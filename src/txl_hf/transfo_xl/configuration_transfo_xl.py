@@ -1,19 +1,28 @@
 """Transformer-XL model configuration."""
 
 import math
+import sys
+from dataclasses import fields
+from difflib import get_close_matches
 
-import torch
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import logging
 
 from .positions_transfo_xl import POSITIONS, Positions
 
-__all__ = ["TransfoXLConfig"]
+logger = logging.get_logger(__name__)
 
-# Configurations come in files of strangers, and what is kept for each layer grows with this number alone. The deepest
-# Transformers that anyone has trained have 1,000.
-MAX_LAYERS = 1_000
-MAX_LABELS = 2**20
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "init": ("normal", "uniform"),
+    "initial_memory": ("zeros", "empty"),
+    "gating": (None, "gru"),
+    "problem_type": (None, "regression", "single_label_classification", "multi_label_classification"),
+}
+LEAST = {"vocab_size": 0, "d_model": 1, "d_embed": 1, "n_head": 1, "d_head": 1, "d_inner": 1, "n_layer": 1}
+LEAST |= {"div_val": 1, "input_size": 1, "max_klen": 1}
+MOST = {"dropout": 1.0, "dropatt": 1.0}
+MOST |= dict.fromkeys(("layer_norm_epsilon", "init_range", "proj_init_std", "init_std"), sys.float_info.max)
 
 
 @strict
@@ -39,7 +48,7 @@ class TransfoXLConfig(PreTrainedConfig):
         div_val (`int`, defaults to 4): Bin i has embeddings of width `d_embed // div_val**i`.
         pre_lnorm (`bool`, defaults to `False`): Layer normalisation before each sub-layer instead of after it.
         n_layer (`int`, defaults to 18): Number of layers.
-        mem_len (`int`, defaults to 1600): M, how many hidden states a layer remembers.
+        mem_len (`int`, defaults to 1600): M, the number of hidden states in the memory of a layer.
         clamp_len (`int`, defaults to 1000): Distances beyond it share one position; not positive: no clamping.
         same_length (`bool`, defaults to `True`):
             Every query sees the same number of keys, as many as the memory is long; otherwise it sees all of the
@@ -66,7 +75,8 @@ class TransfoXLConfig(PreTrainedConfig):
         tie_word_embeddings (`bool`, defaults to `True`): The softmax uses the embeddings as its weights.
         tie_projs (`list[bool]`, *optional*):
             For each bin whether the softmax uses the projection of the embeddings; a single entry is that of bin 0,
-            and the others are `False`. By default `[False] + [proj_share_all_but_first] * len(cutoffs)`.
+            and the others are `False`. None, the default: `[False] + [proj_share_all_but_first] * len(cutoffs)`, which
+            is made anew when these fields change.
         proj_same_dim (`bool`, defaults to `True`):
             With `div_val > 1`, project also a bin whose width is `d_model` already.
         initial_memory (`str`, defaults to `"zeros"`):
@@ -172,29 +182,17 @@ class TransfoXLConfig(PreTrainedConfig):
         if self.vocab_size == 0:
             self.cutoffs, self.tie_projs = [], []
             self.bos_token_id = self.eos_token_id = self.pad_token_id = None
-        if self.gating is not None:
-            self.pre_lnorm = True
-        if "tie_weight" in kwargs:
-            self.tie_word_embeddings = kwargs.pop("tie_weight")
-        if self.tie_projs is None:
-            self.tie_projs = [False] + [self.proj_share_all_but_first] * len(self.cutoffs)
         elif len(self.tie_projs) == 1:
-            # What the originals start from; they leave the bins behind its end untied.
+            # The originals start from this list and leave the bins behind its end untied.
             self.tie_projs = self.tie_projs + [False] * len(self.cutoffs)
         elif self.div_val == 1 and self.d_embed == self.d_model:
             # Nothing is projected: what is left of other cutoffs says nothing.
             self.tie_projs = self.tie_projs[: len(self.cutoffs) + 1]
-        for name in kwargs:
-            found = getattr(type(self), name, None)
-            if isinstance(found, property) and found.fset is None:
-                raise ValueError(f"{name}={kwargs[name]!r:.60} cannot be set: it follows from other fields")
-        for dtype in (self.dtype, kwargs.get("torch_dtype")):
-            if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype):
-                raise ValueError(f"dtype={dtype!r} must be the name of one of torch's data types, such as 'float32'")
-        labels = kwargs.get("num_labels")
-        if isinstance(labels, int) and labels > MAX_LABELS:
-            # Each would get a name.
-            raise ValueError(f"num_labels={labels} must be at most {MAX_LABELS}")
+        if self.gating is not None:
+            self.pre_lnorm = True
+        if "tie_weight" in kwargs:
+            self.tie_word_embeddings = kwargs.pop("tie_weight")
+        self._warn_of_misspelt_fields(kwargs.keys())
         # Before anyone asks for the type of each layer.
         self._validate_sizes()
         if self.max_klen is None and self.positions.learned:
@@ -207,6 +205,25 @@ class TransfoXLConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         # Here too, because `@strict` wraps what its validators raise into an error that is no ValueError.
         self.validate_architecture()
+
+    def __setattr__(self, name, value):
+        """As in `transformers`; `tie_projs` follows the fields that it was made from."""
+        follows = name in ("vocab_size", "n_token", "cutoffs", "proj_share_all_but_first")
+        follows = follows and self.__dict__.get("tie_projs") == self._default_tie_projs()
+        super().__setattr__(name, value)
+        if follows or (name == "tie_projs" and value is None):
+            super().__setattr__("tie_projs", self._default_tie_projs())
+
+    def _default_tie_projs(self) -> list[bool]:
+        return [False] + [self.proj_share_all_but_first] * len(self.cutoffs) if self.vocab_size else []
+
+    def _warn_of_misspelt_fields(self, names):
+        """transformers keeps other names as attributes, which nothing reads; older files have those of generation."""
+        own = [field.name for field in fields(type(self))]
+        for name in names - GenerationConfig().to_dict().keys():
+            near = [field for field in own if len(field) > 4 and name.startswith(field)]
+            if near := near or get_close_matches(name, own, 1, cutoff=0.75):
+                logger.warning(f"TransfoXLConfig has no field {name}, which changes nothing: did you mean {near[0]}?")
 
     @property
     def output_attentions(self) -> bool | None:
@@ -227,19 +244,12 @@ class TransfoXLConfig(PreTrainedConfig):
         self.check_lengths(mem_len=self.mem_len, ext_len=self.ext_len, tgt_len=self.tgt_len)
         if self.positions.spans_heads and self.n_head * self.d_head != self.d_model:
             raise ValueError(
-                f"n_head={self.n_head} times d_head={self.d_head} must be d_model={self.d_model}: "
-                f"attn_type={self.attn_type} "
-                "adds its learned positions, (n_head, d_head) each, to the hidden states"
+                f"n_head={self.n_head} times d_head={self.d_head} must be d_model={self.d_model}: attn_type="
+                f"{self.attn_type} adds its learned positions, (n_head, d_head) each, to the hidden states"
             )
-        if self.init not in ("normal", "uniform"):
-            raise ValueError(f"init={self.init!r} must be 'normal' or 'uniform'")
-        if self.initial_memory not in ("zeros", "empty"):
-            raise ValueError(f"initial_memory={self.initial_memory!r} must be 'zeros' or 'empty'")
-        if self.gating not in (None, "gru"):
-            raise ValueError(f"gating={self.gating!r} must be None or 'gru'")
-        problems = ("regression", "single_label_classification", "multi_label_classification")
-        if self.problem_type not in (None, *problems):
-            raise ValueError(f"problem_type={self.problem_type!r} must be None or one of {', '.join(problems)}")
+        for name, choices in CHOICES.items():
+            if (choice := getattr(self, name)) not in choices:
+                raise ValueError(f"{name}={choice!r} must be {' or '.join(map(repr, choices))}")
         if self.sample_softmax > 0:
             raise ValueError(
                 f"sample_softmax={self.sample_softmax}: sampled softmax is not offered; use -1 with cutoffs instead"
@@ -249,18 +259,12 @@ class TransfoXLConfig(PreTrainedConfig):
             self._validate_bins()
 
     def _validate_sizes(self):
-        least = {"vocab_size": 0, "d_model": 1, "d_embed": 1, "n_head": 1, "d_head": 1, "d_inner": 1, "n_layer": 1}
-        least |= {"div_val": 1} if self.input_size is None else {"div_val": 1, "input_size": 1}
-        least |= {} if self.max_klen is None else {"max_klen": 1}
-        for name, smallest in least.items():
-            size, largest = getattr(self, name), MAX_LAYERS if name == "n_layer" else 2**31 - 1
-            if size < smallest:
-                raise ValueError(f"{name}={size} must be at least {smallest}")
-            if size > largest:
-                raise ValueError(f"{name}={size} must be at most {largest}")
+        for name, least in LEAST.items():
+            size = getattr(self, name)
+            if size is not None and size < least:
+                raise ValueError(f"{name}={size} must be at least {least}")
         if self.attn_type not in POSITIONS:
-            known = ", ".join(map(str, POSITIONS))
-            raise ValueError(f"attn_type={self.attn_type} must be one of {known}")
+            raise ValueError(f"attn_type={self.attn_type} must be one of {', '.join(map(str, POSITIONS))}")
         if self.d_model % 2:
             raise ValueError(f"d_model={self.d_model} is odd: the sinusoids need an even d_model")
         if self.input_size is not None and self.vocab_size > 0:
@@ -270,12 +274,9 @@ class TransfoXLConfig(PreTrainedConfig):
             )
 
     def _validate_numbers(self):
-        for name in ("dropout", "dropatt"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and 1")
-        for name in ("layer_norm_epsilon", "init_range", "proj_init_std", "init_std"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}={getattr(self, name)} must be a finite number that is not negative")
+        for name, most in MOST.items():
+            if not 0 <= getattr(self, name) <= most:
+                raise ValueError(f"{name}={getattr(self, name)} must lie between 0 and {most}")
         if not math.isfinite(self.gate_bias):
             raise ValueError(f"gate_bias={self.gate_bias} must be a finite number")
 
@@ -344,7 +345,7 @@ class TransfoXLConfig(PreTrainedConfig):
 
     @property
     def positions(self) -> type[Positions]:
-        """What `attn_type` means."""
+        """The class of positions that `attn_type` names."""
         return POSITIONS[self.attn_type]
 
     @property
@@ -357,7 +358,7 @@ class TransfoXLConfig(PreTrainedConfig):
 
     @property
     def sliding_window(self) -> int:
-        """What transformers' sliding cache layers call a window: the M remembered keys and the query's own."""
+        """The window of transformers' sliding cache layers: M keys of the memory and the query's own."""
         return self.mem_len + 1
 
     @sliding_window.setter

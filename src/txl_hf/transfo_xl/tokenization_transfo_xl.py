@@ -25,7 +25,9 @@ Ways to get one:
 """
 
 import json
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from difflib import get_close_matches
 from inspect import signature
@@ -35,6 +37,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from .tokenization_transfo_xl_backend import (
     BYTE_SYMBOLS,
@@ -44,17 +47,18 @@ from .tokenization_transfo_xl_backend import (
     build_backend,
     check_lines,
     check_mode,
+    check_symbols,
     count_symbols,
     flatten,
     modes_of,
     open_lines,
+    read_vocabulary,
     set_steps,
     spelling_backend,
     split_symbols,
 )
-from .vocabulary_transfo_xl import HALVES, check_symbols, read_vocab_pickle, read_vocab_text
 
-__all__ = ["TransfoXLTokenizer"]
+logger = logging.get_logger(__name__)
 
 # Special tokens of a vocabulary trained from text, per mode. A closed alphabet has neither an unknown nor an end.
 _TRAINING_SPECIALS: dict[str, dict[str, str | None]] = {
@@ -65,36 +69,16 @@ _TRAINING_SPECIALS: dict[str, dict[str, str | None]] = {
     "bytes": {"eos_token": None, "unk_token": None},
 }
 
-# What transformers reads of a tokenizer beside its vocabulary.
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json")
-
-# What a tokenizer reads beside the arguments that have names.
-_KEYWORDS = (
-    *("additional_special_tokens", "chat_control_tokens", "chat_template"),
-    *("backend", "clean_up_tokenization_spaces", "extra_special_tokens", "language", "max_len", "model_input_names"),
-    *("model_max_length", "model_specific_special_tokens", "name_or_path", "never_split", "padding_side"),
-    *("processor_class", "response_schema", "response_template", "split_special_tokens", "truncation_side", "verbose"),
-)
-
-# What says how text becomes symbols, which a tokenizer's backend does as it was made to.
-_STEPS = ("mode", "lower_case")
-
-# What the legacy tokenizer kept beside its vocabulary and this one has no use for.
-_LEGACY_ARGUMENTS = ("special", "min_freq", "max_size", "do_lower_case")
-# What it kept whole by default: its special tokens, which a saved `never_split` lists, in the vocabulary or not.
-_LEGACY_NEVER_SPLIT = ("<eos>", "<unk>", "<formula>")
-
-
-def _step(name: str, said: str) -> property:
-    """What the steps in the backend do, as an attribute of the tokenizer, which no assignment changes."""
-
-    def refuse(tokenizer: "TransfoXLTokenizer", value):
-        raise AttributeError(
-            f"{name} of a tokenizer is {getattr(tokenizer, name)!r} and cannot be set: for other steps on the same "
-            f"vocabulary make TransfoXLTokenizer.from_symbols(tokenizer.symbols, {name}={value!r})"
-        )
-
-    return property(lambda tokenizer: getattr(tokenizer, f"_{name}"), refuse, doc=said)
+# Arguments of the legacy tokenizer, in the files that it saved, that nothing here needs.
+_LEGACY_ARGUMENTS = ("special", "min_freq", "max_size", "do_lower_case", "never_split")
+# Its attributes that have another name here.
+_RENAMED = {
+    "get_sym": "convert_ids_to_tokens",
+    "get_idx": "convert_tokens_to_ids",
+    "counter": "collections.Counter over tokenize(text), as nothing is counted here",
+}
+# Text that the Moses rules, or WikiText, have split already.
+_JOINED = re.compile(" @[-,.]@ ")
 
 
 class TransfoXLTokenizer(PreTrainedTokenizerFast):
@@ -122,17 +106,15 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         kwargs: as for any fast tokenizer, among them `tokenizer_file`, a tokenizer.json, and `tokenizer_object`, a
             tokenizer of the `tokenizers` library, which is copied. `pad_token` defaults to `eos_token`,
             `padding_side` to `"left"`, which is what generation needs. `model_max_length` defaults to no limit: the
-            memory carries a text on from segment to segment, however long it is. What `decode` is told of
+            memory carries a text on from segment to segment, however long it is. `decode`'s
             `clean_up_tokenization_spaces` changes nothing in mode `"moses"`, whose text is always detokenised.
 
     Raises:
-        ValueError: an unknown mode or language, another `mode` than that of a given tokenizer, or none where its
-            steps are of no mode, another `lower_case` than a given tokenizer has, no vocabulary, a file that
-            is damaged or no vocabulary, a pickle with anything in it but data, added tokens with ids that leave a gap
-            behind the vocabulary's or are not those that it gives them, `line_ends` without an `eos_token` among the
-            symbols, an `unk_token` for a saved tokenizer that is none of its symbols, in mode `"bytes"` a special
-            token that is a byte's number, or, in mode `"moses"`, a legacy `never_split` with more than special and
-            added tokens.
+        ValueError: an unknown mode or language, another `mode` or `lower_case` than that of a given tokenizer, or none
+            where its steps are of no mode, no vocabulary, a file that is damaged or no vocabulary, a pickle with
+            anything in it but data, added tokens with ids that leave a gap behind the vocabulary's or are not those
+            that it gives them, `line_ends` without an `eos_token` among the symbols, or an `unk_token` for a saved
+            tokenizer that is none of its symbols.
     """
 
     vocab_files_names = {
@@ -159,7 +141,6 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
     ):
         for name in _LEGACY_ARGUMENTS:
             kwargs.pop(name, None)
-        never_split = kwargs.pop("never_split", None) or ()
         if kwargs.pop("delimiter", None) == "":
             mode = "characters"
         if mode is not None:
@@ -168,46 +149,18 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             raise ValueError(
                 f"language={language!r} is not supported: the Moses rules here are English, language='en'"
             )
-
-        backend = kwargs.pop("tokenizer_object", None)
-        tokenizer_file = kwargs.pop("tokenizer_file", None)
-        pretrained_vocab_file = pretrained_vocab_file or kwargs.pop("pretrained_vocab_file_torch", None)
-        kwargs.pop("pretrained_vocab_file_torch", None)
-        if backend is not None:
-            # It is the caller's, and steps are set below.
-            backend = deepcopy(backend)
-        elif tokenizer_file is not None:
-            backend = _read_backend(tokenizer_file)
-        if backend is not None:
-            # `from_pretrained` gives the name of its folder, where steps may lie that somebody has changed.
-            source = None if "name_or_path" in kwargs else tokenizer_file or "tokenizer_object"
-            mode, lower_case = _steps_of(backend, mode, lower_case, source)
-            vocabulary = backend.get_vocab()
-        else:
+        given, tokenizer_file = kwargs.pop("tokenizer_object", None), kwargs.pop("tokenizer_file", None)
+        torch_file = kwargs.pop("pretrained_vocab_file_torch", None)
+        if given is None and tokenizer_file is None:
             mode, lower_case = mode or "moses", bool(lower_case)
-            if pretrained_vocab_file is not None:
-                symbols = read_vocab_pickle(pretrained_vocab_file)
-            elif vocab_file is not None:
-                symbols = read_vocab_text(vocab_file)
-            else:
-                raise ValueError(
-                    "TransfoXLTokenizer needs a vocabulary: tokenizer.json or a legacy vocab.pkl, .bin or .txt; "
-                    "build one with TransfoXLTokenizer.train_from_iterator or .from_symbols"
-                )
-            if mode == "moses" and not kwargs.get("additional_special_tokens"):
-                kwargs.setdefault("extra_special_tokens", ["<formula>"])
-            vocabulary = set(symbols)
-
-        unk_token = _default_special(unk_token, ("<unk>", "<UNK>"), vocabulary)
-        eos_token = _default_special(eos_token, ("<eos>",) if mode != "lm1b" else ("<eos>", "<S>"), vocabulary)
-        if backend is None:
-            extra = _extra_tokens(kwargs.get("extra_special_tokens") or kwargs.get("additional_special_tokens"))
-            added = dict(sorted((kwargs.pop("added_tokens_decoder", None) or {}).items()))
-            specials = (eos_token, unk_token, *extra)
-            backend = build_backend(
-                symbols, mode, lower_case, unk_token, specials, as_published=True, added=added.values()
-            )
-            _check_added(backend, added, len(symbols))
+            symbols = _read_symbols(pretrained_vocab_file or torch_file, vocab_file)
+            unk_token, eos_token = _defaults(unk_token, eos_token, mode, set(symbols))
+            backend = _published_backend(symbols, mode, lower_case, unk_token, eos_token, kwargs)
+        else:
+            # A tokenizer_object is the caller's, and steps are set below.
+            backend = Tokenizer.from_file(str(tokenizer_file)) if given is None else deepcopy(given)
+            mode, lower_case = _steps_of(backend, mode, lower_case, tokenizer_file or "tokenizer_object")
+            unk_token, eos_token = _defaults(unk_token, eos_token, mode, backend.get_vocab())
         _set_unknown(backend, unk_token)
         _set_line_ends(backend, mode, lower_case, eos_token, line_ends)
         if mode == "lm1b":
@@ -215,93 +168,58 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         kwargs.setdefault("pad_token", eos_token)
         # Said, so that it is saved for other classes too.
         kwargs.setdefault("padding_side", self.padding_side)
-        if add_eos_token is None and backend.post_processor is None:
-            add_eos_token = mode == "lm1b"
-        if add_eos_token is not None or add_bos_token is not None:
-            begins, ends = _added_around(backend)
-            add_eos_token = ends if add_eos_token is None else add_eos_token
-            if add_bos_token is None:
-                add_bos_token = add_eos_token if mode == "lm1b" and backend.post_processor is None else begins
-            kwargs |= {"add_bos_token": add_bos_token, "add_eos_token": add_eos_token}
+        is_new = backend.post_processor is None
+        begins, ends = (mode == "lm1b",) * 2 if is_new else _added_around(backend)
+        kwargs["add_eos_token"] = ends if add_eos_token is None else add_eos_token
+        # A sentence that begins with the mark ends with it.
+        begins = kwargs["add_eos_token"] if begins and is_new else begins
+        kwargs["add_bos_token"] = begins if add_bos_token is None else add_bos_token
         # The decoder cleans up by itself, so that every reader of tokenizer.json decodes alike.
         kwargs["clean_up_tokenization_spaces"] = False
         # As a `tokenizer_object` it would be copied, which takes as long as reading a large vocabulary.
         self._tokenizer = backend
-        super().__init__(
-            mode=mode,
-            lower_case=lower_case,
-            unk_token=unk_token,
-            eos_token=eos_token,
-            **kwargs,
-        )
-        if mode == "bytes":
-            if numbers := [token for token in self.all_special_tokens if token in BYTE_SYMBOLS.values()]:
-                raise ValueError(
-                    f"the special token {numbers[0]!r} is a byte's number, which names that byte among the symbols; "
-                    "give another text, such as '<eos>'"
-                )
-        elif mode == "moses":
-            whole = {*_LEGACY_NEVER_SPLIT, *map(str, self.added_tokens_decoder.values())}
-            if split := [str(token) for token in never_split if str(token) not in whole]:
-                raise ValueError(
-                    f"never_split has {split[0]!r}, which is no special token, and the Moses rules here keep no other "
-                    f"words whole; give extra_special_tokens=[{split[0]!r}], or never_split=None to have it split"
-                )
+        super().__init__(mode=mode, lower_case=lower_case, unk_token=unk_token, eos_token=eos_token, **kwargs)
         # Where it was loaded from is no property of the tokenizer, and of no interest where it is saved.
         for name in ("is_local", "local_files_only"):
             self.init_kwargs.pop(name, None)
-        self._mode, self._lower_case = mode, lower_case
-        if "add_eos_token" not in kwargs:
-            self._add_bos_token, self._add_eos_token = _added_around(backend)
 
-    def __setattr__(self, name: str, value):
-        if name in ("unk_token", "unk_token_id") and "_mode" in self.__dict__:
-            # It stands for what the vocabulary lacks from now on, or cannot.
-            token = self.convert_ids_to_tokens(value) if isinstance(value, int) else value
-            _set_unknown(self._tokenizer, token)
-        super().__setattr__(name, value)
+    @property
+    def mode(self) -> str:
+        """How text is split. For another mode on the same vocabulary: `from_symbols(tokenizer.symbols, mode=…)`."""
+        return self.init_kwargs["mode"]
 
-    def _add_tokens(self, new_tokens, special_tokens: bool = False) -> int:
-        if not special_tokens:
+    @property
+    def lower_case(self) -> bool:
+        """Whether text is lower-cased."""
+        return self.init_kwargs["lower_case"]
+
+    @property
+    def idx2sym(self) -> list[str]:
+        """`symbols`, under the legacy tokenizer's name."""
+        return self.symbols
+
+    @property
+    def sym2idx(self) -> dict[str, int]:
+        """The id of each of the `symbols`, under the legacy tokenizer's name."""
+        return {symbol: index for index, symbol in enumerate(self.symbols)}
+
+    def __getattr__(self, name: str):
+        if name in _RENAMED:
+            raise AttributeError(f"TransfoXLTokenizer has no {name}: use {_RENAMED[name]}")
+        return super().__getattr__(name)
+
+    def add_tokens(self, new_tokens, special_tokens: bool = False) -> int:
+        """As for any tokenizer; in mode `"moses"`, words are looked for as they are written."""
+        new_tokens = new_tokens if isinstance(new_tokens, list | tuple) else [new_tokens]
+        if not special_tokens and "mode" in self.init_kwargs:
             # A token that says so itself is looked for in the text as the rules change it.
-            mode = self.__dict__.get("_mode")
-            new_tokens = [as_written(token, mode) if isinstance(token, str) else token for token in new_tokens]
-        return super()._add_tokens(new_tokens, special_tokens)
-
-    mode = _step("mode", "How text is split.")
-    lower_case = _step("lower_case", "Whether text is lower-cased.")
+            new_tokens = [as_written(token, self.mode) if isinstance(token, str) else token for token in new_tokens]
+        return super().add_tokens(new_tokens, special_tokens=special_tokens)
 
     @classmethod
     def convert_to_native_format(cls, trust_remote_code: bool = False, **kwargs) -> dict:
-        """Hands the files to `__init__` as they are: it reads every format itself."""
+        """Passes the files on to `__init__` as they are: it reads every format itself."""
         return kwargs
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """As for any tokenizer of transformers. Raises ValueError, too, for damaged files, which it names, and for
-        another `mode` or `lower_case` than the tokenizer was saved with."""
-        folder = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
-        for path in (folder / name for name in _TOKENIZER_FILES):
-            if path.is_file():
-                _check_json(path)
-        kwargs = {name: value for name, value in kwargs.items() if name not in _STEPS or value is not None}
-        if steps := {name: kwargs[name] for name in _STEPS if name in kwargs}:
-            # Here, because it imports the Auto classes, which register this one.
-            from transformers.models.auto.tokenization_auto import get_tokenizer_config
-
-            # A legacy vocabulary has no steps of its own, and takes any.
-            saved = get_tokenizer_config(pretrained_model_name_or_path, **kwargs)
-            for name, value in steps.items():
-                if (found := saved.get(name)) not in (None, value):
-                    raise _other_steps(pretrained_model_name_or_path, name, value, found)
-        try:
-            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        except (AttributeError, KeyError, TypeError, RecursionError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise ValueError(
-                f"the tokenizer's files in {pretrained_model_name_or_path} (tokenizer.json, tokenizer_config.json) "
-                f"do not load: {reason}"
-            ) from error
 
     @classmethod
     def from_symbols(
@@ -324,21 +242,10 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
 
         Raises:
             ValueError: a symbol occurs twice, is no string or no byte's number, a special token other than the
-                defaults is not among them, or a keyword is unknown.
+                defaults is not among them, or a keyword is misspelt.
         """
-        cls._check_keywords(cls.from_symbols, kwargs)
+        _check_keywords(cls.from_symbols, kwargs)
         return cls._assemble(list(symbols), mode, lower_case, True, unk_token=unk_token, eos_token=eos_token, **kwargs)
-
-    @classmethod
-    def _check_keywords(cls, call: Callable, keywords: Iterable[str]) -> None:
-        """Raises ValueError for a keyword that nothing reads. `__init__` lets them pass: saved files have others."""
-        known = {*_KEYWORDS, *signature(cls.__init__).parameters, *signature(call).parameters}
-        known -= {*cls.vocab_files_names, "self", "kwargs"}
-        for name in keywords:
-            # Any other name of this kind is that of a special token, `image_token`.
-            if name not in known and not name.endswith("_token"):
-                similar = "".join(f"; did you mean {near}?" for near in get_close_matches(name, known, 1))
-                raise ValueError(f"{cls.__name__}.{call.__name__} has no keyword {name}{similar}")
 
     @classmethod
     def _assemble(
@@ -347,13 +254,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         check_mode(mode)
         check_symbols(symbols, "symbols")
         vocabulary = set(symbols)
-        unk_token = _default_special(unk_token, ("<unk>", "<UNK>"), vocabulary)
-        eos_token = _default_special(eos_token, ("<eos>",) if mode != "lm1b" else ("<eos>", "<S>"), vocabulary)
-        specials = [
-            eos_token,
-            unk_token,
-            *(value for key, value in kwargs.items() if key in ("bos_token", "pad_token")),
-        ]
+        unk_token, eos_token = _defaults(unk_token, eos_token, mode, vocabulary)
+        specials = [eos_token, unk_token, kwargs.get("bos_token"), kwargs.get("pad_token")]
         for token in specials:
             if token is not None and str(token) not in vocabulary:
                 raise ValueError(f"special token {str(token)!r} is not one of the {len(symbols)} symbols")
@@ -361,14 +263,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
             kwargs.setdefault("extra_special_tokens", ["<formula>"])
         specials += _extra_tokens(kwargs.get("extra_special_tokens"))
         backend = build_backend(symbols, mode, lower_case, unk_token, specials, as_published=as_published)
-        return cls(
-            tokenizer_object=backend,
-            mode=mode,
-            lower_case=lower_case,
-            unk_token=unk_token,
-            eos_token=eos_token,
-            **kwargs,
-        )
+        kwargs |= {"mode": mode, "lower_case": lower_case, "unk_token": unk_token, "eos_token": eos_token}
+        return cls(tokenizer_object=backend, **kwargs)
 
     @classmethod
     def train_from_iterator(
@@ -401,11 +297,11 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
 
         Raises:
             ValueError: an unknown mode, lines that are no strings, a text without symbols, a negative size, a
-                `vocab_size` that leaves no room beside the special tokens, or an unknown keyword.
+                `vocab_size` that leaves no room beside the special tokens, or a misspelt keyword.
         """
         check_mode(mode)
         check_lines(lines)
-        cls._check_keywords(cls.train_from_iterator, kwargs)
+        _check_keywords(cls.train_from_iterator, kwargs)
         if min_freq < 0 or (max_size is not None and max_size < 1):
             raise ValueError(f"min_freq={min_freq} must be at least 0 and max_size={max_size} at least 1 (or None)")
         kwargs = {**_TRAINING_SPECIALS[mode], **kwargs}
@@ -461,7 +357,7 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         extra = [rename.get(token, token) for token in added] + [str(token) for token in new_special_tokens or ()]
         extra = [token for token in extra if token not in specials.values()]
         if "eos_token" in kwargs:
-            # What stood in for the old one goes with it.
+            # Special tokens that were the same as the old one, such as pad_token, go with it.
             specials = {name: token for name, token in specials.items() if token != specials["eos_token"]}
         kept = ("chat_template", "padding_side", "truncation_side", "model_max_length")
         options = {
@@ -534,8 +430,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         speller._tokenizer = spelling_backend(self._tokenizer)
         added = {index: str(token) for index, token in speller.added_tokens_decoder.items()}
         found = speller(text, pair, add_special_tokens=add_special_tokens, **kwargs).encodings[0]
-        # Of an added token there is the piece of text, in lower case or with white space around it. What is put before
-        # or behind a text has the id that it has for this tokenizer.
+        # The piece of an added token may be in lower case or have white space around it. Tokens that are put before or
+        # behind a text have this tokenizer's ids.
         pieces = zip(found.tokens, found.ids, found.special_tokens_mask, strict=True)
         return [piece if is_put else added.get(index, piece) for piece, index, is_put in pieces]
 
@@ -572,7 +468,8 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         while batch := list(islice(lines, 4096)):
             if self.line_ends:
                 batch = [line.removesuffix("\n") for line in batch]
-            encodings = self._encode_backend(batch)
+            with self._reading(batch):
+                encodings = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
             ids = chain.from_iterable(chain(start, encoding.ids, end) for encoding in encodings)
             chunks.append(np.fromiter(ids, dtype=np.int64))
         return np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int64)
@@ -615,107 +512,102 @@ class TransfoXLTokenizer(PreTrainedTokenizerFast):
         return (str(path),)
 
     def _encode_plus(self, text, *args, **kwargs):
-        try:
+        with self._reading(text):
             return super()._encode_plus(text, *args, **kwargs)
-        except Exception as error:
-            self._explain(text, error)
-            raise
 
-    def _encode_backend(self, lines: list[str]) -> list:
+    @contextmanager
+    def _reading(self, text) -> Iterator[None]:
+        """Warn of a text that was split before, and name a symbol that the vocabulary lacks."""
+        lines = [text] if isinstance(text, str) else text
+        if self.mode == "moses" and any(isinstance(line, str) and _JOINED.search(line) for line in lines):
+            logger.warning_once(
+                "This text has been tokenised before, as ' @-@ ', ' @,@ ' or ' @.@ ' shows, which mode='moses' takes "
+                "apart: load a legacy vocabulary with from_pretrained(…, mode='whitespace', line_ends=True), or make "
+                "TransfoXLTokenizer.from_symbols(tokenizer.symbols, mode='whitespace', line_ends=True)"
+            )
         try:
-            return self._tokenizer.encode_batch_fast(lines, add_special_tokens=False)
-        except Exception as error:
-            self._explain(lines, error)
-            raise
-
-    def _explain(self, text, error: Exception) -> None:
-        if isinstance(error, TypeError):
-            for line in flatten(text):
-                if halves := HALVES.search(line):
-                    raise ValueError(
-                        f"{line!r:.99} has {halves[0]!r}, half a character, which UTF-8 cannot hold"
-                    ) from error
-        if "Missing [UNK] token" not in str(error):
-            return
-        known = self._tokenizer.get_vocab()
-        for line in flatten(text):
-            for symbol in split_symbols(self.backend_tokenizer, line):
-                if symbol not in known:
-                    shown = f"byte {BYTE_SYMBOLS[symbol]}" if self.mode == "bytes" else repr(symbol)
-                    raise ValueError(
-                        f"{shown} is not in the vocabulary of {len(known)} symbols, which has no unk_token to stand "
-                        "for it: leave it out of the text, or train a vocabulary with unk_token='<unk>', as "
-                        "txl-prepare --corpus text does (--mode characters or bytes for an alphabet)"
-                    ) from error
+            yield
+        except Exception as error:  # the library knows no other
+            if "Missing [UNK] token" not in str(error):
+                raise
+            known = self._tokenizer.get_vocab()
+            symbols = (symbol for line in flatten(text) for symbol in split_symbols(self._tokenizer, line))
+            symbol = next(symbol for symbol in symbols if symbol not in known)
+            shown = f"byte {BYTE_SYMBOLS[symbol]}" if self.mode == "bytes" else repr(symbol)
+            raise ValueError(
+                f"{shown} is not in the vocabulary of {len(known)} symbols, which has no unk_token to stand for it: "
+                "leave it out of the text, or train a vocabulary with unk_token='<unk>', as txl-prepare --corpus text "
+                "does (--mode characters or bytes for an alphabet)"
+            ) from error
 
 
-def _read_backend(path) -> Tokenizer:
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library knows no other
-        raise ValueError(f"{path} is no tokenizer: {' '.join(str(error).split()):.300}") from None
+def _check_keywords(call: Callable, keywords: Iterable[str]) -> None:
+    """Raises ValueError for a keyword that is nearly one of ours. Others go to transformers, which keeps any name."""
+    own = signature(call).parameters.keys() | signature(TransfoXLTokenizer.__init__).parameters.keys()
+    for name in keywords:
+        # Any name may be that of a special token, `image_token`.
+        if name not in own and not name.endswith("_token") and (near := get_close_matches(name, own, 1, 0.85)):
+            raise ValueError(f"TransfoXLTokenizer.{call.__name__} has no keyword {name}; did you mean {near[0]}?")
 
 
-def _check_json(path) -> None:
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged, or no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a JSON {type(found).__name__} instead of an object")
+def _read_symbols(pickle_file, text_file) -> list[str]:
+    if pickle_file is not None:
+        return read_vocabulary(pickle_file, "vocab.pkl")
+    if text_file is not None:
+        return read_vocabulary(text_file, "vocab.txt")
+    raise ValueError(
+        "TransfoXLTokenizer needs a vocabulary: tokenizer.json or a legacy vocab.pkl, .bin or .txt; "
+        "build one with TransfoXLTokenizer.train_from_iterator or .from_symbols"
+    )
+
+
+def _published_backend(symbols: list, mode: str, lower_case: bool, unk_token, eos_token, kwargs: dict) -> Tokenizer:
+    """The tokenizer of a legacy vocabulary, with the tokens in `kwargs` that were added to it."""
+    if mode == "moses" and not kwargs.get("additional_special_tokens"):
+        kwargs.setdefault("extra_special_tokens", ["<formula>"])
+    extra = _extra_tokens(kwargs.get("extra_special_tokens") or kwargs.get("additional_special_tokens"))
+    added = dict(sorted((kwargs.pop("added_tokens_decoder", None) or {}).items()))
+    specials = (eos_token, unk_token, *extra)
+    backend = build_backend(symbols, mode, lower_case, unk_token, specials, as_published=True, added=added.values())
+    _check_added(backend, added, len(symbols))
+    return backend
 
 
 def _check_added(backend: Tokenizer, added: dict[int, AddedToken], size: int) -> None:
     for index, token in added.items():
         if (found := backend.token_to_id(str(token))) != index:
-            # Legacy transformers numbered special tokens before it built a vocabulary, whose words have these ids too.
-            remedy = (
-                f"; here {index} is {backend.id_to_token(index)!r}, so that legacy read two symbols as one: without "
-                f"added_tokens_decoder in tokenizer_config.json, {str(token)!r} is {found}"
-                if 0 <= index < size
-                else ""
-            )
             raise ValueError(
                 f"the added token {str(token)!r} has id {index} in added_tokens.json or added_tokens_decoder but "
-                f"would get {found}: a symbol of the vocabulary keeps its id, others follow its {size} without a gap"
-                f"{remedy}"
+                f"would get {found}: a symbol of the vocabulary keeps its id, others follow its {size} without a gap; "
+                f"without that entry in the file, {str(token)!r} is {found}"
             )
 
 
 def _steps_of(backend: Tokenizer, mode: str | None, lower_case: bool | None, source) -> tuple[str, bool]:
-    """The mode and the case of a tokenizer that was given: those that are named, or else those of its steps.
+    """The mode and the case of a tokenizer that was given, by its steps, with which those that are named must agree.
 
     Args:
-        source: where it is from, so that what is named has to agree with its steps. None: it need not.
+        source: where it is from, for the errors.
     """
-    if mode is None:
-        mode = _mode_of(backend, source)
-    elif source is not None and (modes := modes_of(backend)) and mode not in modes:
-        raise _other_steps(source, "mode", mode, modes[0])
-    if lower_case is None or source is not None:
-        lowers = backend.normalizer is not None and backend.normalizer.normalize_str("A") == "a"
-        if lower_case not in (None, lowers):
-            raise _other_steps(source, "lower_case", lower_case, lowers)
-        lower_case = lowers
-    return mode, lower_case
-
-
-def _mode_of(backend: Tokenizer, source) -> str:
     modes = modes_of(backend)
-    if not modes:
-        raise ValueError(
-            f"the steps in {source or 'tokenizer.json'} are of none of the modes {', '.join(MODES)}: "
-            "PreTrainedTokenizerFast takes any tokenizer, and mode= says which mode to take this one for"
-        )
     is_marked = all(_added_around(backend)) and _line_end(backend) is None
-    return "lm1b" if is_marked and "lm1b" in modes else modes[0]
-
-
-def _other_steps(source, name: str, value, found) -> ValueError:
-    return ValueError(
-        f"{name}={value!r}, but the steps in {source} are those of {name}={found!r}: for others on the same "
-        f"vocabulary load it as it is, and make TransfoXLTokenizer.from_symbols(tokenizer.symbols, {name}={value!r})"
-    )
+    found = "lm1b" if is_marked and "lm1b" in modes else next(iter(modes), mode)
+    if found is None:
+        raise ValueError(
+            f"the steps in {source} are of none of the modes {', '.join(MODES)}: PreTrainedTokenizerFast takes any "
+            "tokenizer, and mode= says which mode to take this one for"
+        )
+    if mode is None or mode in modes:
+        found = mode or found
+    lowers = backend.normalizer is not None and backend.normalizer.normalize_str("A") == "a"
+    for name, given, is_so in (("mode", mode, found), ("lower_case", lower_case, lowers)):
+        if given not in (None, is_so):
+            raise ValueError(
+                f"{name}={given!r}, but the steps in {source} are those of {name}={is_so!r}: for others on the same "
+                f"vocabulary load it as it is, and make TransfoXLTokenizer.from_symbols(tokenizer.symbols, "
+                f"{name}={given!r})"
+            )
+    return found, lowers
 
 
 def _set_unknown(backend: Tokenizer, unk_token) -> None:
@@ -767,8 +659,14 @@ def _extra_tokens(extra: dict | list | tuple | None) -> list:
     return list(extra.values()) if isinstance(extra, dict) else list(extra or ())
 
 
-def _default_special(token, names: tuple[str, ...], vocabulary):
-    # The default names are looked up, so that a vocabulary without them keeps its size; others are the user's word.
-    if token is None or str(token) in vocabulary or str(token) != names[0]:
-        return token
-    return next((name for name in names if name in vocabulary), None)
+def _defaults(unk_token, eos_token, mode: str, vocabulary) -> tuple:
+    """The special tokens `unk_token` and `eos_token`, whose default names are looked up in the vocabulary, so that one
+    without them keeps its size; other names are the user's word."""
+
+    def default(token, names: tuple[str, ...]):
+        if token is None or str(token) in vocabulary or str(token) != names[0]:
+            return token
+        return next((name for name in names if name in vocabulary), None)
+
+    ends = ("<eos>", "<S>") if mode == "lm1b" else ("<eos>",)
+    return default(unk_token, ("<unk>", "<UNK>")), default(eos_token, ends)

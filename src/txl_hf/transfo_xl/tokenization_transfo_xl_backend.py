@@ -6,34 +6,74 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import StringIO, TextIOBase
 from itertools import chain
 from os import PathLike
+from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import Unigram, WordLevel
 
 from .tokenization_transfo_xl_moses import moses_decoder, moses_normalizers, moses_pre_tokenizer
 
-__all__ = [
-    "BYTE_SYMBOLS",
-    "LINE_END_MODES",
-    "MODES",
-    "WORD_MODES",
-    "as_written",
-    "build_backend",
-    "check_lines",
-    "check_mode",
-    "count_symbols",
-    "flatten",
-    "lines_of",
-    "modes_of",
-    "open_lines",
-    "set_steps",
-    "spelling_backend",
-    "split_symbols",
-]
-
 LINE_END_MODES = ("moses", "whitespace")
 WORD_MODES = (*LINE_END_MODES, "lm1b")
 MODES = (*WORD_MODES, "characters", "bytes")
+
+
+# Halves of a character in UTF-16, which a string of Python may have and no text in UTF-8.
+HALVES = re.compile("[\ud800-\udfff]")
+
+
+def check_symbols(symbols: list, source: str) -> None:
+    """Raises ValueError unless a vocabulary has symbols, strings of whole characters, each of them once.
+
+    Args:
+        symbols (`list`): the vocabulary in the order of the ids.
+        source (`str`): where it comes from, for the error.
+    """
+    if not symbols:
+        raise ValueError(f"{source}: the vocabulary is empty.")
+    for symbol in symbols:
+        if not isinstance(symbol, str):
+            raise ValueError(f"{source}: a symbol must be a string, not a {type(symbol).__name__}.")
+        if HALVES.search(symbol):
+            raise ValueError(f"{source}: the symbol {symbol!r:.60} has half a character, which UTF-8 cannot hold.")
+    if len(set(symbols)) < len(symbols):
+        symbol, count = Counter(symbols).most_common(1)[0]
+        raise ValueError(f"{source}: the symbol {symbol!r:.60} occurs {count} times; every symbol has one id.")
+
+
+def read_vocab_text(path: str | PathLike) -> list[str]:
+    """The symbols of a legacy `vocab.txt`: the first word of each line, in the order of the ids.
+
+    Raises:
+        ValueError: the file is no UTF-8 text or has no symbols. Symbols that occur twice keep their first id, as in
+            the legacy tokenizer.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")  # a byte-order mark is no part of the first symbol
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a UTF-8 text file with one symbol a line.") from error
+    symbols = list(dict.fromkeys(words[0] for line in text.split("\n") if (words := line.split())))
+    check_symbols(symbols, str(path))
+    return symbols
+
+
+# Readers of old vocabularies, by the name of the file. The installed package adds those of `vocab.pkl` and
+# `vocab.bin`, which are pickles.
+VOCABULARY_READERS: dict[str, Callable[[str | PathLike], list[str]]] = {"vocab.txt": read_vocab_text}
+
+
+def read_vocabulary(path: str | PathLike, name: str) -> list[str]:
+    """The symbols of an old vocabulary in the order of the ids; `name` is a key of `VOCABULARY_READERS`.
+
+    Raises:
+        ValueError: it cannot be read, or needs the package, which is not imported.
+    """
+    if name not in VOCABULARY_READERS:
+        raise ValueError(
+            f"{path} is a pickle, which the code beside a model does not read: pip install txl-hf and import txl_hf, "
+            "which reads it without running it; save_pretrained then writes tokenizer.json in its place"
+        )
+    return VOCABULARY_READERS[name](path)
 
 
 def check_mode(mode: str) -> None:

@@ -1,4 +1,3 @@
-# Copyright 2026 The txl-hf authors. Licensed under the Apache License, Version 2.0.
 """Reads pickles without running anything they say, for the tokenizer's legacy vocabularies and for the converters.
 
 A pickle is a program for a small stack machine, and the standard machine imports and calls whatever the program
@@ -32,31 +31,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-__all__ = [
-    "STAND_IN",
-    "Machine",
-    "Name",
-    "Record",
-    "StandIn",
-    "Stream",
-    "UnsafePickleError",
-    "checksum_differs",
-    "load",
-    "read_directory",
-    "shown",
-]
-
 MAX_BYTES = 512 << 20  # beside the size of the file; a vocabulary of a million words takes 450 MiB
 MAX_STEPS = 1 << 25  # the same vocabulary takes 8 million
 MAX_CONSTANT = 8 << 20  # bytes; longer texts, which are pickled arrays of numbers, are left in the file
 MAX_NUMBER_KEYS = 1 << 15  # an optimizer's state has one for each parameter
 STACK_STEP = 1024  # the stack is paid for so many values at a time
-MAX_DIRECTORY = 8 << 20  # bytes of a zip's list of records: a hundred thousand, of which a large model has a thousand
 
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # what torch < 1.6 pickles first
 LEGACY_PROTOCOL = 1001
 
-# What each thing takes in CPython, with the room that growth leaves unused.
+# Bytes that an entry of each container takes in CPython, with the room that growth leaves unused.
 LIST_ITEM, DICT_ITEM, SET_ITEM, MEMO_ITEM, STAND_IN = 16, 72, 112, 104, 400
 
 # The classes and functions that the originals' files name: by module, or, since others keep the originals' sources
@@ -189,8 +173,6 @@ def _load_archive(path: Path, data: mmap.mmap, machine: "Machine") -> Any:
             f"a zip archive with {len(pickles)} data.pkl records, where torch.save writes one: a packed release?"
         )
     root = pickles[0].removesuffix("data.pkl")
-    if f"{root}constants.pkl" in records:
-        raise UnsafePickleError("a TorchScript program, not a file written by torch.save")
     order = records.get(f"{root}byteorder")
     if order is not None and data[order.begin : order.begin + order.length] != b"little":
         raise UnsafePickleError("written on a big-endian machine")
@@ -212,11 +194,9 @@ def read_directory(path: Path, data: mmap.mmap) -> dict[str, Record]:
         data (`mmap.mmap`): its bytes.
 
     Raises:
-        UnsafePickleError: a record is compressed or encrypted or cut off, or there are too many.
+        UnsafePickleError: a record is compressed or encrypted or cut off.
         zipfile.BadZipFile: the archive is damaged.
     """
-    if _directory_size(data) > MAX_DIRECTORY:
-        raise UnsafePickleError("a zip archive of more than a hundred thousand records")
     try:
         with zipfile.ZipFile(path) as archive:
             return {info.filename: _record(data, info) for info in archive.infolist()}
@@ -224,20 +204,6 @@ def read_directory(path: Path, data: mmap.mmap) -> dict[str, Record]:
         raise
     except Exception as error:  # what damage makes of the numbers in a directory has many names
         raise zipfile.BadZipFile(shown(str(error))) from None
-
-
-def _directory_size(data: mmap.mmap) -> int:
-    """What the archive's end says of its directory: `zipfile` would read as much before anything can be counted."""
-    end = data.rfind(b"PK\x05\x06", max(0, len(data) - (1 << 16) - 22))
-    if end < 0 or end + 22 > len(data):
-        raise zipfile.BadZipFile("it ends without a directory")
-    if data[-22:-18] == b"PK\x05\x06" and end != len(data) - 22:
-        raise zipfile.BadZipFile("it has two ends")
-    sizes = [struct.unpack("<L", data[end + 12 : end + 16])[0]]
-    if end >= 76 and data[end - 20 : end - 16] == b"PK\x06\x07":  # the directory is that of large archives
-        (offset,) = struct.unpack("<Q", data[end - 12 : end - 4])
-        sizes = [struct.unpack("<Q", data[at + 40 : at + 48])[0] for at in (offset, end - 76) if at <= end - 76]
-    return max(sizes)
 
 
 def _record(data: mmap.mmap, info: zipfile.ZipInfo) -> Record:
@@ -257,7 +223,7 @@ def _record(data: mmap.mmap, info: zipfile.ZipInfo) -> Record:
 
 
 def checksum_differs(found: int, written: int) -> bool:
-    """Whether a CRC-32 is not the one in the file. torch writes 0 where it was told to compute none."""
+    """Whether a CRC-32 is not the one in the file. torch writes 0 where checksums are switched off."""
     return written not in (0, found)
 
 
@@ -281,7 +247,7 @@ def _load_stream(data: mmap.mmap, machine: "Machine") -> Any:
 
 
 def _pairs(machine: "Machine", pairs: Any = (), *_: Any) -> dict:
-    """What a dictionary and its kin are made of: a mapping, or pairs of a key and a value."""
+    """A dictionary of a mapping, or of pairs of a key and a value."""
     built: dict[Any, Any] = {}
     if isinstance(pairs, dict):
         machine.pay(DICT_ITEM * len(pairs))
@@ -294,28 +260,8 @@ def _pairs(machine: "Machine", pairs: Any = (), *_: Any) -> dict:
     return built
 
 
-def _counter(machine: "Machine", counts: Any = None, *_: Any) -> dict:
-    return _pairs(machine, counts if counts is not None else ())
-
-
-def _defaultdict(machine: "Machine", _factory: Any = None, pairs: Any = ()) -> dict:
-    return _pairs(machine, pairs)
-
-
 def _set(machine: "Machine", items: Any = ()) -> set:
     return {machine.member(item) for item in machine.walk(items)}
-
-
-def _list(machine: "Machine", items: Any = ()) -> list:
-    return list(machine.walk(items))
-
-
-def _tuple(machine: "Machine", items: Any = ()) -> tuple:
-    return tuple(machine.walk(items))
-
-
-def _no_bytes(_machine: "Machine") -> bytes:
-    return b""  # an empty one in protocols below 3; with arguments it is refused
 
 
 def _encode(machine: "Machine", text: Any, encoding: Any = "latin1") -> bytes | StandIn:
@@ -342,10 +288,22 @@ _CONSTANTS = frozenset(
     "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING BINBYTES"
     " SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8".split()
 )
-# Those that may be long begin with their length, in so many bytes.
+_MARK: Any = object()
+# Instructions that push a new value, and those of the framing, which change nothing.
+_PUSHED: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "MARK": lambda: _MARK,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": dict,
+    "EMPTY_SET": set,
+}
+_IGNORED = ("PROTO", "FRAME")
+# Instructions whose constant may be long: it begins with its length, in this many bytes.
 _LENGTHS = {"BINSTRING": 4, "BINBYTES": 4, "BINUNICODE": 4, "BINBYTES8": 8, "BYTEARRAY8": 8, "BINUNICODE8": 8}
 _LONG_CONSTANT = Name("builtins", "bytes")
-_MARK = object()
 
 
 @functools.lru_cache(maxsize=1024)
@@ -371,17 +329,26 @@ def _read_string(file: Any) -> str:
 
 
 def _instructions(kind: type["Machine"]) -> _Instructions:
-    """What a machine does for each byte that begins an instruction: (name, reader of the argument, method, width of
-    the length that the argument begins with).
-    """
+    """The table {first byte: (name, reader of the argument, method, width of the length before the argument)}."""
     table = {}
     for opcode in pickletools.opcodes:
-        method = "push_new" if opcode.name in _CONSTANTS else f"op_{opcode.name.lower()}"
+        name = opcode.name
+        method = getattr(kind, "push_new" if name in _CONSTANTS else f"op_{name.lower()}", None)
+        if name in _PUSHED:
+            method = functools.partial(_push, _PUSHED[name])
+        elif name in _IGNORED:
+            method = _ignore
         reader = opcode.arg.reader if opcode.arg is not None else None
-        if opcode.name == "STRING":
-            reader = _read_string
-        table[ord(opcode.code)] = (opcode.name, reader, getattr(kind, method, None), _LENGTHS.get(opcode.name))
+        table[ord(opcode.code)] = (name, _read_string if name == "STRING" else reader, method, _LENGTHS.get(name))
     return table
+
+
+def _push(make: Callable[[], Any], machine: "Machine", _: Any) -> None:
+    machine.push_new(make())
+
+
+def _ignore(_machine: "Machine", _: Any) -> None:
+    pass
 
 
 class Machine:
@@ -393,14 +360,14 @@ class Machine:
 
     builders: dict[str, Callable] = {
         "collections.OrderedDict": _pairs,
-        "collections.Counter": _counter,
-        "collections.defaultdict": _defaultdict,
+        "collections.Counter": lambda machine, counts=None, *_: _pairs(machine, counts or ()),
+        "collections.defaultdict": lambda machine, factory=None, pairs=(): _pairs(machine, pairs),
         "builtins.dict": _pairs,
-        "builtins.list": _list,
-        "builtins.tuple": _tuple,
+        "builtins.list": lambda machine, items=(): list(machine.walk(items)),
+        "builtins.tuple": lambda machine, items=(): tuple(machine.walk(items)),
         "builtins.set": _set,
         "builtins.frozenset": _set,
-        "builtins.bytes": _no_bytes,
+        "builtins.bytes": lambda machine: b"",  # an empty one in protocols below 3; with arguments it is refused
         "_codecs.encode": _encode,
         "copy_reg._reconstructor": _reconstructed,
         "copyreg._reconstructor": _reconstructed,
@@ -420,7 +387,7 @@ class Machine:
         self.number_keys = MAX_NUMBER_KEYS
 
     def refer(self, identity: Any) -> Any:
-        """What a persistent id stands for."""
+        """The object that a persistent id stands for."""
         raise UnsafePickleError("it refers to objects outside itself, which no vocabulary does")
 
     def place_records(self, records: dict[str, Record]) -> None:
@@ -479,7 +446,7 @@ class Machine:
         self.stack.append(StandIn(_LONG_CONSTANT))
         return True
 
-    # What is counted
+    # The budget
     def pay(self, amount: int) -> None:
         """Counts bytes that are built, copied, hashed or walked."""
         self.budget -= amount
@@ -503,7 +470,7 @@ class Machine:
             self.pay(len(value))
         elif type(value) is int or type(value) is bool:
             self.number_keys -= not -257 < value < 1 << 16
-            # Of numbers beyond 2^61 many have one hash; the others can only be made to meet on their way to a place.
+            # Hashes are taken modulo 2^61 - 1: larger numbers collide, and so can many smaller ones in a table.
             if self.number_keys < 0 or not -(1 << 60) < value < 1 << 60:
                 raise UnsafePickleError("numbers as dictionary keys that no original has")
         elif value is not None:
@@ -516,45 +483,27 @@ class Machine:
         return self.key(value)
 
     # The stack
-    def take(self) -> Any:
-        value = self.stack.pop()
-        if value is _MARK:
-            raise UnsafePickleError("a mark where a value should be")
-        return value
-
     def top(self) -> Any:
+        """The last value, which stays."""
         if self.stack[-1] is _MARK:
             raise UnsafePickleError("a mark where a value should be")
         return self.stack[-1]
 
+    def take(self) -> Any:
+        """The last value, which goes."""
+        value = self.top()
+        del self.stack[-1]
+        return value
+
     def take_to_mark(self) -> list[Any]:
-        index = len(self.stack) - 1
-        while index >= 0 and self.stack[index] is not _MARK:
-            index -= 1
-        if index < 0:
-            raise UnsafePickleError("a mark is missing")
-        values = self.stack[index + 1 :]
-        del self.stack[index:]
-        return values
-
-    # The version and the framing change nothing
-    def op_proto(self, _: Any) -> None:
-        pass
-
-    def op_frame(self, _: Any) -> None:
-        pass
-
-    def op_none(self, _: Any) -> None:
-        self.stack.append(None)
-
-    def op_newtrue(self, _: Any) -> None:
-        self.stack.append(True)
-
-    def op_newfalse(self, _: Any) -> None:
-        self.stack.append(False)
-
-    def op_mark(self, _: Any) -> None:
-        self.stack.append(_MARK)
+        """The values behind the last mark, which goes with them."""
+        values: list[Any] = []
+        while self.stack:
+            value = self.stack.pop()
+            if value is _MARK:
+                return values[::-1]
+            values.append(value)
+        raise UnsafePickleError("a mark is missing")
 
     def op_pop(self, _: Any) -> None:
         self.stack.pop()
@@ -584,9 +533,6 @@ class Machine:
     op_binget = op_long_binget = op_get
 
     # Containers
-    def op_empty_list(self, _: Any) -> None:
-        self.push_new([])
-
     def op_list(self, _: Any) -> None:
         self.push_new(self.take_to_mark())
 
@@ -604,9 +550,6 @@ class Machine:
         self.pay(LIST_ITEM * len(values))
         target.extend(values)
 
-    def op_empty_tuple(self, _: Any) -> None:
-        self.stack.append(())
-
     def op_tuple(self, _: Any) -> None:
         self.push_new(tuple(self.take_to_mark()))
 
@@ -614,15 +557,10 @@ class Machine:
         self.push_new((self.take(),))
 
     def op_tuple2(self, _: Any) -> None:
-        second, first = self.take(), self.take()
-        self.push_new((first, second))
+        self.push_new((self.take(), self.take())[::-1])
 
     def op_tuple3(self, _: Any) -> None:
-        third, second, first = self.take(), self.take(), self.take()
-        self.push_new((first, second, third))
-
-    def op_empty_dict(self, _: Any) -> None:
-        self.push_new({})
+        self.push_new((self.take(), self.take(), self.take())[::-1])
 
     def op_dict(self, _: Any) -> None:
         values = self.take_to_mark()
@@ -644,9 +582,6 @@ class Machine:
         self.pay(DICT_ITEM * (len(values) // 2))
         for key, value in zip(values[::2], values[1::2], strict=True):
             target[self.key(key)] = value
-
-    def op_empty_set(self, _: Any) -> None:
-        self.push_new(set())
 
     def op_additems(self, _: Any) -> None:
         values, target = self.take_to_mark(), self.top()
@@ -688,15 +623,6 @@ class Machine:
         keywords, args, callee = self.take(), self.take(), self.take()
         self.construct(callee, args)
         self.set_attributes(keywords)
-
-    def op_obj(self, _: Any) -> None:
-        callee, *args = self.take_to_mark()
-        self.construct(callee, tuple(args))
-
-    def op_inst(self, names: str) -> None:
-        args = tuple(self.take_to_mark())
-        self.op_global(names)
-        self.construct(self.take(), args)
 
     def construct(self, callee: Any, args: Any) -> None:
         if not isinstance(callee, Name) or not isinstance(args, tuple):

@@ -1,0 +1,61 @@
+"""The legacy tokenizer's pickled vocabularies, `vocab.pkl` and `vocab.bin`. Nothing in a pickle is ever executed."""
+
+import os
+from itertools import islice
+from pathlib import Path
+
+from ..transfo_xl.tokenization_transfo_xl_backend import check_symbols
+from .unpickle import UnsafePickleError, load, shown
+
+
+def read_vocab_pickle(path: str | os.PathLike) -> list[str]:
+    """The symbols of a legacy `vocab.pkl` or `vocab.bin`, in the order of the ids, with `repair_symbols`.
+
+    Args:
+        path (`str` or `os.PathLike`): the file, a bare pickle or of either format of `torch.save`.
+
+    Raises:
+        ValueError: in one line, what the file holds and should not, or that it is no vocabulary.
+    """
+    try:
+        state = load(path)
+    except (UnsafePickleError, OSError) as error:
+        reason = str(error).removeprefix(f"{Path(path).name}: ")
+        raise ValueError(f"{path}: not loaded as a vocabulary: {reason}.") from None
+    found = type(state).__name__
+    if isinstance(state, dict):
+        symbols = state.get("idx2sym")
+        if symbols is None and isinstance(state.get("sym2idx"), dict):
+            symbols = order_symbols(state["sym2idx"], str(path))
+        if isinstance(symbols, list):
+            check_symbols(symbols, str(path))
+            return repair_symbols(symbols)
+        found = f"a dict with the keys {[shown(key) for key in islice(state, 8)]}"
+    raise ValueError(f"{path}: holds {found}, not a legacy vocabulary, which is a dict with idx2sym or sym2idx.")
+
+
+def order_symbols(ids: dict, source: str) -> list:
+    """The symbols of a dict from symbols to ids, in the order of the ids.
+
+    Args:
+        ids (`dict`): the id of each symbol.
+        source (`str`): where it comes from, for the error.
+
+    Raises:
+        ValueError: the ids are not the numbers from 0 to one less than there are symbols, each of them once.
+    """
+    if not all(type(number) is int for number in ids.values()) or sorted(ids.values()) != list(range(len(ids))):
+        raise ValueError(f"{source} does not number its {len(ids)} symbols from 0 on, each once")
+    return sorted(ids, key=ids.__getitem__)
+
+
+def repair_symbols(symbols: list[str]) -> list[str]:
+    """The symbols as they were written, where all of them are UTF-8 that was read as Latin-1; else as they are.
+
+    The originals' Python 2 pickled bytes, which the published `transfo-xl-wt103` took for Latin-1: it holds
+    `'EnquÃªtes` for `'Enquêtes`, and thousands of words more that no text would ever match.
+    """
+    try:
+        return [symbol.encode("latin-1").decode("utf-8") for symbol in symbols]
+    except UnicodeError:
+        return symbols
