@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from txl_hf.command_line import CommandParser, one_line_errors, wait_briefly
+from txl_hf.command_line import CommandParser, one_line_errors
 
 SEGMENT_LENGTH = 64
 BATCH_SIZE = 16
@@ -104,7 +104,6 @@ def stop(*_):
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    wait_briefly()
     ASKED = read_command_line()
 
 import torch

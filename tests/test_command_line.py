@@ -3,11 +3,7 @@
 import argparse
 import multiprocessing
 import os
-import platform
-import re
 import socket
-import subprocess
-import sys
 
 import pytest
 
@@ -169,27 +165,3 @@ def test_an_address_where_nothing_can_listen_is_said_before_a_model_is_looked_fo
         port = taken.getsockname()[1]
         commands.serve(["no-such-model", "--host", host, "--port", str(port)])
     assert end.value.code.startswith(said.format(port=port))
-
-
-@pytest.mark.skipif(platform.system() != "Linux", reason="elsewhere PyTorch brings another OpenMP")
-@pytest.mark.parametrize(
-    ("variables", "count"),
-    [
-        ({}, 10_000),
-        pytest.param({"GOMP_SPINCOUNT": "77"}, 77, marks=pytest.mark.slow),
-        pytest.param({"OMP_WAIT_POLICY": "PASSIVE"}, 0, marks=pytest.mark.slow),
-    ],
-)
-def test_threads_of_a_command_wait_briefly_unless_told_otherwise(variables, count):
-    """OpenMP itself says what it was told, when torch is imported."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-    }
-    code = "from txl_hf import commands\ntry: commands.evaluate(['--help'])\nexcept SystemExit: import torch"
-    process = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment | variables | {"OMP_DISPLAY_ENV": "VERBOSE"},
-        capture_output=True,
-        text=True,
-    )
-    assert set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", process.stderr)) == {str(count)}, process.stderr

@@ -1,7 +1,4 @@
-"""What the commands share: how options are spelt, which of them mean the same everywhere, and errors in one line.
-
-It imports nothing slow.
-"""
+"""What the commands share: how options are spelt, which of them mean the same everywhere, and errors in one line."""
 
 import argparse
 import contextlib
@@ -12,23 +9,6 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-
-__all__ = [
-    "CommandParser",
-    "add_scoring_options",
-    "at_least_one",
-    "check_files",
-    "existing_file",
-    "hub_or_folder",
-    "new_path",
-    "one_line_errors",
-    "positive",
-    "wait_briefly",
-]
-
-# Turns of a loop, some tenths of a millisecond: longer than a thread waits for the others' part of a product, shorter
-# than it waits for one whose core another program has.
-SPIN_COUNT = 10_000
 
 # What brings a module: an extra of this package, or a package of its own.
 _TRAIN = "accelerate datasets evaluate matplotlib pandas pyarrow pytorch_optimizer tensorboard yaml"
@@ -86,16 +66,6 @@ class CommandParser(argparse.ArgumentParser):
 
 def _plain(option: str) -> str:
     return option.replace("_", "-")
-
-
-def wait_briefly() -> None:
-    """Let threads that wait for one another give up their cores soon. To be called before torch is imported.
-
-    GNU's OpenMP, which PyTorch's wheels for Linux bring, spins for milliseconds, and where other programs want the
-    cores too it takes one from whom it waits for. Who has set OMP_WAIT_POLICY or GOMP_SPINCOUNT is left what he chose.
-    """
-    if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
 
 
 @contextlib.contextmanager
