@@ -138,7 +138,7 @@ class TokenStream(Dataset):
 
         `Trainer` calls this at the beginning of each epoch, also of one that it resumes. So does a loader that
         `Accelerator.prepare` returned; but one from `skip_first_batches` begins to count anew and must be told by its
-        `set_epoch`. Workers that outlive an epoch do not hear of it, which `check_loader` refuses.
+        `set_epoch`.
         """
         if self.varlen_seed is not None:
             lengths = self._lengths
@@ -311,8 +311,8 @@ def check_loader(
 
     Batch k of process p must hold the rows of micro-batch a = k mod A of step k // A, as memory carried from step to
     step needs it: rows aG/A + pR, …, aG/A + (p + 1)R - 1 with R = G / (P A). These are the items from (kP + p)R on. No
-    item is read for that: the loader's batch sampler is asked for the first batches. An iterable dataset has none, so
-    that its order is trusted, and only the size of its batches is looked at.
+    item is read for that: the loader's batch sampler is asked for the first batches. An iterable dataset has none: its
+    order is trusted, and only the size of its batches is compared.
 
     Args:
         loader: over a dataset with step-major items, as accelerate or Trainer prepared it, before skipping.
@@ -324,7 +324,6 @@ def check_loader(
     if type(dataset).__name__ == "IterableDatasetShard":
         # accelerate's, whose batch size is the loader's.
         dataset = dataset.dataset
-    dispatches = any(kind.__name__ == "DataLoaderDispatcher" for kind in type(loader).__mro__)
     streams = dataset.batch_size if batch_size is None else batch_size
     rows, left = divmod(streams, num_processes * accumulation_steps)
     layout = f"{num_processes} process(es) × {accumulation_steps} accumulation step(s)"
@@ -333,70 +332,29 @@ def check_loader(
             f"the stream has batch_size={streams}, which {layout} cannot share: make it a multiple of "
             f"{num_processes * accumulation_steps}"
         )
-    _check_workers(loader, dataset)
+    cure = (
+        f"{rows} rows per process × {layout} must be the stream's batch_size={streams}: set the loader's batch size "
+        f"to {rows} (per_device_train_batch_size or per_device_eval_batch_size in TrainingArguments), with "
+        f"split_batches=True to {rows * num_processes}"
+    )
     if isinstance(dataset, IterableDataset):
-        # What is handed out by one process is split after it was loaded.
-        batch = rows * num_processes if dispatches and getattr(loader, "split_batches", False) else rows
-        if loader.batch_size not in (None, batch):
-            raise ValueError(
-                f"the loader's batch size is {loader.batch_size}, but {rows} rows × {layout} must be the stream's "
-                f"batch_size={streams}: set it to {batch}"
-            )
+        # accelerate's dispatcher splits a batch after it was loaded.
+        right = rows * num_processes if getattr(loader, "split_batches", False) else rows
+        if loader.batch_size not in (None, right):
+            raise ValueError(f"the loader's batch size is {loader.batch_size}, but {cure}")
         return
-    if num_processes > 1 and dispatches:
-        raise ValueError("dispatch_batches=True skips to another place on resuming: set dispatch_batches=False")
-    if loader.batch_sampler is None:
-        raise ValueError(f"the loader reads single items (batch_size=None), not batches: set its batch_size to {rows}")
-    # A sampler that shuffles draws its seed here, which must not move the generator of the training.
-    with torch.random.fork_rng(devices=[]):
-        sampler: Any = loader.batch_sampler
-        batches = [list(batch) for batch in islice(sampler, max(256, 2 * accumulation_steps))]
-    for k, batch in enumerate(batches):
-        first = (k * num_processes + process_index) * rows
-        if batch == list(range(first, first + rows)):
-            continue
-        if batch != list(range(batch[0], batch[0] + len(batch))):
+    for k, indices in enumerate(islice(loader.batch_sampler or [[0]], 256)):
+        first, batch = (k * num_processes + process_index) * rows, list(indices)
+        if batch != list(range(batch[0], batch[0] + len(batch))) or not getattr(loader, "in_order", True):
             raise ValueError(
-                "the loader shuffles, but memory needs segments in their order: use shuffle=False, or "
-                "train_sampling_strategy='sequential' in TrainingArguments"
+                "the loader shuffles, but memory needs segments in their order: use shuffle=False and in_order=True, "
+                "or train_sampling_strategy='sequential' in TrainingArguments"
             )
-        raise ValueError(
-            f"batch {k} of process {process_index} holds items {batch[0]} to {batch[-1]} instead of {first} to "
-            f"{first + rows - 1}, so that rows would go on with the memory of others: {rows} rows per process × "
-            f"{layout} must be the stream's batch_size={streams}. Set the loader's batch size to {rows} "
-            f"(per_device_train_batch_size or per_device_eval_batch_size in TrainingArguments; with "
-            f"split_batches=True to {rows * num_processes}), or make the stream with "
-            f"batch_size={len(batch) * num_processes * accumulation_steps}"
-        )
-    if len(loader) * rows * num_processes != len(dataset):
-        raise ValueError(
-            f"{len(loader)} batches of {rows} rows on {num_processes} process(es) are not the {len(dataset)} items of "
-            f"the stream: they must be whole steps of {streams} rows, all of which are read"
-        )
-
-
-def _check_workers(loader: DataLoader, dataset) -> None:
-    """Raise a ValueError for workers that return items in another order, or of another epoch."""
-    if loader.num_workers > 0 and not getattr(loader, "in_order", True):
-        raise ValueError("the loader's workers may return batches out of order: set in_order=True")
-    if isinstance(loader.dataset, IterableDataset) and loader.num_workers > 1:
-        raise ValueError(
-            f"{loader.num_workers} workers would take turns, each with items of its own: set num_workers to 0 or "
-            "1 (dataloader_num_workers in TrainingArguments)"
-        )
-    if getattr(loader, "persistent_workers", False) and _epochs_differ(dataset):
-        raise ValueError(
-            "workers that outlive an epoch never hear of the next one, and would read all as the first: set "
-            "persistent_workers=False (dataloader_persistent_workers in TrainingArguments)"
-        )
-
-
-def _epochs_differ(dataset) -> bool:
-    """Whether `set_epoch` changes what a dataset reads."""
-    if isinstance(dataset, TokenStream):
-        return dataset.varlen_seed is not None or type(dataset).set_epoch is not TokenStream.set_epoch
-    # A TextStream hands the epoch on to its texts.
-    return hasattr(getattr(dataset, "texts", dataset), "set_epoch")
+        if batch != list(range(first, first + rows)):
+            raise ValueError(
+                f"batch {k} of process {process_index} holds items {batch[0]} to {batch[-1]} instead of {first} to "
+                f"{first + rows - 1}, so that rows would go on with the memory of others: {cure}"
+            )
 
 
 def read_tokens(token_ids, start: int, stop: int) -> Tensor:
