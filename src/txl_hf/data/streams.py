@@ -1,6 +1,8 @@
 """Text as parallel streams of contiguous segments, for training with memory."""
 
+import functools
 import hashlib
+import zlib
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Literal
@@ -11,20 +13,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from .columns import open_tokens
-
-__all__ = [
-    "TokenStream",
-    "as_item",
-    "check_document_end",
-    "check_loader",
-    "check_sizes",
-    "check_tokens",
-    "describe_document_end",
-    "describe_stream",
-    "document_starts",
-    "read_tokens",
-    "text_fingerprint",
-]
 
 
 class TokenStream(Dataset):
@@ -70,7 +58,7 @@ class TokenStream(Dataset):
     Attributes:
         steps: segments per stream and epoch, those before `first_step` included.
         dropped_tokens: tokens at the end of the text that are in no segment, neither as input nor as label.
-        fingerprint: what the text is known by, so that a memory is not resumed with another one.
+        fingerprint: length and checksum of the text, so that a memory is not resumed with another one.
         documents: what `document_end` is known by likewise; None without it.
 
     Raises:
@@ -131,7 +119,10 @@ class TokenStream(Dataset):
         if first_step >= self.steps:
             raise ValueError(f"first_step={first_step!r} must be an integer in [0, {self.steps}), the steps there are")
         self.first_step = int(first_step)
-        self.fingerprint = text_fingerprint(token_ids)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return text_fingerprint(self.token_ids)
 
     def set_epoch(self, epoch: int):
         """Order varying lengths as epoch `epoch` ≥ 0 has them; without `varlen_seed` all epochs are the same.
@@ -375,12 +366,12 @@ def read_tokens(token_ids, start: int, stop: int) -> Tensor:
 
 
 def text_fingerprint(token_ids) -> str:
-    """A text's length, and a hash of its first tokens, its last, and some between: whole texts are long, on disks."""
-    length, places, at_each = len(token_ids), 16, 4096
-    digest = hashlib.blake2b(digest_size=8)
-    for start in np.linspace(0, max(0, length - at_each), places, dtype=np.int64).tolist():
-        digest.update(read_tokens(token_ids, start, min(length, start + at_each)).numpy().astype("<i8").tobytes())
-    return f"{length} tokens, {digest.hexdigest()}"
+    """A text's length and the CRC-32 of all its tokens: half a second for 100 million, read once from the disk."""
+    length, checksum, at_once = len(token_ids), 0, 1 << 20
+    for start in range(0, length, at_once):
+        tokens = read_tokens(token_ids, start, min(length, start + at_once)).numpy()
+        checksum = zlib.crc32(tokens.astype("<i4"), checksum)
+    return f"{length} tokens, CRC-32 {checksum:08x}"
 
 
 def check_tokens(token_ids) -> None:
