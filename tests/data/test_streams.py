@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader
 
 from txl_hf import TokenStream, evaluate_language_model
-from txl_hf.data.columns import open_tokens
-from txl_hf.data.streams import check_loader, varying_ends
+from txl_hf.data.streams import check_loader, open_tokens, varying_ends
 
 
 @st.composite
@@ -180,30 +179,6 @@ def test_every_kind_of_text(tmp_path):
         item = TokenStream(token_ids, segment_length=8, batch_size=2)[3]
         assert item["input_ids"].tolist() == list(range(32, 40)), kind
         assert {tensor.dtype for tensor in item.values()} == {torch.int64}, kind
-
-
-@pytest.mark.parametrize("part", [slice(None), slice(3, 40_000), slice(30_001, None)], ids=str)
-def test_another_process_maps_a_file_for_itself(tmp_path, part):
-    """It was handed a copy of all of it where workers are spawned, as they are on macOS and Windows."""
-    np.arange(50_000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
-    for offset in (0, 10_000):
-        stream = TokenStream(np.memmap(tmp_path / "tokens.bin", np.uint16, "r", offset)[part], 8, 2)
-        pickled = pickle.dumps(stream)
-        assert len(pickled) < 2000
-        there = pickle.loads(pickle.dumps(pickle.loads(pickled)))
-        assert np.array_equal(there.token_ids, stream.token_ids) and there.token_ids.filename is not None
-    (tmp_path / "tokens.bin").unlink()
-    assert np.array_equal(pickle.loads(pickle.dumps(stream)).token_ids, stream.token_ids)
-
-
-@pytest.mark.parametrize("change", [lambda ids: ids[::2], lambda ids: ids.reshape(2, -1)[1], lambda ids: ids + 1])
-def test_what_is_made_of_a_mapped_file_is_pickled_as_it_is(tmp_path, change):
-    np.arange(1000).tofile(tmp_path / "tokens.bin")
-    mapped = np.memmap(tmp_path / "tokens.bin", np.int64, "c")
-    mapped[3] = 7
-    for ids in (mapped, np.memmap(tmp_path / "tokens.bin", np.int64, "r")):
-        found = pickle.loads(pickle.dumps(open_tokens(change(ids))))
-        assert np.array_equal(found, change(ids))
 
 
 def test_memory_mapped_arrow(tmp_path):

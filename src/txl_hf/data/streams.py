@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from .columns import open_tokens
-
 
 class TokenStream(Dataset):
     """A text cut into G = `batch_size` streams, and each stream into contiguous segments of S = `segment_length`.
@@ -372,6 +370,65 @@ def text_fingerprint(token_ids) -> str:
         tokens = read_tokens(token_ids, start, min(length, start + at_once)).numpy()
         checksum = zlib.crc32(tokens.astype("<i4"), checksum)
     return f"{length} tokens, CRC-32 {checksum:08x}"
+
+
+def open_tokens(token_ids) -> Any:
+    """What is read as a text: an Arrow column, also one of a `datasets.Dataset`, as `ArrowTokens`; all else as it is.
+
+    A dataset reads a slice through its format and its table, which look for it among all of the column's pieces: as
+    many as its writer had batches, a million in a text of a billion tokens.
+    """
+    source, name = getattr(token_ids, "source", None), getattr(token_ids, "column_name", None)
+    table = getattr(source, "data", None)
+    # With indices, as after `shuffle`, or another function for its format, its rows are not those of the table.
+    plain = getattr(source, "_indices", True) is None and getattr(source, "_format_type", None) != "custom"
+    if name is not None and table is not None and plain:
+        return ArrowTokens(table.column(name), token_ids)
+    return ArrowTokens(token_ids, token_ids) if hasattr(token_ids, "num_chunks") else token_ids
+
+
+class ArrowTokens:
+    """The integers of a `pyarrow.ChunkedArray`, which stay where they are, in memory or on a disk.
+
+    Args:
+        column: N integers.
+        source: what `open_tokens` made it of, to be opened again in another process.
+
+    Raises:
+        ValueError: they are not all integers.
+    """
+
+    def __init__(self, column, source):
+        self._source = source
+        self._chunks = [chunk for chunk in column.chunks if len(chunk)]
+        self._ends = np.cumsum([len(chunk) for chunk in self._chunks])
+        if column.null_count or not str(column.type).removeprefix("u").startswith("int"):
+            nulls = f" with {column.null_count} missing" if column.null_count else ""
+            raise ValueError(f"token_ids must be one sequence of integers, but the column holds {column.type}{nulls}")
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._chunks else 0
+
+    def __getitem__(self, index: slice | int) -> Any:
+        """A view or a copy of a slice, as an array; a single token as a number."""
+        if not isinstance(index, slice):
+            place = range(len(self))[index]
+            return self._read(place, place + 1)[0]
+        start, stop, step = index.indices(len(self))
+        if step < 0:
+            raise ValueError(f"a text is read forwards, but the slice {index} has step={step}")
+        return self._read(start, stop)[::step] if start < stop else np.zeros(0, dtype=np.int64)
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
+        parts = [chunk.to_numpy(zero_copy_only=True) for chunk in self._chunks[first : last + 1]]
+        offset = int(self._ends[first - 1]) if first else 0
+        tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return tokens[start - offset : stop - offset]
+
+    def __reduce__(self):
+        # A dataset is pickled by the names of its files, and its columns by their contents.
+        return open_tokens, (self._source,)
 
 
 def check_tokens(token_ids) -> None:
