@@ -96,15 +96,7 @@ from .corpora import (
     useful_processes,
     wanted,
 )
-from .encoding import (
-    LINE_FEED,
-    document_end_token,
-    encode_bytes,
-    encode_lines,
-    ends_lines,
-    load_tokenizer,
-    reads_streams,
-)
+from .loading import ends_lines, load_tokenizer
 from .midi import (
     Piece,
     boundary_tokens,
@@ -114,7 +106,7 @@ from .midi import (
     split_pieces,
     tokenise_pieces,
 )
-from .texts import INFORMATION, count_passed
+from .texts import INFORMATION, LINE_FEED, count_passed, document_end_token, encode_bytes, encode_lines, reads_streams
 
 if TYPE_CHECKING:
     from datasets import Dataset

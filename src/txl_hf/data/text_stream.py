@@ -14,8 +14,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .encoding import encode_text
 from .streams import as_item, check_sizes, text_fingerprint
+from .texts import encode_text
 
 logger = logging.get_logger(__name__)
 
