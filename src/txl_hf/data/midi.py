@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -21,24 +22,6 @@ if TYPE_CHECKING:
     from miditok import MusicTokenizer
     from symusic import Score
 
-__all__ = [
-    "CHANNELS",
-    "EVENTS",
-    "MIDI_SUFFIXES",
-    "Piece",
-    "boundary_tokens",
-    "is_midi_tokenizer",
-    "load_midi_tokenizer",
-    "make_midi_tokenizer",
-    "preprocess",
-    "read_pieces",
-    "read_score",
-    "spelled",
-    "split_pieces",
-    "tokenise_pieces",
-    "transpose",
-]
-
 MIDI_SUFFIXES = (".mid", ".midi", ".kar")
 # Of MIDI, each with an instrument, without that of drums.
 CHANNELS, DRUM_CHANNEL = 15, 9
@@ -51,6 +34,8 @@ LONGEST = 100_000
 TOKENIZER_FILE = "tokenizer.json"
 # So many are worth a process.
 FILES = 64
+# Program changes of some tracks that are written into others: a second's work.
+MOST_JOINED = 1_000_000
 # The bytes that begin a change of program and a note, of any channel but that of drums.
 PROGRAM_CHANGE = re.compile(rb"[\xc0-\xc8\xca-\xcf](?=[\x00-\x7f])")
 NOTE = re.compile(rb"[\x90-\x98\x9a-\x9f](?=[\x00-\x7f])")
@@ -274,13 +259,13 @@ def read_score(path: Path) -> "Score":
 
 
 def with_programs(data: bytes) -> bytes:
-    """A MIDI file in which each track says what instruments it has.
+    """A MIDI file in which each track has the program changes of its channels.
 
-    A program is of a channel, whichever track sets it. symusic looks for it in the track of the notes alone, and takes
-    what finds none there for a piano.
+    A program change is of a channel, whichever track it stands in. symusic reads those in the track of the notes
+    alone, and takes notes without one for a piano's.
 
     Raises:
-        ValueError: a track may have notes of a program that another one sets, and mido cannot take the file to pieces.
+        ValueError: a track may have notes of a program that another one sets, and mido cannot read the file.
     """
     if not _programs_may_be_elsewhere(data):
         return data
@@ -296,68 +281,52 @@ def with_programs(data: bytes) -> bytes:
     for track in file.tracks:
         times = np.cumsum([message.time for message in track])
         timed.append([message.copy(time=int(time)) for message, time in zip(track, times, strict=True)])
-    programs = [[message for message in track if message.type == "program_change"] for track in timed]
-    changed = False
+    # By channel and time: of what begins at once, the last holds.
+    programs: dict[int, dict[int, tuple[int, Any]]] = defaultdict(dict)
+    for i, track in enumerate(timed):
+        for message in track:
+            if message.type == "program_change":
+                programs[message.channel][message.time] = (i, message)
     for i, track in enumerate(timed):
         sounding = {message.channel for message in track if message.type == "note_on"} - {DRUM_CHANNEL}
-        others = chain.from_iterable(programs[:i] + programs[i + 1 :])
-        elsewhere = [message for message in others if message.channel in sounding]
-        if elsewhere:
-            changed = True
-            # Of what begins at once, a track's own holds.
-            ordered = sorted([*elsewhere, *track], key=lambda message: message.time)
-            begins = [0, *(message.time for message in ordered)]
-            file.tracks[i] = mido.MidiTrack(
-                message.copy(time=message.time - begin) for message, begin in zip(ordered, begins, strict=False)
-            )
-    if not changed:
-        return data
+        elsewhere = [message for channel in sounding for j, message in programs[channel].values() if j != i]
+        if len(elsewhere) * len(timed) > MOST_JOINED:
+            raise ValueError(f"its {len(timed):,} tracks set each other's instruments too often to be told apart")
+        # Of what begins at once, a track's own holds.
+        ordered = sorted([*elsewhere, *track], key=lambda message: message.time)
+        begins = [0, *(message.time for message in ordered)]
+        file.tracks[i] = mido.MidiTrack(
+            message.copy(time=message.time - begin) for message, begin in zip(ordered, begins, strict=False)
+        )
     written = io.BytesIO()
     file.save(file=written)
     return written.getvalue()
 
 
 def _programs_may_be_elsewhere(data: bytes) -> bool:
-    """Whether some channel has notes in one track and programs in another: taking a file to pieces takes a while.
+    """Whether some channel has notes in one track and program changes in another: mido takes a while.
 
     Nothing is missed. What looks like a channel's message in the bytes may be a time or a text.
     """
     if data[8:10] != b"\x00\x01":
         return False
-    notes, programs = [], []
+    notes: dict[int, set[int]] = defaultdict(set)
+    programs: dict[int, set[int]] = defaultdict(set)
     position = 8 + int.from_bytes(data[4:8], "big")
     while position < len(data):
         length = int.from_bytes(data[position + 4 : position + 8], "big")
         if data[position : position + 4] == b"MTrk":
             track = data[position + 8 : position + 8 + length]
-            notes.append({status[0] & 15 for status in NOTE.findall(track)})
-            programs.append({status[0] & 15 for status in PROGRAM_CHANGE.findall(track)})
+            for tracks, pattern in ((notes, NOTE), (programs, PROGRAM_CHANGE)):
+                for status in pattern.findall(track):
+                    tracks[status[0] & 15].add(position)
         position += 8 + length
-    return any(notes[i] & programs[j] for i in range(len(notes)) for j in range(len(notes)) if i != j)
+    return any(len(notes[channel] | tracks) > 1 for channel, tracks in programs.items() if notes[channel])
 
 
 def last_end(score: "Score") -> int:
     """Where the last note ends, in ticks; 1 at least."""
     return max([1, *(note.end for track in score.tracks for note in track.notes)])
-
-
-def bar_lines(score: "Score") -> np.ndarray:
-    """Where each bar begins, and where the last one with a note ends, in ticks: (bars + 1,), of at least one bar.
-
-    Until the first metre it is 4/4; a bar in which it changes ends there, but for the last.
-    """
-    whole = 4 * score.ticks_per_quarter
-    # One of no parts, or of parts of no length, which a broken file may have, says nothing.
-    metres = [metre for metre in score.time_signatures if metre.numerator and metre.denominator]
-    lengths = [whole * metre.numerator / metre.denominator for metre in metres]
-    end = last_end(score)
-    lines = [0.0]
-    for length, until in zip([whole, *lengths], [*(metre.time for metre in metres), end], strict=True):
-        while lines[-1] < min(until, end):
-            # The last bar is a whole one, whenever its last note ends.
-            following = lines[-1] + length
-            lines.append(following if until >= end else min(following, until))
-    return np.array(lines)
 
 
 def fingerprint(score: "Score") -> str:
