@@ -5,6 +5,7 @@ import contextlib
 import difflib
 import math
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
@@ -84,6 +85,23 @@ def one_line_errors() -> Iterator[None]:
         if isinstance(error, ValueError | OSError):
             sys.exit(f"error: {_in_words(error)}")
         raise
+
+
+@contextlib.contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """SIGTERM, of a batch system, and SIGHUP, of a lost terminal, meanwhile end the command as Ctrl-C does."""
+    handlers = {}
+    for name in ("SIGTERM", "SIGHUP"):
+        # Windows has no SIGHUP, nohup ignores it, and only the main thread may set a handler.
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            with contextlib.suppress(ValueError):
+                handlers[number] = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _follows_interrupt(error: BaseException | None) -> bool:
@@ -186,7 +204,7 @@ def existing_file(name: str) -> Path:
 def new_path(name: str) -> Path:
     """The type of an option that takes a file or folder to write. Raises a FileExistsError for one that is there."""
     path = Path(name)
-    if path.exists():
+    if os.path.lexists(path):
         raise FileExistsError(f"{name} exists: choose another, or remove it")
     return path
 
@@ -216,7 +234,7 @@ def check_files(options: argparse.Namespace) -> None:
     if not options.data.exists():
         raise FileNotFoundError(f"--data {options.data} does not exist: write one with txl-prepare")
     for path in filter(None, (options.output, options.plot)):
-        if path.exists():
+        if os.path.lexists(path):
             raise FileExistsError(f"{path} exists: choose another file, or remove it")
         folder = next(folder for folder in path.absolute().parents if folder.exists())
         if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):

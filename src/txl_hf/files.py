@@ -41,8 +41,11 @@ UNFINISHED_PREFIX = "_unfinished"
 LOCK_NAME = "run.lock"
 # Written last into a checkpoint: which run wrote it, and what files it is of.
 MANIFEST_NAME = "checkpoint_files.json"
-# What torch and safetensors say, in errors of their own, where the system refuses to write.
-_REFUSED_WRITES = ("inline_container.cc", "iostream error", "PytorchStreamWriter", "I/O error", "IoError")
+# What torch, safetensors and pyarrow say, in errors of their own, where the system refuses to write.
+_REFUSED_WRITES = (
+    *("inline_container.cc", "iostream error", "PytorchStreamWriter", "I/O error", "IoError"),
+    "Error writing bytes to file",
+)
 
 
 def name_of(path: str | os.PathLike) -> str:
@@ -134,12 +137,11 @@ def disk_errors(folder: str | os.PathLike) -> Iterator[None]:
     """Let who meets a full disk, or another one that refuses, raise an OSError that names the folder or file."""
     try:
         yield
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            # The system's answer to a write, which knows of no name.
-            error.filename = os.fspath(folder)
-        raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            # The system's answer to a write, which knows of no name.
+            error.filename = error.filename or os.fspath(folder)
+            raise
         if not any(words in str(error) for words in _REFUSED_WRITES):
             raise
         reason = " ".join(str(error).split())

@@ -1,15 +1,21 @@
 """Corpora in miniature, laid out as they are distributed, and the real ones where they are at hand."""
 
+import bz2
+import gzip
 import io
 import json
+import lzma
 import os
-import subprocess
-import sys
+import re
+import shutil
+import signal
 import tarfile
+import time
 import zipfile
 from collections import Counter
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict, load_from_disk
@@ -18,12 +24,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import prepare_corpus
 from goldens import golden
-from scripts import run_script
+from scripts import run_script, start_script
 from txl_hf import TokenStream, TransfoXLTokenizer
 from txl_hf.data.corpora import split_of
 from txl_hf.data.texts import read_prepared, read_raw
 
 SHARED = Path(__file__).parents[3] / "shared"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SPLITS = ("train", "validation", "test")
 LINES = {
     "train": " = The House = \n\n It was <unk> , and the Wolf was at the door . \n The door @-@ bell N rang . \n" * 5,
@@ -330,27 +337,26 @@ main(sys.argv[1:])
 
 def test_what_is_not_installed_is_said_and_help_needs_nothing(tmp_path):
     folder = write(tmp_path / "input", "{}.txt")
-    command = [sys.executable, "-c", WITHOUT, "datasets,pyarrow"]
-    helped = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=120)
+    command = ["-c", WITHOUT, "datasets,pyarrow"]
+    helped = run_script(*command, "--help", only_torch=True)
     assert helped.returncode == 0 and "--num_proc" in helped.stdout
     command += ["--corpus", "text", "--input", folder, "--output", tmp_path / "output"]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    refused = run_script(*command, only_torch=True)
     assert refused.returncode == 1 and refused.stderr.count("\n") == 1
     assert 'is not installed: pip install "txl-hf[train]"' in refused.stderr
 
 
 def test_a_log_has_no_progress_bars(tmp_path):
     folder = write(tmp_path / "input", "{}.txt", dict.fromkeys(LINES, LINES["train"]))
-    command = [sys.executable, prepare_corpus.__file__, "--corpus", "text", "--num_proc", "1"]
-    command += ["--input", folder, "--output", tmp_path / "output"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    command = [prepare_corpus.__file__, "--corpus", "text", "--num_proc", "1"]
+    run = run_script(*command, "--input", folder, "--output", tmp_path / "output")
     assert (run.returncode, run.stderr) == (0, "") and "holds text with a vocabulary of" in run.stdout
 
 
-def test_the_environment_is_left_as_it_was(tmp_path):
-    before = dict(os.environ)
+def test_a_program_that_prepares_keeps_its_bars_and_handlers(tmp_path):
+    before = datasets.are_progress_bars_disabled(), signal.getsignal(signal.SIGTERM)
     prepare(tmp_path, "text", "--input", write(tmp_path / "input", "{}.txt"))
-    assert dict(os.environ) == before
+    assert (datasets.are_progress_bars_disabled(), signal.getsignal(signal.SIGTERM)) == before
 
 
 def test_hyphens_stand_for_underscores(tmp_path):
@@ -658,8 +664,10 @@ def test_processes_and_a_stream_of_segments(tmp_path, monkeypatch):
     """The command as typed; several processes give the tokens of one, and TokenStream reads them from the disk."""
     text = {split: "".join(f"line {n % 7} of {split}\n" for n in range(9000)) for split in SPLITS}
     folder = write(tmp_path / "input", "wiki.{}.tokens", text)
-    script = Path(prepare_corpus.__file__)
-    command = [script, "--corpus", "wikitext-2", "--input", folder, "--output", tmp_path / "two"]
+    # On a terminal bars say what is done by how many.
+    code = f"import sys; sys.stderr.isatty = lambda: True; sys.path.insert(0, {str(EXAMPLES)!r})\n"
+    code += "import prepare_corpus; prepare_corpus.main(sys.argv[1:])"
+    command = ["-c", code, "--corpus", "wikitext-2", "--input", folder, "--output", tmp_path / "two"]
     result = run_script(*command, "--num_proc", "2")
     assert result.returncode == 0, result.stderr
     assert "tokenise (num_proc=2)" in result.stderr
@@ -667,7 +675,6 @@ def test_processes_and_a_stream_of_segments(tmp_path, monkeypatch):
     tokens, tokenizer, _ = load(tmp_path / "two")
     assert tokenizer.convert_ids_to_tokens(tokens["test"]) == words_of(text["test"])
     train = load_from_disk(tmp_path / "two")["train"]
-    assert train.data.column("token_ids").num_chunks == 1, "slices of many pieces are slow"
     stream = TokenStream(train.with_format("numpy")["token_ids"], segment_length=8, batch_size=2)
     assert stream[2]["input_ids"].tolist() == tokens["train"][8:16]
 
@@ -835,6 +842,122 @@ def test_output_that_somebody_fills_meanwhile_is_kept(tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         prepare(tmp_path, "ptb", "--input", write(tmp_path / "input", "ptb.{}.txt"))
     assert (tmp_path / "output" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_link_that_leads_nowhere_is_no_free_name(tmp_path):
+    """All the work was done before it turned out."""
+    (tmp_path / "output").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SystemExit, match="output exists: choose another folder"):
+        prepare(tmp_path, "ptb", "--input", tmp_path)
+
+
+@pytest.mark.parametrize("limit", [1000, 20_000], ids=["text", "tokens"])
+def test_a_disk_that_is_full_is_named_and_nothing_left(tmp_path, limit):
+    """A limit of this process's files stands in for it."""
+    folder = write(tmp_path / "input", "ptb.{}.txt", {split: text * 400 for split, text in LINES.items()})
+    code = f"import resource, sys, prepare_corpus; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+    code += "prepare_corpus.main(sys.argv[1:])"
+    options = ["--corpus", "ptb", "--num_proc", "1", "--input", folder, "--output", tmp_path / "output"]
+    process = run_script("-c", f"import sys; sys.path.insert(0, {str(EXAMPLES)!r})\n" + code, *options)
+    assert process.returncode == 1 and "File too large" in process.stderr
+    assert process.stderr.splitlines()[-1].startswith(f"error: {tmp_path / 'output'}")
+    assert [path.name for path in tmp_path.iterdir()] == ["input"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
+def test_a_command_that_is_stopped_leaves_nothing(tmp_path, number):
+    """As a batch system ends it at its limit: what it had written stayed, under a hidden name."""
+    folder = write(tmp_path / "input", "ptb.{}.txt")
+    code = (
+        "import signal, sys, time, txl_hf.data.prepare as p; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    )
+    code += "\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    code += "\np.sync = lambda path: time.sleep(100)\np.main(sys.argv[1:])"
+    options = ["--corpus", "ptb", "--num_proc", "1", "--input", folder, "--output", tmp_path / "output"]
+    streams = [tmp_path / name for name in ("in", "out", "err")]
+    streams[0].touch()
+    process = start_script("-c", code, *options, streams=streams)
+    while not list(tmp_path.glob(".output-*/output/corpus.json")):
+        assert process.exitcode is None
+        time.sleep(0.05)
+    os.kill(process.pid, number)
+    process.join(60)
+    assert process.exitcode == 1 and streams[2].read_text().splitlines()[-1] == "stopped"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["err", "in", "input", "out"]
+
+
+@pytest.mark.parametrize("corpus", ["wikitext-2", "text"])
+def test_a_tokenizer_of_plain_text_is_named_with_wikitext(tmp_path, capsys, corpus):
+    """As the published vocabulary loads: each of its joiners becomes three tokens."""
+    tokenizer = TransfoXLTokenizer.train_from_iterator([LINES["train"]], mode="moses", unk_token="<unk>")
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    folder = write(tmp_path / "input", NAMES["wikitext-2"])
+    prepare(tmp_path, corpus, "--input", folder, "--tokenizer", tmp_path / "tokenizer")
+    said = capsys.readouterr().err
+    assert ("warning: wikitext-2 is tokenised already" in said) == (corpus == "wikitext-2")
+    assert ("mode='whitespace', line_ends=True) in a folder, and give that" in said) == (corpus == "wikitext-2")
+
+
+ROWS = [line for line in LINES["train"].splitlines() if line] * 2
+RECORDS = {
+    "jsonl": "".join(json.dumps({"body": line, "label": 1}) + "\n" for line in ROWS),
+    "csv": "body,label\n" + "".join(f'"{line}",1\n' for line in ROWS),
+    "tsv": "body\tlabel\n" + "".join(f"{line}\t1\n" for line in ROWS),
+    "parquet": None,
+    "jsonl.gz": None,
+}
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_records_are_no_plain_text_and_the_command_that_reads_them_does(tmp_path, kind):
+    """A vocabulary had `{"text":` in it, and was trained on without a word."""
+    folder = tmp_path / "My Books [2021]"
+    folder.mkdir()
+    file = folder / f"corpus.{kind}"
+    if kind == "parquet":
+        Dataset.from_dict({"body": ROWS, "label": [1] * 30}).to_parquet(file)
+    elif kind == "jsonl.gz":
+        file.write_bytes(gzip.compress(RECORDS["jsonl"].encode()))
+    else:
+        file.write_text(RECORDS[kind])
+    for given in (file, folder):
+        cure = re.escape("holds records, not plain text") + ".*" + re.escape(f"give --dataset {given} --column NAME")
+        with pytest.raises(SystemExit, match=cure):
+            prepare(tmp_path, "text", "--input", given)
+    tokens, tokenizer, information = load(prepare(tmp_path, "text", "--dataset", file, "--column", "body"))
+    assert information["source"] == str(file) and not {"body", '{"body":', "label"} & set(tokenizer.symbols)
+    assert sum(map(len, tokens.values())) == sum(len(row.split()) + 1 for row in ROWS)
+
+
+def test_html_is_no_plain_text(tmp_path):
+    (tmp_path / "book.html").write_text("<p>It was the Wolf.</p>\n" * 40)
+    with pytest.raises(SystemExit, match=r"book.html is HTML, .*pandoc --to plain .*--output book.txt"):
+        prepare(tmp_path, "text", "--input", tmp_path / "book.html")
+
+
+@pytest.mark.parametrize("end", ["gz", "bz2", "xz"])
+def test_packed_texts_are_unpacked(tmp_path, end):
+    """Alone or in a folder; as corpora of web pages are published."""
+    pack = {"gz": gzip, "bz2": bz2, "xz": lzma}[end].compress
+    (tmp_path / "folder").mkdir()
+    (tmp_path / f"book.txt.{end}").write_bytes(pack(LINES["train"].encode()))
+    for split, text in LINES.items():
+        (tmp_path / "folder" / f"{split}.txt.{end}").write_bytes(pack(text.encode()))
+    _, _, information = load(prepare(tmp_path, "text", "--input", tmp_path / f"book.txt.{end}"))
+    assert information["splits"]["train"]["words"] > 0
+    shutil.rmtree(tmp_path / "output")
+    tokens, _, information = load(prepare(tmp_path, "text", "--input", tmp_path / "folder"))
+    assert information["files"]["test"] == [f"test.txt.{end}"]
+    assert {split: len(ids) for split, ids in tokens.items()} == {
+        split: len(text.split()) + text.count("\n") for split, text in LINES.items()
+    }
+    shutil.rmtree(tmp_path / "output")
+    (tmp_path / f"enwik8.{end}").write_bytes(pack(b"<page>" * 40))
+    assert len(load(prepare(tmp_path, "enwik8", "--input", tmp_path / f"enwik8.{end}"))[0]["train"]) == 216
+    shutil.rmtree(tmp_path / "output")
+    (tmp_path / f"book.txt.{end}").write_bytes(pack(LINES["train"].encode() * 9)[:-20])
+    with pytest.raises(SystemExit, match=rf"book.txt.{end} cannot be unpacked: "):
+        prepare(tmp_path, "text", "--input", tmp_path / f"book.txt.{end}")
 
 
 def test_tokenizer_and_data_set_that_are_not_there(tmp_path):

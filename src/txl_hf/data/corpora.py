@@ -3,8 +3,11 @@
 Nothing slow is imported before a text is read, so that a command can say at once what is wrong.
 """
 
+import bz2
 import dataclasses
 import glob
+import gzip
+import lzma
 import os
 import re
 import shutil
@@ -12,7 +15,7 @@ import sys
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -22,32 +25,15 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
 
-__all__ = [
-    "CORPORA",
-    "LINES",
-    "SPLITS",
-    "Convention",
-    "Source",
-    "count_batch",
-    "count_stream",
-    "cut",
-    "files_below",
-    "find_files",
-    "read_files",
-    "read_rows",
-    "some_names",
-    "split_of",
-    "unpacked",
-    "useful_processes",
-    "wanted",
-]
-
 SPLITS = ("train", "validation", "test")
 # Lines that are read, counted or tokenised together.
 LINES = 4096
 
-# What a text of one's own is read from, and the words in a name that tell its split.
+# What a text of one's own is read from, what unpacks such a file, what holds records of which one is a text, and the
+# words in a name that tell its split.
 TEXT_SUFFIXES = (".txt", ".text", ".tokens", ".raw")
+OPENERS: dict[str, Callable] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+RECORDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 SPLIT_WORDS = {
     "train": "train",
     "training": "train",
@@ -144,6 +130,7 @@ def find_files(path: Path, corpus: str, convention: Convention, scratch: Path) -
     if folder.is_file():
         if convention.whole is None:
             raise ValueError(f"{path} is one file, but {corpus} is {wanted(convention)}: give their folder or archive")
+        check_is_plain(path)
         return Source({"train": [folder]}, folder.parent)
     if not convention.layouts:
         return own_text(folder, path)
@@ -160,10 +147,17 @@ def find_files(path: Path, corpus: str, convention: Convention, scratch: Path) -
 def own_text(folder: Path, path: Path) -> Source:
     """The texts in a folder, by the splits that their names tell; a text that may be held out is never trained on."""
     everything = matches(folder, "*")
-    texts = [file for file in everything if file.suffix.lower() in TEXT_SUFFIXES]
+    texts = [file for file in everything if suffix_of(file) in TEXT_SUFFIXES]
+    if not texts and any(suffix_of(file) in RECORDS for file in everything):
+        raise ValueError(
+            f"{path} holds records, not plain text ({some_names(folder)}): give --dataset {path} --column NAME in "
+            "place of --input, NAME being what the texts are called"
+        )
     texts = texts or (everything if len(everything) == 1 else [])
     if not texts:
         raise ValueError(f"{path} has no text, a file that ends in {', '.join(TEXT_SUFFIXES)}; {some_names(folder)}")
+    for file in texts:
+        check_is_plain(file)
     found: dict[str | None, list[Path]] = {}
     for file in texts:
         found.setdefault(split_of(file, folder), []).append(file)
@@ -177,6 +171,27 @@ def own_text(folder: Path, path: Path) -> Source:
             "train, valid and test, or none"
         )
     return Source({split: found[split] for split in SPLITS}, folder, unread=unsplit)
+
+
+def suffix_of(file: Path) -> str:
+    """How the name of a file ends, in small letters, without what it is packed with."""
+    name = Path(file.stem) if file.suffix.lower() in OPENERS else file
+    return name.suffix.lower()
+
+
+def check_is_plain(file: Path) -> None:
+    """Refuse a file whose name says that it is no plain text, with the command that reads it."""
+    as_it_is = "rename it to end in .txt to read it as it is"
+    if suffix_of(file) in RECORDS:
+        raise ValueError(
+            f"{file} holds records, not plain text: give --dataset {file} --column NAME in place of --input, NAME "
+            f"being what the texts are called; or {as_it_is}"
+        )
+    if suffix_of(file) in (".html", ".htm", ".xhtml"):
+        raise ValueError(
+            f"{file} is HTML, not plain text: give what `pandoc --to plain --wrap none {file} --output "
+            f"{file.stem}.txt` writes; or {as_it_is}"
+        )
 
 
 def split_of(file: Path, folder: Path) -> str | None:
@@ -269,6 +284,22 @@ def unpacked(path: Path, scratch: Path) -> Path:
     return folder
 
 
+def decompressed(path: Path, scratch: Path) -> Path:
+    """What was given; of a file packed by gzip, bzip2 or xz a copy of its contents, in place of the last one's."""
+    if (opener := OPENERS.get(path.suffix.lower())) is None:
+        return path
+    copy = scratch / "decompressed"
+    with copy.open("wb") as file:
+        try:
+            with opener(path) as packed:
+                shutil.copyfileobj(packed, file)
+        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise ValueError(f"{path} cannot be unpacked: {error}") from None
+    return copy
+
+
 def unpack_member(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path):
     """Write one file of an archive; of a link, what the file in the archive holds that it leads to."""
     name = PurePosixPath(member.name)
@@ -289,24 +320,24 @@ def read_files(source: Source, path: Path, convention: Convention, mode: str | N
     `mode` is that of the tokenizer, None of one that is not ours: see `open_lines`.
     """
     if convention.stream:
-        return {split: paths[0].read_bytes() for split, paths in source.splits.items()}
+        return {split: decompressed(paths[0], scratch).read_bytes() for split, paths in source.splits.items()}
     for split, paths in source.splits.items():
         if not any(file.stat().st_size for file in paths):
             raise ValueError(f"the {split} text of {path.name} is empty")
-    return {split: read_lines(paths, mode, scratch / f"{split}-lines.arrow") for split, paths in source.splits.items()}
+    return {split: read_lines(paths, mode, scratch, split) for split, paths in source.splits.items()}
 
 
-def read_lines(paths: list[Path], mode: str | None, arrow: Path) -> "Dataset":
+def read_lines(paths: list[Path], mode: str | None, scratch: Path, split: str) -> "Dataset":
     """The lines of files one after the other, by way of a file on the disk."""
     # Not by load_dataset("text"), which takes brackets, asterisks and double colons in a path for patterns.
     import pyarrow as pa
     from datasets import Dataset
 
-    schema = pa.schema({"text": pa.string()})
+    schema, arrow = pa.schema({"text": pa.string()}), scratch / f"{split}-lines.arrow"
     with pa.OSFile(str(arrow), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for path in paths:
             try:
-                for lines in _batches(path, mode):
+                for lines in _batches(decompressed(path, scratch), mode):
                     check_is_text(path, lines, mode)
                     if path != paths[-1] and not lines[-1].endswith("\n"):
                         lines[-1] += "\n"  # Or it would be one line with the next file's first.
@@ -343,7 +374,11 @@ def read_rows(
     from datasets import Features, Value, load_dataset
 
     try:
-        found = load_dataset(name, config)
+        if (kind := RECORDS.get(suffix_of(Path(name)))) is not None and Path(name).is_file():
+            options = {"sep": "\t"} if suffix_of(Path(name)) == ".tsv" else {}
+            found = load_dataset(kind, data_files=glob.escape(name), **options)
+        else:
+            found = load_dataset(name, config)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
         reason = ""
         if Path(name).is_dir() and glob.has_magic(name):

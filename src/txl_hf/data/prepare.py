@@ -79,8 +79,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..command_line import CommandParser, at_least_one, hub_or_folder, one_line_errors
-from ..files import name_of, sync
+from ..command_line import CommandParser, at_least_one, hub_or_folder, interrupted_by_signals, one_line_errors
+from ..files import disk_errors, name_of, sync
 from ..transfo_xl.tokenization_transfo_xl_backend import LINE_END_MODES
 from .corpora import (
     CORPORA,
@@ -114,8 +114,6 @@ if TYPE_CHECKING:
 
     from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
 
-__all__ = ["main"]
-
 MIDI = "midi"
 # What the command line says of a text's symbols.
 SYMBOLS = ("mode", "lower_case", "min_freq", "max_size")
@@ -127,13 +125,17 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     options = parse_arguments(argv)
     output: Path = options.output
-    with one_line_errors(), no_bars_in_logs():
-        if output.exists():
+    with one_line_errors(), interrupted_by_signals():
+        if os.path.lexists(output):
             raise ValueError(f"{output} exists: choose another folder with --output, or remove it")
         if "::" in str(output.absolute()):
             raise ValueError(f"{output}: datasets takes '::' for a chain of file systems: choose another --output")
         output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
+        with (
+            tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch,
+            disk_errors(output),
+            no_bars_in_logs(),
+        ):
             information = prepare(options, Path(scratch))
             written = Path(scratch) / "output"
             sync(written)
@@ -148,17 +150,17 @@ def main(argv: list[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def no_bars_in_logs() -> Iterator[None]:
-    """In a log each state of a bar would be a line; datasets reads a variable where it is imported, which is later."""
-    bars = "HF_DATASETS_DISABLE_PROGRESS_BARS"
-    if sys.stderr.isatty() or bars in os.environ:
-        yield
-        return
-    os.environ[bars] = "1"
+    """No progress bars of datasets where standard error is a log, in which each state of one would be a line."""
+    import datasets
+
+    silenced = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
+    if silenced:
+        datasets.disable_progress_bars()
     try:
         yield
     finally:
-        # Who calls `main` in a program of his own has not asked for quiet children.
-        del os.environ[bars]
+        if silenced:
+            datasets.enable_progress_bars()
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -225,6 +227,13 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict:
     convention = chosen_convention(options)
     tokenizer = None if options.tokenizer is None else text_tokenizer(options.tokenizer)
     mode = convention.mode if tokenizer is None else getattr(tokenizer, "mode", None)
+    if options.corpus.startswith("wikitext") and mode == "moses":
+        print(
+            f"warning: {options.corpus} is tokenised already, and --tokenizer {options.tokenizer} takes @-@ apart: "
+            f"to have the corpus's ids, save TransfoXLTokenizer.from_pretrained({options.tokenizer!r}, "
+            "mode='whitespace', line_ends=True) in a folder, and give that",
+            file=sys.stderr,
+        )
     texts, files, vocabulary = read(options, convention, mode, scratch)
     if len(texts) == 1:
         texts = cut(texts["train"], convention)
