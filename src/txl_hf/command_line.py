@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import difflib
 import math
 import os
 import signal
@@ -29,14 +28,8 @@ REQUIREMENTS = {
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose options may be typed with hyphens or with underscores, however they are declared. In
-    the place of one that does not exist it names the closest. An OSError of an option's type is said in one line."""
-
-    def parse_args(self, args=None, namespace=None):
-        options, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
-        return options
+    """An `ArgumentParser` whose options may be typed with hyphens or with underscores, however they are declared. An
+    OSError of an option's type ends the command in one line."""
 
     def parse_known_args(self, args=None, namespace=None):
         given = sys.argv[1:] if args is None else args
@@ -56,17 +49,26 @@ class CommandParser(argparse.ArgumentParser):
         alike = (option for option in self._option_string_actions if _plain(option).startswith(_plain(name)))
         return next(alike, name)[: len(name)] + equals + value
 
-    def _meant(self, unknown: list[str]) -> str:
-        shown = [option for action in self._actions for option in action.option_strings]
-        for argument in unknown:
-            name = _plain(argument.partition("=")[0])
-            if argument.startswith("--") and (closest := difflib.get_close_matches(name, map(_plain, shown), n=1)):
-                return f" (did you mean {next(option for option in shown if _plain(option) == closest[0])}?)"
-        return ""
-
 
 def _plain(option: str) -> str:
     return option.replace("_", "-")
+
+
+@contextlib.contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """SIGTERM, of a batch system, and SIGHUP, of a lost terminal, meanwhile end the command as Ctrl-C does."""
+    handlers = {}
+    for name in ("SIGTERM", "SIGHUP"):
+        # Windows has no SIGHUP, nohup ignores it, and only the main thread may set a handler.
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            with contextlib.suppress(ValueError):
+                handlers[number] = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -85,23 +87,6 @@ def one_line_errors() -> Iterator[None]:
         if isinstance(error, ValueError | OSError):
             sys.exit(f"error: {_in_words(error)}")
         raise
-
-
-@contextlib.contextmanager
-def interrupted_by_signals() -> Iterator[None]:
-    """SIGTERM, of a batch system, and SIGHUP, of a lost terminal, meanwhile end the command as Ctrl-C does."""
-    handlers = {}
-    for name in ("SIGTERM", "SIGHUP"):
-        # Windows has no SIGHUP, nohup ignores it, and only the main thread may set a handler.
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
-            with contextlib.suppress(ValueError):
-                handlers[number] = signal.signal(number, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def _follows_interrupt(error: BaseException | None) -> bool:

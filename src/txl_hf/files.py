@@ -13,28 +13,9 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-try:
-    import fcntl
-except ImportError:  # Windows.
-    fcntl = None  # type: ignore[assignment]
-
-__all__ = [
-    "LOCK_NAME",
-    "MANIFEST_NAME",
-    "UNFINISHED_PREFIX",
-    "disk_errors",
-    "keep_options",
-    "lock_folder",
-    "move_into_place",
-    "name_of",
-    "options_that_differ",
-    "sync",
-    "whole_file",
-    "whole_folder",
-    "write_text",
-]
+from filelock import FileLock, Timeout
 
 # Uploads of an output directory leave out what begins so.
 UNFINISHED_PREFIX = "_unfinished"
@@ -148,28 +129,23 @@ def disk_errors(folder: str | os.PathLike) -> Iterator[None]:
         raise OSError(f"{folder} cannot be written, as on a disk that is full ({reason})") from error
 
 
-def lock_folder(folder: Path) -> IO:
+def lock_folder(folder: Path) -> FileLock:
     """Keep other processes from a folder that one process writes.
 
     Returns:
-        A file that holds the lock until it is closed or the process ends, however it ends.
+        The lock, held until it is released or the process ends, however it ends.
 
     Raises:
         BlockingIOError: another process has it.
     """
-    file = (folder / LOCK_NAME).open("a+")
+    lock = FileLock(folder / LOCK_NAME)
     try:
-        if fcntl is not None:
-            # Of the process, not of the file: no child holds on to it.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            raise
+        lock.acquire(timeout=0)
+    except Timeout:
         raise BlockingIOError(
             f"another process is writing to {folder}: wait for its end, or choose another folder"
-        ) from error
-    return file
+        ) from None
+    return lock
 
 
 def sync(path: Path) -> None:
