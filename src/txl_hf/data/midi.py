@@ -43,6 +43,12 @@ NOTE = re.compile(rb"[\x90-\x98\x9a-\x9f](?=[\x00-\x7f])")
 NO_KEY, C_MAJOR = re.compile(rb"\xff\x59\x02(?![\x00-\x07\xf9-\xff][\x00\x01])..", re.DOTALL), b"\xff\x59\x02\0\0"
 
 
+# What MidiTok makes of a piece in silence.
+OTHER_METRE = "with a time signature that the tokenizer lacks, and passes over"
+OTHER_TEMPO = "with a tempo beyond the tokenizer's, which takes its nearest"
+KEYLESS = "that begin without a key signature, which the tokenizer reads as C major"
+
+
 class Piece(NamedTuple):
     """A MIDI file.
 
@@ -52,9 +58,7 @@ class Piece(NamedTuple):
         fingerprint: what it has in common with its copies and its transpositions alone.
         notes: how many are in its tokens.
         lost: how many are not, because the tokenizer has no such pitch or instrument, or has them already.
-        other_metre: whether it has a time signature that the tokenizer lacks, which MidiTok passes over.
-        other_tempo: whether it has a tempo outside of the tokenizer's, in whose place MidiTok takes the nearest.
-        no_key: whether it begins without a word of its key, which MidiTok takes for C major.
+        remarks: those of `OTHER_METRE`, `OTHER_TEMPO` and `KEYLESS` that are true of it.
     """
 
     path: Path
@@ -62,9 +66,7 @@ class Piece(NamedTuple):
     fingerprint: str
     notes: int
     lost: int
-    other_metre: bool
-    other_tempo: bool
-    no_key: bool
+    remarks: list[str]
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
@@ -180,15 +182,14 @@ def read_pieces(
 
 def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
     """A file as a `Piece` tells of it, or the problem with it."""
-    row: dict[str, Any] = {"fingerprint": "", "notes": 0, "lost": 0, "problem": ""}
-    row |= {"other_metre": False, "other_tempo": False, "no_key": False}
+    row: dict[str, Any] = {"fingerprint": "", "notes": 0, "lost": 0, "remarks": [""], "problem": ""}
     try:
         score = read_score(Path(path))
         kept, lost = preprocess(score, tokenizer)
         row |= {"fingerprint": fingerprint(score), "notes": kept.note_num(), "lost": lost}
-        row["other_metre"] = tokenizer.score_has_time_signatures_not_in_vocab(score)
-        row["other_tempo"] = not all(has_tempo(tokenizer, tempo.qpm) for tempo in score.tempos)
-        row["no_key"] = tokenizer.config.use_key_signatures and not begins_in_a_key(score)
+        row["remarks"] += [OTHER_METRE] * tokenizer.score_has_time_signatures_not_in_vocab(score)
+        row["remarks"] += [OTHER_TEMPO] * (not all(has_tempo(tokenizer, tempo.qpm) for tempo in score.tempos))
+        row["remarks"] += [KEYLESS] * (tokenizer.config.use_key_signatures and not begins_in_a_key(score))
         if len(tokenizer.encode(kept, encode_ids=False, no_preprocess_score=True)) == 0:
             row["problem"] = "the tokenizer makes no token of it"
     except ValueError as error:

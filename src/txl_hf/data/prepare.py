@@ -98,6 +98,9 @@ from .corpora import (
 )
 from .loading import ends_lines, load_tokenizer
 from .midi import (
+    KEYLESS,
+    OTHER_METRE,
+    OTHER_TEMPO,
     Piece,
     boundary_tokens,
     load_midi_tokenizer,
@@ -357,13 +360,9 @@ def tell_pieces(splits: dict[str, list[Piece]], left_out: dict[str, str], repeat
     chosen = list(chain.from_iterable(splits.values()))
     if lost := [f"{piece.name} ({piece.lost} of {piece.lost + piece.notes})" for piece in chosen if piece.lost]:
         print(f"{len(lost)} file(s) with notes that the tokenizer lacks or has already, and leaves out: {some(lost)}")
-    if other := [piece.name for piece in chosen if piece.other_metre]:
-        print(f"{len(other)} file(s) with a time signature that the tokenizer lacks, and passes over: {some(other)}")
-    if other := [piece.name for piece in chosen if piece.other_tempo]:
-        print(f"{len(other)} file(s) with a tempo beyond the tokenizer's, which takes its nearest: {some(other)}")
-    if keyless := [piece.name for piece in chosen if piece.no_key]:
-        read_as = "which the tokenizer reads as C major"
-        print(f"{len(keyless)} file(s) that begin without a key signature, {read_as}: {some(keyless)}")
+    for remark in (OTHER_METRE, OTHER_TEMPO, KEYLESS):
+        if names := [piece.name for piece in chosen if remark in piece.remarks]:
+            print(f"{len(names)} file(s) {remark}: {some(names)}")
 
 
 def chosen_convention(options: argparse.Namespace) -> Convention:
