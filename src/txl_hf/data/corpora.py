@@ -272,10 +272,21 @@ def unpacked(path: Path, scratch: Path) -> Path:
         raise ValueError(f"Python before 3.11.4 unpacks no {path.suffix} safely: unpack {path} and give the folder")
     try:
         # Both write nothing outside of the folder; the filter refuses links and devices that would.
-        with zipfile.ZipFile(path) if is_zip else tarfile.open(path) as archive:
-            archive.extractall(folder, **({} if is_zip else {"filter": "data"}))
+        if is_zip:
+            shutil.unpack_archive(path, folder, "zip")
+        else:
+            with tarfile.open(path) as archive:
+                archive.extractall(folder, filter="data")
     # A zip file that is encrypted, or packed in a way that Python does not know, raises the last.
-    except (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, RuntimeError) as error:
+    except (
+        shutil.ReadError,
+        zipfile.BadZipFile,
+        tarfile.TarError,
+        EOFError,
+        zlib.error,
+        lzma.LZMAError,
+        RuntimeError,
+    ) as error:
         raise ValueError(f"{path} cannot be unpacked: {error}") from None
     return folder
 

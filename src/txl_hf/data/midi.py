@@ -182,6 +182,7 @@ def read_pieces(
 
 def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
     """A file as a `Piece` tells of it, or the problem with it."""
+    # The first remark tells datasets the type of the others.
     row: dict[str, Any] = {"fingerprint": "", "notes": 0, "lost": 0, "remarks": [""], "problem": ""}
     try:
         score = read_score(Path(path))

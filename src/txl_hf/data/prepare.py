@@ -48,9 +48,8 @@ each split:
 
 * `tokens`;
 * `words`: parted by white space, and one more for the end of each line, as perplexities per word are published, but
-  for enwik8 and text8, whose own tokens leave line feeds out;
-* `characters`: those that bits per character are published for: of enwik8 bytes without line feeds, otherwise all, and
-  with `--tokenizer` all characters of each;
+  for enwik8 and text8, whose tokens leave line feeds out;
+* `characters`: those that bits per character are published for: of enwik8 bytes without line feeds, otherwise all;
 * `characters_without_token`, `characters_unknown`, where the tokenizer lacks some: those that it passes over, and
   those that its unknown token stands for;
 * `bytes`, as they were read;
@@ -78,10 +77,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from ..command_line import CommandParser, at_least_one, hub_or_folder, interrupted_by_signals, one_line_errors
 from ..files import disk_errors, name_of, sync
-from ..transfo_xl.tokenization_transfo_xl_backend import LINE_END_MODES
+from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
+from ..transfo_xl.tokenization_transfo_xl_backend import LINE_END_MODES, MODES
 from .corpora import (
     CORPORA,
     LINES,
@@ -113,15 +115,10 @@ from .texts import INFORMATION, LINE_FEED, count_passed, document_end_token, enc
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
-
-    from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
 
 MIDI = "midi"
 # What the command line says of a text's symbols.
 SYMBOLS = ("mode", "lower_case", "min_freq", "max_size")
-# Characters of a stream's piece that are tokenised together.
-PIECE = 4096
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -185,7 +182,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--document_end", metavar="TOKEN", help="token that ends each document (the text is one)")
     parser.add_argument("--num_proc", type=at_least_one, default=os.cpu_count(), help="processes (%(default)s)")
     text = parser.add_argument_group("symbols of --corpus text")
-    text.add_argument("--mode", choices=["whitespace", "moses", "characters", "bytes"], help="(whitespace)")
+    text.add_argument("--mode", choices=[mode for mode in MODES if mode != "lm1b"], help="(whitespace)")
     text.add_argument("--lower_case", action="store_true", default=None)
     text.add_argument("--min_freq", type=int, help="rarer symbols become <unk> (0)")
     text.add_argument("--max_size", type=int, help="so many of the most frequent symbols are kept (all)")
@@ -223,42 +220,36 @@ def check_music(parser: argparse.ArgumentParser, options: argparse.Namespace):
         parser.error(f"--transpose {options.transpose} must be 0 to 11 semitones")
 
 
-def prepare(options: argparse.Namespace, scratch: Path) -> dict:
+def prepare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Write the corpus to scratch/output; returns what corpus.json holds."""
     if options.corpus == MIDI:
         return prepare_midi(options, scratch)
     convention = chosen_convention(options)
-    tokenizer = None if options.tokenizer is None else text_tokenizer(options.tokenizer)
+    tokenizer = None if options.tokenizer is None else text_tokenizer(options, convention)
     mode = convention.mode if tokenizer is None else getattr(tokenizer, "mode", None)
-    if options.corpus.startswith("wikitext") and mode == "moses":
-        print(
-            f"warning: {options.corpus} is tokenised already, and --tokenizer {options.tokenizer} takes @-@ apart: "
-            f"to have the corpus's ids, save TransfoXLTokenizer.from_pretrained({options.tokenizer!r}, "
-            "mode='whitespace', line_ends=True) in a folder, and give that",
-            file=sys.stderr,
-        )
     texts, files, vocabulary = read(options, convention, mode, scratch)
     if len(texts) == 1:
         texts = cut(texts["train"], convention)
-    if convention.mode == "characters" and convention.stream:
-        texts = {split: text.strip() for split, text in texts.items()}
-    # Tokens of a stream are of all but its line feeds; those of another tokenizer are of these too.
-    streams = convention.stream and (tokenizer is None or reads_streams(tokenizer))
-    counts = {}
-    for split, text in texts.items():
-        if streams:
-            counts[split] = count_stream(text)
-        else:
-            counts[split] = count_text(text) if convention.stream else count_lines(text, options.num_proc)
+    if convention.stream:
+        if convention.mode == "characters":
+            texts = {split: text.strip() for split, text in texts.items()}
+        counts = {split: count_stream(text) for split, text in texts.items()}
+    else:
+        counts = {split: count_lines(lines, options.num_proc) for split, lines in texts.items()}
     for split, count in counts.items():
         if count["characters"] == 0 or count["words"] == 0:
             raise ValueError(f"the {split} text of {source_name(options)} is empty")
-    if convention.stream and tokenizer is not None:
-        texts = {split: pieces(text) for split, text in texts.items()}
-    tokenizer, tokens = tokenise(texts, tokenizer, convention, vocabulary, options.num_proc, scratch)
-    if not streams:
+    if convention.stream:
+        tokenizer = tokenizer or stream_tokenizer(texts, convention)
+        tokens = {split: stream_tokens(text, tokenizer) for split, text in texts.items()}
+    else:
+        tokenizer = tokenizer or word_tokenizer(texts, convention, vocabulary)
+        tokens = {
+            split: tokenise(lines, tokenizer, options.num_proc, scratch / f"{split}.arrow")
+            for split, lines in texts.items()
+        }
+        # Of the held-out texts a model's figures are.
         for split in SPLITS[1:]:
-            # Of these a model's figures are.
             counts[split] |= count_passed(tokenizer, texts[split]["text"], f"the {split} text")
     for split, found in tokens.items():
         if len(found) == 0:
@@ -270,8 +261,6 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict:
             if ends == 0:
                 raise ValueError(f"--document_end {options.document_end} is not in the {split} text")
             counts[split]["documents"] = ends
-    write(tokens, tokenizer, scratch / "output")
-    line_end = tokenizer.eos_token if ends_lines(tokenizer) and not convention.stream else None
     information = {
         "corpus": options.corpus,
         "source": source_name(options),
@@ -279,17 +268,21 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict:
         "tokenizer": options.tokenizer or "vocabulary of the text",
         "mode": getattr(tokenizer, "mode", None),
         "lower_case": getattr(tokenizer, "lower_case", None),
-        "line_end": line_end,
+        "line_end": tokenizer.eos_token if ends_lines(tokenizer) and not convention.stream else None,
         "document_end": document_end,
         "vocab_size": len(tokenizer),
         "splits": {split: {"tokens": len(tokens[split])} | counts[split] for split in SPLITS},
         "versions": {name: version(name) for name in ("txl-hf", "transformers", "datasets")},
     }
-    write_information(information, scratch / "output")
+    write(tokens, tokenizer, information, scratch / "output")
     return information
 
 
-def write_information(information: dict[str, Any], folder: Path) -> None:
+def write(tokens: dict[str, "Dataset"], tokenizer: Any, information: dict[str, Any], folder: Path) -> None:
+    from datasets import DatasetDict
+
+    DatasetDict(tokens).save_to_disk(folder)
+    tokenizer.save_pretrained(folder)
     (folder / INFORMATION).write_text(json.dumps(information, indent=2) + "\n", encoding="utf-8")
 
 
@@ -309,7 +302,6 @@ def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:
         cache = scratch / f"{split}.arrow"
         tokens[split] = tokenise_pieces(chosen, tokenizer, semitones, options.num_proc, cache)
         parts[split] = {"tokens": len(tokens[split]), "pieces": len(chosen), "notes": sum(p.notes for p in chosen)}
-    write(tokens, tokenizer, scratch / "output")
     information = {
         "corpus": MIDI,
         "source": source_name(options),
@@ -324,7 +316,7 @@ def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:
         "splits": parts,
         "versions": {name: version(name) for name in ("txl-hf", "miditok", "symusic", "datasets")},
     }
-    write_information(information, scratch / "output")
+    write(tokens, tokenizer, information, scratch / "output")
     return information
 
 
@@ -361,8 +353,8 @@ def tell_pieces(splits: dict[str, list[Piece]], left_out: dict[str, str], repeat
     if lost := [f"{piece.name} ({piece.lost} of {piece.lost + piece.notes})" for piece in chosen if piece.lost]:
         print(f"{len(lost)} file(s) with notes that the tokenizer lacks or has already, and leaves out: {some(lost)}")
     for remark in (OTHER_METRE, OTHER_TEMPO, KEYLESS):
-        if names := [piece.name for piece in chosen if remark in piece.remarks]:
-            print(f"{len(names)} file(s) {remark}: {some(names)}")
+        if remarked := [piece.name for piece in chosen if remark in piece.remarks]:
+            print(f"{len(remarked)} file(s) {remark}: {some(remarked)}")
 
 
 def chosen_convention(options: argparse.Namespace) -> Convention:
@@ -411,23 +403,28 @@ def source_name(options: argparse.Namespace) -> str:
     return f"{name} {config}" if config else name
 
 
-def text_tokenizer(name: str) -> "PreTrainedTokenizerBase":
-    from transformers import PreTrainedTokenizerBase
-
+def text_tokenizer(options: argparse.Namespace, convention: Convention) -> PreTrainedTokenizerBase:
+    """That of --tokenizer; where it does not read the corpus as published, it is refused or a warning says so."""
+    name = options.tokenizer
     try:
         tokenizer = load_tokenizer(name)
     except ValueError as error:
         raise ValueError(f"--tokenizer: {error}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(f"--tokenizer {name} is of MidiTok and reads no text: use it with --corpus {MIDI}")
+    if convention.stream and not reads_streams(tokenizer):
+        raise ValueError(
+            f"--corpus {options.corpus} is one stream of {convention.mode}, and --tokenizer {name} has other tokens: "
+            "read the file as lines, with --corpus text"
+        )
+    if options.corpus.startswith("wikitext") and getattr(tokenizer, "mode", None) == "moses":
+        print(
+            f"warning: {options.corpus} is tokenised already, and --tokenizer {name} takes @-@ apart: to have the "
+            f"corpus's ids, save TransfoXLTokenizer.from_pretrained({name!r}, mode='whitespace', line_ends=True) in a "
+            "folder, and give that",
+            file=sys.stderr,
+        )
     return tokenizer
-
-
-def write(tokens: dict[str, "Dataset"], tokenizer: Any, folder: Path) -> None:
-    import datasets
-
-    datasets.DatasetDict(tokens).save_to_disk(folder)
-    tokenizer.save_pretrained(folder)
 
 
 # ---- counting ---------------------------------------------------------------------------------------------------
@@ -451,14 +448,6 @@ def count_lines(lines: "Dataset", num_proc: int) -> dict[str, int]:
     return counts
 
 
-def count_text(text: bytes) -> dict[str, int]:
-    """The same of a stream that is read with its line feeds, as `pieces` are and as `read_raw` counts a file."""
-    decoded = text.decode("utf-8", errors="replace")
-    counts = {name: count for name, [count] in count_batch([decoded]).items()}
-    counts["words"] += decoded.count("\n") + (not decoded.endswith("\n"))
-    return counts | {"bytes": len(text)}
-
-
 def count_documents(tokens: dict[str, "Dataset"], document_end: int) -> dict[str, int]:
     """How many documents each split has that are ended."""
     import pyarrow.compute as pc
@@ -470,34 +459,8 @@ def count_documents(tokens: dict[str, "Dataset"], document_end: int) -> dict[str
 # ---- tokens -----------------------------------------------------------------------------------------------------
 
 
-def tokenise(
-    texts: dict[str, Any],
-    tokenizer: "PreTrainedTokenizerBase | None",
-    convention: Convention,
-    vocabulary: Path | None,
-    num_proc: int,
-    scratch: Path,
-) -> tuple["PreTrainedTokenizerBase", dict[str, "Dataset"]]:
-    """The tokenizer, that of the text if None is given, and the splits with the column token_ids, one token a row.
-
-    Args:
-        texts: lines, or pieces of a stream; the stream itself where it is to have a tokenizer of its own.
-    """
-    if convention.stream and tokenizer is None:
-        tokenizer = stream_tokenizer(texts, convention)
-        return tokenizer, {split: stream_tokens(text, tokenizer) for split, text in texts.items()}
-    if tokenizer is None:
-        tokenizer = word_tokenizer(texts, convention, vocabulary)
-    add_eos = ends_lines(tokenizer) and not convention.stream
-    return tokenizer, {
-        split: tokenise_lines(text, tokenizer, add_eos, num_proc, scratch / f"{split}.arrow")
-        for split, text in texts.items()
-    }
-
-
-def tokenise_lines(
-    lines: "Dataset", tokenizer: "PreTrainedTokenizerBase", add_eos: bool, num_proc: int, cache: Path
-) -> "Dataset":
+def tokenise(lines: "Dataset", tokenizer: PreTrainedTokenizerBase, num_proc: int, cache: Path) -> "Dataset":
+    """The column token_ids, one token a row, of lines."""
     from datasets import Features, Value
 
     return lines.map(
@@ -507,23 +470,19 @@ def tokenise_lines(
         input_columns="text",
         remove_columns="text",
         features=Features({"token_ids": Value("int32")}),
-        fn_kwargs={"tokenizer": tokenizer, "add_eos": add_eos},
+        fn_kwargs={"tokenizer": tokenizer},
         num_proc=useful_processes(len(lines) // LINES, num_proc),
         cache_file_name=str(cache),
         desc="tokenise",
     )
 
 
-def tokenise_batch(lines: list[str], tokenizer: "PreTrainedTokenizerBase", add_eos: bool) -> dict[str, np.ndarray]:
-    return {"token_ids": encode_lines(tokenizer, lines, add_eos).astype(np.int32)}
+def tokenise_batch(lines: list[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, np.ndarray]:
+    return {"token_ids": encode_lines(tokenizer, lines).astype(np.int32)}
 
 
-def word_tokenizer(
-    texts: dict[str, "Dataset"], convention: Convention, vocabulary: Path | None
-) -> "TransfoXLTokenizer":
+def word_tokenizer(texts: dict[str, "Dataset"], convention: Convention, vocabulary: Path | None) -> TransfoXLTokenizer:
     """The tokenizer of a corpus of lines, with the symbols of the text."""
-    from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
-
     if vocabulary is not None:
         tokenizer = TransfoXLTokenizer(vocab_file=str(vocabulary), mode=convention.mode)
         if tokenizer.eos_token is None or tokenizer.unk_token is None:
@@ -546,18 +505,14 @@ def word_tokenizer(
 
 
 def batches(texts: list["Dataset"]) -> Iterator[list[str]]:
-    from tqdm.auto import tqdm
-
     with tqdm(total=sum(map(len, texts)), unit="line", desc="vocabulary", disable=None) as bar:
         for batch in chain.from_iterable(lines.iter(LINES) for lines in texts):
             yield batch["text"]
             bar.update(len(batch["text"]))
 
 
-def stream_tokenizer(texts: dict[str, bytes], convention: Convention) -> "TransfoXLTokenizer":
+def stream_tokenizer(texts: dict[str, bytes], convention: Convention) -> TransfoXLTokenizer:
     """The vocabulary of a stream of bytes: the most frequent first, ties in the order of first occurrence."""
-    from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
-
     text = b"".join(texts[split] for split in SPLITS)
     counts = np.bincount(np.frombuffer(text, dtype=np.uint8), minlength=256)
     counts[LINE_FEED] = 0
@@ -570,21 +525,12 @@ def stream_tokenizer(texts: dict[str, bytes], convention: Convention) -> "Transf
     return TransfoXLTokenizer.from_symbols(symbols, mode="characters")
 
 
-def stream_tokens(text: bytes, tokenizer: "TransfoXLTokenizer") -> "Dataset":
+def stream_tokens(text: bytes, tokenizer: TransfoXLTokenizer) -> "Dataset":
     import pyarrow as pa
     from datasets import Dataset
 
     # As a table: from_dict looks at every token.
     return Dataset(pa.table({"token_ids": encode_bytes(tokenizer, text)}))
-
-
-def pieces(text: bytes) -> "Dataset":
-    """A stream as pieces for any tokenizer, each cut before white space."""
-    from datasets import Dataset
-
-    # A byte order may cut a character in two, of which nothing can be made.
-    characters = text.decode("utf-8", errors="replace")
-    return Dataset.from_dict({"text": re.findall(rf"(?s).{{1,{PIECE}}}(?=\s|\Z)|.{{1,{PIECE}}}", characters)})
 
 
 if __name__ == "__main__":

@@ -368,7 +368,7 @@ def text_fingerprint(token_ids) -> str:
     length, checksum, at_once = len(token_ids), 0, 1 << 20
     for start in range(0, length, at_once):
         tokens = read_tokens(token_ids, start, min(length, start + at_once)).numpy()
-        checksum = zlib.crc32(tokens.astype("<i4"), checksum)
+        checksum = zlib.crc32(tokens.astype("<i4").data, checksum)
     return f"{length} tokens, CRC-32 {checksum:08x}"
 
 

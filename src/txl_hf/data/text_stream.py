@@ -315,8 +315,8 @@ class TextStream(IterableDataset):
         """
         if (length := state["segment_length"]) != self.segment_length:
             raise ValueError(f"the state has segment_length={length}, the stream {self.segment_length}")
-        if (rows := len(state["characters"])) != self.batch_size:
-            raise ValueError(f"the state has {rows} rows, the stream batch_size={self.batch_size}")
+        if (batch_size := len(state["characters"])) != self.batch_size:
+            raise ValueError(f"the state has {batch_size} rows, the stream batch_size={self.batch_size}")
         if (rows := [int(row) for row in state["rows"]]) != self.rows:
             raise ValueError(
                 f"the state is of rows {rows}, the stream of {self.rows}: go on with as many processes and "
