@@ -1,7 +1,4 @@
-"""Corpora as they are distributed: which files are which split, and their texts.
-
-Nothing slow is imported before a text is read, so that a command can say at once what is wrong.
-"""
+"""Corpora as they are distributed: which files are which split, and their texts."""
 
 import bz2
 import dataclasses
@@ -21,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..transfo_xl.tokenization_transfo_xl_backend import lines_of, open_lines
 
+# Of the extra `train`: imported where a text is read.
 if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
@@ -29,10 +27,13 @@ SPLITS = ("train", "validation", "test")
 # Lines that are read, counted or tokenised together.
 LINES = 4096
 
-# What a text of one's own is read from, what unpacks such a file, what holds records of which one is a text, and the
-# words in a name that tell its split.
+# Plain text; what packs a file; files of records, with their reader in datasets; and the words of a name that tell its
+# split.
 TEXT_SUFFIXES = (".txt", ".text", ".tokens", ".raw")
 OPENERS: dict[str, Callable] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
+# The last is of zip files that are encrypted, or packed in a way that Python does not know.
+DAMAGED = (shutil.ReadError, zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, RuntimeError)
 RECORDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 SPLIT_WORDS = {
     "train": "train",
@@ -117,7 +118,7 @@ class Source:
 
     def names(self) -> dict[str, list[str]]:
         """The files' names by split, as they are told."""
-        return {split: [_relative(path, self.root) for path in paths] for split, paths in self.splits.items()}
+        return {split: [str(path.relative_to(self.root)) for path in paths] for split, paths in self.splits.items()}
 
 
 def find_files(path: Path, corpus: str, convention: Convention, scratch: Path) -> Source:
@@ -165,7 +166,7 @@ def own_text(folder: Path, path: Path) -> Source:
     if not found:
         return Source({"train": unsplit}, folder)
     if missing := [split for split in SPLITS if split not in found]:
-        told = "; ".join(f"{split}: {_relative(files[0], folder)}" for split, files in found.items())
+        told = "; ".join(f"{split}: {files[0].relative_to(folder)}" for split, files in found.items())
         raise ValueError(
             f"{path} has no text for {' and '.join(missing)} (by their names, {told}): name files of all three after "
             "train, valid and test, or none"
@@ -209,10 +210,6 @@ def split_of(file: Path, folder: Path) -> str | None:
 def some_names(folder: Path) -> str:
     found = sorted(file.name for file in files_below(folder))
     return (", ".join(found[:6]) + (" …" if len(found) > 6 else "")) or "no files"
-
-
-def _relative(path: Path, root: Path) -> str:
-    return str(path.relative_to(root))
 
 
 def files_below(folder: Path, pattern: str = "*") -> list[Path]:
@@ -265,7 +262,7 @@ def unpacked(path: Path, scratch: Path) -> Path:
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist")
-    if not path.name.lower().endswith((".zip", ".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")):
+    if not path.name.lower().endswith(ARCHIVES):
         return path
     folder, is_zip = scratch / "unpacked", path.suffix.lower() == ".zip"
     if not (is_zip or hasattr(tarfile, "data_filter")):
@@ -277,16 +274,7 @@ def unpacked(path: Path, scratch: Path) -> Path:
         else:
             with tarfile.open(path) as archive:
                 archive.extractall(folder, filter="data")
-    # A zip file that is encrypted, or packed in a way that Python does not know, raises the last.
-    except (
-        shutil.ReadError,
-        zipfile.BadZipFile,
-        tarfile.TarError,
-        EOFError,
-        zlib.error,
-        lzma.LZMAError,
-        RuntimeError,
-    ) as error:
+    except DAMAGED as error:
         raise ValueError(f"{path} cannot be unpacked: {error}") from None
     return folder
 
@@ -300,7 +288,7 @@ def decompressed(path: Path, scratch: Path) -> Path:
         try:
             with opener(path) as packed:
                 shutil.copyfileobj(packed, file)
-        except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        except (OSError, *DAMAGED) as error:
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             raise ValueError(f"{path} cannot be unpacked: {error}") from None
@@ -357,53 +345,17 @@ def read_rows(
 ) -> dict[str, "Dataset | bytes"]:
     """The splits of a data set as `read_files` gives those of files; a row is lines, the last with or without its end.
 
-    The words in their names tell which is which; beside `train`, `train_small` is not read.
+    Args:
+        name: on the Hub, or of a folder, or of one file of `RECORDS`.
 
     Raises:
         ValueError: it does not load, or lacks a split, the column, or a text in a row of it, or two of its splits may
             be one of ours.
     """
-    import datasets
-    from datasets import Features, Value, load_dataset
+    from datasets import Features, Value
 
-    try:
-        if (kind := RECORDS.get(suffix_of(Path(name)))) is not None and Path(name).is_file():
-            options = {"sep": "\t"} if suffix_of(Path(name)) == ".tsv" else {}
-            found = load_dataset(kind, data_files=glob.escape(name), **options)
-        else:
-            found = load_dataset(name, config)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        reason = ""
-        if Path(name).is_dir() and glob.has_magic(name):
-            reason = (
-                "; datasets takes brackets, asterisks and question marks in a folder's name for patterns: rename it"
-            )
-        raise ValueError(f"the data set {name} does not load: {error}{reason}") from None
-    told: dict[str | None, list[str]] = {}
-    exact = found.keys() & set(SPLITS)
-    for its_name in found:
-        split = its_name if its_name in exact else None
-        # Where each has its exact name, words are not asked for: those of `dev_test` would tell of two.
-        if split is None and len(exact) < len(SPLITS) and (told_by := split_of(Path(its_name), Path())) not in exact:
-            split = told_by
-        told.setdefault(split, []).append(its_name)
-    # A text that may be held out is never trained on, nor left out: one split alone is cut.
-    splits = SPLITS[:1] if convention.whole is not None and set(told) == {"train"} else SPLITS
-    if missing := [split for split in splits if split not in told]:
-        alone = ", or with train alone, which is cut" if convention.whole is not None else ""
-        raise ValueError(
-            f"the data set {name} has no split {', '.join(missing)}; it has {', '.join(found)}: give one with "
-            f"{', '.join(SPLITS)}{alone}"
-        )
-    for split in splits:
-        if len(told[split]) > 1:
-            raise ValueError(
-                f"the data set {name} has {' and '.join(told[split])}, each of which is named after {split}: give one "
-                f"with one of them, or with {split}"
-            )
-    if unread := told.get(None):
-        print(f"not read: {', '.join(unread)}")
-    rows = {split: found[told[split][0]] for split in splits}
+    found = load_rows(name, config)
+    rows = {split: found[its_name] for split, its_name in choose_splits(name, list(found), convention).items()}
     for split, texts in rows.items():
         if column not in texts.column_names:
             raise ValueError(
@@ -426,6 +378,53 @@ def read_rows(
         )
         for split, texts in rows.items()
     }
+
+
+def load_rows(name: str, config: str | None) -> dict[str, "Dataset"]:
+    import datasets
+
+    file = Path(name)
+    try:
+        if (kind := RECORDS.get(suffix_of(file))) is not None and file.is_file():
+            options = {"sep": "\t"} if suffix_of(file) == ".tsv" else {}
+            return datasets.load_dataset(kind, data_files=glob.escape(name), **options)
+        return datasets.load_dataset(name, config)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        reason = ""
+        if file.is_dir() and glob.has_magic(name):
+            reason = (
+                "; datasets takes brackets, asterisks and question marks in a folder's name for patterns: rename it"
+            )
+        raise ValueError(f"the data set {name} does not load: {error}{reason}") from None
+
+
+def choose_splits(name: str, found: list[str], convention: Convention) -> dict[str, str]:
+    """Which split of a data set is which of ours: that of its exact name, or else the one whose name's words tell."""
+    told: dict[str | None, list[str]] = {}
+    exact = set(found) & set(SPLITS)
+    for its_name in found:
+        split = its_name if its_name in exact else None
+        # Where each has its exact name, words do not count: those of `dev_test` tell of two.
+        if split is None and len(exact) < len(SPLITS) and (told_by := split_of(Path(its_name), Path())) not in exact:
+            split = told_by
+        told.setdefault(split, []).append(its_name)
+    # A text that may be held out is never trained on, nor left out: one split alone is cut.
+    splits = SPLITS[:1] if convention.whole is not None and set(told) == {"train"} else SPLITS
+    if missing := [split for split in splits if split not in told]:
+        alone = ", or with train alone, which is cut" if convention.whole is not None else ""
+        raise ValueError(
+            f"the data set {name} has no split {', '.join(missing)}; it has {', '.join(found)}: give one with "
+            f"{', '.join(SPLITS)}{alone}"
+        )
+    for split in splits:
+        if len(told[split]) > 1:
+            raise ValueError(
+                f"the data set {name} has {' and '.join(told[split])}, each of which is named after {split}: give one "
+                f"with one of them, or with {split}"
+            )
+    if unread := told.get(None):
+        print(f"not read: {', '.join(unread)}")
+    return {split: told[split][0] for split in splits}
 
 
 def check_texts(rows: "pa.ChunkedArray", place: str):
