@@ -292,6 +292,7 @@ def test_rows_stay_together_over_processes_and_accumulation(num_processes, accum
         ({"batch_size": 8}, {"num_processes": 2}, "set the loader's batch size to 4 .*split_batches=True to 8"),
         ({"batch_size": 8}, {"num_processes": 3}, "make it a multiple of 3"),
         ({"batch_size": 8, "num_workers": 1, "in_order": False}, {}, "shuffles.*in_order=True"),
+        ({"batch_size": 8, "num_workers": 1, "persistent_workers": True}, {}, "set persistent_workers=False"),
     ],
 )
 def test_loaders_that_break_continuity_name_the_fix(loader, layout, message):

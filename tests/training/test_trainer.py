@@ -455,6 +455,10 @@ def test_a_loss_of_ones_own_gets_the_labels_of_a_stream(tmp_path, changes):
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True.*raise gradient_accumulation_steps"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1.*set it to 0"),
         ({"dataloader_num_workers": 1, "dataloader_in_order": False}, "in_order=True"),
+        (
+            {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
+            "dataloader_persistent_workers in TrainingArguments",
+        ),
     ],
 )
 def test_settings_that_break_continuity_name_the_fix(tmp_path, changes, message):

@@ -16,19 +16,26 @@
 | `text8` | the file `text8`, 100,000,000 characters | letters, and `_` for a space | of all three texts |
 | `text` | one file; a file or more for each of train, valid and test; or others | `--mode` | of the training text |
 
-Symbols are numbered by frequency, the most frequent first, after `<eos>`. lm1b comes with a vocabulary of its own,
-`1b_word_vocab.txt`, read where it lies beside the text; otherwise it is the words that occur three times in the
-training text. enwik8 and text8, in one file, are cut into 90, 5 and 5 % of their bytes. Their vocabularies have the
-published 204 and 27 symbols, and so no `<eos>`, `<unk>` or `<pad>`: another symbol is an error. Where one of these is
-asked for, take the conventions of `text`, with `--mode bytes` or `characters`.
+Symbols are numbered by frequency, the most frequent first, after `<eos>`. lm1b comes with a vocabulary,
+`1b_word_vocab.txt`, which is read if it lies beside the text; otherwise it is the words that occur three times in the
+training text, and as in the originals the validation text is the test text. enwik8 and text8, in one file, are cut into
+90, 5 and 5 % of their bytes; their vocabularies have the published 204 and 27 symbols, no `<eos>`, `<unk>` or `<pad>`,
+and another symbol is an error: for those, and for another tokenizer, give `--corpus text`.
 
-A text of your own is files that end in `.txt`, `.text`, `.tokens` or `.raw`. A word in their names or their folders'
-names says which part they are: train or training; valid, validation, val or dev; test. Where none has such a word, all
-are one text, in the order of their names, of which 90, 5 and 5 % of the lines are taken. Its characters and bytes are
-numbered over all three parts; lines keep their ends. With `--mode bytes` carriage returns and a byte-order mark are
-bytes like others; otherwise each of `\\r\\n` and `\\r` is a line's end, `\\n`, and a byte-order mark no part of the
-text. Its vocabulary begins with `<eos>`, `<unk>` and `<pad>`. Which file went where is printed, and in `corpus.json`.
-Words in the names of a data set's splits say which part they are too; one that has `train` alone is cut.
+`--input` is a folder with these files, the archive they come in, or the one file that it is. The names that the
+originals' getdata.sh gives the files (`train.txt`, `valid.txt`, `test.txt`) will do too. Hidden files and folders, and
+`__MACOSX`, are passed over.
+
+`--corpus text` reads files that end in `.txt`, `.text`, `.tokens` or `.raw`, alone or packed (`.gz`, `.bz2`, `.xz`). A
+word in their names or their folders' names says which part they are: train or training; valid, validation, val or dev;
+test. Where none has such a word, all are one text, in the order of their names, of which 90, 5 and 5 % of the lines are
+taken. Its characters and bytes are numbered over all three parts; lines keep their ends. With `--mode bytes` carriage
+returns and a byte-order mark are bytes like others; otherwise `\\r\\n` and `\\r` are read as `\\n`, and the mark is
+no part of the text. Its vocabulary begins with `<eos>`, `<unk>` and `<pad>`.
+
+`--dataset` is a data set on the Hub, a folder of one, or a file of records (`.jsonl`, `.csv`, `.tsv`, `.parquet`), and
+`--column` the name of its texts. The words in the names of its splits say which part they are, as those of files do;
+one that has `train` alone is cut.
 
 `--corpus midi` is a folder with MIDI files, however nested, as tokens of MidiTok: REMI, or with `--tokens compound`
 compound words, each an event of several attributes. `--bpe SIZE` joins tokens that often follow one another, and
@@ -36,20 +43,16 @@ compound words, each an event of several attributes. `--bpe SIZE` joins tokens t
 go into validation and test each, and with it whatever has the same notes in another key. `--transpose N` adds each
 piece of the training split in the keys up to N semitones above and below in which the tokenizer has all of its notes.
 Each piece begins with BOS and ends with EOS. Files that cannot be read are named, counted and left out; of files with
-notes that the tokenizer lacks it is said how many those are. The tokenizer is MidiTok's own file.
-
-`--input` is a folder with these files, the archive they come in, or the one file that it is. The names that the
-originals' getdata.sh gives the files (`train.txt`, `valid.txt`, `test.txt`) will do too. Hidden files and folders, and
-`__MACOSX`, are passed over. As in the originals, lm1b is validated on its test text.
+notes that the tokenizer lacks the number of these is printed.
 
 The folder written holds a `datasets.DatasetDict` with the splits train, validation and test and one column,
-`token_ids`, one token a row; the tokenizer, which reads line ends as the corpus does; and `corpus.json`, which counts
-each split:
+`token_ids`, one token a row; the tokenizer, which reads line ends as the corpus does; and `corpus.json`, with the files
+of each split and its counts:
 
 * `tokens`;
 * `words`: parted by white space, and one more for the end of each line, as perplexities per word are published, but
   for enwik8 and text8, whose tokens leave line feeds out;
-* `characters`: those that bits per character are published for: of enwik8 bytes without line feeds, otherwise all;
+* `characters`, as bits per character are published for: of enwik8 bytes without line feeds, otherwise all;
 * `characters_without_token`, `characters_unknown`, where the tokenizer lacks some: those that it passes over, and
   those that its unknown token stands for;
 * `bytes`, as they were read;
@@ -169,7 +172,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--input", type=Path, help="folder, archive or file")
     source.add_argument(
-        "--dataset", type=hub_or_folder, help="a data set on the Hub, or a folder of one; a row is a line or more"
+        "--dataset",
+        type=hub_or_folder,
+        help="a data set on the Hub, a folder or a file of one; a row is a line or more",
     )
     parser.add_argument("--config", help="of --dataset: its configuration")
     parser.add_argument("--column", help="of --dataset: its column with the text (text)")

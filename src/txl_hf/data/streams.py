@@ -23,41 +23,39 @@ class TokenStream(Dataset):
 
     An item is {"input_ids", "shift_labels"}, each (e + L,) int64; shift_labels[i] is the token after input_ids[i], so
     that the last token of a segment predicts the first of the next one. The first e ≤ `ext_len` tokens are those
-    before the segment, read again with the label -100: all there are in the stream, so that the first segment has
-    none. Streams follow one another in the text without a gap. L = S, and what is left at the end, less than one
-    segment per stream, is not read, unless:
+    before the segment, read again with the label -100 (fewer where the stream has fewer). Streams follow one another
+    in the text without a gap. L = S, and the end of the text, less than one segment per stream, is not read, unless:
 
     * `keep_remainder`, for evaluation: every token but the first is a label of exactly one item. The last segments are
       shorter; streams that are one token shorter than others end in the input 0 with the label -100.
-    * `varlen_seed`, the original's `--varlen`: all streams change their L together from step to step. Less than one
+    * `varlen_seed`, the original's `--varlen`: L changes from step to step, for all streams together. Less than one
       token per stream is not read. Every epoch has the lengths of the first in another order, so that all have the
       same number of steps, on which schedules and resuming depend; see `set_epoch`.
 
     Args:
         token_ids: N token ids: a list, an array, a CPU tensor, a memory-mapped array, a column of Arrow or of a
-            `datasets.Dataset` with one token a row, or whatever slices alike. It is read item by item, never copied
-            as a whole.
+            `datasets.Dataset` with one token a row, or another sequence with slices. It is read item by item, never
+            copied as a whole.
         segment_length: S ≥ 1.
         batch_size: G ≥ 1, the streams of one optimiser step: rows per process × processes × accumulation steps.
-        keep_remainder: read what is left at the end too.
-        loss: "full": a segment has a label for every token. "half": so it has, after as many tokens that are read
-            again (`ext_len = segment_length`). Of the 2 S tokens that gradients cross the second half is predicted,
-            each token with a context of at least S; so the paper trains its models with half losses (Table 6).
+        keep_remainder: see above.
+        loss: "full": a segment has a label for every token. "half": before it, S tokens are read again
+            (`ext_len = segment_length`). Of the 2 S tokens that gradients cross the second half is predicted, each
+            token with a context of at least S; so the paper trains its models with half losses (Table 6).
         ext_len: extended context ≥ 0; S with half losses. With memory it must be the model's `config.ext_len`, which
             keeps what is read again out of the memory.
         varlen_seed: seed of segment lengths that vary: L is normal with deviation 5 around S, or around S / 2 in one
             step of twenty, within [5, S + 15], and of what is left at the end. None: L = S.
         document_end: where documents end in the text: the token that each ends with, or the places behind their last
             tokens in ascending order. Items then have `resets`, (e + L,) bool, True where a document begins. Its first
-            token is a label as any other, of the last token before it. None: the text is one.
-        first_step: begin with this segment of every stream, in each epoch: to resume where nothing skips what was read
-            before. `Trainer` skips by itself.
+            token is a label as any other, of the last token before it. None: the text is one document.
+        first_step: begin with this segment of every stream, in each epoch, to resume in a loop that skips no batches.
 
     Attributes:
         steps: segments per stream and epoch, those before `first_step` included.
         dropped_tokens: tokens at the end of the text that are in no segment, neither as input nor as label.
         fingerprint: length and checksum of the text, so that a memory is not resumed with another one.
-        documents: what `document_end` is known by likewise; None without it.
+        documents: the same of `document_end`; None without it.
 
     Raises:
         ValueError: the text is not a sequence of integers, or too short for one segment per stream; a size is out of
@@ -123,11 +121,10 @@ class TokenStream(Dataset):
         return text_fingerprint(self.token_ids)
 
     def set_epoch(self, epoch: int):
-        """Order varying lengths as epoch `epoch` ≥ 0 has them; without `varlen_seed` all epochs are the same.
+        """Order varying lengths as in epoch `epoch` ≥ 0; without `varlen_seed` all epochs are the same.
 
         `Trainer` calls this at the beginning of each epoch, also of one that it resumes. So does a loader that
-        `Accelerator.prepare` returned; but one from `skip_first_batches` begins to count anew and must be told by its
-        `set_epoch`.
+        `Accelerator.prepare` returned; one from `skip_first_batches` counts from 0 again: call its `set_epoch`.
         """
         if self.varlen_seed is not None:
             lengths = self._lengths
@@ -207,7 +204,7 @@ def as_item(tokens: Tensor, length: int, reread: int = 0, resets: Tensor | None 
 
 
 def describe_stream(stream) -> dict[str, Any]:
-    """Which text is read and how it is cut, as far as the data set says: with the step, what a memory is of."""
+    """The attributes of a data set that say which text is read and how it is cut; with the step, a memory's place."""
     cuts = ("batch_size", "segment_length", "ext_len", "varlen_seed", "roll_seed", "steps")
     return {name: getattr(stream, name) for name in (*cuts, "fingerprint", "documents") if hasattr(stream, name)}
 
@@ -215,7 +212,7 @@ def describe_stream(stream) -> dict[str, Any]:
 def check_document_end(
     document_end: int | Sequence[int] | np.ndarray | None, text_tokens: int
 ) -> int | np.ndarray | None:
-    """The token that ends documents as it is, the places where they end as an array (documents,) int64.
+    """A token id as an int, places where documents end as an array (documents,) int64.
 
     Raises:
         ValueError: it is neither, or a place lies outside the text.
@@ -239,7 +236,7 @@ def check_document_end(
 
 
 def describe_document_end(document_end: int | np.ndarray | None) -> int | str | None:
-    """What it is known by, for JSON: the token, or how many places there are and a hash of them."""
+    """For JSON: the token, or the number of places and a hash of them."""
     if document_end is None or isinstance(document_end, int):
         return document_end
     digest = hashlib.blake2b(document_end.astype("<i8").tobytes(), digest_size=8)
@@ -321,6 +318,11 @@ def check_loader(
             f"the stream has batch_size={streams}, which {layout} cannot share: make it a multiple of "
             f"{num_processes * accumulation_steps}"
         )
+    if getattr(loader, "persistent_workers", False) and hasattr(dataset, "set_epoch"):
+        raise ValueError(
+            "workers that outlive an epoch would read the next ones as the first: set persistent_workers=False "
+            "(dataloader_persistent_workers in TrainingArguments)"
+        )
     cure = (
         f"{rows} rows per process × {layout} must be the stream's batch_size={streams}: set the loader's batch size "
         f"to {rows} (per_device_train_batch_size or per_device_eval_batch_size in TrainingArguments), with "
@@ -373,10 +375,10 @@ def text_fingerprint(token_ids) -> str:
 
 
 def open_tokens(token_ids) -> Any:
-    """What is read as a text: an Arrow column, also one of a `datasets.Dataset`, as `ArrowTokens`; all else as it is.
+    """An Arrow column, also one of a `datasets.Dataset`, as `ArrowTokens`; all else as it is.
 
-    A dataset reads a slice through its format and its table, which look for it among all of the column's pieces: as
-    many as its writer had batches, a million in a text of a billion tokens.
+    A dataset reads a slice through its format and its table, which search all of the column's pieces: as many as its
+    writer had batches, a million in a text of a billion tokens.
     """
     source, name = getattr(token_ids, "source", None), getattr(token_ids, "column_name", None)
     table = getattr(source, "data", None)
@@ -392,7 +394,7 @@ class ArrowTokens:
 
     Args:
         column: N integers.
-        source: what `open_tokens` made it of, to be opened again in another process.
+        source: the argument of `open_tokens`, by which it is pickled.
 
     Raises:
         ValueError: they are not all integers.

@@ -21,51 +21,45 @@ logger = logging.get_logger(__name__)
 
 
 class TextStream(IterableDataset):
-    """G = `batch_size` rows of documents, each cut into contiguous segments of S = `segment_length`, as they come.
+    """G = `batch_size` rows of documents, tokenised as they are read, cut into segments of S = `segment_length`.
 
-    Items are as those of `TokenStream`: step-major, {"input_ids", "shift_labels"}, each (S,) int64, and row b of one
-    step continues in row b of the next. A document stays whole within a row; it goes to the row that has been given
-    the fewest characters so far, the first of several. That depends on nothing but the documents' order and lengths,
-    so that every process knows without asking which documents are its own, and tokenises no others but the first of an
-    epoch. What is held in memory is, for each row, the rest of a document or a few.
+    Items are step-major, as those of `TokenStream`: {"input_ids", "shift_labels"}, each (S,) int64, and row b of one
+    step continues in row b of the next. A document stays whole within a row: the row that has the fewest characters so
+    far, the first of several. Every process knows by the documents' order and lengths which are its own, and tokenises
+    no others. Memory holds the rest of a document or a few for each row. The documents of a row follow one another
+    without a gap; each ends in `eos_token` where the tokenizer has one.
 
-    A row's documents follow one another without a gap. Each ends in `eos_token` where the tokenizer has one.
+    `state_dict` and `load_state_dict` go on after a whole number of steps, bit for bit, on as many processes;
+    documents that were read are read again, but not tokenised. Reading from the beginning and skipping batches, as
+    `Trainer` and `accelerate.skip_first_batches` do, gives the same. (Plain `Trainer` skips within one epoch, and so
+    needs `epochs=None`.) A loader of accelerate reads a batch ahead, so that the state is of a step later.
 
-    `state_dict` and `load_state_dict` go on after a whole number of steps, bit for bit, on as many processes; the
-    documents that were read are read again then, but not tokenised. A `DataLoader` reads in the process itself
-    (`num_workers=0`), so that the state is that of what it returned; one that accelerate has prepared reads a batch
-    ahead of what it hands out, so that its state is of a step later. Reading on from the beginning and skipping
-    batches, as `Trainer` and `accelerate.skip_first_batches` do, gives the same; but plain `Trainer` knows of one
-    epoch alone then, so that it needs `epochs=None`.
-
-    A stream is read by one iterator at a time; `copy.copy(stream)` may be read beside it, from its beginning.
+    One iterator reads a stream at a time; `copy.copy(stream)` is the same stream at its beginning.
 
     Args:
-        texts: what can be iterated over more than once, or a function that returns an iterator: of strings, or of
+        texts: an iterable that can be iterated over again, or a function that returns an iterator: of strings, or of
             mappings with a string in `column`. Each is a document.
-        tokenizer: that of the model, any of transformers.
+        tokenizer: the model's, any of transformers.
         segment_length: S ≥ 1.
         batch_size: G ≥ 1, the rows of one optimiser step: rows per process × processes × accumulation steps.
-        column: where the text is in a mapping.
-        epochs: how often the texts are read, one time after the other; `set_epoch` of `texts` is called where there
-            is one. None: again and again, so that the training's number of steps decides.
-        keep_remainder: at the end, read what is left of the rows too: rows that are out of tokens hold the input 0
-            with the label -100. Otherwise the first step that is not whole is the end, and a warning says how much is
-            left: much, where documents differ in length as chromosomes do.
+        column: key of the text in a mapping.
+        epochs: how often the texts are read; their `set_epoch` is called, if there is one. None: again and again, so
+            that the training's number of steps decides.
+        keep_remainder: read what is left of the rows at the end too: rows without tokens hold the input 0 with the
+            label -100. Otherwise the first step that is not whole is the end, and a warning says how many tokens are
+            left.
         num_processes, process_index, accumulation_steps: yield the rows of this process alone, in the order of its
-            micro-batches: for a loop whose loader nobody shares out again. `epochs` must be None then, since
-            processes would not end together. Under `Trainer` leave them: accelerate hands each process its rows.
+            micro-batches, for a loop whose loader is not sharded again; needs `epochs=None`, as processes would not
+            end together. `Trainer` shards its loader: leave them at their defaults.
 
     Attributes:
-        step: how many steps have been handed out whole.
-        dropped_tokens: at the end of the texts, tokens of its own rows that are in no segment, neither as input nor as
-            label; 0 before the end.
+        step: steps that have been yielded whole.
+        dropped_tokens: at the end, tokens of this process's rows that are in no segment; 0 before the end.
 
     Raises:
-        ValueError: a size is out of range, `texts` can be read once only, or rows cannot be shared; when it is read, a
-            document is no text, the tokenizer makes no token, but for `eos_token`, of those of an epoch, or they do
-            not fill one step.
-        RuntimeError: an iterator is asked for more after another one has begun, or another state was loaded.
+        ValueError: a size is out of range, `texts` can be read once only, or rows cannot be shared; while reading: a
+            document is not a string, all of an epoch are white space, or they do not fill one step.
+        RuntimeError: an iterator goes on after another one has begun, or another state was loaded.
     """
 
     def __init__(
@@ -128,7 +122,6 @@ class TextStream(IterableDataset):
         self._epoch, self._documents, self._checksum = self._first_epoch, 0, 0
         self._characters = [0] * self.batch_size
         self._tokens = {row: np.empty(0, dtype=np.int64) for row in self.rows}
-        self._has_text = False
         self.dropped_tokens = 0
 
     def __copy__(self) -> "TextStream":
@@ -142,7 +135,7 @@ class TextStream(IterableDataset):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """What the first document is known by, which is read for it: other texts or symbols have another one."""
+        """The tokens of the first document as `text_fingerprint`; other texts or symbols have another one."""
         [text] = islice(copy.copy(self)._read_documents(), 1)
         return text_fingerprint(self._encode(text))
 
@@ -175,7 +168,7 @@ class TextStream(IterableDataset):
             for item in items[:-1]:
                 yield item
                 self._check_reading(reading)
-            # Whoever has the last item has the step, and may ask for the state.
+            # The state after the last item of a step is that of the whole step.
             for row in self.rows:
                 self._tokens[row] = self._tokens[row][self.segment_length :]
             self.step += 1
@@ -183,7 +176,7 @@ class TextStream(IterableDataset):
             self._check_reading(reading)
 
     def _end(self) -> None:
-        """Say what is left where there is no whole step any more; all documents are with their rows then."""
+        """Count and report what is left behind the last whole step."""
         left = [len(tokens) for tokens in self._tokens.values()]
         if self.step == 0:
             which, found, needed = "shortest", min(left), self.segment_length + 1
@@ -215,12 +208,8 @@ class TextStream(IterableDataset):
                 return
             given_to = min(range(self.batch_size), key=self._characters.__getitem__)
             self._characters[given_to] += len(text)
-            # All processes look for the first text of an epoch, whoever's it is: all notice where there is none.
-            if given_to in self._tokens or not self._has_text:
-                ids = self._encode(text)
-                self._has_text = self._has_text or bool((ids != self.tokenizer.eos_token_id).any())
-                if given_to in self._tokens:
-                    self._tokens[given_to] = np.concatenate([self._tokens[given_to], ids])
+            if given_to in self._tokens:
+                self._tokens[given_to] = np.concatenate([self._tokens[given_to], self._encode(text)])
 
     def _encode(self, text: str) -> np.ndarray:
         ids = encode_text(self.tokenizer, text)
@@ -239,27 +228,26 @@ class TextStream(IterableDataset):
             if hasattr(self.texts, "set_epoch"):
                 self.texts.set_epoch(self._epoch)
             resumed_at, self._documents, self._checksum = self._documents, 0, 0
-            # An epoch that is resumed in its middle is taken to have text.
-            self._has_text = resumed_at > 0
+            has_text = False
             for document in self.texts() if callable(self.texts) else self.texts:
                 text = self._text(document)
                 # The line feed parts documents.
                 self._checksum = zlib.crc32(f"{text}\n".encode(errors="surrogatepass"), self._checksum)
                 self._documents += 1
+                has_text = has_text or not (text == "" or text.isspace())
                 self._compare(ended=False)
                 if self._documents > resumed_at:
                     yield text
             self._compare(ended=True)
             if self._documents == 0:
                 raise ValueError("texts has no document")
-            if not self._has_text:
-                raise ValueError(
-                    f"texts has no text: the tokenizer makes no token of its {self._documents} document(s)"
-                )
+            # Without an end, a row would wait for its tokens for ever.
+            if not has_text:
+                raise ValueError(f"texts has no text: its {self._documents} document(s) are empty, or white space")
             self._epoch, self._documents, self._checksum = self._epoch + 1, 0, 0
 
     def _compare(self, ended: bool) -> None:
-        """Raise a ValueError where the documents that `expect` was told of have been read, and are others."""
+        """Raise a ValueError unless the documents read are those that `expect` was given, once there are as many."""
         expected = self._expected
         if expected is None or expected["epoch"] != self._epoch or not expected["documents"]:
             return
@@ -287,11 +275,12 @@ class TextStream(IterableDataset):
 
     @property
     def documents_read(self) -> dict[str, int]:
-        """How many documents of which epoch have been read, and their CRC-32: what `expect` takes, for JSON."""
+        """Epoch, number and CRC-32 of the documents read so far, for `expect`; JSON can hold it."""
         return {"epoch": self._epoch, "documents": self._documents, "checksum": self._checksum}
 
     def expect(self, documents_read: Mapping[str, int]) -> None:
-        """Raise a ValueError, when the stream has been read so far again, unless it has read the same documents."""
+        """Compare with `documents_read` of another reading: when this one has come as far, other documents are a
+        ValueError."""
         self._expected = dict(documents_read)
 
     def state_dict(self) -> dict[str, Any]:
