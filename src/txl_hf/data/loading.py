@@ -22,10 +22,11 @@ from .midi import is_midi_tokenizer, load_midi_tokenizer
 
 
 def load_config(name: str, option: str = "--model") -> TransfoXLConfig:
-    """That of a model. Where that is no folder, it says so first: without a network, asking the Hub ends late.
+    """The configuration of a model. A name that is no folder is printed first: without a network, the Hub answers
+    late.
 
     Args:
-        option: by which a command was given the name.
+        option: the option of a command that gave the name.
 
     Raises:
         ValueError: it does not load, or is of another model.
@@ -60,7 +61,7 @@ def load_language_model(name: str, **options) -> TransfoXLForCausalLM:
 
 
 def check_model_folder(name: str):
-    """Refuse what may be taken for the folder of a model; any other, and a name on the Hub, is left to transformers.
+    """Refuse folders that are mistaken for a model's; errors of any other name are transformers' own.
 
     Raises:
         ValueError: it is an adapter, or a checkpoint of a run.
@@ -114,7 +115,7 @@ def load_tokenizer(name: str | Path, **options) -> Any:
 
 
 def find_tokenizer(name: str | Path) -> Any:
-    """The same, or None where there is none.
+    """The tokenizer of a folder or on the Hub, or None where there is none.
 
     Raises:
         ValueError: there is one that cannot be read.
@@ -124,16 +125,14 @@ def find_tokenizer(name: str | Path) -> Any:
     try:
         return load_tokenizer(name)
     except ValueError:
-        # What is on the Hub has come by now.
+        # The files on the Hub are in the cache by now.
         if has_tokenizer(name):
             raise
         return None
 
 
 def has_tokenizer(name: str | Path) -> bool:
-    """Whether a folder, or what has come of a repository on the Hub, has a file of a tokenizer, of transformers or of
-    MidiTok.
-    """
+    """Whether a folder, or the cache of a repository on the Hub, has a tokenizer file, of transformers or MidiTok."""
     files = ("tokenizer_config.json", "tokenizer.json", *TransfoXLTokenizer.vocab_files_names.values())
     if Path(name).is_dir():
         return any(Path(name, file).exists() for file in files)
@@ -144,15 +143,15 @@ def has_tokenizer(name: str | Path) -> bool:
 
 
 def check_symbols_of(model: str | Path, tokenizer: Any, data: Any) -> None:
-    """Check that a text has the symbols that a model learned; one of the two may have more behind those of both.
+    """Check that the vocabularies of a text and of a model agree; one may have more symbols at its end.
 
     Args:
-        model: its folder or name on the Hub; without a tokenizer there, nothing is known of its symbols.
+        model: folder or name on the Hub; without a tokenizer there, nothing is compared.
         tokenizer: the text's.
-        data: what the text is called.
+        data: name of the text in the error.
 
     Raises:
-        ValueError: a symbol is another one, which is named; or the model's tokenizer cannot be read.
+        ValueError: a symbol differs, which is named; or the model's tokenizer cannot be read.
     """
     if (trained_with := find_tokenizer(model)) is None:
         return
@@ -174,7 +173,7 @@ def _list_symbols(tokenizer: Any) -> list[str]:
 
 
 def ends_lines(tokenizer: Any) -> bool:
-    """Whether a line ends in a token instead of its line feed: so it does in vocabularies of words that have one."""
+    """Whether a line ends in a token instead of its line feed: with vocabularies of words that have one for it."""
     if getattr(tokenizer, "mode", None) not in WORD_MODES:
         return False
     return tokenizer.line_ends or tokenizer.eos_token is not None
@@ -185,13 +184,13 @@ def fill_special_tokens(
 ) -> None:
     """Set those of `bos_token_id`, `eos_token_id` and `pad_token_id` that a configuration leaves open.
 
-    `eos_token_id` is where `generate` takes a text to be over: the token that ends documents, otherwise the
-    tokenizer's `eos_token`. Where that ends each line (`ends_lines`), it stays open: a heading or an empty line would
-    be all that is written. `pad_token_id` stays open where that token stands in texts too, as their beginning or the
-    end of their lines: without an `attention_mask`, `generate` would hide it in a prompt.
+    `eos_token_id`, at which `generate` stops, is the token that ends documents, otherwise the tokenizer's `eos_token`.
+    Where that ends each line (`ends_lines`), it stays open: `generate` would stop after a heading or an empty line.
+    `pad_token_id` stays open where that token also begins texts or ends lines: without an `attention_mask`, `generate`
+    would mask it in a prompt.
 
     Args:
-        config: of a model or of its generation; what it says already stays.
+        config: of a model or of its generation; fields that are set stay.
         tokenizer: one of transformers or of MidiTok.
         document_end: the token that ends each document of the training text, if one does.
     """
@@ -199,7 +198,7 @@ def fill_special_tokens(
     in_texts = {found["bos_token_id"], found["eos_token_id"]}
     if document_end is not None or ends_lines(tokenizer):
         found["eos_token_id"] = document_end
-    # Where padding is what ends a text, generate hides none of it.
+    # A token that ends texts and pads them is not masked in a prompt.
     if found["pad_token_id"] in in_texts - {found["eos_token_id"]}:
         found["pad_token_id"] = None
     for name, token in found.items():

@@ -18,9 +18,9 @@
 
 Symbols are numbered by frequency, the most frequent first, after `<eos>`. lm1b comes with a vocabulary,
 `1b_word_vocab.txt`, which is read if it lies beside the text; otherwise it is the words that occur three times in the
-training text, and as in the originals the validation text is the test text. enwik8 and text8, in one file, are cut into
-90, 5 and 5 % of their bytes; their vocabularies have the published 204 and 27 symbols, no `<eos>`, `<unk>` or `<pad>`,
-and another symbol is an error: for those, and for another tokenizer, give `--corpus text`.
+training text, and as in the originals the validation text is the test text. enwik8 and text8, in one file, are cut
+into 90, 5 and 5 % of their bytes; their vocabularies have the published 204 and 27 symbols, no `<eos>`, `<unk>` or
+`<pad>`, and another symbol is an error: for those, and for another tokenizer, give `--corpus text`.
 
 `--input` is a folder with these files, the archive they come in, or the one file that it is. The names that the
 originals' getdata.sh gives the files (`train.txt`, `valid.txt`, `test.txt`) will do too. Hidden files and folders, and
@@ -28,10 +28,10 @@ originals' getdata.sh gives the files (`train.txt`, `valid.txt`, `test.txt`) wil
 
 `--corpus text` reads files that end in `.txt`, `.text`, `.tokens` or `.raw`, alone or packed (`.gz`, `.bz2`, `.xz`). A
 word in their names or their folders' names says which part they are: train or training; valid, validation, val or dev;
-test. Where none has such a word, all are one text, in the order of their names, of which 90, 5 and 5 % of the lines are
-taken. Its characters and bytes are numbered over all three parts; lines keep their ends. With `--mode bytes` carriage
-returns and a byte-order mark are bytes like others; otherwise `\\r\\n` and `\\r` are read as `\\n`, and the mark is
-no part of the text. Its vocabulary begins with `<eos>`, `<unk>` and `<pad>`.
+test. Where none has such a word, all are one text, in the order of their names, of which 90, 5 and 5 % of the lines
+are taken. Its characters and bytes are numbered over all three parts; lines keep their ends. With `--mode bytes`
+carriage returns and a byte-order mark are bytes like others; otherwise `\\r\\n` and `\\r` are read as `\\n`, and the
+mark is no part of the text. Its vocabulary begins with `<eos>`, `<unk>` and `<pad>`.
 
 `--dataset` is a data set on the Hub, a folder of one, or a file of records (`.jsonl`, `.csv`, `.tsv`, `.parquet`), and
 `--column` the name of its texts. The words in the names of its splits say which part they are, as those of files do;
@@ -46,8 +46,8 @@ Each piece begins with BOS and ends with EOS. Files that cannot be read are name
 notes that the tokenizer lacks the number of these is printed.
 
 The folder written holds a `datasets.DatasetDict` with the splits train, validation and test and one column,
-`token_ids`, one token a row; the tokenizer, which reads line ends as the corpus does; and `corpus.json`, with the files
-of each split and its counts:
+`token_ids`, one token a row; the tokenizer, which reads line ends as the corpus does; and `corpus.json`, with the
+files of each split and its counts:
 
 * `tokens`;
 * `words`: parted by white space, and one more for the end of each line, as perplexities per word are published, but
@@ -174,7 +174,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     source.add_argument(
         "--dataset",
         type=hub_or_folder,
-        help="a data set on the Hub, a folder or a file of one; a row is a line or more",
+        help="data set on the Hub, folder or file of one; a row is a line or more",
     )
     parser.add_argument("--config", help="of --dataset: its configuration")
     parser.add_argument("--column", help="of --dataset: its column with the text (text)")

@@ -24,9 +24,9 @@ from .midi import EVENTS
 if TYPE_CHECKING:
     from datasets import DatasetDict
 
-# What a folder of txl-prepare says of its text.
+# In a folder of txl-prepare: the files, counts and conventions of its text.
 INFORMATION = "corpus.json"
-# Its characters that have no token, and those that the unknown token stands for.
+# Counts of characters that have no token, and that the unknown token stands for.
 PASSED, UNKNOWN = "characters_without_token", "characters_unknown"
 LINE_FEED = 10
 
@@ -34,14 +34,13 @@ LINE_FEED = 10
 # --- ids -------------------------------------------------------------------------------------------------------------
 
 
-def encode_lines(tokenizer: PreTrainedTokenizerBase, lines: Iterable[str], add_eos: bool | None = None) -> np.ndarray:
-    """The ids of lines, one after the other.
+def encode_lines(tokenizer: PreTrainedTokenizerBase, lines: Iterable[str]) -> np.ndarray:
+    """The ids of lines, one after the other; with `eos_token` after each where `ends_lines` says so.
 
     Args:
-        tokenizer: that of a Transformer-XL, or any other of transformers.
+        tokenizer: a `TransfoXLTokenizer`, or any other of transformers.
         lines: the lines, each with its end. Each is tokenised by itself: a tokenizer that puts a space before a text
             puts one before each line.
-        add_eos: end each line with `eos_token`; for a `TransfoXLTokenizer` only. None: where `ends_lines` says so.
 
     Returns:
         (N,) int64.
@@ -50,7 +49,7 @@ def encode_lines(tokenizer: PreTrainedTokenizerBase, lines: Iterable[str], add_e
         ValueError: `lines` is one string.
     """
     if getattr(tokenizer, "mode", None) is not None and hasattr(tokenizer, "encode_lines"):
-        return tokenizer.encode_lines(lines, ends_lines(tokenizer) if add_eos is None else add_eos)
+        return tokenizer.encode_lines(lines, ends_lines(tokenizer))
     check_lines(lines)
     lines = list(lines)
     if not lines:
@@ -65,8 +64,8 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
 
 
 def reads_streams(tokenizer: Any) -> bool:
-    """Whether its vocabulary is like those of enwik8 and text8: bytes but the line feed, and no token for any other.
-    `encode_bytes` reads a file for it.
+    """Whether the vocabulary is like those of enwik8 and text8, of bytes but the line feed, without an unknown token:
+    `encode_bytes` then reads a file.
     """
     mode = getattr(tokenizer, "mode", None)
     if mode not in ("bytes", "characters") or tokenizer.unk_token is not None:
@@ -130,8 +129,8 @@ def document_end_token(tokenizer: Any, token: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class TokenisedText:
-    """A tokenised text; `words` and `characters` are those of the whole, None where they are not known, or where so
-    many have no token, or the unknown one, that a figure of each would be off by a thousandth.
+    """A tokenised text; `words` and `characters` are the counts of the whole, None where they are not known, or where
+    more than a thousandth have no token or the unknown one (see `whole`).
     """
 
     token_ids: Any
@@ -142,7 +141,7 @@ class TokenisedText:
     document_end: int | None = None
 
     def beginning(self, tokens: int | None) -> "TokenisedText":
-        """The first so many tokens, of which words and characters were not counted; None: the whole."""
+        """The first `tokens` tokens, whose words and characters are not known; None: the whole."""
         if tokens is None or tokens >= len(self.token_ids):
             return self
         return dataclasses.replace(self, token_ids=self.token_ids[:tokens], words=None, characters=None)
@@ -189,7 +188,7 @@ def load_splits(folder: Path) -> "DatasetDict":
 
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """Names what was being read in an error over what is in it."""
+    """Turn an error about the contents of a file or folder into a ValueError that names it."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
@@ -229,10 +228,10 @@ def read_document_end(folder: Path, tokenizer: Any, given: str | None) -> int | 
     """The token that ends each document of a folder of `txl-prepare`; None where it is one text.
 
     Args:
-        given: what `--document_end` says: a token instead of the one that was written, or "none". None: nothing.
+        given: the value of `--document_end`: a token in place of the one in the folder, or "none"; None without it.
 
     Raises:
-        ValueError: the token is not in the vocabulary, or what says so in the folder is damaged.
+        ValueError: the token is not in the vocabulary, or `corpus.json` is damaged.
     """
     if given is not None:
         return None if given == "none" else document_end_token(tokenizer, given)
@@ -249,10 +248,10 @@ def read_document_end(folder: Path, tokenizer: Any, given: str | None) -> int | 
 
 
 def count_passed(tokenizer: Any, lines: Iterable[str], text: str) -> dict[str, int]:
-    """How many characters of lines have no token or an unknown one, if any, for `corpus.json`; it is said to stderr.
+    """Counts of the characters without a token and with the unknown one, if any, for `corpus.json`, and on stderr.
 
     Args:
-        text: what it is called.
+        text: name of the text in the message.
     """
     passed, unknown, spelled = characters_without_tokens(tokenizer, lines)
     found = {}
@@ -282,16 +281,19 @@ def count_passed(tokenizer: Any, lines: Iterable[str], text: str) -> dict[str, i
 
 
 def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> tuple[Counter[str], int, Counter[str]]:
-    """How often each character occurs that has no token; how many there are that `unk_token` stands for where the
-    text does not spell it; and how often the text spells each special token, where all others are a character or a
-    byte each. Without `unk_token` a tokenizer may pass over what it lacks, in silence.
+    """The characters of lines that have no token of their own.
 
-    White space is passed over by many that read words, and what is not to be seen by some: neither is counted. Nor is
-    what has a token by itself and was joined to others, as an accent is; nor anything of a `TransfoXLTokenizer`, which
-    refuses what it lacks, nor of a tokenizer in Python, which does not say what its tokens are of.
+    Not counted are white space and invisible characters; a character that has a token by itself and was joined to
+    others, as an accent is; anything of a `TransfoXLTokenizer` without `unk_token`, which refuses what it lacks; and
+    anything of a tokenizer in Python, which has no offsets.
 
     Args:
-        lines: as `encode_lines` takes them.
+        lines: as for `encode_lines`.
+
+    Returns:
+        how often each character occurs that no token covers: without `unk_token` a tokenizer may skip it in silence;
+        how many characters `unk_token` stands for, where the text does not spell it; how often the text spells each
+        special token, where all other tokens are a character or a byte.
     """
     passed: Counter[str] = Counter()
     spelled: Counter[str] = Counter()
@@ -320,16 +322,15 @@ def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> tuple[Cou
 
 
 def _is_passed_over(tokenizer: Any, char: str) -> bool:
-    """Whether it matters little that a character is between tokens."""
+    """Whether a character between tokens is white space, invisible, or has a token by itself."""
     if char.isspace() or unicodedata.category(char) in ("Cc", "Cf"):
         return True
     return bool(tokenizer(char, add_special_tokens=False)["input_ids"])
 
 
 def whole(counts: Mapping[str, int]) -> tuple[int | None, int | None]:
-    """Words and characters of a text, None where they are more than its tokens are of, by over a thousandth.
-
-    Where a token stands for any unknown word, perplexities per word are published all the same.
+    """Words and characters of a text; None where more than a thousandth of the characters have no token, or, for
+    characters, the unknown one: perplexities per word are published with unknown words.
     """
     words, characters = counts.get("words"), counts.get("characters")
     limit = (characters or 0) / 1000
