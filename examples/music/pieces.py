@@ -9,12 +9,14 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from txl_hf.command_line import one_line_errors
-from txl_hf.data.midi import CHANNELS, last_end
+from txl_hf.data.midi import last_end
 
 with one_line_errors():
     from miditok import MusicTokenizer, TokSequence
     from symusic import Score
 
+# Of MIDI, each with an instrument, without that of drums.
+CHANNELS = 15
 ONCE = ("KeySig", "Tempo", "TimeSig")
 PITCHES = ("Pitch", "PitchDrum")
 DRUMS = "-1"

@@ -23,27 +23,25 @@ if TYPE_CHECKING:
     from symusic import Score
 
 MIDI_SUFFIXES = (".mid", ".midi", ".kar")
-# Of MIDI, each with an instrument, without that of drums.
-CHANNELS, DRUM_CHANNEL = 15, 9
-# The column of compound tokens; token_ids, as everywhere, is that of plain ones.
+DRUM_CHANNEL = 9
+# The column of compound tokens; that of plain ones is token_ids.
 EVENTS = "events"
-# Positions of a quarter note that are told apart when two pieces are compared: those of triplets and of 32nd notes.
+# Positions of a quarter note in fingerprints: of triplets and of 32nd notes.
 COMPARED = 24
 # Quarter notes, two days at any tempo. A damaged time is read as centuries, each bar of which would be a token.
 LONGEST = 100_000
 TOKENIZER_FILE = "tokenizer.json"
-# So many are worth a process.
+# Files for which a process is started.
 FILES = 64
-# Program changes of some tracks that are written into others: a second's work.
+# Program changes that are written into other tracks, at most: a second's work.
 MOST_JOINED = 1_000_000
-# The bytes that begin a change of program and a note, of any channel but that of drums.
+# The first bytes of a program change and of a note, of any channel but that of drums.
 PROGRAM_CHANGE = re.compile(rb"[\xc0-\xc8\xca-\xcf](?=[\x00-\x7f])")
 NOTE = re.compile(rb"[\x90-\x98\x9a-\x9f](?=[\x00-\x7f])")
 # A key of more sharps or flats than there are, which mido refuses; symusic does not.
 NO_KEY, C_MAJOR = re.compile(rb"\xff\x59\x02(?![\x00-\x07\xf9-\xff][\x00\x01])..", re.DOTALL), b"\xff\x59\x02\0\0"
 
-
-# What MidiTok makes of a piece in silence.
+# How MidiTok changes a piece in silence.
 OTHER_METRE = "with a time signature that the tokenizer lacks, and passes over"
 OTHER_TEMPO = "with a tempo beyond the tokenizer's, which takes its nearest"
 KEYLESS = "that begin without a key signature, which the tokenizer reads as C major"
@@ -53,12 +51,12 @@ class Piece(NamedTuple):
     """A MIDI file.
 
     Attributes:
-        path: where it is.
+        path: of the file.
         name: its path in the folder that was given.
-        fingerprint: what it has in common with its copies and its transpositions alone.
-        notes: how many are in its tokens.
-        lost: how many are not, because the tokenizer has no such pitch or instrument, or has them already.
-        remarks: those of `OTHER_METRE`, `OTHER_TEMPO` and `KEYLESS` that are true of it.
+        fingerprint: equal for copies and transpositions of the piece alone.
+        notes: those in its tokens.
+        lost: notes that are not, as the tokenizer lacks their pitch or instrument, or has them already.
+        remarks: those of `OTHER_METRE`, `OTHER_TEMPO` and `KEYLESS` that apply.
     """
 
     path: Path
@@ -66,7 +64,7 @@ class Piece(NamedTuple):
     fingerprint: str
     notes: int
     lost: int
-    remarks: list[str]
+    remarks: str
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
@@ -123,7 +121,7 @@ def load_midi_tokenizer(folder: Path | str) -> "MusicTokenizer":
 
 
 def boundary_tokens(tokenizer: "MusicTokenizer") -> tuple[Any, Any]:
-    """What a piece begins and ends with: an id each, or an event of compound tokens each.
+    """The tokens BOS and EOS, between which a piece lies: an id each, or an event of compound tokens each.
 
     Raises:
         ValueError: the tokenizer has no such tokens, or makes a sequence of each track.
@@ -143,7 +141,8 @@ def boundary_tokens(tokenizer: "MusicTokenizer") -> tuple[Any, Any]:
 def read_pieces(
     folder: Path, tokenizer: "MusicTokenizer", num_proc: int, scratch: Path
 ) -> tuple[list[Piece], dict[str, str], Path]:
-    """The MIDI files of a folder or an archive; of each that cannot be used the name and why; and their folder.
+    """The MIDI files of a folder or an archive, the names of those that cannot be used with the reasons, and the
+    folder.
 
     Raises:
         ValueError: there is no MIDI file that can be used.
@@ -181,16 +180,18 @@ def read_pieces(
 
 
 def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
-    """A file as a `Piece` tells of it, or the problem with it."""
-    # The first remark tells datasets the type of the others.
-    row: dict[str, Any] = {"fingerprint": "", "notes": 0, "lost": 0, "remarks": [""], "problem": ""}
+    """The fields of a `Piece`, or the problem with the file."""
+    row: dict[str, Any] = {"fingerprint": "", "notes": 0, "lost": 0, "remarks": "", "problem": ""}
     try:
         score = read_score(Path(path))
         kept, lost = preprocess(score, tokenizer)
         row |= {"fingerprint": fingerprint(score), "notes": kept.note_num(), "lost": lost}
-        row["remarks"] += [OTHER_METRE] * tokenizer.score_has_time_signatures_not_in_vocab(score)
-        row["remarks"] += [OTHER_TEMPO] * (not all(has_tempo(tokenizer, tempo.qpm) for tempo in score.tempos))
-        row["remarks"] += [KEYLESS] * (tokenizer.config.use_key_signatures and not begins_in_a_key(score))
+        remarks = {
+            OTHER_METRE: tokenizer.score_has_time_signatures_not_in_vocab(score),
+            OTHER_TEMPO: not all(has_tempo(tokenizer, tempo.qpm) for tempo in score.tempos),
+            KEYLESS: tokenizer.config.use_key_signatures and not begins_in_a_key(score),
+        }
+        row["remarks"] = "; ".join(remark for remark, applies in remarks.items() if applies)
         if len(tokenizer.encode(kept, encode_ids=False, no_preprocess_score=True)) == 0:
             row["problem"] = "the tokenizer makes no token of it"
     except ValueError as error:
@@ -198,13 +199,13 @@ def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
     except ImportError:
         raise
     except Exception as error:
-        # Whatever a strange file makes MidiTok stumble over.
+        # MidiTok raises whatever a damaged file leads it to.
         row["problem"] = f"MidiTok cannot tokenise it: {error!r}"
     return row
 
 
 def preprocess(score: "Score", tokenizer: "MusicTokenizer") -> tuple["Score", int]:
-    """A score as the tokenizer takes it, and how many notes it leaves out, which it lacks or has already.
+    """A score as the tokenizer reads it, and the number of notes that it leaves out.
 
     Raises:
         ValueError: it leaves out all.
