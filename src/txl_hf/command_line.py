@@ -6,9 +6,10 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 
 # What brings a module: an extra of this package, or a package of its own.
 _TRAIN = "accelerate datasets evaluate matplotlib pandas pyarrow pytorch_optimizer tensorboard yaml"
@@ -80,7 +81,7 @@ def one_line_errors() -> Iterator[None]:
         sys.exit("stopped")
     except Exception as error:
         if _follows_interrupt(error):
-            # Libraries that wait for processes of theirs meet it first, and end in an error of their own.
+            # datasets turns Ctrl-C in its processes into an error of its own.
             sys.exit("stopped")
         if isinstance(error, ModuleNotFoundError):
             sys.exit(f"error: {error.name} is not installed{_how_to_install(str(error.name))}")
@@ -96,7 +97,7 @@ def _follows_interrupt(error: BaseException | None) -> bool:
 
 
 def _in_words(error: Exception) -> str:
-    """One line; what the system refuses has its path first, and no number."""
+    """One line; an error of the system without its number, behind the path."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())
@@ -120,9 +121,9 @@ def hub_or_folder(name: str) -> str:
     """The type of an option that takes a name on the Hub or a folder: of a model, a tokenizer, a data set.
 
     Raises:
-        FileNotFoundError: it is a path that leads nowhere. Without a network, the Hub would be asked for it in vain
-            for half a minute; so what begins as no name there does, has other separators, or would be beside a
-            folder like it (`runs/a`, where there is `runs/b/config.json`), is not asked for.
+        FileNotFoundError: it looks like a path and does not exist: by its first character, its separators, or a
+            sibling (`runs/a`, where there is `runs/b/config.json`). Without a network, the Hub answers after half a
+            minute.
     """
     path = Path(name)
     begins_as_path = name.startswith((".", "~")) or path.is_absolute()
@@ -134,46 +135,30 @@ def hub_or_folder(name: str) -> str:
 
 
 def at_least_one(text: str) -> int:
-    """The type of an option that counts things. Raises an ArgumentTypeError for what is no number from 1 on."""
-    return _at_least(1, text)
+    """The type of an option: a whole number from 1 on. Raises an ArgumentTypeError, as those below."""
+    return _number(int, text, lambda number: number >= 1, "a whole number, at least 1")
 
 
 def at_least_zero(text: str) -> int:
-    """The type of an option that may be none of something. Raises an ArgumentTypeError for what is no number from 0
-    on."""
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = least - 1
-    if number < least:
-        raise argparse.ArgumentTypeError(f"{text!r} has to be a whole number, at least {least}")
-    return number
+    """The type of an option: a whole number from 0 on."""
+    return _number(int, text, lambda number: number >= 0, "a whole number, at least 0")
 
 
 def positive(text: str) -> float:
-    """The type of an option that is a rate or a share. Raises an ArgumentTypeError for what is no number above 0."""
-    if (number := _finite(text)) is None or number <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} has to be a number above 0, and finite")
-    return number
+    """The type of an option: a number above 0."""
+    return _number(float, text, lambda number: 0 < number < math.inf, "a number above 0, and finite")
 
 
 def not_negative(text: str) -> float:
-    """The type of an option that may be 0. Raises an ArgumentTypeError for what is no number from 0 on."""
-    if (number := _finite(text)) is None or number < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} has to be a number, at least 0, and finite")
-    return number
+    """The type of an option: a number from 0 on."""
+    return _number(float, text, lambda number: 0 <= number < math.inf, "a number, at least 0, and finite")
 
 
-def _finite(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
+def _number(kind: Callable[[str], Any], text: str, fits: Callable[[Any], bool], wanted: str) -> Any:
+    with contextlib.suppress(ValueError):
+        if fits(number := kind(text)):
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} has to be {wanted}")
 
 
 def existing_file(name: str) -> Path:
