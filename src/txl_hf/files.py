@@ -30,7 +30,7 @@ _REFUSED_WRITES = (
 
 
 def name_of(path: str | os.PathLike) -> str:
-    """The last name of a path; of `.` and `..`, which have none, that of the folder that they are."""
+    """The last name of an absolute path: `.` and `..` get the name of their folder."""
     return Path(os.path.abspath(path)).name
 
 
@@ -56,7 +56,7 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 
 def keep_options(path: Path, options: Mapping[str, Any]) -> None:
-    """Write down what a run is begun with, as JSON; where that has been done, it must be the same.
+    """Write the options that a run begins with as JSON; a file that is there must hold the same.
 
     Raises:
         ValueError: with the options that differ.
@@ -101,7 +101,7 @@ def move_into_place(written: Path, final: Path) -> None:
     """
     sync(written)
     if written.is_dir() and final.is_symlink():
-        # What it leads to is somebody's copy.
+        # The link is replaced, not the folder that it leads to.
         final.unlink()
     if written.is_dir() and final.is_dir():
         replaced = Path(tempfile.mkdtemp(prefix=f"{UNFINISHED_PREFIX}-replaced-", dir=final.parent))
@@ -115,12 +115,12 @@ def move_into_place(written: Path, final: Path) -> None:
 
 @contextmanager
 def disk_errors(folder: str | os.PathLike) -> Iterator[None]:
-    """Let who meets a full disk, or another one that refuses, raise an OSError that names the folder or file."""
+    """Turn errors of writing, on a disk that is full or refuses, into OSErrors that name the folder or file."""
     try:
         yield
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
-            # The system's answer to a write, which knows of no name.
+            # A failed write has no file name.
             error.filename = error.filename or os.fspath(folder)
             raise
         if not any(words in str(error) for words in _REFUSED_WRITES):

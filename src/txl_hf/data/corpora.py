@@ -108,7 +108,7 @@ class Source:
         splits: the files of each split; of "train" alone where the corpus is one text, to be cut.
         vocabulary: the file with the vocabulary, if there is one.
         unread: other texts in the folder.
-        root: what names are told relative to.
+        root: folder that names are relative to.
     """
 
     splits: dict[str, list[Path]]
@@ -117,7 +117,7 @@ class Source:
     unread: list[Path] = dataclasses.field(default_factory=list)
 
     def names(self) -> dict[str, list[str]]:
-        """The files' names by split, as they are told."""
+        """The files' names by split, relative to `root`."""
         return {split: [str(path.relative_to(self.root)) for path in paths] for split, paths in self.splits.items()}
 
 
@@ -146,7 +146,9 @@ def find_files(path: Path, corpus: str, convention: Convention, scratch: Path) -
 
 
 def own_text(folder: Path, path: Path) -> Source:
-    """The texts in a folder, by the splits that their names tell; a text that may be held out is never trained on."""
+    """The texts in a folder, by the words in their names that tell a split; a text whose name tells none is not read
+    beside such ones, as it may be held out.
+    """
     everything = matches(folder, "*")
     texts = [file for file in everything if suffix_of(file) in TEXT_SUFFIXES]
     if not texts and any(suffix_of(file) in RECORDS for file in everything):
@@ -175,7 +177,7 @@ def own_text(folder: Path, path: Path) -> Source:
 
 
 def suffix_of(file: Path) -> str:
-    """How the name of a file ends, in small letters, without what it is packed with."""
+    """The suffix of a file in small letters, without that of `OPENERS`."""
     name = Path(file.stem) if file.suffix.lower() in OPENERS else file
     return name.suffix.lower()
 
@@ -196,7 +198,7 @@ def check_is_plain(file: Path) -> None:
 
 
 def split_of(file: Path, folder: Path) -> str | None:
-    """The split that the words in a file's name, or else in those of its folders, tell."""
+    """The split named by a word in a file's name, or else in the names of its folders, the innermost first."""
     *folders, name = file.relative_to(folder).parts
     for part in (name, *reversed(folders)):
         words = [word.lower() for word in re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", part)]
@@ -245,7 +247,7 @@ def matches(folder: Path, pattern: str) -> list[Path]:
 
 
 def wanted(convention: Convention) -> str:
-    """What a corpus is distributed as, in words."""
+    """The files that a corpus is distributed as, for an error."""
     forms = [", ".join(dict.fromkeys(layout)) for layout in convention.layouts]
     if convention.whole == "*":
         forms = ["one text file", "a folder of them"]
@@ -255,10 +257,10 @@ def wanted(convention: Convention) -> str:
 
 
 def unpacked(path: Path, scratch: Path) -> Path:
-    """What was given; of an archive its files, in a folder that nothing of it leaves.
+    """The path itself, or the folder in `scratch` that an archive is unpacked into.
 
     Raises:
-        ValueError: it does not exist, is damaged, or holds what is no file of its own.
+        ValueError: it does not exist, is damaged, or has a file that would be written outside of the folder.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist")
@@ -280,7 +282,7 @@ def unpacked(path: Path, scratch: Path) -> Path:
 
 
 def decompressed(path: Path, scratch: Path) -> Path:
-    """What was given; of a file packed by gzip, bzip2 or xz a copy of its contents, in place of the last one's."""
+    """The path itself, or the contents of a file packed by gzip, bzip2 or xz, in `scratch` until the next call."""
     if (opener := OPENERS.get(path.suffix.lower())) is None:
         return path
     copy = scratch / "decompressed"
@@ -298,7 +300,7 @@ def decompressed(path: Path, scratch: Path) -> Path:
 def read_files(source: Source, path: Path, convention: Convention, mode: str | None, scratch: Path) -> dict[str, Any]:
     """The text of each split: bytes of a stream, or a Dataset of lines with their ends in the column "text".
 
-    `mode` is that of the tokenizer, None of one that is not ours: see `open_lines`.
+    `mode` is the tokenizer's, None for one that is not a `TransfoXLTokenizer`: see `open_lines`.
     """
     if convention.stream:
         return {split: decompressed(paths[0], scratch).read_bytes() for split, paths in source.splits.items()}
@@ -428,7 +430,7 @@ def choose_splits(name: str, found: list[str], convention: Convention) -> dict[s
 
 
 def check_texts(rows: "pa.ChunkedArray", place: str):
-    """Refuse rows that are no text."""
+    """Raise a ValueError for rows that are not strings."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -440,19 +442,19 @@ def check_texts(rows: "pa.ChunkedArray", place: str):
 
 
 def split_lines(rows: list[str], mode: str | None) -> dict[str, list[str]]:
-    """The lines of rows, each with its end, which is what ends one in a file."""
+    """The lines of rows, each with its end, as `open_lines` gives those of a file."""
     texts = (row if row.endswith("\n") else row + "\n" for row in rows)
     return {"text": [line for text in texts for line in lines_of(text, mode)]}
 
 
 def useful_processes(pieces: int, num_proc: int) -> int | None:
-    """As many as have one of so many pieces of work, for `Dataset.map`; None is this process."""
+    """Processes for `Dataset.map`: at most one for each piece of work; None is this process."""
     useful = min(num_proc, pieces)
     return useful if useful > 1 else None
 
 
 def cut(text, convention: Convention) -> dict:
-    """Hold out the last two times 5 % of a text: of 100,000,000 bytes 90 M, 5 M and 5 M."""
+    """A text in 90, 5 and 5 %: of 100,000,000 bytes 90 M, 5 M and 5 M."""
     held_out = len(text) // 20
     if held_out == 0:
         unit = "bytes" if convention.stream else "line(s)"

@@ -229,7 +229,7 @@ def begins_in_a_key(score: "Score") -> bool:
 
 
 def read_score(path: Path) -> "Score":
-    """A MIDI file, with what it says of tempo, metre and key until its last note ends.
+    """A MIDI file, without tempos, metres and keys behind its last note.
 
     Raises:
         ValueError: it is damaged, of format 2, has no notes, or does not end.
@@ -357,7 +357,7 @@ def fingerprint(score: "Score") -> str:
 
 
 def split_pieces(pieces: list[Piece], root: Path) -> tuple[dict[str, list[Piece]], list[Piece]]:
-    """The pieces of each split, and those that were kept out of one because they are held out in another.
+    """The pieces of each split, and those left out because another split holds them.
 
     Names that tell their split (`split_of`) decide. Without any, 5 % of the pieces are for validation and 5 % for the
     test, which ones being decided by their fingerprints, so that copies and transpositions of a piece stay together.
@@ -408,8 +408,8 @@ def cut_pieces(pieces: list[Piece]) -> dict[str, list[Piece]]:
 def transpose(score: "Score", semitones: int, pitch_range: tuple[int, int]) -> "Score | None":
     """A copy with its notes, but not drums, and its key signatures moved, and `spelled`; without any, from C major.
 
-    None where a pitch would be outside of `pitch_range`, which has both its ends and is that of the tokenizer's
-    configuration: MidiTok leaves out such a note. What is moved by nothing is never None.
+    None where a pitch would be outside of the tokenizer's `pitch_range` (both ends included), as MidiTok leaves out
+    such a note; never with 0 semitones.
     """
     import symusic
 
@@ -432,7 +432,7 @@ def transpose(score: "Score", semitones: int, pitch_range: tuple[int, int]) -> "
 
 
 def spelled(fifths: int) -> int:
-    """Of keys that sound alike the one with the fewer accidentals, in which all pieces are: -5 to 6 fifths from C."""
+    """Of keys that sound alike the one with the fewer accidentals, from -5 to 6 fifths from C."""
     return (fifths + 5) % 12 - 5
 
 
@@ -445,8 +445,8 @@ def tokenise_pieces(
     """The tokens of pieces, each between BOS and EOS, one token a row.
 
     Args:
-        pieces: each once, and with `semitones` in the keys up to so many above and below, in an order of chance.
-        tokenizer: if it is one of compound words, the column is `EVENTS` and a row has an id for each attribute.
+        pieces: each once, and in the keys up to `semitones` above and below; with any, all in a random order.
+        tokenizer: with one of compound words, the column is `EVENTS` and a row has an id for each attribute.
         num_proc: processes at most.
         cache: the Arrow file to write.
     """
