@@ -97,9 +97,9 @@ def test_every_epoch_varies_in_its_own_way(keep_remainder):
         text = torch.arange(1, 2003 if keep_remainder else 2001)
         assert torch.equal(labels[labels != -100], text) and torch.equal(inputs[labels != -100], text - 1)
         lengths.append([batch["input_ids"].shape[1] for batch in batches])
-        again = TokenStream(range(2003), 40, 4, first_step=3, **options)
+        again = TokenStream(range(2003), 40, 4, **options)
         again.set_epoch(epoch)
-        assert [len(again[4 * i]["input_ids"]) for i in range(again.steps - 3)] == lengths[-1][3:]
+        assert [len(again[4 * i]["input_ids"]) for i in range(again.steps)] == lengths[-1]
     assert lengths[0] == lengths[4] != lengths[1] == lengths[3] != lengths[2] != lengths[0]
     assert len({len(epoch) for epoch in lengths}) == 1
 
@@ -109,17 +109,6 @@ def test_without_varying_lengths_all_epochs_are_the_same():
     before = [item["input_ids"] for item in stream]
     stream.set_epoch(3)
     assert all(map(torch.equal, before, [item["input_ids"] for item in stream]))
-
-
-@pytest.mark.parametrize("changes", [{}, {"varlen_seed": 0}, {"keep_remainder": True}, {"ext_len": 5}])
-def test_resuming_from_a_step(changes):
-    whole = TokenStream(range(500), 8, 3, **changes)
-    rest = TokenStream(range(500), 8, 3, first_step=5, **changes)
-    assert len(rest) == len(whole) - 15 and rest.steps == whole.steps
-    for i in range(len(rest)):
-        assert torch.equal(rest[i]["input_ids"], whole[15 + i]["input_ids"])
-    with pytest.raises(ValueError, match="first_step=99 must be an integer in"):
-        TokenStream(range(500), 8, 3, first_step=99)
 
 
 @settings(deadline=None)
@@ -233,8 +222,7 @@ def test_items_outside_the_stream(index):
 
 @pytest.mark.parametrize("indices", [[-1], [-2, -1], [-1, 0], [3, 4], [4]], ids=str)
 def test_batches_outside_the_stream(indices):
-    """Nor is what lies before the first step of a stream that goes on from it."""
-    stream = TokenStream(range(33), segment_length=4, batch_size=2, first_step=2)
+    stream = TokenStream(range(17), segment_length=4, batch_size=2)
     outside = next(index for index in indices if not 0 <= index < 4)
     with pytest.raises(IndexError, match=f"item {outside} of a TokenStream of 4"):
         stream.__getitems__(indices)
@@ -449,15 +437,15 @@ def test_what_turns_out_to_be_no_integer_is_refused_where_it_is_read():
         def __getitem__(self, places):
             return ([1] * 5002 + [2.5] + [1] * 94_997)[places]
 
-    stream = TokenStream(Text(), 5, 1, first_step=0)
+    stream = TokenStream(Text(), 5, 1)
     stream[0]
     with pytest.raises(ValueError, match="tokens 5000 to 5005 hold float64"):
         stream[1000]
 
 
 def test_sizes_of_numpy_are_sizes_and_truth_values_are_none():
-    stream = TokenStream(range(401), np.int64(5), np.int32(8), ext_len=np.int16(2), first_step=np.uint8(1))
-    assert torch.equal(stream[0]["input_ids"], TokenStream(range(401), 5, 8, ext_len=2, first_step=1)[0]["input_ids"])
+    stream = TokenStream(range(401), np.int64(5), np.int32(8), ext_len=np.int16(2))
+    assert torch.equal(stream[0]["input_ids"], TokenStream(range(401), 5, 8, ext_len=2)[0]["input_ids"])
     assert type(stream.batch_size) is int and type(stream.segment_length) is int
     for sizes in [(True, 8), (5, True), (5, np.True_), (5, 8.0)]:
         with pytest.raises(ValueError, match="must be an integer of at least 1"):

@@ -49,10 +49,9 @@ class TokenStream(Dataset):
         document_end: where documents end in the text: the token that each ends with, or the places behind their last
             tokens in ascending order. Items then have `resets`, (e + L,) bool, True where a document begins. Its first
             token is a label as any other, of the last token before it. None: the text is one document.
-        first_step: begin with this segment of every stream, in each epoch, to resume in a loop that skips no batches.
 
     Attributes:
-        steps: segments per stream and epoch, those before `first_step` included.
+        steps: segments per stream and epoch.
         dropped_tokens: tokens at the end of the text that are in no segment, neither as input nor as label.
         fingerprint: length and checksum of the text, so that a memory is not resumed with another one.
         documents: the same of `document_end`; None without it.
@@ -72,7 +71,6 @@ class TokenStream(Dataset):
         loss: Literal["full", "half"] = "full",
         ext_len: int = 0,
         varlen_seed: int | None = None,
-        first_step: int = 0,
         document_end: int | Sequence[int] | np.ndarray | None = None,
     ):
         check_sizes(segment_length=segment_length, batch_size=batch_size)
@@ -111,10 +109,6 @@ class TokenStream(Dataset):
         if not keep_remainder:
             self._stream_length = int(self._ends[-1])
         self.dropped_tokens = labels - self._stream_length * batch_size - self._longer
-        check_sizes(least=0, first_step=first_step)
-        if first_step >= self.steps:
-            raise ValueError(f"first_step={first_step!r} must be an integer in [0, {self.steps}), the steps there are")
-        self.first_step = int(first_step)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -133,13 +127,13 @@ class TokenStream(Dataset):
             self._ends = lengths.cumsum()
 
     def __len__(self) -> int:
-        return (self.steps - self.first_step) * self.batch_size
+        return self.steps * self.batch_size
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"item {index} of a TokenStream of {len(self)}")
         step, row = divmod(index, self.batch_size)
-        begin, end = self.segment(self.first_step + step)
+        begin, end = self.segment(step)
         reread = min(begin, self.ext_len)
         start = row * self._stream_length + min(row, self._longer)
         stop = min(start + end, start + self._stream_length + (row < self._longer))
@@ -165,7 +159,7 @@ class TokenStream(Dataset):
                     f"{self.batch_size}"
                 )
             return items
-        begin, end = self.segment(self.first_step + step)
+        begin, end = self.segment(step)
         reread = min(begin, self.ext_len)
         tokens = torch.empty(len(indices), reread + end - begin + 1, dtype=torch.int64)
         for place, part in enumerate(tokens, start=row):
