@@ -441,23 +441,6 @@ def counts_of(text):
 
 
 @pytest.mark.parametrize("mode", ["characters", "bytes", "whitespace"])
-def test_special_tokens_that_a_text_spells_are_told_where_others_are_characters(tmp_path, capsys, mode):
-    """Bits per token were taken for bits per character of a text of which a tenth of the characters was missing."""
-    folder = tmp_path / "input"
-    folder.mkdir()
-    for split in ("train", "valid", "test"):
-        (folder / f"{split}.txt").write_text("a <unk> b <unk>\nc <eos>\n" if split == "test" else "a b c\n")
-    tokens, _, _ = load(prepare(tmp_path, "text", "--input", folder, "--mode", mode))
-    said = capsys.readouterr().err
-    told = (
-        "the test text: special tokens stand in it as one token each, not as their characters: <unk> (2), <eos> (1)."
-    )
-    assert (told in said) == (mode != "whitespace") and "the validation text" not in said
-    if mode != "whitespace":
-        assert len(tokens["test"]) == len("a <unk> b <unk>\nc <eos>\n") - 3 * 4
-
-
-@pytest.mark.parametrize("mode", ["characters", "bytes", "whitespace"])
 def test_lines_of_two_files_are_two(tmp_path, mode):
     """A file without a line feed at its end was gone on with by the next one's first word."""
     folder = tmp_path / "input"

@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
-from ..transfo_xl.tokenization_transfo_xl_backend import WORD_MODES, check_lines, open_lines
+from ..transfo_xl.tokenization_transfo_xl_backend import check_lines, open_lines
 from .corpora import LINES, check_is_text, count_batch, count_stream
 from .loading import ends_lines, find_tokenizer
 from .midi import EVENTS
@@ -253,7 +253,7 @@ def count_passed(tokenizer: Any, lines: Iterable[str], text: str) -> dict[str, i
     Args:
         text: name of the text in the message.
     """
-    passed, unknown, spelled = characters_without_tokens(tokenizer, lines)
+    passed, unknown = characters_without_tokens(tokenizer, lines)
     found = {}
     if passed:
         found[PASSED] = passed.total()
@@ -270,17 +270,10 @@ def count_passed(tokenizer: Any, lines: Iterable[str], text: str) -> dict[str, i
             "they are more than a thousandth, no figure per character is given",
             file=sys.stderr,
         )
-    if spelled:
-        often = ", ".join(f"{token} ({count:,})" for token, count in spelled.most_common())
-        print(
-            f"{text}: special tokens stand in it as one token each, not as their characters: {often}. Figures per "
-            "token are not quite those per character",
-            file=sys.stderr,
-        )
     return found
 
 
-def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> tuple[Counter[str], int, Counter[str]]:
+def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> tuple[Counter[str], int]:
     """The characters of lines that have no token of their own.
 
     Not counted are white space and invisible characters; a character that has a token by itself and was joined to
@@ -291,17 +284,13 @@ def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> tuple[Cou
         lines: as for `encode_lines`.
 
     Returns:
-        how often each character occurs that no token covers: without `unk_token` a tokenizer may skip it in silence;
-        how many characters `unk_token` stands for, where the text does not spell it; how often the text spells each
-        special token, where all other tokens are a character or a byte.
+        how often each character occurs that no token covers (without `unk_token` a tokenizer may skip it in silence),
+        and how many characters `unk_token` stands for, where the text does not spell it.
     """
     passed: Counter[str] = Counter()
-    spelled: Counter[str] = Counter()
-    mode, unknown = getattr(tokenizer, "mode", None), 0
-    refuses = mode is not None
+    unknown, refuses = 0, getattr(tokenizer, "mode", None) is not None
     if not getattr(tokenizer, "is_fast", False) or (refuses and tokenizer.unk_token is None):
-        return passed, unknown, spelled
-    specials = () if mode in (None, *WORD_MODES) else tokenizer.all_special_ids
+        return passed, unknown
     lines = iter(lines)
     while batch := list(islice(lines, LINES)):
         encoded = tokenizer(batch, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -310,15 +299,13 @@ def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> tuple[Cou
             for (start, stop), token in zip(places, ids, strict=True):
                 if token == tokenizer.unk_token_id and line[start:stop] != tokenizer.unk_token:
                     unknown += stop - start
-                elif token in specials:
-                    spelled[line[start:stop]] += 1
                 if not refuses:
                     passed.update(line[end:start])
                 end = max(end, stop)
             if not refuses:
                 passed.update(line[end:])
     seen = {char: count for char, count in passed.items() if not _is_passed_over(tokenizer, char)}
-    return Counter(seen), unknown, spelled
+    return Counter(seen), unknown
 
 
 def _is_passed_over(tokenizer: Any, char: str) -> bool:
