@@ -220,7 +220,7 @@ def test_documents_without_a_token_are_no_text(options, texts, eos_token):
     tokenizer = TransfoXLTokenizer.from_symbols(
         ["a", *filter(None, [eos_token])], mode="whitespace", eos_token=eos_token
     )
-    with pytest.raises(ValueError, match="texts has no text: its 2 document"):
+    with pytest.raises(ValueError, match="texts has no text: the tokenizer makes no token of its 2 document"):
         next(iter(TextStream(texts, tokenizer, S, G, **options)))
 
 

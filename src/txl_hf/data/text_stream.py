@@ -26,8 +26,8 @@ class TextStream(IterableDataset):
     Items are step-major, as those of `TokenStream`: {"input_ids", "shift_labels"}, each (S,) int64, and row b of one
     step continues in row b of the next. A document stays whole within a row: the row that has the fewest characters so
     far, the first of several. Every process knows by the documents' order and lengths which are its own, and tokenises
-    no others. Memory holds the rest of a document or a few for each row. The documents of a row follow one another
-    without a gap; each ends in `eos_token` where the tokenizer has one.
+    no others but the first of an epoch. Memory holds the rest of a document or a few for each row. The documents of a
+    row follow one another without a gap; each ends in `eos_token` where the tokenizer has one.
 
     `state_dict` and `load_state_dict` go on after a whole number of steps, bit for bit, on as many processes;
     documents that were read are read again, but not tokenised. Reading from the beginning and skipping batches, as
@@ -58,7 +58,7 @@ class TextStream(IterableDataset):
 
     Raises:
         ValueError: a size is out of range, `texts` can be read once only, or rows cannot be shared; while reading: a
-            document is not a string, all of an epoch are white space, or they do not fill one step.
+            document is not a string, the tokenizer makes no token of those of an epoch, or they do not fill one step.
         RuntimeError: an iterator goes on after another one has begun, or another state was loaded.
     """
 
@@ -234,16 +234,18 @@ class TextStream(IterableDataset):
                 # The line feed parts documents.
                 self._checksum = zlib.crc32(f"{text}\n".encode(errors="surrogatepass"), self._checksum)
                 self._documents += 1
-                has_text = has_text or not (text == "" or text.isspace())
+                # Whoever's the document is: all processes notice where an epoch has no token but ends of documents.
+                has_text = has_text or bool((self._encode(text) != self.tokenizer.eos_token_id).any())
                 self._compare(ended=False)
                 if self._documents > resumed_at:
                     yield text
             self._compare(ended=True)
             if self._documents == 0:
                 raise ValueError("texts has no document")
-            # Without an end, a row would wait for its tokens for ever.
             if not has_text:
-                raise ValueError(f"texts has no text: its {self._documents} document(s) are empty, or white space")
+                raise ValueError(
+                    f"texts has no text: the tokenizer makes no token of its {self._documents} document(s)"
+                )
             self._epoch, self._documents, self._checksum = self._epoch + 1, 0, 0
 
     def _compare(self, ended: bool) -> None:
