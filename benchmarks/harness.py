@@ -26,6 +26,9 @@ from pathlib import Path
 RESULTS = Path(__file__).parent / "results"
 # Fits the share of WikiText-103's tokens that its 20,000 most frequent words make up, 93 %.
 ZIPF_EXPONENT, ZIPF_SHIFT = 1.2, 2.7
+# Turns of a loop, some tenths of a millisecond: longer than a thread waits for the others' part of a product, shorter
+# than it waits for one whose core another program has.
+SPIN_COUNT = 10_000
 
 
 # ---- where, when and with what ----------------------------------------------------------------------------------
@@ -362,14 +365,12 @@ def add_arguments(parser, results: str, budget: float) -> None:
 def complete(arguments) -> None:
     """Defaults that depend on one another; and how threads wait, in the contenders' processes too.
 
-    They wait as those of the installed commands. If they spun for longer they would take the processor from the
-    contender whose turn it is; if they did not spin at all they would have to be woken for every product, which on
-    some hosts takes a third of a decoded token's time.
+    GNU's OpenMP, which PyTorch's wheels for Linux bring, spins 300,000 turns while a thread waits for another. That
+    takes the processor from the contender whose turn it is; without any, threads have to be woken for every product,
+    which on some hosts takes a third of a decoded token's time. OpenMP reads the variable when torch is imported.
     """
-    # Not where contenders import this: in an environment of older transformers it would break these.
-    from txl_hf.command_line import wait_briefly
-
-    wait_briefly()
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
     import torch
 
     arguments.device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -4,7 +4,7 @@
     python benchmarks/threads.py --busy 2    # beside two other trainings
 
 Each setting trains in processes of its own, in turns; before a turn counts, its losses must be those of one thread.
-`as txl-train` is what the installed commands and `make demo` set. Rows go to `benchmarks/results/threads.csv`.
+`briefly` is what the benchmarks set. Rows go to `benchmarks/results/threads.csv`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from txl_hf.command_line import SPIN_COUNT
+import harness
 
 RESULTS = Path(__file__).parent / "results" / "threads.csv"
 # Layers are four; (width, rows, tokens of a segment).
@@ -29,7 +29,7 @@ SETTINGS = {
     "one thread": {"OMP_NUM_THREADS": "1"},
     "as torch": {},
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
-    "as txl-train": {"GOMP_SPINCOUNT": str(SPIN_COUNT)},
+    "briefly": {"GOMP_SPINCOUNT": str(harness.SPIN_COUNT)},
 }
 VARIABLES = {name for setting in SETTINGS.values() for name in setting}
 WARM_UP = 2
@@ -99,9 +99,6 @@ def main(argv: list[str] | None = None) -> None:
         *sizes, seconds = options.turn
         print(json.dumps(train(*map(int, sizes), float(seconds))))
         return
-    # It lets threads wait as suits the other benchmarks, and so is kept from the turns.
-    import harness
-
     if options.smoke:
         harness.keep_smoke_out(options.output)
     models, turns, seconds = (SMOKE, 1, 0.0) if options.smoke else (MODELS, options.turns, options.seconds)

@@ -8,7 +8,6 @@ The output folder is ready for the Hub: the model with its code and tokenizer, a
 memory length, and a continuation of held-out text. It appears when all of it is complete, or not at all.
 """
 
-# ruff: noqa: E402 -- What takes seconds to import comes after the command line has been looked at.
 import argparse
 import math
 import os
@@ -20,7 +19,27 @@ import tempfile
 import time
 from pathlib import Path
 
-from txl_hf.command_line import CommandParser, one_line_errors, wait_briefly
+import torch
+import transformers
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from txl_hf import (
+    TokenStream,
+    TransfoXLConfig,
+    TransfoXLForCausalLM,
+    TransfoXLTokenizer,
+    evaluate_language_model,
+)
+from txl_hf.command_line import CommandParser, one_line_errors
+from txl_hf.data.texts import count_passed, whole
+from txl_hf.evaluation.cards import write_model_card
+from txl_hf.evaluation.language_model import LanguageModelEvaluation
+from txl_hf.kernels.operators import bf16_is_faster
+
+with one_line_errors():
+    import matplotlib
+    import matplotlib.pyplot as plt
 
 SEGMENT_LENGTH = 64
 BATCH_SIZE = 16
@@ -99,34 +118,6 @@ def stop(*_):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     print("\nInterrupted; no output was written.", file=sys.stderr)
     sys.exit(130)
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
-    wait_briefly()
-    ASKED = read_command_line()
-
-import torch
-import transformers
-from torch.utils.data import DataLoader
-from tqdm import tqdm
-
-from txl_hf import (
-    TokenStream,
-    TransfoXLConfig,
-    TransfoXLForCausalLM,
-    TransfoXLTokenizer,
-    evaluate_language_model,
-)
-from txl_hf.data.texts import count_passed, whole
-from txl_hf.evaluation.cards import write_model_card
-from txl_hf.evaluation.language_model import LanguageModelEvaluation
-from txl_hf.kernels.operators import bf16_is_faster
-
-with one_line_errors():
-    import matplotlib
-    import matplotlib.pyplot as plt
 
 
 def main(arguments: argparse.Namespace, text: str):
@@ -325,4 +316,6 @@ def reload(
 
 
 if __name__ == "__main__":
-    main(*ASKED)
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    main(*read_command_line())

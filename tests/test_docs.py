@@ -37,6 +37,7 @@ for page in map(Path, sys.argv[1:]):
                   + ("\\n" + part[2] if part[2] else ""), text, flags=re.M)
     folder = Path(page.stem)
     folder.mkdir()
+    os.symlink(page.parents[1] / "examples", folder / "examples")
     os.chdir(folder)
     print("page", page.name, flush=True)
     exec(compile(code, str(page), "exec"), {"__name__": "__main__"})

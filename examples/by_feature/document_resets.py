@@ -46,7 +46,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
 
 from txl_hf import TokenStream, TransfoXLTrainer, token_losses
-from txl_hf.data.encoding import encode_text
+from txl_hf.data.texts import encode_text
 from txl_hf.files import whole_folder
 from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 

@@ -31,7 +31,7 @@ import torch
 from transformers import AutoModelForCausalLM, TrainingArguments, set_seed
 
 from txl_hf import TokenStream, TransfoXLTrainer
-from txl_hf.data.encoding import encode_text
+from txl_hf.data.texts import encode_text
 from txl_hf.files import whole_folder
 
 with one_line_errors():

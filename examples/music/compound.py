@@ -27,9 +27,10 @@ from tqdm import tqdm
 from transformers import get_cosine_schedule_with_warmup, set_seed
 
 from generate import draw, to_score
+from pieces import CHANNELS
 from txl_hf import TokenStream, TransfoXLConfig, TransfoXLModel
 from txl_hf.command_line import CommandParser, at_least_one, at_least_zero, not_negative, one_line_errors, positive
-from txl_hf.data.midi import CHANNELS, EVENTS, boundary_tokens, is_midi_tokenizer, load_midi_tokenizer
+from txl_hf.data.midi import EVENTS, boundary_tokens, is_midi_tokenizer, load_midi_tokenizer
 from txl_hf.files import whole_folder
 from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 

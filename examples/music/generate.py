@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from transformers import LogitsProcessorList, set_seed
 
+from pieces import CHANNELS, MusicGrammar, bar_lines
 from txl_hf import TransfoXLForCausalLM
 from txl_hf.command_line import CommandParser, hub_or_folder, not_negative, one_line_errors
-from txl_hf.data.midi import CHANNELS, bar_lines, boundary_tokens, load_midi_tokenizer, preprocess, read_score, spelled
-from txl_hf.data.midi_grammar import MusicGrammar
+from txl_hf.data.midi import boundary_tokens, load_midi_tokenizer, preprocess, read_score, spelled
 from txl_hf.files import whole_folder
 
 with one_line_errors():

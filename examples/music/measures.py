@@ -17,9 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
+from pieces import bar_lines
 from txl_hf.command_line import CommandParser, one_line_errors
 from txl_hf.data.corpora import files_below
-from txl_hf.data.midi import MIDI_SUFFIXES, bar_lines, read_score
+from txl_hf.data.midi import MIDI_SUFFIXES, read_score
 from txl_hf.files import write_text
 
 with one_line_errors():

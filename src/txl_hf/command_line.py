@@ -1,34 +1,15 @@
-"""What the commands share: how options are spelt, which of them mean the same everywhere, and errors in one line.
-
-It imports nothing slow.
-"""
+"""What the commands share: how options are spelt, which of them mean the same everywhere, and errors in one line."""
 
 import argparse
 import contextlib
-import difflib
 import math
 import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-
-__all__ = [
-    "CommandParser",
-    "add_scoring_options",
-    "at_least_one",
-    "check_files",
-    "existing_file",
-    "hub_or_folder",
-    "new_path",
-    "one_line_errors",
-    "positive",
-    "wait_briefly",
-]
-
-# Turns of a loop, some tenths of a millisecond: longer than a thread waits for the others' part of a product, shorter
-# than it waits for one whose core another program has.
-SPIN_COUNT = 10_000
+from typing import Any
 
 # What brings a module: an extra of this package, or a package of its own.
 _TRAIN = "accelerate datasets evaluate matplotlib pandas pyarrow pytorch_optimizer tensorboard yaml"
@@ -48,14 +29,8 @@ REQUIREMENTS = {
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose options may be typed with hyphens or with underscores, however they are declared. In
-    the place of one that does not exist it names the closest. An OSError of an option's type is said in one line."""
-
-    def parse_args(self, args=None, namespace=None):
-        options, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
-        return options
+    """An `ArgumentParser` whose options may be typed with hyphens or with underscores, however they are declared. An
+    OSError of an option's type ends the command in one line."""
 
     def parse_known_args(self, args=None, namespace=None):
         given = sys.argv[1:] if args is None else args
@@ -75,27 +50,26 @@ class CommandParser(argparse.ArgumentParser):
         alike = (option for option in self._option_string_actions if _plain(option).startswith(_plain(name)))
         return next(alike, name)[: len(name)] + equals + value
 
-    def _meant(self, unknown: list[str]) -> str:
-        shown = [option for action in self._actions for option in action.option_strings]
-        for argument in unknown:
-            name = _plain(argument.partition("=")[0])
-            if argument.startswith("--") and (closest := difflib.get_close_matches(name, map(_plain, shown), n=1)):
-                return f" (did you mean {next(option for option in shown if _plain(option) == closest[0])}?)"
-        return ""
-
 
 def _plain(option: str) -> str:
     return option.replace("_", "-")
 
 
-def wait_briefly() -> None:
-    """Let threads that wait for one another give up their cores soon. To be called before torch is imported.
-
-    GNU's OpenMP, which PyTorch's wheels for Linux bring, spins for milliseconds, and where other programs want the
-    cores too it takes one from whom it waits for. Who has set OMP_WAIT_POLICY or GOMP_SPINCOUNT is left what he chose.
-    """
-    if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+@contextlib.contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """SIGTERM, of a batch system, and SIGHUP, of a lost terminal, meanwhile end the command as Ctrl-C does."""
+    handlers = {}
+    for name in ("SIGTERM", "SIGHUP"):
+        # Windows has no SIGHUP, nohup ignores it, and only the main thread may set a handler.
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            with contextlib.suppress(ValueError):
+                handlers[number] = signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -107,7 +81,7 @@ def one_line_errors() -> Iterator[None]:
         sys.exit("stopped")
     except Exception as error:
         if _follows_interrupt(error):
-            # Libraries that wait for processes of theirs meet it first, and end in an error of their own.
+            # datasets turns Ctrl-C in its processes into an error of its own.
             sys.exit("stopped")
         if isinstance(error, ModuleNotFoundError):
             sys.exit(f"error: {error.name} is not installed{_how_to_install(str(error.name))}")
@@ -123,7 +97,7 @@ def _follows_interrupt(error: BaseException | None) -> bool:
 
 
 def _in_words(error: Exception) -> str:
-    """One line; what the system refuses has its path first, and no number."""
+    """One line; an error of the system without its number, behind the path."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())
@@ -147,9 +121,9 @@ def hub_or_folder(name: str) -> str:
     """The type of an option that takes a name on the Hub or a folder: of a model, a tokenizer, a data set.
 
     Raises:
-        FileNotFoundError: it is a path that leads nowhere. Without a network, the Hub would be asked for it in vain
-            for half a minute; so what begins as no name there does, has other separators, or would be beside a
-            folder like it (`runs/a`, where there is `runs/b/config.json`), is not asked for.
+        FileNotFoundError: it looks like a path and does not exist: by its first character, its separators, or a
+            sibling (`runs/a`, where there is `runs/b/config.json`). Without a network, the Hub answers after half a
+            minute.
     """
     path = Path(name)
     begins_as_path = name.startswith((".", "~")) or path.is_absolute()
@@ -161,46 +135,30 @@ def hub_or_folder(name: str) -> str:
 
 
 def at_least_one(text: str) -> int:
-    """The type of an option that counts things. Raises an ArgumentTypeError for what is no number from 1 on."""
-    return _at_least(1, text)
+    """The type of an option: a whole number from 1 on. Raises an ArgumentTypeError, as those below."""
+    return _number(int, text, lambda number: number >= 1, "a whole number, at least 1")
 
 
 def at_least_zero(text: str) -> int:
-    """The type of an option that may be none of something. Raises an ArgumentTypeError for what is no number from 0
-    on."""
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = least - 1
-    if number < least:
-        raise argparse.ArgumentTypeError(f"{text!r} has to be a whole number, at least {least}")
-    return number
+    """The type of an option: a whole number from 0 on."""
+    return _number(int, text, lambda number: number >= 0, "a whole number, at least 0")
 
 
 def positive(text: str) -> float:
-    """The type of an option that is a rate or a share. Raises an ArgumentTypeError for what is no number above 0."""
-    if (number := _finite(text)) is None or number <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} has to be a number above 0, and finite")
-    return number
+    """The type of an option: a number above 0."""
+    return _number(float, text, lambda number: 0 < number < math.inf, "a number above 0, and finite")
 
 
 def not_negative(text: str) -> float:
-    """The type of an option that may be 0. Raises an ArgumentTypeError for what is no number from 0 on."""
-    if (number := _finite(text)) is None or number < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} has to be a number, at least 0, and finite")
-    return number
+    """The type of an option: a number from 0 on."""
+    return _number(float, text, lambda number: 0 <= number < math.inf, "a number, at least 0, and finite")
 
 
-def _finite(text: str) -> float | None:
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
+def _number(kind: Callable[[str], Any], text: str, fits: Callable[[Any], bool], wanted: str) -> Any:
+    with contextlib.suppress(ValueError):
+        if fits(number := kind(text)):
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} has to be {wanted}")
 
 
 def existing_file(name: str) -> Path:
@@ -216,7 +174,7 @@ def existing_file(name: str) -> Path:
 def new_path(name: str) -> Path:
     """The type of an option that takes a file or folder to write. Raises a FileExistsError for one that is there."""
     path = Path(name)
-    if path.exists():
+    if os.path.lexists(path):
         raise FileExistsError(f"{name} exists: choose another, or remove it")
     return path
 
@@ -246,7 +204,7 @@ def check_files(options: argparse.Namespace) -> None:
     if not options.data.exists():
         raise FileNotFoundError(f"--data {options.data} does not exist: write one with txl-prepare")
     for path in filter(None, (options.output, options.plot)):
-        if path.exists():
+        if os.path.lexists(path):
             raise FileExistsError(f"{path} exists: choose another file, or remove it")
         folder = next(folder for folder in path.absolute().parents if folder.exists())
         if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):

@@ -1,13 +1,8 @@
-"""The installed commands begin here, where nothing has been imported yet that takes time.
-
-Whatever keeps a command from going on, a package that is missing or Ctrl-C while it imports, is one line.
-"""
+"""Where the installed commands begin: a package that is missing, or Ctrl-C while one is imported, is one line."""
 
 from importlib import import_module
 
 from .command_line import one_line_errors
-
-__all__ = ["evaluate", "export", "prepare", "serve", "train"]
 
 
 def evaluate(argv: list[str] | None = None) -> None:

@@ -13,43 +13,25 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from filelock import FileLock, Timeout
 from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-try:
-    import fcntl
-except ImportError:  # Windows.
-    fcntl = None  # type: ignore[assignment]
-
-__all__ = [
-    "LOCK_NAME",
-    "MANIFEST_NAME",
-    "UNFINISHED_PREFIX",
-    "disk_errors",
-    "is_repo_id",
-    "keep_options",
-    "lock_folder",
-    "move_into_place",
-    "name_of",
-    "options_that_differ",
-    "sync",
-    "whole_file",
-    "whole_folder",
-    "write_text",
-]
 
 # Uploads of an output directory leave out what begins so.
 UNFINISHED_PREFIX = "_unfinished"
 LOCK_NAME = "run.lock"
 # Written last into a checkpoint: which run wrote it, and what files it is of.
 MANIFEST_NAME = "checkpoint_files.json"
-# What torch and safetensors say, in errors of their own, where the system refuses to write.
-_REFUSED_WRITES = ("inline_container.cc", "iostream error", "PytorchStreamWriter", "I/O error", "IoError")
+# What torch, safetensors and pyarrow say, in errors of their own, where the system refuses to write.
+_REFUSED_WRITES = (
+    *("inline_container.cc", "iostream error", "PytorchStreamWriter", "I/O error", "IoError"),
+    "Error writing bytes to file",
+)
 
 
 def name_of(path: str | os.PathLike) -> str:
-    """The last name of a path; of `.` and `..`, which have none, that of the folder that they are."""
+    """The last name of an absolute path: `.` and `..` get the name of their folder."""
     return Path(os.path.abspath(path)).name
 
 
@@ -84,7 +66,7 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 
 def keep_options(path: Path, options: Mapping[str, Any]) -> None:
-    """Write down what a run is begun with, as JSON; where that has been done, it must be the same.
+    """Write the options that a run begins with as JSON; a file that is there must hold the same.
 
     Raises:
         ValueError: with the options that differ.
@@ -129,7 +111,7 @@ def move_into_place(written: Path, final: Path) -> None:
     """
     sync(written)
     if written.is_dir() and final.is_symlink():
-        # What it leads to is somebody's copy.
+        # The link is replaced, not the folder that it leads to.
         final.unlink()
     if written.is_dir() and final.is_dir():
         replaced = Path(tempfile.mkdtemp(prefix=f"{UNFINISHED_PREFIX}-replaced-", dir=final.parent))
@@ -143,43 +125,37 @@ def move_into_place(written: Path, final: Path) -> None:
 
 @contextmanager
 def disk_errors(folder: str | os.PathLike) -> Iterator[None]:
-    """Let who meets a full disk, or another one that refuses, raise an OSError that names the folder or file."""
+    """Turn errors of writing, on a disk that is full or refuses, into OSErrors that name the folder or file."""
     try:
         yield
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            # The system's answer to a write, which knows of no name.
-            error.filename = os.fspath(folder)
-        raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            # A failed write has no file name.
+            error.filename = error.filename or os.fspath(folder)
+            raise
         if not any(words in str(error) for words in _REFUSED_WRITES):
             raise
         reason = " ".join(str(error).split())
         raise OSError(f"{folder} cannot be written, as on a disk that is full ({reason})") from error
 
 
-def lock_folder(folder: Path) -> IO:
+def lock_folder(folder: Path) -> FileLock:
     """Keep other processes from a folder that one process writes.
 
     Returns:
-        A file that holds the lock until it is closed or the process ends, however it ends.
+        The lock, held until it is released or the process ends, however it ends.
 
     Raises:
         BlockingIOError: another process has it.
     """
-    file = (folder / LOCK_NAME).open("a+")
+    lock = FileLock(folder / LOCK_NAME)
     try:
-        if fcntl is not None:
-            # Of the process, not of the file: no child holds on to it.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            raise
+        lock.acquire(timeout=0)
+    except Timeout:
         raise BlockingIOError(
             f"another process is writing to {folder}: wait for its end, or choose another folder"
-        ) from error
-    return file
+        ) from None
+    return lock
 
 
 def sync(path: Path) -> None:

@@ -21,7 +21,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from txl_hf import TransfoXLTokenizer, evaluate_language_model, token_losses
-from txl_hf.data.encoding import encode_text
+from txl_hf.data.texts import encode_text
 from txl_hf.integrations import lm_eval_model
 from txl_hf.lm_eval import TransfoXLLM
 

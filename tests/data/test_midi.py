@@ -3,6 +3,7 @@
 import json
 import sys
 from itertools import pairwise
+from time import process_time
 
 import miditok
 import mido
@@ -182,6 +183,29 @@ def test_instruments_that_cannot_be_found_are_not_made_pianos(tmp_path):
         ValueError, match="the instruments of some tracks may be set in others, and it cannot be taken"
     ):
         read_score(path)
+
+
+def test_a_file_of_many_tracks_takes_one_pass(tmp_path):
+    """All pairs of tracks were compared: 20 s for 8,000 tracks, twice, and 23 minutes for 65,535 (1.8 MB)."""
+
+    def save(*bodies):
+        ended = [body + b"\x00\xff\x2f\x00" for body in bodies]
+        tracks = (b"MTrk" + len(body).to_bytes(4, "big") + body for body in ended)
+        path = tmp_path / "many.mid"
+        header = b"\x00\x01" + len(ended).to_bytes(2, "big") + b"\x01\xe0"
+        path.write_bytes(b"MThd\x00\x00\x00\x06" + header + b"".join(tracks))
+        return path
+
+    note, other = b"\x00\x90\x3c\x40\x30\x80\x3c\x40", b"\x00\xc1\x28"
+    began = process_time()
+    assert not midi._programs_may_be_elsewhere(save(*[note, other] * 16_000).read_bytes())
+    score = read_score(save(b"\x00\xc0\x28", *[note] * 3_000))
+    assert {track.program for track in score.tracks if len(track.notes)} == {40}
+    # Distinct times, all in one channel.
+    changes = [bytes([0x80 | i >> 7, i & 127]) + b"\xc0\x28" + note for i in range(128, 1500)]
+    with pytest.raises(ValueError, match="its 1,372 tracks set each other's instruments too often"):
+        read_score(save(*changes))
+    assert process_time() - began < 10
 
 
 @given(

@@ -8,12 +8,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
-from txl_hf import TextStream, TokenStream, TransfoXLTokenizer, evaluate_language_model
-from txl_hf.data.columns import open_tokens
-from txl_hf.data.streams import check_loader, varying_ends
-from txl_hf.training.setup import RolledStream
+from txl_hf import TokenStream, evaluate_language_model
+from txl_hf.data.streams import check_loader, open_tokens, varying_ends
 
 
 @st.composite
@@ -99,9 +97,9 @@ def test_every_epoch_varies_in_its_own_way(keep_remainder):
         text = torch.arange(1, 2003 if keep_remainder else 2001)
         assert torch.equal(labels[labels != -100], text) and torch.equal(inputs[labels != -100], text - 1)
         lengths.append([batch["input_ids"].shape[1] for batch in batches])
-        again = TokenStream(range(2003), 40, 4, first_step=3, **options)
+        again = TokenStream(range(2003), 40, 4, **options)
         again.set_epoch(epoch)
-        assert [len(again[4 * i]["input_ids"]) for i in range(again.steps - 3)] == lengths[-1][3:]
+        assert [len(again[4 * i]["input_ids"]) for i in range(again.steps)] == lengths[-1]
     assert lengths[0] == lengths[4] != lengths[1] == lengths[3] != lengths[2] != lengths[0]
     assert len({len(epoch) for epoch in lengths}) == 1
 
@@ -111,17 +109,6 @@ def test_without_varying_lengths_all_epochs_are_the_same():
     before = [item["input_ids"] for item in stream]
     stream.set_epoch(3)
     assert all(map(torch.equal, before, [item["input_ids"] for item in stream]))
-
-
-@pytest.mark.parametrize("changes", [{}, {"varlen_seed": 0}, {"keep_remainder": True}, {"ext_len": 5}])
-def test_resuming_from_a_step(changes):
-    whole = TokenStream(range(500), 8, 3, **changes)
-    rest = TokenStream(range(500), 8, 3, first_step=5, **changes)
-    assert len(rest) == len(whole) - 15 and rest.steps == whole.steps
-    for i in range(len(rest)):
-        assert torch.equal(rest[i]["input_ids"], whole[15 + i]["input_ids"])
-    with pytest.raises(ValueError, match="first_step=99 must be an integer in"):
-        TokenStream(range(500), 8, 3, first_step=99)
 
 
 @settings(deadline=None)
@@ -183,30 +170,6 @@ def test_every_kind_of_text(tmp_path):
         assert {tensor.dtype for tensor in item.values()} == {torch.int64}, kind
 
 
-@pytest.mark.parametrize("part", [slice(None), slice(3, 40_000), slice(30_001, None)], ids=str)
-def test_another_process_maps_a_file_for_itself(tmp_path, part):
-    """It was handed a copy of all of it where workers are spawned, as they are on macOS and Windows."""
-    np.arange(50_000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
-    for offset in (0, 10_000):
-        stream = TokenStream(np.memmap(tmp_path / "tokens.bin", np.uint16, "r", offset)[part], 8, 2)
-        pickled = pickle.dumps(stream)
-        assert len(pickled) < 2000
-        there = pickle.loads(pickle.dumps(pickle.loads(pickled)))
-        assert np.array_equal(there.token_ids, stream.token_ids) and there.token_ids.filename is not None
-    (tmp_path / "tokens.bin").unlink()
-    assert np.array_equal(pickle.loads(pickle.dumps(stream)).token_ids, stream.token_ids)
-
-
-@pytest.mark.parametrize("change", [lambda ids: ids[::2], lambda ids: ids.reshape(2, -1)[1], lambda ids: ids + 1])
-def test_what_is_made_of_a_mapped_file_is_pickled_as_it_is(tmp_path, change):
-    np.arange(1000).tofile(tmp_path / "tokens.bin")
-    mapped = np.memmap(tmp_path / "tokens.bin", np.int64, "c")
-    mapped[3] = 7
-    for ids in (mapped, np.memmap(tmp_path / "tokens.bin", np.int64, "r")):
-        found = pickle.loads(pickle.dumps(open_tokens(change(ids))))
-        assert np.array_equal(found, change(ids))
-
-
 def test_memory_mapped_arrow(tmp_path):
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"token": list(range(50))}).save_to_disk(tmp_path / "corpus")
@@ -259,8 +222,7 @@ def test_items_outside_the_stream(index):
 
 @pytest.mark.parametrize("indices", [[-1], [-2, -1], [-1, 0], [3, 4], [4]], ids=str)
 def test_batches_outside_the_stream(indices):
-    """Nor is what lies before the first step of a stream that goes on from it."""
-    stream = TokenStream(range(33), segment_length=4, batch_size=2, first_step=2)
+    stream = TokenStream(range(17), segment_length=4, batch_size=2)
     outside = next(index for index in indices if not 0 <= index < 4)
     with pytest.raises(IndexError, match=f"item {outside} of a TokenStream of 4"):
         stream.__getitems__(indices)
@@ -313,11 +275,12 @@ def test_rows_stay_together_over_processes_and_accumulation(num_processes, accum
     ("loader", "layout", "message"),
     [
         ({"batch_size": 8, "shuffle": True}, {}, "shuffles.*shuffle=False"),
-        ({"batch_size": 4}, {}, "items 0 to 3 instead of 0 to 7, .*Set the loader's batch size to 8 .*batch_size=4"),
-        ({"batch_size": 8}, {"accumulation_steps": 2}, "Set the loader's batch size to 4"),
-        ({"batch_size": 8}, {"num_processes": 2}, "Set the loader's batch size to 4 .*split_batches=True to 8"),
+        ({"batch_size": 4}, {}, "items 0 to 3 instead of 0 to 7, .*set the loader's batch size to 8"),
+        ({"batch_size": 8}, {"accumulation_steps": 2}, "set the loader's batch size to 4"),
+        ({"batch_size": 8}, {"num_processes": 2}, "set the loader's batch size to 4 .*split_batches=True to 8"),
         ({"batch_size": 8}, {"num_processes": 3}, "make it a multiple of 3"),
-        ({"batch_size": 8, "num_workers": 1, "in_order": False}, {}, "set in_order=True"),
+        ({"batch_size": 8, "num_workers": 1, "in_order": False}, {}, "shuffles.*in_order=True"),
+        ({"batch_size": 8, "num_workers": 1, "persistent_workers": True}, {}, "set persistent_workers=False"),
     ],
 )
 def test_loaders_that_break_continuity_name_the_fix(loader, layout, message):
@@ -437,11 +400,6 @@ def test_an_item_of_a_long_column_costs_what_it_costs_of_a_short_one():
     assert seconds(long) < min(3e-4, 3 * seconds(short))
 
 
-def test_a_loader_of_single_items_is_refused():
-    with pytest.raises(ValueError, match="batch_size=None.*set its batch_size to 8"):
-        check_loader(DataLoader(TokenStream(range(401), 5, 8), batch_size=None))
-
-
 @pytest.mark.parametrize(
     "token_ids",
     [[1, 2.7, 3], [1, "2", 3], [1, float("nan"), 3], [1, None, 3], [1, True, 3], [1, [2], 3], [[1], [2], [3]]],
@@ -452,19 +410,15 @@ def test_a_list_with_anything_but_integers_is_refused(token_ids):
         TokenStream(token_ids, 1, 1)
 
 
-def test_a_number_too_large_for_a_token_is_named():
-    token_ids = np.array([1, 2, 2**63 + 5, 3], dtype=np.uint64)
-    with pytest.raises(ValueError, match=r"token_ids\[2\] is 9223372036854775813, too large"):
-        TokenStream(token_ids, 1, 1)
-
-
-@pytest.mark.parametrize("changed", [0, 50_000, 99_999])
+@pytest.mark.parametrize("changed", [0, 4_500, 50_000, 1_500_000, 1_999_999])
 def test_another_text_of_the_same_length_has_another_fingerprint(changed):
-    text = np.zeros(100_000, np.int64)
+    """Wherever one token differs, and however the text is kept."""
+    text = np.zeros(2_000_000, np.int64)
     other = text.copy()
-    other[max(0, changed - 10_000) : changed + 10_000] = 1
+    other[changed] = 1
     assert TokenStream(text, 5, 1).fingerprint != TokenStream(other, 5, 1).fingerprint
-    assert TokenStream(text, 5, 1).fingerprint == TokenStream(text.tolist(), 5, 2).fingerprint
+    assert TokenStream(other, 5, 1).fingerprint == TokenStream(other.astype(np.uint16), 5, 2).fingerprint
+    assert TokenStream(other[:9], 5, 1).fingerprint == TokenStream(other[:9].tolist(), 5, 1).fingerprint
 
 
 def test_what_turns_out_to_be_no_integer_is_refused_where_it_is_read():
@@ -477,33 +431,19 @@ def test_what_turns_out_to_be_no_integer_is_refused_where_it_is_read():
         def __getitem__(self, places):
             return ([1] * 5002 + [2.5] + [1] * 94_997)[places]
 
-    stream = TokenStream(Text(), 5, 1, first_step=0)
+    stream = TokenStream(Text(), 5, 1)
     stream[0]
     with pytest.raises(ValueError, match="tokens 5000 to 5005 hold float64"):
         stream[1000]
 
 
 def test_sizes_of_numpy_are_sizes_and_truth_values_are_none():
-    stream = TokenStream(range(401), np.int64(5), np.int32(8), ext_len=np.int16(2), first_step=np.uint8(1))
-    assert torch.equal(stream[0]["input_ids"], TokenStream(range(401), 5, 8, ext_len=2, first_step=1)[0]["input_ids"])
+    stream = TokenStream(range(401), np.int64(5), np.int32(8), ext_len=np.int16(2))
+    assert torch.equal(stream[0]["input_ids"], TokenStream(range(401), 5, 8, ext_len=2)[0]["input_ids"])
     assert type(stream.batch_size) is int and type(stream.segment_length) is int
     for sizes in [(True, 8), (5, True), (5, np.True_), (5, 8.0)]:
         with pytest.raises(ValueError, match="must be an integer of at least 1"):
             TokenStream(range(401), *sizes)
-
-
-def test_a_loader_that_dispatches_batches_is_refused():
-    data_loader = pytest.importorskip("accelerate.data_loader")
-    loader = data_loader.prepare_data_loader(
-        DataLoader(TokenStream(range(401), 5, 8), batch_size=4),
-        device=torch.device("cpu"),
-        num_processes=2,
-        process_index=0,
-        put_on_device=True,
-        dispatch_batches=True,
-    )
-    with pytest.raises(ValueError, match="set dispatch_batches=False"):
-        check_loader(loader, num_processes=2)
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])
@@ -531,9 +471,8 @@ def test_prepared_loaders_tell_the_stream_its_epoch(num_processes):
 @pytest.mark.parametrize(
     ("loader", "accumulation_steps", "message"),
     [
-        ({"batch_size": 8, "num_workers": 2}, 1, "2 workers would take turns.*set num_workers to 0 or 1"),
-        ({"batch_size": 4}, 1, "batch size is 4, but 8 rows .*batch_size=8: set it to 8"),
-        ({"batch_size": 8}, 2, "set it to 4"),
+        ({"batch_size": 4}, 1, "batch size is 4, but 8 rows .*batch_size=8: set the loader's batch size to 8"),
+        ({"batch_size": 8}, 2, "set the loader's batch size to 4"),
     ],
 )
 def test_loaders_of_iterable_datasets(loader, accumulation_steps, message):
@@ -577,59 +516,8 @@ def test_loaders_of_iterable_datasets_on_two_processes(split_batches, dispatch_b
         right = 8 // accumulation_steps // (1 if split_batches else 2)
         check(right, accumulation_steps)
         for wrong in (right * 2, right // 2 if right > 2 else right * 4):
-            with pytest.raises(ValueError, match="batch_size=8: set it to"):
+            with pytest.raises(ValueError, match="batch_size=8: set the loader's batch size to"):
                 check(wrong, accumulation_steps)
-
-
-def test_workers_that_outlive_an_epoch():
-    """They are refused where epochs differ, and nowhere else."""
-    data_loader = pytest.importorskip("accelerate.data_loader")
-
-    class Texts(list):
-        def set_epoch(self, epoch):
-            """Order them anew."""
-
-    class Stream(IterableDataset):
-        batch_size = 8
-
-        def __iter__(self):
-            return iter([])
-
-        def set_epoch(self, epoch):
-            """Read another part."""
-
-    tokenizer = TransfoXLTokenizer.from_symbols(["a"], mode="whitespace")
-    differing = [
-        TokenStream(range(401), 5, 8, varlen_seed=0),
-        RolledStream(range(401), 5, 8, roll_seed=0),
-        TextStream(Texts(["a"]), tokenizer, 5, 8),
-        data_loader.IterableDatasetShard(TextStream(Texts(["a"]), tokenizer, 5, 8), batch_size=8),
-        Stream(),
-    ]
-    alike = [TokenStream(range(401), 5, 8), TextStream(["a"], tokenizer, 5, 8)]
-    for dataset in differing + alike:
-        loader = DataLoader(dataset, batch_size=8, num_workers=1, persistent_workers=True)
-        if dataset in alike:
-            check_loader(loader)
-            continue
-        with pytest.raises(ValueError, match="workers that outlive an epoch.*persistent_workers=False"):
-            check_loader(loader)
-        check_loader(DataLoader(dataset, batch_size=8, num_workers=1))
-
-
-def test_a_loader_that_leaves_items_out():
-    stream = TokenStream(range(401), 5, 8)
-    part = DataLoader(stream, sampler=range(32), batch_size=8)
-    with pytest.raises(ValueError, match="4 batches of 8 rows .* are not the 80 items"):
-        check_loader(part)
-
-
-def test_checking_draws_no_random_number():
-    stream = TokenStream(range(401), 5, 8)
-    before = torch.random.get_rng_state()
-    with pytest.raises(ValueError, match="shuffles"):
-        check_loader(DataLoader(stream, batch_size=8, shuffle=True))
-    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("kind", ["token", "ends"])
@@ -684,8 +572,8 @@ def test_ends_of_documents_that_are_none(document_end):
         TokenStream(list(range(20)), 4, 2, document_end=document_end)
 
 
-@pytest.mark.parametrize(("accumulation_steps", "most"), [(1, 256), (200, 400)])
-def test_a_loader_is_asked_for_its_first_batches_alone(accumulation_steps, most):
+@pytest.mark.parametrize("accumulation_steps", [1, 200])
+def test_a_loader_is_asked_for_its_first_batches_alone(accumulation_steps):
     """Of a long text there are too many to look at all."""
     stream, asked = TokenStream(range(120_001), 1, 400), []
 
@@ -697,7 +585,7 @@ def test_a_loader_is_asked_for_its_first_batches_alone(accumulation_steps, most)
 
     loader = DataLoader(stream, batch_sampler=Batches(range(len(stream)), 400 // accumulation_steps, False))
     check_loader(loader, accumulation_steps=accumulation_steps)
-    assert len(asked) == most
+    assert len(asked) == 256
 
 
 @pytest.mark.parametrize(("ends", "place"), [([0, 5, 9], 0), ([3, 5, 21], 21), ([21], 21)])

@@ -25,9 +25,9 @@ import jsb
 import measures
 from midi_files import write_folder, write_piece
 from models import small_model
+from pieces import MusicGrammar, bar_lines
 from txl_hf.data import prepare
-from txl_hf.data.midi import bar_lines, load_midi_tokenizer, make_midi_tokenizer, tokenise_batch
-from txl_hf.data.midi_grammar import MusicGrammar
+from txl_hf.data.midi import load_midi_tokenizer, make_midi_tokenizer, tokenise_batch
 from txl_hf.training import command
 
 

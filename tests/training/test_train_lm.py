@@ -1497,7 +1497,7 @@ def test_a_second_run_in_the_same_folder_is_refused_until_the_first_is_gone(tmp_
     argv, output = [recipe, "--data", corpus, "--output", tmp_path / "output"], tmp_path / "output"
     output.mkdir()
     hold = (
-        "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.lockf(f, 2 | 4); print(flush=True); time.sleep(99)"
+        "import filelock as f, sys, time; f = f.FileLock(sys.argv[1]); f.acquire(); print(flush=True); time.sleep(99)"
     )
     with subprocess.Popen([sys.executable, "-c", hold, output / "run.lock"], stdout=subprocess.PIPE) as other:
         other.stdout.readline()

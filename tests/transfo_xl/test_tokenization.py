@@ -25,7 +25,7 @@ from txl_hf import (
     TransfoXLForSequenceClassification,
     TransfoXLTokenizer,
 )
-from txl_hf.data.encoding import encode_text
+from txl_hf.data.texts import encode_text
 from txl_hf.transfo_xl.tokenization_transfo_xl_backend import LINE_END_MODES, MODES
 
 GOLDENS = golden("tokenizer")

@@ -1,10 +1,10 @@
-"""Corpora as they are distributed: which files are which split, and their texts.
+"""Corpora as they are distributed: which files are which split, and their texts."""
 
-Nothing slow is imported before a text is read, so that a command can say at once what is wrong.
-"""
-
+import bz2
 import dataclasses
 import glob
+import gzip
+import lzma
 import os
 import re
 import shutil
@@ -12,42 +12,29 @@ import sys
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..transfo_xl.tokenization_transfo_xl_backend import lines_of, open_lines
 
+# Of the extra `train`: imported where a text is read.
 if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
-
-__all__ = [
-    "CORPORA",
-    "LINES",
-    "SPLITS",
-    "Convention",
-    "Source",
-    "count_batch",
-    "count_stream",
-    "cut",
-    "files_below",
-    "find_files",
-    "read_files",
-    "read_rows",
-    "some_names",
-    "split_of",
-    "unpacked",
-    "useful_processes",
-    "wanted",
-]
 
 SPLITS = ("train", "validation", "test")
 # Lines that are read, counted or tokenised together.
 LINES = 4096
 
-# What a text of one's own is read from, and the words in a name that tell its split.
+# Plain text; what packs a file; files of records, with their reader in datasets; and the words of a name that tell its
+# split.
 TEXT_SUFFIXES = (".txt", ".text", ".tokens", ".raw")
+OPENERS: dict[str, Callable] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+ARCHIVES = (".zip", ".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
+# The last is of zip files that are encrypted, or packed in a way that Python does not know.
+DAMAGED = (shutil.ReadError, zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, RuntimeError)
+RECORDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 SPLIT_WORDS = {
     "train": "train",
     "training": "train",
@@ -121,7 +108,7 @@ class Source:
         splits: the files of each split; of "train" alone where the corpus is one text, to be cut.
         vocabulary: the file with the vocabulary, if there is one.
         unread: other texts in the folder.
-        root: what names are told relative to.
+        root: folder that names are relative to.
     """
 
     splits: dict[str, list[Path]]
@@ -130,8 +117,8 @@ class Source:
     unread: list[Path] = dataclasses.field(default_factory=list)
 
     def names(self) -> dict[str, list[str]]:
-        """The files' names by split, as they are told."""
-        return {split: [_relative(path, self.root) for path in paths] for split, paths in self.splits.items()}
+        """The files' names by split, relative to `root`."""
+        return {split: [str(path.relative_to(self.root)) for path in paths] for split, paths in self.splits.items()}
 
 
 def find_files(path: Path, corpus: str, convention: Convention, scratch: Path) -> Source:
@@ -144,6 +131,7 @@ def find_files(path: Path, corpus: str, convention: Convention, scratch: Path) -
     if folder.is_file():
         if convention.whole is None:
             raise ValueError(f"{path} is one file, but {corpus} is {wanted(convention)}: give their folder or archive")
+        check_is_plain(path)
         return Source({"train": [folder]}, folder.parent)
     if not convention.layouts:
         return own_text(folder, path)
@@ -158,12 +146,21 @@ def find_files(path: Path, corpus: str, convention: Convention, scratch: Path) -
 
 
 def own_text(folder: Path, path: Path) -> Source:
-    """The texts in a folder, by the splits that their names tell; a text that may be held out is never trained on."""
+    """The texts in a folder, by the words in their names that tell a split; a text whose name tells none is not read
+    beside such ones, as it may be held out.
+    """
     everything = matches(folder, "*")
-    texts = [file for file in everything if file.suffix.lower() in TEXT_SUFFIXES]
+    texts = [file for file in everything if suffix_of(file) in TEXT_SUFFIXES]
+    if not texts and any(suffix_of(file) in RECORDS for file in everything):
+        raise ValueError(
+            f"{path} holds records, not plain text ({some_names(folder)}): give --dataset {path} --column NAME in "
+            "place of --input, NAME being what the texts are called"
+        )
     texts = texts or (everything if len(everything) == 1 else [])
     if not texts:
         raise ValueError(f"{path} has no text, a file that ends in {', '.join(TEXT_SUFFIXES)}; {some_names(folder)}")
+    for file in texts:
+        check_is_plain(file)
     found: dict[str | None, list[Path]] = {}
     for file in texts:
         found.setdefault(split_of(file, folder), []).append(file)
@@ -171,7 +168,7 @@ def own_text(folder: Path, path: Path) -> Source:
     if not found:
         return Source({"train": unsplit}, folder)
     if missing := [split for split in SPLITS if split not in found]:
-        told = "; ".join(f"{split}: {_relative(files[0], folder)}" for split, files in found.items())
+        told = "; ".join(f"{split}: {files[0].relative_to(folder)}" for split, files in found.items())
         raise ValueError(
             f"{path} has no text for {' and '.join(missing)} (by their names, {told}): name files of all three after "
             "train, valid and test, or none"
@@ -179,8 +176,29 @@ def own_text(folder: Path, path: Path) -> Source:
     return Source({split: found[split] for split in SPLITS}, folder, unread=unsplit)
 
 
+def suffix_of(file: Path) -> str:
+    """The suffix of a file in small letters, without that of `OPENERS`."""
+    name = Path(file.stem) if file.suffix.lower() in OPENERS else file
+    return name.suffix.lower()
+
+
+def check_is_plain(file: Path) -> None:
+    """Refuse a file whose name says that it is no plain text, with the command that reads it."""
+    as_it_is = "rename it to end in .txt to read it as it is"
+    if suffix_of(file) in RECORDS:
+        raise ValueError(
+            f"{file} holds records, not plain text: give --dataset {file} --column NAME in place of --input, NAME "
+            f"being what the texts are called; or {as_it_is}"
+        )
+    if suffix_of(file) in (".html", ".htm", ".xhtml"):
+        raise ValueError(
+            f"{file} is HTML, not plain text: give what `pandoc --to plain --wrap none {file} --output "
+            f"{file.stem}.txt` writes; or {as_it_is}"
+        )
+
+
 def split_of(file: Path, folder: Path) -> str | None:
-    """The split that the words in a file's name, or else in those of its folders, tell."""
+    """The split named by a word in a file's name, or else in the names of its folders, the innermost first."""
     *folders, name = file.relative_to(folder).parts
     for part in (name, *reversed(folders)):
         words = [word.lower() for word in re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", part)]
@@ -194,10 +212,6 @@ def split_of(file: Path, folder: Path) -> str | None:
 def some_names(folder: Path) -> str:
     found = sorted(file.name for file in files_below(folder))
     return (", ".join(found[:6]) + (" …" if len(found) > 6 else "")) or "no files"
-
-
-def _relative(path: Path, root: Path) -> str:
-    return str(path.relative_to(root))
 
 
 def files_below(folder: Path, pattern: str = "*") -> list[Path]:
@@ -233,7 +247,7 @@ def matches(folder: Path, pattern: str) -> list[Path]:
 
 
 def wanted(convention: Convention) -> str:
-    """What a corpus is distributed as, in words."""
+    """The files that a corpus is distributed as, for an error."""
     forms = [", ".join(dict.fromkeys(layout)) for layout in convention.layouts]
     if convention.whole == "*":
         forms = ["one text file", "a folder of them"]
@@ -243,70 +257,70 @@ def wanted(convention: Convention) -> str:
 
 
 def unpacked(path: Path, scratch: Path) -> Path:
-    """What was given; of an archive its files, in a folder that nothing of it leaves.
+    """The path itself, or the folder in `scratch` that an archive is unpacked into.
 
     Raises:
-        ValueError: it does not exist, is damaged, or holds what is no file of its own.
+        ValueError: it does not exist, is damaged, or has a file that would be written outside of the folder.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist")
-    if not path.name.lower().endswith((".zip", ".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")):
+    if not path.name.lower().endswith(ARCHIVES):
         return path
-    folder = scratch / "unpacked"
+    folder, is_zip = scratch / "unpacked", path.suffix.lower() == ".zip"
+    if not (is_zip or hasattr(tarfile, "data_filter")):
+        raise ValueError(f"Python before 3.11.4 unpacks no {path.suffix} safely: unpack {path} and give the folder")
     try:
-        if path.suffix.lower() == ".zip":
-            # It is always read so that nothing leaves the folder.
+        # Both write nothing outside of the folder; the filter refuses links and devices that would.
+        if is_zip:
             shutil.unpack_archive(path, folder, "zip")
         else:
-            # File by file, because early versions of Python 3.11 (Debian 12 has one) cannot filter what they unpack.
-            with tarfile.open(path) as members:
-                for member in members:
-                    if not member.isdir():
-                        unpack_member(members, member, folder)
-    # A zip file that is encrypted, or packed in a way that Python does not know, raises the last.
-    except (shutil.ReadError, zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, RuntimeError) as error:
+            with tarfile.open(path) as archive:
+                archive.extractall(folder, filter="data")
+    except DAMAGED as error:
         raise ValueError(f"{path} cannot be unpacked: {error}") from None
     return folder
 
 
-def unpack_member(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path):
-    """Write one file of an archive; of a link, what the file in the archive holds that it leads to."""
-    name = PurePosixPath(member.name)
-    try:
-        content = None if name.is_absolute() or ".." in name.parts else archive.extractfile(member)
-    except KeyError:
-        content = None
-    if content is None:
-        raise tarfile.TarError(f"{member.name!r} is no file of its own")
-    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    with content, (folder / name).open("wb") as file:
-        shutil.copyfileobj(content, file)
+def decompressed(path: Path, scratch: Path) -> Path:
+    """The path itself, or the contents of a file packed by gzip, bzip2 or xz, in `scratch` until the next call."""
+    if (opener := OPENERS.get(path.suffix.lower())) is None:
+        return path
+    copy = scratch / "decompressed"
+    with copy.open("wb") as file:
+        try:
+            with opener(path) as packed:
+                shutil.copyfileobj(packed, file)
+        except (OSError, *DAMAGED) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise ValueError(f"{path} cannot be unpacked: {error}") from None
+    return copy
 
 
 def read_files(source: Source, path: Path, convention: Convention, mode: str | None, scratch: Path) -> dict[str, Any]:
     """The text of each split: bytes of a stream, or a Dataset of lines with their ends in the column "text".
 
-    `mode` is that of the tokenizer, None of one that is not ours: see `open_lines`.
+    `mode` is the tokenizer's, None for one that is not a `TransfoXLTokenizer`: see `open_lines`.
     """
     if convention.stream:
-        return {split: paths[0].read_bytes() for split, paths in source.splits.items()}
+        return {split: decompressed(paths[0], scratch).read_bytes() for split, paths in source.splits.items()}
     for split, paths in source.splits.items():
         if not any(file.stat().st_size for file in paths):
             raise ValueError(f"the {split} text of {path.name} is empty")
-    return {split: read_lines(paths, mode, scratch / f"{split}-lines.arrow") for split, paths in source.splits.items()}
+    return {split: read_lines(paths, mode, scratch, split) for split, paths in source.splits.items()}
 
 
-def read_lines(paths: list[Path], mode: str | None, arrow: Path) -> "Dataset":
+def read_lines(paths: list[Path], mode: str | None, scratch: Path, split: str) -> "Dataset":
     """The lines of files one after the other, by way of a file on the disk."""
     # Not by load_dataset("text"), which takes brackets, asterisks and double colons in a path for patterns.
     import pyarrow as pa
     from datasets import Dataset
 
-    schema = pa.schema({"text": pa.string()})
+    schema, arrow = pa.schema({"text": pa.string()}), scratch / f"{split}-lines.arrow"
     with pa.OSFile(str(arrow), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
         for path in paths:
             try:
-                for lines in _batches(path, mode):
+                for lines in _batches(decompressed(path, scratch), mode):
                     check_is_text(path, lines, mode)
                     if path != paths[-1] and not lines[-1].endswith("\n"):
                         lines[-1] += "\n"  # Or it would be one line with the next file's first.
@@ -333,49 +347,17 @@ def read_rows(
 ) -> dict[str, "Dataset | bytes"]:
     """The splits of a data set as `read_files` gives those of files; a row is lines, the last with or without its end.
 
-    The words in their names tell which is which; beside `train`, `train_small` is not read.
+    Args:
+        name: on the Hub, or of a folder, or of one file of `RECORDS`.
 
     Raises:
         ValueError: it does not load, or lacks a split, the column, or a text in a row of it, or two of its splits may
             be one of ours.
     """
-    import datasets
-    from datasets import Features, Value, load_dataset
+    from datasets import Features, Value
 
-    try:
-        found = load_dataset(name, config)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        reason = ""
-        if Path(name).is_dir() and glob.has_magic(name):
-            reason = (
-                "; datasets takes brackets, asterisks and question marks in a folder's name for patterns: rename it"
-            )
-        raise ValueError(f"the data set {name} does not load: {error}{reason}") from None
-    told: dict[str | None, list[str]] = {}
-    exact = found.keys() & set(SPLITS)
-    for its_name in found:
-        split = its_name if its_name in exact else None
-        # Where each has its exact name, words are not asked for: those of `dev_test` would tell of two.
-        if split is None and len(exact) < len(SPLITS) and (told_by := split_of(Path(its_name), Path())) not in exact:
-            split = told_by
-        told.setdefault(split, []).append(its_name)
-    # A text that may be held out is never trained on, nor left out: one split alone is cut.
-    splits = SPLITS[:1] if convention.whole is not None and set(told) == {"train"} else SPLITS
-    if missing := [split for split in splits if split not in told]:
-        alone = ", or with train alone, which is cut" if convention.whole is not None else ""
-        raise ValueError(
-            f"the data set {name} has no split {', '.join(missing)}; it has {', '.join(found)}: give one with "
-            f"{', '.join(SPLITS)}{alone}"
-        )
-    for split in splits:
-        if len(told[split]) > 1:
-            raise ValueError(
-                f"the data set {name} has {' and '.join(told[split])}, each of which is named after {split}: give one "
-                f"with one of them, or with {split}"
-            )
-    if unread := told.get(None):
-        print(f"not read: {', '.join(unread)}")
-    rows = {split: found[told[split][0]] for split in splits}
+    found = load_rows(name, config)
+    rows = {split: found[its_name] for split, its_name in choose_splits(name, list(found), convention).items()}
     for split, texts in rows.items():
         if column not in texts.column_names:
             raise ValueError(
@@ -400,8 +382,55 @@ def read_rows(
     }
 
 
+def load_rows(name: str, config: str | None) -> dict[str, "Dataset"]:
+    import datasets
+
+    file = Path(name)
+    try:
+        if (kind := RECORDS.get(suffix_of(file))) is not None and file.is_file():
+            options = {"sep": "\t"} if suffix_of(file) == ".tsv" else {}
+            return datasets.load_dataset(kind, data_files=glob.escape(name), **options)
+        return datasets.load_dataset(name, config)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        reason = ""
+        if file.is_dir() and glob.has_magic(name):
+            reason = (
+                "; datasets takes brackets, asterisks and question marks in a folder's name for patterns: rename it"
+            )
+        raise ValueError(f"the data set {name} does not load: {error}{reason}") from None
+
+
+def choose_splits(name: str, found: list[str], convention: Convention) -> dict[str, str]:
+    """Which split of a data set is which of ours: that of its exact name, or else the one whose name's words tell."""
+    told: dict[str | None, list[str]] = {}
+    exact = set(found) & set(SPLITS)
+    for its_name in found:
+        split = its_name if its_name in exact else None
+        # Where each has its exact name, words do not count: those of `dev_test` tell of two.
+        if split is None and len(exact) < len(SPLITS) and (told_by := split_of(Path(its_name), Path())) not in exact:
+            split = told_by
+        told.setdefault(split, []).append(its_name)
+    # A text that may be held out is never trained on, nor left out: one split alone is cut.
+    splits = SPLITS[:1] if convention.whole is not None and set(told) == {"train"} else SPLITS
+    if missing := [split for split in splits if split not in told]:
+        alone = ", or with train alone, which is cut" if convention.whole is not None else ""
+        raise ValueError(
+            f"the data set {name} has no split {', '.join(missing)}; it has {', '.join(found)}: give one with "
+            f"{', '.join(SPLITS)}{alone}"
+        )
+    for split in splits:
+        if len(told[split]) > 1:
+            raise ValueError(
+                f"the data set {name} has {' and '.join(told[split])}, each of which is named after {split}: give one "
+                f"with one of them, or with {split}"
+            )
+    if unread := told.get(None):
+        print(f"not read: {', '.join(unread)}")
+    return {split: told[split][0] for split in splits}
+
+
 def check_texts(rows: "pa.ChunkedArray", place: str):
-    """Refuse rows that are no text."""
+    """Raise a ValueError for rows that are not strings."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -413,19 +442,19 @@ def check_texts(rows: "pa.ChunkedArray", place: str):
 
 
 def split_lines(rows: list[str], mode: str | None) -> dict[str, list[str]]:
-    """The lines of rows, each with its end, which is what ends one in a file."""
+    """The lines of rows, each with its end, as `open_lines` gives those of a file."""
     texts = (row if row.endswith("\n") else row + "\n" for row in rows)
     return {"text": [line for text in texts for line in lines_of(text, mode)]}
 
 
 def useful_processes(pieces: int, num_proc: int) -> int | None:
-    """As many as have one of so many pieces of work, for `Dataset.map`; None is this process."""
+    """Processes for `Dataset.map`: at most one for each piece of work; None is this process."""
     useful = min(num_proc, pieces)
     return useful if useful > 1 else None
 
 
 def cut(text, convention: Convention) -> dict:
-    """Hold out the last two times 5 % of a text: of 100,000,000 bytes 90 M, 5 M and 5 M."""
+    """A text in 90, 5 and 5 %: of 100,000,000 bytes 90 M, 5 M and 5 M."""
     held_out = len(text) // 20
     if held_out == 0:
         unit = "bytes" if convention.stream else "line(s)"

@@ -1,24 +1,31 @@
-"""A model by the name that a command was given, and the device to put it on; errors are of one line."""
+"""A model, a tokenizer and a device by the names that a command was given."""
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.constants import CONFIG_NAME
-from transformers import AutoConfig, AutoModelForCausalLM
+from huggingface_hub.utils import HFValidationError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from ..files import MANIFEST_NAME, is_repo_id
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
+from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
+from ..transfo_xl.tokenization_transfo_xl_backend import WORD_MODES
+from .midi import is_midi_tokenizer, load_midi_tokenizer
 
-__all__ = ["check_model_folder", "find_device", "load_config", "load_language_model"]
+# --- models ----------------------------------------------------------------------------------------------------------
 
 
 def load_config(name: str, option: str = "--model") -> TransfoXLConfig:
-    """That of a model. Where that is no folder, it says so first: without a network, asking the Hub ends late.
+    """The configuration of a model. A name that is no folder is printed first: without a network, the Hub answers
+    late.
 
     Args:
-        option: by which a command was given the name.
+        option: the option of a command that gave the name.
 
     Raises:
         ValueError: it does not load, or is of another model.
@@ -53,7 +60,7 @@ def load_language_model(name: str, **options) -> TransfoXLForCausalLM:
 
 
 def check_model_folder(name: str):
-    """Refuse what may be taken for the folder of a model; any other, and a name on the Hub, is left to transformers.
+    """Refuse folders that are mistaken for a model's; errors of any other name are transformers' own.
 
     Raises:
         ValueError: it is an adapter, or a checkpoint of a run.
@@ -84,3 +91,115 @@ def find_device(name: str | None) -> str:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None
     return name
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+
+def load_tokenizer(name: str | Path, **options) -> Any:
+    """The tokenizer of a folder or on the Hub, one of transformers or of MidiTok.
+
+    Args:
+        options: of transformers' `from_pretrained`: `revision`, `trust_remote_code`.
+
+    Raises:
+        ValueError: there is none, or it cannot be read.
+    """
+    if is_midi_tokenizer(name):
+        return load_midi_tokenizer(name)
+    try:
+        return AutoTokenizer.from_pretrained(name, **options)
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"the tokenizer of {name} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def find_tokenizer(name: str | Path) -> Any:
+    """The tokenizer of a folder or on the Hub, or None where there is none.
+
+    Raises:
+        ValueError: there is one that cannot be read.
+    """
+    if Path(name).is_dir() and not has_tokenizer(name):
+        return None
+    try:
+        return load_tokenizer(name)
+    except ValueError:
+        # The files on the Hub are in the cache by now.
+        if has_tokenizer(name):
+            raise
+        return None
+
+
+def has_tokenizer(name: str | Path) -> bool:
+    """Whether a folder, or the cache of a repository on the Hub, has a tokenizer file, of transformers or MidiTok."""
+    files = ("tokenizer_config.json", "tokenizer.json", *TransfoXLTokenizer.vocab_files_names.values())
+    if Path(name).is_dir():
+        return any(Path(name, file).exists() for file in files)
+    try:
+        return any(isinstance(try_to_load_from_cache(str(name), file), str) for file in files)
+    except HFValidationError:
+        return False
+
+
+def check_symbols_of(model: str | Path, tokenizer: Any, data: Any) -> None:
+    """Check that the vocabularies of a text and of a model agree; one may have more symbols at its end.
+
+    Args:
+        model: folder or name on the Hub; without a tokenizer there, nothing is compared.
+        tokenizer: the text's.
+        data: name of the text in the error.
+
+    Raises:
+        ValueError: a symbol differs, which is named; or the model's tokenizer cannot be read.
+    """
+    if (trained_with := find_tokenizer(model)) is None:
+        return
+    symbols, expected = _list_symbols(tokenizer), _list_symbols(trained_with)
+    for index, (found, wanted) in enumerate(zip(symbols, expected, strict=False)):
+        if found != wanted:
+            raise ValueError(
+                f"{data} has another vocabulary than {model}: {len(symbols)} symbols instead of {len(expected)}, and "
+                f"id {index} is {found!r} instead of {wanted!r}"
+            )
+
+
+def _list_symbols(tokenizer: Any) -> list[str]:
+    if hasattr(tokenizer, "convert_ids_to_tokens"):
+        return tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    # One of MidiTok.
+    vocabulary = tokenizer.vocab_model or tokenizer.vocab
+    return sorted(vocabulary, key=vocabulary.get)
+
+
+def ends_lines(tokenizer: Any) -> bool:
+    """Whether a line ends in a token instead of its line feed: with vocabularies of words that have one for it."""
+    if getattr(tokenizer, "mode", None) not in WORD_MODES:
+        return False
+    return tokenizer.line_ends or tokenizer.eos_token is not None
+
+
+def fill_special_tokens(
+    config: PreTrainedConfig | GenerationConfig, tokenizer: Any, document_end: int | None = None
+) -> None:
+    """Set those of `bos_token_id`, `eos_token_id` and `pad_token_id` that a configuration leaves open.
+
+    `eos_token_id`, at which `generate` stops, is the token that ends documents, otherwise the tokenizer's `eos_token`.
+    Where that ends each line (`ends_lines`), it stays open: `generate` would stop after a heading or an empty line.
+    `pad_token_id` stays open where that token also begins texts or ends lines: without an `attention_mask`, `generate`
+    would mask it in a prompt.
+
+    Args:
+        config: of a model or of its generation; fields that are set stay.
+        tokenizer: one of transformers or of MidiTok.
+        document_end: the token that ends each document of the training text, if one does.
+    """
+    found = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    in_texts = {found["bos_token_id"], found["eos_token_id"]}
+    if document_end is not None or ends_lines(tokenizer):
+        found["eos_token_id"] = document_end
+    # A token that ends texts and pads them is not masked in a prompt.
+    if found["pad_token_id"] in in_texts - {found["eos_token_id"]}:
+        found["pad_token_id"] = None
+    for name, token in found.items():
+        if token is not None and getattr(config, name) is None:
+            setattr(config, name, token)

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -21,55 +22,41 @@ if TYPE_CHECKING:
     from miditok import MusicTokenizer
     from symusic import Score
 
-__all__ = [
-    "CHANNELS",
-    "EVENTS",
-    "MIDI_SUFFIXES",
-    "Piece",
-    "boundary_tokens",
-    "is_midi_tokenizer",
-    "load_midi_tokenizer",
-    "make_midi_tokenizer",
-    "preprocess",
-    "read_pieces",
-    "read_score",
-    "spelled",
-    "split_pieces",
-    "tokenise_pieces",
-    "transpose",
-]
-
 MIDI_SUFFIXES = (".mid", ".midi", ".kar")
-# Of MIDI, each with an instrument, without that of drums.
-CHANNELS, DRUM_CHANNEL = 15, 9
-# The column of compound tokens; token_ids, as everywhere, is that of plain ones.
+DRUM_CHANNEL = 9
+# The column of compound tokens; that of plain ones is token_ids.
 EVENTS = "events"
-# Positions of a quarter note that are told apart when two pieces are compared: those of triplets and of 32nd notes.
+# Positions of a quarter note in fingerprints: of triplets and of 32nd notes.
 COMPARED = 24
 # Quarter notes, two days at any tempo. A damaged time is read as centuries, each bar of which would be a token.
 LONGEST = 100_000
 TOKENIZER_FILE = "tokenizer.json"
-# So many are worth a process.
+# Files for which a process is started.
 FILES = 64
-# The bytes that begin a change of program and a note, of any channel but that of drums.
+# Program changes that are written into other tracks, at most: a second's work.
+MOST_JOINED = 1_000_000
+# The first bytes of a program change and of a note, of any channel but that of drums.
 PROGRAM_CHANGE = re.compile(rb"[\xc0-\xc8\xca-\xcf](?=[\x00-\x7f])")
 NOTE = re.compile(rb"[\x90-\x98\x9a-\x9f](?=[\x00-\x7f])")
 # A key of more sharps or flats than there are, which mido refuses; symusic does not.
 NO_KEY, C_MAJOR = re.compile(rb"\xff\x59\x02(?![\x00-\x07\xf9-\xff][\x00\x01])..", re.DOTALL), b"\xff\x59\x02\0\0"
+
+# How MidiTok changes a piece in silence.
+OTHER_METRE = "with a time signature that the tokenizer lacks, and passes over"
+OTHER_TEMPO = "with a tempo beyond the tokenizer's, which takes its nearest"
+KEYLESS = "that begin without a key signature, which the tokenizer reads as C major"
 
 
 class Piece(NamedTuple):
     """A MIDI file.
 
     Attributes:
-        path: where it is.
+        path: of the file.
         name: its path in the folder that was given.
-        fingerprint: what it has in common with its copies and its transpositions alone.
-        notes: how many are in its tokens.
-        lost: how many are not, because the tokenizer has no such pitch or instrument, or has them already.
-        other_metre: whether it has a time signature that the tokenizer lacks, which MidiTok passes over.
-        other_tempo: whether it has a tempo outside of the tokenizer's, in whose place MidiTok takes the nearest.
-        no_key: whether it begins without a word of its key, which MidiTok takes for C major.
+        fingerprint: equal for copies and transpositions of the piece alone.
+        notes: those in its tokens.
+        lost: notes that are not, as the tokenizer lacks their pitch or instrument, or has them already.
+        remarks: those of `OTHER_METRE`, `OTHER_TEMPO` and `KEYLESS` that apply.
     """
 
     path: Path
@@ -77,9 +64,7 @@ class Piece(NamedTuple):
     fingerprint: str
     notes: int
     lost: int
-    other_metre: bool
-    other_tempo: bool
-    no_key: bool
+    remarks: str
 
 
 # --- tokenizers ------------------------------------------------------------------------------------------------------
@@ -136,7 +121,7 @@ def load_midi_tokenizer(folder: Path | str) -> "MusicTokenizer":
 
 
 def boundary_tokens(tokenizer: "MusicTokenizer") -> tuple[Any, Any]:
-    """What a piece begins and ends with: an id each, or an event of compound tokens each.
+    """The tokens BOS and EOS, between which a piece lies: an id each, or an event of compound tokens each.
 
     Raises:
         ValueError: the tokenizer has no such tokens, or makes a sequence of each track.
@@ -156,7 +141,8 @@ def boundary_tokens(tokenizer: "MusicTokenizer") -> tuple[Any, Any]:
 def read_pieces(
     folder: Path, tokenizer: "MusicTokenizer", num_proc: int, scratch: Path
 ) -> tuple[list[Piece], dict[str, str], Path]:
-    """The MIDI files of a folder or an archive; of each that cannot be used the name and why; and their folder.
+    """The MIDI files of a folder or an archive, the names of those that cannot be used with the reasons, and the
+    folder.
 
     Raises:
         ValueError: there is no MIDI file that can be used.
@@ -194,16 +180,18 @@ def read_pieces(
 
 
 def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
-    """A file as a `Piece` tells of it, or the problem with it."""
-    row: dict[str, Any] = {"fingerprint": "", "notes": 0, "lost": 0, "problem": ""}
-    row |= {"other_metre": False, "other_tempo": False, "no_key": False}
+    """The fields of a `Piece`, or the problem with the file."""
+    row: dict[str, Any] = {"fingerprint": "", "notes": 0, "lost": 0, "remarks": "", "problem": ""}
     try:
         score = read_score(Path(path))
         kept, lost = preprocess(score, tokenizer)
         row |= {"fingerprint": fingerprint(score), "notes": kept.note_num(), "lost": lost}
-        row["other_metre"] = tokenizer.score_has_time_signatures_not_in_vocab(score)
-        row["other_tempo"] = not all(has_tempo(tokenizer, tempo.qpm) for tempo in score.tempos)
-        row["no_key"] = tokenizer.config.use_key_signatures and not begins_in_a_key(score)
+        remarks = {
+            OTHER_METRE: tokenizer.score_has_time_signatures_not_in_vocab(score),
+            OTHER_TEMPO: not all(has_tempo(tokenizer, tempo.qpm) for tempo in score.tempos),
+            KEYLESS: tokenizer.config.use_key_signatures and not begins_in_a_key(score),
+        }
+        row["remarks"] = "; ".join(remark for remark, applies in remarks.items() if applies)
         if len(tokenizer.encode(kept, encode_ids=False, no_preprocess_score=True)) == 0:
             row["problem"] = "the tokenizer makes no token of it"
     except ValueError as error:
@@ -211,13 +199,13 @@ def inspect(path: str, tokenizer: "MusicTokenizer") -> dict[str, Any]:
     except ImportError:
         raise
     except Exception as error:
-        # Whatever a strange file makes MidiTok stumble over.
+        # MidiTok raises whatever a damaged file leads it to.
         row["problem"] = f"MidiTok cannot tokenise it: {error!r}"
     return row
 
 
 def preprocess(score: "Score", tokenizer: "MusicTokenizer") -> tuple["Score", int]:
-    """A score as the tokenizer takes it, and how many notes it leaves out, which it lacks or has already.
+    """A score as the tokenizer reads it, and the number of notes that it leaves out.
 
     Raises:
         ValueError: it leaves out all.
@@ -241,7 +229,7 @@ def begins_in_a_key(score: "Score") -> bool:
 
 
 def read_score(path: Path) -> "Score":
-    """A MIDI file, with what it says of tempo, metre and key until its last note ends.
+    """A MIDI file, without tempos, metres and keys behind its last note.
 
     Raises:
         ValueError: it is damaged, of format 2, has no notes, or does not end.
@@ -274,13 +262,13 @@ def read_score(path: Path) -> "Score":
 
 
 def with_programs(data: bytes) -> bytes:
-    """A MIDI file in which each track says what instruments it has.
+    """A MIDI file in which each track has the program changes of its channels.
 
-    A program is of a channel, whichever track sets it. symusic looks for it in the track of the notes alone, and takes
-    what finds none there for a piano.
+    A program change is of a channel, whichever track it stands in. symusic reads those in the track of the notes
+    alone, and takes notes without one for a piano's.
 
     Raises:
-        ValueError: a track may have notes of a program that another one sets, and mido cannot take the file to pieces.
+        ValueError: a track may have notes of a program that another one sets, and mido cannot read the file.
     """
     if not _programs_may_be_elsewhere(data):
         return data
@@ -296,68 +284,52 @@ def with_programs(data: bytes) -> bytes:
     for track in file.tracks:
         times = np.cumsum([message.time for message in track])
         timed.append([message.copy(time=int(time)) for message, time in zip(track, times, strict=True)])
-    programs = [[message for message in track if message.type == "program_change"] for track in timed]
-    changed = False
+    # By channel and time: of what begins at once, the last holds.
+    programs: dict[int, dict[int, tuple[int, Any]]] = defaultdict(dict)
+    for i, track in enumerate(timed):
+        for message in track:
+            if message.type == "program_change":
+                programs[message.channel][message.time] = (i, message)
     for i, track in enumerate(timed):
         sounding = {message.channel for message in track if message.type == "note_on"} - {DRUM_CHANNEL}
-        others = chain.from_iterable(programs[:i] + programs[i + 1 :])
-        elsewhere = [message for message in others if message.channel in sounding]
-        if elsewhere:
-            changed = True
-            # Of what begins at once, a track's own holds.
-            ordered = sorted([*elsewhere, *track], key=lambda message: message.time)
-            begins = [0, *(message.time for message in ordered)]
-            file.tracks[i] = mido.MidiTrack(
-                message.copy(time=message.time - begin) for message, begin in zip(ordered, begins, strict=False)
-            )
-    if not changed:
-        return data
+        elsewhere = [message for channel in sounding for j, message in programs[channel].values() if j != i]
+        if len(elsewhere) * len(timed) > MOST_JOINED:
+            raise ValueError(f"its {len(timed):,} tracks set each other's instruments too often to be told apart")
+        # Of what begins at once, a track's own holds.
+        ordered = sorted([*elsewhere, *track], key=lambda message: message.time)
+        begins = [0, *(message.time for message in ordered)]
+        file.tracks[i] = mido.MidiTrack(
+            message.copy(time=message.time - begin) for message, begin in zip(ordered, begins, strict=False)
+        )
     written = io.BytesIO()
     file.save(file=written)
     return written.getvalue()
 
 
 def _programs_may_be_elsewhere(data: bytes) -> bool:
-    """Whether some channel has notes in one track and programs in another: taking a file to pieces takes a while.
+    """Whether some channel has notes in one track and program changes in another: mido takes a while.
 
     Nothing is missed. What looks like a channel's message in the bytes may be a time or a text.
     """
     if data[8:10] != b"\x00\x01":
         return False
-    notes, programs = [], []
+    notes: dict[int, set[int]] = defaultdict(set)
+    programs: dict[int, set[int]] = defaultdict(set)
     position = 8 + int.from_bytes(data[4:8], "big")
     while position < len(data):
         length = int.from_bytes(data[position + 4 : position + 8], "big")
         if data[position : position + 4] == b"MTrk":
             track = data[position + 8 : position + 8 + length]
-            notes.append({status[0] & 15 for status in NOTE.findall(track)})
-            programs.append({status[0] & 15 for status in PROGRAM_CHANGE.findall(track)})
+            for tracks, pattern in ((notes, NOTE), (programs, PROGRAM_CHANGE)):
+                for status in pattern.findall(track):
+                    tracks[status[0] & 15].add(position)
         position += 8 + length
-    return any(notes[i] & programs[j] for i in range(len(notes)) for j in range(len(notes)) if i != j)
+    return any(len(notes[channel] | tracks) > 1 for channel, tracks in programs.items() if notes[channel])
 
 
 def last_end(score: "Score") -> int:
     """Where the last note ends, in ticks; 1 at least."""
     return max([1, *(note.end for track in score.tracks for note in track.notes)])
-
-
-def bar_lines(score: "Score") -> np.ndarray:
-    """Where each bar begins, and where the last one with a note ends, in ticks: (bars + 1,), of at least one bar.
-
-    Until the first metre it is 4/4; a bar in which it changes ends there, but for the last.
-    """
-    whole = 4 * score.ticks_per_quarter
-    # One of no parts, or of parts of no length, which a broken file may have, says nothing.
-    metres = [metre for metre in score.time_signatures if metre.numerator and metre.denominator]
-    lengths = [whole * metre.numerator / metre.denominator for metre in metres]
-    end = last_end(score)
-    lines = [0.0]
-    for length, until in zip([whole, *lengths], [*(metre.time for metre in metres), end], strict=True):
-        while lines[-1] < min(until, end):
-            # The last bar is a whole one, whenever its last note ends.
-            following = lines[-1] + length
-            lines.append(following if until >= end else min(following, until))
-    return np.array(lines)
 
 
 def fingerprint(score: "Score") -> str:
@@ -385,7 +357,7 @@ def fingerprint(score: "Score") -> str:
 
 
 def split_pieces(pieces: list[Piece], root: Path) -> tuple[dict[str, list[Piece]], list[Piece]]:
-    """The pieces of each split, and those that were kept out of one because they are held out in another.
+    """The pieces of each split, and those left out because another split holds them.
 
     Names that tell their split (`split_of`) decide. Without any, 5 % of the pieces are for validation and 5 % for the
     test, which ones being decided by their fingerprints, so that copies and transpositions of a piece stay together.
@@ -436,8 +408,8 @@ def cut_pieces(pieces: list[Piece]) -> dict[str, list[Piece]]:
 def transpose(score: "Score", semitones: int, pitch_range: tuple[int, int]) -> "Score | None":
     """A copy with its notes, but not drums, and its key signatures moved, and `spelled`; without any, from C major.
 
-    None where a pitch would be outside of `pitch_range`, which has both its ends and is that of the tokenizer's
-    configuration: MidiTok leaves out such a note. What is moved by nothing is never None.
+    None where a pitch would be outside of the tokenizer's `pitch_range` (both ends included), as MidiTok leaves out
+    such a note; never with 0 semitones.
     """
     import symusic
 
@@ -460,7 +432,7 @@ def transpose(score: "Score", semitones: int, pitch_range: tuple[int, int]) -> "
 
 
 def spelled(fifths: int) -> int:
-    """Of keys that sound alike the one with the fewer accidentals, in which all pieces are: -5 to 6 fifths from C."""
+    """Of keys that sound alike the one with the fewer accidentals, from -5 to 6 fifths from C."""
     return (fifths + 5) % 12 - 5
 
 
@@ -473,8 +445,8 @@ def tokenise_pieces(
     """The tokens of pieces, each between BOS and EOS, one token a row.
 
     Args:
-        pieces: each once, and with `semitones` in the keys up to so many above and below, in an order of chance.
-        tokenizer: if it is one of compound words, the column is `EVENTS` and a row has an id for each attribute.
+        pieces: each once, and in the keys up to `semitones` above and below; with any, all in a random order.
+        tokenizer: with one of compound words, the column is `EVENTS` and a row has an id for each attribute.
         num_proc: processes at most.
         cache: the Arrow file to write.
     """

@@ -16,19 +16,26 @@
 | `text8` | the file `text8`, 100,000,000 characters | letters, and `_` for a space | of all three texts |
 | `text` | one file; a file or more for each of train, valid and test; or others | `--mode` | of the training text |
 
-Symbols are numbered by frequency, the most frequent first, after `<eos>`. lm1b comes with a vocabulary of its own,
-`1b_word_vocab.txt`, read where it lies beside the text; otherwise it is the words that occur three times in the
-training text. enwik8 and text8, in one file, are cut into 90, 5 and 5 % of their bytes. Their vocabularies have the
-published 204 and 27 symbols, and so no `<eos>`, `<unk>` or `<pad>`: another symbol is an error. Where one of these is
-asked for, take the conventions of `text`, with `--mode bytes` or `characters`.
+Symbols are numbered by frequency, the most frequent first, after `<eos>`. lm1b comes with a vocabulary,
+`1b_word_vocab.txt`, which is read if it lies beside the text; otherwise it is the words that occur three times in the
+training text, and as in the originals the validation text is the test text. enwik8 and text8, in one file, are cut
+into 90, 5 and 5 % of their bytes; their vocabularies have the published 204 and 27 symbols, no `<eos>`, `<unk>` or
+`<pad>`, and another symbol is an error: for those, and for another tokenizer, give `--corpus text`.
 
-A text of your own is files that end in `.txt`, `.text`, `.tokens` or `.raw`. A word in their names or their folders'
-names says which part they are: train or training; valid, validation, val or dev; test. Where none has such a word, all
-are one text, in the order of their names, of which 90, 5 and 5 % of the lines are taken. Its characters and bytes are
-numbered over all three parts; lines keep their ends. With `--mode bytes` carriage returns and a byte-order mark are
-bytes like others; otherwise each of `\\r\\n` and `\\r` is a line's end, `\\n`, and a byte-order mark no part of the
-text. Its vocabulary begins with `<eos>`, `<unk>` and `<pad>`. Which file went where is printed, and in `corpus.json`.
-Words in the names of a data set's splits say which part they are too; one that has `train` alone is cut.
+`--input` is a folder with these files, the archive they come in, or the one file that it is. The names that the
+originals' getdata.sh gives the files (`train.txt`, `valid.txt`, `test.txt`) will do too. Hidden files and folders, and
+`__MACOSX`, are passed over.
+
+`--corpus text` reads files that end in `.txt`, `.text`, `.tokens` or `.raw`, alone or packed (`.gz`, `.bz2`, `.xz`). A
+word in their names or their folders' names says which part they are: train or training; valid, validation, val or dev;
+test. Where none has such a word, all are one text, in the order of their names, of which 90, 5 and 5 % of the lines
+are taken. Its characters and bytes are numbered over all three parts; lines keep their ends. With `--mode bytes`
+carriage returns and a byte-order mark are bytes like others; otherwise `\\r\\n` and `\\r` are read as `\\n`, and the
+mark is no part of the text. Its vocabulary begins with `<eos>`, `<unk>` and `<pad>`.
+
+`--dataset` is a data set on the Hub, a folder of one, or a file of records (`.jsonl`, `.csv`, `.tsv`, `.parquet`), and
+`--column` the name of its texts. The words in the names of its splits say which part they are, as those of files do;
+one that has `train` alone is cut.
 
 `--corpus midi` is a folder with MIDI files, however nested, as tokens of MidiTok: REMI, or with `--tokens compound`
 compound words, each an event of several attributes. `--bpe SIZE` joins tokens that often follow one another, and
@@ -36,21 +43,16 @@ compound words, each an event of several attributes. `--bpe SIZE` joins tokens t
 go into validation and test each, and with it whatever has the same notes in another key. `--transpose N` adds each
 piece of the training split in the keys up to N semitones above and below in which the tokenizer has all of its notes.
 Each piece begins with BOS and ends with EOS. Files that cannot be read are named, counted and left out; of files with
-notes that the tokenizer lacks it is said how many those are. The tokenizer is MidiTok's own file.
-
-`--input` is a folder with these files, the archive they come in, or the one file that it is. The names that the
-originals' getdata.sh gives the files (`train.txt`, `valid.txt`, `test.txt`) will do too. Hidden files and folders, and
-`__MACOSX`, are passed over. As in the originals, lm1b is validated on its test text.
+notes that the tokenizer lacks the number of these is printed.
 
 The folder written holds a `datasets.DatasetDict` with the splits train, validation and test and one column,
-`token_ids`, one token a row; the tokenizer, which reads line ends as the corpus does; and `corpus.json`, which counts
-each split:
+`token_ids`, one token a row; the tokenizer, which reads line ends as the corpus does; and `corpus.json`, with the
+files of each split and its counts:
 
 * `tokens`;
 * `words`: parted by white space, and one more for the end of each line, as perplexities per word are published, but
-  for enwik8 and text8, whose own tokens leave line feeds out;
-* `characters`: those that bits per character are published for: of enwik8 bytes without line feeds, otherwise all, and
-  with `--tokenizer` all characters of each;
+  for enwik8 and text8, whose tokens leave line feeds out;
+* `characters`, as bits per character are published for: of enwik8 bytes without line feeds, otherwise all;
 * `characters_without_token`, `characters_unknown`, where the tokenizer lacks some: those that it passes over, and
   those that its unknown token stands for;
 * `bytes`, as they were read;
@@ -78,10 +80,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
-from ..command_line import CommandParser, at_least_one, hub_or_folder, one_line_errors
-from ..files import name_of, sync
-from ..transfo_xl.tokenization_transfo_xl_backend import LINE_END_MODES
+from ..command_line import CommandParser, at_least_one, hub_or_folder, interrupted_by_signals, one_line_errors
+from ..files import disk_errors, name_of, sync
+from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
+from ..transfo_xl.tokenization_transfo_xl_backend import LINE_END_MODES, MODES
 from .corpora import (
     CORPORA,
     LINES,
@@ -96,16 +101,11 @@ from .corpora import (
     useful_processes,
     wanted,
 )
-from .encoding import (
-    LINE_FEED,
-    document_end_token,
-    encode_bytes,
-    encode_lines,
-    ends_lines,
-    load_tokenizer,
-    reads_streams,
-)
+from .loading import ends_lines, load_tokenizer
 from .midi import (
+    KEYLESS,
+    OTHER_METRE,
+    OTHER_TEMPO,
     Piece,
     boundary_tokens,
     load_midi_tokenizer,
@@ -114,34 +114,31 @@ from .midi import (
     split_pieces,
     tokenise_pieces,
 )
-from .texts import INFORMATION, count_passed
+from .texts import INFORMATION, LINE_FEED, count_passed, document_end_token, encode_bytes, encode_lines, reads_streams
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
-
-    from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
-
-__all__ = ["main"]
 
 MIDI = "midi"
 # What the command line says of a text's symbols.
 SYMBOLS = ("mode", "lower_case", "min_freq", "max_size")
-# Characters of a stream's piece that are tokenised together.
-PIECE = 4096
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     options = parse_arguments(argv)
     output: Path = options.output
-    with one_line_errors(), no_bars_in_logs():
-        if output.exists():
+    with one_line_errors(), interrupted_by_signals():
+        if os.path.lexists(output):
             raise ValueError(f"{output} exists: choose another folder with --output, or remove it")
         if "::" in str(output.absolute()):
             raise ValueError(f"{output}: datasets takes '::' for a chain of file systems: choose another --output")
         output.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch:
+        with (
+            tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as scratch,
+            disk_errors(output),
+            no_bars_in_logs(),
+        ):
             information = prepare(options, Path(scratch))
             written = Path(scratch) / "output"
             sync(written)
@@ -156,17 +153,17 @@ def main(argv: list[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def no_bars_in_logs() -> Iterator[None]:
-    """In a log each state of a bar would be a line; datasets reads a variable where it is imported, which is later."""
-    bars = "HF_DATASETS_DISABLE_PROGRESS_BARS"
-    if sys.stderr.isatty() or bars in os.environ:
-        yield
-        return
-    os.environ[bars] = "1"
+    """No progress bars of datasets where standard error is a log, in which each state of one would be a line."""
+    import datasets
+
+    silenced = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
+    if silenced:
+        datasets.disable_progress_bars()
     try:
         yield
     finally:
-        # Who calls `main` in a program of his own has not asked for quiet children.
-        del os.environ[bars]
+        if silenced:
+            datasets.enable_progress_bars()
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -175,7 +172,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--input", type=Path, help="folder, archive or file")
     source.add_argument(
-        "--dataset", type=hub_or_folder, help="a data set on the Hub, or a folder of one; a row is a line or more"
+        "--dataset",
+        type=hub_or_folder,
+        help="data set on the Hub, folder or file of one; a row is a line or more",
     )
     parser.add_argument("--config", help="of --dataset: its configuration")
     parser.add_argument("--column", help="of --dataset: its column with the text (text)")
@@ -188,7 +187,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--document_end", metavar="TOKEN", help="token that ends each document (the text is one)")
     parser.add_argument("--num_proc", type=at_least_one, default=os.cpu_count(), help="processes (%(default)s)")
     text = parser.add_argument_group("symbols of --corpus text")
-    text.add_argument("--mode", choices=["whitespace", "moses", "characters", "bytes"], help="(whitespace)")
+    text.add_argument("--mode", choices=[mode for mode in MODES if mode != "lm1b"], help="(whitespace)")
     text.add_argument("--lower_case", action="store_true", default=None)
     text.add_argument("--min_freq", type=int, help="rarer symbols become <unk> (0)")
     text.add_argument("--max_size", type=int, help="so many of the most frequent symbols are kept (all)")
@@ -226,35 +225,36 @@ def check_music(parser: argparse.ArgumentParser, options: argparse.Namespace):
         parser.error(f"--transpose {options.transpose} must be 0 to 11 semitones")
 
 
-def prepare(options: argparse.Namespace, scratch: Path) -> dict:
+def prepare(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Write the corpus to scratch/output; returns what corpus.json holds."""
     if options.corpus == MIDI:
         return prepare_midi(options, scratch)
     convention = chosen_convention(options)
-    tokenizer = None if options.tokenizer is None else text_tokenizer(options.tokenizer)
+    tokenizer = None if options.tokenizer is None else text_tokenizer(options, convention)
     mode = convention.mode if tokenizer is None else getattr(tokenizer, "mode", None)
     texts, files, vocabulary = read(options, convention, mode, scratch)
     if len(texts) == 1:
         texts = cut(texts["train"], convention)
-    if convention.mode == "characters" and convention.stream:
-        texts = {split: text.strip() for split, text in texts.items()}
-    # Tokens of a stream are of all but its line feeds; those of another tokenizer are of these too.
-    streams = convention.stream and (tokenizer is None or reads_streams(tokenizer))
-    counts = {}
-    for split, text in texts.items():
-        if streams:
-            counts[split] = count_stream(text)
-        else:
-            counts[split] = count_text(text) if convention.stream else count_lines(text, options.num_proc)
+    if convention.stream:
+        if convention.mode == "characters":
+            texts = {split: text.strip() for split, text in texts.items()}
+        counts = {split: count_stream(text) for split, text in texts.items()}
+    else:
+        counts = {split: count_lines(lines, options.num_proc) for split, lines in texts.items()}
     for split, count in counts.items():
         if count["characters"] == 0 or count["words"] == 0:
             raise ValueError(f"the {split} text of {source_name(options)} is empty")
-    if convention.stream and tokenizer is not None:
-        texts = {split: pieces(text) for split, text in texts.items()}
-    tokenizer, tokens = tokenise(texts, tokenizer, convention, vocabulary, options.num_proc, scratch)
-    if not streams:
+    if convention.stream:
+        tokenizer = tokenizer or stream_tokenizer(texts, convention)
+        tokens = {split: stream_tokens(text, tokenizer) for split, text in texts.items()}
+    else:
+        tokenizer = tokenizer or word_tokenizer(texts, convention, vocabulary)
+        tokens = {
+            split: tokenise(lines, tokenizer, options.num_proc, scratch / f"{split}.arrow")
+            for split, lines in texts.items()
+        }
+        # Of the held-out texts a model's figures are.
         for split in SPLITS[1:]:
-            # Of these a model's figures are.
             counts[split] |= count_passed(tokenizer, texts[split]["text"], f"the {split} text")
     for split, found in tokens.items():
         if len(found) == 0:
@@ -266,8 +266,6 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict:
             if ends == 0:
                 raise ValueError(f"--document_end {options.document_end} is not in the {split} text")
             counts[split]["documents"] = ends
-    write(tokens, tokenizer, scratch / "output")
-    line_end = tokenizer.eos_token if ends_lines(tokenizer) and not convention.stream else None
     information = {
         "corpus": options.corpus,
         "source": source_name(options),
@@ -275,17 +273,21 @@ def prepare(options: argparse.Namespace, scratch: Path) -> dict:
         "tokenizer": options.tokenizer or "vocabulary of the text",
         "mode": getattr(tokenizer, "mode", None),
         "lower_case": getattr(tokenizer, "lower_case", None),
-        "line_end": line_end,
+        "line_end": tokenizer.eos_token if ends_lines(tokenizer) and not convention.stream else None,
         "document_end": document_end,
         "vocab_size": len(tokenizer),
         "splits": {split: {"tokens": len(tokens[split])} | counts[split] for split in SPLITS},
         "versions": {name: version(name) for name in ("txl-hf", "transformers", "datasets")},
     }
-    write_information(information, scratch / "output")
+    write(tokens, tokenizer, information, scratch / "output")
     return information
 
 
-def write_information(information: dict[str, Any], folder: Path) -> None:
+def write(tokens: dict[str, "Dataset"], tokenizer: Any, information: dict[str, Any], folder: Path) -> None:
+    from datasets import DatasetDict
+
+    DatasetDict(tokens).save_to_disk(folder)
+    tokenizer.save_pretrained(folder)
     (folder / INFORMATION).write_text(json.dumps(information, indent=2) + "\n", encoding="utf-8")
 
 
@@ -305,7 +307,6 @@ def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:
         cache = scratch / f"{split}.arrow"
         tokens[split] = tokenise_pieces(chosen, tokenizer, semitones, options.num_proc, cache)
         parts[split] = {"tokens": len(tokens[split]), "pieces": len(chosen), "notes": sum(p.notes for p in chosen)}
-    write(tokens, tokenizer, scratch / "output")
     information = {
         "corpus": MIDI,
         "source": source_name(options),
@@ -320,7 +321,7 @@ def prepare_midi(options: argparse.Namespace, scratch: Path) -> dict:
         "splits": parts,
         "versions": {name: version(name) for name in ("txl-hf", "miditok", "symusic", "datasets")},
     }
-    write_information(information, scratch / "output")
+    write(tokens, tokenizer, information, scratch / "output")
     return information
 
 
@@ -356,13 +357,9 @@ def tell_pieces(splits: dict[str, list[Piece]], left_out: dict[str, str], repeat
     chosen = list(chain.from_iterable(splits.values()))
     if lost := [f"{piece.name} ({piece.lost} of {piece.lost + piece.notes})" for piece in chosen if piece.lost]:
         print(f"{len(lost)} file(s) with notes that the tokenizer lacks or has already, and leaves out: {some(lost)}")
-    if other := [piece.name for piece in chosen if piece.other_metre]:
-        print(f"{len(other)} file(s) with a time signature that the tokenizer lacks, and passes over: {some(other)}")
-    if other := [piece.name for piece in chosen if piece.other_tempo]:
-        print(f"{len(other)} file(s) with a tempo beyond the tokenizer's, which takes its nearest: {some(other)}")
-    if keyless := [piece.name for piece in chosen if piece.no_key]:
-        read_as = "which the tokenizer reads as C major"
-        print(f"{len(keyless)} file(s) that begin without a key signature, {read_as}: {some(keyless)}")
+    for remark in (OTHER_METRE, OTHER_TEMPO, KEYLESS):
+        if remarked := [piece.name for piece in chosen if remark in piece.remarks]:
+            print(f"{len(remarked)} file(s) {remark}: {some(remarked)}")
 
 
 def chosen_convention(options: argparse.Namespace) -> Convention:
@@ -411,29 +408,28 @@ def source_name(options: argparse.Namespace) -> str:
     return f"{name} {config}" if config else name
 
 
-def text_tokenizer(name: str) -> "PreTrainedTokenizerBase":
-    from transformers import PreTrainedTokenizerBase
-
+def text_tokenizer(options: argparse.Namespace, convention: Convention) -> PreTrainedTokenizerBase:
+    """That of --tokenizer; where it does not read the corpus as published, it is refused or a warning says so."""
+    name = options.tokenizer
     try:
         tokenizer = load_tokenizer(name)
     except ValueError as error:
         raise ValueError(f"--tokenizer: {error}") from None
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ValueError(f"--tokenizer {name} is of MidiTok and reads no text: use it with --corpus {MIDI}")
+    if convention.stream and not reads_streams(tokenizer):
+        raise ValueError(
+            f"--corpus {options.corpus} is one stream of {convention.mode}, and --tokenizer {name} has other tokens: "
+            "read the file as lines, with --corpus text"
+        )
+    if options.corpus.startswith("wikitext") and getattr(tokenizer, "mode", None) == "moses":
+        print(
+            f"warning: {options.corpus} is tokenised already, and --tokenizer {name} takes @-@ apart: to have the "
+            f"corpus's ids, save TransfoXLTokenizer.from_pretrained({name!r}, mode='whitespace', line_ends=True) in a "
+            "folder, and give that",
+            file=sys.stderr,
+        )
     return tokenizer
-
-
-def write(tokens: dict[str, "Dataset"], tokenizer: Any, folder: Path) -> None:
-    import datasets
-
-    # Rows written at once. A slice of a column takes time in proportion to how often that was: 68 ms with the default
-    # for 100 M tokens, 0.1 ms with this.
-    default, datasets.config.DEFAULT_MAX_BATCH_SIZE = datasets.config.DEFAULT_MAX_BATCH_SIZE, 1 << 24
-    try:
-        datasets.DatasetDict(tokens).save_to_disk(folder)
-    finally:
-        datasets.config.DEFAULT_MAX_BATCH_SIZE = default
-    tokenizer.save_pretrained(folder)
 
 
 # ---- counting ---------------------------------------------------------------------------------------------------
@@ -457,14 +453,6 @@ def count_lines(lines: "Dataset", num_proc: int) -> dict[str, int]:
     return counts
 
 
-def count_text(text: bytes) -> dict[str, int]:
-    """The same of a stream that is read with its line feeds, as `pieces` are and as `read_raw` counts a file."""
-    decoded = text.decode("utf-8", errors="replace")
-    counts = {name: count for name, [count] in count_batch([decoded]).items()}
-    counts["words"] += decoded.count("\n") + (not decoded.endswith("\n"))
-    return counts | {"bytes": len(text)}
-
-
 def count_documents(tokens: dict[str, "Dataset"], document_end: int) -> dict[str, int]:
     """How many documents each split has that are ended."""
     import pyarrow.compute as pc
@@ -476,34 +464,8 @@ def count_documents(tokens: dict[str, "Dataset"], document_end: int) -> dict[str
 # ---- tokens -----------------------------------------------------------------------------------------------------
 
 
-def tokenise(
-    texts: dict[str, Any],
-    tokenizer: "PreTrainedTokenizerBase | None",
-    convention: Convention,
-    vocabulary: Path | None,
-    num_proc: int,
-    scratch: Path,
-) -> tuple["PreTrainedTokenizerBase", dict[str, "Dataset"]]:
-    """The tokenizer, that of the text if None is given, and the splits with the column token_ids, one token a row.
-
-    Args:
-        texts: lines, or pieces of a stream; the stream itself where it is to have a tokenizer of its own.
-    """
-    if convention.stream and tokenizer is None:
-        tokenizer = stream_tokenizer(texts, convention)
-        return tokenizer, {split: stream_tokens(text, tokenizer) for split, text in texts.items()}
-    if tokenizer is None:
-        tokenizer = word_tokenizer(texts, convention, vocabulary)
-    add_eos = ends_lines(tokenizer) and not convention.stream
-    return tokenizer, {
-        split: tokenise_lines(text, tokenizer, add_eos, num_proc, scratch / f"{split}.arrow")
-        for split, text in texts.items()
-    }
-
-
-def tokenise_lines(
-    lines: "Dataset", tokenizer: "PreTrainedTokenizerBase", add_eos: bool, num_proc: int, cache: Path
-) -> "Dataset":
+def tokenise(lines: "Dataset", tokenizer: PreTrainedTokenizerBase, num_proc: int, cache: Path) -> "Dataset":
+    """The column token_ids, one token a row, of lines."""
     from datasets import Features, Value
 
     return lines.map(
@@ -513,23 +475,19 @@ def tokenise_lines(
         input_columns="text",
         remove_columns="text",
         features=Features({"token_ids": Value("int32")}),
-        fn_kwargs={"tokenizer": tokenizer, "add_eos": add_eos},
+        fn_kwargs={"tokenizer": tokenizer},
         num_proc=useful_processes(len(lines) // LINES, num_proc),
         cache_file_name=str(cache),
         desc="tokenise",
     )
 
 
-def tokenise_batch(lines: list[str], tokenizer: "PreTrainedTokenizerBase", add_eos: bool) -> dict[str, np.ndarray]:
-    return {"token_ids": encode_lines(tokenizer, lines, add_eos).astype(np.int32)}
+def tokenise_batch(lines: list[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, np.ndarray]:
+    return {"token_ids": encode_lines(tokenizer, lines).astype(np.int32)}
 
 
-def word_tokenizer(
-    texts: dict[str, "Dataset"], convention: Convention, vocabulary: Path | None
-) -> "TransfoXLTokenizer":
+def word_tokenizer(texts: dict[str, "Dataset"], convention: Convention, vocabulary: Path | None) -> TransfoXLTokenizer:
     """The tokenizer of a corpus of lines, with the symbols of the text."""
-    from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
-
     if vocabulary is not None:
         tokenizer = TransfoXLTokenizer(vocab_file=str(vocabulary), mode=convention.mode)
         if tokenizer.eos_token is None or tokenizer.unk_token is None:
@@ -552,18 +510,14 @@ def word_tokenizer(
 
 
 def batches(texts: list["Dataset"]) -> Iterator[list[str]]:
-    from tqdm.auto import tqdm
-
     with tqdm(total=sum(map(len, texts)), unit="line", desc="vocabulary", disable=None) as bar:
         for batch in chain.from_iterable(lines.iter(LINES) for lines in texts):
             yield batch["text"]
             bar.update(len(batch["text"]))
 
 
-def stream_tokenizer(texts: dict[str, bytes], convention: Convention) -> "TransfoXLTokenizer":
+def stream_tokenizer(texts: dict[str, bytes], convention: Convention) -> TransfoXLTokenizer:
     """The vocabulary of a stream of bytes: the most frequent first, ties in the order of first occurrence."""
-    from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
-
     text = b"".join(texts[split] for split in SPLITS)
     counts = np.bincount(np.frombuffer(text, dtype=np.uint8), minlength=256)
     counts[LINE_FEED] = 0
@@ -576,21 +530,12 @@ def stream_tokenizer(texts: dict[str, bytes], convention: Convention) -> "Transf
     return TransfoXLTokenizer.from_symbols(symbols, mode="characters")
 
 
-def stream_tokens(text: bytes, tokenizer: "TransfoXLTokenizer") -> "Dataset":
+def stream_tokens(text: bytes, tokenizer: TransfoXLTokenizer) -> "Dataset":
     import pyarrow as pa
     from datasets import Dataset
 
     # As a table: from_dict looks at every token.
     return Dataset(pa.table({"token_ids": encode_bytes(tokenizer, text)}))
-
-
-def pieces(text: bytes) -> "Dataset":
-    """A stream as pieces for any tokenizer, each cut before white space."""
-    from datasets import Dataset
-
-    # A byte order may cut a character in two, of which nothing can be made.
-    characters = text.decode("utf-8", errors="replace")
-    return Dataset.from_dict({"text": re.findall(rf"(?s).{{1,{PIECE}}}(?=\s|\Z)|.{{1,{PIECE}}}", characters)})
 
 
 if __name__ == "__main__":

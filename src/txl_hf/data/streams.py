@@ -1,6 +1,8 @@
 """Text as parallel streams of contiguous segments, for training with memory."""
 
+import functools
 import hashlib
+import zlib
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any, Literal
@@ -9,22 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-
-from .columns import open_tokens
-
-__all__ = [
-    "TokenStream",
-    "as_item",
-    "check_document_end",
-    "check_loader",
-    "check_sizes",
-    "check_tokens",
-    "describe_document_end",
-    "describe_stream",
-    "document_starts",
-    "read_tokens",
-    "text_fingerprint",
-]
 
 
 class TokenStream(Dataset):
@@ -37,41 +23,38 @@ class TokenStream(Dataset):
 
     An item is {"input_ids", "shift_labels"}, each (e + L,) int64; shift_labels[i] is the token after input_ids[i], so
     that the last token of a segment predicts the first of the next one. The first e ≤ `ext_len` tokens are those
-    before the segment, read again with the label -100: all there are in the stream, so that the first segment has
-    none. Streams follow one another in the text without a gap. L = S, and what is left at the end, less than one
-    segment per stream, is not read, unless:
+    before the segment, read again with the label -100 (fewer where the stream has fewer). Streams follow one another
+    in the text without a gap. L = S, and the end of the text, less than one segment per stream, is not read, unless:
 
     * `keep_remainder`, for evaluation: every token but the first is a label of exactly one item. The last segments are
       shorter; streams that are one token shorter than others end in the input 0 with the label -100.
-    * `varlen_seed`, the original's `--varlen`: all streams change their L together from step to step. Less than one
+    * `varlen_seed`, the original's `--varlen`: L changes from step to step, for all streams together. Less than one
       token per stream is not read. Every epoch has the lengths of the first in another order, so that all have the
       same number of steps, on which schedules and resuming depend; see `set_epoch`.
 
     Args:
         token_ids: N token ids: a list, an array, a CPU tensor, a memory-mapped array, a column of Arrow or of a
-            `datasets.Dataset` with one token a row, or whatever slices alike. It is read item by item, never copied
-            as a whole.
+            `datasets.Dataset` with one token a row, or another sequence with slices. It is read item by item, never
+            copied as a whole.
         segment_length: S ≥ 1.
         batch_size: G ≥ 1, the streams of one optimiser step: rows per process × processes × accumulation steps.
-        keep_remainder: read what is left at the end too.
-        loss: "full": a segment has a label for every token. "half": so it has, after as many tokens that are read
-            again (`ext_len = segment_length`). Of the 2 S tokens that gradients cross the second half is predicted,
-            each token with a context of at least S; so the paper trains its models with half losses (Table 6).
+        keep_remainder: see above.
+        loss: "full": a segment has a label for every token. "half": before it, S tokens are read again
+            (`ext_len = segment_length`). Of the 2 S tokens that gradients cross the second half is predicted, each
+            token with a context of at least S; so the paper trains its models with half losses (Table 6).
         ext_len: extended context ≥ 0; S with half losses. With memory it must be the model's `config.ext_len`, which
             keeps what is read again out of the memory.
         varlen_seed: seed of segment lengths that vary: L is normal with deviation 5 around S, or around S / 2 in one
             step of twenty, within [5, S + 15], and of what is left at the end. None: L = S.
         document_end: where documents end in the text: the token that each ends with, or the places behind their last
             tokens in ascending order. Items then have `resets`, (e + L,) bool, True where a document begins. Its first
-            token is a label as any other, of the last token before it. None: the text is one.
-        first_step: begin with this segment of every stream, in each epoch: to resume where nothing skips what was read
-            before. `Trainer` skips by itself.
+            token is a label as any other, of the last token before it. None: the text is one document.
 
     Attributes:
-        steps: segments per stream and epoch, those before `first_step` included.
+        steps: segments per stream and epoch.
         dropped_tokens: tokens at the end of the text that are in no segment, neither as input nor as label.
-        fingerprint: what the text is known by, so that a memory is not resumed with another one.
-        documents: what `document_end` is known by likewise; None without it.
+        fingerprint: length and checksum of the text, so that a memory is not resumed with another one.
+        documents: the same of `document_end`; None without it.
 
     Raises:
         ValueError: the text is not a sequence of integers, or too short for one segment per stream; a size is out of
@@ -88,7 +71,6 @@ class TokenStream(Dataset):
         loss: Literal["full", "half"] = "full",
         ext_len: int = 0,
         varlen_seed: int | None = None,
-        first_step: int = 0,
         document_end: int | Sequence[int] | np.ndarray | None = None,
     ):
         check_sizes(segment_length=segment_length, batch_size=batch_size)
@@ -127,18 +109,16 @@ class TokenStream(Dataset):
         if not keep_remainder:
             self._stream_length = int(self._ends[-1])
         self.dropped_tokens = labels - self._stream_length * batch_size - self._longer
-        check_sizes(least=0, first_step=first_step)
-        if first_step >= self.steps:
-            raise ValueError(f"first_step={first_step!r} must be an integer in [0, {self.steps}), the steps there are")
-        self.first_step = int(first_step)
-        self.fingerprint = text_fingerprint(token_ids)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return text_fingerprint(self.token_ids)
 
     def set_epoch(self, epoch: int):
-        """Order varying lengths as epoch `epoch` ≥ 0 has them; without `varlen_seed` all epochs are the same.
+        """Order varying lengths as in epoch `epoch` ≥ 0; without `varlen_seed` all epochs are the same.
 
         `Trainer` calls this at the beginning of each epoch, also of one that it resumes. So does a loader that
-        `Accelerator.prepare` returned; but one from `skip_first_batches` begins to count anew and must be told by its
-        `set_epoch`. Workers that outlive an epoch do not hear of it, which `check_loader` refuses.
+        `Accelerator.prepare` returned; one from `skip_first_batches` counts from 0 again: call its `set_epoch`.
         """
         if self.varlen_seed is not None:
             lengths = self._lengths
@@ -147,13 +127,13 @@ class TokenStream(Dataset):
             self._ends = lengths.cumsum()
 
     def __len__(self) -> int:
-        return (self.steps - self.first_step) * self.batch_size
+        return self.steps * self.batch_size
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"item {index} of a TokenStream of {len(self)}")
         step, row = divmod(index, self.batch_size)
-        begin, end = self.segment(self.first_step + step)
+        begin, end = self.segment(step)
         reread = min(begin, self.ext_len)
         start = row * self._stream_length + min(row, self._longer)
         stop = min(start + end, start + self._stream_length + (row < self._longer))
@@ -179,7 +159,7 @@ class TokenStream(Dataset):
                     f"{self.batch_size}"
                 )
             return items
-        begin, end = self.segment(self.first_step + step)
+        begin, end = self.segment(step)
         reread = min(begin, self.ext_len)
         tokens = torch.empty(len(indices), reread + end - begin + 1, dtype=torch.int64)
         for place, part in enumerate(tokens, start=row):
@@ -218,7 +198,7 @@ def as_item(tokens: Tensor, length: int, reread: int = 0, resets: Tensor | None 
 
 
 def describe_stream(stream) -> dict[str, Any]:
-    """Which text is read and how it is cut, as far as the data set says: with the step, what a memory is of."""
+    """The attributes of a data set that say which text is read and how it is cut; with the step, a memory's place."""
     cuts = ("batch_size", "segment_length", "ext_len", "varlen_seed", "roll_seed", "steps")
     return {name: getattr(stream, name) for name in (*cuts, "fingerprint", "documents") if hasattr(stream, name)}
 
@@ -226,7 +206,7 @@ def describe_stream(stream) -> dict[str, Any]:
 def check_document_end(
     document_end: int | Sequence[int] | np.ndarray | None, text_tokens: int
 ) -> int | np.ndarray | None:
-    """The token that ends documents as it is, the places where they end as an array (documents,) int64.
+    """A token id as an int, places where documents end as an array (documents,) int64.
 
     Raises:
         ValueError: it is neither, or a place lies outside the text.
@@ -250,7 +230,7 @@ def check_document_end(
 
 
 def describe_document_end(document_end: int | np.ndarray | None) -> int | str | None:
-    """What it is known by, for JSON: the token, or how many places there are and a hash of them."""
+    """For JSON: the token, or the number of places and a hash of them."""
     if document_end is None or isinstance(document_end, int):
         return document_end
     digest = hashlib.blake2b(document_end.astype("<i8").tobytes(), digest_size=8)
@@ -311,8 +291,8 @@ def check_loader(
 
     Batch k of process p must hold the rows of micro-batch a = k mod A of step k // A, as memory carried from step to
     step needs it: rows aG/A + pR, …, aG/A + (p + 1)R - 1 with R = G / (P A). These are the items from (kP + p)R on. No
-    item is read for that: the loader's batch sampler is asked for the first batches. An iterable dataset has none, so
-    that its order is trusted, and only the size of its batches is looked at.
+    item is read for that: the loader's batch sampler is asked for the first batches. An iterable dataset has none: its
+    order is trusted, and only the size of its batches is compared.
 
     Args:
         loader: over a dataset with step-major items, as accelerate or Trainer prepared it, before skipping.
@@ -324,7 +304,6 @@ def check_loader(
     if type(dataset).__name__ == "IterableDatasetShard":
         # accelerate's, whose batch size is the loader's.
         dataset = dataset.dataset
-    dispatches = any(kind.__name__ == "DataLoaderDispatcher" for kind in type(loader).__mro__)
     streams = dataset.batch_size if batch_size is None else batch_size
     rows, left = divmod(streams, num_processes * accumulation_steps)
     layout = f"{num_processes} process(es) × {accumulation_steps} accumulation step(s)"
@@ -333,70 +312,34 @@ def check_loader(
             f"the stream has batch_size={streams}, which {layout} cannot share: make it a multiple of "
             f"{num_processes * accumulation_steps}"
         )
-    _check_workers(loader, dataset)
+    if getattr(loader, "persistent_workers", False) and hasattr(dataset, "set_epoch"):
+        raise ValueError(
+            "workers that outlive an epoch would read the next ones as the first: set persistent_workers=False "
+            "(dataloader_persistent_workers in TrainingArguments)"
+        )
+    cure = (
+        f"{rows} rows per process × {layout} must be the stream's batch_size={streams}: set the loader's batch size "
+        f"to {rows} (per_device_train_batch_size or per_device_eval_batch_size in TrainingArguments), with "
+        f"split_batches=True to {rows * num_processes}"
+    )
     if isinstance(dataset, IterableDataset):
-        # What is handed out by one process is split after it was loaded.
-        batch = rows * num_processes if dispatches and getattr(loader, "split_batches", False) else rows
-        if loader.batch_size not in (None, batch):
-            raise ValueError(
-                f"the loader's batch size is {loader.batch_size}, but {rows} rows × {layout} must be the stream's "
-                f"batch_size={streams}: set it to {batch}"
-            )
+        # accelerate's dispatcher splits a batch after it was loaded.
+        right = rows * num_processes if getattr(loader, "split_batches", False) else rows
+        if loader.batch_size not in (None, right):
+            raise ValueError(f"the loader's batch size is {loader.batch_size}, but {cure}")
         return
-    if num_processes > 1 and dispatches:
-        raise ValueError("dispatch_batches=True skips to another place on resuming: set dispatch_batches=False")
-    if loader.batch_sampler is None:
-        raise ValueError(f"the loader reads single items (batch_size=None), not batches: set its batch_size to {rows}")
-    # A sampler that shuffles draws its seed here, which must not move the generator of the training.
-    with torch.random.fork_rng(devices=[]):
-        sampler: Any = loader.batch_sampler
-        batches = [list(batch) for batch in islice(sampler, max(256, 2 * accumulation_steps))]
-    for k, batch in enumerate(batches):
-        first = (k * num_processes + process_index) * rows
-        if batch == list(range(first, first + rows)):
-            continue
-        if batch != list(range(batch[0], batch[0] + len(batch))):
+    for k, indices in enumerate(islice(loader.batch_sampler or [[0]], 256)):
+        first, batch = (k * num_processes + process_index) * rows, list(indices)
+        if batch != list(range(batch[0], batch[0] + len(batch))) or not getattr(loader, "in_order", True):
             raise ValueError(
-                "the loader shuffles, but memory needs segments in their order: use shuffle=False, or "
-                "train_sampling_strategy='sequential' in TrainingArguments"
+                "the loader shuffles, but memory needs segments in their order: use shuffle=False and in_order=True, "
+                "or train_sampling_strategy='sequential' in TrainingArguments"
             )
-        raise ValueError(
-            f"batch {k} of process {process_index} holds items {batch[0]} to {batch[-1]} instead of {first} to "
-            f"{first + rows - 1}, so that rows would go on with the memory of others: {rows} rows per process × "
-            f"{layout} must be the stream's batch_size={streams}. Set the loader's batch size to {rows} "
-            f"(per_device_train_batch_size or per_device_eval_batch_size in TrainingArguments; with "
-            f"split_batches=True to {rows * num_processes}), or make the stream with "
-            f"batch_size={len(batch) * num_processes * accumulation_steps}"
-        )
-    if len(loader) * rows * num_processes != len(dataset):
-        raise ValueError(
-            f"{len(loader)} batches of {rows} rows on {num_processes} process(es) are not the {len(dataset)} items of "
-            f"the stream: they must be whole steps of {streams} rows, all of which are read"
-        )
-
-
-def _check_workers(loader: DataLoader, dataset) -> None:
-    """Raise a ValueError for workers that return items in another order, or of another epoch."""
-    if loader.num_workers > 0 and not getattr(loader, "in_order", True):
-        raise ValueError("the loader's workers may return batches out of order: set in_order=True")
-    if isinstance(loader.dataset, IterableDataset) and loader.num_workers > 1:
-        raise ValueError(
-            f"{loader.num_workers} workers would take turns, each with items of its own: set num_workers to 0 or "
-            "1 (dataloader_num_workers in TrainingArguments)"
-        )
-    if getattr(loader, "persistent_workers", False) and _epochs_differ(dataset):
-        raise ValueError(
-            "workers that outlive an epoch never hear of the next one, and would read all as the first: set "
-            "persistent_workers=False (dataloader_persistent_workers in TrainingArguments)"
-        )
-
-
-def _epochs_differ(dataset) -> bool:
-    """Whether `set_epoch` changes what a dataset reads."""
-    if isinstance(dataset, TokenStream):
-        return dataset.varlen_seed is not None or type(dataset).set_epoch is not TokenStream.set_epoch
-    # A TextStream hands the epoch on to its texts.
-    return hasattr(getattr(dataset, "texts", dataset), "set_epoch")
+        if batch != list(range(first, first + rows)):
+            raise ValueError(
+                f"batch {k} of process {process_index} holds items {batch[0]} to {batch[-1]} instead of {first} to "
+                f"{first + rows - 1}, so that rows would go on with the memory of others: {cure}"
+            )
 
 
 def read_tokens(token_ids, start: int, stop: int) -> Tensor:
@@ -411,18 +354,73 @@ def read_tokens(token_ids, start: int, stop: int) -> Tensor:
         raise ValueError(
             f"token_ids must be one sequence of integers, but tokens {start} to {stop - 1} hold {tokens.dtype}{shape}"
         )
-    if tokens.dtype == np.uint64 and len(tokens) and tokens.max() > np.iinfo(np.int64).max:
-        raise ValueError(f"token_ids[{start + int(tokens.argmax())}] is {tokens.max()}, too large for a token")
     return torch.from_numpy(tokens.astype(np.int64))
 
 
 def text_fingerprint(token_ids) -> str:
-    """A text's length, and a hash of its first tokens, its last, and some between: whole texts are long, on disks."""
-    length, places, at_each = len(token_ids), 16, 4096
-    digest = hashlib.blake2b(digest_size=8)
-    for start in np.linspace(0, max(0, length - at_each), places, dtype=np.int64).tolist():
-        digest.update(read_tokens(token_ids, start, min(length, start + at_each)).numpy().astype("<i8").tobytes())
-    return f"{length} tokens, {digest.hexdigest()}"
+    """A text's length and the CRC-32 of all its tokens: half a second for 100 million, read once from the disk."""
+    length, checksum, at_once = len(token_ids), 0, 1 << 20
+    for start in range(0, length, at_once):
+        tokens = read_tokens(token_ids, start, min(length, start + at_once)).numpy()
+        checksum = zlib.crc32(tokens.astype("<i4").data, checksum)
+    return f"{length} tokens, CRC-32 {checksum:08x}"
+
+
+def open_tokens(token_ids) -> Any:
+    """An Arrow column, also one of a `datasets.Dataset`, as `ArrowTokens`; all else as it is.
+
+    A dataset reads a slice through its format and its table, which search all of the column's pieces: as many as its
+    writer had batches, a million in a text of a billion tokens.
+    """
+    source, name = getattr(token_ids, "source", None), getattr(token_ids, "column_name", None)
+    table = getattr(source, "data", None)
+    # With indices, as after `shuffle`, or another function for its format, its rows are not those of the table.
+    plain = getattr(source, "_indices", True) is None and getattr(source, "_format_type", None) != "custom"
+    if name is not None and table is not None and plain:
+        return ArrowTokens(table.column(name), token_ids)
+    return ArrowTokens(token_ids, token_ids) if hasattr(token_ids, "num_chunks") else token_ids
+
+
+class ArrowTokens:
+    """The integers of a `pyarrow.ChunkedArray`, which stay where they are, in memory or on a disk.
+
+    Args:
+        column: N integers.
+        source: the argument of `open_tokens`, by which it is pickled.
+
+    Raises:
+        ValueError: they are not all integers.
+    """
+
+    def __init__(self, column, source):
+        self._source = source
+        self._chunks = [chunk for chunk in column.chunks if len(chunk)]
+        self._ends = np.cumsum([len(chunk) for chunk in self._chunks])
+        if column.null_count or not str(column.type).removeprefix("u").startswith("int"):
+            nulls = f" with {column.null_count} missing" if column.null_count else ""
+            raise ValueError(f"token_ids must be one sequence of integers, but the column holds {column.type}{nulls}")
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self._chunks else 0
+
+    def __getitem__(self, index: slice | int) -> Any:
+        """A view or a copy of a slice, as an array; a single token as a number."""
+        if not isinstance(index, slice):
+            place = range(len(self))[index]
+            return self._read(place, place + 1)[0]
+        start, stop, step = index.indices(len(self))
+        return self._read(start, stop)[::step] if start < stop else np.zeros(0, dtype=np.int64)
+
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        first, last = np.searchsorted(self._ends, [start, stop - 1], side="right")
+        parts = [chunk.to_numpy(zero_copy_only=True) for chunk in self._chunks[first : last + 1]]
+        offset = int(self._ends[first - 1]) if first else 0
+        tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return tokens[start - offset : stop - offset]
+
+    def __reduce__(self):
+        # A dataset is pickled by the names of its files, and its columns by their contents.
+        return open_tokens, (self._source,)
 
 
 def check_tokens(token_ids) -> None:

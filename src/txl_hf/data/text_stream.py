@@ -1,10 +1,9 @@
 """A text that is tokenised and packed into rows while it is read: for corpora larger than the disk or the memory."""
 
-import contextlib
 import copy
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -12,64 +11,55 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .encoding import encode_text
 from .streams import as_item, check_sizes, text_fingerprint
-
-__all__ = ["TextStream"]
+from .texts import encode_text
 
 logger = logging.get_logger(__name__)
 
 
 class TextStream(IterableDataset):
-    """G = `batch_size` rows of documents, each cut into contiguous segments of S = `segment_length`, as they come.
+    """G = `batch_size` rows of documents, tokenised as they are read, cut into segments of S = `segment_length`.
 
-    Items are as those of `TokenStream`: step-major, {"input_ids", "shift_labels"}, each (S,) int64, and row b of one
-    step continues in row b of the next. A document stays whole within a row; it goes to the row that has been given
-    the fewest characters so far, the first of several. That depends on nothing but the documents' order and lengths,
-    so that every process knows without asking which documents are its own, and tokenises no others but the first of an
-    epoch. What is held in memory is, for each row, the rest of a document or a few.
+    Items are step-major, as those of `TokenStream`: {"input_ids", "shift_labels"}, each (S,) int64, and row b of one
+    step continues in row b of the next. A document stays whole within a row: the row that has the fewest characters so
+    far, the first of several. Every process knows by the documents' order and lengths which are its own, and tokenises
+    no others but the first of an epoch. Memory holds the rest of a document or a few for each row. The documents of a
+    row follow one another without a gap; each ends in `eos_token` where the tokenizer has one.
 
-    A row's documents follow one another without a gap. Each ends in `eos_token` where the tokenizer has one.
+    `state_dict` and `load_state_dict` go on after a whole number of steps, bit for bit, on as many processes;
+    documents that were read are read again, but not tokenised. Reading from the beginning and skipping batches, as
+    `Trainer` and `accelerate.skip_first_batches` do, gives the same. (Plain `Trainer` skips within one epoch, and so
+    needs `epochs=None`.) A loader of accelerate reads a batch ahead, so that the state is of a step later.
 
-    `state_dict` and `load_state_dict` go on after a whole number of steps, bit for bit, also on another number of
-    processes; the documents that were read are read again then, but not tokenised. A `DataLoader` must read in the
-    process itself (`num_workers=0`) for the state to be that of what it returned; one that accelerate has prepared
-    reads a batch ahead of what it hands out, so that its state is of a step later. Reading on from the beginning and
-    skipping batches, as `Trainer` and `accelerate.skip_first_batches` do, gives the same; but plain `Trainer` knows
-    of one epoch alone then, so that it needs `epochs=None`.
-
-    A stream is read by one iterator at a time; `copy.copy(stream)` may be read beside it, from its beginning.
+    One iterator reads a stream at a time; `copy.copy(stream)` is the same stream at its beginning.
 
     Args:
-        texts: what can be iterated over more than once, or a function that returns an iterator: of strings, or of
+        texts: an iterable that can be iterated over again, or a function that returns an iterator: of strings, or of
             mappings with a string in `column`. Each is a document.
-        tokenizer: that of the model, any of transformers.
+        tokenizer: the model's, any of transformers.
         segment_length: S ≥ 1.
         batch_size: G ≥ 1, the rows of one optimiser step: rows per process × processes × accumulation steps.
-        column: where the text is in a mapping.
-        epochs: how often the texts are read, one time after the other; `set_epoch` of `texts` is called where there
-            is one. None: again and again, so that the training's number of steps decides.
-        keep_remainder: at the end, read what is left of the rows too: rows that are out of tokens hold the input 0
-            with the label -100. Otherwise the first step that is not whole is the end, and a warning says how much is
-            left: much, where documents differ in length as chromosomes do.
+        column: key of the text in a mapping.
+        epochs: how often the texts are read; their `set_epoch` is called, if there is one. None: again and again, so
+            that the training's number of steps decides.
+        keep_remainder: read what is left of the rows at the end too: rows without tokens hold the input 0 with the
+            label -100. Otherwise the first step that is not whole is the end, and a warning says how many tokens are
+            left.
         num_processes, process_index, accumulation_steps: yield the rows of this process alone, in the order of its
-            micro-batches: for a loop whose loader nobody shares out again. `epochs` must be None then, since
-            processes would not end together. Under `Trainer` leave them: accelerate hands each process its rows.
+            micro-batches, for a loop whose loader is not sharded again; needs `epochs=None`, as processes would not
+            end together. `Trainer` shards its loader: leave them at their defaults.
 
     Attributes:
-        step: how many steps have been handed out whole.
-        dropped_tokens: at the end of the texts, tokens of its own rows that are in no segment, neither as input nor as
-            label; 0 before the end, and in the process that asks where a worker reads.
+        step: steps that have been yielded whole.
+        dropped_tokens: at the end, tokens of this process's rows that are in no segment; 0 before the end.
 
     Raises:
-        ValueError: a size is out of range, `texts` can be read once only, or rows cannot be shared; when it is read, a
-            document is no text, the tokenizer makes no token, but for `eos_token`, of those of an epoch, or they do
-            not fill one step.
-        RuntimeError: an iterator is asked for more after another one has begun, or another state was loaded.
+        ValueError: a size is out of range, `texts` can be read once only, or rows cannot be shared; while reading: a
+            document is not a string, the tokenizer makes no token of those of an epoch, or they do not fill one step.
+        RuntimeError: an iterator goes on after another one has begun, or another state was loaded.
     """
 
     def __init__(
@@ -122,24 +112,22 @@ class TextStream(IterableDataset):
         self.rows = [row for first in firsts for row in range(first, first + rows)]
         self._first_epoch = 0
         self._loaded = False
+        self._expected: Mapping[str, int] | None = None
         self._readings = 0
         self._begin()
 
     def _begin(self) -> None:
         self.step = 0
-        # The next document: how often the texts were read, how many documents since, and what these are known by.
+        # The next document: how often the texts were read, how many documents since, and their CRC-32.
         self._epoch, self._documents, self._checksum = self._first_epoch, 0, 0
         self._characters = [0] * self.batch_size
         self._tokens = {row: np.empty(0, dtype=np.int64) for row in self.rows}
-        # The first document that a row does not have yet: after resuming, rows may have read farther than others.
-        self._read = dict.fromkeys(self.rows, (self._epoch, 0))
-        self._has_text = False
         self.dropped_tokens = 0
 
     def __copy__(self) -> "TextStream":
         """The same stream at its beginning: reading one leaves the other where it is, also in its texts' epochs."""
         copied = type(self).__new__(type(self))
-        copied.__dict__ |= self.__dict__ | {"_first_epoch": 0, "_loaded": False}
+        copied.__dict__ |= self.__dict__ | {"_first_epoch": 0, "_loaded": False, "_expected": None}
         if hasattr(self.texts, "set_epoch"):
             copied.texts = copy.copy(self.texts)
         copied._begin()
@@ -147,23 +135,19 @@ class TextStream(IterableDataset):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """What the first document is known by, which is read for it: other texts or symbols have another one."""
-        [[_, text]] = islice(copy.copy(self)._read_documents(), 1)
+        """The tokens of the first document as `text_fingerprint`; other texts or symbols have another one."""
+        [text] = islice(copy.copy(self)._read_documents(), 1)
         return text_fingerprint(self._encode(text))
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration's first reading of the texts counts as epoch `epoch`; `Trainer` calls this.
-
-        Workers that outlive an epoch do not hear of it, which `check_loader` refuses where `texts` has a `set_epoch`.
-        """
+        """The next iteration's first reading of the texts counts as epoch `epoch`; `Trainer` calls this."""
         if not self._loaded:
             self._first_epoch = int(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        info = get_worker_info()
-        if info is not None and info.num_workers > 1:
+        if get_worker_info() is not None:
             raise ValueError(
-                f"{info.num_workers} workers would each read all rows: set num_workers to 0 or 1 "
+                "each worker would read all rows, and none could say how far: set num_workers to 0 "
                 "(dataloader_num_workers in TrainingArguments)"
             )
         if not self._loaded:
@@ -184,7 +168,7 @@ class TextStream(IterableDataset):
             for item in items[:-1]:
                 yield item
                 self._check_reading(reading)
-            # Whoever has the last item has the step, and may ask for the state.
+            # The state after the last item of a step is that of the whole step.
             for row in self.rows:
                 self._tokens[row] = self._tokens[row][self.segment_length :]
             self.step += 1
@@ -192,7 +176,7 @@ class TextStream(IterableDataset):
             self._check_reading(reading)
 
     def _end(self) -> None:
-        """Say what is left where there is no whole step any more; all documents are with their rows then."""
+        """Count and report what is left behind the last whole step."""
         left = [len(tokens) for tokens in self._tokens.values()]
         if self.step == 0:
             which, found, needed = "shortest", min(left), self.segment_length + 1
@@ -217,21 +201,15 @@ class TextStream(IterableDataset):
                 "copy.copy(stream) beside it"
             )
 
-    def _fill(self, row: int, documents: Iterator[tuple[tuple[int, int], str]]) -> None:
+    def _fill(self, row: int, documents: Iterator[str]) -> None:
         """Read documents until a row has a segment and the token after it, or they are at an end."""
         while len(self._tokens[row]) <= self.segment_length:
-            number, text = next(documents, (None, ""))
-            if number is None:
+            if (text := next(documents, None)) is None:
                 return
             given_to = min(range(self.batch_size), key=self._characters.__getitem__)
             self._characters[given_to] += len(text)
-            own = given_to in self._tokens and number >= self._read[given_to]
-            # All processes look for the first text of an epoch, whoever's it is: all notice where there is none.
-            if own or not self._has_text:
-                ids = self._encode(text)
-                self._has_text = self._has_text or bool((ids != self.tokenizer.eos_token_id).any())
-                if own:
-                    self._tokens[given_to] = np.concatenate([self._tokens[given_to], ids])
+            if given_to in self._tokens:
+                self._tokens[given_to] = np.concatenate([self._tokens[given_to], self._encode(text)])
 
     def _encode(self, text: str) -> np.ndarray:
         ids = encode_text(self.tokenizer, text)
@@ -240,42 +218,53 @@ class TextStream(IterableDataset):
 
     # --- documents ---------------------------------------------------------------------------------------------------
 
-    def _read_documents(self) -> Iterator[tuple[tuple[int, int], str]]:
-        """The documents from `_epoch`, `_documents` on, which it moves on, each with its epoch and number.
+    def _read_documents(self) -> Iterator[str]:
+        """The documents from `_epoch`, `_documents` on, which it moves on.
 
         Raises:
-            ValueError: those before them are not what `_checksum` says; there is none, or one that is no text.
+            ValueError: those read have not the checksum that is expected; there is none, or one that is no text.
         """
         while self.epochs is None or self._epoch < self._first_epoch + self.epochs:
             if hasattr(self.texts, "set_epoch"):
                 self.texts.set_epoch(self._epoch)
-            # Of an epoch that is resumed in its middle nobody knows.
-            self._has_text = self._documents > 0
-            documents = enumerate(_read_alone(self.texts))
-            checksum = 0
-            for number, document in islice(documents, self._documents):
-                checksum = _add(checksum, self._text(document, number))
-            if checksum != self._checksum:
-                raise ValueError(
-                    f"the state is of other texts: the first {self._documents} documents of epoch {self._epoch} are "
-                    "not those that it has read; give the same, in the same order"
-                )
-            for number, document in documents:
-                text = self._text(document, number)
-                self._documents, self._checksum = number + 1, _add(self._checksum, text)
-                yield (self._epoch, number), text
+            resumed_at, self._documents, self._checksum = self._documents, 0, 0
+            has_text = False
+            for document in self.texts() if callable(self.texts) else self.texts:
+                text = self._text(document)
+                # The line feed parts documents.
+                self._checksum = zlib.crc32(f"{text}\n".encode(errors="surrogatepass"), self._checksum)
+                self._documents += 1
+                # Whoever's the document is: all processes notice where an epoch has no token but ends of documents.
+                has_text = has_text or bool((self._encode(text) != self.tokenizer.eos_token_id).any())
+                self._compare(ended=False)
+                if self._documents > resumed_at:
+                    yield text
+            self._compare(ended=True)
             if self._documents == 0:
                 raise ValueError("texts has no document")
-            if not self._has_text:
+            if not has_text:
                 raise ValueError(
                     f"texts has no text: the tokenizer makes no token of its {self._documents} document(s)"
                 )
             self._epoch, self._documents, self._checksum = self._epoch + 1, 0, 0
 
-    def _text(self, document, number: int) -> str:
+    def _compare(self, ended: bool) -> None:
+        """Raise a ValueError unless the documents read are those that `expect` was given, once there are as many."""
+        expected = self._expected
+        if expected is None or expected["epoch"] != self._epoch or not expected["documents"]:
+            return
+        if expected["documents"] == self._documents and expected["checksum"] == self._checksum:
+            self._expected = None
+        elif ended or expected["documents"] == self._documents:
+            raise ValueError(
+                f"the state is of other texts: the first {expected['documents']} documents of epoch {self._epoch} are "
+                "not those that it has read; give the same, in the same order"
+            )
+
+    def _text(self, document) -> str:
         text = document.get(self.column) if isinstance(document, Mapping) else document
         if not isinstance(text, str):
-            where = f"document {number} of texts"
+            where = f"document {self._documents} of texts"
             if isinstance(document, Mapping):
                 have = ", ".join(map(str, document))
                 raise ValueError(
@@ -286,6 +275,16 @@ class TextStream(IterableDataset):
 
     # --- state -------------------------------------------------------------------------------------------------------
 
+    @property
+    def documents_read(self) -> dict[str, int]:
+        """Epoch, number and CRC-32 of the documents read so far, for `expect`; JSON can hold it."""
+        return {"epoch": self._epoch, "documents": self._documents, "checksum": self._checksum}
+
+    def expect(self, documents_read: Mapping[str, int]) -> None:
+        """Compare with `documents_read` of another reading: when this one has come as far, other documents are a
+        ValueError."""
+        self._expected = dict(documents_read)
+
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` takes, as JSON can hold it."""
         return {
@@ -293,77 +292,35 @@ class TextStream(IterableDataset):
             "segment_length": self.segment_length,
             "step": self.step,
             "first_epoch": self._first_epoch,
-            "epoch": self._epoch,
-            "documents": self._documents,
-            "checksum": self._checksum,
+            "read": self.documents_read,
             "characters": list(self._characters),
             "rows": {str(row): tokens.tolist() for row, tokens in self._tokens.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on where a state was taken; on several processes, with the states of all of them, in any order.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken; on several processes, each with the state of the one of its rows.
 
         Raises:
-            ValueError: the states are of different steps, of other texts or sizes, or lack a row. Where the first
-                document is the same, other texts are noticed when the stream is read.
+            ValueError: the state is of other texts, sizes or rows. Where the first document is the same, other texts
+                are noticed when the stream is read.
         """
-        states = [state] if isinstance(state, Mapping) else list(state)
-        if len({each["step"] for each in states}) != 1:
-            raise ValueError(f"states are of different steps: {sorted({each['step'] for each in states})}")
-        if any(len(each["characters"]) != self.batch_size for each in states):
+        if (length := state["segment_length"]) != self.segment_length:
+            raise ValueError(f"the state has segment_length={length}, the stream {self.segment_length}")
+        if (batch_size := len(state["characters"])) != self.batch_size:
+            raise ValueError(f"the state has {batch_size} rows, the stream batch_size={self.batch_size}")
+        if (rows := [int(row) for row in state["rows"]]) != self.rows:
             raise ValueError(
-                f"the state has {len(states[0]['characters'])} rows, the stream batch_size={self.batch_size}"
+                f"the state is of rows {rows}, the stream of {self.rows}: go on with as many processes and "
+                "accumulation steps, each with its own state"
             )
-        for each in states:
-            if (length := each.get("segment_length")) != self.segment_length:
-                raise ValueError(f"the state has segment_length={length}, the stream {self.segment_length}")
-            if each.get("checksum") is None:
-                raise ValueError("the state has no checksum of the documents that it has read: begin the text anew")
-            if each.get("text") != self.fingerprint:
-                raise ValueError("the state is of other texts or symbols: their first document has other tokens")
-        tokens, read = {}, {}
-        for each in states:
-            for row, ids in each["rows"].items():
-                tokens[int(row)] = np.asarray(ids, dtype=np.int64)
-                read[int(row)] = each["epoch"], each["documents"]
-        if missing := [row for row in self.rows if row not in tokens]:
-            raise ValueError(f"no state holds row {missing[0]}: give the states of all processes")
-        # The one that has read least: it deals again what others have read already, which `_read` leaves aside.
-        least = min(states, key=lambda each: (each["epoch"], each["documents"]))
-        self.step, self._first_epoch = least["step"], least["first_epoch"]
-        self._epoch, self._documents, self._checksum = least["epoch"], least["documents"], least["checksum"]
-        self._characters = list(least["characters"])
-        self._tokens = {row: tokens[row] for row in self.rows}
-        self._read = {row: read[row] for row in self.rows}
+        if state["text"] != self.fingerprint:
+            raise ValueError("the state is of other texts or symbols: their first document has other tokens")
+        self.step, self._first_epoch = state["step"], state["first_epoch"]
+        self._epoch, self._documents, self._checksum = (
+            state["read"][name] for name in ("epoch", "documents", "checksum")
+        )
+        self.expect(state["read"])
+        self._characters = list(state["characters"])
+        self._tokens = {int(row): np.asarray(ids, dtype=np.int64) for row, ids in state["rows"].items()}
         self._readings += 1
         self._loaded = True
-
-
-def _add(checksum: int, text: str) -> int:
-    """The checksum of texts with one more."""
-    return zlib.crc32(text.encode(errors="surrogatepass"), zlib.crc32(b"\n", checksum))
-
-
-def _read_alone(texts: Iterable | Callable[[], Iterator]) -> Iterator:
-    """The documents as the process itself would read them, in a worker too, of which there is one at most.
-
-    A `datasets.IterableDataset` that is shuffled has another order where it meets a worker, be it the only one.
-    """
-    with _no_worker():
-        documents = iter(texts() if callable(texts) else texts)
-    while True:
-        with _no_worker():
-            try:
-                document = next(documents)
-            except StopIteration:
-                return
-        yield document
-
-
-@contextlib.contextmanager
-def _no_worker() -> Iterator[None]:
-    info, worker._worker_info = worker._worker_info, None
-    try:
-        yield
-    finally:
-        worker._worker_info = info

@@ -1,52 +1,136 @@
-"""A text as tokens: of a folder that `txl-prepare` wrote, or of a file."""
-
-from __future__ import annotations
+"""A text as tokens, of a folder of `txl-prepare` or of a file: one way for any tokenizer, so that figures agree."""
 
 import dataclasses
 import json
 import sys
+import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from io import StringIO
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..transfo_xl.tokenization_transfo_xl_backend import open_lines
-from .corpora import check_is_text, count_batch, count_stream
-from .encoding import (
-    characters_without_tokens,
-    document_end_token,
-    encode_bytes,
-    encode_lines,
-    find_tokenizer,
-    reads_streams,
-)
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
+from ..transfo_xl.tokenization_transfo_xl_backend import check_lines, open_lines
+from .corpora import LINES, check_is_text, count_batch, count_stream
+from .loading import ends_lines, find_tokenizer
 from .midi import EVENTS
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
-    from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "INFORMATION",
-    "TokenisedText",
-    "count_passed",
-    "load_splits",
-    "read_document_end",
-    "read_prepared",
-    "read_raw",
-    "whole",
-]
-
-# What a folder of txl-prepare says of its text.
+# In a folder of txl-prepare: the files, counts and conventions of its text.
 INFORMATION = "corpus.json"
-# Its characters that have no token, and those that the unknown token stands for.
+# Counts of characters that have no token, and that the unknown token stands for.
 PASSED, UNKNOWN = "characters_without_token", "characters_unknown"
+LINE_FEED = 10
+
+
+# --- ids -------------------------------------------------------------------------------------------------------------
+
+
+def encode_lines(tokenizer: PreTrainedTokenizerBase, lines: Iterable[str]) -> np.ndarray:
+    """The ids of lines, one after the other; with `eos_token` after each where `ends_lines` says so.
+
+    Args:
+        tokenizer: a `TransfoXLTokenizer`, or any other of transformers.
+        lines: the lines, each with its end. Each is tokenised by itself: a tokenizer that puts a space before a text
+            puts one before each line.
+
+    Returns:
+        (N,) int64.
+
+    Raises:
+        ValueError: `lines` is one string.
+    """
+    if getattr(tokenizer, "mode", None) is not None and hasattr(tokenizer, "encode_lines"):
+        return tokenizer.encode_lines(lines, ends_lines(tokenizer))
+    check_lines(lines)
+    lines = list(lines)
+    if not lines:
+        return np.empty(0, dtype=np.int64)
+    ids = tokenizer(lines, add_special_tokens=False, verbose=False)["input_ids"]
+    return np.fromiter(chain.from_iterable(ids), dtype=np.int64)
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
+    """The ids of a text, as `encode_lines` over its lines: (N,) int64. Only line feeds end a line."""
+    return encode_lines(tokenizer, StringIO(text, newline="\n").readlines())
+
+
+def reads_streams(tokenizer: Any) -> bool:
+    """Whether the vocabulary is like those of enwik8 and text8, of bytes but the line feed, without an unknown token:
+    `encode_bytes` then reads a file.
+    """
+    mode = getattr(tokenizer, "mode", None)
+    if mode not in ("bytes", "characters") or tokenizer.unk_token is not None:
+        return False
+    symbols = set(tokenizer.symbols) - set(tokenizer.all_special_tokens)
+    if mode == "bytes":
+        # A letter of several bytes is lower-cased as a whole.
+        return str(LINE_FEED) not in symbols and not tokenizer.lower_case
+    return chr(LINE_FEED) not in symbols and all(len(symbol) == 1 and symbol.isascii() for symbol in symbols)
+
+
+def encode_bytes(tokenizer: TransfoXLTokenizer, text: bytes) -> np.ndarray:
+    """The ids of a stream of bytes without its line feeds, as the originals read enwik8 and text8.
+
+    Returns:
+        (N,) int32.
+
+    Raises:
+        ValueError: a byte is not in the vocabulary.
+    """
+    specials = set(tokenizer.all_special_tokens)
+    ids = {symbol: index for index, symbol in enumerate(tokenizer.symbols) if symbol not in specials}
+    symbols = map(str, range(256))
+    if tokenizer.mode == "characters":
+        # As the tokenizer changes them first: a space of text8 is `_`, and letters may be lower-cased.
+        normalizer = tokenizer.backend_tokenizer.normalizer
+        symbols = map(chr if normalizer is None else lambda byte: normalizer.normalize_str(chr(byte)), range(128))
+    table = np.full(256, -1, dtype=np.int32)
+    for byte, symbol in enumerate(symbols):
+        table[byte] = ids.get(symbol, -1)
+    data = np.frombuffer(text, dtype=np.uint8)
+    data = data[data != LINE_FEED]
+    ids = table[data]
+    if (ids < 0).any():
+        raise ValueError(
+            f"byte {data[ids.argmin()]} is not in the vocabulary of {len(tokenizer)} symbols, which is closed: leave "
+            f"it out of the text, or train on what txl-prepare --corpus text --mode {tokenizer.mode} writes"
+        )
+    return ids
+
+
+def document_end_token(tokenizer: Any, token: str) -> int:
+    """The id of the token that ends each document; the tokenizer is one of transformers or of MidiTok.
+
+    Raises:
+        ValueError: it is not in the vocabulary.
+    """
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else tokenizer.vocab
+    if getattr(tokenizer, "mode", None) == "bytes":
+        # By its number, as among the symbols, or as the character that it is.
+        vocabulary = {symbol: index for index, symbol in enumerate(tokenizer.symbols)}
+        vocabulary |= {chr(byte): vocabulary[str(byte)] for byte in range(128) if str(byte) in vocabulary} | vocabulary
+    if token not in vocabulary:
+        shown = token if token.isprintable() else repr(token)
+        raise ValueError(f"--document_end {shown} is no token of the vocabulary")
+    return vocabulary[token]
+
+
+# --- folders and files -----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenisedText:
-    """A tokenised text; `words` and `characters` are those of the whole, None where they are not known, or where so
-    many have no token, or the unknown one, that a figure of each would be off by a thousandth.
+    """A tokenised text; `words` and `characters` are the counts of the whole, None where they are not known, or where
+    more than a thousandth have no token or the unknown one (see `whole`).
     """
 
     token_ids: Any
@@ -56,8 +140,8 @@ class TokenisedText:
     characters: int | None = None
     document_end: int | None = None
 
-    def beginning(self, tokens: int | None) -> TokenisedText:
-        """The first so many tokens, of which words and characters were not counted; None: the whole."""
+    def beginning(self, tokens: int | None) -> "TokenisedText":
+        """The first `tokens` tokens, whose words and characters are not known; None: the whole."""
         if tokens is None or tokens >= len(self.token_ids):
             return self
         return dataclasses.replace(self, token_ids=self.token_ids[:tokens], words=None, characters=None)
@@ -84,7 +168,7 @@ def read_prepared(folder: Path, split: str) -> TokenisedText:
     )
 
 
-def load_splits(folder: Path) -> DatasetDict:
+def load_splits(folder: Path) -> "DatasetDict":
     """The splits of a folder as `datasets` wrote them; token ids stay on the disk.
 
     Raises:
@@ -104,7 +188,7 @@ def load_splits(folder: Path) -> DatasetDict:
 
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """Names what was being read in an error over what is in it."""
+    """Turn an error about the contents of a file or folder into a ValueError that names it."""
     try:
         yield
     except (ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
@@ -140,13 +224,36 @@ def read_raw(path: Path, tokenizer: PreTrainedTokenizerBase) -> TokenisedText:
     return TokenisedText(token_ids, tokenizer, words=known_words, characters=known_characters)
 
 
-def count_passed(tokenizer: Any, lines: Iterable[str], text: str) -> dict[str, int]:
-    """How many characters of lines have no token or an unknown one, if any, for `corpus.json`; it is said to stderr.
+def read_document_end(folder: Path, tokenizer: Any, given: str | None) -> int | None:
+    """The token that ends each document of a folder of `txl-prepare`; None where it is one text.
 
     Args:
-        text: what it is called.
+        given: the value of `--document_end`: a token in place of the one in the folder, or "none"; None without it.
+
+    Raises:
+        ValueError: the token is not in the vocabulary, or `corpus.json` is damaged.
     """
-    passed, unknown, spelled = characters_without_tokens(tokenizer, lines)
+    if given is not None:
+        return None if given == "none" else document_end_token(tokenizer, given)
+    if not (path := folder / INFORMATION).is_file():
+        return None
+    with _damage(path):
+        found = json.loads(path.read_text(encoding="utf-8")).get("document_end")
+        if not (found is None or type(found) is int and 0 <= found < len(tokenizer)):
+            raise ValueError(f"document_end is {found!r}, which is no token")
+    return found
+
+
+# --- characters ------------------------------------------------------------------------------------------------------
+
+
+def count_passed(tokenizer: Any, lines: Iterable[str], text: str) -> dict[str, int]:
+    """Counts of the characters without a token and with the unknown one, if any, for `corpus.json`, and on stderr.
+
+    Args:
+        text: name of the text in the message.
+    """
+    passed, unknown = characters_without_tokens(tokenizer, lines)
     found = {}
     if passed:
         found[PASSED] = passed.total()
@@ -163,43 +270,57 @@ def count_passed(tokenizer: Any, lines: Iterable[str], text: str) -> dict[str, i
             "they are more than a thousandth, no figure per character is given",
             file=sys.stderr,
         )
-    if spelled:
-        often = ", ".join(f"{token} ({count:,})" for token, count in spelled.most_common())
-        print(
-            f"{text}: special tokens stand in it as one token each, not as their characters: {often}. Figures per "
-            "token are not quite those per character",
-            file=sys.stderr,
-        )
     return found
 
 
-def whole(counts: Mapping[str, int]) -> tuple[int | None, int | None]:
-    """Words and characters of a text, None where they are more than its tokens are of, by over a thousandth.
+def characters_without_tokens(tokenizer: Any, lines: Iterable[str]) -> tuple[Counter[str], int]:
+    """The characters of lines that have no token of their own.
 
-    Where a token stands for any unknown word, perplexities per word are published all the same.
+    Not counted are white space and invisible characters; a character that has a token by itself and was joined to
+    others, as an accent is; anything of a `TransfoXLTokenizer` without `unk_token`, which refuses what it lacks; and
+    anything of a tokenizer in Python, which has no offsets.
+
+    Args:
+        lines: as for `encode_lines`.
+
+    Returns:
+        how often each character occurs that no token covers (without `unk_token` a tokenizer may skip it in silence),
+        and how many characters `unk_token` stands for, where the text does not spell it.
+    """
+    passed: Counter[str] = Counter()
+    unknown, refuses = 0, getattr(tokenizer, "mode", None) is not None
+    if not getattr(tokenizer, "is_fast", False) or (refuses and tokenizer.unk_token is None):
+        return passed, unknown
+    lines = iter(lines)
+    while batch := list(islice(lines, LINES)):
+        encoded = tokenizer(batch, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        for line, places, ids in zip(batch, encoded["offset_mapping"], encoded["input_ids"], strict=True):
+            end = 0
+            for (start, stop), token in zip(places, ids, strict=True):
+                if token == tokenizer.unk_token_id and line[start:stop] != tokenizer.unk_token:
+                    unknown += stop - start
+                if not refuses:
+                    passed.update(line[end:start])
+                end = max(end, stop)
+            if not refuses:
+                passed.update(line[end:])
+    seen = {char: count for char, count in passed.items() if not _is_passed_over(tokenizer, char)}
+    return Counter(seen), unknown
+
+
+def _is_passed_over(tokenizer: Any, char: str) -> bool:
+    """Whether a character between tokens is white space, invisible, or has a token by itself."""
+    if char.isspace() or unicodedata.category(char) in ("Cc", "Cf"):
+        return True
+    return bool(tokenizer(char, add_special_tokens=False)["input_ids"])
+
+
+def whole(counts: Mapping[str, int]) -> tuple[int | None, int | None]:
+    """Words and characters of a text; None where more than a thousandth of the characters have no token, or, for
+    characters, the unknown one: perplexities per word are published with unknown words.
     """
     words, characters = counts.get("words"), counts.get("characters")
     limit = (characters or 0) / 1000
     if counts.get(PASSED, 0) > limit:
         return None, None
     return words, None if counts.get(PASSED, 0) + counts.get(UNKNOWN, 0) > limit else characters
-
-
-def read_document_end(folder: Path, tokenizer: Any, given: str | None) -> int | None:
-    """The token that ends each document of a folder of `txl-prepare`; None where it is one text.
-
-    Args:
-        given: what `--document_end` says: a token instead of the one that was written, or "none". None: nothing.
-
-    Raises:
-        ValueError: the token is not in the vocabulary, or what says so in the folder is damaged.
-    """
-    if given is not None:
-        return None if given == "none" else document_end_token(tokenizer, given)
-    if not (path := folder / INFORMATION).is_file():
-        return None
-    with _damage(path):
-        found = json.loads(path.read_text(encoding="utf-8")).get("document_end")
-        if not (found is None or type(found) is int and 0 <= found < len(tokenizer)):
-            raise ValueError(f"document_end is {found!r}, which is no token")
-    return found

@@ -14,8 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from ..data.columns import open_tokens
-from ..data.streams import check_document_end, check_sizes, check_tokens, document_starts, read_tokens
+from ..data.streams import (
+    check_document_end,
+    check_sizes,
+    check_tokens,
+    document_starts,
+    open_tokens,
+    read_tokens,
+)
 from ..kernels.captured import SegmentsAlike
 from ..transfo_xl.cache_transfo_xl import CACHE_NAME
 from ..transfo_xl.memory_transfo_xl import MemoryLengths, memory_of

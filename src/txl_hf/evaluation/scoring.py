@@ -16,8 +16,14 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ..data.encoding import check_symbols_of, find_tokenizer, load_tokenizer
-from ..data.loading import find_device, load_config, load_language_model
+from ..data.loading import (
+    check_symbols_of,
+    find_device,
+    find_tokenizer,
+    load_config,
+    load_language_model,
+    load_tokenizer,
+)
 from ..data.streams import check_sizes
 from ..data.texts import TokenisedText, read_document_end, read_prepared, read_raw
 from ..files import whole_file, write_text

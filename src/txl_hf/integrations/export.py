@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None):
         if options.output.exists():
             raise FileExistsError(f"{options.output} exists: choose another folder, or remove it")
         # Here, so that nothing slow is loaded to refuse an option.
-        from ..data.encoding import has_tokenizer
+        from ..data.loading import has_tokenizer
         from .graphs import export
 
         for name, difference in export(options.model, options.output).items():

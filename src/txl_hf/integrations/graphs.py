@@ -12,8 +12,7 @@ import onnxscript  # noqa: F401 -- so it does this.
 import torch
 from torch import Tensor, nn
 
-from ..data.encoding import find_tokenizer
-from ..data.loading import load_config, load_language_model
+from ..data.loading import find_tokenizer, load_config, load_language_model
 from ..files import whole_folder
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 

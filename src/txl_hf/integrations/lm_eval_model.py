@@ -15,9 +15,9 @@ from tqdm.auto import tqdm
 from transformers import StoppingCriteria
 
 from ..command_line import hub_or_folder
-from ..data.encoding import encode_text, ends_lines, load_tokenizer
-from ..data.loading import load_language_model
+from ..data.loading import ends_lines, load_language_model, load_tokenizer
 from ..data.streams import check_sizes
+from ..data.texts import encode_text
 from ..evaluation.language_model import evaluate_language_model
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 

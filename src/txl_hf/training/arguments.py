@@ -456,7 +456,8 @@ def check_output(output: Path, run: RunArguments):
     """Raise a FileExistsError if something would be lost."""
     if not output.exists() or (output.is_dir() and all(path.name == LOCK_NAME for path in output.iterdir())):
         return
-    if not all((output / name).is_file() for name in (RECIPE, LOCK_NAME)):
+    # filelock may remove its file when a run ends.
+    if not (output / RECIPE).is_file():
         raise FileExistsError(f"--output {output} exists and is not from txl-train: choose another folder")
     if not (run.resume or run.overwrite):
         raise FileExistsError(f"--output {output} is in use: go on with --resume, or start again with --overwrite")

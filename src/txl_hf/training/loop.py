@@ -17,9 +17,8 @@ from accelerate.utils import set_seed
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from ..data.columns import open_tokens
-from ..data.encoding import fill_special_tokens
-from ..data.streams import check_loader, describe_stream
+from ..data.loading import fill_special_tokens
+from ..data.streams import check_loader, describe_stream, open_tokens
 from ..evaluation.cards import base_model_of
 from ..evaluation.language_model import figures
 from ..files import disk_errors, move_into_place, name_of, options_that_differ, whole_folder, write_text

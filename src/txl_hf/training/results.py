@@ -7,12 +7,13 @@ import re
 import shutil
 import sys
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import matplotlib
 import torch
 import yaml  # type: ignore[import-untyped]
 from accelerate import Accelerator
+from filelock import FileLock
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
@@ -70,7 +71,7 @@ DRAWN = ("seed", "init", "init_range", "init_std", "proj_init_std", "model_name_
 # --- folder ----------------------------------------------------------------------------------------------------------
 
 
-def lock_output(output: Path, run: RunArguments) -> IO:
+def lock_output(output: Path, run: RunArguments) -> FileLock:
     """Make the folder of a run and keep other runs from it: what is returned holds it until this process ends."""
     output.mkdir(parents=True, exist_ok=True)
     lock = lock_folder(output)

@@ -22,8 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, get_scheduler
 
-from ..data.encoding import check_symbols_of, load_tokenizer
-from ..data.loading import load_config, load_language_model
+from ..data.loading import check_symbols_of, load_config, load_language_model, load_tokenizer
 from ..data.midi import EVENTS
 from ..data.streams import TokenStream, as_item, read_tokens
 from ..data.texts import load_splits, read_document_end

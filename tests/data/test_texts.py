@@ -8,16 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from txl_hf import TransfoXLConfig, TransfoXLTokenizer
-from txl_hf.data.encoding import (
-    document_end_token,
-    encode_bytes,
-    encode_lines,
-    encode_text,
-    ends_lines,
-    fill_special_tokens,
-    find_tokenizer,
-    reads_streams,
-)
+from txl_hf.data.loading import ends_lines, fill_special_tokens, find_tokenizer
+from txl_hf.data.texts import document_end_token, encode_bytes, encode_lines, encode_text, reads_streams
 
 
 def test_a_tokenizer_of_pieces_gets_every_character_and_no_other_symbol():

@@ -1,23 +1,44 @@
-"""What may follow what in a piece of music, told by MidiTok's own graph of token types."""
+"""Bars of a piece of music, and which token may follow which, by MidiTok's own graph of token types."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from .midi import CHANNELS
+from txl_hf.command_line import one_line_errors
+from txl_hf.data.midi import last_end
 
-if TYPE_CHECKING:
-    from miditok import MusicTokenizer
+with one_line_errors():
+    from miditok import MusicTokenizer, TokSequence
+    from symusic import Score
 
-__all__ = ["MusicGrammar", "Place"]
-
+# Of MIDI, each with an instrument, without that of drums.
+CHANNELS = 15
 ONCE = ("KeySig", "Tempo", "TimeSig")
 PITCHES = ("Pitch", "PitchDrum")
 DRUMS = "-1"
+
+
+def bar_lines(score: Score) -> np.ndarray:
+    """Where each bar begins, and where the last one with a note ends, in ticks: (bars + 1,), of at least one bar.
+
+    Until the first metre it is 4/4; a bar in which it changes ends there, but for the last.
+    """
+    whole = 4 * score.ticks_per_quarter
+    # One of no parts, or of parts of no length, which a broken file may have, says nothing.
+    metres = [metre for metre in score.time_signatures if metre.numerator and metre.denominator]
+    lengths = [whole * metre.numerator / metre.denominator for metre in metres]
+    end = last_end(score)
+    lines = [0.0]
+    for length, until in zip([whole, *lengths], [*(metre.time for metre in metres), end], strict=True):
+        while lines[-1] < min(until, end):
+            # The last bar is a whole one, whenever its last note ends.
+            following = lines[-1] + length
+            lines.append(following if until >= end else min(following, until))
+    return np.array(lines)
 
 
 @dataclass(frozen=True)
@@ -62,7 +83,7 @@ class MusicGrammar(LogitsProcessor):
             some tell a pitch by its interval from another.
     """
 
-    def __init__(self, tokenizer: "MusicTokenizer", bars: int | None = None):
+    def __init__(self, tokenizer: MusicTokenizer, bars: int | None = None):
         if tokenizer.is_multi_voc or "Bar" not in tokenizer.tokens_types_graph:
             raise ValueError(f"{type(tokenizer).__name__} has compound tokens or none for bars: use REMI")
         if tokenizer.config.use_rests or tokenizer.config.additional_params.get("use_bar_end_tokens"):
@@ -85,8 +106,6 @@ class MusicGrammar(LogitsProcessor):
 
     def _parts(self, index: int) -> list[tuple[str, str]]:
         """Type and value of each of the tokens that are joined in one."""
-        from miditok import TokSequence
-
         sequence = TokSequence(ids=[index], are_ids_encoded=self.tokenizer.is_trained)
         self.tokenizer.decode_token_ids(sequence)
         self.tokenizer.complete_sequence(sequence)
