@@ -38,6 +38,7 @@ from txl_hf.data.loading import find_device, load_config, load_language_model
 from txl_hf.data.texts import read_prepared
 from txl_hf.evaluation.dynamic import Diverged, parameters_of
 from txl_hf.evaluation.language_model import LanguageModelEvaluation, evaluate_caches
+from txl_hf.evaluation.reading import Reading
 from txl_hf.evaluation.scoring import (
     check_number,
     check_protocol,
@@ -237,7 +238,7 @@ def read(
     protocol: dict[str, Any],
 ) -> list[Point]:
     started = time.perf_counter()
-    results = evaluate_caches(model, token_ids, caches=caches, dynamic=dynamic, **protocol)
+    results = evaluate_caches(model, token_ids, reading=Reading(**protocol), caches=caches, dynamic=dynamic)
     seconds = time.perf_counter() - started
     for result in results:
         check_number(result)

@@ -145,7 +145,10 @@ def test_statistics_are_taken_once_for_many_readings(make_model, make_ids, setti
     [
         ({"segment_length": 6}, "taken with segment_length=5, and the text is read with segment_length=6:"),
         ({"batch_size": 2}, "taken with batch_size=3, and .* with batch_size=2:"),
-        ({"memory_length": 9, "clamp_len": 2}, "taken with mem_len=7, clamp_len=-1, and .* mem_len=9, clamp_len=2:"),
+        (
+            {"memory_length": 9, "clamp_len": 2},
+            "taken with memory_length=7, clamp_len=-1, and .* memory_length=9, clamp_len=2:",
+        ),
         ({"ext_len": 1}, "taken with ext_len=0"),
         ({"same_length": True}, "taken with same_length=False"),
         ({"document_end": 7}, "taken with documents=False, and .* with documents=True:"),

@@ -15,6 +15,7 @@ import adaptation_process
 import launcher
 from txl_hf import ContinuousCache, DynamicEvaluation, TransfoXLForCausalLM, evaluate_language_model, token_losses
 from txl_hf.evaluation.language_model import evaluate_caches
+from txl_hf.evaluation.reading import Reading
 from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache
 
 
@@ -80,7 +81,7 @@ def test_several_caches_in_one_reading(make_model, make_ids):
     model, ids = make_model(), make_ids(1, 60, vocab_size=12)[0]
     passes = []
     model.transformer.register_forward_hook(lambda *_: passes.append(None))
-    results = evaluate_caches(model, ids, 6, caches=[None, *CACHES])
+    results = evaluate_caches(model, ids, Reading(6), [None, *CACHES])
     assert len(passes) == 10
     for cache, result in zip([None, *CACHES], results, strict=True):
         assert result.nll == pytest.approx(evaluate_language_model(model, ids, 6, cache=cache).nll, rel=1e-6)
@@ -89,7 +90,7 @@ def test_several_caches_in_one_reading(make_model, make_ids):
     # With weight 0 it is the model alone, and of one position the temperature does not matter.
     assert len({round(result.nll, 5) for result in results}) == 1 + 1 + 4
     with pytest.raises(ValueError, match="caches is empty"):
-        evaluate_caches(model, ids, 6, caches=[])
+        evaluate_caches(model, ids, Reading(6), [])
 
 
 class Widths(TorchDispatchMode):

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models import small_model
 from recorder import Recorder, let_the_host_wait
-from txl_hf import ContinuousCache, MemoryLengths, TransfoXLForCausalLM, evaluate_language_model, token_losses
+from txl_hf import ContinuousCache, TransfoXLForCausalLM, evaluate_language_model, token_losses
 from txl_hf.evaluation import reading
 from txl_hf.kernels import captured
 from txl_hf.kernels.captured import SEGMENTS_BEFORE, why_not_captured
@@ -183,7 +183,7 @@ def test_a_graph_that_cannot_be_captured_is_done_without(monkeypatch, caplog, wa
 
 def read_until_captured(model, ids) -> reading.Reader:
     """A reader that has read a segment, (1, L), as often as it takes to try a graph."""
-    reader = reading.Reader(model, MemoryLengths(), None)
+    reader = reading.Reader(model, reading.Reading(5))
     for _ in range(math.ceil(model.config.mem_len / ids.shape[1]) + SEGMENTS_BEFORE):
         reader.read(reading.Segment(0, ids, ids, ids, None, ids.numel(), ids.numel()))
     return reader
@@ -295,7 +295,7 @@ class TestOnGPU:
     @torch.no_grad()
     def test_the_host_waits_for_nothing(self):
         model = tiny_model().cuda()
-        reader = reading.Reader(model, MemoryLengths(), None)
+        reader = reading.Reader(model, reading.Reading(5))
         ids = text(5)[None].cuda()
         segment = reading.Segment(0, ids, ids, ids, None, 5, 5)
         for _ in range(SEGMENTS_BEFORE + 6):

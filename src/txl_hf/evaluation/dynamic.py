@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
@@ -15,19 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from tqdm.auto import tqdm
 
-from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
-from .reading import Reader, Segment, Text, at_the_end, device_of, evaluating, open_text, using
-
-__all__ = [
-    "Adaptation",
-    "Diverged",
-    "DynamicEvaluation",
-    "GradientStatistics",
-    "adapting",
-    "following",
-    "parameters_of",
-]
+from .reading import LENGTHS, Reader, Reading, Segment, Text, at_the_end, device_of, evaluating, open_text, using
 
 # The adaptations that have not ended, in their order.
 _begun: list["Adaptation"] = []
@@ -140,9 +129,8 @@ class DynamicEvaluation:
         if isinstance(token_ids, Tensor):
             # As `generate` has it, where the model is.
             token_ids = token_ids.cpu()
-        lengths = MemoryLengths(mem_len=memory_length)
-        text = open_text(model, token_ids, segment_length, lengths)
-        with adapting(model, self, text, lengths, None, progress) as adaptation:
+        text = open_text(model, token_ids, Reading(segment_length, memory_length, progress=progress))
+        with adapting(model, self, text) as adaptation:
             bar = tqdm(total=text.tokens, unit="token", desc="adapt", disable=not progress)
             with following(model), bar:
                 for segment, _, _ in adaptation.losses(text):
@@ -195,12 +183,21 @@ class GradientStatistics:
         Raises:
             ValueError, RuntimeError: as `evaluate_language_model`.
         """
-        lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
-        text = open_text(model, token_ids, segment_length, lengths, batch_size, 0, document_end, accelerator)
+        reading = Reading(
+            segment_length,
+            memory_length,
+            batch_size,
+            ext_len=ext_len,
+            clamp_len=clamp_len,
+            same_length=same_length,
+            document_end=document_end,
+            accelerator=accelerator,
+            progress=progress,
+        )
+        text = open_text(model, token_ids, reading)
         with using(model, alone=True), following(model):
-            adaptation = Adaptation(model, DynamicEvaluation(0.0, parameters=parameters), lengths, accelerator)
-            roots = adaptation.collect(text, progress)
-            return cls(roots, len(token_ids), _protocol(text, lengths, model))
+            adaptation = Adaptation(model, DynamicEvaluation(0.0, parameters=parameters), text.reading)
+            return cls(adaptation.collect(text), len(token_ids), _protocol(text))
 
     def __len__(self) -> int:
         """How many tokens they were taken from."""
@@ -224,10 +221,10 @@ class GradientStatistics:
 class Adaptation:
     """The parameters that follow a text, and where they began; made by `adapting`."""
 
-    def __init__(self, model: TransfoXLForCausalLM, dynamic: DynamicEvaluation, lengths: MemoryLengths, accelerator):
-        self._model, self._dynamic, self._lengths, self._accelerator = model, dynamic, lengths, accelerator
+    def __init__(self, model: TransfoXLForCausalLM, dynamic: DynamicEvaluation, reading: Reading):
+        self._model, self._dynamic, self._accelerator = model, dynamic, reading.accelerator
         halves = any(parameter.dtype == torch.float16 for parameter in model.parameters())
-        if halves or (accelerator is not None and accelerator.mixed_precision == "fp16"):
+        if halves or (reading.accelerator is not None and reading.accelerator.mixed_precision == "fp16"):
             raise ValueError("dynamic evaluation loses small gradients in float16: take bfloat16 or float32")
         for name, module in model.named_modules():
             if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
@@ -295,14 +292,14 @@ class Adaptation:
         lost = (~losses.isfinite()).sum()
         return bool((lost if self._accelerator is None else self._accelerator.reduce(lost, "sum")) > 0)
 
-    def collect(self, text: Text, progress: bool) -> dict[str, Tensor]:
+    def collect(self, text: Text) -> dict[str, Tensor]:
         """√S of each parameter by its name, from a text.
 
         Raises:
             ValueError: a loss is not finite, in whichever process.
         """
         squares = [torch.zeros_like(weight) for weight in self._weights]
-        with tqdm(total=text.share_tokens, unit="token", desc="statistics", disable=not progress) as bar:
+        with tqdm(total=text.share_tokens, unit="token", desc="statistics", disable=not text.reading.progress) as bar:
             for segment, _, losses in self._read(text):
                 if self._lost(losses):
                     raise ValueError(
@@ -369,13 +366,13 @@ class Adaptation:
     def _read(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
         """As `Reader.losses`, with the losses of all labels, those of a warm-up too."""
         # Projected keys and values would be those of other weights.
-        reader = Reader(self._model, self._lengths, self._accelerator, projected=False)
+        reader = Reader(self._model, text.reading, projected=False)
         if any(isinstance(module, FSDPModule) for module in self._model.modules()):
             raise ValueError(
                 "dynamic evaluation changes whole weights, which FSDP keeps in parts: evaluate the model that was "
                 "saved, with one copy in each process"
             )
-        for segment in text.segments(self._lengths.of(self._model.config).ext_len, device_of(self._model)):
+        for segment in text.segments(device_of(self._model)):
             [hidden_states], losses = reader.read_and_score([segment], segment.labels)
             yield segment, hidden_states, losses
 
@@ -415,57 +412,42 @@ class Adaptation:
 
 
 @contextmanager
-def adapting(
-    model: TransfoXLForCausalLM,
-    dynamic: DynamicEvaluation,
-    text: Text,
-    lengths: MemoryLengths,
-    accelerator: Any,
-    progress: bool,
-) -> Iterator[Adaptation]:
+def adapting(model: TransfoXLForCausalLM, dynamic: DynamicEvaluation, text: Text) -> Iterator[Adaptation]:
     """What reads a text so that the weights follow it; they come back at the end, whatever happens.
 
     Args:
-        model, accelerator, progress: see `evaluate_language_model`.
-        dynamic: how they follow.
+        model: see `evaluate_language_model`. dynamic: how they follow.
         text: what is going to be read; the statistics are read in as many streams and as long segments.
-        lengths: those of the reading.
     """
     with using(model, alone=True):
         with following(model):
-            adaptation = Adaptation(model, dynamic, lengths, accelerator)
+            adaptation = Adaptation(model, dynamic, text.reading)
         with at_the_end(adaptation.restore):
             adaptation.begin()
             if isinstance(dynamic.statistics, GradientStatistics):
-                dynamic.statistics.check(_protocol(text, lengths, model))
+                dynamic.statistics.check(_protocol(text))
                 adaptation.take(dynamic.statistics.roots)
             elif dynamic.statistics is not None:
-                statistics = _open_statistics(dynamic.statistics, model, text, accelerator)
+                statistics = _open_statistics(dynamic.statistics, model, text)
                 with following(model):
-                    adaptation.take(adaptation.collect(statistics, progress))
+                    adaptation.take(adaptation.collect(statistics))
             yield adaptation
 
 
-def _open_statistics(token_ids: Any, model: TransfoXLForCausalLM, text: Text, accelerator: Any) -> Text:
+def _open_statistics(token_ids: Any, model: TransfoXLForCausalLM, text: Text) -> Text:
     """A training text, to be read as another one is."""
     # Places are those of the text, but a token ends documents of every text.
     document_end = text.document_end if isinstance(text.document_end, int) else None
     try:
-        return Text(
-            token_ids, text.segment_length, text.batch_size, 0, accelerator, model.config.vocab_size, document_end
-        )
+        return open_text(model, token_ids, replace(text.reading, warm_up=0, document_end=document_end))
     except ValueError as error:
         raise ValueError(f"statistics: {error}") from None
 
 
-def _protocol(text: Text, lengths: MemoryLengths, model: TransfoXLForCausalLM) -> dict[str, int | bool | None]:
+def _protocol(text: Text) -> dict[str, int | bool | None]:
     """What the gradients of a segment depend on, beside weights and text."""
-    return {
-        "segment_length": text.segment_length,
-        "batch_size": text.batch_size,
-        "documents": text.document_end is not None,
-        **asdict(lengths.of(model.config)),
-    }
+    lengths = {name: getattr(text.reading, name) for name in LENGTHS}
+    return {**lengths, "documents": text.document_end is not None}
 
 
 @contextmanager

@@ -12,25 +12,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..data.streams import check_sizes, describe_document_end
-from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .continuous_cache import ContinuousCache, History
 from .dynamic import DynamicEvaluation, adapting, following
-from .reading import TOKENS_MOVED, Reader, Segment, Text, device_of, evaluating, open_text
-
-__all__ = [
-    "LENGTHS",
-    "LanguageModelEvaluation",
-    "bits",
-    "evaluate_caches",
-    "evaluate_language_model",
-    "figures",
-    "perplexity",
-    "token_losses",
-]
-
-# Of an evaluation, what says how the text was read: arguments of `evaluate_language_model`.
-LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_length", "batch_size")
+from .reading import LENGTHS, TOKENS_MOVED, Reader, Reading, Segment, Text, device_of, evaluating, open_text
 
 
 @dataclass(frozen=True)
@@ -173,45 +158,27 @@ def evaluate_language_model(
         RuntimeError: another thread evaluates the model, and one of the two changes it meanwhile: by `dynamic`, or
             because it is in training mode.
     """
-    return evaluate_caches(
-        model,
-        token_ids,
+    reading = Reading(
         segment_length,
         memory_length,
         batch_size,
-        caches=[cache],
-        warm_up=warm_up,
-        ext_len=ext_len,
-        clamp_len=clamp_len,
-        same_length=same_length,
-        dynamic=dynamic,
-        document_end=document_end,
-        accelerator=accelerator,
-        progress=progress,
-    )[0]
-
-
-def _sum(losses: Tensor) -> Tensor:
-    """In fp64, which Apple's GPUs do not have."""
-    return (losses.cpu() if losses.device.type == "mps" else losses).double().sum()
+        warm_up,
+        ext_len,
+        clamp_len,
+        same_length,
+        document_end,
+        accelerator,
+        progress,
+    )
+    return evaluate_caches(model, token_ids, reading, [cache], dynamic)[0]
 
 
 def evaluate_caches(
     model: TransfoXLForCausalLM,
     token_ids,
-    segment_length: int,
-    memory_length: int | None = None,
-    batch_size: int = 1,
-    *,
+    reading: Reading,
     caches: Sequence[ContinuousCache | None],
-    warm_up: int = 0,
-    ext_len: int | None = None,
-    clamp_len: int | None = None,
-    same_length: bool | None = None,
     dynamic: DynamicEvaluation | None = None,
-    document_end: int | Sequence[int] | np.ndarray | None = None,
-    accelerator: Any = None,
-    progress: bool = False,
 ) -> list[LanguageModelEvaluation]:
     """`evaluate_language_model` with each of several caches (None: without one), while the text is read only once.
 
@@ -220,35 +187,34 @@ def evaluate_caches(
     """
     if not caches:
         raise ValueError("caches is empty: give [None] for one reading without any")
-    lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
-    text = open_text(model, token_ids, segment_length, lengths, batch_size, warm_up, document_end, accelerator)
-    filled = lengths.of(model.config)
-    with _reading(model, text, lengths, dynamic, caches, accelerator, progress) as losses:
+    text = open_text(model, token_ids, reading)
+    reading = text.reading
+    with _losses(model, text, dynamic, caches) as losses:
         # Not read before the end, so that an accelerator need not wait for the processor.
         totals = sum(
             (torch.stack([_sum(part) for part in parts]) for _, parts in losses),
             start=torch.zeros((), dtype=torch.float64),
         )
-        if accelerator is not None:
-            totals = accelerator.reduce(totals, "sum")
+        if reading.accelerator is not None:
+            totals = reading.accelerator.reduce(totals, "sum")
+    settings = {name: getattr(reading, name) for name in (*LENGTHS, "warm_up")}
     return [
         LanguageModelEvaluation(
             nll=total / text.tokens,
             tokens=text.tokens,
             text_tokens=len(token_ids),
-            segment_length=segment_length,
-            memory_length=filled.mem_len,
-            batch_size=batch_size,
-            warm_up=warm_up,
-            ext_len=filled.ext_len,
-            clamp_len=filled.clamp_len,
-            same_length=filled.same_length,
             dynamic=None if dynamic is None else dynamic.describe(),
             cache=None if cache is None else cache.describe(),
             document_end=describe_document_end(text.document_end),
+            **settings,
         )
         for cache, total in zip(caches, totals.tolist(), strict=True)
     ]
+
+
+def _sum(losses: Tensor) -> Tensor:
+    """In fp64, which Apple's GPUs do not have."""
+    return (losses.cpu() if losses.device.type == "mps" else losses).double().sum()
 
 
 def token_losses(
@@ -281,9 +247,20 @@ def token_losses(
     Raises:
         ValueError, RuntimeError: as `evaluate_language_model`.
     """
-    lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
-    text = open_text(model, token_ids, segment_length, lengths, batch_size, warm_up, document_end, accelerator)
-    with _reading(model, text, lengths, dynamic, [cache], accelerator, progress) as losses:
+    reading = Reading(
+        segment_length,
+        memory_length,
+        batch_size,
+        warm_up,
+        ext_len,
+        clamp_len,
+        same_length,
+        document_end,
+        accelerator,
+        progress,
+    )
+    text = open_text(model, token_ids, reading)
+    with _losses(model, text, dynamic, [cache]) as losses:
         result = torch.zeros(text.tokens)
         for begin, part in _on_host((begin, part) for begin, (part,) in losses):
             text.place(result, begin, part)
@@ -295,14 +272,11 @@ def token_losses(
 
 
 @contextmanager
-def _reading(
+def _losses(
     model: TransfoXLForCausalLM,
     text: Text,
-    lengths: MemoryLengths,
     dynamic: DynamicEvaluation | None,
     caches: Sequence[ContinuousCache | None],
-    accelerator: Any,
-    progress: bool,
 ) -> Iterator[Iterator[tuple[int, list[Tensor]]]]:
     """Of each segment the column where it begins and with each cache its (B, L) losses, 0 where nothing is scored."""
     if not isinstance(dynamic, DynamicEvaluation | None):
@@ -310,12 +284,12 @@ def _reading(
     for cache in caches:
         if not isinstance(cache, ContinuousCache | None):
             raise ValueError(f"cache={cache!r} must be a ContinuousCache: ContinuousCache(2000, 0.1, 0.01), say")
-    bar = tqdm(total=text.share_tokens, unit="token", desc="evaluate", disable=not progress)
+    bar = tqdm(total=text.share_tokens, unit="token", desc="evaluate", disable=not text.reading.progress)
     if dynamic is None:
         with evaluating(model), torch.no_grad(), bar:
-            yield _mix(Reader(model, lengths, accelerator).losses(text), caches, bar)
+            yield _mix(Reader(model, text.reading).losses(text), caches, bar)
     else:
-        with adapting(model, dynamic, text, lengths, accelerator, progress) as adaptation, following(model), bar:
+        with adapting(model, dynamic, text) as adaptation, following(model), bar:
             yield _mix(adaptation.losses(text), caches, bar)
 
 

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -18,10 +18,9 @@ from ..data.columns import open_tokens
 from ..data.streams import check_document_end, check_sizes, check_tokens, document_starts, read_tokens
 from ..kernels.captured import SegmentsAlike
 from ..transfo_xl.cache_transfo_xl import CACHE_NAME
+from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.memory_transfo_xl import MemoryLengths, memory_of
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
-
-__all__ = ["TOKENS_MOVED", "Reader", "Segment", "Text", "at_the_end", "device_of", "evaluating", "open_text", "using"]
 
 # Between the host and a device the text and its losses move in pieces of so many tokens.
 TOKENS_MOVED = 2**20
@@ -31,6 +30,52 @@ TOKENS_AT_ONCE = 1024
 # Of each model that is being read, by which threads, and whether one of them changes its weights meanwhile.
 _uses: WeakKeyDictionary[nn.Module, list["_Use"]] = WeakKeyDictionary()
 _uses_lock = threading.Lock()
+
+
+# The fields of `Reading` with which a figure can be found again; `txl-train` keeps them beside its figures.
+LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_length", "batch_size")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a text is read: the arguments of `evaluate_language_model` without the model, the text and what is mixed in.
+
+    Attributes:
+        segment_length, memory_length, …: as there.
+    """
+
+    segment_length: int
+    memory_length: int | None = None
+    batch_size: int = 1
+    warm_up: int = 0
+    ext_len: int | None = None
+    clamp_len: int | None = None
+    same_length: bool | None = None
+    document_end: int | Sequence[int] | np.ndarray | None = None
+    accelerator: Any = None
+    progress: bool = False
+
+    @property
+    def lengths(self) -> MemoryLengths:
+        """The argument `lengths` of the model's forward."""
+        return MemoryLengths(self.memory_length, self.ext_len, self.clamp_len, self.same_length)
+
+    def of(self, config: TransfoXLConfig) -> "Reading":
+        """The same reading with the configuration's lengths in the place of None.
+
+        Raises:
+            ValueError: a length is out of range, or the model's positions allow no memory or no documents.
+        """
+        filled = self.lengths.of(config)
+        if self.document_end is not None:
+            config.check_documents("document_end and the text", filled.mem_len)
+        return replace(
+            self,
+            memory_length=filled.mem_len,
+            ext_len=filled.ext_len,
+            clamp_len=filled.clamp_len,
+            same_length=filled.same_length,
+        )
 
 
 class Segment(NamedTuple):
@@ -56,10 +101,11 @@ class Segment(NamedTuple):
 
 
 class Text:
-    """Where the streams of a text are, which of them this process reads, and which tokens are scored.
+    """The streams of a text, which of them this process reads, and which tokens are scored.
 
     Args:
-        token_ids, segment_length, batch_size, warm_up, accelerator, document_end: see `evaluate_language_model`.
+        token_ids: see `evaluate_language_model`.
+        reading: with all lengths, see `Reading.of`.
         vocab_size: ids from there on are errors. They are looked for before the first pass, because the last segment
             of a long text is hours away.
 
@@ -73,24 +119,16 @@ class Text:
         ValueError: see `evaluate_language_model`.
     """
 
-    def __init__(
-        self,
-        token_ids,
-        segment_length: int,
-        batch_size: int,
-        warm_up: int,
-        accelerator: Any,
-        vocab_size: int,
-        document_end: int | Sequence[int] | np.ndarray | None = None,
-    ):
-        check_sizes(segment_length=segment_length, batch_size=batch_size)
+    def __init__(self, token_ids, reading: Reading, vocab_size: int):
+        batch_size, warm_up, accelerator = reading.batch_size, reading.warm_up, reading.accelerator
+        check_sizes(segment_length=reading.segment_length, batch_size=batch_size)
         check_sizes(least=0, warm_up=warm_up)
         token_ids = open_tokens(token_ids)
         check_tokens(token_ids)
         if len(token_ids) < batch_size:
             raise ValueError(f"batch_size={batch_size} streams are more than the text has tokens ({len(token_ids)})")
-        self.token_ids, self.segment_length, self.batch_size = token_ids, segment_length, batch_size
-        self.document_end = check_document_end(document_end, len(token_ids))
+        self.token_ids, self.reading = token_ids, reading
+        self.document_end = check_document_end(reading.document_end, len(token_ids))
         if isinstance(self.document_end, int) and self.document_end >= vocab_size:
             raise ValueError(f"document_end={self.document_end} lies outside the vocabulary [0, {vocab_size})")
         self.unscored = max(warm_up, 1)
@@ -113,17 +151,18 @@ class Text:
         self._before = self._scored(self._streams[:first], 0, self.length)
         _check_vocabulary(token_ids, vocab_size)
 
-    def segments(self, ext_len: int, device: torch.device) -> Iterator[Segment]:
+    def segments(self, device: torch.device) -> Iterator[Segment]:
         """All passes; in each up to `ext_len` tokens are read again."""
+        segment_length, ext_len = self.reading.segment_length, self.reading.ext_len or 0
         # A whole number of segments, so that no segment is cut by the end of a piece.
-        at_once = max(1, TOKENS_MOVED // (len(self.share) * self.segment_length)) * self.segment_length
+        at_once = max(1, TOKENS_MOVED // (len(self.share) * segment_length)) * segment_length
         for start in range(0, self.length, at_once):
             stop = min(start + at_once, self.length)
             first = max(0, start - ext_len)
             rows, starts = self._rows(first, stop + 1).to(device), self._document_starts(first, stop)
             starts = None if starts is None else starts.to(device)
-            for begin in range(start, stop, self.segment_length):
-                end = min(begin + self.segment_length, stop)
+            for begin in range(start, stop, segment_length):
+                end = min(begin + segment_length, stop)
                 labels = targets = rows[:, begin + 1 - first : end + 1 - first]
                 if begin + 1 < self.unscored:
                     targets = labels.clone()
@@ -175,25 +214,13 @@ class Text:
         return _labels(streams, max(begin, self.unscored - 1), end)
 
 
-def open_text(
-    model: TransfoXLForCausalLM,
-    token_ids,
-    segment_length: int,
-    lengths: MemoryLengths,
-    batch_size: int = 1,
-    warm_up: int = 0,
-    document_end: int | Sequence[int] | np.ndarray | None = None,
-    accelerator: Any = None,
-) -> Text:
+def open_text(model: TransfoXLForCausalLM, token_ids, reading: Reading) -> Text:
     """A text for a model to read; what a model cannot read is refused before the first segment."""
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ValueError(
             f"the model is wrapped in {type(model).__name__}: give model.module, as accelerator.unwrap_model does"
         )
-    filled = lengths.of(model.config)
-    if document_end is not None:
-        model.config.check_documents("document_end and the text", filled.mem_len)
-    return Text(token_ids, segment_length, batch_size, warm_up, accelerator, model.config.vocab_size, document_end)
+    return Text(token_ids, reading.of(model.config), model.config.vocab_size)
 
 
 class Reader:
@@ -204,15 +231,16 @@ class Reader:
     sharded (FSDP2), since it gathers its weights in its own forward alone.
 
     Args:
-        model, accelerator: see `evaluate_language_model`.
-        lengths: those of this reading.
-        projected: remember projected keys and values, which is faster, and not states. With `ext_len` it is states.
+        model: see `evaluate_language_model`.
+        reading: its lengths and its accelerator are used.
+        projected: the memory is projected keys and values, which is faster than hidden states. With `ext_len` it is
+            hidden states all the same.
 
     Attributes:
         alike: what reads on a GPU, by one graph, once the memory is full and segments are alike.
     """
 
-    def __init__(self, model: TransfoXLForCausalLM, lengths: MemoryLengths, accelerator: Any, projected: bool = True):
+    def __init__(self, model: TransfoXLForCausalLM, reading: Reading, projected: bool = True):
         peft_config = getattr(model, "active_peft_config", None)
         if getattr(peft_config, "is_prompt_learning", False):
             raise ValueError(
@@ -221,11 +249,11 @@ class Reader:
             )
         self.model = model
         self.whole = isinstance(model, FSDPModule)
-        self._lengths = lengths
-        self._projected = projected and lengths.of(model.config).ext_len == 0
-        self._accelerator = accelerator
+        reading = reading.of(model.config)
+        self._lengths, self._accelerator = reading.lengths, reading.accelerator
+        self._projected = projected and reading.ext_len == 0
         self._memory: dict[str, Any] = {}
-        self.alike = SegmentsAlike(model.transformer, lengths.of(model.config).mem_len)
+        self.alike = SegmentsAlike(model.transformer, reading.memory_length or 0)
 
     def read(self, segment: Segment) -> Tensor:
         """(B, L, D), the states that enter the softmax and predict the targets of the segment."""
@@ -271,13 +299,13 @@ class Reader:
 
     def losses(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
         """Of each segment the states (B, L, D) that predict its targets, and (B, L) fp32 losses, 0 where unscored."""
-        segments = text.segments(self._lengths.of(self.model.config).ext_len, device_of(self.model))
+        segments = text.segments(device_of(self.model))
         if self.whole:
             for segment in segments:
                 yield segment, *self._read_and_score_whole(segment)
             return
         # As many at a time in every process, whichever streams it has.
-        at_once = max(1, TOKENS_AT_ONCE // (text.batch_size * text.segment_length))
+        at_once = max(1, TOKENS_AT_ONCE // (text.reading.batch_size * text.reading.segment_length))
         while group := list(islice(segments, at_once)):
             targets = torch.cat([segment.targets for segment in group], dim=1)
             states, losses = self.read_and_score(group, targets)
