@@ -333,18 +333,6 @@ def test_threads_share_a_model():
     assert model.config.mem_len == 16
 
 
-def test_threads_do_not_share_a_model_whose_mode_one_of_them_changes():
-    """The first to end would put dropout back under the others."""
-    model, token_ids = tiny_model(dropout=0.5).train(), text(40)
-    with ThreadPoolExecutor(1) as other:
-        with reading.evaluating(model), pytest.raises(RuntimeError, match=r"model.eval\(\) first"):
-            other.submit(evaluate_language_model, model, token_ids, 8).result()
-        assert model.training
-        with reading.evaluating(model.eval()):
-            expected = evaluate_language_model(model, token_ids, 8)
-            assert other.submit(evaluate_language_model, model, token_ids, 8).result() == expected
-
-
 def test_a_model_with_an_adapter():
     """PEFT's wrapper is read through, with the adapter."""
     peft = pytest.importorskip("peft")

@@ -16,10 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from tqdm.auto import tqdm
 
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
-from .reading import LENGTHS, Reader, Reading, Segment, Text, at_the_end, device_of, evaluating, open_text, using
-
-# The adaptations that have not ended, in their order.
-_begun: list["Adaptation"] = []
+from .reading import LENGTHS, Reader, Reading, Segment, Text, device_of, evaluating, open_text
 
 
 class Diverged(ValueError):
@@ -38,7 +35,7 @@ class DynamicEvaluation:
     where S = Σ g² over the segments of a training text, element by element. The step on a segment needs its losses,
     so no token influences its own or an earlier one. Tokens of a warm-up are followed too, as those of a text that is
     scored from its beginning. Dropout is off. The memory is what the weights of then computed,
-    as in the original.
+    as in the original. A model must not be evaluated dynamically in two threads at once.
 
     Settings of the authors for the published models, with segments of 128 tokens, one stream, and as statistics 1/5000
     of the training text: WikiText-103 η = 2e-6, λ = 0, ε = 1e-5; enwik8 η = 1.2e-5, λ = 24, ε = 1e-4; text8
@@ -115,15 +112,14 @@ class DynamicEvaluation:
             with DynamicEvaluation(1e-3).adapted_to(model, prompt[0], segment_length=64):
                 model.generate(prompt)
 
-        Its weights are restored at the end, bit for bit, also after an error. Until then it belongs to this thread:
-        evaluations in others are refused, calls and `generate` are not. Where the thread begins another before this
-        one ends, as tasks of asyncio may, the weights are restored when the last has ended.
+        Its weights are restored at the end, bit for bit, also after an error. Until then the model belongs to this
+        call: adaptations of one model may be nested, but must not overlap otherwise, in threads or asyncio tasks.
 
         Args:
             model, token_ids, segment_length, memory_length, progress: see `evaluate_language_model`.
 
         Raises:
-            ValueError, RuntimeError: see `evaluate_language_model`. The weights have diverged also where they compute
+            ValueError: see `evaluate_language_model`. The weights have diverged also where they compute
                 no finite logits after the text.
         """
         if isinstance(token_ids, Tensor):
@@ -181,7 +177,7 @@ class GradientStatistics:
             parameters: which will follow, as in `DynamicEvaluation`. None: any may.
 
         Raises:
-            ValueError, RuntimeError: as `evaluate_language_model`.
+            ValueError: as `evaluate_language_model`.
         """
         reading = Reading(
             segment_length,
@@ -195,7 +191,7 @@ class GradientStatistics:
             progress=progress,
         )
         text = open_text(model, token_ids, reading)
-        with using(model, alone=True), following(model):
+        with following(model):
             adaptation = Adaptation(model, DynamicEvaluation(0.0, parameters=parameters), text.reading)
             return cls(adaptation.collect(text), len(token_ids), _protocol(text))
 
@@ -219,7 +215,7 @@ class GradientStatistics:
 
 
 class Adaptation:
-    """The parameters that follow a text, and where they began; made by `adapting`."""
+    """The parameters that follow a text, and their values at the time this is made; see `adapting`."""
 
     def __init__(self, model: TransfoXLForCausalLM, dynamic: DynamicEvaluation, reading: Reading):
         self._model, self._dynamic, self._accelerator = model, dynamic, reading.accelerator
@@ -234,18 +230,13 @@ class Adaptation:
                 )
         chosen = parameters_of(model, dynamic.parameters)
         self._names, self._parameters = list(chosen), list(chosen.values())
-        self._start: dict[nn.Parameter, Tensor] = {}
+        self._start = [parameter.detach().clone() for parameter in self._parameters]
         # Steps much smaller than the weight that they are added to are lost in half precision.
         self._weights = [
             parameter.detach() if parameter.dtype.itemsize >= 4 else parameter.detach().float()
             for parameter in self._parameters
         ]
         self._roots: list[Tensor] | None = None
-
-    def begin(self):
-        """Keep the weights as they are, for `restore`; from now on they may follow."""
-        self._start = {parameter: parameter.detach().clone() for parameter in self._parameters}
-        _begun.append(self)
 
     def losses(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
         """As `Reader.losses`. When a segment is given out, the parameters have stepped on it.
@@ -330,38 +321,10 @@ class Adaptation:
 
     @torch.no_grad()
     def restore(self):
-        """Bring all weights back. What is raised meanwhile, as by Ctrl-C, is raised again when they are.
-
-        Weights that an adaptation which began later still follows with come back when that one ends.
-        """
-        raised = None
-        # A copy, as other threads adapt other models meanwhile.
-        begun = list(_begun)
-        if self not in begun:
-            # Ctrl-C came before it began: no weight has changed.
-            return
-        later = begun[begun.index(self) + 1 :]
-        left = list(self._start.items())
-        while left:
-            try:
-                while left:
-                    parameter, start = left[-1]
-                    heir = next((other for other in later if parameter in other._start), None)
-                    if heir is None:
-                        parameter.copy_(start)
-                    else:
-                        heir._start[parameter] = start
-                    left.pop()
-            except Exception as error:
-                # This copy would fail again, but not the others.
-                raised = error
-                left.pop()
-            except BaseException as error:
-                raised = error
-        _begun.remove(self)
+        """Bring all weights back."""
+        for parameter, start in zip(self._parameters, self._start, strict=True):
+            parameter.copy_(start)
         torch.clear_autocast_cache()
-        if raised is not None:
-            raise raised
 
     def _read(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
         """As `Reader.losses`, with the losses of all labels, those of a warm-up too."""
@@ -400,7 +363,7 @@ class Adaptation:
         for i, (weight, gradient) in enumerate(zip(self._weights, gradients, strict=True)):
             root = None if self._roots is None else self._roots[i]
             if decay > 0:
-                start = self._start[self._parameters[i]].to(weight.dtype)
+                start = self._start[i].to(weight.dtype)
                 weight.lerp_(start, min(decay, 1.0) if root is None else (decay * root).clamp_(max=1))
             if root is not None:
                 gradient = gradient / (root + self._dynamic.epsilon)
@@ -419,19 +382,19 @@ def adapting(model: TransfoXLForCausalLM, dynamic: DynamicEvaluation, text: Text
         model: see `evaluate_language_model`. dynamic: how they follow.
         text: what is going to be read; the statistics are read in as many streams and as long segments.
     """
-    with using(model, alone=True):
-        with following(model):
-            adaptation = Adaptation(model, dynamic, text.reading)
-        with at_the_end(adaptation.restore):
-            adaptation.begin()
-            if isinstance(dynamic.statistics, GradientStatistics):
-                dynamic.statistics.check(_protocol(text))
-                adaptation.take(dynamic.statistics.roots)
-            elif dynamic.statistics is not None:
-                statistics = _open_statistics(dynamic.statistics, model, text)
-                with following(model):
-                    adaptation.take(adaptation.collect(statistics))
-            yield adaptation
+    with following(model):
+        adaptation = Adaptation(model, dynamic, text.reading)
+    try:
+        if isinstance(dynamic.statistics, GradientStatistics):
+            dynamic.statistics.check(_protocol(text))
+            adaptation.take(dynamic.statistics.roots)
+        elif dynamic.statistics is not None:
+            statistics = _open_statistics(dynamic.statistics, model, text)
+            with following(model):
+                adaptation.take(adaptation.collect(statistics))
+        yield adaptation
+    finally:
+        adaptation.restore()
 
 
 def _open_statistics(token_ids: Any, model: TransfoXLForCausalLM, text: Text) -> Text:

@@ -128,7 +128,8 @@ def evaluate_language_model(
 
     Args:
         model: on any device, in any mode. Its mode is afterwards as it was before, also after an error. Nothing is
-            written to a model that is in evaluation mode, so that threads can share it, each with settings of its own.
+            written to a model that is in evaluation mode, so that threads can share it, each with settings of its own;
+            they must not share one that is in training mode or that one of them evaluates with `dynamic`.
             On a GPU segments that are alike are read by a CUDA graph: PyTorch raises in a thread that draws random
             numbers there in the moment in which it begins to capture one.
         token_ids: N token ids, N > batch_size: a list, an array, a CPU tensor, a memory-mapped array or whatever
@@ -155,8 +156,6 @@ def evaluate_language_model(
             vocabulary; there are more streams than tokens; a size is out of range; or `document_end` is neither a
             token nor places in the text, or the model has no place where one could begin (see `resets`); or the model
             is wrapped for several devices.
-        RuntimeError: another thread evaluates the model, and one of the two changes it meanwhile: by `dynamic`, or
-            because it is in training mode.
     """
     reading = Reading(
         segment_length,
@@ -245,7 +244,7 @@ def token_losses(
         alike: `token_ids[1:]` with one stream and no warm-up. Every process gets the whole.
 
     Raises:
-        ValueError, RuntimeError: as `evaluate_language_model`.
+        ValueError: as `evaluate_language_model`.
     """
     reading = Reading(
         segment_length,

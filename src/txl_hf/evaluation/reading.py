@@ -1,16 +1,14 @@
 """How a text is read with memory: in streams, segment after segment, each token's loss in its place."""
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -27,11 +25,6 @@ TOKENS_MOVED = 2**20
 # The softmax reads all of its tables, hundreds of MB for a large vocabulary, however few tokens it has to score. So it
 # waits until several short segments have been read.
 TOKENS_AT_ONCE = 1024
-# Of each model that is being read, by which threads, and whether one of them changes its weights meanwhile.
-_uses: WeakKeyDictionary[nn.Module, list["_Use"]] = WeakKeyDictionary()
-_uses_lock = threading.Lock()
-
-
 # The fields of `Reading` with which a figure can be found again; `txl-train` keeps them beside its figures.
 LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_length", "batch_size")
 
@@ -329,74 +322,18 @@ def device_of(model: TransfoXLForCausalLM) -> torch.device:
     return torch.device("cpu") if model.device.type == "meta" else model.device
 
 
-@dataclass(frozen=True, eq=False)
-class _Use:
-    """That a thread reads with a model; alone, because it changes it meanwhile."""
-
-    thread: int
-    alone: bool
-
-
-@contextmanager
-def at_the_end(undo: Callable[[], None]) -> Iterator[None]:
-    """Call `undo` at the end, and once more where Ctrl-C cuts it short, which may be as it is entered."""
-    try:
-        yield
-    finally:
-        # Nothing is called before the `try`: Python looks for Ctrl-C where a function begins.
-        try:
-            undo()
-        except BaseException:
-            undo()
-            raise
-
-
-@contextmanager
-def using(model: TransfoXLForCausalLM, alone: bool = False) -> Iterator[None]:
-    """Let a thread read a text with a model, beside others or, because it changes weights or mode meanwhile, alone.
-
-    Raises:
-        RuntimeError: another thread reads with a model that would change under it.
-    """
-    use = _Use(threading.get_ident(), alone)
-
-    def forget():
-        with _uses_lock:
-            if use in (uses := _uses.get(model.transformer, [])):
-                uses.remove(use)
-
-    with at_the_end(forget):
-        with _uses_lock:
-            uses = _uses.setdefault(model.transformer, [])
-            others = [other.alone for other in uses if other.thread != use.thread]
-            if any(others) or (alone and others):
-                raise RuntimeError(
-                    "another thread is evaluating this model, and one of the two changes it meanwhile, its weights by "
-                    "dynamic evaluation or its mode because it is in training mode: call model.eval() first, and give "
-                    "dynamic evaluation a copy of the model or wait"
-                )
-            uses.append(use)
-        yield
-
-
 @contextmanager
 def evaluating(model: TransfoXLForCausalLM) -> Iterator[None]:
     """The model in evaluation mode. Nothing is written to one that is in it already, so that threads can share it."""
-    modes = {module: module.training for module in model.modules()}
-    changes = any(modes.values())
-    with using(model, alone=changes):
-        if not changes:
-            yield
-            return
-
-        def bring_back():
-            # Module by module: parts of a model may be frozen in a mode of their own.
-            for module, training in modes.items():
-                module.training = training
-
-        with at_the_end(bring_back):
-            model.eval()
-            yield
+    # Module by module: parts of a model may be frozen in a mode of their own.
+    in_training = [module for module in model.modules() if module.training]
+    try:
+        for module in in_training:
+            module.training = False
+        yield
+    finally:
+        for module in in_training:
+            module.training = True
 
 
 def _streams(text_tokens: int, batch_size: int) -> list[range]:
