@@ -20,7 +20,7 @@ from .reading import LENGTHS, Reader, Reading, Segment, Text, device_of, evaluat
 
 
 class Diverged(ValueError):
-    """The weights followed the text too fast, and compute no finite losses any more."""
+    """The weights followed the text too fast: the losses are not finite any more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +107,7 @@ class DynamicEvaluation:
         *,
         progress: bool = False,
     ) -> Iterator[TransfoXLForCausalLM]:
-        """The model as it is when it has read a text, for instance the prompt that `generate` is about to continue:
+        """The model with the weights that it has after reading a text, such as the prompt of `generate`:
 
             with DynamicEvaluation(1e-3).adapted_to(model, prompt[0], segment_length=64):
                 model.generate(prompt)
@@ -119,11 +119,11 @@ class DynamicEvaluation:
             model, token_ids, segment_length, memory_length, progress: see `evaluate_language_model`.
 
         Raises:
-            ValueError: see `evaluate_language_model`. The weights have diverged also where they compute
-                no finite logits after the text.
+            ValueError: see `evaluate_language_model`.
+            Diverged: a loss, or a logit after the text, is not finite.
         """
         if isinstance(token_ids, Tensor):
-            # As `generate` has it, where the model is.
+            # A prompt of `generate` is on the model's device.
             token_ids = token_ids.cpu()
         text = open_text(model, token_ids, Reading(segment_length, memory_length, progress=progress))
         with adapting(model, self, text) as adaptation:
@@ -139,13 +139,13 @@ class DynamicEvaluation:
 class GradientStatistics:
     """The statistics of a `DynamicEvaluation`, taken once for many readings: of other rates, of prompt after prompt.
 
-    They belong to the weights that they were taken with, which nothing checks but their names and shapes, and to the
-    lengths and streams, and to texts that are one or that are documents, as theirs was: a text that is read
-    otherwise is refused. They are as large as the weights, those of half precision in fp32.
+    They belong to the weights that they were taken with; only names and shapes are checked. A text that is read with
+    other lengths or streams, or with documents where the training text had none, is refused, because its gradients are
+    of another size. They take as much memory as the weights, in fp32 those of half precision.
 
     Args:
         roots: √S of each parameter, by its name and in its shape.
-        tokens: how many tokens the training text had.
+        tokens: the number of tokens of the training text.
         protocol: the lengths and streams that it was read with, and whether as documents.
     """
 
@@ -170,11 +170,11 @@ class GradientStatistics:
         accelerator: Any = None,
         progress: bool = False,
     ) -> "GradientStatistics":
-        """Take them from a training text, with the lengths and streams with which other texts will be read.
+        """Statistics of a training text, read with the lengths and streams of the readings that they will serve.
 
         Args:
             model, token_ids, …: all as in `evaluate_language_model`. The weights stay as they are.
-            parameters: which will follow, as in `DynamicEvaluation`. None: any may.
+            parameters: as in `DynamicEvaluation`. None: statistics of all, which serve any.
 
         Raises:
             ValueError: as `evaluate_language_model`.
@@ -196,14 +196,13 @@ class GradientStatistics:
             return cls(adaptation.collect(text), len(token_ids), _protocol(text))
 
     def __len__(self) -> int:
-        """How many tokens they were taken from."""
+        """The number of tokens of the training text."""
         return self.tokens
 
     def check(self, protocol: dict[str, int | bool | None]):
-        """Refuse to serve a reading with other lengths, streams or documents, whose gradients are of another size.
-
+        """
         Raises:
-            ValueError: with those that differ.
+            ValueError: the settings of a reading differ from those of the training text; it names these.
         """
         if differ := [name for name, value in protocol.items() if self.protocol.get(name) != value]:
             both = (self.protocol, protocol)
@@ -219,15 +218,7 @@ class Adaptation:
 
     def __init__(self, model: TransfoXLForCausalLM, dynamic: DynamicEvaluation, reading: Reading):
         self._model, self._dynamic, self._accelerator = model, dynamic, reading.accelerator
-        halves = any(parameter.dtype == torch.float16 for parameter in model.parameters())
-        if halves or (reading.accelerator is not None and reading.accelerator.mixed_precision == "fp16"):
-            raise ValueError("dynamic evaluation loses small gradients in float16: take bfloat16 or float32")
-        for name, module in model.named_modules():
-            if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
-                raise ValueError(
-                    f"{name} is quantised by torch's quantize_dynamic, whose layers pass no gradient on: dynamic "
-                    "evaluation needs the model as it was before"
-                )
+        _check_gradients(model, reading.accelerator)
         chosen = parameters_of(model, dynamic.parameters)
         self._names, self._parameters = list(chosen), list(chosen.values())
         self._start = [parameter.detach().clone() for parameter in self._parameters]
@@ -239,71 +230,60 @@ class Adaptation:
         self._roots: list[Tensor] | None = None
 
     def losses(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
-        """As `Reader.losses`. When a segment is given out, the parameters have stepped on it.
+        """As `Reader.losses`. The parameters have stepped on a segment before it is yielded.
 
         Raises:
-            Diverged: a loss is not finite, in whichever process: all of them raise it.
+            Diverged: a loss is not finite, in any process; all of them raise it.
         """
-        has_stepped = False
         for segment, hidden_states, losses in self._read(text):
-            if self._lost(losses):
-                if not has_stepped or self._dynamic.learning_rate == 0:
-                    raise ValueError(
-                        f"no finite loss in the segment at token {segment.begin} of the text, with the weights as "
-                        "they began: the model itself computes none"
-                    )
-                raise self._diverged(f"no finite loss in the segment at token {segment.begin} of the text")
+            is_first = segment.begin == 0
+            self._check_finite(losses, f"no finite loss in the segment at token {segment.begin} of the text", is_first)
             self._step(self._gradients(losses, segment))
-            has_stepped = True
             unscored = segment.targets.to(losses.device) == -100
             yield segment, hidden_states.detach(), losses.detach().masked_fill(unscored, 0)
 
     def check_last_step(self, token: Tensor):
-        """Refuse weights that the last step, which no loss has followed, has made useless.
+        """Refuse weights that compute no finite logits after the last step, which no loss has followed.
 
         Args:
-            token: (1, 1), any token, which they compute probabilities of the next one from.
+            token: (1, 1), any token.
 
         Raises:
-            Diverged: these are not finite.
+            Diverged: the log-probabilities of the next token are not finite.
         """
         with evaluating(self._model), torch.no_grad():
             logits = self._model(token.to(device_of(self._model)), use_cache=False).logits
-        if not bool(logits.isfinite().all()):
-            raise self._diverged("no finite logits after the last segment of the text")
+        self._check_finite(logits, "no finite logits after the last segment of the text")
 
-    def _diverged(self, what: str) -> Diverged:
+    def _check_finite(self, values: Tensor, problem: str, as_they_began: bool = False):
+        # In all processes, before the gradients, for which the others would wait.
+        lost = (~values.isfinite()).sum()
+        if (lost if self._accelerator is None else self._accelerator.reduce(lost, "sum")) == 0:
+            return
+        rate = self._dynamic.learning_rate
+        if as_they_began or rate == 0:
+            raise ValueError(f"{problem}, with the weights as they began: the model itself computes none")
         instead = "a smaller one" if self._roots is None else "a smaller one or a larger epsilon"
-        return Diverged(
-            f"{what}: with learning_rate={self._dynamic.learning_rate:g} the weights have diverged, so give {instead}"
-        )
-
-    def _lost(self, losses: Tensor) -> bool:
-        """Whether a loss is not finite in any process: asked before the gradients, for which others would wait."""
-        lost = (~losses.isfinite()).sum()
-        return bool((lost if self._accelerator is None else self._accelerator.reduce(lost, "sum")) > 0)
+        raise Diverged(f"{problem}: with learning_rate={rate:g} the weights have diverged, so give {instead}")
 
     def collect(self, text: Text) -> dict[str, Tensor]:
         """√S of each parameter by its name, from a text.
 
         Raises:
-            ValueError: a loss is not finite, in whichever process.
+            ValueError: a loss is not finite, in any process.
         """
         squares = [torch.zeros_like(weight) for weight in self._weights]
         with tqdm(total=text.share_tokens, unit="token", desc="statistics", disable=not text.reading.progress) as bar:
             for segment, _, losses in self._read(text):
-                if self._lost(losses):
-                    raise ValueError(
-                        f"statistics: no finite loss in the segment at token {segment.begin} of the training text: "
-                        "the model itself computes none"
-                    )
+                problem = f"statistics: no finite loss in the segment at token {segment.begin} of the training text"
+                self._check_finite(losses, problem, as_they_began=True)
                 for square, gradient in zip(squares, self._gradients(losses, segment), strict=True):
                     square.addcmul_(gradient, gradient)
                 bar.update(segment.scored)
         return dict(zip(self._names, (square.sqrt_() for square in squares), strict=True))
 
     def take(self, roots: dict[str, Tensor]):
-        """Step by these statistics from now on.
+        """Use these statistics in the steps that follow.
 
         Raises:
             ValueError: they lack one of the parameters, or have another shape for it.
@@ -321,7 +301,7 @@ class Adaptation:
 
     @torch.no_grad()
     def restore(self):
-        """Bring all weights back."""
+        """Give all parameters the values that they had when this was made."""
         for parameter, start in zip(self._parameters, self._start, strict=True):
             parameter.copy_(start)
         torch.clear_autocast_cache()
@@ -330,11 +310,6 @@ class Adaptation:
         """As `Reader.losses`, with the losses of all labels, those of a warm-up too."""
         # Projected keys and values would be those of other weights.
         reader = Reader(self._model, text.reading, projected=False)
-        if any(isinstance(module, FSDPModule) for module in self._model.modules()):
-            raise ValueError(
-                "dynamic evaluation changes whole weights, which FSDP keeps in parts: evaluate the model that was "
-                "saved, with one copy in each process"
-            )
         for segment in text.segments(device_of(self._model)):
             [hidden_states], losses = reader.read_and_score([segment], segment.labels)
             yield segment, hidden_states, losses
@@ -370,17 +345,39 @@ class Adaptation:
             weight.add_(gradient, alpha=-rate)
             if weight.dtype != self._parameters[i].dtype:
                 self._parameters[i].copy_(weight)
-        # Autocast of the caller keeps casts of the weights as they were.
+        # The caller's autocast keeps casts of the weights before the step.
         torch.clear_autocast_cache()
+
+
+def _check_gradients(model: TransfoXLForCausalLM, accelerator: Any) -> None:
+    """Refuse a model whose gradients would be wrong, or incomplete, without an error of PyTorch's.
+
+    Raises:
+        ValueError: it computes in float16, has layers of `quantize_dynamic`, or is sharded.
+    """
+    halves = any(parameter.dtype == torch.float16 for parameter in model.parameters())
+    if halves or (accelerator is not None and accelerator.mixed_precision == "fp16"):
+        raise ValueError("dynamic evaluation loses small gradients in float16: take bfloat16 or float32")
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+            raise ValueError(
+                f"{name} is quantised by torch's quantize_dynamic, whose layers pass no gradient on: dynamic "
+                "evaluation needs the model as it was before"
+            )
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                "dynamic evaluation changes whole weights, which FSDP keeps in parts: evaluate the model that was "
+                "saved, with one copy in each process"
+            )
 
 
 @contextmanager
 def adapting(model: TransfoXLForCausalLM, dynamic: DynamicEvaluation, text: Text) -> Iterator[Adaptation]:
-    """What reads a text so that the weights follow it; they come back at the end, whatever happens.
+    """An `Adaptation` with its statistics; the weights are restored at the end, also after an error.
 
     Args:
-        model: see `evaluate_language_model`. dynamic: how they follow.
-        text: what is going to be read; the statistics are read in as many streams and as long segments.
+        model: see `evaluate_language_model`. dynamic: how its weights follow the text.
+        text: the text to read. Statistics are taken with its lengths and streams.
     """
     with following(model):
         adaptation = Adaptation(model, dynamic, text.reading)
@@ -398,8 +395,8 @@ def adapting(model: TransfoXLForCausalLM, dynamic: DynamicEvaluation, text: Text
 
 
 def _open_statistics(token_ids: Any, model: TransfoXLForCausalLM, text: Text) -> Text:
-    """A training text, to be read as another one is."""
-    # Places are those of the text, but a token ends documents of every text.
+    """The training text of statistics, with the lengths and streams of the text to evaluate."""
+    # Places belong to one text; a token ends the documents of both.
     document_end = text.document_end if isinstance(text.document_end, int) else None
     try:
         return open_text(model, token_ids, replace(text.reading, warm_up=0, document_end=document_end))
@@ -408,14 +405,15 @@ def _open_statistics(token_ids: Any, model: TransfoXLForCausalLM, text: Text) ->
 
 
 def _protocol(text: Text) -> dict[str, int | bool | None]:
-    """What the gradients of a segment depend on, beside weights and text."""
+    """The settings that the gradients of a segment depend on, beside weights and tokens."""
     lengths = {name: getattr(text.reading, name) for name in LENGTHS}
     return {**lengths, "documents": text.document_end is not None}
 
 
 @contextmanager
 def following(model: TransfoXLForCausalLM) -> Iterator[None]:
-    """Evaluation mode with gradients, whatever the caller is in. A generator is run in it by who loops over it."""
+    """Evaluation mode with gradients, whatever mode of PyTorch the caller is in. Enter it around the loop over a
+    generator, which runs in the modes of its caller."""
     with evaluating(model), torch.inference_mode(False), torch.enable_grad():
         yield
 
