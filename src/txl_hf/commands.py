@@ -12,7 +12,7 @@ __all__ = ["evaluate", "export", "prepare", "serve", "train"]
 
 def evaluate(argv: list[str] | None = None) -> None:
     """`txl-evaluate`."""
-    _run("evaluation.evaluate", argv)
+    _run("evaluation.score", argv)
 
 
 def export(argv: list[str] | None = None) -> None:

@@ -27,8 +27,8 @@ from models import small_model
 from scripts import run_script
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model
 from txl_hf.data import loading
-from txl_hf.evaluation import cards, scoring
-from txl_hf.evaluation import evaluate as evaluate_lm
+from txl_hf.evaluation import cards
+from txl_hf.evaluation import score as evaluate_lm
 from txl_hf.evaluation.cards import weights_digest
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "evaluate_lm.py"
@@ -334,14 +334,14 @@ def test_a_terminal_gets_a_table_line_by_line(corpus, model, monkeypatch, capsys
 
 def test_what_was_found_before_an_interruption_is_kept(corpus, model, monkeypatch, tmp_path, capsys):
     """In the file and on standard output, as whole JSON."""
-    evaluate = scoring.evaluate_language_model
+    evaluate = evaluate_lm.evaluate_caches
 
-    def interrupted(*arguments, memory_length, **settings):
-        if memory_length == 8:
+    def interrupted(loaded, token_ids, reading, *settings):
+        if reading.memory_length == 8:
             raise KeyboardInterrupt
-        return evaluate(*arguments, memory_length=memory_length, **settings)
+        return evaluate(loaded, token_ids, reading, *settings)
 
-    monkeypatch.setattr(scoring, "evaluate_language_model", interrupted)
+    monkeypatch.setattr(evaluate_lm, "evaluate_caches", interrupted)
     command = f"--model {model} --data {corpus} --memory_length 4 8 12 --max_tokens 40 --output {tmp_path}/result.json"
     with pytest.raises(SystemExit) as stopped:
         evaluate_lm.main(command.split())
@@ -353,7 +353,7 @@ def test_what_was_found_before_an_interruption_is_kept(corpus, model, monkeypatc
 
 def test_all_lengths_are_checked_before_the_text_is_read_with_any(corpus, model, monkeypatch, tmp_path):
     """A refused one costs nothing of what the others would have found."""
-    monkeypatch.delattr(scoring, "evaluate_language_model")
+    monkeypatch.delattr(evaluate_lm, "evaluate_caches")
     config = {**json.loads((model / "config.json").read_text()), "attn_type": 3, "mem_len": 0, "max_klen": 8}
     TransfoXLForCausalLM(TransfoXLConfig(**config)).save_pretrained(tmp_path)
     message = fails("--model", tmp_path, "--data", corpus, "--sliding_window", 4, 9)
@@ -378,7 +378,7 @@ def test_a_library_that_is_missing_is_named_with_what_to_install(corpus, model, 
 
 
 def test_what_cannot_be_plotted_is_said_before_the_text_is_read(corpus, model, monkeypatch, tmp_path):
-    monkeypatch.delattr(scoring, "evaluate_language_model")
+    monkeypatch.delattr(evaluate_lm, "evaluate_caches")
     given = ("--model", model, "--data", corpus)
     path = tmp_path / "curve.png"
     message = fails(*given, "--output", path, "--plot", tmp_path / "sub" / ".." / "curve.png")

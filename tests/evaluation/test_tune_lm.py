@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import tune_lm
 from txl_hf import ContinuousCache, DynamicEvaluation, GradientStatistics, evaluate_language_model
-from txl_hf.evaluation import evaluate as evaluate_lm
+from txl_hf.evaluation import score as evaluate_lm
 from txl_hf.evaluation.dynamic import Diverged
 
 RATES, DECAYS = ["0.01", "0.1", "1e6"], ["0", "0.1"]
