@@ -240,18 +240,6 @@ def test_the_curve_has_the_columns_of_the_paper(corpus, model, tmp_path, capsys)
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("streams, told", [(1, False), (26, False), (27, True)])
-def test_a_text_too_short_for_any_memory_is_told(corpus, model, capsys, streams, told):
-    """All lengths have one figure then, which says nothing of memory."""
-    options = ["--segment_length", 8, "--memory_length", 0, 4, "--max_tokens", 242, "--batch_size", streams]
-    evaluate_lm.main([*map(str, ["--model", model, "--data", corpus, *options])])
-    printed = capsys.readouterr()
-    without, with_memory = (row["nll"] for row in json.loads(printed.out)["results"])
-    assert (without == with_memory) is told
-    said = "no memory is used: each of 27 stream(s) has 8 tokens, no more than a segment. Try --batch_size 1, or"
-    assert (said in printed.err) is told and ("no memory" in printed.err) is told
-
-
 def test_a_trained_model_has_the_figure_of_its_training(corpus, model, tmp_path, capsys):
     """What is not asked for otherwise is as in the results beside the model."""
     copy = shutil.copytree(model, tmp_path / "model")

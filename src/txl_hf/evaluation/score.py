@@ -144,8 +144,6 @@ def run(options: argparse.Namespace):
         raise ValueError(f"{options.data} is empty: it has no token")
     check_vocabulary(text, config, options.model, options.data)
     text = text.beginning(options.max_tokens)
-    if config.initial_memory == "empty":
-        tell_unused_memory([reading for _, reading in planned], len(text.token_ids))
     model = load_language_model(options.model, dtype=getattr(torch, options.dtype))
     model.to(options.device)
     if model.device.type == "cuda" and model.dtype != torch.float32:
@@ -308,20 +306,6 @@ def read_dynamic(options: argparse.Namespace) -> DynamicEvaluation | None:
         check_statistics(options.statistics, train)
         settings["statistics"] = train.token_ids[: options.statistics]
     return DynamicEvaluation(options.dynamic, **settings)
-
-
-def tell_unused_memory(planned: list[Reading], tokens: int) -> None:
-    """Say on standard error that all memories give one figure, where no stream is longer than a segment."""
-    streams = planned[0].batch_size
-    # The first token of a stream is no target.
-    longest = -(-tokens // streams) - 1
-    if any(reading.memory_length and longest <= reading.segment_length for reading in planned):
-        fewer = "" if streams == 1 else "--batch_size 1, or "
-        print(
-            f"no memory is used: each of {streams} stream(s) has {longest} tokens, no more than a segment. Try {fewer}"
-            "a smaller --segment_length",
-            file=sys.stderr,
-        )
 
 
 def score(
