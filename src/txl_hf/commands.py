@@ -17,7 +17,7 @@ def evaluate(argv: list[str] | None = None) -> None:
 
 def export(argv: list[str] | None = None) -> None:
     """`txl-export`."""
-    _run("integrations.export", argv)
+    _run("integrations.onnx_export", argv)
 
 
 def prepare(argv: list[str] | None = None) -> None:
