@@ -16,7 +16,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import small_model
@@ -117,9 +116,6 @@ def test_hooks_are_called_for_every_segment(recorder):
     model.transformer.layers[1].mlp.register_forward_hook(lambda *_: called.append(1))
     token_losses(model, text(201), 5)
     assert len(called) == 40 and recorder.recorded == 0
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert "hook of all modules" in why_not_captured(MODEL.transformer, text(5)[None])
-    handle.remove()
     # Those of transformers, which a call for hidden states leaves behind, are its own.
     model = tiny_model()
     model(text(4)[None], output_hidden_states=True)
@@ -156,9 +152,8 @@ def test_says_why_segments_are_launched(monkeypatch):
     assert "no graphs on meta" in why_not_captured(MODEL.transformer, ids.to("meta"))
     with torch.device("cpu"):
         assert why_not_captured(MODEL.transformer, ids) is None
-    for mode in (FlopCounterMode(display=False), BaseTorchFunctionMode()):
-        with mode:
-            assert "mode of PyTorch's" in why_not_captured(MODEL.transformer, ids)
+    with FlopCounterMode(display=False):
+        assert "mode of PyTorch's" in why_not_captured(MODEL.transformer, ids)
     assert "9000 tokens" in why_not_captured(MODEL.transformer, torch.zeros(9, 1000, dtype=torch.long))
     model = tiny_model()
     model.transformer.layers[0].mlp.up_proj.__class__ = Counting
