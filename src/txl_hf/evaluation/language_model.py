@@ -15,22 +15,22 @@ from ..data.streams import check_sizes, describe_document_end
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .continuous_cache import ContinuousCache, History
 from .dynamic import DynamicEvaluation, adapting, following
-from .reading import LENGTHS, TOKENS_MOVED, Reader, Reading, Segment, Text, device_of, evaluating, open_text
+from .reading import LENGTHS, Reader, Reading, Segment, Text, device_of, evaluating, open_text
 
 
 @dataclass(frozen=True)
 class LanguageModelEvaluation:
-    """What a text costs under a model, and the settings that the figure depends on.
+    """The negative log-likelihood of a text under a model, and the settings that it depends on.
 
     Attributes:
         nll: mean negative log-likelihood of a token, in nats.
-        tokens: how many tokens were scored.
-        text_tokens: how many tokens the text has, those that were read only included.
-        segment_length, memory_length, batch_size, warm_up, ext_len, clamp_len, same_length: as they were in this
-            evaluation.
-        dynamic: `DynamicEvaluation.describe` of what the weights followed the text by. None: a static evaluation.
-        cache: `ContinuousCache.describe` of what was mixed in. None: the model alone.
-        document_end: the token that ends documents, or how many places end them, with a hash. None: one document.
+        tokens: the number of scored tokens.
+        text_tokens: the number of tokens of the text, with those that were read and not scored.
+        segment_length, memory_length, batch_size, warm_up, ext_len, clamp_len, same_length: of this evaluation.
+        dynamic: `DynamicEvaluation.describe` of its dynamic evaluation. None: a static one.
+        cache: `ContinuousCache.describe` of its cache. None: the model alone.
+        document_end: the token that ends documents, or the number of places that end them, with a hash. None: one
+            document.
     """
 
     nll: float
@@ -94,7 +94,7 @@ def bits(nll: float) -> float:
 
 
 def figures(nll: float, prefix: str = "") -> dict[str, float]:
-    """Other ways to say a mean negative log-likelihood in nats: perplexity and bits_per_token, with a prefix."""
+    """A mean negative log-likelihood in nats as `perplexity` and `bits_per_token`, behind a prefix."""
     return {f"{prefix}perplexity": perplexity(nll), f"{prefix}bits_per_token": bits(nll)}
 
 
@@ -191,7 +191,7 @@ def evaluate_caches(
     with _losses(model, text, dynamic, caches) as losses:
         # Not read before the end, so that an accelerator need not wait for the processor.
         totals = sum(
-            (torch.stack([_sum(part) for part in parts]) for _, parts in losses),
+            (torch.stack([_sum(part) for part in parts]) for parts in losses),
             start=torch.zeros((), dtype=torch.float64),
         )
         if reading.accelerator is not None:
@@ -233,7 +233,7 @@ def token_losses(
     accelerator: Any = None,
     progress: bool = False,
 ) -> Tensor:
-    """What each token of a text costs; `evaluate_language_model` is the mean of it.
+    """The loss of each token of a text; `evaluate_language_model` returns their mean.
 
     Args:
         model, token_ids, …: all as in `evaluate_language_model`.
@@ -260,14 +260,9 @@ def token_losses(
     )
     text = open_text(model, token_ids, reading)
     with _losses(model, text, dynamic, [cache]) as losses:
-        result = torch.zeros(text.tokens)
-        for begin, part in _on_host((begin, part) for begin, (part,) in losses):
-            text.place(result, begin, part)
-        if accelerator is not None:
-            # Piece by piece, as a device need not have room for the whole.
-            for piece in result.split(TOKENS_MOVED):
-                piece.copy_(accelerator.reduce(piece.to(device_of(model)), "sum"))
-    return result
+        # Not moved before the end, so that an accelerator need not wait for the processor.
+        result = text.in_order(torch.cat([part for (part,) in losses], dim=1).cpu())
+        return result if accelerator is None else accelerator.reduce(result.to(device_of(model)), "sum").cpu()
 
 
 @contextmanager
@@ -276,8 +271,8 @@ def _losses(
     text: Text,
     dynamic: DynamicEvaluation | None,
     caches: Sequence[ContinuousCache | None],
-) -> Iterator[Iterator[tuple[int, list[Tensor]]]]:
-    """Of each segment the column where it begins and with each cache its (B, L) losses, 0 where nothing is scored."""
+) -> Iterator[Iterator[list[Tensor]]]:
+    """For each segment its (B, L) losses with each cache, 0 where nothing is scored."""
     if not isinstance(dynamic, DynamicEvaluation | None):
         raise ValueError(f"dynamic={dynamic!r} must be a DynamicEvaluation: DynamicEvaluation(0.01), say")
     for cache in caches:
@@ -294,22 +289,10 @@ def _losses(
 
 def _mix(
     scored: Iterable[tuple[Segment, Tensor, Tensor]], caches: Sequence[ContinuousCache | None], bar: tqdm
-) -> Iterator[tuple[int, list[Tensor]]]:
+) -> Iterator[list[Tensor]]:
     used = [cache for cache in caches if cache is not None]
     history = History(used) if used else None
     for segment, hidden_states, losses in scored:
         mixed = iter(()) if history is None else iter(history.mix(segment, hidden_states, losses))
         bar.update(segment.scored)
-        yield segment.begin, [losses if cache is None else next(mixed) for cache in caches]
-
-
-def _on_host(losses: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-    """The same parts on the CPU, many at a time, so that a device is not waited for at each."""
-    group: list[tuple[int, Tensor]] = []
-    for begin, part in losses:
-        group.append((begin, part))
-        if part.shape[0] * (begin + part.shape[1] - group[0][0]) >= TOKENS_MOVED:
-            yield group[0][0], torch.cat([part for _, part in group], dim=1).cpu()
-            group = []
-    if group:
-        yield group[0][0], torch.cat([part for _, part in group], dim=1).cpu()
+        yield [losses if cache is None else next(mixed) for cache in caches]

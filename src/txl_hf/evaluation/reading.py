@@ -1,8 +1,9 @@
-"""How a text is read with memory: in streams, segment after segment, each token's loss in its place."""
+"""A text read with memory: in streams, segment after segment, with the loss of each token in its place."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -72,16 +73,16 @@ class Reading:
 
 
 class Segment(NamedTuple):
-    """What one pass reads, of B streams.
+    """The tokens of one pass, of B streams.
 
     Attributes:
-        begin: column of the first target: in each stream, how many targets come before it.
-        input_ids: (B, e + L), of which the first e are read again and predict nothing that is asked for.
-        labels: (B, L), the tokens that come next; -100 behind the end of a stream.
-        targets: (B, L), those of them that are scored; -100 elsewhere.
+        begin: column of the first target, which is the number of targets before it in each stream.
+        input_ids: (B, e + L), of which the first e are read again and have no labels.
+        labels: (B, L), the next tokens; -100 behind the end of a stream.
+        targets: (B, L), the labels that are scored; -100 elsewhere.
         resets: (B, e + L) bool, True where a document begins; None where the text is one.
-        scored: how many targets are.
-        labels_of_all: how many labels there are, of all processes; at least one.
+        scored: the number of targets.
+        labels_of_all: the number of labels in all processes; at least one.
     """
 
     begin: int
@@ -106,7 +107,7 @@ class Text:
         share: the streams that this process reads.
         length: labels of the longest stream.
         unscored: tokens at the start of a stream that are not scored.
-        tokens, share_tokens: how many tokens are scored, and how many of them by this process.
+        tokens, share_tokens: the number of scored tokens, of all processes and of this one.
 
     Raises:
         ValueError: see `evaluate_language_model`.
@@ -137,8 +138,7 @@ class Text:
         processes = 1 if accelerator is None else accelerator.num_processes
         index = 0 if accelerator is None else accelerator.process_index
         first, stop = batch_size * index // processes, batch_size * (index + 1) // processes
-        # Where there are fewer streams than processes, some have one without tokens, as all take as many passes, which
-        # a sharded model needs.
+        # A process without a stream gets an empty one: all processes take as many passes, as a sharded model needs.
         self.share = self._streams[first:stop] or [range(0)]
         self.share_tokens = self._scored(self.share, 0, self.length)
         self._before = self._scored(self._streams[:first], 0, self.length)
@@ -152,8 +152,13 @@ class Text:
         for start in range(0, self.length, at_once):
             stop = min(start + at_once, self.length)
             first = max(0, start - ext_len)
-            rows, starts = self._rows(first, stop + 1).to(device), self._document_starts(first, stop)
-            starts = None if starts is None else starts.to(device)
+            tokens = torch.full((len(self.share), stop + 1 - first), -100)
+            rows = self._rows(first, stop + 1, partial(read_tokens, self.token_ids), tokens).to(device)
+            starts = None
+            if self.document_end is not None:
+                read_starts = partial(document_starts, self.token_ids, self.document_end)
+                starts = torch.zeros(len(self.share), stop - first, dtype=torch.bool)
+                starts = self._rows(first, stop, read_starts, starts).to(device)
             for begin in range(start, stop, segment_length):
                 end = min(begin + segment_length, stop)
                 labels = targets = rows[:, begin + 1 - first : end + 1 - first]
@@ -171,44 +176,38 @@ class Text:
                     _labels(self._streams, begin, end),
                 )
 
-    def place(self, result: Tensor, begin: int, losses: Tensor):
-        """Put (B, n) losses of the targets from `begin` on of each stream where they belong among all scored ones."""
-        start = self._before
-        # The target of column c is token c + 1 of its stream.
-        skipped = begin + 1 - self.unscored
-        for stream, row in zip(self.share, losses, strict=True):
-            scored = self._scored([stream], 0, self.length)
-            row = row[max(0, -skipped) : max(0, scored - skipped)]
-            result[start + max(0, skipped) :][: len(row)] = row
-            start += scored
+    def in_order(self, losses: Tensor) -> Tensor:
+        """(tokens,) losses of all scored tokens in text order, 0 for those of other processes.
 
-    def _rows(self, first: int, stop: int) -> Tensor:
-        """(B, n) int64, the tokens [first, stop) of each stream of this process; -100 behind its end."""
-        rows = torch.full((len(self.share), stop - first), -100)
+        Args:
+            losses: (B, length), of the targets of each stream of this process.
+        """
+        result, start = torch.zeros(self.tokens), self._before
+        for stream, row in zip(self.share, losses, strict=True):
+            # The target of column c is token c + 1 of its stream.
+            scored = row[self.unscored - 1 : max(0, len(stream) - 1)]
+            result[start : start + len(scored)] = scored
+            start += len(scored)
+        return result
+
+    def _rows(self, first: int, stop: int, read: Callable[[int, int], Tensor], rows: Tensor) -> Tensor:
+        """`rows` (B, stop - first), filled with what `read` returns of the tokens [first, stop) of each stream."""
         for row, stream in zip(rows, self.share, strict=True):
-            part = stream[first:stop]
-            if part:
-                row[: len(part)] = read_tokens(self.token_ids, part.start, part.stop)
+            if part := stream[first:stop]:
+                row[: len(part)] = read(part.start, part.stop)
         return rows
 
-    def _document_starts(self, first: int, stop: int) -> Tensor | None:
-        """(B, n) bool, before which tokens [first, stop) of each stream a document begins; None in one document."""
-        if self.document_end is None:
-            return None
-        starts = torch.zeros(len(self.share), stop - first, dtype=torch.bool)
-        for row, stream in zip(starts, self.share, strict=True):
-            part = stream[first:stop]
-            if part:
-                row[: len(part)] = document_starts(self.token_ids, self.document_end, part.start, part.stop)
-        return starts
-
     def _scored(self, streams: list[range], begin: int, end: int) -> int:
-        """How many of the targets [begin, end) of these streams are scored."""
+        """The number of scored targets in the columns [begin, end) of these streams."""
         return _labels(streams, max(begin, self.unscored - 1), end)
 
 
 def open_text(model: TransfoXLForCausalLM, token_ids, reading: Reading) -> Text:
-    """A text for a model to read; what a model cannot read is refused before the first segment."""
+    """A text with all lengths of its reading.
+
+    Raises:
+        ValueError: the model is wrapped, or cannot read the text so; before the first segment.
+    """
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ValueError(
             f"the model is wrapped in {type(model).__name__}: give model.module, as accelerator.unwrap_model does"
@@ -217,11 +216,11 @@ def open_text(model: TransfoXLForCausalLM, token_ids, reading: Reading) -> Text:
 
 
 class Reader:
-    """A model that reads segment after segment, each after what it remembers of those before.
+    """Reads a text with a model, segment after segment, each with the memory of those before.
 
-    The parts of the model are called one by one, because the softmax of several segments can be computed together.
-    They are called as the model calls them: under the accelerator's autocast, and by the model itself where it is
-    sharded (FSDP2), since it gathers its weights in its own forward alone.
+    Body and softmax are called apart, because the softmax of several segments can be computed together; both under the
+    accelerator's autocast. A sharded model (FSDP2), which gathers its weights in its own forward alone, is called as a
+    whole.
 
     Args:
         model: see `evaluate_language_model`.
@@ -230,7 +229,7 @@ class Reader:
             hidden states all the same.
 
     Attributes:
-        alike: what reads on a GPU, by one graph, once the memory is full and segments are alike.
+        alike: reads on a GPU by one graph, once the memory is full and segments are alike.
     """
 
     def __init__(self, model: TransfoXLForCausalLM, reading: Reading, projected: bool = True):
@@ -258,18 +257,18 @@ class Reader:
         return states[:, -segment.targets.shape[1] :]
 
     def _launch(self, input_ids: Tensor, resets: Tensor | None = None) -> Tensor:
-        """(B, e + L, D), the states of a segment, which is remembered."""
+        """(B, e + L, D), the states of a segment, which joins the memory."""
         with self._autocast():
             outputs = self.model.transformer(input_ids, **self._arguments(resets))
         self._remember(outputs)
         return outputs.last_hidden_state
 
     def read_and_score(self, segments: Sequence[Segment], targets: Tensor) -> tuple[list[Tensor], Tensor]:
-        """What `read` returns of segments, and (B, n) fp32 losses of n targets of all of them, 0 where one is -100."""
-        # Before the layers, so that a GPU has the numbers ready when the host asks for them.
+        """The states of segments, as of `read`, and (B, n) fp32 losses of all their targets, 0 where one is -100."""
+        # Before the layers, so that the host does not wait for the counts of targets by bin.
         by_bin = self.model.lm_head.sort_targets(targets.flatten())
         states = [self.read(segment) for segment in segments]
-        # Of one alone, `cat` would make a copy.
+        # `cat` of one tensor makes a copy.
         predicting = (states[0] if len(states) == 1 else torch.cat(states, dim=1)).flatten(0, 1)
         with self._autocast():
             losses = self.model.lm_head(predicting, targets.to(predicting.device).flatten(), by_bin=by_bin)
@@ -291,13 +290,14 @@ class Reader:
         return outputs.hidden_states[-1][:, -length:], outputs.losses[:, -length:]
 
     def losses(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
-        """Of each segment the states (B, L, D) that predict its targets, and (B, L) fp32 losses, 0 where unscored."""
+        """Each segment, with the states (B, L, D) that predict its targets and their (B, L) fp32 losses, 0 where
+        unscored."""
         segments = text.segments(device_of(self.model))
         if self.whole:
             for segment in segments:
                 yield segment, *self._read_and_score_whole(segment)
             return
-        # As many at a time in every process, whichever streams it has.
+        # The same number of segments in every process.
         at_once = max(1, TOKENS_AT_ONCE // (text.reading.batch_size * text.reading.segment_length))
         while group := list(islice(segments, at_once)):
             targets = torch.cat([segment.targets for segment in group], dim=1)
@@ -313,12 +313,12 @@ class Reader:
         self._memory = memory_of(outputs) if cache is None else {CACHE_NAME: cache}
 
     def _autocast(self) -> AbstractContextManager:
-        """Anew for each call: within one, casts of weights are kept, and these may change between segments."""
+        """A new context for each call: autocast keeps casts of weights, which may change between segments."""
         return nullcontext() if self._accelerator is None else self._accelerator.autocast()
 
 
 def device_of(model: TransfoXLForCausalLM) -> torch.device:
-    """Where its inputs go: those of a model whose weights are elsewhere between calls, where its hooks take them."""
+    """The device of a model's inputs: the CPU where the weights are offloaded (meta) between calls."""
     return torch.device("cpu") if model.device.type == "meta" else model.device
 
 
@@ -337,14 +337,14 @@ def evaluating(model: TransfoXLForCausalLM) -> Iterator[None]:
 
 
 def _streams(text_tokens: int, batch_size: int) -> list[range]:
-    """Where each stream is in the text. The first are one token longer than the others, where it does not divide."""
+    """The tokens of each stream. The first are one token longer than the others, where the text does not divide."""
     shorter, longer = divmod(text_tokens, batch_size)
     starts = [row * shorter + min(row, longer) for row in range(batch_size + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def _labels(streams: list[range], begin: int, end: int) -> int:
-    """How many labels the columns [begin, end) of these streams have."""
+    """The number of labels in the columns [begin, end) of these streams."""
     return sum(max(0, min(end, len(stream) - 1) - begin) for stream in streams)
 
 
