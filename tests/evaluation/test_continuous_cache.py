@@ -121,9 +121,10 @@ def test_within_autocast_states_are_compared_in_fp32(make_model, make_ids):
 @pytest.mark.parametrize("dynamic", [None, DynamicEvaluation(0.01)], ids=["static", "dynamic"])
 def test_nothing_is_as_wide_as_the_vocabulary(make_model, make_ids, dynamic):
     model, ids = make_model(), make_ids(1, 50, vocab_size=12)[0]
-    with Widths() as widths:
-        token_losses(model, ids, 6, cache=ContinuousCache(20, 0.3, 0.1), dynamic=dynamic)
-    assert 16 in widths.found and 61 not in widths.found
+    for evaluate in (token_losses, evaluate_language_model):
+        with Widths() as widths:
+            evaluate(model, ids, 6, cache=ContinuousCache(20, 0.3, 0.1), dynamic=dynamic)
+        assert 16 in widths.found and 61 not in widths.found
     with Widths() as widths:
         model(ids[None])
     assert 61 in widths.found

@@ -8,7 +8,7 @@ from argparse import Namespace
 
 import pytest
 from datasets import load_from_disk
-from test_evaluate_lm import corpus, model, text  # noqa: F401 -- fixtures
+from test_score import corpus, model, text  # noqa: F401 -- fixtures
 from transformers import AutoModelForCausalLM
 
 import tune_lm
