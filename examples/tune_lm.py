@@ -38,7 +38,7 @@ from txl_hf.data.loading import find_device, load_config, load_language_model
 from txl_hf.data.texts import read_prepared
 from txl_hf.evaluation.dynamic import Diverged, parameters_of
 from txl_hf.evaluation.language_model import LanguageModelEvaluation, evaluate_caches
-from txl_hf.evaluation.reading import LENGTHS, Reading
+from txl_hf.evaluation.reading import Reading
 from txl_hf.evaluation.score import (
     check_number,
     check_statistics,
@@ -154,9 +154,8 @@ def run(options: argparse.Namespace):
     if training is not None:
         started = time.perf_counter()
         try:
-            lengths = {name: getattr(reading, name) for name in LENGTHS}
             statistics = GradientStatistics.of(
-                model, training, **lengths, document_end=document_end, parameters=options.parameters
+                model, training, **reading.settings(), document_end=document_end, parameters=options.parameters
             )
         except ValueError as error:
             raise ValueError(f"--statistics {options.statistics}: {error}") from None

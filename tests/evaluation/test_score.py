@@ -325,7 +325,7 @@ def test_what_was_found_before_an_interruption_is_kept(corpus, model, monkeypatc
     evaluate = evaluate_lm.evaluate_caches
 
     def interrupted(loaded, token_ids, reading, *settings):
-        if reading.memory_length == 8:
+        if reading.lengths.mem_len == 8:
             raise KeyboardInterrupt
         return evaluate(loaded, token_ids, reading, *settings)
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from tqdm.auto import tqdm
 
+from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
-from .reading import LENGTHS, Reader, Reading, Segment, Text, device_of, evaluating, open_text
+from .reading import Reader, Reading, Segment, Text, device_of, evaluating, open_text
 
 
 class Diverged(ValueError):
@@ -125,7 +126,7 @@ class DynamicEvaluation:
         if isinstance(token_ids, Tensor):
             # A prompt of `generate` is on the model's device.
             token_ids = token_ids.cpu()
-        text = open_text(model, token_ids, Reading(segment_length, memory_length, progress=progress))
+        text = open_text(model, token_ids, Reading(segment_length, MemoryLengths(memory_length), progress=progress))
         with adapting(model, self, text) as adaptation:
             bar = tqdm(total=text.tokens, unit="token", desc="adapt", disable=not progress)
             with following(model), bar:
@@ -179,17 +180,8 @@ class GradientStatistics:
         Raises:
             ValueError: as `evaluate_language_model`.
         """
-        reading = Reading(
-            segment_length,
-            memory_length,
-            batch_size,
-            ext_len=ext_len,
-            clamp_len=clamp_len,
-            same_length=same_length,
-            document_end=document_end,
-            accelerator=accelerator,
-            progress=progress,
-        )
+        lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
+        reading = Reading(segment_length, lengths, batch_size, 0, document_end, accelerator, progress)
         text = open_text(model, token_ids, reading)
         with following(model):
             adaptation = Adaptation(model, DynamicEvaluation(0.0, parameters=parameters), text.reading)
@@ -406,8 +398,7 @@ def _open_statistics(token_ids: Any, model: TransfoXLForCausalLM, text: Text) ->
 
 def _protocol(text: Text) -> dict[str, int | bool | None]:
     """The settings that the gradients of a segment depend on, beside weights and tokens."""
-    lengths = {name: getattr(text.reading, name) for name in LENGTHS}
-    return {**lengths, "documents": text.document_end is not None}
+    return {**text.reading.settings(), "documents": text.document_end is not None}
 
 
 @contextmanager

@@ -12,10 +12,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..data.streams import check_sizes, describe_document_end
+from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .continuous_cache import ContinuousCache, History
 from .dynamic import DynamicEvaluation, adapting, following
-from .reading import LENGTHS, Reader, Reading, Segment, Text, device_of, evaluating, open_text
+from .reading import Reader, Reading, Segment, Text, device_of, evaluating, open_text
 
 
 @dataclass(frozen=True)
@@ -157,18 +158,8 @@ def evaluate_language_model(
             token nor places in the text, or the model has no place where one could begin (see `resets`); or the model
             is wrapped for several devices.
     """
-    reading = Reading(
-        segment_length,
-        memory_length,
-        batch_size,
-        warm_up,
-        ext_len,
-        clamp_len,
-        same_length,
-        document_end,
-        accelerator,
-        progress,
-    )
+    lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
+    reading = Reading(segment_length, lengths, batch_size, warm_up, document_end, accelerator, progress)
     return evaluate_caches(model, token_ids, reading, [cache], dynamic)[0]
 
 
@@ -196,7 +187,6 @@ def evaluate_caches(
         )
         if reading.accelerator is not None:
             totals = reading.accelerator.reduce(totals, "sum")
-    settings = {name: getattr(reading, name) for name in (*LENGTHS, "warm_up")}
     return [
         LanguageModelEvaluation(
             nll=total / text.tokens,
@@ -205,7 +195,8 @@ def evaluate_caches(
             dynamic=None if dynamic is None else dynamic.describe(),
             cache=None if cache is None else cache.describe(),
             document_end=describe_document_end(text.document_end),
-            **settings,
+            warm_up=reading.warm_up,
+            **reading.settings(),
         )
         for cache, total in zip(caches, totals.tolist(), strict=True)
     ]
@@ -246,18 +237,8 @@ def token_losses(
     Raises:
         ValueError: as `evaluate_language_model`.
     """
-    reading = Reading(
-        segment_length,
-        memory_length,
-        batch_size,
-        warm_up,
-        ext_len,
-        clamp_len,
-        same_length,
-        document_end,
-        accelerator,
-        progress,
-    )
+    lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
+    reading = Reading(segment_length, lengths, batch_size, warm_up, document_end, accelerator, progress)
     text = open_text(model, token_ids, reading)
     with _losses(model, text, dynamic, [cache]) as losses:
         # Not moved before the end, so that an accelerator need not wait for the processor.

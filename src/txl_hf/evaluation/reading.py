@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ TOKENS_MOVED = 2**20
 # The softmax reads all of its tables, hundreds of MB for a large vocabulary, however few tokens it has to score. So it
 # waits until several short segments have been read.
 TOKENS_AT_ONCE = 1024
-# The fields of `Reading` with which a figure can be found again; `txl-train` keeps them beside its figures.
+# The settings with which a figure can be found again; `txl-train` keeps them beside its figures.
 LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_length", "batch_size")
 
 
@@ -35,24 +35,17 @@ class Reading:
     """How a text is read: the arguments of `evaluate_language_model` without the model, the text and what is mixed in.
 
     Attributes:
-        segment_length, memory_length, …: as there.
+        lengths: `memory_length`, `ext_len`, `clamp_len` and `same_length`.
+        segment_length, batch_size, …: as there.
     """
 
     segment_length: int
-    memory_length: int | None = None
+    lengths: MemoryLengths = MemoryLengths()
     batch_size: int = 1
     warm_up: int = 0
-    ext_len: int | None = None
-    clamp_len: int | None = None
-    same_length: bool | None = None
     document_end: int | Sequence[int] | np.ndarray | None = None
     accelerator: Any = None
     progress: bool = False
-
-    @property
-    def lengths(self) -> MemoryLengths:
-        """The argument `lengths` of the model's forward."""
-        return MemoryLengths(self.memory_length, self.ext_len, self.clamp_len, self.same_length)
 
     def of(self, config: TransfoXLConfig) -> "Reading":
         """The same reading with the configuration's lengths in the place of None.
@@ -63,13 +56,12 @@ class Reading:
         filled = self.lengths.of(config)
         if self.document_end is not None:
             config.check_documents("document_end and the text", filled.mem_len)
-        return replace(
-            self,
-            memory_length=filled.mem_len,
-            ext_len=filled.ext_len,
-            clamp_len=filled.clamp_len,
-            same_length=filled.same_length,
-        )
+        lengths = MemoryLengths(filled.mem_len, filled.ext_len, filled.clamp_len, filled.same_length)
+        return replace(self, lengths=lengths)
+
+    def settings(self) -> dict[str, Any]:
+        """The values of `LENGTHS`, by name."""
+        return dict(zip(LENGTHS, (self.segment_length, *astuple(self.lengths), self.batch_size), strict=True))
 
 
 class Segment(NamedTuple):
@@ -146,7 +138,7 @@ class Text:
 
     def segments(self, device: torch.device) -> Iterator[Segment]:
         """All passes; in each up to `ext_len` tokens are read again."""
-        segment_length, ext_len = self.reading.segment_length, self.reading.ext_len or 0
+        segment_length, ext_len = self.reading.segment_length, self.reading.lengths.ext_len or 0
         # A whole number of segments, so that no segment is cut by the end of a piece.
         at_once = max(1, TOKENS_MOVED // (len(self.share) * segment_length)) * segment_length
         for start in range(0, self.length, at_once):
@@ -243,9 +235,9 @@ class Reader:
         self.whole = isinstance(model, FSDPModule)
         reading = reading.of(model.config)
         self._lengths, self._accelerator = reading.lengths, reading.accelerator
-        self._projected = projected and reading.ext_len == 0
+        self._projected = projected and reading.lengths.ext_len == 0
         self._memory: dict[str, Any] = {}
-        self.alike = SegmentsAlike(model.transformer, reading.memory_length or 0)
+        self.alike = SegmentsAlike(model.transformer, reading.lengths.mem_len or 0)
 
     def read(self, segment: Segment) -> Tensor:
         """(B, L, D), the states that enter the softmax and predict the targets of the segment."""

@@ -62,6 +62,7 @@ from ..data.texts import TokenisedText, read_document_end, read_prepared, read_r
 from ..files import whole_file, write_text
 from ..transfo_xl.attention_transfo_xl import fastest_attention
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
+from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .cards import RESULTS, origin, read_results
 from .continuous_cache import ContinuousCache
@@ -267,18 +268,18 @@ def readings(options: argparse.Namespace, config: TransfoXLConfig) -> list[tuple
     """
     same_length = None if options.same_length is None else options.same_length == "true"
     segment_length = config.tgt_len if options.segment_length is None else options.segment_length
-    given = {"batch_size": options.batch_size, "clamp_len": options.clamp_len}
-    found = [
-        (MEMORY, Reading(segment_length, length, ext_len=options.ext_len, same_length=same_length, **given))
-        for length in options.memory_length or ([] if options.sliding_window else [config.mem_len])
-    ]
+    memories = options.memory_length or ([] if options.sliding_window else [config.mem_len])
+    lengths = [MemoryLengths(length, options.ext_len, options.clamp_len, same_length) for length in memories]
+    found = [(MEMORY, Reading(segment_length, given, options.batch_size)) for given in lengths]
     # A query sees the whole window; same_length would hide a part of it.
-    found += [(WINDOW, Reading(1, 0, ext_len=n - 1, same_length=False, **given)) for n in options.sliding_window]
+    lengths = [MemoryLengths(0, window - 1, options.clamp_len, False) for window in options.sliding_window]
+    found += [(WINDOW, Reading(1, given, options.batch_size)) for given in lengths]
     for _, reading in found:
         check_sizes(segment_length=reading.segment_length)
-        lengths = {name: getattr(reading, name) for name in ("segment_length", "memory_length", "ext_len")}
-        shown = ", ".join(f"{name}={value}" for name, value in lengths.items() if value is not None)
-        config.positions.check_segment(reading.segment_length + (reading.of(config).ext_len or 0), config, shown)
+        settings = {name: reading.settings()[name] for name in ("segment_length", "memory_length", "ext_len")}
+        shown = ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
+        tokens = reading.segment_length + reading.lengths.of(config).ext_len
+        config.positions.check_segment(tokens, config, shown)
     return found
 
 

@@ -19,7 +19,8 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from ..data.streams import text_fingerprint
 from ..evaluation.cards import RESULTS, SCORED, origin, to_results, weights_digest
-from ..evaluation.language_model import LENGTHS, LanguageModelEvaluation, evaluate_language_model, figures
+from ..evaluation.language_model import LanguageModelEvaluation, evaluate_language_model, figures
+from ..evaluation.reading import LENGTHS
 from ..files import LOCK_NAME, UNFINISHED_PREFIX, lock_folder, name_of, options_that_differ, whole_file, write_text
 from ..transfo_xl.card_transfo_xl import is_generated
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
