@@ -369,7 +369,6 @@ def test_states_that_are_not_those_of_the_text_are_refused(make_model, make_ids)
     ("arguments", "message"),
     [
         ((0, 0.1, 1.0), "size=0 must be an integer of at least 1"),
-        ((2**62, 0.1, 1.0), "size=4611686018427387904 must be below 2"),
         ((10, 1.0, 1.0), "weight=1.0 must be a number at least 0 and below 1"),
         ((10, -0.1, 1.0), "weight=-0.1"),
         ((10, 0.1, -1.0), "temperature=-1.0 must be a finite number at least 0"),
@@ -380,12 +379,3 @@ def test_states_that_are_not_those_of_the_text_are_refused(make_model, make_ids)
 def test_bad_settings_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         ContinuousCache(*arguments)
-
-
-def test_the_largest_cache_holds_the_whole_text(make_model, make_ids):
-    model, ids = make_model(), make_ids(1, 40, vocab_size=12)[0]
-    largest, whole = (token_losses(model, ids, 6, cache=ContinuousCache(size, 0.3, 0.1)) for size in (2**62 - 1, 40))
-    assert torch.equal(largest, whole)
-    prompt = make_ids(1, 8)
-    largest, whole = (generate(model, prompt, ContinuousCache(size, 0.3, 0.1)) for size in (2**62 - 1, 40))
-    assert torch.equal(largest, whole)

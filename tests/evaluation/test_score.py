@@ -507,8 +507,6 @@ def test_a_cache_is_of_numbers(corpus, model, capsys):
     assert run(capsys, *options, "2e3", "0.1", "0.1")["results"][0]["cache"]["size"] == 2000
     assert "--cache 2.5 0.1 0.1: size=2.5 must be an integer of at least 1" in fails(*options, "2.5", "0.1", "0.1")
     assert "--cache 10 1 0.1: weight=1.0 must be a number" in fails(*options, "10", "1", "0.1")
-    message = fails(*options, "1e30", "0.1", "0.1")
-    assert message.startswith("error: --cache 1e+30 0.1 0.1: size=1000") and "must be below 2**62" in message
     with pytest.raises(SystemExit):
         evaluate_lm.main([*map(str, options), "many", "0.1", "0.1"])
     assert "--cache: invalid float value: 'many'" in capsys.readouterr().err

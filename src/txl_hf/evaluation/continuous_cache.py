@@ -18,18 +18,18 @@ from .reading import Segment
 
 @dataclass(frozen=True)
 class ContinuousCache:
-    """How the model's probabilities are mixed with those of what followed similar states in the same text.
+    """A mixture of the model's probabilities with those of the tokens that followed similar states in the same text.
 
     With hₜ the state that enters the softmax to predict token t + 1,
 
         p = (1 - λ) p_model + λ p_cache,    p_cache(w) ∝ Σ exp(θ hₜ·hᵢ) over i in [t - size, t) whose next token is w
 
-    (equations 2 to 4 and 6). Nothing is learned, and the weights stay as they are. The first token of a text, before
-    which there is nothing to look at, has the model's probability. Of a segment only the probabilities of the targets
-    are computed, in one product of its states with those before.
+    (equations 2 to 4 and 6). Nothing is learned, and the weights stay as they are. The first token of a text has the
+    model's probability, because there is no state before it. Only the probabilities of the targets are computed, by
+    one product of a segment's states with those before.
 
     Args:
-        size: ≥ 1, below 2⁶², how many positions are looked at. It may be far longer than the memory: a position costs
+        size: ≥ 1, the number of positions that are looked at. It may be far longer than the memory: a position costs
             one state.
         weight: λ in [0, 1).
         temperature: θ ≥ 0; it multiplies. With 0, p_cache is the share that a token had of the last `size`.
@@ -44,8 +44,6 @@ class ContinuousCache:
 
     def __post_init__(self):
         check_sizes(size=self.size)
-        if self.size >= 2**62:
-            raise ValueError(f"size={self.size!r} must be below 2**62, which is more than any text has")
         if not (isinstance(self.weight, Real) and 0 <= self.weight < 1):
             raise ValueError(f"weight={self.weight!r} must be a number at least 0 and below 1")
         if not (isinstance(self.temperature, Real) and 0 <= self.temperature < math.inf):

@@ -26,7 +26,7 @@ class Diverged(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class DynamicEvaluation:
-    """How the weights θ follow a text: each segment is scored, and then they step on it.
+    """Weights θ that follow a text: each segment is scored, and then they step on it.
 
     With g the gradient of the segment's mean loss and θ₀ the weights at the beginning of the text, all streams and
     processes together:
@@ -34,9 +34,9 @@ class DynamicEvaluation:
         θ ← θ - η g + λ (θ₀ - θ),    or with statistics    θ ← θ - η g / (√S + ε) + min(λ √S, 1) (θ₀ - θ),
 
     where S = Σ g² over the segments of a training text, element by element. The step on a segment needs its losses,
-    so no token influences its own or an earlier one. Tokens of a warm-up are followed too, as those of a text that is
-    scored from its beginning. Dropout is off. The memory is what the weights of then computed,
-    as in the original. A model must not be evaluated dynamically in two threads at once.
+    so no token influences its own or an earlier one. Tokens of a warm-up are followed too. Dropout is off. The
+    memory has the states that the weights of their time computed, as in the original. A model must not be evaluated
+    dynamically in two threads at once.
 
     Settings of the authors for the published models, with segments of 128 tokens, one stream, and as statistics 1/5000
     of the training text: WikiText-103 η = 2e-6, λ = 0, ε = 1e-5; enwik8 η = 1.2e-5, λ = 24, ε = 1e-4; text8
@@ -300,14 +300,14 @@ class Adaptation:
 
     def _read(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
         """As `Reader.losses`, with the losses of all labels, those of a warm-up too."""
-        # Projected keys and values would be those of other weights.
+        # Hidden states: projected keys and values would be of earlier weights.
         reader = Reader(self._model, text.reading, projected=False)
         for segment in text.segments(device_of(self._model)):
             [hidden_states], losses = reader.read_and_score([segment], segment.labels)
             yield segment, hidden_states, losses
 
     def _gradients(self, losses: Tensor, segment: Segment) -> list[Tensor]:
-        """Of the mean over the segment's labels in all streams and processes."""
+        """Gradients of the mean loss over the segment's labels, in all streams and processes."""
         found: Sequence[Tensor | None] = [None] * len(self._parameters)
         if losses.requires_grad:
             found = torch.autograd.grad(losses.sum() / segment.labels_of_all, self._parameters, allow_unused=True)

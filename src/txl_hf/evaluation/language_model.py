@@ -131,8 +131,8 @@ def evaluate_language_model(
         model: on any device, in any mode. Its mode is afterwards as it was before, also after an error. Nothing is
             written to a model that is in evaluation mode, so that threads can share it, each with settings of its own;
             they must not share one that is in training mode or that one of them evaluates with `dynamic`.
-            On a GPU segments that are alike are read by a CUDA graph: PyTorch raises in a thread that draws random
-            numbers there in the moment in which it begins to capture one.
+            On a GPU a CUDA graph reads segments of one shape: PyTorch raises an error in a thread that draws random
+            numbers there while a capture begins.
         token_ids: N token ids, N > batch_size: a list, an array, a CPU tensor, a memory-mapped array or whatever
             slices alike.
         segment_length: L ≥ 1, tokens scored in one pass and stream.
@@ -143,8 +143,8 @@ def evaluate_language_model(
         ext_len, clamp_len, same_length: as in the configuration. None: the model's.
         dynamic: let the weights follow the text. They are restored at the end, bit for bit, also after an error; until
             then the model belongs to this call alone. The memory is kept as hidden states.
-        cache: mix the model's probabilities with those of what followed similar states earlier in the stream. The
-            weights of `dynamic` follow the model's own loss.
+        cache: mix the model's probabilities with those of the tokens that followed similar states earlier in the
+            stream. The weights of `dynamic` follow the model's own loss.
         document_end: where documents end in the text, as in `TokenStream`: nothing before a document is seen from
             within it. Its first token is scored after the last one before it. What `dynamic` and `cache` have learned
             stays. None: the text is one.

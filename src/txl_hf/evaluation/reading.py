@@ -32,7 +32,7 @@ LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_leng
 
 @dataclass(frozen=True)
 class Reading:
-    """How a text is read: the arguments of `evaluate_language_model` without the model, the text and what is mixed in.
+    """The settings of a reading: arguments of `evaluate_language_model` without model, text, `dynamic` and `cache`.
 
     Attributes:
         lengths: `memory_length`, `ext_len`, `clamp_len` and `same_length`.

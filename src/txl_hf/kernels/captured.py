@@ -81,7 +81,7 @@ def why_not_captured(transformer: TransfoXLModel, ids: Tensor) -> str | None:
         if _is_foreign(type(module)):
             return f"{name} is a {type(module).__name__} of {type(module).__module__}, which may compute with Python"
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        # Those by which transformers returns hidden states ask whether somebody wants them.
+        # The hooks of transformers that collect hidden states do nothing unless a call asks for these.
         if hasattr(module, "_hf_hook") or any(not str(hook.__module__).startswith("transformers.") for hook in hooks):
             return f"{name} has a hook, which is to be called for every segment"
         if "forward" in vars(module):
