@@ -56,10 +56,9 @@ import txl_hf.kernels.operators as linear
 import txl_hf.transfo_xl.adaptive_transfo_xl as adaptive
 import txl_hf.transfo_xl.attention_transfo_xl as attention
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
-from txl_hf.evaluation.reading import Reader, Segment
+from txl_hf.evaluation.reading import Reader, Reading, Segment
 from txl_hf.transfo_xl.adaptive_transfo_xl import AdaptiveLogSoftmax
 from txl_hf.transfo_xl.cache_transfo_xl import StaticMemoryCache
-from txl_hf.transfo_xl.memory_transfo_xl import MemoryLengths
 from txl_hf.transfo_xl.modeling_transfo_xl import Sight, TransfoXLLayer
 from txl_hf.transfo_xl.positions_transfo_xl import Distances
 
@@ -334,7 +333,7 @@ def prepare(config: TransfoXLConfig, workload: Workload) -> Callable[[], None]:
     ids = torch.zeros(workload.rows, workload.segment, dtype=torch.long)
     before = torch.zeros(workload.rows, workload.memory, dtype=torch.long)
     if workload.task == "evaluate":
-        reader = Reader(model, MemoryLengths(), None)
+        reader = Reader(model, Reading(workload.segment))
         with torch.no_grad():
             reader.read(segment_of(before))
         return functools.partial(evaluate, reader, segment_of(ids))

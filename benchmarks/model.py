@@ -748,10 +748,9 @@ class Evaluate:
         return self.together * len(self.ids) * self.workload.segment, {}
 
     def _begin(self):
-        from txl_hf import MemoryLengths
-        from txl_hf.evaluation.reading import Reader
+        from txl_hf.evaluation.reading import Reader, Reading
 
-        return Reader(self.model, MemoryLengths(), None)
+        return Reader(self.model, Reading(self.workload.segment))
 
     def _loss(self, ids):
         import torch

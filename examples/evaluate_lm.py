@@ -2,7 +2,7 @@
 
     python examples/evaluate_lm.py --model runs/wikitext-2 --data data/wikitext-2 --memory_length 0 150 300
 
-`--help` explains it; the code is `txl_hf.evaluation.evaluate`.
+`--help` explains it; the code is `txl_hf.evaluation.score`.
 """
 
 from txl_hf.commands import evaluate as main

@@ -38,14 +38,14 @@ from txl_hf.data.loading import find_device, load_config, load_language_model
 from txl_hf.data.texts import read_prepared
 from txl_hf.evaluation.dynamic import Diverged, parameters_of
 from txl_hf.evaluation.language_model import LanguageModelEvaluation, evaluate_caches
-from txl_hf.evaluation.scoring import (
+from txl_hf.evaluation.reading import Reading
+from txl_hf.evaluation.score import (
     check_number,
-    check_protocol,
     check_statistics,
     check_vocabulary,
     describe,
     find_document_end,
-    protocols,
+    readings,
     take_lengths_of_training,
 )
 from txl_hf.files import whole_file, write_text
@@ -119,8 +119,7 @@ def run(options: argparse.Namespace):
     asked = settings_of(options)
     take_lengths_of_training(options, follows=True)
     config = load_config(options.model)
-    [lengths] = protocols(options, config)
-    check_protocol(config, clamp_len=options.clamp_len, **lengths)
+    [(_, reading)] = readings(options, config)
     texts = {split: read_prepared(options.data, split) for split in ("train", "validation", "test")}
     check_statistics(options.statistics or 0, texts["train"])
     check_vocabulary(texts["validation"], config, options.model, options.data)
@@ -135,12 +134,8 @@ def run(options: argparse.Namespace):
             )
     model = load_language_model(options.model, dtype=getattr(torch, options.dtype))
     model.to(options.device)
-    protocol = {
-        **{name: value for name, value in lengths.items() if name != "protocol"},
-        "batch_size": options.batch_size,
-        "clamp_len": options.clamp_len,
-        "document_end": find_document_end(options, texts["validation"]),
-    }
+    document_end = find_document_end(options, texts["validation"])
+    reading = dataclasses.replace(reading, document_end=document_end)
     training = None if options.statistics is None else texts["train"].token_ids[: options.statistics]
     # Before all that takes long: a setting may be out of range, or name no parameter.
     if options.rate:
@@ -159,7 +154,9 @@ def run(options: argparse.Namespace):
     if training is not None:
         started = time.perf_counter()
         try:
-            statistics = GradientStatistics.of(model, training, **protocol, parameters=options.parameters)
+            statistics = GradientStatistics.of(
+                model, training, **reading.settings(), document_end=document_end, parameters=options.parameters
+            )
         except ValueError as error:
             raise ValueError(f"--statistics {options.statistics}: {error}") from None
         dynamic_ways = [dataclasses.replace(way, statistics=statistics) for way in dynamic_ways]
@@ -176,7 +173,7 @@ def run(options: argparse.Namespace):
     points = []
     for dynamic in [None, *dynamic_ways]:
         try:
-            found = read(model, validation, dynamic, caches, protocol)
+            found = read(model, validation, dynamic, caches, reading)
         except Diverged as error:
             note_divergence(report, "validation", dynamic, error)
         else:
@@ -195,7 +192,7 @@ def run(options: argparse.Namespace):
     for kind, point in chosen.items():
         try:
             # Each is read by itself, so that its seconds are its own; two of the same settings are one.
-            scored = tested.get(point) or read(model, test, point.dynamic, [point.cache], protocol)[0]
+            scored = tested.get(point) or read(model, test, point.dynamic, [point.cache], reading)[0]
             tested[point] = scored
         except Diverged as error:
             note_divergence(report, f"test {kind}", point.dynamic, error)
@@ -234,10 +231,10 @@ def read(
     token_ids,
     dynamic: DynamicEvaluation | None,
     caches: list[ContinuousCache | None],
-    protocol: dict[str, Any],
+    reading: Reading,
 ) -> list[Point]:
     started = time.perf_counter()
-    results = evaluate_caches(model, token_ids, caches=caches, dynamic=dynamic, **protocol)
+    results = evaluate_caches(model, token_ids, reading=reading, caches=caches, dynamic=dynamic)
     seconds = time.perf_counter() - started
     for result in results:
         check_number(result)

@@ -7,12 +7,12 @@ from .command_line import one_line_errors
 
 def evaluate(argv: list[str] | None = None) -> None:
     """`txl-evaluate`."""
-    _run("evaluation.evaluate", argv)
+    _run("evaluation.score", argv)
 
 
 def export(argv: list[str] | None = None) -> None:
     """`txl-export`."""
-    _run("integrations.export", argv)
+    _run("integrations.onnx_export", argv)
 
 
 def prepare(argv: list[str] | None = None) -> None:

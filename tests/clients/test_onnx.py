@@ -15,7 +15,7 @@ import torch
 
 from models import small_config
 from txl_hf import TransfoXLForCausalLM, TransfoXLTokenizer, commands
-from txl_hf.integrations import graphs
+from txl_hf.integrations import onnx_export
 
 GENERATE = Path(__file__).parents[2] / "examples" / "generate_onnx.py"
 WORDS = [f"word{i}" for i in range(59)]
@@ -64,7 +64,7 @@ def test_a_memory_as_long_as_the_segment_of_the_graph(make_model, tmp_path):
 def test_a_graph_says_no_other_length_of_memory_than_it_returns(mem_len, make_model, tmp_path):
     """onnxruntime warns of it in each call."""
     make_model(mem_len=mem_len, n_layer=1).save_pretrained(tmp_path / "model")
-    graphs.export(str(tmp_path / "model"), tmp_path / "graphs")
+    onnx_export.export(str(tmp_path / "model"), tmp_path / "graphs")
     for name in ("step", "segment"):
         logits, *states = onnx.load(tmp_path / "graphs" / f"{name}.onnx", load_external_data=False).graph.output
         assert [output.type.tensor_type.shape.dim[1].dim_param for output in states] == ["new_memory"]
@@ -129,7 +129,7 @@ def test_a_graph_of_another_model_is_found_out(folders):
     model = TransfoXLForCausalLM.from_pretrained(folders[0]).requires_grad_(False)
     next(model.parameters()).add_(0.1)
     with pytest.raises(ValueError, match=r"segment.onnx: logits differs by .* but 1e-04 is allowed"):
-        graphs.check_graph(model, folders[1] / "segment.onnx", ((1, 3),))
+        onnx_export.check_graph(model, folders[1] / "segment.onnx", ((1, 3),))
 
 
 def test_what_cannot_be_exported_is_said_and_nothing_written(folders, make_model, tmp_path):

@@ -71,6 +71,7 @@ def test_supervised_fine_tuning(model, tokenizer, tmp_path, packing):
     rows = [[*tokenizer(line)["input_ids"], 0] for line in data["text"]]
     expected = own_loss(model, rows)
     trainer = SFTTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
+    txl_hf.trl.use_own_softmax(trainer)
     if packing:
         assert len(trainer.train_dataset) == 1
     trainer.train()
@@ -86,6 +87,7 @@ def test_preferences(model, tokenizer, tmp_path):
     model = TransfoXLForCausalLM.from_pretrained(model.name_or_path, dropout=0.3, dropatt=0.3)
     arguments = DPOConfig(str(tmp_path), max_length=32, **COMMON)
     trainer = DPOTrainer(model=model, args=arguments, train_dataset=data, processing_class=tokenizer)
+    txl_hf.trl.use_own_softmax(trainer)
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     # Before the first step the model is its own reference.
@@ -102,6 +104,7 @@ def test_rewards(model, tokenizer, tmp_path):
         train_dataset=data,
         processing_class=tokenizer,
     )
+    txl_hf.trl.use_own_softmax(trainer)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     trainer.train()
     logged = [line for line in trainer.state.log_history if "reward" in line]
@@ -131,7 +134,7 @@ def test_a_head_in_fp32(model, under_autocast):
     ids = torch.randint(60, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.autocast("cpu", torch.bfloat16, enabled=under_autocast):
         hidden_states = model.transformer(ids).last_hidden_state.float()
-        found = fused(model, ids, {"labels": ids}, cast_lm_head_to_fp32=True)
+        found = fused(model, ids, {"labels": ids}, in_fp32=True)
     log_probs = copy.deepcopy(model.lm_head).float()(hidden_states[:, :-1])
     compare(found, log_probs, ids[:, 1:])
     found.loss.backward()
@@ -139,9 +142,8 @@ def test_a_head_in_fp32(model, under_autocast):
 
 
 def fused(model, ids, labels, **options):
-    """What the model with TRL's head or ours says of the labels."""
-    names = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-    txl_hf.trl.add_own_lm_head(model, outputs=names, **options)
+    """The output of the model for the labels with our forward."""
+    txl_hf.trl.set_fused_forward(model, **options)
     return model(ids, **labels, fused_lm_head=True)
 
 
@@ -165,7 +167,7 @@ def test_generation_takes_what_it_took(model):
     memory = memory_of(model(ids))
     given = {"lengths": MemoryLengths(mem_len=12), "max_new_tokens": 6, "do_sample": False, **memory}
     expected = model.generate(ids, **given)
-    txl_hf.trl.add_own_lm_head(model)
+    txl_hf.trl.set_fused_forward(model)
     assert torch.equal(model.generate(ids, **given), expected)
 
 
@@ -173,7 +175,7 @@ def test_generation_takes_what_it_took(model):
 def test_a_copy_computes_with_its_own_weights(model):
     """TRL's own head, which a model of one softmax gets, computes with those of the model that was copied."""
     ids = torch.randint(3, 60, (1, 9), generator=torch.Generator().manual_seed(0))
-    txl_hf.trl.add_own_lm_head(model)
+    txl_hf.trl.set_fused_forward(model)
     copied = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in copied.parameters():

@@ -18,7 +18,7 @@ from midi_files import QUARTER, write_folder, write_piece
 from txl_hf import TransfoXLConfig
 from txl_hf.data import midi, prepare
 from txl_hf.data.midi import load_midi_tokenizer, make_midi_tokenizer, read_score, transpose
-from txl_hf.evaluation import evaluate
+from txl_hf.evaluation import score as evaluate
 from txl_hf.training import command
 
 SPLITS = ("train", "validation", "test")

@@ -3,18 +3,18 @@
 import copy
 import itertools
 import math
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 import adaptation_process
 import launcher
 from txl_hf import ContinuousCache, DynamicEvaluation, TransfoXLForCausalLM, evaluate_language_model, token_losses
 from txl_hf.evaluation.language_model import evaluate_caches
+from txl_hf.evaluation.reading import Reading
 from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache
 
 
@@ -80,7 +80,7 @@ def test_several_caches_in_one_reading(make_model, make_ids):
     model, ids = make_model(), make_ids(1, 60, vocab_size=12)[0]
     passes = []
     model.transformer.register_forward_hook(lambda *_: passes.append(None))
-    results = evaluate_caches(model, ids, 6, caches=[None, *CACHES])
+    results = evaluate_caches(model, ids, Reading(6), [None, *CACHES])
     assert len(passes) == 10
     for cache, result in zip([None, *CACHES], results, strict=True):
         assert result.nll == pytest.approx(evaluate_language_model(model, ids, 6, cache=cache).nll, rel=1e-6)
@@ -89,7 +89,7 @@ def test_several_caches_in_one_reading(make_model, make_ids):
     # With weight 0 it is the model alone, and of one position the temperature does not matter.
     assert len({round(result.nll, 5) for result in results}) == 1 + 1 + 4
     with pytest.raises(ValueError, match="caches is empty"):
-        evaluate_caches(model, ids, 6, caches=[])
+        evaluate_caches(model, ids, Reading(6), [])
 
 
 class Widths(TorchDispatchMode):
@@ -108,10 +108,11 @@ class Widths(TorchDispatchMode):
 def test_within_autocast_states_are_compared_in_fp32(make_model, make_ids):
     """What the model computes there is in fp32 too, but for its products."""
     model, ids, cache = make_model(mem_len=100), make_ids(1, 50, vocab_size=12)[0], ContinuousCache(100, 0.9, 1.0)
-    with torch.autocast("cpu", torch.bfloat16), cache.processor(model) as processor:
+    with torch.autocast("cpu", torch.bfloat16):
         states, log_probs = states_of(model, ids)
         found = token_losses(model, ids, 50, cache=cache)
-        scores = next_scores(model, ids[None], processor)
+        with cache.processor(model) as processor:
+            scores = next_scores(model, ids[None], processor)
     expected = by_hand(states, log_probs, ids, cache).log().float()
     torch.testing.assert_close(found, -expected[:-1].gather(1, ids[1:, None])[:, 0], rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(scores[0], expected[-1], rtol=1e-3, atol=1e-3)
@@ -120,9 +121,10 @@ def test_within_autocast_states_are_compared_in_fp32(make_model, make_ids):
 @pytest.mark.parametrize("dynamic", [None, DynamicEvaluation(0.01)], ids=["static", "dynamic"])
 def test_nothing_is_as_wide_as_the_vocabulary(make_model, make_ids, dynamic):
     model, ids = make_model(), make_ids(1, 50, vocab_size=12)[0]
-    with Widths() as widths:
-        token_losses(model, ids, 6, cache=ContinuousCache(20, 0.3, 0.1), dynamic=dynamic)
-    assert 16 in widths.found and 61 not in widths.found
+    for evaluate in (token_losses, evaluate_language_model):
+        with Widths() as widths:
+            evaluate(model, ids, 6, cache=ContinuousCache(20, 0.3, 0.1), dynamic=dynamic)
+        assert 16 in widths.found and 61 not in widths.found
     with Widths() as widths:
         model(ids[None])
     assert 61 in widths.found
@@ -272,20 +274,8 @@ def test_a_state_that_is_not_finite_is_looked_at_by_none(make_model, make_ids):
     assert torch.equal(mixed.isnan(), broken) and (static[9:] != mixed[9:]).all()
 
 
-def test_beams_keep_their_states(make_model, make_ids):
-    """The score of the sequence found is the sum of its log-probabilities in the mixture."""
-    model, prompt, cache = make_model(mem_len=100), make_ids(2, 12, vocab_size=8), ContinuousCache(50, 0.6, 0.2)
-    settings = {"num_beams": 4, "length_penalty": 0.0, "do_sample": False, "return_dict_in_generate": True}
-    outputs = generate(model, prompt, cache, output_scores=True, **settings)
-    for text, score in zip(outputs.sequences, outputs.sequences_scores, strict=True):
-        mixed = by_hand(*states_of(model, text[:-1]), text[:-1], cache)[11:]
-        expected = mixed.gather(1, text[12:, None]).log().sum().item()
-        assert score.item() == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize("past", ["memory", "padding"])
-def test_rows_of_the_same_tokens_keep_their_own_past(make_model, make_ids, past, num_beams):
+def test_rows_of_the_same_tokens_keep_their_own_past(make_model, make_ids, past):
     """The same prompt after other memories, and a prompt that begins with the token which pads the other."""
     model, cache = make_model(mem_len=100), ContinuousCache(50, 0.6, 0.2)
     prompt = make_ids(1, 8, vocab_size=8).repeat(2, 1)
@@ -297,14 +287,13 @@ def test_rows_of_the_same_tokens_keep_their_own_past(make_model, make_ids, past,
     else:
         mask[0, :4] = 0
         settings, each = {}, [{}, {}]
-    search = {"num_beams": num_beams, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    search = {"do_sample": False, "output_scores": True, "return_dict_in_generate": True}
     together = generate(model, prompt, cache, attention_mask=mask, **settings, **search)
     for row, own in enumerate(each):
         alone = generate(model, prompt[row : row + 1], cache, attention_mask=mask[row : row + 1], **own, **search)
         assert torch.equal(together.sequences[row], alone.sequences[0])
         for scores, expected in zip(together.scores, alone.scores, strict=True):
-            scores = scores[row * num_beams : (row + 1) * num_beams]
-            torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(scores[row : row + 1], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_one_processor_for_several_texts(make_model, make_ids):
@@ -315,52 +304,6 @@ def test_one_processor_for_several_texts(make_model, make_ids):
             prompt = make_ids(1, length, seed=seed, vocab_size=8)
             found = generate(model, prompt, cache, processor, do_sample=False)
             assert torch.equal(found, generate(make_model(mem_len=100), prompt, cache, do_sample=False))
-
-
-@pytest.mark.parametrize("shared", [True, False], ids=["one processor", "a processor each"])
-def test_threads_hear_themselves_alone(make_model, make_ids, shared):
-    """Whether they share a processor or not, and while another evaluates."""
-    model, cache = make_model(mem_len=100), ContinuousCache(30, 0.6, 0.2)
-    prompts = [make_ids(1, length, seed=length, vocab_size=8) for length in (12, 40, 7, 12)] * 2
-    expected = [generate(model, prompt, cache, do_sample=False) for prompt in prompts]
-    with cache.processor(model) as processor, ThreadPoolExecutor(4) as threads, ThreadPoolExecutor(1) as another:
-        evaluation = another.submit(evaluate_language_model, model, make_ids(1, 300)[0], 10)
-        write = lambda prompt: generate(model, prompt, cache, processor if shared else None, do_sample=False)  # noqa: E731
-        for found, text in zip(threads.map(write, prompts), expected, strict=True):
-            assert torch.equal(found, text)
-        evaluation.result()
-
-
-def test_only_what_generate_computes_is_heard(make_model, make_ids):
-    """Not what its thread computes with the model before, between two texts, or for another processor of logits."""
-    model, cache, prompt = make_model(mem_len=100), ContinuousCache(30, 0.6, 0.2), make_ids(1, 12, vocab_size=8)
-    expected = generate(model, prompt, cache, do_sample=False)
-
-    class Asks(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            model(input_ids)
-            return scores
-
-    with cache.processor(model) as processor:
-        for processors in ([processor], [processor], [Asks(), processor]):
-            evaluate_language_model(model, make_ids(1, 300)[0], 10)
-            model(prompt)
-            found = model.generate(prompt, max_new_tokens=8, do_sample=False, logits_processor=processors)
-            assert torch.equal(found, expected)
-
-
-def test_a_generation_that_was_stopped_leaves_nothing(make_model, make_ids):
-    model, cache, prompt = make_model(mem_len=100), ContinuousCache(30, 0.6, 0.2), make_ids(1, 12, vocab_size=8)
-
-    class Stop(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            raise KeyboardInterrupt
-
-    with cache.processor(model) as processor:
-        with pytest.raises(KeyboardInterrupt):
-            model.generate(prompt, max_new_tokens=2, logits_processor=[Stop(), processor])
-        found = generate(model, prompt, cache, processor, do_sample=False)
-    assert torch.equal(found, generate(model, prompt, cache, do_sample=False))
 
 
 @pytest.mark.slow
@@ -377,15 +320,13 @@ def test_a_prompt_read_in_chunks_is_heard_as_a_whole(make_model, make_ids):
     assert torch.equal(found, generate(model, prompt, cache, do_sample=False))
 
 
-def test_a_text_is_continued_in_another_thread(make_model, make_ids):
-    """As a server writes each turn of a dialogue in whichever thread is free, from the cache of the one before."""
+def test_a_text_is_continued_from_its_cache(make_model, make_ids):
+    """As a server writes each turn of a dialogue."""
     model, cache, text = make_model(mem_len=100), ContinuousCache(100, 0.6, 0.2), make_ids(1, 12, vocab_size=8)
     whole, memory = text, MemoryCache(model.config)
     with cache.processor(model) as processor:
         for _ in range(3):
-            settings = {"do_sample": False, "past_key_values": memory}
-            with ThreadPoolExecutor(1) as thread:
-                text = thread.submit(generate, model, text, cache, processor, **settings).result()
+            text = generate(model, text, cache, processor, do_sample=False, past_key_values=memory)
     for _ in range(3):
         whole = generate(model, whole, cache, do_sample=False)
     assert torch.equal(text, whole)
@@ -399,17 +340,28 @@ def test_what_is_ruled_out_stays_ruled_out(make_model, make_ids):
     assert not set(found[0, 12:].tolist()) & set(banned)
 
 
-def test_a_processor_that_hears_nothing(make_model, make_ids):
-    model, prompt, cache = make_model(), make_ids(1, 12), ContinuousCache(10, 0.5, 1.0)
+def test_states_that_are_not_those_of_the_text_are_refused(make_model, make_ids):
+    model, prompt, cache = make_model(), make_ids(2, 12), ContinuousCache(10, 0.5, 1.0)
+    expected = generate(model, prompt, cache, do_sample=False)
     with cache.processor(model) as processor:
-        with pytest.raises(ValueError, match="belongs to another model"):
+        for settings, count in (({"prompt_lookup_num_tokens": 3}, ""), ({"num_beams": 4}, "1 states")):
+            rows = prompt[:1] if count == "" else prompt
+            with pytest.raises(
+                RuntimeError, match=f"{count}.*not with beam search, assisted generation or other calls"
+            ):
+                generate(model, rows, cache, processor, **settings)
+        with pytest.raises(RuntimeError, match="computed 0 states for a text of 12 tokens"):
             generate(make_model(), prompt, cache, processor)
-        with pytest.raises(RuntimeError, match="does not go with assisted generation"):
-            generate(model, prompt, cache, processor, prompt_lookup_num_tokens=3)
-        with pytest.raises(ValueError, match="so give generate input_ids, not inputs_embeds"):
+        with pytest.raises(RuntimeError, match="sampling from input_ids"):
             embeds = model.get_input_embeddings()(prompt)
             model.generate(inputs_embeds=embeds, max_new_tokens=2, logits_processor=[processor])
-    with pytest.raises(RuntimeError, match="has not heard the model"):
+        evaluate_language_model(model, prompt[0], 5)
+        model(prompt)
+        with pytest.raises(RuntimeError, match="computed .* states for a text of 12 tokens"):
+            generate(model, prompt, cache, processor)
+        assert torch.equal(generate(model, prompt, cache, processor, do_sample=False), expected), "nothing is left"
+    assert not model.transformer._forward_hooks
+    with pytest.raises(RuntimeError, match="computed 0 states"):
         generate(model, prompt, cache, processor)
 
 
@@ -417,7 +369,6 @@ def test_a_processor_that_hears_nothing(make_model, make_ids):
     ("arguments", "message"),
     [
         ((0, 0.1, 1.0), "size=0 must be an integer of at least 1"),
-        ((2**62, 0.1, 1.0), "size=4611686018427387904 must be below 2"),
         ((10, 1.0, 1.0), "weight=1.0 must be a number at least 0 and below 1"),
         ((10, -0.1, 1.0), "weight=-0.1"),
         ((10, 0.1, -1.0), "temperature=-1.0 must be a finite number at least 0"),
@@ -428,12 +379,3 @@ def test_a_processor_that_hears_nothing(make_model, make_ids):
 def test_bad_settings_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         ContinuousCache(*arguments)
-
-
-def test_the_largest_cache_holds_the_whole_text(make_model, make_ids):
-    model, ids = make_model(), make_ids(1, 40, vocab_size=12)[0]
-    largest, whole = (token_losses(model, ids, 6, cache=ContinuousCache(size, 0.3, 0.1)) for size in (2**62 - 1, 40))
-    assert torch.equal(largest, whole)
-    prompt = make_ids(1, 8)
-    largest, whole = (generate(model, prompt, ContinuousCache(size, 0.3, 0.1)) for size in (2**62 - 1, 40))
-    assert torch.equal(largest, whole)

@@ -16,12 +16,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import small_model
 from recorder import Recorder, let_the_host_wait
-from txl_hf import ContinuousCache, MemoryLengths, TransfoXLForCausalLM, evaluate_language_model, token_losses
+from txl_hf import ContinuousCache, TransfoXLForCausalLM, evaluate_language_model, token_losses
 from txl_hf.evaluation import reading
 from txl_hf.kernels import captured
 from txl_hf.kernels.captured import SEGMENTS_BEFORE, why_not_captured
@@ -118,9 +117,6 @@ def test_hooks_are_called_for_every_segment(recorder):
     model.transformer.layers[1].mlp.register_forward_hook(lambda *_: called.append(1))
     token_losses(model, text(201), 5)
     assert len(called) == 40 and recorder.recorded == 0
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert "hook of all modules" in why_not_captured(MODEL.transformer, text(5)[None])
-    handle.remove()
     # Those of transformers, which a call for hidden states leaves behind, are its own.
     model = tiny_model()
     model(text(4)[None], output_hidden_states=True)
@@ -157,9 +153,8 @@ def test_says_why_segments_are_launched(monkeypatch):
     assert "no graphs on meta" in why_not_captured(MODEL.transformer, ids.to("meta"))
     with torch.device("cpu"):
         assert why_not_captured(MODEL.transformer, ids) is None
-    for mode in (FlopCounterMode(display=False), BaseTorchFunctionMode()):
-        with mode:
-            assert "mode of PyTorch's" in why_not_captured(MODEL.transformer, ids)
+    with FlopCounterMode(display=False):
+        assert "mode of PyTorch's" in why_not_captured(MODEL.transformer, ids)
     assert "9000 tokens" in why_not_captured(MODEL.transformer, torch.zeros(9, 1000, dtype=torch.long))
     model = tiny_model()
     model.transformer.layers[0].mlp.up_proj.__class__ = Counting
@@ -184,7 +179,7 @@ def test_a_graph_that_cannot_be_captured_is_done_without(monkeypatch, caplog, wa
 
 def read_until_captured(model, ids) -> reading.Reader:
     """A reader that has read a segment, (1, L), as often as it takes to try a graph."""
-    reader = reading.Reader(model, MemoryLengths(), None)
+    reader = reading.Reader(model, reading.Reading(5))
     for _ in range(math.ceil(model.config.mem_len / ids.shape[1]) + SEGMENTS_BEFORE):
         reader.read(reading.Segment(0, ids, ids, ids, None, ids.numel(), ids.numel()))
     return reader
@@ -296,7 +291,7 @@ class TestOnGPU:
     @torch.no_grad()
     def test_the_host_waits_for_nothing(self):
         model = tiny_model().cuda()
-        reader = reading.Reader(model, MemoryLengths(), None)
+        reader = reading.Reader(model, reading.Reading(5))
         ids = text(5)[None].cuda()
         segment = reading.Segment(0, ids, ids, ids, None, 5, 5)
         for _ in range(SEGMENTS_BEFORE + 6):

@@ -1,1 +1,1 @@
-"""The likelihood of a text, read in segments with memory. Imports `transfo_xl`, `kernels` and `data`."""
+"""The likelihood of a text, read in segments with memory. Imports `transfo_xl`, `kernels`, `data` and the utilities."""

@@ -1,12 +1,11 @@
 """A continuous cache (Grave et al., 2017, https://arxiv.org/abs/1612.04426): what followed similar states before."""
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from numbers import Real
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,23 +15,21 @@ from ..data.streams import check_sizes
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .reading import Segment
 
-__all__ = ["CacheLogitsProcessor", "ContinuousCache", "History"]
-
 
 @dataclass(frozen=True)
 class ContinuousCache:
-    """How the model's probabilities are mixed with those of what followed similar states in the same text.
+    """A mixture of the model's probabilities with those of the tokens that followed similar states in the same text.
 
     With hₜ the state that enters the softmax to predict token t + 1,
 
         p = (1 - λ) p_model + λ p_cache,    p_cache(w) ∝ Σ exp(θ hₜ·hᵢ) over i in [t - size, t) whose next token is w
 
-    (equations 2 to 4 and 6). Nothing is learned, and the weights stay as they are. The first token of a text, before
-    which there is nothing to look at, has the model's probability. Of a segment only the probabilities of the targets
-    are computed, in one product of its states with those before.
+    (equations 2 to 4 and 6). Nothing is learned, and the weights stay as they are. The first token of a text has the
+    model's probability, because there is no state before it. Only the probabilities of the targets are computed, by
+    one product of a segment's states with those before.
 
     Args:
-        size: ≥ 1, below 2⁶², how many positions are looked at. It may be far longer than the memory: a position costs
+        size: ≥ 1, the number of positions that are looked at. It may be far longer than the memory: a position costs
             one state.
         weight: λ in [0, 1).
         temperature: θ ≥ 0; it multiplies. With 0, p_cache is the share that a token had of the last `size`.
@@ -47,8 +44,6 @@ class ContinuousCache:
 
     def __post_init__(self):
         check_sizes(size=self.size)
-        if self.size >= 2**62:
-            raise ValueError(f"size={self.size!r} must be below 2**62, which is more than any text has")
         if not (isinstance(self.weight, Real) and 0 <= self.weight < 1):
             raise ValueError(f"weight={self.weight!r} must be a number at least 0 and below 1")
         if not (isinstance(self.temperature, Real) and 0 <= self.temperature < math.inf):
@@ -60,12 +55,12 @@ class ContinuousCache:
 
     @contextmanager
     def processor(self, model: TransfoXLForCausalLM) -> Iterator["CacheLogitsProcessor"]:
-        """For `generate`, with the states of the prompt and of what it writes:
+        """A logits processor for `generate`, which looks at the states of the prompt and of the tokens written:
 
             with ContinuousCache(500, 0.1, 1.0).processor(model) as processor:
                 model.generate(prompt, logits_processor=[processor])
 
-        While it is open, `generate` tells it every state that it computes; other calls of the model it does not hear.
+        A hook on the model collects the states, so that nothing else may call the model while `generate` runs.
         """
         processor = CacheLogitsProcessor(self, model)
         try:
@@ -150,59 +145,41 @@ def _log_cache(scores: Tensor, followed: Tensor, finite: Tensor, size: int) -> T
 class CacheLogitsProcessor(LogitsProcessor):
     """Mixes the scores of `generate` with a cache; `ContinuousCache.processor` makes it.
 
-    A position that `attention_mask` masks, or whose next token it masks, is not looked at, and a token that a
-    processor before has ruled out stays so. Rows may be reordered, as beam search does: each is known by its tokens,
-    and where several have the same, by its place. A text that does not continue the one before is a new one. Threads
-    may share it: each hears what its own `generate` computes, and nothing else.
+    It goes with greedy search and sampling from `input_ids`, one call of `generate` after the other. A text that
+    begins with the last one continues it, as the next turn of a dialogue does; any other is a new text. Positions that
+    `attention_mask` hides, or whose next token it hides, are not looked at. A token that an earlier processor has
+    ruled out stays so.
     """
 
     def __init__(self, cache: ContinuousCache, model: TransfoXLForCausalLM):
         self._cache = cache
-        self._module: nn.Module | None = model.transformer
-        self._here = _Hearing()
-        # Of whichever thread: a dialogue may be continued in another.
-        self._last: _Read | None = None
+        self._hook = model.transformer.register_forward_hook(self._remember, with_kwargs=True)
+        # The last text (B, n), and the states (B, k, D) of its last k <= size + 1 tokens, NaN where they are hidden.
+        self._text: Tensor | None = None
+        self._states: Tensor | None = None
+        self._forget_new()
 
     def close(self):
-        """Let go of the model and of all states."""
-        self._module, self._here, self._last = None, _Hearing(), None
+        """Remove the hook from the model, and drop all states."""
+        self._hook.remove()
+        self._text = self._states = None
+        self._forget_new()
 
-    def listen(self, model: nn.Module, beams: int) -> Callable[[Tensor, Tensor | None], None]:
-        """What a loop of `generate` is to tell the states of each of its forwards, and their mask.
+    def _forget_new(self):
+        # The states of the calls since the last token, how many these were, and the mask of the last call.
+        self._new: Tensor | None = None
+        self._count, self._mask = 0, None
 
-        Args:
-            beams: among how many rows side by side the loop may reorder; 1: it keeps all in their places.
-
-        Raises:
-            RuntimeError: the processor is closed.
-            ValueError: it is another model's.
-        """
-        if self._module is None:
-            raise RuntimeError("the processor has not heard the model: use it within `with cache.processor(model)`")
-        if model.transformer is not self._module:
-            raise ValueError(
-                "the processor belongs to another model: open one for this model with `cache.processor(model)`; a "
-                "continuous cache does not go with assisted generation"
-            )
-        # What a loop that was stopped between a forward and its token has left.
-        self._here.heard, self._here.mask, self._here.count, self._here.beams = None, None, 0, beams
-        return self._hear
-
-    # A compiled forward would not write to what belongs to a thread.
+    # Outside of a compiled forward, which would keep the tensors of its own memory.
     @torch.compiler.disable
-    def _hear(self, hidden_states: Tensor, attention_mask: Tensor | None):
-        """Remember (B, L, D) states; of the mask (B, n), the last L columns are theirs."""
-        here, keep, length = self._here, self._cache.size + 1, hidden_states.shape[1]
-        # A copy, as a captured graph writes what it returns to the same place at every call.
-        states = hidden_states[:, -keep:].detach().to(torch.float32, copy=True)
-        real = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
-        here.mask = None if attention_mask is None else attention_mask[:, -keep:].to(states.device).bool()
-        if here.mask is not None:
-            real = here.mask[:, -states.shape[1] :]
-        here.count += length
-        if here.heard is not None:
-            states, real = (torch.cat(parts, dim=1) for parts in zip(here.heard, (states, real), strict=True))
-        here.heard = states[:, -keep:], real[:, -keep:]
+    def _remember(self, transformer: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any):
+        self._mask = kwargs.get("attention_mask")
+        # A copy, because a captured graph writes its outputs to the same memory at every call.
+        states = _hide(outputs[0].detach().to(torch.float32, copy=True), self._mask)
+        self._count += states.shape[1]
+        if self._new is not None and len(self._new) == len(states):
+            states = torch.cat([self._new, states], dim=1)
+        self._new = states[:, -self._cache.size - 1 :]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """
@@ -211,86 +188,48 @@ class CacheLogitsProcessor(LogitsProcessor):
 
         Returns:
             (B, V) log-probabilities of the mixture; -inf where `scores` are.
+
+        Raises:
+            RuntimeError: the model has not computed one state for each token of the text or of its continuation.
         """
-        states, real = self._catch_up(input_ids)
+        states, finite = _finite(self._states_of(input_ids))
         log_model = scores.log_softmax(-1)
-        # At what an overflow has left nothing can be looked up.
-        states, finite = _finite(states)
-        looked_at = real[:, :-1] & real[:, 1:] & finite[:, :-1]
+        looked_at = finite[:, :-1] & finite[:, 1:]
         if looked_at.shape[1] == 0:
             return log_model
         with _full_precision(states):
             products = torch.einsum("bnd,bd->bn", states[:, :-1], states[:, -1]) * self._cache.temperature
-        # Where a row has nothing to look at, this is NaN, as the mixture expects it.
+        # NaN where a row has nothing to look at, as `mix` expects it.
         shares = products.masked_fill(~looked_at, -math.inf).softmax(-1)
         cached = torch.zeros_like(log_model, dtype=torch.float32)
         cached.scatter_add_(1, input_ids[:, -shares.shape[1] :], shares)
         cached = cached.masked_fill(~looked_at.any(-1, keepdim=True), math.nan)
         return self._cache.mix(log_model, cached.log()).masked_fill(scores == -math.inf, -math.inf)
 
-    def _catch_up(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, k, D) states of the last k ≤ size + 1 tokens of the text, and (B, k) whether these are real."""
-        here, keep = self._here, self._cache.size + 1
-        if here.heard is None:
+    def _states_of(self, input_ids: Tensor) -> Tensor:
+        """(B, k, D) states of the last k <= size + 1 tokens of the text, NaN where they are hidden."""
+        states, count, mask, length = self._new, self._count, self._mask, input_ids.shape[1]
+        self._forget_new()
+        if states is not None and count != length and self._text is not None and self._states is not None:
+            known = self._text.shape[1]
+            if count == length - known and torch.equal(self._text, input_ids[:, :known]):
+                states, count = torch.cat([self._states, states.to(self._states.device)], dim=1), length
+        if states is None or count != length or len(states) != len(input_ids):
             raise RuntimeError(
-                "the processor has not heard the model: generate tells it the states where it samples or searches by "
-                "beams, but a continuous cache does not go with assisted generation or a loop of one's own"
+                f"the model has computed {count} states for a text of {length} tokens: a continuous cache goes with "
+                "greedy search and sampling from input_ids, within `with cache.processor(model)`, and not with beam "
+                "search, assisted generation or other calls of the model meanwhile"
             )
-        (states, real), count, mask = here.heard, here.count, here.mask
-        here.heard, here.count = None, 0
-        if count > input_ids.shape[1]:
-            raise ValueError(
-                f"the model computed {count} states for a text of {input_ids.shape[1]} tokens: a continuous cache "
-                "needs the tokens of the text, so give generate input_ids, not inputs_embeds"
-            )
-        for before in (here.read, self._last):
-            rows = None if before is None else _rows_of(input_ids[:, :-count], before.text, here.beams)
-            if before is not None and rows is not None:
-                states = torch.cat([before.states.index_select(0, rows).to(states.device), states], dim=1)
-                real = torch.cat([before.real.index_select(0, rows).to(real.device), real], dim=1)
-                break
-        if mask is not None:
-            # It may hide what was real to an earlier call, as the padding that ends a reply before others do.
-            known = min(mask.shape[1], real.shape[1])
-            real = torch.cat([real[:, : real.shape[1] - known], real[:, -known:] & mask[:, -known:]], dim=1)
-        # Of a model on several devices, the last layer may lie elsewhere.
-        states, real = states.to(input_ids.device), real.to(input_ids.device)
-        here.read = self._last = _Read(input_ids, states[:, -keep:], real[:, -keep:])
-        return here.read.states, here.read.real
+        states = _hide(states.to(input_ids.device), mask)
+        self._text, self._states = input_ids, states[:, -self._cache.size - 1 :]
+        return self._states
 
 
-class _Read(NamedTuple):
-    """A text (B, n), and of its last k tokens the states (B, k, D) and whether they are real (B, k)."""
-
-    text: Tensor
-    states: Tensor
-    real: Tensor
-
-
-class _Hearing(threading.local):
-    """What one thread has heard since its last token: `count` states, of which the last are kept, with the end of the
-    last mask; and what it read.
-    Its loop reorders rows among `beams` side by side."""
-
-    def __init__(self) -> None:
-        self.heard: tuple[Tensor, Tensor] | None = None
-        self.mask: Tensor | None = None
-        self.count = 0
-        self.beams = 1
-        self.read: _Read | None = None
-
-
-def _rows_of(text: Tensor, before: Tensor, beams: int) -> Tensor | None:
-    """For each row of a text the row of the one before that was this text; None where there is none.
-
-    Rows with the same tokens can have other pasts, by their memory or padding. A row's own is that in its place, or
-    else that of a beam of the same prompt.
-    """
-    if before.shape[1] != text.shape[1]:
-        return None
-    same = (text[:, None] == before).all(-1)
-    if not bool(same.any(1).all()):
-        return None
-    rows, others = (torch.arange(len(ids), device=text.device) for ids in (text, before))
-    place, prompt = rows[:, None] == others, rows[:, None] // beams == others // beams
-    return (same * (1 + place.int() + prompt.int())).argmax(1)
+def _hide(states: Tensor, mask: Tensor | None) -> Tensor:
+    """States (B, n, D) with NaN where the columns of a mask (B, m), the last of which is theirs too, are 0."""
+    if mask is None:
+        return states
+    known = min(states.shape[1], mask.shape[1])
+    hidden = torch.zeros(states.shape[:2], dtype=torch.bool, device=states.device)
+    hidden[:, -known:] = mask[:, -known:].to(states.device) == 0
+    return states.masked_fill(hidden[..., None], math.nan)

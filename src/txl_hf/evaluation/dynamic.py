@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
@@ -17,29 +17,16 @@ from tqdm.auto import tqdm
 
 from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
-from .reading import Reader, Segment, Text, at_the_end, device_of, evaluating, open_text, using
-
-__all__ = [
-    "Adaptation",
-    "Diverged",
-    "DynamicEvaluation",
-    "GradientStatistics",
-    "adapting",
-    "following",
-    "parameters_of",
-]
-
-# The adaptations that have not ended, in their order.
-_begun: list["Adaptation"] = []
+from .reading import Reader, Reading, Segment, Text, device_of, evaluating, open_text
 
 
 class Diverged(ValueError):
-    """The weights followed the text too fast, and compute no finite losses any more."""
+    """The weights followed the text too fast: the losses are not finite any more."""
 
 
 @dataclass(frozen=True, eq=False)
 class DynamicEvaluation:
-    """How the weights θ follow a text: each segment is scored, and then they step on it.
+    """Weights θ that follow a text: each segment is scored, and then they step on it.
 
     With g the gradient of the segment's mean loss and θ₀ the weights at the beginning of the text, all streams and
     processes together:
@@ -47,9 +34,9 @@ class DynamicEvaluation:
         θ ← θ - η g + λ (θ₀ - θ),    or with statistics    θ ← θ - η g / (√S + ε) + min(λ √S, 1) (θ₀ - θ),
 
     where S = Σ g² over the segments of a training text, element by element. The step on a segment needs its losses,
-    so no token influences its own or an earlier one. Tokens of a warm-up are followed too, as those of a text that is
-    scored from its beginning. Dropout is off. The memory is what the weights of then computed,
-    as in the original.
+    so no token influences its own or an earlier one. Tokens of a warm-up are followed too. Dropout is off. The
+    memory has the states that the weights of their time computed, as in the original. A model must not be evaluated
+    dynamically in two threads at once.
 
     Settings of the authors for the published models, with segments of 128 tokens, one stream, and as statistics 1/5000
     of the training text: WikiText-103 η = 2e-6, λ = 0, ε = 1e-5; enwik8 η = 1.2e-5, λ = 24, ε = 1e-4; text8
@@ -121,28 +108,26 @@ class DynamicEvaluation:
         *,
         progress: bool = False,
     ) -> Iterator[TransfoXLForCausalLM]:
-        """The model as it is when it has read a text, for instance the prompt that `generate` is about to continue:
+        """The model with the weights that it has after reading a text, such as the prompt of `generate`:
 
             with DynamicEvaluation(1e-3).adapted_to(model, prompt[0], segment_length=64):
                 model.generate(prompt)
 
-        Its weights are restored at the end, bit for bit, also after an error. Until then it belongs to this thread:
-        evaluations in others are refused, calls and `generate` are not. Where the thread begins another before this
-        one ends, as tasks of asyncio may, the weights are restored when the last has ended.
+        Its weights are restored at the end, bit for bit, also after an error. Until then the model belongs to this
+        call: adaptations of one model may be nested, but must not overlap otherwise, in threads or asyncio tasks.
 
         Args:
             model, token_ids, segment_length, memory_length, progress: see `evaluate_language_model`.
 
         Raises:
-            ValueError, RuntimeError: see `evaluate_language_model`. The weights have diverged also where they compute
-                no finite logits after the text.
+            ValueError: see `evaluate_language_model`.
+            Diverged: a loss, or a logit after the text, is not finite.
         """
         if isinstance(token_ids, Tensor):
-            # As `generate` has it, where the model is.
+            # A prompt of `generate` is on the model's device.
             token_ids = token_ids.cpu()
-        lengths = MemoryLengths(mem_len=memory_length)
-        text = open_text(model, token_ids, segment_length, lengths)
-        with adapting(model, self, text, lengths, None, progress) as adaptation:
+        text = open_text(model, token_ids, Reading(segment_length, MemoryLengths(memory_length), progress=progress))
+        with adapting(model, self, text) as adaptation:
             bar = tqdm(total=text.tokens, unit="token", desc="adapt", disable=not progress)
             with following(model), bar:
                 for segment, _, _ in adaptation.losses(text):
@@ -155,13 +140,13 @@ class DynamicEvaluation:
 class GradientStatistics:
     """The statistics of a `DynamicEvaluation`, taken once for many readings: of other rates, of prompt after prompt.
 
-    They belong to the weights that they were taken with, which nothing checks but their names and shapes, and to the
-    lengths and streams, and to texts that are one or that are documents, as theirs was: a text that is read
-    otherwise is refused. They are as large as the weights, those of half precision in fp32.
+    They belong to the weights that they were taken with; only names and shapes are checked. A text that is read with
+    other lengths or streams, or with documents where the training text had none, is refused, because its gradients are
+    of another size. They take as much memory as the weights, in fp32 those of half precision.
 
     Args:
         roots: √S of each parameter, by its name and in its shape.
-        tokens: how many tokens the training text had.
+        tokens: the number of tokens of the training text.
         protocol: the lengths and streams that it was read with, and whether as documents.
     """
 
@@ -186,31 +171,30 @@ class GradientStatistics:
         accelerator: Any = None,
         progress: bool = False,
     ) -> "GradientStatistics":
-        """Take them from a training text, with the lengths and streams with which other texts will be read.
+        """Statistics of a training text, read with the lengths and streams of the readings that they will serve.
 
         Args:
             model, token_ids, …: all as in `evaluate_language_model`. The weights stay as they are.
-            parameters: which will follow, as in `DynamicEvaluation`. None: any may.
+            parameters: as in `DynamicEvaluation`. None: statistics of all, which serve any.
 
         Raises:
-            ValueError, RuntimeError: as `evaluate_language_model`.
+            ValueError: as `evaluate_language_model`.
         """
         lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
-        text = open_text(model, token_ids, segment_length, lengths, batch_size, 0, document_end, accelerator)
-        with using(model, alone=True), following(model):
-            adaptation = Adaptation(model, DynamicEvaluation(0.0, parameters=parameters), lengths, accelerator)
-            roots = adaptation.collect(text, progress)
-            return cls(roots, len(token_ids), _protocol(text, lengths, model))
+        reading = Reading(segment_length, lengths, batch_size, 0, document_end, accelerator, progress)
+        text = open_text(model, token_ids, reading)
+        with following(model):
+            adaptation = Adaptation(model, DynamicEvaluation(0.0, parameters=parameters), text.reading)
+            return cls(adaptation.collect(text), len(token_ids), _protocol(text))
 
     def __len__(self) -> int:
-        """How many tokens they were taken from."""
+        """The number of tokens of the training text."""
         return self.tokens
 
     def check(self, protocol: dict[str, int | bool | None]):
-        """Refuse to serve a reading with other lengths, streams or documents, whose gradients are of another size.
-
+        """
         Raises:
-            ValueError: with those that differ.
+            ValueError: the settings of a reading differ from those of the training text; it names these.
         """
         if differ := [name for name, value in protocol.items() if self.protocol.get(name) != value]:
             both = (self.protocol, protocol)
@@ -222,22 +206,14 @@ class GradientStatistics:
 
 
 class Adaptation:
-    """The parameters that follow a text, and where they began; made by `adapting`."""
+    """The parameters that follow a text, and their values at the time this is made; see `adapting`."""
 
-    def __init__(self, model: TransfoXLForCausalLM, dynamic: DynamicEvaluation, lengths: MemoryLengths, accelerator):
-        self._model, self._dynamic, self._lengths, self._accelerator = model, dynamic, lengths, accelerator
-        halves = any(parameter.dtype == torch.float16 for parameter in model.parameters())
-        if halves or (accelerator is not None and accelerator.mixed_precision == "fp16"):
-            raise ValueError("dynamic evaluation loses small gradients in float16: take bfloat16 or float32")
-        for name, module in model.named_modules():
-            if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
-                raise ValueError(
-                    f"{name} is quantised by torch's quantize_dynamic, whose layers pass no gradient on: dynamic "
-                    "evaluation needs the model as it was before"
-                )
+    def __init__(self, model: TransfoXLForCausalLM, dynamic: DynamicEvaluation, reading: Reading):
+        self._model, self._dynamic, self._accelerator = model, dynamic, reading.accelerator
+        _check_gradients(model, reading.accelerator)
         chosen = parameters_of(model, dynamic.parameters)
         self._names, self._parameters = list(chosen), list(chosen.values())
-        self._start: dict[nn.Parameter, Tensor] = {}
+        self._start = [parameter.detach().clone() for parameter in self._parameters]
         # Steps much smaller than the weight that they are added to are lost in half precision.
         self._weights = [
             parameter.detach() if parameter.dtype.itemsize >= 4 else parameter.detach().float()
@@ -245,77 +221,61 @@ class Adaptation:
         ]
         self._roots: list[Tensor] | None = None
 
-    def begin(self):
-        """Keep the weights as they are, for `restore`; from now on they may follow."""
-        self._start = {parameter: parameter.detach().clone() for parameter in self._parameters}
-        _begun.append(self)
-
     def losses(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
-        """As `Reader.losses`. When a segment is given out, the parameters have stepped on it.
+        """As `Reader.losses`. The parameters have stepped on a segment before it is yielded.
 
         Raises:
-            Diverged: a loss is not finite, in whichever process: all of them raise it.
+            Diverged: a loss is not finite, in any process; all of them raise it.
         """
-        has_stepped = False
         for segment, hidden_states, losses in self._read(text):
-            if self._lost(losses):
-                if not has_stepped or self._dynamic.learning_rate == 0:
-                    raise ValueError(
-                        f"no finite loss in the segment at token {segment.begin} of the text, with the weights as "
-                        "they began: the model itself computes none"
-                    )
-                raise self._diverged(f"no finite loss in the segment at token {segment.begin} of the text")
+            is_first = segment.begin == 0
+            self._check_finite(losses, f"no finite loss in the segment at token {segment.begin} of the text", is_first)
             self._step(self._gradients(losses, segment))
-            has_stepped = True
             unscored = segment.targets.to(losses.device) == -100
             yield segment, hidden_states.detach(), losses.detach().masked_fill(unscored, 0)
 
     def check_last_step(self, token: Tensor):
-        """Refuse weights that the last step, which no loss has followed, has made useless.
+        """Refuse weights that compute no finite logits after the last step, which no loss has followed.
 
         Args:
-            token: (1, 1), any token, which they compute probabilities of the next one from.
+            token: (1, 1), any token.
 
         Raises:
-            Diverged: these are not finite.
+            Diverged: the log-probabilities of the next token are not finite.
         """
         with evaluating(self._model), torch.no_grad():
             logits = self._model(token.to(device_of(self._model)), use_cache=False).logits
-        if not bool(logits.isfinite().all()):
-            raise self._diverged("no finite logits after the last segment of the text")
+        self._check_finite(logits, "no finite logits after the last segment of the text")
 
-    def _diverged(self, what: str) -> Diverged:
+    def _check_finite(self, values: Tensor, problem: str, as_they_began: bool = False):
+        # In all processes, before the gradients, for which the others would wait.
+        lost = (~values.isfinite()).sum()
+        if (lost if self._accelerator is None else self._accelerator.reduce(lost, "sum")) == 0:
+            return
+        rate = self._dynamic.learning_rate
+        if as_they_began or rate == 0:
+            raise ValueError(f"{problem}, with the weights as they began: the model itself computes none")
         instead = "a smaller one" if self._roots is None else "a smaller one or a larger epsilon"
-        return Diverged(
-            f"{what}: with learning_rate={self._dynamic.learning_rate:g} the weights have diverged, so give {instead}"
-        )
+        raise Diverged(f"{problem}: with learning_rate={rate:g} the weights have diverged, so give {instead}")
 
-    def _lost(self, losses: Tensor) -> bool:
-        """Whether a loss is not finite in any process: asked before the gradients, for which others would wait."""
-        lost = (~losses.isfinite()).sum()
-        return bool((lost if self._accelerator is None else self._accelerator.reduce(lost, "sum")) > 0)
-
-    def collect(self, text: Text, progress: bool) -> dict[str, Tensor]:
+    def collect(self, text: Text) -> dict[str, Tensor]:
         """√S of each parameter by its name, from a text.
 
         Raises:
-            ValueError: a loss is not finite, in whichever process.
+            ValueError: a loss is not finite, in any process.
         """
         squares = [torch.zeros_like(weight) for weight in self._weights]
-        with tqdm(total=text.share_tokens, unit="token", desc="statistics", disable=not progress) as bar:
+        with tqdm(total=text.share_tokens, unit="token", desc="statistics", disable=not text.reading.progress) as bar:
             for segment, _, losses in self._read(text):
-                if self._lost(losses):
-                    raise ValueError(
-                        f"statistics: no finite loss in the segment at token {segment.begin} of the training text: "
-                        "the model itself computes none"
-                    )
+                problem = f"statistics: no finite loss in the segment at token {segment.begin} of the training text"
+                self._check_finite(losses, problem, as_they_began=True)
                 for square, gradient in zip(squares, self._gradients(losses, segment), strict=True):
                     square.addcmul_(gradient, gradient)
                 bar.update(segment.scored)
         return dict(zip(self._names, (square.sqrt_() for square in squares), strict=True))
 
     def take(self, roots: dict[str, Tensor]):
-        """Step by these statistics from now on.
+        """Use these statistics in the steps that follow.
 
         Raises:
             ValueError: they lack one of the parameters, or have another shape for it.
@@ -333,54 +293,21 @@ class Adaptation:
 
     @torch.no_grad()
     def restore(self):
-        """Bring all weights back. What is raised meanwhile, as by Ctrl-C, is raised again when they are.
-
-        Weights that an adaptation which began later still follows with come back when that one ends.
-        """
-        raised = None
-        # A copy, as other threads adapt other models meanwhile.
-        begun = list(_begun)
-        if self not in begun:
-            # Ctrl-C came before it began: no weight has changed.
-            return
-        later = begun[begun.index(self) + 1 :]
-        left = list(self._start.items())
-        while left:
-            try:
-                while left:
-                    parameter, start = left[-1]
-                    heir = next((other for other in later if parameter in other._start), None)
-                    if heir is None:
-                        parameter.copy_(start)
-                    else:
-                        heir._start[parameter] = start
-                    left.pop()
-            except Exception as error:
-                # This copy would fail again, but not the others.
-                raised = error
-                left.pop()
-            except BaseException as error:
-                raised = error
-        _begun.remove(self)
+        """Give all parameters the values that they had when this was made."""
+        for parameter, start in zip(self._parameters, self._start, strict=True):
+            parameter.copy_(start)
         torch.clear_autocast_cache()
-        if raised is not None:
-            raise raised
 
     def _read(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
         """As `Reader.losses`, with the losses of all labels, those of a warm-up too."""
-        # Projected keys and values would be those of other weights.
-        reader = Reader(self._model, self._lengths, self._accelerator, projected=False)
-        if any(isinstance(module, FSDPModule) for module in self._model.modules()):
-            raise ValueError(
-                "dynamic evaluation changes whole weights, which FSDP keeps in parts: evaluate the model that was "
-                "saved, with one copy in each process"
-            )
-        for segment in text.segments(self._lengths.of(self._model.config).ext_len, device_of(self._model)):
+        # Hidden states: projected keys and values would be of earlier weights.
+        reader = Reader(self._model, text.reading, projected=False)
+        for segment in text.segments(device_of(self._model)):
             [hidden_states], losses = reader.read_and_score([segment], segment.labels)
             yield segment, hidden_states, losses
 
     def _gradients(self, losses: Tensor, segment: Segment) -> list[Tensor]:
-        """Of the mean over the segment's labels in all streams and processes."""
+        """Gradients of the mean loss over the segment's labels, in all streams and processes."""
         found: Sequence[Tensor | None] = [None] * len(self._parameters)
         if losses.requires_grad:
             found = torch.autograd.grad(losses.sum() / segment.labels_of_all, self._parameters, allow_unused=True)
@@ -403,74 +330,81 @@ class Adaptation:
         for i, (weight, gradient) in enumerate(zip(self._weights, gradients, strict=True)):
             root = None if self._roots is None else self._roots[i]
             if decay > 0:
-                start = self._start[self._parameters[i]].to(weight.dtype)
+                start = self._start[i].to(weight.dtype)
                 weight.lerp_(start, min(decay, 1.0) if root is None else (decay * root).clamp_(max=1))
             if root is not None:
                 gradient = gradient / (root + self._dynamic.epsilon)
             weight.add_(gradient, alpha=-rate)
             if weight.dtype != self._parameters[i].dtype:
                 self._parameters[i].copy_(weight)
-        # Autocast of the caller keeps casts of the weights as they were.
+        # The caller's autocast keeps casts of the weights before the step.
         torch.clear_autocast_cache()
 
 
+def _check_gradients(model: TransfoXLForCausalLM, accelerator: Any) -> None:
+    """Refuse a model whose gradients would be wrong, or incomplete, without an error of PyTorch's.
+
+    Raises:
+        ValueError: it computes in float16, has layers of `quantize_dynamic`, or is sharded.
+    """
+    halves = any(parameter.dtype == torch.float16 for parameter in model.parameters())
+    if halves or (accelerator is not None and accelerator.mixed_precision == "fp16"):
+        raise ValueError("dynamic evaluation loses small gradients in float16: take bfloat16 or float32")
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+            raise ValueError(
+                f"{name} is quantised by torch's quantize_dynamic, whose layers pass no gradient on: dynamic "
+                "evaluation needs the model as it was before"
+            )
+        if isinstance(module, FSDPModule):
+            raise ValueError(
+                "dynamic evaluation changes whole weights, which FSDP keeps in parts: evaluate the model that was "
+                "saved, with one copy in each process"
+            )
+
+
 @contextmanager
-def adapting(
-    model: TransfoXLForCausalLM,
-    dynamic: DynamicEvaluation,
-    text: Text,
-    lengths: MemoryLengths,
-    accelerator: Any,
-    progress: bool,
-) -> Iterator[Adaptation]:
-    """What reads a text so that the weights follow it; they come back at the end, whatever happens.
+def adapting(model: TransfoXLForCausalLM, dynamic: DynamicEvaluation, text: Text) -> Iterator[Adaptation]:
+    """An `Adaptation` with its statistics; the weights are restored at the end, also after an error.
 
     Args:
-        model, accelerator, progress: see `evaluate_language_model`.
-        dynamic: how they follow.
-        text: what is going to be read; the statistics are read in as many streams and as long segments.
-        lengths: those of the reading.
+        model: see `evaluate_language_model`. dynamic: how its weights follow the text.
+        text: the text to read. Statistics are taken with its lengths and streams.
     """
-    with using(model, alone=True):
-        with following(model):
-            adaptation = Adaptation(model, dynamic, lengths, accelerator)
-        with at_the_end(adaptation.restore):
-            adaptation.begin()
-            if isinstance(dynamic.statistics, GradientStatistics):
-                dynamic.statistics.check(_protocol(text, lengths, model))
-                adaptation.take(dynamic.statistics.roots)
-            elif dynamic.statistics is not None:
-                statistics = _open_statistics(dynamic.statistics, model, text, accelerator)
-                with following(model):
-                    adaptation.take(adaptation.collect(statistics, progress))
-            yield adaptation
+    with following(model):
+        adaptation = Adaptation(model, dynamic, text.reading)
+    try:
+        if isinstance(dynamic.statistics, GradientStatistics):
+            dynamic.statistics.check(_protocol(text))
+            adaptation.take(dynamic.statistics.roots)
+        elif dynamic.statistics is not None:
+            statistics = _open_statistics(dynamic.statistics, model, text)
+            with following(model):
+                adaptation.take(adaptation.collect(statistics))
+        yield adaptation
+    finally:
+        adaptation.restore()
 
 
-def _open_statistics(token_ids: Any, model: TransfoXLForCausalLM, text: Text, accelerator: Any) -> Text:
-    """A training text, to be read as another one is."""
-    # Places are those of the text, but a token ends documents of every text.
+def _open_statistics(token_ids: Any, model: TransfoXLForCausalLM, text: Text) -> Text:
+    """The training text of statistics, with the lengths and streams of the text to evaluate."""
+    # Places belong to one text; a token ends the documents of both.
     document_end = text.document_end if isinstance(text.document_end, int) else None
     try:
-        return Text(
-            token_ids, text.segment_length, text.batch_size, 0, accelerator, model.config.vocab_size, document_end
-        )
+        return open_text(model, token_ids, replace(text.reading, warm_up=0, document_end=document_end))
     except ValueError as error:
         raise ValueError(f"statistics: {error}") from None
 
 
-def _protocol(text: Text, lengths: MemoryLengths, model: TransfoXLForCausalLM) -> dict[str, int | bool | None]:
-    """What the gradients of a segment depend on, beside weights and text."""
-    return {
-        "segment_length": text.segment_length,
-        "batch_size": text.batch_size,
-        "documents": text.document_end is not None,
-        **asdict(lengths.of(model.config)),
-    }
+def _protocol(text: Text) -> dict[str, int | bool | None]:
+    """The settings that the gradients of a segment depend on, beside weights and tokens."""
+    return {**text.reading.settings(), "documents": text.document_end is not None}
 
 
 @contextmanager
 def following(model: TransfoXLForCausalLM) -> Iterator[None]:
-    """Evaluation mode with gradients, whatever the caller is in. A generator is run in it by who loops over it."""
+    """Evaluation mode with gradients, whatever mode of PyTorch the caller is in. Enter it around the loop over a
+    generator, which runs in the modes of its caller."""
     with evaluating(model), torch.inference_mode(False), torch.enable_grad():
         yield
 

@@ -16,36 +16,22 @@ from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .continuous_cache import ContinuousCache, History
 from .dynamic import DynamicEvaluation, adapting, following
-from .reading import TOKENS_MOVED, Reader, Segment, Text, device_of, evaluating, open_text
-
-__all__ = [
-    "LENGTHS",
-    "LanguageModelEvaluation",
-    "bits",
-    "evaluate_caches",
-    "evaluate_language_model",
-    "figures",
-    "perplexity",
-    "token_losses",
-]
-
-# Of an evaluation, what says how the text was read: arguments of `evaluate_language_model`.
-LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_length", "batch_size")
+from .reading import Reader, Reading, Segment, Text, device_of, evaluating, open_text
 
 
 @dataclass(frozen=True)
 class LanguageModelEvaluation:
-    """What a text costs under a model, and the settings that the figure depends on.
+    """The negative log-likelihood of a text under a model, and the settings that it depends on.
 
     Attributes:
         nll: mean negative log-likelihood of a token, in nats.
-        tokens: how many tokens were scored.
-        text_tokens: how many tokens the text has, those that were read only included.
-        segment_length, memory_length, batch_size, warm_up, ext_len, clamp_len, same_length: as they were in this
-            evaluation.
-        dynamic: `DynamicEvaluation.describe` of what the weights followed the text by. None: a static evaluation.
-        cache: `ContinuousCache.describe` of what was mixed in. None: the model alone.
-        document_end: the token that ends documents, or how many places end them, with a hash. None: one document.
+        tokens: the number of scored tokens.
+        text_tokens: the number of tokens of the text, with those that were read and not scored.
+        segment_length, memory_length, batch_size, warm_up, ext_len, clamp_len, same_length: of this evaluation.
+        dynamic: `DynamicEvaluation.describe` of its dynamic evaluation. None: a static one.
+        cache: `ContinuousCache.describe` of its cache. None: the model alone.
+        document_end: the token that ends documents, or the number of places that end them, with a hash. None: one
+            document.
     """
 
     nll: float
@@ -109,7 +95,7 @@ def bits(nll: float) -> float:
 
 
 def figures(nll: float, prefix: str = "") -> dict[str, float]:
-    """Other ways to say a mean negative log-likelihood in nats: perplexity and bits_per_token, with a prefix."""
+    """A mean negative log-likelihood in nats as `perplexity` and `bits_per_token`, behind a prefix."""
     return {f"{prefix}perplexity": perplexity(nll), f"{prefix}bits_per_token": bits(nll)}
 
 
@@ -143,9 +129,10 @@ def evaluate_language_model(
 
     Args:
         model: on any device, in any mode. Its mode is afterwards as it was before, also after an error. Nothing is
-            written to a model that is in evaluation mode, so that threads can share it, each with settings of its own.
-            On a GPU segments that are alike are read by a CUDA graph: PyTorch raises in a thread that draws random
-            numbers there in the moment in which it begins to capture one.
+            written to a model that is in evaluation mode, so that threads can share it, each with settings of its own;
+            they must not share one that is in training mode or that one of them evaluates with `dynamic`.
+            On a GPU a CUDA graph reads segments of one shape: PyTorch raises an error in a thread that draws random
+            numbers there while a capture begins.
         token_ids: N token ids, N > batch_size: a list, an array, a CPU tensor, a memory-mapped array or whatever
             slices alike.
         segment_length: L ≥ 1, tokens scored in one pass and stream.
@@ -156,8 +143,8 @@ def evaluate_language_model(
         ext_len, clamp_len, same_length: as in the configuration. None: the model's.
         dynamic: let the weights follow the text. They are restored at the end, bit for bit, also after an error; until
             then the model belongs to this call alone. The memory is kept as hidden states.
-        cache: mix the model's probabilities with those of what followed similar states earlier in the stream. The
-            weights of `dynamic` follow the model's own loss.
+        cache: mix the model's probabilities with those of the tokens that followed similar states earlier in the
+            stream. The weights of `dynamic` follow the model's own loss.
         document_end: where documents end in the text, as in `TokenStream`: nothing before a document is seen from
             within it. Its first token is scored after the last one before it. What `dynamic` and `cache` have learned
             stays. None: the text is one.
@@ -170,48 +157,18 @@ def evaluate_language_model(
             vocabulary; there are more streams than tokens; a size is out of range; or `document_end` is neither a
             token nor places in the text, or the model has no place where one could begin (see `resets`); or the model
             is wrapped for several devices.
-        RuntimeError: another thread evaluates the model, and one of the two changes it meanwhile: by `dynamic`, or
-            because it is in training mode.
     """
-    return evaluate_caches(
-        model,
-        token_ids,
-        segment_length,
-        memory_length,
-        batch_size,
-        caches=[cache],
-        warm_up=warm_up,
-        ext_len=ext_len,
-        clamp_len=clamp_len,
-        same_length=same_length,
-        dynamic=dynamic,
-        document_end=document_end,
-        accelerator=accelerator,
-        progress=progress,
-    )[0]
-
-
-def _sum(losses: Tensor) -> Tensor:
-    """In fp64, which Apple's GPUs do not have."""
-    return (losses.cpu() if losses.device.type == "mps" else losses).double().sum()
+    lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
+    reading = Reading(segment_length, lengths, batch_size, warm_up, document_end, accelerator, progress)
+    return evaluate_caches(model, token_ids, reading, [cache], dynamic)[0]
 
 
 def evaluate_caches(
     model: TransfoXLForCausalLM,
     token_ids,
-    segment_length: int,
-    memory_length: int | None = None,
-    batch_size: int = 1,
-    *,
+    reading: Reading,
     caches: Sequence[ContinuousCache | None],
-    warm_up: int = 0,
-    ext_len: int | None = None,
-    clamp_len: int | None = None,
-    same_length: bool | None = None,
     dynamic: DynamicEvaluation | None = None,
-    document_end: int | Sequence[int] | np.ndarray | None = None,
-    accelerator: Any = None,
-    progress: bool = False,
 ) -> list[LanguageModelEvaluation]:
     """`evaluate_language_model` with each of several caches (None: without one), while the text is read only once.
 
@@ -220,35 +177,34 @@ def evaluate_caches(
     """
     if not caches:
         raise ValueError("caches is empty: give [None] for one reading without any")
-    lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
-    text = open_text(model, token_ids, segment_length, lengths, batch_size, warm_up, document_end, accelerator)
-    filled = lengths.of(model.config)
-    with _reading(model, text, lengths, dynamic, caches, accelerator, progress) as losses:
+    text = open_text(model, token_ids, reading)
+    reading = text.reading
+    with _losses(model, text, dynamic, caches) as losses:
         # Not read before the end, so that an accelerator need not wait for the processor.
         totals = sum(
-            (torch.stack([_sum(part) for part in parts]) for _, parts in losses),
+            (torch.stack([_sum(part) for part in parts]) for parts in losses),
             start=torch.zeros((), dtype=torch.float64),
         )
-        if accelerator is not None:
-            totals = accelerator.reduce(totals, "sum")
+        if reading.accelerator is not None:
+            totals = reading.accelerator.reduce(totals, "sum")
     return [
         LanguageModelEvaluation(
             nll=total / text.tokens,
             tokens=text.tokens,
             text_tokens=len(token_ids),
-            segment_length=segment_length,
-            memory_length=filled.mem_len,
-            batch_size=batch_size,
-            warm_up=warm_up,
-            ext_len=filled.ext_len,
-            clamp_len=filled.clamp_len,
-            same_length=filled.same_length,
             dynamic=None if dynamic is None else dynamic.describe(),
             cache=None if cache is None else cache.describe(),
             document_end=describe_document_end(text.document_end),
+            warm_up=reading.warm_up,
+            **reading.settings(),
         )
         for cache, total in zip(caches, totals.tolist(), strict=True)
     ]
+
+
+def _sum(losses: Tensor) -> Tensor:
+    """In fp64, which Apple's GPUs do not have."""
+    return (losses.cpu() if losses.device.type == "mps" else losses).double().sum()
 
 
 def token_losses(
@@ -268,7 +224,7 @@ def token_losses(
     accelerator: Any = None,
     progress: bool = False,
 ) -> Tensor:
-    """What each token of a text costs; `evaluate_language_model` is the mean of it.
+    """The loss of each token of a text; `evaluate_language_model` returns their mean.
 
     Args:
         model, token_ids, …: all as in `evaluate_language_model`.
@@ -279,64 +235,45 @@ def token_losses(
         alike: `token_ids[1:]` with one stream and no warm-up. Every process gets the whole.
 
     Raises:
-        ValueError, RuntimeError: as `evaluate_language_model`.
+        ValueError: as `evaluate_language_model`.
     """
     lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
-    text = open_text(model, token_ids, segment_length, lengths, batch_size, warm_up, document_end, accelerator)
-    with _reading(model, text, lengths, dynamic, [cache], accelerator, progress) as losses:
-        result = torch.zeros(text.tokens)
-        for begin, part in _on_host((begin, part) for begin, (part,) in losses):
-            text.place(result, begin, part)
-        if accelerator is not None:
-            # Piece by piece, as a device need not have room for the whole.
-            for piece in result.split(TOKENS_MOVED):
-                piece.copy_(accelerator.reduce(piece.to(device_of(model)), "sum"))
-    return result
+    reading = Reading(segment_length, lengths, batch_size, warm_up, document_end, accelerator, progress)
+    text = open_text(model, token_ids, reading)
+    with _losses(model, text, dynamic, [cache]) as losses:
+        # Not moved before the end, so that an accelerator need not wait for the processor.
+        result = text.in_order(torch.cat([part for (part,) in losses], dim=1).cpu())
+        return result if accelerator is None else accelerator.reduce(result.to(device_of(model)), "sum").cpu()
 
 
 @contextmanager
-def _reading(
+def _losses(
     model: TransfoXLForCausalLM,
     text: Text,
-    lengths: MemoryLengths,
     dynamic: DynamicEvaluation | None,
     caches: Sequence[ContinuousCache | None],
-    accelerator: Any,
-    progress: bool,
-) -> Iterator[Iterator[tuple[int, list[Tensor]]]]:
-    """Of each segment the column where it begins and with each cache its (B, L) losses, 0 where nothing is scored."""
+) -> Iterator[Iterator[list[Tensor]]]:
+    """For each segment its (B, L) losses with each cache, 0 where nothing is scored."""
     if not isinstance(dynamic, DynamicEvaluation | None):
         raise ValueError(f"dynamic={dynamic!r} must be a DynamicEvaluation: DynamicEvaluation(0.01), say")
     for cache in caches:
         if not isinstance(cache, ContinuousCache | None):
             raise ValueError(f"cache={cache!r} must be a ContinuousCache: ContinuousCache(2000, 0.1, 0.01), say")
-    bar = tqdm(total=text.share_tokens, unit="token", desc="evaluate", disable=not progress)
+    bar = tqdm(total=text.share_tokens, unit="token", desc="evaluate", disable=not text.reading.progress)
     if dynamic is None:
         with evaluating(model), torch.no_grad(), bar:
-            yield _mix(Reader(model, lengths, accelerator).losses(text), caches, bar)
+            yield _mix(Reader(model, text.reading).losses(text), caches, bar)
     else:
-        with adapting(model, dynamic, text, lengths, accelerator, progress) as adaptation, following(model), bar:
+        with adapting(model, dynamic, text) as adaptation, following(model), bar:
             yield _mix(adaptation.losses(text), caches, bar)
 
 
 def _mix(
     scored: Iterable[tuple[Segment, Tensor, Tensor]], caches: Sequence[ContinuousCache | None], bar: tqdm
-) -> Iterator[tuple[int, list[Tensor]]]:
+) -> Iterator[list[Tensor]]:
     used = [cache for cache in caches if cache is not None]
     history = History(used) if used else None
     for segment, hidden_states, losses in scored:
         mixed = iter(()) if history is None else iter(history.mix(segment, hidden_states, losses))
         bar.update(segment.scored)
-        yield segment.begin, [losses if cache is None else next(mixed) for cache in caches]
-
-
-def _on_host(losses: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-    """The same parts on the CPU, many at a time, so that a device is not waited for at each."""
-    group: list[tuple[int, Tensor]] = []
-    for begin, part in losses:
-        group.append((begin, part))
-        if part.shape[0] * (begin + part.shape[1] - group[0][0]) >= TOKENS_MOVED:
-            yield group[0][0], torch.cat([part for _, part in group], dim=1).cpu()
-            group = []
-    if group:
-        yield group[0][0], torch.cat([part for _, part in group], dim=1).cpu()
+        yield [losses if cache is None else next(mixed) for cache in caches]

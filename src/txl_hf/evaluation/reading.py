@@ -1,16 +1,15 @@
-"""How a text is read with memory: in streams, segment after segment, each token's loss in its place."""
+"""A text read with memory: in streams, segment after segment, with the loss of each token in its place."""
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
+from functools import partial
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -24,32 +23,64 @@ from ..data.streams import (
 )
 from ..kernels.captured import SegmentsAlike
 from ..transfo_xl.cache_transfo_xl import CACHE_NAME
+from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.memory_transfo_xl import MemoryLengths, memory_of
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
-
-__all__ = ["TOKENS_MOVED", "Reader", "Segment", "Text", "at_the_end", "device_of", "evaluating", "open_text", "using"]
 
 # Between the host and a device the text and its losses move in pieces of so many tokens.
 TOKENS_MOVED = 2**20
 # The softmax reads all of its tables, hundreds of MB for a large vocabulary, however few tokens it has to score. So it
 # waits until several short segments have been read.
 TOKENS_AT_ONCE = 1024
-# Of each model that is being read, by which threads, and whether one of them changes its weights meanwhile.
-_uses: WeakKeyDictionary[nn.Module, list["_Use"]] = WeakKeyDictionary()
-_uses_lock = threading.Lock()
+# The settings with which a figure can be found again; `txl-train` keeps them beside its figures.
+LENGTHS = ("segment_length", "memory_length", "ext_len", "clamp_len", "same_length", "batch_size")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The settings of a reading: arguments of `evaluate_language_model` without model, text, `dynamic` and `cache`.
+
+    Attributes:
+        lengths: `memory_length`, `ext_len`, `clamp_len` and `same_length`.
+        segment_length, batch_size, …: as there.
+    """
+
+    segment_length: int
+    lengths: MemoryLengths = MemoryLengths()
+    batch_size: int = 1
+    warm_up: int = 0
+    document_end: int | Sequence[int] | np.ndarray | None = None
+    accelerator: Any = None
+    progress: bool = False
+
+    def of(self, config: TransfoXLConfig) -> "Reading":
+        """The same reading with the configuration's lengths in the place of None.
+
+        Raises:
+            ValueError: a length is out of range, or the model's positions allow no memory or no documents.
+        """
+        filled = self.lengths.of(config)
+        if self.document_end is not None:
+            config.check_documents("document_end and the text", filled.mem_len)
+        lengths = MemoryLengths(filled.mem_len, filled.ext_len, filled.clamp_len, filled.same_length)
+        return replace(self, lengths=lengths)
+
+    def settings(self) -> dict[str, Any]:
+        """The values of `LENGTHS`, by name."""
+        return dict(zip(LENGTHS, (self.segment_length, *astuple(self.lengths), self.batch_size), strict=True))
 
 
 class Segment(NamedTuple):
-    """What one pass reads, of B streams.
+    """The tokens of one pass, of B streams.
 
     Attributes:
-        begin: column of the first target: in each stream, how many targets come before it.
-        input_ids: (B, e + L), of which the first e are read again and predict nothing that is asked for.
-        labels: (B, L), the tokens that come next; -100 behind the end of a stream.
-        targets: (B, L), those of them that are scored; -100 elsewhere.
+        begin: column of the first target, which is the number of targets before it in each stream.
+        input_ids: (B, e + L), of which the first e are read again and have no labels.
+        labels: (B, L), the next tokens; -100 behind the end of a stream.
+        targets: (B, L), the labels that are scored; -100 elsewhere.
         resets: (B, e + L) bool, True where a document begins; None where the text is one.
-        scored: how many targets are.
-        labels_of_all: how many labels there are, of all processes; at least one.
+        scored: the number of targets.
+        labels_of_all: the number of labels in all processes; at least one.
     """
 
     begin: int
@@ -62,10 +93,11 @@ class Segment(NamedTuple):
 
 
 class Text:
-    """Where the streams of a text are, which of them this process reads, and which tokens are scored.
+    """The streams of a text, which of them this process reads, and which tokens are scored.
 
     Args:
-        token_ids, segment_length, batch_size, warm_up, accelerator, document_end: see `evaluate_language_model`.
+        token_ids: see `evaluate_language_model`.
+        reading: with all lengths, see `Reading.of`.
         vocab_size: ids from there on are errors. They are looked for before the first pass, because the last segment
             of a long text is hours away.
 
@@ -73,30 +105,22 @@ class Text:
         share: the streams that this process reads.
         length: labels of the longest stream.
         unscored: tokens at the start of a stream that are not scored.
-        tokens, share_tokens: how many tokens are scored, and how many of them by this process.
+        tokens, share_tokens: the number of scored tokens, of all processes and of this one.
 
     Raises:
         ValueError: see `evaluate_language_model`.
     """
 
-    def __init__(
-        self,
-        token_ids,
-        segment_length: int,
-        batch_size: int,
-        warm_up: int,
-        accelerator: Any,
-        vocab_size: int,
-        document_end: int | Sequence[int] | np.ndarray | None = None,
-    ):
-        check_sizes(segment_length=segment_length, batch_size=batch_size)
+    def __init__(self, token_ids, reading: Reading, vocab_size: int):
+        batch_size, warm_up, accelerator = reading.batch_size, reading.warm_up, reading.accelerator
+        check_sizes(segment_length=reading.segment_length, batch_size=batch_size)
         check_sizes(least=0, warm_up=warm_up)
         token_ids = open_tokens(token_ids)
         check_tokens(token_ids)
         if len(token_ids) < batch_size:
             raise ValueError(f"batch_size={batch_size} streams are more than the text has tokens ({len(token_ids)})")
-        self.token_ids, self.segment_length, self.batch_size = token_ids, segment_length, batch_size
-        self.document_end = check_document_end(document_end, len(token_ids))
+        self.token_ids, self.reading = token_ids, reading
+        self.document_end = check_document_end(reading.document_end, len(token_ids))
         if isinstance(self.document_end, int) and self.document_end >= vocab_size:
             raise ValueError(f"document_end={self.document_end} lies outside the vocabulary [0, {vocab_size})")
         self.unscored = max(warm_up, 1)
@@ -112,24 +136,29 @@ class Text:
         processes = 1 if accelerator is None else accelerator.num_processes
         index = 0 if accelerator is None else accelerator.process_index
         first, stop = batch_size * index // processes, batch_size * (index + 1) // processes
-        # Where there are fewer streams than processes, some have one without tokens, as all take as many passes, which
-        # a sharded model needs.
+        # A process without a stream gets an empty one: all processes take as many passes, as a sharded model needs.
         self.share = self._streams[first:stop] or [range(0)]
         self.share_tokens = self._scored(self.share, 0, self.length)
         self._before = self._scored(self._streams[:first], 0, self.length)
         _check_vocabulary(token_ids, vocab_size)
 
-    def segments(self, ext_len: int, device: torch.device) -> Iterator[Segment]:
+    def segments(self, device: torch.device) -> Iterator[Segment]:
         """All passes; in each up to `ext_len` tokens are read again."""
+        segment_length, ext_len = self.reading.segment_length, self.reading.lengths.ext_len or 0
         # A whole number of segments, so that no segment is cut by the end of a piece.
-        at_once = max(1, TOKENS_MOVED // (len(self.share) * self.segment_length)) * self.segment_length
+        at_once = max(1, TOKENS_MOVED // (len(self.share) * segment_length)) * segment_length
         for start in range(0, self.length, at_once):
             stop = min(start + at_once, self.length)
             first = max(0, start - ext_len)
-            rows, starts = self._rows(first, stop + 1).to(device), self._document_starts(first, stop)
-            starts = None if starts is None else starts.to(device)
-            for begin in range(start, stop, self.segment_length):
-                end = min(begin + self.segment_length, stop)
+            tokens = torch.full((len(self.share), stop + 1 - first), -100)
+            rows = self._rows(first, stop + 1, partial(read_tokens, self.token_ids), tokens).to(device)
+            starts = None
+            if self.document_end is not None:
+                read_starts = partial(document_starts, self.token_ids, self.document_end)
+                starts = torch.zeros(len(self.share), stop - first, dtype=torch.bool)
+                starts = self._rows(first, stop, read_starts, starts).to(device)
+            for begin in range(start, stop, segment_length):
+                end = min(begin + segment_length, stop)
                 labels = targets = rows[:, begin + 1 - first : end + 1 - first]
                 if begin + 1 < self.unscored:
                     targets = labels.clone()
@@ -145,80 +174,63 @@ class Text:
                     _labels(self._streams, begin, end),
                 )
 
-    def place(self, result: Tensor, begin: int, losses: Tensor):
-        """Put (B, n) losses of the targets from `begin` on of each stream where they belong among all scored ones."""
-        start = self._before
-        # The target of column c is token c + 1 of its stream.
-        skipped = begin + 1 - self.unscored
-        for stream, row in zip(self.share, losses, strict=True):
-            scored = self._scored([stream], 0, self.length)
-            row = row[max(0, -skipped) : max(0, scored - skipped)]
-            result[start + max(0, skipped) :][: len(row)] = row
-            start += scored
+    def in_order(self, losses: Tensor) -> Tensor:
+        """(tokens,) losses of all scored tokens in text order, 0 for those of other processes.
 
-    def _rows(self, first: int, stop: int) -> Tensor:
-        """(B, n) int64, the tokens [first, stop) of each stream of this process; -100 behind its end."""
-        rows = torch.full((len(self.share), stop - first), -100)
+        Args:
+            losses: (B, length), of the targets of each stream of this process.
+        """
+        result, start = torch.zeros(self.tokens), self._before
+        for stream, row in zip(self.share, losses, strict=True):
+            # The target of column c is token c + 1 of its stream.
+            scored = row[self.unscored - 1 : max(0, len(stream) - 1)]
+            result[start : start + len(scored)] = scored
+            start += len(scored)
+        return result
+
+    def _rows(self, first: int, stop: int, read: Callable[[int, int], Tensor], rows: Tensor) -> Tensor:
+        """`rows` (B, stop - first), filled with what `read` returns of the tokens [first, stop) of each stream."""
         for row, stream in zip(rows, self.share, strict=True):
-            part = stream[first:stop]
-            if part:
-                row[: len(part)] = read_tokens(self.token_ids, part.start, part.stop)
+            if part := stream[first:stop]:
+                row[: len(part)] = read(part.start, part.stop)
         return rows
 
-    def _document_starts(self, first: int, stop: int) -> Tensor | None:
-        """(B, n) bool, before which tokens [first, stop) of each stream a document begins; None in one document."""
-        if self.document_end is None:
-            return None
-        starts = torch.zeros(len(self.share), stop - first, dtype=torch.bool)
-        for row, stream in zip(starts, self.share, strict=True):
-            part = stream[first:stop]
-            if part:
-                row[: len(part)] = document_starts(self.token_ids, self.document_end, part.start, part.stop)
-        return starts
-
     def _scored(self, streams: list[range], begin: int, end: int) -> int:
-        """How many of the targets [begin, end) of these streams are scored."""
+        """The number of scored targets in the columns [begin, end) of these streams."""
         return _labels(streams, max(begin, self.unscored - 1), end)
 
 
-def open_text(
-    model: TransfoXLForCausalLM,
-    token_ids,
-    segment_length: int,
-    lengths: MemoryLengths,
-    batch_size: int = 1,
-    warm_up: int = 0,
-    document_end: int | Sequence[int] | np.ndarray | None = None,
-    accelerator: Any = None,
-) -> Text:
-    """A text for a model to read; what a model cannot read is refused before the first segment."""
+def open_text(model: TransfoXLForCausalLM, token_ids, reading: Reading) -> Text:
+    """A text with all lengths of its reading.
+
+    Raises:
+        ValueError: the model is wrapped, or cannot read the text so; before the first segment.
+    """
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ValueError(
             f"the model is wrapped in {type(model).__name__}: give model.module, as accelerator.unwrap_model does"
         )
-    filled = lengths.of(model.config)
-    if document_end is not None:
-        model.config.check_documents("document_end and the text", filled.mem_len)
-    return Text(token_ids, segment_length, batch_size, warm_up, accelerator, model.config.vocab_size, document_end)
+    return Text(token_ids, reading.of(model.config), model.config.vocab_size)
 
 
 class Reader:
-    """A model that reads segment after segment, each after what it remembers of those before.
+    """Reads a text with a model, segment after segment, each with the memory of those before.
 
-    The parts of the model are called one by one, because the softmax of several segments can be computed together.
-    They are called as the model calls them: under the accelerator's autocast, and by the model itself where it is
-    sharded (FSDP2), since it gathers its weights in its own forward alone.
+    Body and softmax are called apart, because the softmax of several segments can be computed together; both under the
+    accelerator's autocast. A sharded model (FSDP2), which gathers its weights in its own forward alone, is called as a
+    whole.
 
     Args:
-        model, accelerator: see `evaluate_language_model`.
-        lengths: those of this reading.
-        projected: remember projected keys and values, which is faster, and not states. With `ext_len` it is states.
+        model: see `evaluate_language_model`.
+        reading: its lengths and its accelerator are used.
+        projected: the memory is projected keys and values, which is faster than hidden states. With `ext_len` it is
+            hidden states all the same.
 
     Attributes:
-        alike: what reads on a GPU, by one graph, once the memory is full and segments are alike.
+        alike: reads on a GPU by one graph, once the memory is full and segments are alike.
     """
 
-    def __init__(self, model: TransfoXLForCausalLM, lengths: MemoryLengths, accelerator: Any, projected: bool = True):
+    def __init__(self, model: TransfoXLForCausalLM, reading: Reading, projected: bool = True):
         peft_config = getattr(model, "active_peft_config", None)
         if getattr(peft_config, "is_prompt_learning", False):
             raise ValueError(
@@ -227,11 +239,11 @@ class Reader:
             )
         self.model = model
         self.whole = isinstance(model, FSDPModule)
-        self._lengths = lengths
-        self._projected = projected and lengths.of(model.config).ext_len == 0
-        self._accelerator = accelerator
+        reading = reading.of(model.config)
+        self._lengths, self._accelerator = reading.lengths, reading.accelerator
+        self._projected = projected and reading.lengths.ext_len == 0
         self._memory: dict[str, Any] = {}
-        self.alike = SegmentsAlike(model.transformer, lengths.of(model.config).mem_len)
+        self.alike = SegmentsAlike(model.transformer, reading.lengths.mem_len or 0)
 
     def read(self, segment: Segment) -> Tensor:
         """(B, L, D), the states that enter the softmax and predict the targets of the segment."""
@@ -243,18 +255,18 @@ class Reader:
         return states[:, -segment.targets.shape[1] :]
 
     def _launch(self, input_ids: Tensor, resets: Tensor | None = None) -> Tensor:
-        """(B, e + L, D), the states of a segment, which is remembered."""
+        """(B, e + L, D), the states of a segment, which joins the memory."""
         with self._autocast():
             outputs = self.model.transformer(input_ids, **self._arguments(resets))
         self._remember(outputs)
         return outputs.last_hidden_state
 
     def read_and_score(self, segments: Sequence[Segment], targets: Tensor) -> tuple[list[Tensor], Tensor]:
-        """What `read` returns of segments, and (B, n) fp32 losses of n targets of all of them, 0 where one is -100."""
-        # Before the layers, so that a GPU has the numbers ready when the host asks for them.
+        """The states of segments, as of `read`, and (B, n) fp32 losses of all their targets, 0 where one is -100."""
+        # Before the layers, so that the host does not wait for the counts of targets by bin.
         by_bin = self.model.lm_head.sort_targets(targets.flatten())
         states = [self.read(segment) for segment in segments]
-        # Of one alone, `cat` would make a copy.
+        # `cat` of one tensor makes a copy.
         predicting = (states[0] if len(states) == 1 else torch.cat(states, dim=1)).flatten(0, 1)
         with self._autocast():
             losses = self.model.lm_head(predicting, targets.to(predicting.device).flatten(), by_bin=by_bin)
@@ -276,14 +288,15 @@ class Reader:
         return outputs.hidden_states[-1][:, -length:], outputs.losses[:, -length:]
 
     def losses(self, text: Text) -> Iterator[tuple[Segment, Tensor, Tensor]]:
-        """Of each segment the states (B, L, D) that predict its targets, and (B, L) fp32 losses, 0 where unscored."""
-        segments = text.segments(self._lengths.of(self.model.config).ext_len, device_of(self.model))
+        """Each segment, with the states (B, L, D) that predict its targets and their (B, L) fp32 losses, 0 where
+        unscored."""
+        segments = text.segments(device_of(self.model))
         if self.whole:
             for segment in segments:
                 yield segment, *self._read_and_score_whole(segment)
             return
-        # As many at a time in every process, whichever streams it has.
-        at_once = max(1, TOKENS_AT_ONCE // (text.batch_size * text.segment_length))
+        # The same number of segments in every process.
+        at_once = max(1, TOKENS_AT_ONCE // (text.reading.batch_size * text.reading.segment_length))
         while group := list(islice(segments, at_once)):
             targets = torch.cat([segment.targets for segment in group], dim=1)
             states, losses = self.read_and_score(group, targets)
@@ -298,94 +311,38 @@ class Reader:
         self._memory = memory_of(outputs) if cache is None else {CACHE_NAME: cache}
 
     def _autocast(self) -> AbstractContextManager:
-        """Anew for each call: within one, casts of weights are kept, and these may change between segments."""
+        """A new context for each call: autocast keeps casts of weights, which may change between segments."""
         return nullcontext() if self._accelerator is None else self._accelerator.autocast()
 
 
 def device_of(model: TransfoXLForCausalLM) -> torch.device:
-    """Where its inputs go: those of a model whose weights are elsewhere between calls, where its hooks take them."""
+    """The device of a model's inputs: the CPU where the weights are offloaded (meta) between calls."""
     return torch.device("cpu") if model.device.type == "meta" else model.device
-
-
-@dataclass(frozen=True, eq=False)
-class _Use:
-    """That a thread reads with a model; alone, because it changes it meanwhile."""
-
-    thread: int
-    alone: bool
-
-
-@contextmanager
-def at_the_end(undo: Callable[[], None]) -> Iterator[None]:
-    """Call `undo` at the end, and once more where Ctrl-C cuts it short, which may be as it is entered."""
-    try:
-        yield
-    finally:
-        # Nothing is called before the `try`: Python looks for Ctrl-C where a function begins.
-        try:
-            undo()
-        except BaseException:
-            undo()
-            raise
-
-
-@contextmanager
-def using(model: TransfoXLForCausalLM, alone: bool = False) -> Iterator[None]:
-    """Let a thread read a text with a model, beside others or, because it changes weights or mode meanwhile, alone.
-
-    Raises:
-        RuntimeError: another thread reads with a model that would change under it.
-    """
-    use = _Use(threading.get_ident(), alone)
-
-    def forget():
-        with _uses_lock:
-            if use in (uses := _uses.get(model.transformer, [])):
-                uses.remove(use)
-
-    with at_the_end(forget):
-        with _uses_lock:
-            uses = _uses.setdefault(model.transformer, [])
-            others = [other.alone for other in uses if other.thread != use.thread]
-            if any(others) or (alone and others):
-                raise RuntimeError(
-                    "another thread is evaluating this model, and one of the two changes it meanwhile, its weights by "
-                    "dynamic evaluation or its mode because it is in training mode: call model.eval() first, and give "
-                    "dynamic evaluation a copy of the model or wait"
-                )
-            uses.append(use)
-        yield
 
 
 @contextmanager
 def evaluating(model: TransfoXLForCausalLM) -> Iterator[None]:
     """The model in evaluation mode. Nothing is written to one that is in it already, so that threads can share it."""
-    modes = {module: module.training for module in model.modules()}
-    changes = any(modes.values())
-    with using(model, alone=changes):
-        if not changes:
-            yield
-            return
-
-        def bring_back():
-            # Module by module: parts of a model may be frozen in a mode of their own.
-            for module, training in modes.items():
-                module.training = training
-
-        with at_the_end(bring_back):
-            model.eval()
-            yield
+    # Module by module: parts of a model may be frozen in a mode of their own.
+    in_training = [module for module in model.modules() if module.training]
+    try:
+        for module in in_training:
+            module.training = False
+        yield
+    finally:
+        for module in in_training:
+            module.training = True
 
 
 def _streams(text_tokens: int, batch_size: int) -> list[range]:
-    """Where each stream is in the text. The first are one token longer than the others, where it does not divide."""
+    """The tokens of each stream. The first are one token longer than the others, where the text does not divide."""
     shorter, longer = divmod(text_tokens, batch_size)
     starts = [row * shorter + min(row, longer) for row in range(batch_size + 1)]
     return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 def _labels(streams: list[range], begin: int, end: int) -> int:
-    """How many labels the columns [begin, end) of these streams have."""
+    """The number of labels in the columns [begin, end) of these streams."""
     return sum(max(0, min(end, len(stream) - 1) - begin) for stream in streams)
 
 

@@ -1,54 +1,50 @@
-"""The class behind the model `txl` of lm_eval: its requests, each read with memory."""
+"""The model `txl` of lm_eval: its requests are read segment after segment, with memory."""
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import groupby
 from typing import Any
 
 import torch
-from lm_eval.api.model import TemplateLM
+from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import StoppingCriteria
 
-from ..command_line import hub_or_folder
-from ..data.loading import ends_lines, load_language_model, load_tokenizer
+from ..data.loading import ends_lines, load_tokenizer
 from ..data.streams import check_sizes
 from ..data.texts import encode_text
 from ..evaluation.language_model import evaluate_language_model
-from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
-__all__ = ["TransfoXLLM"]
-
-# Numbers in the logits of what is read side by side: a quarter of a gigabyte, and thrice that while they are made.
+# Logits of the rows that are read side by side: 256 MiB, and three times that while they are computed.
 MOST_LOGITS = 1 << 26
 
 
-class TransfoXLLM(TemplateLM):
-    """A Transformer-XL for lm_eval; its `model_args` are these arguments.
+class TransfoXLLM(HFLM):
+    """A Transformer-XL for lm_eval; its `model_args` are these arguments and those of lm_eval's `hf`.
+
+    Where a line ends in a token, line feeds are that token in contexts, continuations and generated texts.
 
     Args:
         pretrained: folder or Hub name.
         segment_length: tokens read in one pass. None: the model's `tgt_len`.
         memory_length, clamp_len, same_length: as in `evaluate_language_model`. None: the model's.
-        tokenizer: folder or Hub name. None: that of the model.
-        prefix_token_id: the token before a text, so that its first one can be scored. None: the tokenizer's bos or
-            else eos token. Without any, the first token of a text is not scored.
         max_gen_toks: how many tokens to generate where a task does not say.
-        device, dtype: where and in what the model computes: "cuda", "bfloat16". None: a GPU if there is one (as for
-            "cuda"), and the type of the checkpoint.
-        revision: of `pretrained` on the Hub: branch, tag or commit. Of the tokenizer too, unless it is given.
-        trust_remote_code: as for `from_pretrained`. This package's classes are taken before those in the checkpoint.
-        batch_size, max_batch_size: taken for lm_eval's sake. The continuations of one context are read together, and
-            different contexts one after the other, each with its own memory.
+        device: None, or a GPU where there is none: what there is.
+        options: as for `HFLM`. `prefix_token_id` is the token before a text (bos or else eos), without which its first
+            token is not scored. `batch_size` has no effect: the continuations of one context are read side by side,
+            and contexts one after the other, each with its own memory.
 
     Raises:
-        FileNotFoundError: `pretrained` or `tokenizer` is a path that leads nowhere.
-        ValueError: the checkpoint is no Transformer-XL, it has no tokenizer, or a length is out of range.
+        ValueError: the checkpoint is no Transformer-XL with its softmax, it has no tokenizer, or a length is out of
+            range.
     """
+
+    max_gen_toks: int = 256
 
     def __init__(
         self,
@@ -57,158 +53,126 @@ class TransfoXLLM(TemplateLM):
         memory_length: int | None = None,
         clamp_len: int | None = None,
         same_length: bool | None = None,
-        tokenizer: str | None = None,
-        prefix_token_id: int | None = None,
         max_gen_toks: int = 256,
         device: str | None = None,
-        dtype: str | None = None,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        batch_size: int | str = 1,
-        max_batch_size: int | None = None,
+        **options,
     ):
-        super().__init__()
-        wanted = torch.device(device or "cuda")
-        # lm_eval's command asks for "cuda" where its user asked for nothing.
-        absent = wanted.type == "cuda" and not torch.cuda.is_available()
-        self._device = torch.device("cpu") if absent else wanted
+        # The configuration has them, so that `generate` reads with them too.
         lengths = {"mem_len": memory_length, "clamp_len": clamp_len, "same_length": same_length}
-        # Loaded with its lengths, so that generate has them too.
-        given = {name: value for name, value in lengths.items() if value is not None}
-        for name in filter(None, (pretrained, tokenizer)):
-            hub_or_folder(str(name))
-        # lm_eval reads a revision of digits as a number.
-        of_model = {"revision": str(revision)} if revision is not None else {}
-        code = {"trust_remote_code": trust_remote_code}
-        model = load_language_model(pretrained, dtype=dtype or "auto", **of_model, **code, **given)
-        if not isinstance(model, TransfoXLForCausalLM):
-            raise ValueError(f"pretrained={pretrained} is a {model.config.model_type}, not a Transformer-XL")
-        self.model = model.to(self._device).eval()
-        if tokenizer is None:
-            self.tokenizer = load_tokenizer(pretrained, **of_model, **code)
-        else:
-            self.tokenizer = load_tokenizer(tokenizer, **code)
-        self.segment_length = model.config.tgt_len if segment_length is None else segment_length
+        options |= {name: value for name, value in lengths.items() if value is not None}
+        if device is None or (device.startswith("cuda") and not torch.cuda.is_available()):
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        super().__init__(pretrained, device=device, **options)
+        if self.config.model_type != "transfo-xl":
+            raise ValueError(f"pretrained={pretrained} is a {self.config.model_type}, not a Transformer-XL")
+        # What the file names; the loaded model names its own class.
+        if not any(name.endswith(("CausalLM", "LMHeadModel")) for name in self.config.architectures or ["CausalLM"]):
+            raise ValueError(f"{pretrained} is no whole language model: its weights lack lm_head.")
+        # The configuration with the lengths given above.
+        self._config = self.model.config
+        self.segment_length = self.config.tgt_len if segment_length is None else segment_length
         self.max_gen_toks = max_gen_toks
         check_sizes(segment_length=self.segment_length, max_gen_toks=max_gen_toks)
-        self._prefix_token_id = prefix_token_id
-        self._pretrained = pretrained
-        self.batch_size = batch_size
 
-    @property
-    def config(self):
-        """The model's configuration."""
-        return self.model.config
+    def _create_tokenizer(self, pretrained, tokenizer, revision="main", trust_remote_code=False, **options):
+        name = tokenizer or pretrained
+        self.tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
 
-    @property
-    def tokenizer_name(self) -> str:
-        return str(self.tokenizer.name_or_path or self._pretrained).replace("/", "__")
+    def get_model_info(self) -> dict[str, Any]:
+        """The settings that lm_eval writes beside its results."""
+        lengths = {"memory_length": self.config.mem_len, "clamp_len": self.config.clamp_len}
+        lengths |= {"segment_length": self.segment_length, "same_length": self.config.same_length}
+        return {**super().get_model_info(), "model_dtype": str(self.model.dtype), **lengths}
 
-    @property
-    def eot_token_id(self) -> int | None:
-        return self.tokenizer.eos_token_id
-
-    @property
-    def prefix_token_id(self) -> int | None:
-        tokenizer = self.tokenizer
-        found = (self._prefix_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id)
-        return next((token for token in found if token is not None), None)
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        """The ids of a text that may go on: those of `encode_text`, less the end of a line without line feed."""
-        if ends_lines(self.tokenizer) and not add_special_tokens:
-            ids = encode_text(self.tokenizer, string).tolist()
-            return ids if string.endswith("\n") else ids[:-1]
-        return self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens), **kwargs)
-
-    def tok_decode(self, tokens: list[int]) -> str:
-        """The text of some ids; a token that ends lines is a line feed again."""
-        if not ends_lines(self.tokenizer):
-            return self.tokenizer.decode(tokens, skip_special_tokens=True)
-        text = ""
-        for ends, part in groupby(tokens, lambda token: token == self.tokenizer.eos_token_id):
-            ids = list(part)
-            # The token that ends a line in mode lm1b also begins the next.
-            lines = (len(ids) + 1) // 2 if self._begins_lines else len(ids)
-            text += "\n" * lines if ends else self.tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+    # --- tokens ------------------------------------------------------------------------------------------------------
 
     @property
     def _begins_lines(self) -> bool:
+        """Whether the token that ends a line also begins the next."""
         return getattr(self.tokenizer, "mode", None) == "lm1b"
 
-    def get_model_info(self) -> dict[str, Any]:
-        """What lm_eval writes beside its results."""
-        return {
-            "model_num_parameters": self.model.num_parameters(),
-            "model_dtype": str(self.model.dtype),
-            "segment_length": self.segment_length,
-            "memory_length": self.config.mem_len,
-            "clamp_len": self.config.clamp_len,
-            "same_length": self.config.same_length,
-        }
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options) -> list[int]:
+        """The ids of a text that may go on: its last line has an end only with a line feed."""
+        if ends_lines(self.tokenizer) and not add_special_tokens:
+            ids = encode_text(self.tokenizer, string).tolist()
+            return ids if string.endswith("\n") else ids[:-1]
+        return super().tok_encode(string, bool(add_special_tokens), **options)
 
-    # --- what lm_eval asks for ---------------------------------------------------------------------------------------
+    def tok_decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of some ids, in which a token that ends lines is a line feed."""
+        if not ends_lines(self.tokenizer):
+            return super().tok_decode(tokens, skip_special_tokens)
+        text = ""
+        for ends, part in groupby(tokens, lambda token: token == self.tokenizer.eos_token_id):
+            ids = list(part)
+            lines = (len(ids) + 1) // 2 if self._begins_lines else len(ids)
+            text += "\n" * lines if ends else super().tok_decode(ids, skip_special_tokens)
+        return text
 
-    def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each text: minus the sum of `token_losses` of it after the prefix token.
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """The ids of both; of a context without tokens, the prefix token.
 
-        Its tokens are those of `encode_text`, as for `txl-evaluate`: with a token at each line's end, in vocabularies
-        of words. Where such a token begins the lines too, it is the prefix token.
-        """
-        found = []
-        for request in tqdm(requests, disable=disable_tqdm, desc="read"):
-            token_ids = encode_text(self.tokenizer, request.args[0]).tolist()
-            prefix = [] if self.prefix_token_id is None else [self.prefix_token_id]
-            if not (self._begins_lines and token_ids[:1] == prefix):
-                token_ids = prefix + token_ids
-            found.append(self._log_likelihood(token_ids) if len(token_ids) > 1 else 0.0)
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
-        return found
-
-    def _log_likelihood(self, token_ids: list[int]) -> float:
-        result = evaluate_language_model(self.model, token_ids, self.segment_length)
-        return -result.nll * result.tokens
-
-    def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation, and whether every token of it is the most probable one.
+        A token that begins in the context and ends in the continuation belongs to the continuation, as "unlikely" of
+        "un" and "likely" in a vocabulary of words. White space between them does too, as lm_eval has it.
 
         Raises:
             ValueError: a context has no tokens, and there is no prefix token; or a continuation has none that is more
                 than white space.
         """
-        pairs = [(request.args, *self._encode_pair(*request.args)) for request in requests]
-        return self._loglikelihood_tokens(pairs, disable_tqdm=disable_tqdm)
-
-    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """The ids of both; of a context without tokens, the prefix token.
-
-        A token that begins in the context and ends in the continuation is the continuation's: of "un" and "likely" in
-        a vocabulary of words, "unlikely". White space between them is too, as lm_eval has it.
-        """
         whole, alone = self.tok_encode(context + continuation), self.tok_encode(context.rstrip())
         shared = len(os.path.commonprefix([alone, whole]))
         parted = context != context.rstrip() or not continuation or continuation != continuation.lstrip()
         if 0 < shared == len(alone) and not parted and whole[shared - 1] == self.tokenizer.unk_token_id:
-            # It may stand for a word of both.
+            # The unknown token may stand for a word that begins in the context.
             shared -= 1
         context_ids, token_ids = whole[:shared], whole[shared:]
         if not token_ids and continuation.strip():
             raise ValueError(f"the continuation {continuation!r:.80} of {context[-40:]!r} has no token")
         if context_ids or not token_ids:
             return context_ids, token_ids
+        prefix = self._prefix()
+        # A continuation that begins with the prefix token brings its own, as lm_eval has it.
+        return prefix, token_ids[1:] if token_ids[:1] == prefix else token_ids
+
+    def _prefix(self) -> list[int]:
         if self.prefix_token_id is None:
             raise ValueError(
-                "a continuation has no context, and the tokenizer no bos or eos token to begin a text with: give one "
-                "in model_args, prefix_token_id=…"
+                "a context is empty, and the tokenizer has no bos or eos token to begin a text with: give one in "
+                "model_args, prefix_token_id=…"
             )
-        # As lm_eval has it, a continuation that begins with that token brings its own.
-        return [self.prefix_token_id], token_ids[1:] if token_ids[0] == self.prefix_token_id else token_ids
+        return [self.prefix_token_id]
+
+    # --- requests ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **kwargs
-    ) -> list[tuple[float, bool]]:
+    def _read(self, token_ids: list[int]) -> tuple[Tensor, ...] | None:
+        """The memory after some tokens, without the last `ext_len`, to be read again; None where there is none yet."""
+        mems = None
+        for start in range(0, len(token_ids), self.segment_length):
+            part = token_ids[max(0, start - self.config.ext_len) : start + self.segment_length]
+            mems = self.model.transformer(torch.tensor([part], device=self.device), mems=mems).mems
+        return mems
+
+    def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
+        """Minus the sum of `token_losses` of each text, read as `txl-evaluate` reads it, after the prefix token."""
+        found = []
+        for request in tqdm(requests, disable=disable_tqdm, desc="read"):
+            token_ids = encode_text(self.tokenizer, request.args[0]).tolist()
+            prefix = [] if self.prefix_token_id is None else [self.prefix_token_id]
+            if not (self._begins_lines and token_ids[:1] == prefix):
+                token_ids = prefix + token_ids
+            scored = len(token_ids) > 1
+            result = evaluate_language_model(self.model, token_ids, self.segment_length) if scored else None
+            found.append(0.0 if result is None else -result.nll * result.tokens)
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
+        return found
+
+    def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """The log-likelihood of each continuation, and whether every token of it is the most probable one."""
+        pairs = [(request.args, *self._encode_pair(*request.args)) for request in requests]
+        return self._loglikelihood_tokens(pairs, disable_tqdm=disable_tqdm)
+
+    def _loglikelihood_tokens(self, requests: list, disable_tqdm: bool = False, **options) -> list[tuple[float, bool]]:
         # A context, however long, is read once for all its continuations.
         by_context: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, (_, token_ids, _) in enumerate(requests):
@@ -222,65 +186,38 @@ class TransfoXLLM(TemplateLM):
                     self.cache_hook.add_partial("loglikelihood", requests[number][0], answer)
         return found
 
-    def _score(self, context: list[int], continuations: list[list[int]]) -> list[tuple[float, bool]]:
-        # The last token of the context predicts the first of a continuation; shorter ones end in padding.
-        longest = max(map(len, continuations))
-        if longest == 0:
-            return [(0.0, True)] * len(continuations)
-        # Without a memory each token is read behind as many as a segment holds, and is the last one of its pass, as in
-        # `generate`.
-        remembers = self.config.mem_len > 0
-        step = self.segment_length if remembers else 1
-        again = self.config.ext_len + self.segment_length - step
-        mems = self._read(context[:-1]) if remembers else None
-        # Many continuations may share a context, as the sentences of a task that has none do.
-        rows = max(1, MOST_LOGITS // (min(step, longest) * self.config.vocab_size))
-        groups = (continuations[start : start + rows] for start in range(0, len(continuations), rows))
-        return [answer for group in groups for answer in self._score_group(context, group, mems, step, again)]
-
-    def _score_group(
-        self,
-        context: list[int],
-        continuations: list[list[int]],
-        mems: tuple[torch.Tensor, ...] | None,
-        step: int,
-        again: int,
-    ) -> list[tuple[float, bool]]:
-        """As `_score`, of what is read side by side, `step` tokens at a time, each time behind `again` tokens that
-        were read before."""
-        longest = max(map(len, continuations))
-        if longest == 0:
-            return [(0.0, True)] * len(continuations)
-        targets = torch.full((len(continuations), longest), -100)
-        for row, continuation in zip(targets, continuations, strict=True):
-            row[: len(continuation)] = torch.tensor(continuation)
-        targets = targets.to(self._device)
-        past = torch.tensor(context, device=self._device).expand(len(continuations), -1)
-        inputs = torch.cat([past, targets[:, :-1].clamp(min=0)], dim=1)
-        if mems is not None:
-            mems = tuple(states.expand(len(continuations), -1, -1) for states in mems)
-        losses, greedy = [], []
-        for start in range(0, longest, step):
-            labels = targets[:, start : start + step]
-            begin, count = start + len(context) - 1, labels.shape[1]
-            part = inputs[:, max(0, begin - again) : begin + count]
-            outputs = self.model(part, mems=mems, logits_to_keep=count)
-            mems, logits = outputs.mems, outputs.logits
-            picked = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-            losses.append(picked.masked_fill(labels == -100, 0).cpu().double())
-            greedy.append((logits.argmax(-1) == labels) | (labels == -100))
-        totals, all_greedy = torch.cat(losses, dim=1).sum(1), torch.cat(greedy, dim=1).all(1)
-        return list(zip(totals.tolist(), all_greedy.tolist(), strict=True))
-
     @torch.no_grad()
+    def _score(self, context: list[int], continuations: list[list[int]]) -> list[tuple[float, bool]]:
+        if (longest := max(map(len, continuations))) == 0:
+            return [(0.0, True)] * len(continuations)
+        # The last token of the context predicts the first of a continuation. Without a memory each token is the last
+        # of a pass of its own, behind as many as a segment holds, as in `generate`.
+        step = self.segment_length if self.config.mem_len > 0 else 1
+        again = self.config.ext_len + self.segment_length - step
+        read = self._read(context[:-1]) if self.config.mem_len > 0 else None
+        ids = [torch.tensor(continuation, dtype=torch.int64) for continuation in continuations]
+        targets = pad_sequence(ids, batch_first=True, padding_value=-100).to(self.device)
+        found: list[tuple[float, bool]] = []
+        for rows in targets.split(max(1, MOST_LOGITS // (min(step, longest) * self.config.vocab_size))):
+            past = torch.tensor(context, device=self.device).expand(len(rows), -1)
+            inputs = torch.cat([past, rows[:, :-1].clamp(min=0)], dim=1)
+            mems = None if read is None else tuple(states.expand(len(rows), -1, -1) for states in read)
+            total, is_greedy = torch.zeros(len(rows), dtype=torch.float64), (rows == -100)
+            for start in range(0, longest, step):
+                labels = rows[:, start : start + step]
+                begin, count = start + len(context) - 1, labels.shape[1]
+                outputs = self.model(inputs[:, max(0, begin - again) : begin + count], mems=mems, logits_to_keep=count)
+                mems, logits = outputs.mems, outputs.logits
+                picked = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+                total += picked.masked_fill(labels == -100, 0).cpu().double().sum(1)
+                is_greedy[:, start : start + step] |= logits.argmax(-1) == labels
+            found += zip(total.tolist(), is_greedy.all(1).tolist(), strict=True)
+        return found
+
     def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
-        """Continue each context until one of the strings of `until` comes, an eos token, or `max_gen_toks` tokens.
+        """Continue each context up to one of the strings of `until`, an eos token, or `max_gen_toks` tokens.
 
-        The settings of a request are read as lm_eval reads them, and what it does not know is for `generate`. The eos
-        token is the model's `generation_config.eos_token_id`; another that ends lines is a line feed.
-
-        Raises:
-            ValueError: a context has no tokens, and there is no prefix token.
+        The eos token is the model's `generation_config.eos_token_id`; another that ends lines is a line feed.
         """
         found = []
         for request in tqdm(requests, disable=disable_tqdm, desc="generate"):
@@ -293,65 +230,34 @@ class TransfoXLLM(TemplateLM):
         until, length = settings.pop("until"), settings.pop("max_gen_toks")
         if not settings["do_sample"]:
             settings.pop("temperature", None)
-        token_ids = self.tok_encode(context) or [token for token in [self.prefix_token_id] if token is not None]
-        if not token_ids:
-            raise ValueError(
-                "a context is empty, and the tokenizer has no bos or eos token to begin a text with: give one in "
-                "model_args, prefix_token_id=…"
-            )
-        # All but the last segment, by segments; generate reads what is left from that memory.
+        token_ids = self.tok_encode(context) or self._prefix()
+        # All but the last segment; `generate` reads the last one from this memory.
         read = 0 if self.config.mem_len == 0 else (len(token_ids) - 1) // self.segment_length * self.segment_length
-        prompt = torch.tensor([token_ids[max(0, read - self.config.ext_len) :]], device=self._device)
-        memory = {} if read == 0 else {"mems": self._read(token_ids[:read])}
+        if read > 0:
+            settings["mems"] = self._read(token_ids[:read])
+        prompt = torch.tensor([token_ids[max(0, read - self.config.ext_len) :]], device=self.device)
         stop = _UntilStrings(self.tok_decode, until, prompt.shape[1])
-        # Not inferred from the ids: where the tokenizer pads by the token that ends lines, these would be hidden.
-        mask = torch.ones_like(prompt)
-        settings |= {"max_new_tokens": length, "stopping_criteria": [stop], **memory}
-        with self._windows():
-            sequences = self.model.generate(prompt, attention_mask=mask, **settings)
+        settings |= {"max_new_tokens": length, "stopping_criteria": [stop]}
+        with ExitStack() as stack:
+            if self.config.mem_len == 0:
+                # `generate` would read the whole text for each token, and not a window as `_score` does.
+                stack.callback(self.model.register_forward_pre_hook(self._cut_to_window, with_kwargs=True).remove)
+            # A mask of ones, as one inferred from the ids would hide line ends where these pad too.
+            sequences = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
         written = sequences[0, prompt.shape[1] :].tolist()
         ends = settings.get("eos_token_id", self.model.generation_config.eos_token_id)
-        # What ends the text is no part of it, and where it ends lines too, no line feed.
+        # The token that ends the text is no part of it, not even a line feed.
         if written and written[-1] in (ends if isinstance(ends, list) else [ends]):
             written.pop()
         return stop.cut(self.tok_decode(written))
 
-    @contextmanager
-    def _windows(self) -> Iterator[None]:
-        """Without a memory `generate` reads the whole text for each token: let it read windows, as `_score` does."""
+    def _cut_to_window(self, model, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         window = self.config.ext_len + self.segment_length
-
-        def cut(_, args, kwargs):
-            # The mask hides nothing.
-            return args, kwargs | {"input_ids": kwargs["input_ids"][:, -window:], "attention_mask": None}
-
-        hook = self.model.register_forward_pre_hook(cut, with_kwargs=True) if self.config.mem_len == 0 else None
-        try:
-            yield
-        finally:
-            if hook is not None:
-                hook.remove()
-
-    def _read(self, token_ids: list[int]) -> tuple[Tensor, ...] | None:
-        """The memory after some tokens, without the last `ext_len`, to be read again; None where there is none yet."""
-        mems = None
-        for start in range(0, len(token_ids), self.segment_length):
-            part = token_ids[max(0, start - self.config.ext_len) : start + self.segment_length]
-            segment = torch.tensor([part], device=self._device)
-            mems = self.model.transformer(segment, mems=mems).mems
-        return mems
-
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        return args, kwargs | {"input_ids": kwargs["input_ids"][:, -window:], "attention_mask": None}
 
 
 class _UntilStrings(StoppingCriteria):
-    """Stops where one of some strings is in what has been generated behind a prompt of `start` tokens."""
+    """Stops where one of some strings is in the text generated after a prompt of `start` tokens."""
 
     def __init__(self, decode: Callable[[list[int]], str], strings: list[str], start: int):
         self._decode, self._strings, self._start = decode, [string for string in strings if string], start
@@ -361,5 +267,5 @@ class _UntilStrings(StoppingCriteria):
         return torch.tensor([self.cut(text) != text for text in texts], device=input_ids.device)
 
     def cut(self, text: str) -> str:
-        """What comes before the first of the strings."""
+        """The part of a text before the first of the strings."""
         return text[: min((text.index(string) for string in self._strings if string in text), default=len(text))]

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from transformers.cache_utils import DynamicSlidingWindowLayer
 from transformers.utils import logging
 
@@ -22,15 +21,13 @@ from ..transfo_xl.attention_transfo_xl import find_backend
 from ..transfo_xl.cache_transfo_xl import MemoryCache, decoding_state_of
 from ..transfo_xl.modeling_transfo_xl import TransfoXLModel
 
-__all__ = ["RECORDERS", "SEGMENTS_BEFORE", "SegmentsAlike", "why_not_captured"]
-
 logger = logging.get_logger(__name__)
 
-# So many are launched one by one before a graph is captured, which takes about as long as it then saves in these.
+# Segments launched one by one before a graph is captured: a capture takes about as long as a graph saves in as many.
 SEGMENTS_BEFORE = 8
-# Tokens of a segment, of all rows, from which on a GPU takes longer than Python does.
+# From so many tokens of a segment on, in all rows together, a GPU takes longer than Python.
 MOST_TOKENS = 8192
-# The packages whose modules only launch kernels: a graph runs the kernels that a module has launched, not the module.
+# Packages whose modules only launch kernels: a graph runs the kernels of a module, and not the module.
 PACKAGES = ("torch", __name__.partition(".")[0])
 
 Step = Callable[[], Any]
@@ -62,31 +59,27 @@ class FixedMemoryLayer(DynamicSlidingWindowLayer):
 
 
 def why_not_captured(transformer: TransfoXLModel, ids: Tensor) -> str | None:
-    """Why a model without its head launches segments kernel by kernel; None if a graph does the same.
+    """The reason why a graph would not compute what a model without its head does; None if it would.
 
     Args:
-        transformer: that reads. ids: (B, L), a segment.
+        ids: (B, L), a segment.
     """
     if ids.device.type not in RECORDERS:
         return f"there are no graphs on {ids.device.type}"
     if ids.numel() > MOST_TOKENS:
         return f"a segment of {ids.numel()} tokens keeps a GPU busy for longer than it takes to launch"
-    # That of `torch.set_default_device` only says where new tensors lie.
-    modes = [mode for mode in _get_current_function_mode_stack() if not isinstance(mode, DeviceContext)]
-    if modes or torch._C._len_torch_dispatch_stack():
-        return "a mode of PyTorch's sees what is launched, and would not see a graph"
+    if is_in_torch_dispatch_mode():
+        return "a dispatch mode of PyTorch's sees what is launched, and would not see a graph"
     backend = transformer.config._attn_implementation
     if not find_backend(backend).captures:
         return f"attn_implementation={backend!r} may compute with Python"
-    if torch.nn.modules.module._has_any_global_hook():
-        return "there is a hook of all modules, which is to be called for every segment"
     if _is_foreign(positions := transformer.config.positions):
         return f"{positions.__name__}, which encodes positions, may compute with Python"
     for name, module in transformer.named_modules():
         if _is_foreign(type(module)):
             return f"{name} is a {type(module).__name__} of {type(module).__module__}, which may compute with Python"
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        # Those by which transformers returns hidden states ask whether somebody wants them.
+        # The hooks of transformers that collect hidden states do nothing unless a call asks for these.
         if hasattr(module, "_hf_hook") or any(not str(hook.__module__).startswith("transformers.") for hook in hooks):
             return f"{name} has a hook, which is to be called for every segment"
         if "forward" in vars(module):
@@ -102,10 +95,10 @@ def _is_foreign(kind: type) -> bool:
 
 
 class SegmentsAlike:
-    """What watches a model read, and reads in its place when segments have been alike for long enough.
+    """Reads segments by a graph, once a model has read enough segments of one shape with a full memory.
 
     Args:
-        transformer: that reads, in evaluation mode and without gradients.
+        transformer: the model, in evaluation mode and without gradients.
         memory_length: M.
     """
 
@@ -121,9 +114,9 @@ class SegmentsAlike:
         return self._run is not None
 
     def read(self, ids: Tensor, resets: Tensor | None) -> Tensor | None:
-        """(B, L, D), if there is a graph for such a segment; in a tensor of its own."""
+        """(B, L, D) states in a tensor of their own; None where there is no graph for such a segment."""
         if resets is not None:
-            # From here on the memory may have a mask, which the graph has not.
+            # From here on the memory may have a mask, which is not in the graph.
             self._given_up, self._run = True, None
         if self._run is None or self._ids is None or ids.shape != self._shape:
             return None
@@ -131,11 +124,11 @@ class SegmentsAlike:
         return self._run().clone()
 
     def saw(self, ids: Tensor, cache: object, launch: Callable[[Tensor], Tensor]) -> None:
-        """Take note of a segment that was launched.
+        """Count a segment that was launched, and capture a graph after enough of them.
 
         Args:
-            ids: (B, L). cache: what remembers it.
-            launch: reads a segment, (B, L) ids → (B, L, D) states, and goes on with the same cache.
+            ids: (B, L). cache: the memory after the segment.
+            launch: reads a segment, (B, L) ids → (B, L, D) states, with the same cache.
         """
         if self._given_up or self.is_captured or not isinstance(cache, MemoryCache):
             return
@@ -146,10 +139,10 @@ class SegmentsAlike:
                 self._given_up = True
                 logger.info(f"segments are launched one by one: {reason}")
             else:
-                # Where they are now, keys and values stay.
+                # Keys and values stay where they are from now on.
                 cache.layers = [FixedMemoryLayer(layer) for layer in cache.layers]
         elif self._alike > SEGMENTS_BEFORE:
-            # One segment has been read on the memory where it is now: whatever it launches is compiled.
+            # One segment has been read with the memory in place, so that all of its kernels are compiled.
             self._capture(ids.clone(), cache, launch)
 
     def _capture(self, ids: Tensor, cache: MemoryCache, launch: Callable[[Tensor], Tensor]) -> None:
@@ -160,7 +153,7 @@ class SegmentsAlike:
         try:
             run = RECORDERS[ids.device.type](lambda: launch(ids), ids.device)
         except Exception as error:
-            # Whatever CUDA, its driver or this PyTorch refuses.
+            # Of CUDA, its driver or this PyTorch.
             self._given_up = True
             logger.warning_once(f"segments are launched one by one, as no graph of them was captured: {error}")
         finally:
@@ -181,14 +174,14 @@ def _is_full(cache: MemoryCache, length: int) -> bool:
 
 
 class _UndrawnGraph(torch.cuda.CUDAGraph):
-    """A graph in which no numbers are drawn, and which leaves the generator to other threads.
+    """A graph in which no random numbers are drawn, so that other threads may draw while it is captured.
 
-    It cannot do so in the moment in which capturing begins: there is one generator for all threads, and it is the
-    graph's for so long. PyTorch raises an error in a thread that draws then, or lets it draw the same numbers again.
+    While capturing begins, the one generator of all threads belongs to the graph: PyTorch raises an error in a thread
+    that draws at that moment, or lets it draw the same numbers again.
     """
 
     def capture_begin(self, *args, **kwargs):
-        # A graph has the state that it finds for itself.
+        # The graph keeps the state of the generator that it finds.
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         drawing = generator.graphsafe_get_state()
         generator.graphsafe_set_state(drawing.clone_state())
@@ -205,12 +198,12 @@ def _record(
     pool: Any = None,
     draws: bool = False,
 ) -> Step:
-    """A function that does on a GPU what `step` does, and returns the same tensors each time.
+    """A function that runs the kernels of `step` on a GPU, and returns the same tensors each time.
 
     Args:
-        stream: that it is captured on; None: one of its own.
-        pool: of what other graphs have in memory while they run, none of which run at the same time; None: its own.
-        draws: whether a replay draws numbers, as `step` does, from the generator that all others draw from.
+        stream: the stream that it is captured on; None: one of its own.
+        pool: the memory pool shared with graphs that never run at the same time; None: one of its own.
+        draws: whether `step`, and so each replay, draws random numbers from the default generator.
     """
     with torch.cuda.device(device), _capturing:
         graph, before = torch.cuda.CUDAGraph() if draws else _UndrawnGraph(), torch.cuda.current_stream()
@@ -222,11 +215,11 @@ def _record(
                 result = step()
         except Exception:
             if fresh is not None:
-                # The state that was captured with may not draw otherwise any more.
+                # The state of the failed capture cannot draw outside of it any more.
                 generator.graphsafe_set_state(fresh)
             raise
         finally:
-            # Where capturing ends in an error, PyTorch leaves its stream in the place of this one.
+            # After an error in a capture PyTorch leaves its stream as the current one.
             torch.cuda.set_stream(before)
 
     def replay() -> Any:

@@ -28,7 +28,8 @@ from ..evaluation.cards import (
     weights_digest,
     write_model_card,
 )
-from ..evaluation.language_model import LENGTHS, LanguageModelEvaluation, evaluate_language_model, figures
+from ..evaluation.language_model import LanguageModelEvaluation, evaluate_language_model, figures
+from ..evaluation.reading import LENGTHS
 from ..files import LOCK_NAME, UNFINISHED_PREFIX, lock_folder, name_of, options_that_differ, whole_file, write_text
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .arguments import (

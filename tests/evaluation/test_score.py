@@ -27,8 +27,8 @@ from models import small_model
 from scripts import run_script
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, TransfoXLTokenizer, evaluate_language_model
 from txl_hf.data import loading
-from txl_hf.evaluation import cards, scoring
-from txl_hf.evaluation import evaluate as evaluate_lm
+from txl_hf.evaluation import cards
+from txl_hf.evaluation import score as evaluate_lm
 from txl_hf.evaluation.cards import weights_digest
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "evaluate_lm.py"
@@ -240,18 +240,6 @@ def test_the_curve_has_the_columns_of_the_paper(corpus, model, tmp_path, capsys)
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("streams, told", [(1, False), (26, False), (27, True)])
-def test_a_text_too_short_for_any_memory_is_told(corpus, model, capsys, streams, told):
-    """All lengths have one figure then, which says nothing of memory."""
-    options = ["--segment_length", 8, "--memory_length", 0, 4, "--max_tokens", 242, "--batch_size", streams]
-    evaluate_lm.main([*map(str, ["--model", model, "--data", corpus, *options])])
-    printed = capsys.readouterr()
-    without, with_memory = (row["nll"] for row in json.loads(printed.out)["results"])
-    assert (without == with_memory) is told
-    said = "no memory is used: each of 27 stream(s) has 8 tokens, no more than a segment. Try --batch_size 1, or"
-    assert (said in printed.err) is told and ("no memory" in printed.err) is told
-
-
 def test_a_trained_model_has_the_figure_of_its_training(corpus, model, tmp_path, capsys):
     """What is not asked for otherwise is as in the results beside the model."""
     copy = shutil.copytree(model, tmp_path / "model")
@@ -334,14 +322,14 @@ def test_a_terminal_gets_a_table_line_by_line(corpus, model, monkeypatch, capsys
 
 def test_what_was_found_before_an_interruption_is_kept(corpus, model, monkeypatch, tmp_path, capsys):
     """In the file and on standard output, as whole JSON."""
-    evaluate = scoring.evaluate_language_model
+    evaluate = evaluate_lm.evaluate_caches
 
-    def interrupted(*arguments, memory_length, **settings):
-        if memory_length == 8:
+    def interrupted(loaded, token_ids, reading, *settings):
+        if reading.lengths.mem_len == 8:
             raise KeyboardInterrupt
-        return evaluate(*arguments, memory_length=memory_length, **settings)
+        return evaluate(loaded, token_ids, reading, *settings)
 
-    monkeypatch.setattr(scoring, "evaluate_language_model", interrupted)
+    monkeypatch.setattr(evaluate_lm, "evaluate_caches", interrupted)
     command = f"--model {model} --data {corpus} --memory_length 4 8 12 --max_tokens 40 --output {tmp_path}/result.json"
     with pytest.raises(SystemExit) as stopped:
         evaluate_lm.main(command.split())
@@ -353,7 +341,7 @@ def test_what_was_found_before_an_interruption_is_kept(corpus, model, monkeypatc
 
 def test_all_lengths_are_checked_before_the_text_is_read_with_any(corpus, model, monkeypatch, tmp_path):
     """A refused one costs nothing of what the others would have found."""
-    monkeypatch.delattr(scoring, "evaluate_language_model")
+    monkeypatch.delattr(evaluate_lm, "evaluate_caches")
     config = {**json.loads((model / "config.json").read_text()), "attn_type": 3, "mem_len": 0, "max_klen": 8}
     TransfoXLForCausalLM(TransfoXLConfig(**config)).save_pretrained(tmp_path)
     message = fails("--model", tmp_path, "--data", corpus, "--sliding_window", 4, 9)
@@ -378,7 +366,7 @@ def test_a_library_that_is_missing_is_named_with_what_to_install(corpus, model, 
 
 
 def test_what_cannot_be_plotted_is_said_before_the_text_is_read(corpus, model, monkeypatch, tmp_path):
-    monkeypatch.delattr(scoring, "evaluate_language_model")
+    monkeypatch.delattr(evaluate_lm, "evaluate_caches")
     given = ("--model", model, "--data", corpus)
     path = tmp_path / "curve.png"
     message = fails(*given, "--output", path, "--plot", tmp_path / "sub" / ".." / "curve.png")
@@ -519,8 +507,6 @@ def test_a_cache_is_of_numbers(corpus, model, capsys):
     assert run(capsys, *options, "2e3", "0.1", "0.1")["results"][0]["cache"]["size"] == 2000
     assert "--cache 2.5 0.1 0.1: size=2.5 must be an integer of at least 1" in fails(*options, "2.5", "0.1", "0.1")
     assert "--cache 10 1 0.1: weight=1.0 must be a number" in fails(*options, "10", "1", "0.1")
-    message = fails(*options, "1e30", "0.1", "0.1")
-    assert message.startswith("error: --cache 1e+30 0.1 0.1: size=1000") and "must be below 2**62" in message
     with pytest.raises(SystemExit):
         evaluate_lm.main([*map(str, options), "many", "0.1", "0.1"])
     assert "--cache: invalid float value: 'many'" in capsys.readouterr().err

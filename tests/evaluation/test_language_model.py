@@ -142,9 +142,8 @@ def test_warm_up_is_read_and_not_scored(length, segment_length, ext_len, data):
     torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-5)
 
 
-def test_a_pass_that_only_the_longer_streams_have_is_theirs_alone(monkeypatch):
-    """Of six tokens and twice five, in segments of four, each of which moves alone."""
-    monkeypatch.setattr(evaluation, "TOKENS_MOVED", 1)
+def test_a_pass_that_only_the_longer_streams_have_is_theirs_alone():
+    """Of six tokens and twice five, in segments of four."""
     streams = text(16).split([6, 5, 5])
     expected = torch.cat([losses_of_one_forward(MODEL, stream) for stream in streams])
     torch.testing.assert_close(token_losses(MODEL, text(16), 4, batch_size=3), expected, rtol=1e-5, atol=1e-5)
@@ -154,12 +153,12 @@ def test_a_pass_that_only_the_longer_streams_have_is_theirs_alone(monkeypatch):
 @torch.no_grad()
 def test_a_model_read_as_a_whole_scores_alike(ext_len):
     """As where it is sharded, with tokens that are read again."""
-    lengths = MemoryLengths(ext_len=ext_len)
+    given = reading.Reading(5, MemoryLengths(ext_len=ext_len), batch_size=2)
     found = []
     for whole in (False, True):
-        reader = reading.Reader(MODEL.eval(), lengths, None)
+        reader = reading.Reader(MODEL.eval(), given)
         reader.whole = whole
-        found.append(list(reader.losses(reading.Text(text(23), 5, 2, 0, None, VOCAB_SIZE))))
+        found.append(list(reader.losses(reading.Text(text(23), given, VOCAB_SIZE))))
     assert len(found[0]) == 3
     for (_, states, losses), (_, same_states, same_losses) in zip(*found, strict=True):
         torch.testing.assert_close(same_states, states, rtol=1e-5, atol=1e-5)
@@ -204,20 +203,19 @@ def test_processes_share_the_streams(length, segment_length, num_processes, ext_
 @pytest.mark.parametrize("accelerator", [None, Processes(1, 0)], ids=["alone", "process"])
 @pytest.mark.parametrize("ext_len", [0, 6])
 def test_a_long_text_moves_piece_by_piece(monkeypatch, accelerator, ext_len):
-    """To the device and off it, and from process to process."""
+    """To the device; its losses move once."""
     protocol = {"segment_length": 4, "batch_size": 3, "warm_up": 7, "ext_len": ext_len}
     expected = token_losses(MODEL, text(90), **protocol)
     monkeypatch.setattr(reading, "TOKENS_AT_ONCE", 24)
-    for module in (evaluation, reading):
-        monkeypatch.setattr(module, "TOKENS_MOVED", 30)
+    monkeypatch.setattr(reading, "TOKENS_MOVED", 30)
     moves = count_moves(monkeypatch)
     found = token_losses(MODEL, text(90), **protocol, accelerator=accelerator)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    # Of the eight segments, two are in a piece of the text and in a call of the softmax, and three in a piece of the
-    # losses; processes share these in three pieces more.
+    # Of the eight segments, two are in a piece of the text and in a call of the softmax. Processes exchange the losses
+    # where the model is.
     assert moves == {
         "txl_hf.evaluation.reading": 4 + 4,
-        "txl_hf.evaluation.language_model": 3 if accelerator is None else 3 + 3,
+        "txl_hf.evaluation.language_model": 1 if accelerator is None else 1 + 2,
     }
 
 
@@ -331,18 +329,6 @@ def test_threads_share_a_model():
                 torch.testing.assert_close(model(token_ids[None, :30]).logits, logits, rtol=0, atol=0)
     assert [evaluation.result() for evaluation in evaluations] == expected
     assert model.config.mem_len == 16
-
-
-def test_threads_do_not_share_a_model_whose_mode_one_of_them_changes():
-    """The first to end would put dropout back under the others."""
-    model, token_ids = tiny_model(dropout=0.5).train(), text(40)
-    with ThreadPoolExecutor(1) as other:
-        with reading.evaluating(model), pytest.raises(RuntimeError, match=r"model.eval\(\) first"):
-            other.submit(evaluate_language_model, model, token_ids, 8).result()
-        assert model.training
-        with reading.evaluating(model.eval()):
-            expected = evaluate_language_model(model, token_ids, 8)
-            assert other.submit(evaluate_language_model, model, token_ids, 8).result() == expected
 
 
 def test_a_model_with_an_adapter():

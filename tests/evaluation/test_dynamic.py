@@ -1,16 +1,11 @@
 """Dynamic evaluation: the formulas by hand, no token that pays for a later one, and weights that come back."""
 
-import contextlib
 import copy
-import itertools
 import re
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 import adaptation_process
 import launcher
@@ -23,9 +18,7 @@ from txl_hf import (
     token_losses,
 )
 from txl_hf.evaluation import dynamic as adaptation
-from txl_hf.evaluation import reading
 from txl_hf.evaluation.dynamic import Diverged
-from txl_hf.evaluation.reading import evaluating
 
 RATE = 0.05
 
@@ -145,7 +138,10 @@ def test_statistics_are_taken_once_for_many_readings(make_model, make_ids, setti
     [
         ({"segment_length": 6}, "taken with segment_length=5, and the text is read with segment_length=6:"),
         ({"batch_size": 2}, "taken with batch_size=3, and .* with batch_size=2:"),
-        ({"memory_length": 9, "clamp_len": 2}, "taken with mem_len=7, clamp_len=-1, and .* mem_len=9, clamp_len=2:"),
+        (
+            {"memory_length": 9, "clamp_len": 2},
+            "taken with memory_length=7, clamp_len=-1, and .* memory_length=9, clamp_len=2:",
+        ),
         ({"ext_len": 1}, "taken with ext_len=0"),
         ({"same_length": True}, "taken with same_length=False"),
         ({"document_end": 7}, "taken with documents=False, and .* with documents=True:"),
@@ -244,16 +240,6 @@ def test_the_weights_follow_a_warm_up(make_model, make_ids, batch_size, warm_up)
     assert result.nll == pytest.approx(warmed.double().mean().item(), rel=1e-6)
 
 
-def test_ctrl_c_before_an_adaptation_begins(make_model, make_ids, monkeypatch):
-    class Interrupted(list):
-        def append(self, _):
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(adaptation, "_begun", Interrupted())
-    with pytest.raises(KeyboardInterrupt):
-        token_losses(make_model(), make_ids(1, 30)[0], 5, dynamic=DynamicEvaluation(RATE))
-
-
 @pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("cache", [None, ContinuousCache(12, 0.3, 0.5)], ids=["alone", "cache"])
 @pytest.mark.parametrize("with_statistics", [False, True])
@@ -324,97 +310,6 @@ def test_weights_gradients_and_mode_come_back(make_model, make_ids, error, dtype
     assert torch.equal(parameter.grad, torch.ones_like(parameter))
     assert sum(other.grad is not None for other in model.parameters()) == 1
     assert [module.training for module in model.modules()] == modes
-
-
-class FailingCopies(TorchFunctionMode):
-    """Raises at some of the copies into parameters, of which there are none but in restoring fp32 weights."""
-
-    def __init__(self, error: type[BaseException], *at: int):
-        super().__init__()
-        self.error, self.at, self.copies = error, at, 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.copy_ and isinstance(args[0], torch.nn.Parameter):
-            self.copies += 1
-            if self.copies in self.at:
-                raise self.error
-        return func(*args, **(kwargs or {}))
-
-
-def test_ctrl_c_while_weights_come_back(make_model, make_ids):
-    """It ends the evaluation, as often as it is pressed, but leaves no weights of another text."""
-    model, ids = make_model(), make_ids(1, 30)[0]
-    found, dynamic = parameters_of(model), DynamicEvaluation(RATE)
-    with pytest.raises(KeyboardInterrupt), FailingCopies(KeyboardInterrupt, 4, 5, 9):
-        token_losses(model, ids, 5, dynamic=dynamic)
-    assert_restored(model, found)
-    # An error of one weight's own comes again at each try.
-    with pytest.raises(ZeroDivisionError), FailingCopies(ZeroDivisionError, 4), dynamic.adapted_to(model, ids, 5):
-        changed = moved(model, found)
-    assert len(moved(model, found) & changed) == 1
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-    "dynamic", [DynamicEvaluation(RATE), pytest.param(None, marks=pytest.mark.slow)], ids=["dynamic", "static"]
-)
-def test_ctrl_c_where_any_function_begins(make_model, make_ids, dynamic):
-    """That is where Python looks for it: in what brings weights and modes back too, before its first line."""
-    model, ids = make_model().train(), make_ids(1, 11)[0]
-    model.transformer.layers[0].eval()
-    found, modes = parameters_of(model), [module.training for module in model.modules()]
-    files = {module.__file__ for module in (adaptation, reading)}
-    raised_in = set()
-
-    def calls(interrupted=None):
-        """How many functions begin in an evaluation; as that of this number does, Ctrl-C is pressed."""
-        begun = itertools.count()
-
-        def trace(frame, event, _):
-            if frame.f_code.co_filename in files and next(begun) == interrupted:
-                sys.settrace(None)
-                raised_in.add(frame.f_code.co_name)
-                raise KeyboardInterrupt
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            token_losses(model, ids, 5, dynamic=dynamic)
-        finally:
-            sys.settrace(before)
-        return next(begun)
-
-    for number in range(calls()):
-        # Python drops what is raised in a generator that is not read to its end.
-        with contextlib.suppress(KeyboardInterrupt):
-            calls(number)
-        assert_restored(model, found)
-        assert [module.training for module in model.modules()] == modes
-        assert not adaptation._begun and not any(reading._uses.values())
-    assert {"bring_back", "forget"} | ({"restore"} if dynamic else set()) <= raised_in
-
-
-def test_no_other_thread_reads_with_weights_that_change(make_model, make_ids):
-    """Neither would know: its figures would be those of somebody else's text, or the weights not come back."""
-    model, ids, dynamic = make_model(), make_ids(1, 30)[0], DynamicEvaluation(RATE)
-    found = parameters_of(model)
-    static, adapted = (token_losses(model, ids, 4, dynamic=setting) for setting in (None, dynamic))
-    with ThreadPoolExecutor(1) as other:
-        with dynamic.adapted_to(model, ids, 4):
-            for setting in (None, dynamic):
-                with pytest.raises(
-                    RuntimeError, match="another thread is evaluating this model, and one of the two changes it"
-                ):
-                    other.submit(token_losses, model, ids, 4, dynamic=setting).result()
-            # Its own thread may read on, also so that other weights follow for a while.
-            assert not torch.equal(token_losses(model, ids, 4), static)
-            token_losses(model, ids, 4, dynamic=dynamic)
-        with evaluating(model):
-            with pytest.raises(RuntimeError, match="give dynamic evaluation a copy of the model"):
-                other.submit(token_losses, model, ids, 4, dynamic=dynamic).result()
-            assert torch.equal(other.submit(token_losses, model, ids, 4).result(), static)
-        assert_restored(model, found)
-        assert torch.equal(other.submit(token_losses, model, ids, 4, dynamic=dynamic).result(), adapted)
 
 
 def test_dropout_is_off(make_model, make_ids):
@@ -521,25 +416,20 @@ def test_generate_after_adapting_to_a_prompt(make_model, make_ids):
     assert_restored(model, found)
 
 
-@pytest.mark.parametrize(
-    "patterns", [(None, None, None), (None, r"layers\.1\.", r"layers\.[01]\.")], ids=["same", "parts"]
-)
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-def test_adaptations_that_overlap_leave_nothing(make_model, make_ids, order, patterns):
-    """Of one thread, as tasks of asyncio are, whatever the order in which they end; the last keeps its weights."""
-    model, begun, during = make_model(), {}, {}
-    found = parameters_of(model)
-    for i, pattern in enumerate(patterns):
-        begun[i] = DynamicEvaluation(RATE, parameters=pattern).adapted_to(model, make_ids(1, 20, seed=i)[0], 5)
-        begun[i].__enter__()
-        followed = {name for name in found if re.search(pattern or "", name)}
-        during[i] = {name: tensor for name, tensor in parameters_of(model).items() if name in followed}
-    for i in order:
-        begun.pop(i).__exit__(None, None, None)
-        if begun:
-            kept, now = during[max(begun)], parameters_of(model)
-            assert all(torch.equal(now[name], tensor) for name, tensor in kept.items())
+def test_nested_adaptations_restore_what_each_found(make_model, make_ids):
+    """Also where they follow with the same weights, and where a static evaluation is between them."""
+    model, ids = make_model(), make_ids(1, 30)[0]
+    found, static = parameters_of(model), token_losses(model, ids, 4)
+    with DynamicEvaluation(RATE).adapted_to(model, ids, 4):
+        outer = parameters_of(model)
+        adapted = token_losses(model, ids, 4)
+        with DynamicEvaluation(RATE, parameters=r"layers\.1\.").adapted_to(model, ids[:20], 4):
+            assert moved(model, outer) == {name for name in found if "layers.1." in name}
+        assert_restored(model, outer)
+        token_losses(model, ids, 4, dynamic=DynamicEvaluation(RATE))
+        assert torch.equal(token_losses(model, ids, 4), adapted) and not torch.equal(adapted, static)
     assert_restored(model, found)
+    assert torch.equal(token_losses(model, ids, 4), static)
 
 
 def test_two_processes_agree_with_one(tmp_path):

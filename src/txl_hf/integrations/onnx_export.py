@@ -1,25 +1,39 @@
-"""What `txl-export` does: a model as ONNX graphs, and whether onnxruntime finds what torch finds."""
+"""Write a Transformer-XL as ONNX graphs with its memory in and out, and check them against torch.
 
+    txl-export --model runs/wikitext-2 --output wikitext-2-onnx
+
+The folder holds, beside config.json and the tokenizer, two graphs and `weights.data`, the weights of both, which stays
+beside them:
+
+* `segment.onnx`: `input_ids` (batch, length) and `mems.0` … (batch, memory, d_model), one for each layer, give
+  `logits` (batch, length, vocabulary), which are log-probabilities, and `new_mems.0` …, which the next call takes as
+  `mems.0` ….
+* `step.onnx`: the same for one token a row, `input_ids` (batch, 1), with `logits` (batch, 1, vocabulary).
+
+Batch, length and memory have any size, a memory none to mem_len states. A text begins with an empty memory, or, where
+config.json says `"initial_memory": "zeros"`, with mem_len states of zeros. Every token is remembered, whatever ext_len
+the model was trained with; that of config.json is 0. Both graphs are run by onnxruntime at
+several sizes and compared with torch before the folder appears; a difference is an error.
+"""
+
+import argparse
 import hashlib
 import logging
+import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-import onnx  # torch's exporter imports it too: what is missing is said before any work.
-import onnxruntime
-import onnxscript  # noqa: F401 -- so it does this.
 import torch
 from torch import Tensor, nn
 
-from ..data.loading import find_tokenizer, load_config, load_language_model
+from ..command_line import CommandParser, hub_or_folder, one_line_errors
+from ..data.loading import find_tokenizer, has_tokenizer, load_config, load_language_model
 from ..files import whole_folder
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
-__all__ = ["check_graph", "export", "share_weights", "write_graph"]
-
-# Weights of so many bytes and more are in a file that the graphs share, where each begins at a multiple of a page.
-LEAST_SHARED, PAGE = 1024, 4096
+# The least bytes of a weight in the file that the graphs share, and the multiple of bytes at which each weight begins.
+WEIGHTS, LEAST_SHARED, PAGE = "weights.data", 1024, 4096
 
 # How far log-probabilities, and states in proportion to the largest, may be from torch's.
 TOLERANCE = 1e-4
@@ -27,7 +41,22 @@ TOLERANCE = 1e-4
 SIZES = ((1, 1), (3, 7), (2, 20))
 
 
-WEIGHTS = "weights.data"
+def main(argv: list[str] | None = None):
+    with one_line_errors():
+        options = parse_arguments(argv)
+        if options.output.exists():
+            raise FileExistsError(f"{options.output} exists: choose another folder, or remove it")
+        for name, difference in export(options.model, options.output).items():
+            print(f"{options.output / name}: at most {difference:.1e} from torch")
+        if not has_tokenizer(options.output):
+            print(f"no tokenizer was found with {options.model}: put its files into {options.output}", file=sys.stderr)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=hub_or_folder, required=True, help="folder or Hub name")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    return parser.parse_args(argv)
 
 
 class _Graph(nn.Module):
@@ -52,10 +81,15 @@ def export(name: str, output: Path) -> dict[str, float]:
     Raises:
         ValueError: the model is no Transformer-XL or has no memory, or onnxruntime computes something else.
     """
+    # torch's exporter needs them: what is missing is said before any work.
+    import onnx  # noqa: F401
+    import onnxruntime  # noqa: F401
+    import onnxscript  # noqa: F401
+
     config = load_config(name)
     if config.mem_len == 0:
         raise ValueError(f"{name} has mem_len=0: the graphs are those of a model with a memory")
-    # Who runs the graphs reads no token again: all of them are remembered.
+    # No token is read again by a program that runs the graphs: all of them are remembered.
     config.ext_len = 0
     # Every operation of eager attention is one of ONNX.
     model = load_language_model(name, config=config, dtype=torch.float32, attn_implementation="eager")
@@ -78,18 +112,18 @@ def export(name: str, output: Path) -> dict[str, float]:
 def write_graph(model: TransfoXLForCausalLM, path: Path, one_token: bool) -> None:
     """Write the graph of a segment of any length, or of one token, with a memory of any length before it."""
     config, layers = model.config, model.config.n_layer
-    # Sizes that differ from one another and from those of the model, as far as that can be: those that are equal here
-    # would be one in the graph, and a segment that is as long as the memory is what is remembered.
+    # The exporter takes sizes that are equal here for one size, and a memory of mem_len for one that is never cut: so
+    # the sizes differ from one another and from mem_len as far as possible.
     memory, length = max(1, config.mem_len - 1), 4 if config.mem_len == 3 else 3
     batch = 5 if memory == 2 else 2
     segment = torch.zeros((batch, 1 if one_token else length), dtype=torch.int64)
-    # A tensor for each layer: one that came twice would be one input.
+    # A tensor for each layer: the same tensor twice would be one input.
     mems = [torch.zeros((batch, memory, config.d_model)) for _ in range(layers)]
     sizes: tuple = ({0: "batch"} if one_token else {0: "batch", 1: "length"}, [{0: "batch", 1: "memory"}] * layers)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         before = logging.root.manager.disable
-        # Of operators that this model has no use for.
+        # The exporter warns of operators that are not in this model.
         logging.disable(logging.WARNING)
         try:
             program = torch.onnx.export(
@@ -103,25 +137,27 @@ def write_graph(model: TransfoXLForCausalLM, path: Path, one_token: bool) -> Non
             )
         finally:
             logging.disable(before)
-    # Its type is that of the older exporter, too, which returns nothing.
+    # For mypy: the older exporter returns None.
     assert program is not None
     for states in program.model.graph.outputs[1:]:
-        # A memory of one here is any memory to the graph, but what it says of its output would be of one alone.
+        # The graph computes any memory, but the shape of its output would be that of the example.
         states.shape[1] = "new_memory"
     program.save(path)
 
 
 def share_weights(graphs: Iterable[Path], weights: Path) -> None:
-    """Move what graphs in one folder hold of weights to a file beside them, each weight once.
+    """Move the weights of graphs in one folder to a file beside them, each weight once.
 
     Args:
         graphs: ONNX files, which are written anew. weights: the file to write.
     """
+    import onnx
+
     places: dict[bytes, tuple[int, int]] = {}
     with weights.open("wb") as file:
         for path in graphs:
             graph = onnx.load(path)
-            # Of a graph that was too large to hold them.
+            # The exporter's file of a graph that is too large to hold its weights.
             path.with_name(f"{path.name}.data").unlink(missing_ok=True)
             for tensor in graph.graph.initializer:
                 content = onnx.numpy_helper.to_array(tensor).tobytes()
@@ -133,9 +169,9 @@ def share_weights(graphs: Iterable[Path], weights: Path) -> None:
                     places[digest] = file.tell(), len(content)
                     file.write(content)
                 offset, length = places[digest]
-                tensor.raw_data = b""  # where the next line looks
+                tensor.raw_data = b""  # `set_external_data` wants this field
                 onnx.external_data_helper.set_external_data(tensor, weights.name, offset=offset, length=length)
-                # The values themselves, in whichever of its fields they were.
+                # The values may be in any of these fields.
                 for field in ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
                     tensor.ClearField(field)
             path.write_bytes(graph.SerializeToString())
@@ -150,6 +186,8 @@ def check_graph(model: TransfoXLForCausalLM, path: Path, sizes: tuple[tuple[int,
     Raises:
         ValueError: a difference is larger than `TOLERANCE`.
     """
+    import onnxruntime
+
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     generator, config = torch.Generator().manual_seed(0), model.config
     largest = 0.0
@@ -172,3 +210,7 @@ def check_graph(model: TransfoXLForCausalLM, path: Path, sizes: tuple[tuple[int,
                     )
                 largest = max(largest, difference)
     return largest
+
+
+if __name__ == "__main__":
+    main()

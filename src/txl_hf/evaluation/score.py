@@ -1,4 +1,35 @@
-"""What `txl-evaluate` does: a text scored with memories and windows, and what is said and written of it."""
+"""Score a text with a Transformer-XL: every token once, at any memory length.
+
+    txl-evaluate --model wt103 --data data/wikitext-103 --segment_length 64 --memory_length 640 \\
+        --clamp_len 400 --same_length true
+    txl-evaluate --model demo-output --data book.txt --memory_length 0 64 128 --output result.json
+    txl-evaluate --model wt103 --data data/wikitext-103 --memory_length 150 300 450 640 \\
+        --clamp_len 400 --same_length true --plot curve.png
+    txl-evaluate --model wt103 --data data/wikitext-103 --sliding_window 640 --max_tokens 1000
+
+`--data` is a folder of `txl-prepare`, of which `--split` is read, or a UTF-8 text file, which is tokenised with
+the model's tokenizer or with `--tokenizer`. Several values of `--memory_length` are scored one after the other.
+Where the data was prepared with `--document_end`, each document is read without those before it, or `--document_end`
+says it here, and `--document_end none` reads all as one text. `--dynamic RATE` lets the weights follow the text, and
+`--cache` mixes in what followed similar states: `tune_lm.py` chooses both. `--sliding_window N` scores the text in the
+vanilla way: the last N tokens are read anew for every token, without memory. It stands alone, or beside the memory
+lengths that are given.
+
+A model that `txl-train` has scored is scored likewise: lengths, `--batch_size` and `--document_end` that are not given
+are those of its results.json, so that one model has one figure. With `--dynamic` or `--cache` it is one stream, which
+these follow from end to end.
+
+On a terminal the figures appear as a table, line by line as they are found; elsewhere, or with `--json`, the result is
+JSON. `--output` holds the same JSON, from the first figure on. The result has for each length the negative
+log-likelihood, perplexity and bits of a token, perplexity per word and bits per character of the text (words and
+characters as `txl-prepare` counts them), and all settings that these figures depend on. An infinite perplexity,
+for which JSON has no number, is null, and so are figures of words or characters where more than a thousandth of these
+have no token.
+
+`curves` are the columns of the paper's ablation (Tables 6 and 10), for memories and for windows: the perplexity `init`
+at the attention length of training (`null` where that is not among the lengths), the `best` one, and
+`attention_length`, the shortest length whose perplexity is the best one to the decimals that the paper prints.
+"""
 
 import argparse
 import dataclasses
@@ -16,6 +47,14 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from ..command_line import (
+    CommandParser,
+    add_scoring_options,
+    at_least_one,
+    check_files,
+    hub_or_folder,
+    one_line_errors,
+)
 from ..data.loading import (
     check_symbols_of,
     find_device,
@@ -34,48 +73,95 @@ from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .cards import RESULTS, origin, read_results
 from .continuous_cache import ContinuousCache
 from .dynamic import DynamicEvaluation
-from .language_model import LENGTHS, LanguageModelEvaluation, evaluate_language_model, figures
-
-__all__ = [
-    "check_number",
-    "check_protocol",
-    "check_vocabulary",
-    "describe",
-    "find_document_end",
-    "protocols",
-    "run",
-    "take_lengths_of_training",
-]
+from .language_model import LanguageModelEvaluation, evaluate_caches, figures
+from .reading import LENGTHS, Reading
 
 MEMORY, WINDOW = "memory", "sliding window"
 
 
+def main(argv: list[str] | None = None):
+    with one_line_errors():
+        options = parse_arguments(argv)
+        check_files(options)
+        run(options)
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_scoring_options(parser, "folder of txl-prepare, or a text file", "perplexity by attention length")
+    parser.add_argument("--split", choices=["train", "validation", "test"], help="of a folder of txl-prepare (test)")
+    parser.add_argument("--tokenizer", type=hub_or_folder, help="folder or Hub name, for a text file (the model's)")
+    parser.add_argument(
+        "--memory_length", type=int, nargs="+", help="one or more (the model's mem_len, without --sliding_window)"
+    )
+    parser.add_argument("--sliding_window", type=at_least_one, nargs="+", default=[], help="window lengths to score")
+    parser.add_argument(
+        "--warm_up", type=int, default=0, help="tokens of each stream read but not scored (%(default)s)"
+    )
+    parser.add_argument("--dynamic", type=float, metavar="RATE", help="let the weights follow the text at this rate")
+    parser.add_argument("--decay", type=float, help="of --dynamic: draw them back (0.0)")
+    parser.add_argument("--epsilon", type=float, help="of --dynamic with --statistics (1e-05)")
+    parser.add_argument(
+        "--statistics", type=at_least_one, help="of --dynamic: tokens of the training text to take them from"
+    )
+    parser.add_argument("--parameters", help="of --dynamic: names of the parameters that follow, a regular expression")
+    parser.add_argument(
+        "--cache",
+        type=float,
+        nargs=3,
+        metavar=("SIZE", "WEIGHT", "TEMPERATURE"),
+        help="mix in a continuous cache; see tune_lm.py",
+    )
+    parser.add_argument("--max_tokens", type=at_least_one, help="score the beginning of the text only")
+    parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")
+    parser.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        default=sys.stderr.isatty(),
+        help="show a progress bar (where standard error is a terminal)",
+    )
+    options = parser.parse_args(argv)
+    for name in ("decay", "epsilon", "statistics", "parameters"):
+        if options.dynamic is None and getattr(options, name) is not None:
+            parser.error(f"--{name} is of dynamic evaluation: give its rate too, with --dynamic")
+    if options.sliding_window and not options.memory_length:
+        for name in ("segment_length", "ext_len", "same_length"):
+            if getattr(options, name) is not None:
+                parser.error(f"--{name} is of an evaluation with memory: name its lengths too, with --memory_length")
+    if options.epsilon is not None and options.statistics is None:
+        parser.error("--epsilon does nothing without --statistics")
+    if options.split is not None and options.data.is_file():
+        parser.error(f"--split is of a folder of txl-prepare: {options.data} is one text, which is scored as a whole")
+    options.split = options.split or "test"
+    options.json = options.json or not sys.stdout.isatty()
+    return options
+
+
 def run(options: argparse.Namespace):
-    """Score the text with each memory length and each sliding window; each figure is kept when it is there."""
+    """Score the text with each memory length and each sliding window, and write each figure as soon as it is found."""
     if not options.progress:
         transformers.logging.disable_progress_bar()
     options.device = find_device(options.device)
     take_lengths_of_training(options, follows=options.dynamic is not None or options.cache is not None)
     config = load_config(options.model)
-    planned = protocols(options, config)
-    for settings in planned:
-        check_protocol(config, clamp_len=options.clamp_len, **settings)
-    adaptation = read_adaptation(options)
+    planned = readings(options, config)
+    dynamic, cache = read_dynamic(options), read_cache(options)
     text = read_text(options)
     if len(text.token_ids) == 0:
         raise ValueError(f"{options.data} is empty: it has no token")
     check_vocabulary(text, config, options.model, options.data)
     text = text.beginning(options.max_tokens)
-    if config.initial_memory == "empty":
-        tell_unused_memory(planned, len(text.token_ids), options.batch_size)
     model = load_language_model(options.model, dtype=getattr(torch, options.dtype))
     model.to(options.device)
     if model.device.type == "cuda" and model.dtype != torch.float32:
         model.set_attn_implementation(fastest_attention(config.n_head, config.d_head, model.device) or "auto")
     report = {**describe(model, text, options), "results": [], "curves": {}}
     try:
-        for settings in planned:
-            report["results"].append(score(model, text, options, **settings, **adaptation))
+        for protocol, reading in planned:
+            reading = dataclasses.replace(
+                reading, warm_up=options.warm_up, document_end=text.document_end, progress=options.progress
+            )
+            report["results"].append({"protocol": protocol, **score(model, text, reading, dynamic, cache)})
             report["curves"] = curves(report["results"], config)
             if not options.json:
                 print_row(report["results"], text)
@@ -83,7 +169,7 @@ def run(options: argparse.Namespace):
                 options.output.parent.mkdir(parents=True, exist_ok=True)
                 write_text(options.output, json.dumps(report, indent=2, allow_nan=False) + "\n")
     finally:
-        # Stopped or refused half-way, what has been found is not lost.
+        # An error or Ctrl-C half-way loses none of the figures before.
         if options.json and report["results"]:
             print(json.dumps(report, indent=2, allow_nan=False))
     if not options.json:
@@ -93,7 +179,7 @@ def run(options: argparse.Namespace):
 
 
 def describe(model: TransfoXLForCausalLM, text: TokenisedText, options: argparse.Namespace) -> dict[str, Any]:
-    """What all figures have in common."""
+    """The settings that all figures have in common, for JSON."""
     return {
         "model": options.model,
         "parameters": model.num_parameters(),
@@ -117,11 +203,11 @@ def describe(model: TransfoXLForCausalLM, text: TokenisedText, options: argparse
 
 
 def take_lengths_of_training(options: argparse.Namespace, follows: bool) -> None:
-    """Where `txl-train` scored the model, score it likewise but for what is asked for: one model has one figure.
+    """Take the lengths that are not given from the results.json of `txl-train`, so that one model has one figure.
 
     Args:
-        follows: a cache or the weights are to follow the text. In many streams each sees a part of it, and so they are
-            not taken: it is one.
+        follows: a cache or the weights follow the text. The number of streams is not taken then but 1, because each of
+            several streams would be followed through its own part of the text alone.
     """
     path = Path(options.model, RESULTS)
     try:
@@ -129,13 +215,13 @@ def take_lengths_of_training(options: argparse.Namespace, follows: bool) -> None
         lengths = {name: int(found[name]) for name in LENGTHS}
         document_end = found.get("document_end")
     except (ValueError, KeyError, TypeError, AttributeError):
-        # Of another origin, or no folder.
+        # Another program's file, or none.
         lengths, document_end = {}, None
         if path.is_file():
             print(f"{path} is not used: it is of other weights, or not txl-train's", file=sys.stderr)
     shown = []
     if lengths and options.document_end is None and (document_end is None or isinstance(document_end, int)):
-        # The token's id: the vocabulary is the model's.
+        # An id, because text and model have the same vocabulary.
         options.document_end = "none" if document_end is None else document_end
         shown = ["as one text" if document_end is None else f"in documents that end with token {document_end}"]
     taken = {name: value for name, value in lengths.items() if getattr(options, name) is None}
@@ -143,7 +229,7 @@ def take_lengths_of_training(options: argparse.Namespace, follows: bool) -> None
         taken.pop("memory_length", None)
     if follows:
         taken.pop("batch_size", None)
-    # A window is read by itself.
+    # A sliding window has neither.
     unread = ("segment_length", "ext_len") if options.sliding_window and not options.memory_length else ()
     for name, value in taken.items():
         setattr(options, name, {"memory_length": [value], "same_length": str(bool(value)).lower()}.get(name, value))
@@ -177,103 +263,81 @@ def check_statistics(tokens: int, train: TokenisedText) -> None:
         raise ValueError(f"--statistics {tokens} is more than the training text has: {len(train.token_ids)}")
 
 
-# ---- protocols --------------------------------------------------------------------------------------------------
+# ---- readings --------------------------------------------------------------------------------------------------
 
 
-def protocols(options: argparse.Namespace, config: TransfoXLConfig) -> list[dict[str, Any]]:
-    """What each evaluation sets."""
+def readings(options: argparse.Namespace, config: TransfoXLConfig) -> list[tuple[str, Reading]]:
+    """The readings of a text, each with the name of its protocol: the memory lengths, then the sliding windows.
+
+    Raises:
+        ValueError: the model cannot be read with one of them.
+    """
     same_length = None if options.same_length is None else options.same_length == "true"
-    with_memory = [
-        {
-            "protocol": MEMORY,
-            "segment_length": config.tgt_len if options.segment_length is None else options.segment_length,
-            "memory_length": memory_length,
-            "ext_len": options.ext_len,
-            "same_length": same_length,
-        }
-        for memory_length in options.memory_length or ([] if options.sliding_window else [config.mem_len])
-    ]
-    # What a query sees is the window itself: same_length would take it away.
-    windows = [
-        {
-            "protocol": WINDOW,
-            "segment_length": 1,
-            "memory_length": 0,
-            "ext_len": window - 1,
-            "same_length": False,
-        }
-        for window in options.sliding_window
-    ]
-    return with_memory + windows
-
-
-def check_protocol(
-    config: TransfoXLConfig, segment_length: int, memory_length: int, ext_len: int | None, clamp_len: int | None, **_
-):
-    """Raise a ValueError for lengths that the model cannot be read with, before it is read with others."""
-    check_sizes(segment_length=segment_length)
-    filled = MemoryLengths(memory_length, ext_len, clamp_len).of(config)
-    lengths = {"segment_length": segment_length, "memory_length": memory_length, "ext_len": ext_len}
-    given = ", ".join(f"{name}={value}" for name, value in lengths.items() if value is not None)
-    config.positions.check_segment(segment_length + filled.ext_len, config, given)
-
-
-def read_adaptation(options: argparse.Namespace) -> dict[str, Any]:
-    """What is asked for beside the model as it stands: `dynamic` and `cache`."""
-    found: dict[str, Any] = {"dynamic": None, "cache": None}
-    if options.cache is not None:
-        size, weight, temperature = options.cache
-        try:
-            found["cache"] = ContinuousCache(int(size) if size.is_integer() else size, weight, temperature)
-        except ValueError as error:
-            raise ValueError(f"--cache {size:g} {weight:g} {temperature:g}: {error}") from None
-    if options.dynamic is not None:
-        given = {name: getattr(options, name) for name in ("decay", "epsilon", "parameters")}
-        settings = {name: value for name, value in given.items() if value is not None}
-        if options.statistics is not None:
-            if not options.data.is_dir():
-                raise ValueError(f"--statistics needs a folder of txl-prepare, which {options.data} is not")
-            train = read_prepared(options.data, "train")
-            check_statistics(options.statistics, train)
-            settings["statistics"] = train.token_ids[: options.statistics]
-        found["dynamic"] = DynamicEvaluation(options.dynamic, **settings)
+    segment_length = config.tgt_len if options.segment_length is None else options.segment_length
+    memories = options.memory_length or ([] if options.sliding_window else [config.mem_len])
+    lengths = [MemoryLengths(length, options.ext_len, options.clamp_len, same_length) for length in memories]
+    found = [(MEMORY, Reading(segment_length, given, options.batch_size)) for given in lengths]
+    # A query sees the whole window; same_length would hide a part of it.
+    lengths = [MemoryLengths(0, window - 1, options.clamp_len, False) for window in options.sliding_window]
+    found += [(WINDOW, Reading(1, given, options.batch_size)) for given in lengths]
+    for _, reading in found:
+        check_sizes(segment_length=reading.segment_length)
+        settings = {name: reading.settings()[name] for name in ("segment_length", "memory_length", "ext_len")}
+        shown = ", ".join(f"{name}={value}" for name, value in settings.items() if value is not None)
+        tokens = reading.segment_length + reading.lengths.of(config).ext_len
+        config.positions.check_segment(tokens, config, shown)
     return found
 
 
-def tell_unused_memory(planned: list[dict[str, Any]], tokens: int, streams: int) -> None:
-    """Say where all memories give one figure, as no segment follows another."""
-    # The first token of a stream is no target.
-    longest = -(-tokens // streams) - 1
-    if any(settings["memory_length"] and longest <= settings["segment_length"] for settings in planned):
-        fewer = "" if streams == 1 else "--batch_size 1, or "
-        print(
-            f"no memory is used: each of {streams} stream(s) has {longest} tokens, no more than a segment. Try {fewer}"
-            "a smaller --segment_length",
-            file=sys.stderr,
-        )
+def read_cache(options: argparse.Namespace) -> ContinuousCache | None:
+    """The cache of --cache."""
+    if options.cache is None:
+        return None
+    size, weight, temperature = options.cache
+    try:
+        return ContinuousCache(int(size) if size.is_integer() else size, weight, temperature)
+    except ValueError as error:
+        raise ValueError(f"--cache {size:g} {weight:g} {temperature:g}: {error}") from None
+
+
+def read_dynamic(options: argparse.Namespace) -> DynamicEvaluation | None:
+    """Dynamic evaluation as --dynamic and its options have it."""
+    if options.dynamic is None:
+        return None
+    given = {name: getattr(options, name) for name in ("decay", "epsilon", "parameters")}
+    settings = {name: value for name, value in given.items() if value is not None}
+    if options.statistics is not None:
+        if not options.data.is_dir():
+            raise ValueError(f"--statistics needs a folder of txl-prepare, which {options.data} is not")
+        train = read_prepared(options.data, "train")
+        check_statistics(options.statistics, train)
+        settings["statistics"] = train.token_ids[: options.statistics]
+    return DynamicEvaluation(options.dynamic, **settings)
 
 
 def score(
-    model: TransfoXLForCausalLM, text: TokenisedText, options: argparse.Namespace, protocol: str, **settings
+    model: TransfoXLForCausalLM,
+    text: TokenisedText,
+    reading: Reading,
+    dynamic: DynamicEvaluation | None,
+    cache: ContinuousCache | None,
 ) -> dict[str, Any]:
+    """The figures of one reading, with their settings and seconds; None in the place of infinity."""
     started = time.perf_counter()
-    result = evaluate_language_model(
-        model,
-        text.token_ids,
-        batch_size=options.batch_size,
-        warm_up=options.warm_up,
-        clamp_len=options.clamp_len,
-        document_end=text.document_end,
-        progress=options.progress,
-        **settings,
-    )
+    [result] = evaluate_caches(model, text.token_ids, reading, [cache], dynamic)
     seconds = time.perf_counter() - started
     check_number(result)
-    speed = {"seconds": seconds, "tokens_per_second": result.tokens / seconds}
-    described = {"protocol": protocol} | measures(result, text) | dataclasses.asdict(result) | speed
+    row = {
+        "nll": result.nll,
+        **figures(result.nll),
+        "perplexity_per_word": result.perplexity_per_word(text.words) if text.words else None,
+        "bits_per_character": result.bits_per_character(text.characters) if text.characters else None,
+        **dataclasses.asdict(result),
+        "seconds": seconds,
+        "tokens_per_second": result.tokens / seconds,
+    }
     return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in described.items()
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
     }
 
 
@@ -286,20 +350,11 @@ def check_number(result: LanguageModelEvaluation):
         raise ValueError("the model computes losses that are no numbers (NaN) for this text")
 
 
-def measures(result: LanguageModelEvaluation, text: TokenisedText) -> dict[str, float | None]:
-    return {
-        "nll": result.nll,
-        **figures(result.nll),
-        "perplexity_per_word": result.perplexity_per_word(text.words) if text.words else None,
-        "bits_per_character": result.bits_per_character(text.characters) if text.characters else None,
-    }
-
-
-# ---- what is said -----------------------------------------------------------------------------------------------
+# ---- tables and plots -----------------------------------------------------------------------------------------------
 
 
 def attention_length(row: dict[str, Any]) -> int:
-    """How far back a token sees: the memory, or all of the window."""
+    """The tokens that a token sees: the length of the memory, or of the window."""
     return row["memory_length"] if row["protocol"] == MEMORY else row["ext_len"] + 1
 
 
@@ -373,7 +428,7 @@ def plot(report: dict[str, Any], path: Path):
     plt.close(figure)
 
 
-# ---- what is scored ---------------------------------------------------------------------------------------------
+# ---- the text ---------------------------------------------------------------------------------------------
 
 
 def read_text(options: argparse.Namespace) -> TokenisedText:
@@ -401,3 +456,7 @@ def check_vocabulary(text: TokenisedText, config: PreTrainedConfig, model: str, 
             f"{config.vocab_size}"
         )
     check_symbols_of(model, text.tokenizer, data)
+
+
+if __name__ == "__main__":
+    main()
