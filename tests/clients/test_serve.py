@@ -205,11 +205,16 @@ def test_a_symbol_that_the_vocabulary_lacks_is_named(tmp_path):
     tokenizer = TransfoXLTokenizer.from_symbols([*" abcdefghijklmnopqrstuvwxyz"], mode="characters")
     tokenizer.chat_template = TEMPLATE
     small_model(vocab_size=len(tokenizer), cutoffs=[], div_val=1).save_pretrained(tmp_path)
+    tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(tmp_path)
     with served(tmp_path) as client:
         for stream in (False, True):
             body = {"model": str(tmp_path), "prompt": "Hello", "max_tokens": 3, "stream": stream}
-            assert "'H' is not in the vocabulary of 27 symbols" in refused_at(client, "v1/completions", body)
+            assert "'H' is not in the vocabulary of 28 symbols" in refused_at(client, "v1/completions", body)
+            body["prompt"] = "ab<new>"
+            assert "'<new>', a token of the tokenizer that the model has not" in refused_at(
+                client, "v1/completions", body
+            )
             body = {"model": str(tmp_path), "messages": [{"role": "user", "content": "hi"}], "stream": stream}
             assert "':' is not in the vocabulary" in refused_at(client, "v1/chat/completions", body)
 
@@ -525,6 +530,36 @@ def test_others_are_answered_meanwhile(client, model):
         connection.settimeout(0.01)
         with pytest.raises(TimeoutError):
             connection.recv(1)
+
+
+def test_a_short_prompt_does_not_wait_for_long_ones_to_be_tokenised(client, model):
+    """They wait for each other."""
+    expected = reply(model, "hello", 5)
+    body = post({"model": str(model), "prompt": "a b" * 340_000})
+    connections = [send(client, body) for _ in range(4)]
+    asked = {"model": str(model), "prompt": "hello", "max_tokens": 5, "temperature": 0}
+    assert client.completions.create(**asked).choices[0].text == expected
+    connections[-1].settimeout(0.01)
+    with pytest.raises(TimeoutError):
+        connections[-1].recv(1)
+    connections[0].settimeout(60)
+    assert connections[0].recv(1000).split()[1] == b"400", "more tokens than are read"
+    for connection in connections:
+        connection.close()
+
+
+def test_a_server_that_is_stopped_ends_its_replies(model):
+    read = model.with_name("model.read")
+    read.write_text("")
+    body = {"model": str(model), "prompt": "hello", "max_tokens": 4096, "stream": True}
+    with served(model) as client:
+        connection = send(client, post(body))
+        wait_until(lambda: read.read_text().count("\n") > 20)
+    received = b""
+    while part := connection.recv(2**16):
+        received += part
+    connection.close()
+    assert b'"finish_reason": "length"' in received and b"[DONE]" in received
 
 
 NONSENSE = [b"{", b"[]", b"\xff" * 1000, b'{"prompt": 5}', b'{"prompt": "a", "max_tokens": 1e9}', b"[" * 10_000, b""]

@@ -81,7 +81,7 @@ class Conversations:
             return sequence
 
     def pause(self) -> None:
-        """Let each thread that waits have a turn, with random numbers of its own."""
+        """Let all threads that wait take a turn; the state of the random numbers is put back."""
         if self.turns.are_wanted:
             device = self.model.device
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -143,7 +143,7 @@ def _as_bytes(input_ids: Tensor) -> bytes:
 
 
 class _Between(StoppingCriteria):
-    """Between two tokens of `generate`: a turn for others, and an end where the reply is over."""
+    """Called between two tokens of `generate`: turns for other threads, and an end where the reply is over."""
 
     def __init__(self, conversations: Conversations, is_over: Callable[[], bool]):
         self.conversations, self.is_over = conversations, is_over
@@ -154,7 +154,7 @@ class _Between(StoppingCriteria):
 
 
 class Turns:
-    """A lock whose threads take turns: who lets go of it waits behind all who wait already."""
+    """A lock that threads hold in the order in which they wait for it."""
 
     def __init__(self):
         self._guard = threading.Lock()
@@ -177,16 +177,17 @@ class Turns:
 
     @property
     def are_wanted(self) -> bool:
-        """Whether a thread waits, besides the one whose turn it is."""
+        """Whether a thread waits for the lock while another holds it."""
         return len(self._queue) > 1
 
     def pass_on(self) -> None:
+        """Release the lock, and wait for it behind all threads that wait already."""
         self.__exit__()
         self.__enter__()
 
 
 class Reply(StoppingCriteria):
-    """The text of a reply, while `generate` writes it: the criterion that ends it, and that sends text on early.
+    """A stopping criterion that decodes the reply while `generate` writes it, and sends its text in pieces.
 
     Args:
         tokenizer: of the model.
@@ -222,7 +223,7 @@ class Reply(StoppingCriteria):
         return torch.full((len(input_ids),), self.finish_reason is not None, device=input_ids.device)
 
     def end(self) -> None:
-        """Send what has not been sent. Called by the last token, and by whoever ends the reply before it."""
+        """Send the rest of the text. Called at the last token, and where generation stops before it."""
         if self.finish_reason is None:
             self._write(is_last=True)
 
@@ -235,8 +236,8 @@ class Reply(StoppingCriteria):
             self.finish_reason = "stop" if self.tokens and self.tokens[-1] in self.ends else "length"
             final = text
         else:
-            # The last word may yet be joined to what comes next, the last character may be half there, and the last
-            # characters may begin a stop string.
+            # The next token may join the last word, complete the bytes of the last character, or complete a stop
+            # string that the last characters begin.
             if text != self._texts[1]:
                 self._texts = (self._texts[1], text)
             final = commonprefix(self._texts).rstrip("\ufffd")

@@ -44,8 +44,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     dtypes = ["auto", "float32", "bfloat16", "float16"]
     add("--dtype", choices=dtypes, default="auto", help="auto: as the weights are (%(default)s)")
     add("--default_seed", type=int, help="seed of requests without one")
-    add("--allowed_host", metavar="NAME", action="append", default=[], help="another name that clients may call it by")
-    add("--enable_cors", action="store_true", help="let pages from anywhere ask")
+    add("--allowed_host", metavar="NAME", action="append", default=[], help="another name that a Host header may have")
+    add("--enable_cors", action="store_true", help="allow requests from pages of any origin")
     add("--max_body", type=positive, default=1, metavar="MIB", help="size of a request (%(default)s)")
     add("--max_prompt", type=at_least_one, default=100_000, metavar="TOKENS", help="of a prompt (%(default)s)")
     add("--max_tokens", type=at_least_one, default=4096, metavar="TOKENS", help="of a reply (%(default)s)")
@@ -85,14 +85,14 @@ def serve(options: argparse.Namespace, listener: socket.socket) -> None:
         raise ValueError(f"model {options.model} is a {known[0]}, and no language model, which alone writes")
     device = find_device(options.device)
     model = load_language_model(options.model, dtype=options.dtype).to(device).eval()
-    app = build_app(model, AutoTokenizer.from_pretrained(options.model), options)
-    # Requests that came while the model was being loaded have waited.
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    app = build_app(model, tokenizer, options, is_closing=lambda: server.should_exit)
+    limits = {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": 10}
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False, **limits))
+    # The listener has queued what connected while the model was being loaded.
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"serving {options.model} at http://{host}:{listener.getsockname()[1]}/v1", flush=True)
-    settings = uvicorn.Config(
-        app, log_level="warning", limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=5, server_header=False
-    )
-    uvicorn.Server(settings).run(sockets=[listener])
+    server.run(sockets=[listener])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The fields of requests to `txl-serve`: a list of what is allowed of OpenAI's, and the bounds of each."""
+"""The fields of requests to `txl-serve`, those of OpenAI's API that it supports, with the bounds of each."""
 
 from typing import Annotated, Any
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Json, model_
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-# What clients send of fields that are not supported, where they ask for nothing, …
+# Values of unsupported fields that change nothing, which clients send nevertheless, …
 IDLE: dict[str, tuple] = {
     **dict.fromkeys(("n", "best_of"), (1,)),
     **dict.fromkeys(("echo", "logprobs", "top_logprobs", "presence_penalty"), (0,)),
@@ -38,7 +38,7 @@ class Fields(BaseModel):
         return {name: value for name, value in asked.items() if value not in IDLE.get(name, ())}
 
 
-class OfModel(Fields):
+class ModelRequest(Fields):
     model: str | None = None
 
 
@@ -61,8 +61,8 @@ def as_list(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
 
 
-class Asked(OfModel):
-    """What both kinds of requests have."""
+class TextRequest(ModelRequest):
+    """The fields of both kinds of requests for text."""
 
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -78,7 +78,7 @@ class Asked(OfModel):
     generation_config: Json[Generation] | None = None
 
 
-class Completion(Asked):
+class CompletionRequest(TextRequest):
     prompt: str
 
     def tokens(self, tokenizer: PreTrainedTokenizerBase) -> Tensor:
@@ -86,7 +86,7 @@ class Completion(Asked):
         return tokenizer(self.prompt, return_tensors="pt")["input_ids"]
 
     def answer(self, text: str, streamed: bool) -> dict:
-        """The fields of an answer, or of a part of one, that are of this kind."""
+        """The fields of an answer, or of a part of a stream, that differ between the kinds of requests."""
         return {"object": "text_completion", "choices": [{"index": 0, "logprobs": None, "text": text}]}
 
 
@@ -104,7 +104,7 @@ class Message(Fields):
     name: str | None = None
 
 
-class Chat(Asked):
+class ChatRequest(TextRequest):
     messages: Annotated[list[Message], Field(min_length=1)]
 
     def tokens(self, tokenizer: PreTrainedTokenizerBase) -> Tensor:
