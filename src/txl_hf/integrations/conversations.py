@@ -1,5 +1,6 @@
 """Replies that go on from the memories of earlier texts, several at a time: what `txl-serve` generates with."""
 
+import random
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCrit
 from ..transfo_xl.cache_transfo_xl import CACHE_NAME, MemoryCache
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
-# Of a reply longer than this, the text is decoded anew at every second token, of twice as many at every third, ….
+# A reply of fewer tokens is decoded at each of them, one of fewer than twice as many at every second, and so on.
 DECODED_AT_EVERY_TOKEN = 256
 
 
@@ -37,6 +38,7 @@ class Conversations:
     def __init__(self, model: TransfoXLForCausalLM, limit: float):
         """Args: limit: bytes of all memories that are kept; the least recently used are dropped."""
         self.model, self.limit = model, limit
+        self.devices = [model.device] if model.device.type == "cuda" else []  # besides the CPU
         self.turns = Turns()
         self.kept: OrderedDict[bytes, Memory] = OrderedDict()
 
@@ -56,12 +58,8 @@ class Conversations:
             is_over: whether to stop now, with what has been written; called between segments and between tokens.
             seed: of the random numbers of this reply; None: another one each time.
         """
-        device = self.model.device
-        with self.turns, torch.random.fork_rng([device] if device.type == "cuda" else []):
-            if seed is None:
-                torch.seed()
-            else:
-                torch.manual_seed(seed)
+        with self.turns, torch.random.fork_rng(self.devices):
+            torch.manual_seed(random.getrandbits(64) if seed is None else seed)
             cache = None
             if self.model.config.mem_len > 0:
                 cache = self.recall(input_ids)
@@ -83,8 +81,7 @@ class Conversations:
     def pause(self) -> None:
         """Let all threads that wait take a turn; the state of the random numbers is put back."""
         if self.turns.are_wanted:
-            device = self.model.device
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            with torch.random.fork_rng(self.devices):
                 self.turns.pass_on()
 
     def read(self, input_ids: Tensor, cache: MemoryCache, is_over: Callable[[], bool]) -> bool:
@@ -121,7 +118,8 @@ class Conversations:
         text = _as_bytes(input_ids)
         if text in self.kept:
             self.kept.move_to_end(text)
-        if not text or text in self.kept:
+            return
+        if not text:
             return
         nbytes = len(text) + sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
         if nbytes > self.limit:

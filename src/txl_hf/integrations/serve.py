@@ -46,16 +46,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--default_seed", type=int, help="seed of requests without one")
     add("--allowed_host", metavar="NAME", action="append", default=[], help="another name that a Host header may have")
     add("--enable_cors", action="store_true", help="allow requests from pages of any origin")
-    add("--max_body", type=positive, default=1, metavar="MIB", help="size of a request (%(default)s)")
-    add("--max_prompt", type=at_least_one, default=100_000, metavar="TOKENS", help="of a prompt (%(default)s)")
-    add("--max_tokens", type=at_least_one, default=4096, metavar="TOKENS", help="of a reply (%(default)s)")
-    add("--max_seconds", type=positive, default=120, metavar="SECONDS", help="to answer in (%(default)s)")
+    add("--max_body", type=positive, default=1, metavar="MIB", help="bound of a request's size (%(default)s)")
+    add("--max_prompt", type=at_least_one, default=100_000, metavar="TOKENS", help="bound of a prompt (%(default)s)")
+    add("--max_tokens", type=at_least_one, default=4096, metavar="TOKENS", help="bound of a reply (%(default)s)")
+    add("--max_seconds", type=positive, default=120, metavar="SECONDS", help="bound of an answer's time (%(default)s)")
     add(
         "--max_memories",
         type=not_negative,
         default=2,
         metavar="GIB",
-        help="that are kept between requests (%(default)s)",
+        help="bound of what is kept between requests (%(default)s)",
     )
     options = parser.parse_args(argv)
     if not 0 <= options.port < 2**16:

@@ -177,7 +177,8 @@ class Answer:
             await writing
             if not self.reply.tokens:
                 seconds = f"{self.server.options.max_seconds:g} s"
-                raise HTTPException(503, f"the prompt was not read within {seconds}, or before the server closed")
+                # No 5xx, after which OpenAI's client would send it again.
+                raise HTTPException(400, f"the prompt was not read within {seconds}, or before the server closed")
         finally:
             self.is_gone.set()
             watching.cancel()
