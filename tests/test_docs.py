@@ -50,7 +50,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 CLIENTS = re.split(r"^## (.*)\n", (ROOT / "docs" / "clients.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
 # What brings a module, where that is not called like it.
 BROUGHT_BY = {
-    "openai": "transformers[serving]",
     "optimum": "optimum-quanto",
     **dict.fromkeys(("gymnasium", "sb3_contrib", "stable_baselines3"), "sb3-contrib"),
 }

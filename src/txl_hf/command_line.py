@@ -17,7 +17,7 @@ REQUIREMENTS = {
     **dict.fromkeys(_TRAIN.split(), "txl-hf[train]"),
     **dict.fromkeys(("mido", "miditok", "symusic", "music21", "pretty_midi"), "txl-hf[music]"),
     **dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "txl-hf[export]"),
-    **dict.fromkeys(("fastapi", "uvicorn", "openai", "pydantic", "typer"), "txl-hf[serve]"),
+    **dict.fromkeys(("fastapi", "uvicorn"), "txl-hf[serve]"),
     "lm_eval": "txl-hf[lm-eval]",
     "trl": "txl-hf[trl]",
     "triton": "txl-hf[triton]",

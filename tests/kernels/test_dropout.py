@@ -4,15 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from txl_hf.kernels.operators import draw_and_drop, dropout, relu_dropout, scale_of
+from txl_hf.kernels import operators
+from txl_hf.kernels.operators import draw_and_drop, scale_of
 
 
 def drop(states, module):
-    return dropout(module, states)
+    return operators.dropout(module, states)
 
 
 def relu_and_drop(states, module):
-    return relu_dropout(module, states)
+    return operators.relu_dropout(module, states)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

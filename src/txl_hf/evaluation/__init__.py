@@ -1,1 +1,4 @@
-"""The likelihood of a text, read in segments with memory. Imports `transfo_xl`, `kernels`, `data` and the utilities."""
+"""The likelihood of a text, read in segments with memory.
+
+Imports `transfo_xl`, `kernels`, `legacy` and `data`.
+"""

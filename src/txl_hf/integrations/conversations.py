@@ -1,329 +1,246 @@
-"""What `txl-serve` does: transformers' server with this package's classes; memories kept between requests."""
+"""Replies that go on from the memories of earlier texts, several at a time: what `txl-serve` generates with."""
 
-import argparse
-import copy
-import inspect
-import math
-import time
-from collections import OrderedDict
+import random
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Sequence
 from os.path import commonprefix
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
-from transformers.generation import GenerationMode
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from ..data.loading import find_device, load_config
-from ..transfo_xl.cache_transfo_xl import CACHE_NAME, MemoryCache, text_length
-from ..transfo_xl.masks_transfo_xl import DOCUMENT_KEYWORDS
+from ..transfo_xl.cache_transfo_xl import CACHE_NAME, MemoryCache
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
-from ..transfo_xl.tokenization_transfo_xl_backend import WORD_MODES
 
-__all__ = ["Conversations", "serve"]
+# A reply of fewer tokens is decoded at each of them, one of fewer than twice as many at every second, and so on.
+DECODED_AT_EVERY_TOKEN = 256
 
-# By which configurations know it, those of old checkpoints too.
-LANGUAGE_MODELS = ("TransfoXLForCausalLM", "TransfoXLLMHeadModel")
-# Where a `GenerationConfig` of a request has the seed that its reply is drawn with.
-SEED = "reply_seed"
-# Below it scores divided by the temperature are no numbers of 32 bits, and the likeliest token alone is drawn anyway.
-LOWEST_TEMPERATURE = 1e-30
-# What OpenAI's clients send of these where they ask for nothing; transformers' server passes over all else in silence.
-NOTHING = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-}
+
+class Memory(NamedTuple):
+    """The contents of a `MemoryCache`: copies of each layer's keys and values, (1, H, ≤ M, Dh), without empty room."""
+
+    layers: list[tuple[Tensor, Tensor]]
+    length: int  # tokens read, those of the initial memory included
+    initial_length: int
+    nbytes: int
 
 
 class Conversations:
-    """`generate` that goes on from what was read before: call it in place of the model's.
+    """`generate` that goes on from what was read before, and keeps what it reads.
 
-    The memory of a text is kept where its prompt ends and where the reply ends. A later text that begins with one of
-    these, token for token, is read from there on. Nobody's text is handed to anybody else: a memory is only ever the
-    beginning of the text that is asked about.
+    The memory of a text is kept where its prompt ends and where its reply ends. A later prompt that begins with one of
+    these texts, token for token, is read from there on; no other text has any influence. Threads may call `generate`
+    at the same time: they take turns, token by token and segment by segment.
     """
 
-    def __init__(self, model: TransfoXLForCausalLM, limit: int):
-        """Args: limit: how many texts are remembered, the latest ones; each takes two caches at most."""
+    def __init__(self, model: TransfoXLForCausalLM, limit: float):
+        """Args: limit: bytes of all memories that are kept; the least recently used are dropped."""
         self.model, self.limit = model, limit
-        self.kept: OrderedDict[tuple[int, ...], MemoryCache] = OrderedDict()
-
-    def generate(self, input_ids: Tensor, **kwargs) -> Any:
-        """The model's `generate`, which see; where it reads one row of `input_ids` and nothing beside, and the reply
-        token by token, what it reads is remembered."""
-        kwargs["input_ids"] = input_ids
-        for name in ("past_key_values", "cache"):
-            if kwargs.get(name) is None:
-                kwargs.pop(name, None)
-        if self.limit == 0 or self.model.config.mem_len == 0 or not self.is_one_text(**kwargs):
-            return self.generate_afresh(**kwargs)
-        tokens = input_ids[0].tolist()
-        cache = self.recall(tokens)
-        self.read(input_ids, cache)
-        # The last token is left to generate, which needs its logits.
-        self.keep(tokens[:-1], copy.deepcopy(cache))
-        output = self.generate_afresh(**{CACHE_NAME: cache}, **kwargs)
-        alone = isinstance(output, Tensor)
-        sequence = output if alone else output.sequences
-        # The last token of the reply has not been read. Who gets the cache too may go on with it.
-        self.keep(sequence[0, : text_length(cache)].tolist(), cache if alone else copy.deepcopy(cache))
-        return output
-
-    def is_one_text(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        generation_config: GenerationConfig | None = None,
-        **kwargs,
-    ) -> bool:
-        """Whether `generate` would read one text token by token, each once, and nothing beside."""
-        beside = {*inspect.signature(self.model.forward).parameters, *DOCUMENT_KEYWORDS, "cache"} - {"use_cache"}
-        if any(kwargs.get(name) is not None for name in beside):
-            return False
-        assistant = kwargs.pop("assistant_model", None)
-        config, _ = self.model._prepare_generation_config(generation_config, **kwargs)
-        # Without a mask generate looks for padding.
-        real = input_ids != config.pad_token_id if attention_mask is None else attention_mask
-        if len(input_ids) > 1 or not bool(torch.as_tensor(real).all()):
-            return False
-        by_token = config.get_generation_mode(assistant) in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-        alone = (config.num_return_sequences or 1) == 1
-        return alone and by_token and config.use_cache is not False and config.cache_implementation is None
-
-    def generate_afresh(self, **kwargs) -> Any:
-        seed = getattr(kwargs.get("generation_config"), SEED, None)
-        if seed is None:
-            return type(self.model).generate(self.model, **kwargs)
-        # Nothing that other replies are drawn with changes.
-        device = self.model.device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            return type(self.model).generate(self.model, **kwargs)
-
-    def recall(self, tokens: list[int]) -> MemoryCache:
-        """The memory of the longest text that these tokens go on from; an empty one where there is none."""
-        beginnings = (text for text in self.kept if len(text) < len(tokens) and text == tuple(tokens[: len(text)]))
-        longest = max(beginnings, key=len, default=None)
-        if longest is None:
-            return MemoryCache(self.model.config)
-        self.kept.move_to_end(longest)
-        return copy.deepcopy(self.kept[longest])
+        self.devices = [model.device] if model.device.type == "cuda" else []  # besides the CPU
+        self.turns = Turns()
+        self.kept: OrderedDict[bytes, Memory] = OrderedDict()
 
     @torch.no_grad()
-    def read(self, input_ids: Tensor, cache: MemoryCache) -> None:
-        """All but the last token of a text, from where the cache ends, in segments as in training."""
-        unread = input_ids[:, text_length(cache) : -1]
+    def generate(
+        self,
+        input_ids: Tensor,
+        is_over: Callable[[], bool] = lambda: False,
+        seed: int | None = None,
+        stopping_criteria: Sequence[StoppingCriteria] = (),
+        **kwargs,
+    ) -> Tensor:
+        """The model's `generate`, of one row and one beam: (1, L) tokens and those written behind them.
+
+        Args:
+            input_ids: (1, L), L ≥ 1, none of it padding.
+            is_over: whether to stop now, with what has been written; called between segments and between tokens.
+            seed: of the random numbers of this reply; None: another one each time.
+        """
+        with self.turns, torch.random.fork_rng(self.devices):
+            torch.manual_seed(random.getrandbits(64) if seed is None else seed)
+            cache = None
+            if self.model.config.mem_len > 0:
+                cache = self.recall(input_ids)
+                if not self.read(input_ids, cache, is_over):
+                    return input_ids
+                kwargs[CACHE_NAME] = cache
+            between = [*stopping_criteria, _Between(self, is_over)]
+            sequence = self.model.generate(
+                input_ids,
+                attention_mask=torch.ones_like(input_ids),
+                stopping_criteria=StoppingCriteriaList(between),
+                **kwargs,
+            )
+            if cache is not None:
+                # The last token of the reply has not been read.
+                self.keep(sequence[:, : cache.get_seq_length()], cache)
+            return sequence
+
+    def pause(self) -> None:
+        """Let all threads that wait take a turn; the state of the random numbers is put back."""
+        if self.turns.are_wanted:
+            with torch.random.fork_rng(self.devices):
+                self.turns.pass_on()
+
+    def read(self, input_ids: Tensor, cache: MemoryCache, is_over: Callable[[], bool]) -> bool:
+        """Read all but the last token, whose logits `generate` needs, in segments of `tgt_len`, and keep the memory.
+
+        Returns: whether all has been read.
+        """
+        unread = input_ids[:, cache.get_seq_length() : -1]
         if unread.shape[1] > 0:
             for segment in unread.split(self.model.config.tgt_len, dim=1):
+                if is_over():
+                    return False
                 self.model(segment, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                self.pause()
+        self.keep(input_ids[:, :-1], cache)
+        return not is_over()
 
-    def keep(self, tokens: list[int], cache: MemoryCache) -> None:
-        if tokens:
-            self.kept[tuple(tokens)] = cache
-            self.kept.move_to_end(tuple(tokens))
-        while len(self.kept) > 2 * self.limit:
+    def recall(self, input_ids: Tensor) -> MemoryCache:
+        """A new cache with the memory of the longest text that these tokens go on from; empty where there is none."""
+        cache, text = MemoryCache(self.model.config), _as_bytes(input_ids)
+        beginnings = (known for known in self.kept if len(known) < len(text) and text.startswith(known))
+        longest = max(beginnings, key=len, default=None)
+        if longest is not None:
+            self.kept.move_to_end(longest)
+            memory = self.kept[longest]
+            for index, (keys, values) in enumerate(memory.layers):
+                cache.update(keys, values, index)
+                cache.layers[index].cumulative_length = memory.length
+            cache.decoding_state.initial_length = memory.initial_length
+        return cache
+
+    def keep(self, input_ids: Tensor, cache: MemoryCache) -> None:
+        """Keep a copy of the memory of a text, (1, L) tokens, where the limit allows it."""
+        text = _as_bytes(input_ids)
+        if text in self.kept:
+            self.kept.move_to_end(text)
+            return
+        if not text:
+            return
+        nbytes = len(text) + sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        if nbytes > self.limit:
+            return
+        while self.kept and nbytes + self.nbytes > self.limit:
             self.kept.popitem(last=False)
+        layers = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+        initial_length = cache.decoding_state.initial_length
+        self.kept[text] = Memory(layers, cache.get_seq_length() + initial_length, initial_length, nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all memories that are kept, with the tokens of their texts."""
+        return sum(memory.nbytes for memory in self.kept.values())
 
 
-def check_request(body: dict[str, Any], unused: set[str]) -> None:
-    """Refuse what would fail when an answer has begun, or be read as something else.
+def _as_bytes(input_ids: Tensor) -> bytes:
+    return input_ids.to("cpu", torch.int32).numpy().tobytes()
+
+
+class _Between(StoppingCriteria):
+    """Called between two tokens of `generate`: turns for other threads, and an end where the reply is over."""
+
+    def __init__(self, conversations: Conversations, is_over: Callable[[], bool]):
+        self.conversations, self.is_over = conversations, is_over
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs) -> Tensor:
+        self.conversations.pause()
+        return torch.full((len(input_ids),), self.is_over(), device=input_ids.device)
+
+
+class Turns:
+    """A lock that threads hold in the order in which they wait for it."""
+
+    def __init__(self):
+        self._guard = threading.Lock()
+        self._queue: deque[threading.Lock] = deque()
+
+    def __enter__(self):
+        turn = threading.Lock()
+        turn.acquire()
+        with self._guard:
+            self._queue.append(turn)
+            if len(self._queue) == 1:
+                return
+        turn.acquire()
+
+    def __exit__(self, *_):
+        with self._guard:
+            self._queue.popleft()
+            if self._queue:
+                self._queue[0].release()
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether a thread waits for the lock while another holds it."""
+        return len(self._queue) > 1
+
+    def pass_on(self) -> None:
+        """Release the lock, and wait for it behind all threads that wait already."""
+        self.__exit__()
+        self.__enter__()
+
+
+class Reply(StoppingCriteria):
+    """A stopping criterion that decodes the reply while `generate` writes it, and sends its text in pieces.
 
     Args:
-        body: of a request as OpenAI's clients send it.
-        unused: the fields that the server does not read.
-
-    Raises:
-        ValueError: names the field, and what would be right.
+        tokenizer: of the model.
+        send: called with each piece of the text that no later token changes. All pieces together are the reply.
+        most: tokens after which the reply ends; `generate` has to be given as many.
+        ends: tokens that end it, as `generate` has them.
+        stops: strings that end it, and are no part of it.
     """
-    given = {name: value for name, value in body.items() if value is not None}
-    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
-        if name in given and not (type(given[name]) is int and given[name] > 0):
-            raise ValueError(f"{name} is {given[name]!r}, but has to be an integer above 0")
-    for name, most in {"temperature": math.inf, "top_p": 1}.items():
-        if name in given and not (_is_finite(given[name]) and 0 <= given[name] <= most):
-            upper = "" if most == math.inf else f", and at most {most}"
-            raise ValueError(f"{name} is {given[name]!r}, but has to be a number of at least 0{upper}")
-    # The server adds 1 to it, and divides by that the scores of what was written.
-    if not (_is_finite(penalty := given.get("frequency_penalty", 0)) and penalty > -1):
-        raise ValueError(f"frequency_penalty is {penalty!r}, but has to be a number above -1")
-    if "seed" in given and not (type(given["seed"]) is int and -(2**63) <= given["seed"] < 2**64):
-        raise ValueError(f"seed is {given['seed']!r}, but has to be an integer of 64 bits")
-    if "messages" in body:
-        _check_messages(body["messages"])
-    for name in given.keys() & unused & NOTHING.keys():
-        if given[name] not in NOTHING[name]:
-            raise ValueError(f"{name} is {given[name]!r}, which this server does not do: leave it out")
 
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        send: Callable[[str], object],
+        most: int,
+        ends: Collection[int] = (),
+        stops: Collection[str] = (),
+    ):
+        self.tokenizer, self.send = tokenizer, send
+        self.most, self.ends, self.stops = most, ends, stops
+        self.tokens: list[int] = []
+        self.finish_reason: str | None = None  # "stop", by a token or a string of its own, or "length"
+        self._texts, self._sent = ("", ""), 0  # the last two that differ; how many characters have been sent
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    def __call__(self, input_ids: Tensor, scores: Tensor | None = None, **kwargs) -> Tensor:
+        # On some devices `generate` goes on for one token before it looks at what this returns.
+        if self.finish_reason is None:
+            self.tokens.append(int(input_ids[0, -1]))
+            count = len(self.tokens)
+            if self.tokens[-1] in self.ends or count == self.most:
+                self.end()
+            elif count % (1 + count // DECODED_AT_EVERY_TOKEN) == 0:
+                self._write()
+        return torch.full((len(input_ids),), self.finish_reason is not None, device=input_ids.device)
 
+    def end(self) -> None:
+        """Send the rest of the text. Called at the last token, and where generation stops before it."""
+        if self.finish_reason is None:
+            self._write(is_last=True)
 
-def _check_messages(messages: Any) -> None:
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages is {messages!r:.99}, but has to be a list of messages, at least one")
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"messages[{index}] is {message!r:.99}, but has to have a role and a content")
-        if not isinstance(content := message.get("content"), str | list | None):
-            raise ValueError(f"the content of messages[{index}] is {content!r:.99}, but has to be a text")
-
-
-def names_no_device(name: str | None) -> bool:
-    """Whether the server itself understands a device of this name: `auto`, or the number of a GPU."""
-    return name is not None and (name == "auto" or name.isdigit())
-
-
-def serve(options: argparse.Namespace) -> None:
-    """Start transformers' server and stay in it. Raises ValueError for what is no Transformer-XL."""
-    import uvicorn
-    from fastapi.responses import JSONResponse
-    from transformers.cli.serve import Serve
-    from transformers.cli.serving import model_manager, server, utils
-
-    config = load_config(options.model, "model")
-    if (known := config.architectures) and not {*known} & {*LANGUAGE_MODELS}:
-        raise ValueError(f"model {options.model} is a {known[0]}, and no language model, which alone writes")
-    processor: Any = None
-
-    class Manager(model_manager.ModelManager):
-        def _load_model(self, *args, **kwargs):
-            model = super()._load_model(*args, **kwargs)
-            model.generate = Conversations(model, options.texts).generate
-            return model
-
-        def _load_processor(self, *args, **kwargs):
-            nonlocal processor
-            processor = super()._load_processor(*args, **kwargs)
-            if processor.chat_template is None:
-                processor.apply_chat_template = refuse_chat
-            return processor
-
-        @staticmethod
-        def process_model_name(model_id: str) -> str:
-            """Refuses other models than the server's in `/load_model`, as other requests are refused by now."""
-            if model_id not in (options.model, f"{options.model}@main"):
-                raise ValueError(f"this server has {options.model} and loads no other model, such as {model_id}")
-            return with_revision(model_id)
-
-        @staticmethod
-        def get_gen_models(cache_dir: str | None = None) -> list[dict]:
-            """What `/v1/models` lists: the one model that requests may name, in place of the Hub's cache."""
-            return [{"id": options.model, "object": "model", "created": started, "owned_by": "txl-serve"}]
-
-    def refuse_chat(*args, **kwargs):
-        raise ValueError(f"the tokenizer of {options.model} has no chat_template: use /v1/completions")
-
-    def validated(handler, body: dict) -> None:
-        as_validated(handler, body)
-        check_request(body, handler._unused_fields)
-
-    def chosen(handler, body: dict, *args, **kwargs) -> GenerationConfig:
-        """As the server has it, which sets a seed when a request comes, not when its reply is drawn, and takes the
-        likeliest token at every temperature unless the model's own configuration draws."""
-        temperature, seed = body.get("temperature"), body.get("seed")
-        if temperature is not None and temperature < LOWEST_TEMPERATURE:
-            temperature = 0
-        config = as_usual(handler, body | {"seed": None, "temperature": temperature}, *args, **kwargs)
-        asks = body.get("top_p") is not None if temperature is None else temperature > 0
-        if asks and body.get("generation_config") is None:
-            config.do_sample = True
-        setattr(config, SEED, options.default_seed if seed is None else seed)
-        return config
-
-    class Writer(utils.GenerateManager):
-        def generate_streaming(self, model, tokenizer, inputs, gen_config, *args, **kwargs):
-            """Refuses now what `generate` would refuse when the answer has begun."""
-            if inputs["input_ids"].shape[-1] == 0:
-                raise ValueError("the prompt has no token that could be gone on from: input_ids are (1, 0)")
-            gen_config.validate()
-            return super().generate_streaming(model, tokenizer, inputs, gen_config, *args, **kwargs)
-
-    class Streamer(utils.DirectStreamer):
-        """What decodes as the tokenizer does. The server's decoder knows the last tokens alone: neither that a line
-        ended nor which quotation marks a line has had."""
-
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            # Of the line that is being written, or of all where lines are nothing special.
-            self.ids: list[int] = []
-            self.text = self.sent = ""
-
-        def _enqueue(self, item):
-            self.sent += item if isinstance(item, str) else ""
-            super()._enqueue(item)
-
-        def put(self, value):
-            if self._first or self._parser is not None or getattr(processor, "mode", None) is None:
-                return super().put(value)
-            if processor.mode not in WORD_MODES:
-                self.ids += value.tolist()
-                return super().put(value)
-            # Whoever has gone is noticed without a token too.
-            super().put(value[:0])
-            for token in value.tolist():
-                self.total_tokens += 1
-                self.ids.append(token)
-                text = processor.decode(self.ids, skip_special_tokens=True)
-                if token == processor.line_feed_id:
-                    self.send(text)
-                    self.ids, self.text, self.sent = [], "", ""
-                else:
-                    # The last word may yet be joined to what comes next.
-                    self.send(commonprefix([self.text, text]))
-                    self.text = text
-
-        def send(self, text: str):
-            if rest := text[len(self.sent) :]:
-                self._enqueue(rest)
-
-        def end(self):
-            if self.ids:
-                self.send(processor.decode(self.ids, skip_special_tokens=True))
-            super().end()
-
-    class Server(uvicorn.Server):
-        async def startup(self, *args, **kwargs):
-            await super().startup(*args, **kwargs)
-            # Requests are answered from here on. Uvicorn has ended the process where it cannot listen.
-            port = self.servers[0].sockets[0].getsockname()[1]
-            print(f"serving {options.model} at http://{options.host}:{port}/v1", flush=True)
-
-    def built(*args, **kwargs):
-        """The application, in which a request that will not do is answered so, and is no failure of the server."""
-        app = as_built(*args, **kwargs)
-        for kind in (ValueError, TypeError, KeyError):
-            app.add_exception_handler(kind, refuse)
-        return app
-
-    def refuse(request, error: Exception) -> JSONResponse:
-        detail = f"the request lacks {error}" if isinstance(error, KeyError) else str(error)
-        return JSONResponse({"detail": detail}, status_code=400)
-
-    started = int(time.time())
-    # The server looks classes up in what its module takes for transformers (there may be two), its manager there, and
-    # uvicorn's server in uvicorn.
-    for name in LANGUAGE_MODELS:
-        setattr(model_manager.transformers, name, TransfoXLForCausalLM)
-    with_revision = model_manager.ModelManager.process_model_name
-    model_manager.ModelManager = Manager
-    as_usual, utils.BaseHandler._build_generation_config = utils.BaseHandler._build_generation_config, chosen
-    as_validated, utils.BaseHandler._validate_request = utils.BaseHandler._validate_request, validated
-    as_built, server.build_server = server.build_server, built
-    uvicorn.Server = Server
-    utils.DirectStreamer = Streamer
-    utils.GenerateManager = Writer
-    Serve(
-        force_model=options.model,
-        host=options.host,
-        port=options.port,
-        device=options.device if names_no_device(options.device) else find_device(options.device),
-        dtype=options.dtype,
-        default_seed=options.default_seed,
-        enable_cors=options.enable_cors,
-    )
+    def _write(self, is_last: bool = False) -> None:
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        places = [place for stop in self.stops if (place := text.find(stop)) >= 0]
+        if places:
+            self.finish_reason, final = "stop", text[: min(places)]
+        elif is_last:
+            self.finish_reason = "stop" if self.tokens and self.tokens[-1] in self.ends else "length"
+            final = text
+        else:
+            # The next token may join the last word, complete the bytes of the last character, or complete a stop
+            # string that the last characters begin.
+            if text != self._texts[1]:
+                self._texts = (self._texts[1], text)
+            final = commonprefix(self._texts).rstrip("\ufffd")
+            begun = (n for stop in self.stops for n in range(1, len(stop)) if final.endswith(stop[:n]))
+            final = final[: len(final) - max(begun, default=0)]
+        if piece := final[self._sent :]:
+            self._sent = len(final)
+            self.send(piece)

@@ -1,4 +1,4 @@
-"""Serve a Transformer-XL over HTTP, as OpenAI's clients ask: transformers' own server, which this command starts.
+"""Serve a Transformer-XL over HTTP, to OpenAI's clients, for one's own machine.
 
     txl-serve demo-output --port 8000
     curl http://localhost:8000/v1/completions -H "Content-Type: application/json" \\
@@ -6,73 +6,93 @@
     curl http://localhost:8000/v1/chat/completions -H "Content-Type: application/json" \\
         -d '{"model": "demo-output", "messages": [{"role": "user", "content": "def main("}], "max_tokens": 50}'
 
-What the model remembers of a text is kept, for the last few texts: where a request goes on from one of them, as the
-next turn of a conversation does, only what is new is read. A long prompt is read in segments of the model's tgt_len,
-as it was trained. Chat needs a chat template in the tokenizer. A temperature above 0, or a top_p, draws the reply,
-with the request's seed if it has one; other fields are transformers'. Requests are answered one after the other: there
-is no continuous batching.
+The memories of the latest texts are kept: where a request goes on from one of them, as the next turn of a conversation
+does, only what is new is read. A long prompt is read in segments of the model's tgt_len, as it was trained. Chat needs
+a chat template in the tokenizer. A temperature above 0, or a top_p, draws the reply, with the request's seed if it has
+one. Four requests are answered at a time.
 """
 
 import argparse
 import errno
 import socket
-from importlib import import_module
 
-from ..command_line import CommandParser, hub_or_folder, one_line_errors
+from transformers import AutoTokenizer
 
-__all__ = ["main"]
+from ..command_line import CommandParser, at_least_one, hub_or_folder, not_negative, one_line_errors, positive
+from ..data.loading import find_device, load_config, load_language_model
 
-# What transformers' server imports, some of it only when it is started.
-NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "typer", "accelerate")
+# By which configurations know it, those of old checkpoints too.
+LANGUAGE_MODELS = {"TransfoXLForCausalLM", "TransfoXLLMHeadModel"}
+# Connections beyond these are answered 503.
+CONNECTIONS = 64
 
 
-def main(argv: list[str] | None = None):
+def main(argv: list[str] | None = None) -> None:
     with one_line_errors():
         options = parse_arguments(argv)
-        check_address(options.host, options.port)
-        # Here, so that nothing slow is loaded to refuse an option.
-        for module in NEEDED:
-            import_module(module)
-        from .conversations import serve
-
-        serve(options)
+        with listen(options.host, options.port) as listener:
+            serve(options, listener)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=hub_or_folder, help="folder or Hub name")
-    parser.add_argument("--host", default="localhost", help="address to listen at (%(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="0 for any that is free (%(default)s)")
-    parser.add_argument("--device", help="(cuda where there is one, otherwise cpu)")
-    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, …; auto: as the weights are (%(default)s)")
-    parser.add_argument("--texts", type=int, default=16, help="how many texts are remembered (%(default)s)")
-    parser.add_argument("--default_seed", type=int, help="seed of requests without one")
-    parser.add_argument("--enable_cors", action="store_true", help="let pages from anywhere ask")
-    parser.add_argument("--continuous_batching", action="store_true", help=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("model", type=hub_or_folder, help="folder or Hub name")
+    add("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
+    add("--port", type=int, default=8000, help="0 for any that is free (%(default)s)")
+    add("--device", help="(cuda where there is one, otherwise cpu)")
+    dtypes = ["auto", "float32", "bfloat16", "float16"]
+    add("--dtype", choices=dtypes, default="auto", help="auto: as the weights are (%(default)s)")
+    add("--default_seed", type=int, help="seed of requests without one")
+    add("--allowed_host", metavar="NAME", action="append", default=[], help="another name that a Host header may have")
+    add("--enable_cors", action="store_true", help="allow requests from pages of any origin")
+    add("--max_body", type=positive, default=1, metavar="MIB", help="bound of a request's size (%(default)s)")
+    add("--max_prompt", type=at_least_one, default=100_000, metavar="TOKENS", help="bound of a prompt (%(default)s)")
+    add("--max_tokens", type=at_least_one, default=4096, metavar="TOKENS", help="bound of a reply (%(default)s)")
+    add("--max_seconds", type=positive, default=120, metavar="SECONDS", help="bound of an answer's time (%(default)s)")
+    add(
+        "--max_memories",
+        type=not_negative,
+        default=2,
+        metavar="GIB",
+        help="bound of what is kept between requests (%(default)s)",
+    )
     options = parser.parse_args(argv)
-    if options.continuous_batching:
-        parser.error("--continuous_batching is not supported: Transformer-XL decodes with a memory, not with pages")
     if not 0 <= options.port < 2**16:
         parser.error(f"--port {options.port} must be between 0 (any that is free) and 65535")
-    if options.texts < 0:
-        parser.error(f"--texts {options.texts} must be at least 0")
     return options
 
 
-def check_address(host: str, port: int) -> None:
-    """Raise an OSError for an address where nothing can listen: found now, not when the model has been loaded."""
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises an OSError that names the option before a model is loaded."""
     try:
-        for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            try:
-                socket.create_server(address[:2], family=family).close()
-            except OSError as error:
-                # A name may stand for addresses of a protocol that this machine is without.
-                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) or family == socket.AF_INET:
-                    raise
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise OSError(f"--port {port} of {host} is in use: choose another, or 0 for any that is free") from None
         raise OSError(f"--host {host} --port {port}: {error.strerror}") from None
+
+
+def serve(options: argparse.Namespace, listener: socket.socket) -> None:
+    """Answer requests until a signal ends it. Raises ValueError for what is no Transformer-XL language model."""
+    import uvicorn
+
+    from .serve_app import build_app
+
+    config = load_config(options.model, "model")
+    if (known := config.architectures) and not LANGUAGE_MODELS.intersection(known):
+        raise ValueError(f"model {options.model} is a {known[0]}, and no language model, which alone writes")
+    device = find_device(options.device)
+    model = load_language_model(options.model, dtype=options.dtype).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    app = build_app(model, tokenizer, options, is_closing=lambda: server.should_exit)
+    limits = {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": 10}
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False, **limits))
+    # The listener has queued what connected while the model was being loaded.
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    print(f"serving {options.model} at http://{host}:{listener.getsockname()[1]}/v1", flush=True)
+    server.run(sockets=[listener])
 
 
 if __name__ == "__main__":

@@ -500,8 +500,8 @@ def check_cache(cache: Cache, config: TransfoXLConfig, mem_len: int, embeds: Ten
     for states in [*held[:1], *([] if mask is None else [mask])]:
         if len(states) != len(embeds):
             raise ValueError(
-                f"past_key_values hold a memory of {len(states)} rows, but this batch has {len(embeds)}: pick or repeat "
-                "rows with past_key_values.reorder_cache, or make new ones"
+                f"past_key_values hold a memory of {len(states)} rows, but this batch has {len(embeds)}: pick or "
+                "repeat rows with past_key_values.reorder_cache, or make new ones"
             )
     if held and (held[0].shape[1], held[0].shape[3]) != (config.n_head, config.d_head):
         raise ValueError(

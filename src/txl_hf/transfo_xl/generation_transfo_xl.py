@@ -1,7 +1,6 @@
 """What `generate` needs to know of a memory, and of the softmax on a CPU."""
 
 import copy
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +37,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
     """`generate` with the memory as its cache, starting from `mems` if they are given; without one where `mem_len=0`
     and where gradient checkpointing is on in training mode.
 
-    Its loops tell the softmax how many of the best tokens can matter, so that a CPU need not compute the others, and
-    each logits processor that has a method `listen` the states of their forwards: `listen(model, beams)`, called when
-    the loop begins, returns what is called with each forward's `last_hidden_state` and `attention_mask`.
+    Its loops tell the softmax how many of the best tokens can matter, so that a CPU need not compute the others.
     """
 
     config: TransfoXLConfig
@@ -187,7 +184,6 @@ class TransfoXLGenerationMixin(GenerationMixin):
     def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         chosen = None if generation_config.do_sample else 1
         kwargs |= _logits_top_k(logits_processor, generation_config, chosen, kwargs.get("synced_gpus"))
-        kwargs |= self._state_listeners(logits_processor, 1)
         return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
     def _beam_search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
@@ -196,13 +192,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
         candidates = max(2, 1 + (0 if ends is None else len(ends))) * generation_config.num_beams
         chosen = None if generation_config.do_sample else candidates
         kwargs |= _logits_top_k(logits_processor, generation_config, chosen, kwargs.get("synced_gpus"))
-        kwargs |= self._state_listeners(logits_processor, generation_config.num_beams)
         return super()._beam_search(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
-
-    def _state_listeners(self, processors: LogitsProcessorList, beams: int) -> dict[str, list[Callable]]:
-        """The argument `state_listeners` for a loop of `generate`, or none where no processor listens."""
-        listeners = [processor.listen(self, beams) for processor in processors if hasattr(processor, "listen")]
-        return {"state_listeners": listeners} if listeners else {}
 
     @staticmethod
     def create_masks_for_generate(attention_mask=None, **kwargs) -> Tensor | None:

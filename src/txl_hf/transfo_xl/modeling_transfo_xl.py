@@ -774,8 +774,6 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
                 derivatives need them, and where `torch.func` or forward mode differentiates they are computed.
             logits_top_k (in kwargs): only the k most probable tokens of each position have to be right, see
                 `AdaptiveLogSoftmax.log_prob`. `generate` gives it where no other token can matter.
-            state_listeners (in kwargs): functions that are called with `last_hidden_state` and `attention_mask`.
-                `generate` gives those of its logits processors.
 
         Raises:
             ValueError: a label is neither -100 nor in [0, V), or has another shape; and see `TransfoXLModel.forward`.
@@ -783,7 +781,6 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         shift_labels = kwargs.pop("shift_labels", None)
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         logits_top_k = kwargs.pop("logits_top_k", None)
-        state_listeners = kwargs.pop("state_listeners", ())
         if output_logits is None:
             output_logits = self.config.output_logits or not self.config.cutoffs
         shape = _segment_shape(input_ids, inputs_embeds)
@@ -806,8 +803,6 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             **kwargs,
         )
         hidden_states = outputs.last_hidden_state
-        for listener in state_listeners:
-            listener(hidden_states, attention_mask)
         if given is None or targets is None:
             logits = self.lm_head(_keep(hidden_states, logits_to_keep), top_k=logits_top_k)
             return TransfoXLCausalLMOutput(logits=logits, **_without_last_state(outputs))
