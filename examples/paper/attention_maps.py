@@ -41,7 +41,7 @@ from txl_hf.transfo_xl.attention_transfo_xl import (
     BACKENDS,
     AttentionInputs,
     Backend,
-    content_scores,
+    add_bias,
     in_order,
     position_scores,
     visible_keys,
@@ -54,6 +54,11 @@ PARTS = ("whole", "a", "b", "d")
 TITLES = {"whole": "whole score", "a": "(a) content", "b": "(b) position by content", "d": "(d) position"}
 # Queries in a picture of a text.
 WORDS = 20
+
+
+def content_scores(inputs: AttentionInputs) -> Tensor:
+    """(a) + (c): (B, H, L, K)."""
+    return add_bias(inputs.query, inputs.content_bias) * inputs.scaling @ inputs.key.transpose(-1, -2)
 
 
 class AttentionTerms(NamedTuple):

@@ -86,28 +86,16 @@ def reads_columns_sooner(row: Tensor) -> bool:
 
 
 def _onednn_takes(*tensors: Tensor) -> bool:
-    """Whether oneDNN may be asked for a product: of plain fp32 tensors, on a CPU where it is faster.
+    """Whether oneDNN computes a product of these: plain fp32 tensors, not empty, on a CPU where it is faster.
 
     `torch.backends.mkldnn.flags(enabled=False)` turns it off.
     """
-    # A graph is to see no more than the first of these questions.
+    # Under torch.compile `is_plain` is False, so that a graph never traces the checks behind it.
     if not is_plain(*tensors) or not _onednn_is_faster():
         return False
-    return _onednn_is_on() and _are_numbers(torch.float32, *tensors)
-
-
-def _onednn_is_on() -> bool:
-    return bool(torch.backends.mkldnn.enabled) and not torch.is_autocast_enabled("cpu")
-
-
-def _are_numbers(dtype: torch.dtype, *tensors: Tensor) -> bool:
-    """Whether all are on the CPU, of this type, and not empty."""
-    return all(tensor.is_cpu and tensor.dtype == dtype and tensor.numel() > 0 for tensor in tensors)
-
-
-def _is_small(a: Tensor, b: Tensor) -> bool:
-    """Whether a product ends before oneDNN has begun."""
-    return b.numel() <= SMALL_MATRIX and a.numel() * b.shape[0] < FEW_MULTIPLICATIONS
+    if not torch.backends.mkldnn.enabled or torch.is_autocast_enabled("cpu"):
+        return False
+    return all(tensor.is_cpu and tensor.dtype == torch.float32 and tensor.numel() > 0 for tensor in tensors)
 
 
 def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -124,14 +112,14 @@ def _onednn_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _onednn_takes_row(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
-    """Whether the product is of one row of plain bf16, on a CPU that has AMX for it, of Intel. What does not fit goes
-    to PyTorch, which says so."""
+    """Whether the product is of one row of plain bf16, on a CPU of Intel that has AMX for it. PyTorch's own product
+    refuses shapes that do not fit."""
     tensors = (a, b) if bias is None else (a, b, bias)
-    if a.dtype != torch.bfloat16 or not is_plain(*tensors):
+    if not is_plain(*tensors) or not (_has_onednn() and is_by_intel() and torch.cpu._is_amx_tile_supported()):
         return False
-    if not (_has_onednn() and is_by_intel() and torch.cpu._is_amx_tile_supported()):
+    if not torch.backends.mkldnn.enabled or torch.is_autocast_enabled("cpu"):
         return False
-    if not _onednn_is_on() or not _are_numbers(torch.bfloat16, *tensors):
+    if not all(tensor.is_cpu and tensor.dtype == torch.bfloat16 and tensor.numel() > 0 for tensor in tensors):
         return False
     fits = b.dim() == 2 and a.shape[-1:] == b.shape[1:] and (bias is None or bias.shape == b.shape[:1])
     return fits and a.numel() == a.shape[-1]
@@ -184,19 +172,17 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         (…, n).
     """
     tensors = (a, b) if bias is None else (a, b, bias)
-    if _onednn_takes_row(a, b, bias) and not _are_differentiated(*tensors):
+    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if a.dtype == torch.bfloat16 and not differentiated and _onednn_takes_row(a, b, bias):
         return _onednn_row(a, b, bias)
-    if not _onednn_takes(*tensors) or _is_small(a, b):
+    is_small = b.numel() <= SMALL_MATRIX and a.numel() * b.shape[0] < FEW_MULTIPLICATIONS
+    if is_small or not _onednn_takes(*tensors):
         return nn.functional.linear(a, b, bias)
-    if _are_differentiated(*tensors):
-        # What the function returns may be changed in place, which PyTorch refuses for a view made within it.
+    if differentiated:
+        # A view made within the function may not be changed in place later, so that the rows are viewed outside.
         rows = _DifferentiableProduct.apply(a.reshape(-1, a.shape[-1]), b, bias)
         return rows if a.dim() == 2 else rows.view(*a.shape[:-1], b.shape[0])
     return _onednn_product(a, b, bias)
-
-
-def _are_differentiated(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def products_are_single(states: Tensor) -> bool:
@@ -294,34 +280,16 @@ def linear_after(memory: Tensor | None, states: Tensor, layers: Sequence[nn.Modu
         return [linear(layer, states) for layer in layers]
     dtype = working_dtype(states)
     memory, states = memory.to(dtype), states.to(dtype)
-    if not memory.requires_grad:
-        if _is_trained_in_a_graph(states, *layers):
-            return list(_ProjectionInAGraph.apply(memory, states, *(layer.weight.to(dtype) for layer in layers)))
-        if is_plain(memory) and _is_trained_plainly(states, *layers):
+    if torch.is_grad_enabled() and states.requires_grad and not memory.requires_grad:
+        if all(type(layer) is nn.Linear and layer.bias is None and not is_wrapped(layer) for layer in layers):
             # With all in one type, autocast casts nothing within.
-            return list(
-                _ProjectionAfterMemory.apply(memory, states, *(layer.weight.to(dtype) for layer in layers))[:2]
-            )
+            weights = [layer.weight.to(dtype) for layer in layers]
+            if torch.compiler.is_compiling():
+                return list(_ProjectionInAGraph.apply(memory, states, *weights))
+            if is_plain(memory, states, *(layer.weight for layer in layers)):
+                return list(_ProjectionAfterMemory.apply(memory, states, *weights)[:2])
     joined = torch.cat([memory, states], dim=1)
     return [linear(layer, joined) for layer in layers]
-
-
-def _is_trained_in_a_graph(states: Tensor, *layers: nn.Module) -> bool:
-    """Whether torch.compile is tracing, a gradient of these states is wanted, and nobody but us has to do with the
-    layers."""
-    wanted = torch.compiler.is_compiling() and torch.is_grad_enabled() and states.requires_grad
-    return wanted and all(map(_is_matrix, layers))
-
-
-def _is_trained_plainly(states: Tensor, *layers: nn.Module) -> bool:
-    """Whether a gradient of these states will be wanted, and nobody but us has to do with the layers."""
-    weights = [layer.weight for layer in layers if type(layer) is nn.Linear]
-    return all(map(_is_matrix, layers)) and takes_part_plainly(states, *weights)
-
-
-def _is_matrix(layer: nn.Module) -> bool:
-    """Whether it is PyTorch's linear layer, without a bias and as PyTorch has made it."""
-    return type(layer) is nn.Linear and layer.bias is None and not is_wrapped(layer)
 
 
 def takes_part_plainly(states: Tensor, *others: Tensor) -> bool:
@@ -337,7 +305,10 @@ def is_plain(*tensors: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    return not is_transformed(*tensors) and all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+    transforms = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    if transforms and is_transformed(*tensors):
+        return False
+    return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
 
 
 def is_transformed(*tensors: Tensor) -> bool:
@@ -452,7 +423,7 @@ def keep_layout(rel_key: Tensor) -> Tensor:
 
 def dropout(module: nn.Module, states: Tensor) -> Tensor:
     """`module(states)`, for states (…) of any shape. It draws from PyTorch's generator, but not as PyTorch does."""
-    if states.is_cpu and _is_drawn_here(states, module):
+    if module.training and states.is_cpu and _drops(module) and is_plain(states):
         return _Drop.apply(states, module.p)
     return module(states)
 
@@ -463,28 +434,19 @@ def relu_dropout(module: nn.Module, states: Tensor) -> Tensor:
     Where it is trained, PyTorch would keep the result of the ReLU and what was dropped, and read both backward. But
     the result is 0 exactly where either of them has made it so, and there the gradient is 0.
     """
-    if _is_drawn_here(states, module):
+    # Without a gradient too: a checkpoint draws first without one, and then the same with one.
+    if module.training and _drops(module) and is_plain(states):
         return _ReluAndDrop.apply(states, module.p)
-    if torch.compiler.is_compiling() and _drops(module):
+    if module.training and torch.compiler.is_compiling() and _drops(module):
         # One mask for the backward pass of a graph, not one of each; NaN is not below 0.
         kept = (torch.rand(states.shape, device=states.device) >= module.p) & ~(states <= 0)
         return torch.where(kept, states / (1 - module.p), 0)
     return dropout(module, states.relu())
 
 
-def _is_drawn_here(states: Tensor, dropout: nn.Module) -> bool:
-    # Without a gradient too: a checkpoint draws first without one, and then the same with one.
-    return _drops(dropout) and is_plain(states)
-
-
-def _drops(dropout: nn.Module) -> TypeGuard[nn.Dropout]:
-    """Whether it is ours and drops some and not all."""
-    return dropout.training and _is_ours(dropout) and 0 < dropout.p < 1
-
-
-def _is_ours(dropout: nn.Module) -> TypeGuard[nn.Dropout]:
-    """Whether it is PyTorch's own, and nobody but us has to do with it."""
-    return type(dropout) is nn.Dropout and not is_wrapped(dropout)
+def _drops(module: nn.Module) -> TypeGuard[nn.Dropout]:
+    """Whether it is PyTorch's own dropout, without hooks, and drops some numbers and not all."""
+    return type(module) is nn.Dropout and 0 < module.p < 1 and not is_wrapped(module)
 
 
 def draw_and_drop(states: Tensor, p: float) -> tuple[Tensor, Tensor]:

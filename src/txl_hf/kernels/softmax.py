@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..transfo_xl.adaptive_transfo_xl import AdaptiveLogSoftmax, raise_outside, wide, wide_dtype
+from ..transfo_xl.adaptive_transfo_xl import AdaptiveLogSoftmax, check_labels, wide
 from ..transfo_xl.attention_transfo_xl import OPERATORS, working_dtype
 from .operators import is_transformed, product
 from .softmax_triton import (
@@ -35,6 +35,11 @@ BLOCK_LOGITS, MIN_BLOCK_WIDTH = 2**22, 1024
 CACHED_LOGITS = 2**18
 # A GPU has no cache to stay in, and what a block costs is launching its kernels: there it is so many bytes.
 GPU_BYTES = 2**31
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """The type in which logits of this tensor's type are normalised: fp32 or fp64."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 class TargetsByBin(NamedTuple):
@@ -187,8 +192,7 @@ def _read_ends(ends: Tensor, targets: Tensor, vocab_size: int) -> list[int]:
     """`TargetsByBin.ends` as numbers, after a look whether all targets are tokens."""
     counts = ends.tolist()
     if counts[0] > 0 or counts[2] > counts[1] or counts[-1] < len(targets):
-        real = targets.masked_fill(targets == -100, 0)
-        raise_outside(int(real.min()), int(real.max()), vocab_size, "labels", ValueError)
+        check_labels(targets.cpu(), vocab_size)
     return counts
 
 

@@ -204,7 +204,7 @@ class AdaptiveLogSoftmax(nn.Module):
         Returns:
             Log-probabilities of the whole vocabulary, (..., V) fp32.
         """
-        head = self._head_logits(hidden_states).log_softmax(-1)
+        head = self.logits(hidden_states, 0).log_softmax(-1)
         if not self.config.cutoffs:
             return head
         # What saves reading a table from memory on a CPU would make the host wait for any other device.
@@ -217,7 +217,7 @@ class AdaptiveLogSoftmax(nn.Module):
             if 0 < k == best.shape[-1] and (cluster < best[..., -1:] - PRUNING_MARGIN).all():
                 parts.append((cluster - math.log(end - start)).expand(*cluster.shape[:-1], end - start))
                 continue
-            parts.append(cluster + self._bin_logits(hidden_states, i).log_softmax(-1))
+            parts.append(cluster + self.logits(hidden_states, i).log_softmax(-1))
             if k > 0:
                 best = _best(torch.cat([best, _best(parts[-1], k)], dim=-1), k)
         return torch.cat(parts, dim=-1)
@@ -233,7 +233,8 @@ class AdaptiveLogSoftmax(nn.Module):
         Returns:
             (N,) fp32 in target order, 0 where ignored.
         """
-        if OPERATORS.nll is not None and self._has_many_logits(targets):
+        many = targets.numel() * self.config.vocab_size > FEW_LOGITS and not torch.jit.is_tracing()
+        if many and OPERATORS.nll is not None:
             return OPERATORS.nll(self, hidden_states, targets, by_bin)
         return self.plain_nll(hidden_states, targets)
 
@@ -244,29 +245,24 @@ class AdaptiveLogSoftmax(nn.Module):
             ValueError: a target is neither -100 nor in [0, V). A GPU raises a RuntimeError, later, and so may a
                 compiled call.
         """
-        if not torch.jit.is_tracing():
-            check_labels(targets, self.config.vocab_size)
-        many = OPERATORS.sort_targets is not None and self._has_many_logits(targets)
-        return OPERATORS.sort_targets(self, targets) if many else None
-
-    def _has_many_logits(self, targets: Tensor) -> bool:
+        check_labels(targets, self.config.vocab_size)
         many = targets.numel() * self.config.vocab_size > FEW_LOGITS
-        return (many or targets.device.type != "cpu") and not torch.jit.is_tracing()
+        return OPERATORS.sort_targets(self, targets) if many and OPERATORS.sort_targets is not None else None
 
     def plain_nll(self, hidden_states: Tensor, targets: Tensor) -> Tensor:
         """`nll` by cross-entropies: of the head for all tokens, and of each further bin for its own tokens."""
-        nll = F.cross_entropy(self._head_logits(hidden_states), self.head_targets(targets), reduction="none")
+        nll = F.cross_entropy(self.logits(hidden_states, 0), self.head_targets(targets), reduction="none")
         in_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
         for i, (start, end, _) in list(enumerate(self.config.bins))[1:]:
             inside = (targets >= start) & (targets < end)
             if in_graph:
                 # A graph has one shape, so that each bin computes all tokens and ignores the rest.
                 of_bin = (targets - start).masked_fill(~inside, -100)
-                nll = nll + F.cross_entropy(self._bin_logits(hidden_states, i), of_bin, reduction="none")
+                nll = nll + F.cross_entropy(self.logits(hidden_states, i), of_bin, reduction="none")
             else:
                 # A bin without any token too, so that its parameters get a gradient (zero) on every process.
                 rows = inside.nonzero()[:, 0]
-                logits, of_bin = self._bin_logits(hidden_states[rows], i), targets[rows] - start
+                logits, of_bin = self.logits(hidden_states[rows], i), targets[rows] - start
                 nll = nll.index_add(0, rows, F.cross_entropy(logits, of_bin, reduction="none"))
         return nll
 
@@ -277,18 +273,14 @@ class AdaptiveLogSoftmax(nn.Module):
         first, *others = self.config.cutoffs
         return reduce(torch.add, [targets >= cutoff for cutoff in others], targets.clamp(max=first))
 
-    def _head_logits(self, hidden_states: Tensor) -> Tensor:
-        """Bin 0 and the clusters: (..., cutoffs[0] + n_clusters) fp32, or (..., V) without cutoffs."""
-        projected = self.out_projs[0](hidden_states)
-        head = self.out_layers[0](_logits, projected, *self.table_range(0))
-        if not self.config.cutoffs:
-            return wide(head)
-        return wide(torch.cat([head, self.clusters(projected)], dim=-1))
-
-    def _bin_logits(self, hidden_states: Tensor, i: int) -> Tensor:
-        """Bin i ≥ 1: (..., tokens of the bin) fp32."""
+    def logits(self, hidden_states: Tensor, i: int) -> Tensor:
+        """(..., tokens of bin i) fp32, of hidden states (..., D); behind those of bin 0 the clusters."""
+        projected = self.out_projs[i](hidden_states)
         layer = self.out_layers[i if len(self.out_layers) > 1 else 0]
-        return wide(layer(_logits, self.out_projs[i](hidden_states), *self.table_range(i)))
+        found = layer(_logits, projected, *self.table_range(i))
+        if i == 0 and self.config.cutoffs:
+            found = torch.cat([found, self.clusters(projected)], dim=-1)
+        return wide(found)
 
     def table_range(self, i: int) -> tuple[int, int]:
         """The rows of its table that bin i has."""
@@ -296,14 +288,9 @@ class AdaptiveLogSoftmax(nn.Module):
         return (start, end) if len(self.out_layers) == 1 else (0, end - start)
 
 
-def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """What logits are normalised in: fp32, or fp64 where the model computes in it."""
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
 def wide(logits: Tensor) -> Tensor:
-    """Logits, (…), in the type in which they are normalised."""
-    return logits.to(wide_dtype(logits))
+    """Logits, (…), in the type in which they are normalised: fp32, or fp64 where the model computes in it."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _logits(weight: Tensor, bias: Tensor, hidden_states: Tensor, start: int, end: int) -> Tensor:
@@ -322,7 +309,7 @@ def check_labels(labels: Tensor, size: int, of: str = "the vocabulary") -> None:
 
 
 def _check_range(ids: Tensor, size: int, name: str, error: type[Exception], of: str = "the vocabulary") -> None:
-    if ids.is_meta or ids.numel() == 0:
+    if ids.is_meta or ids.numel() == 0 or torch.jit.is_tracing():
         return
     if torch.compiler.is_compiling():
         # Not in an exported graph, of which torch 2.6 cannot tell, nor for the single tokens of decoding, which a
@@ -339,12 +326,5 @@ def _check_range(ids: Tensor, size: int, name: str, error: type[Exception], of: 
     if ids.is_cuda:
         # As for any embedding there: the device stops, and the host has not had to wait for it.
         torch._assert_async((low >= 0) & (high < size), f"{name} outside {of} [0, {size})")
-        return
-    raise_outside(int(low), int(high), size, name, error, of)
-
-
-def raise_outside(
-    low: int, high: int, size: int, name: str, error: type[Exception], of: str = "the vocabulary"
-) -> None:
-    if low < 0 or high >= size:
-        raise error(f"{name} holds {low if low < 0 else high}, outside {of} [0, {size})")
+    elif low < 0 or high >= size:
+        raise error(f"{name} holds {int(low if low < 0 else high)}, outside {of} [0, {size})")

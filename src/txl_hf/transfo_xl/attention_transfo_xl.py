@@ -100,8 +100,8 @@ class Backend:
     Args:
         name: of `attn_implementation`.
         run: `AttentionInputs` → the attended values (B, H, L, Dh), and the probabilities (B, H, L, K) or None.
-        why_not: the reason why the backend cannot compute these inputs, so that `"auto"` does; None if it can.
-        suits: whether `"auto"` takes this backend for these inputs.
+        why_not: `AttentionInputs` → the reason why the backend cannot compute these, so that `"auto"` does, or None.
+        suits: `AttentionInputs` → whether `"auto"` takes this backend for these.
         follows_order: whether keys may lie in the order of a ring (`AttentionInputs.order`).
         needs_hidden: whether it reads `AttentionInputs.hidden`; if not, the call does not compute it.
         captures: whether a CUDA graph may hold it.
@@ -109,8 +109,8 @@ class Backend:
 
     name: str
     run: Callable[[AttentionInputs], tuple[Tensor, Tensor | None]]
-    why_not: Callable[[AttentionInputs], str | None] = lambda inputs: None
-    suits: Callable[[AttentionInputs], bool] = lambda inputs: False
+    why_not: Callable[[AttentionInputs], str | None] | None = None
+    suits: Callable[[AttentionInputs], bool] | None = None
     follows_order: bool = False
     needs_hidden: bool = True
     captures: bool = False
@@ -119,10 +119,10 @@ class Backend:
         raise TypeError(f"attn_implementation={self.name!r} computes the attention of Transformer-XL alone")
 
     def refusal(self, inputs: AttentionInputs) -> str | None:
-        """`why_not`, or that these keys are not in order of time."""
+        """The reason why the backend cannot compute these inputs, or None."""
         if inputs.order is not None and not self.follows_order:
             return "it takes keys in order of time"
-        return self.why_not(inputs)
+        return None if self.why_not is None else self.why_not(inputs)
 
 
 def relative_attention(
@@ -165,10 +165,10 @@ def relative_attention(
         position_bias=position_bias,
         **options,
     )
-    backend, broken = find_backend(implementation, module), None
+    backend, broken = BACKENDS.get(implementation) or find_backend(implementation, module), None
     if inputs.first_key is not None:
         inputs, broken = keep_documents_apart(inputs)
-    if reason := backend.refusal(inputs):
+    if (backend.why_not is not None or inputs.order is not None) and (reason := backend.refusal(inputs)):
         logger.warning_once(f"attn_implementation={implementation!r} falls back to 'auto': {reason}")
         backend = BACKENDS["auto"]
     attended, probabilities = backend.run(inputs)
@@ -195,19 +195,14 @@ def relative_shift(scores: Tensor) -> Tensor:
 
 def eager_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """The reference: every score is materialised, so the probabilities can be returned."""
-    scores, by_distance = content_scores(inputs), position_scores(inputs)
+    query = add_bias(inputs.query, inputs.content_bias) * inputs.scaling
+    scores, by_distance = OPERATORS.matmul(query, inputs.key.transpose(-1, -2)), position_scores(inputs)
     scores = hide(scores if by_distance is None else scores + by_distance, inputs)
     wide = torch.promote_types(scores.dtype, torch.float32)
     probabilities = F.softmax(scores, dim=-1, dtype=wide).to(inputs.value.dtype)
     if inputs.dropout > 0:
         probabilities = F.dropout(probabilities, inputs.dropout)
     return OPERATORS.matmul(probabilities, inputs.value), probabilities
-
-
-def content_scores(inputs: AttentionInputs) -> Tensor:
-    """(a) + (c): (B, H, L, K)."""
-    query = add_bias(inputs.query, inputs.content_bias) * inputs.scaling
-    return OPERATORS.matmul(query, inputs.key.transpose(-1, -2))
 
 
 def position_scores(inputs: AttentionInputs) -> Tensor | None:
@@ -246,7 +241,7 @@ def add_bias(query: Tensor, bias: Tensor | None) -> Tensor:
 
 def hide(scores: Tensor, inputs: AttentionInputs) -> Tensor:
     """Set the scores (B, H, L, K) of keys that a query does not see to minus infinity, in place."""
-    hidden = inputs.hidden_keys()
+    hidden = inputs.hidden_keys() if inputs.hidden is None else inputs.hidden
     if hidden is not None:
         scores[..., scores.shape[-1] - hidden.shape[-1] :].masked_fill_(hidden, -torch.inf)
     return scores
@@ -432,7 +427,7 @@ def auto_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor | N
 def choose_backend(inputs: AttentionInputs) -> Backend:
     """The backend that `"auto"` stands for."""
     for backend in BACKENDS.values():
-        if backend.suits(inputs) and backend.refusal(inputs) is None:
+        if backend.suits is not None and backend.suits(inputs) and backend.refusal(inputs) is None:
             return backend
     query = inputs.query
     if query.device.type == "cpu":

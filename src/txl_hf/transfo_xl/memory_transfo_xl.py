@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import Cache
 
-from .attention_transfo_xl import find_backend, hidden_keys
+from .attention_transfo_xl import BACKENDS, find_backend, hidden_keys
 from .cache_transfo_xl import (
     DecodingState,
     StaticMemoryCache,
@@ -78,19 +78,21 @@ class MemoryLengths:
         return filled
 
 
-def fill_lengths(lengths: MemoryLengths | None, config: TransfoXLConfig) -> MemoryLengths:
-    """The lengths of a call that was given these, or None.
+def fill_lengths(lengths: MemoryLengths | None, config: TransfoXLConfig) -> "MemoryLengths | TransfoXLConfig":
+    """The lengths of a call that was given these; the configuration, which has the same fields, for None.
 
     Raises:
         ValueError: they are something else; and as `MemoryLengths.of` does.
     """
+    if lengths is None:
+        return config
     # A copy of the class may have come with the weights.
-    if not isinstance(lengths, MemoryLengths | None) and type(lengths).__name__ != MemoryLengths.__name__:
+    if type(lengths).__name__ != MemoryLengths.__name__:
         raise ValueError(
             f"lengths must be a txl_hf.MemoryLengths, not a {type(lengths).__name__}; a column of that name in a data "
             "set is given to the model as it is: rename it, or remove it"
         )
-    return (lengths or MemoryLengths()).of(config)
+    return lengths.of(config)
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Segment:
 
     Attributes:
         lengths: of the call, none of them None.
-        length, memory_length: L and m.
+        length, memory_length, key_length: L, m and K.
         memory: for each layer the states (B, m, D) that entered it before, as they were given; None where there is no
             memory or `cache` holds it.
         cache: takes the keys and values of the call, or None.
@@ -113,9 +115,10 @@ class Segment:
             of a text that zero states precede, see `open_padding`.
     """
 
-    lengths: MemoryLengths
+    lengths: MemoryLengths | TransfoXLConfig
     length: int
     memory_length: int
+    key_length: int
     memory: tuple[Tensor | None, ...]
     cache: Cache | None
     memory_mask: Tensor | None
@@ -126,16 +129,11 @@ class Segment:
     attention: dict[str, Any]
     key_mask: Tensor | None
 
-    @property
-    def key_length(self) -> int:
-        """K."""
-        return self.memory_length + self.length
-
     @classmethod
     def open(
         cls,
         config: TransfoXLConfig,
-        lengths: MemoryLengths,
+        lengths: MemoryLengths | TransfoXLConfig,
         embeds: Tensor,
         mems: tuple[Tensor, ...] | None,
         mems_mask: Tensor | None,
@@ -154,7 +152,7 @@ class Segment:
             ValueError: the memory or a mask does not fit the model or the segment.
         """
         implementation = "eager" if wants_attentions else config._attn_implementation
-        backend = find_backend(implementation)
+        backend = BACKENDS.get(implementation) or find_backend(implementation)
         batch_size, length, _ = embeds.shape
         filled, older_mask, front = cache is not None and is_filled(cache), None, None
         if cache is not None:
@@ -178,7 +176,7 @@ class Segment:
         first_key = None
         if resets is not None:
             text_mask, first_key = _begin_documents(text_mask, resets, m)
-        key_mask = text_mask = drop_idle_mask(text_mask)
+        key_mask = text_mask = None if text_mask is None else drop_idle_mask(text_mask)
         padding, memory_mask = None, None if text_mask is None else text_mask[:, :m]
         if text_mask is not None and m > 0 and config.initial_memory == "zeros":
             padding = OpenPadding.of(text_mask, m, not filled and mems is None, front)
@@ -201,7 +199,7 @@ class Segment:
             "hidden": hidden,
         }
         masks = (memory_mask, text_mask, padding, first_key, older_mask)
-        return cls(lengths, length, m, memory, cache, *masks, attention, key_mask)
+        return cls(lengths, length, m, m + length, memory, cache, *masks, attention, key_mask)
 
     def memory_of(self, layer: int, states: Tensor) -> Tensor | None:
         """(B, m, D) that a layer goes on from, where and as precise as its states are; None where there is none.
@@ -250,7 +248,9 @@ class Segment:
                 for old, new in zip(memory, entered, strict=True)
             )
         # The next call reads the last ext_len tokens again, and is told again where their documents begin.
-        mask = self.real_after(end - m)
+        mask = self.text_mask
+        if mask is not None or self.first_key is not None:
+            mask = self.real_after(end - m)
         mems_mask = None if mask is None else drop_idle_mask(mask[:, start:end])
         if mems_mask is None:
             return mems, None
@@ -301,7 +301,7 @@ class Segment:
 
 def _open_states(
     config: TransfoXLConfig,
-    lengths: MemoryLengths,
+    lengths: MemoryLengths | TransfoXLConfig,
     embeds: Tensor,
     mems: tuple[Tensor, ...] | None,
     mems_mask: Tensor | None,
@@ -311,23 +311,20 @@ def _open_states(
     """The states of the memory and the mask of the m + L keys, for a call that goes on from `mems` or begins a
     text."""
     (batch_size, length, _), mem_len = embeds.shape, lengths.mem_len
-    if mems is not None or mems_mask is not None:
-        _check_mems(mems, mems_mask, config, mem_len, batch_size)
-    states = mems
-    if states is None:
+    given, states = mems is not None or mems_mask is not None, mems
+    if not given:
         states = initial_memory(config, mem_len, batch_size, embeds.dtype, embeds.device)
-    if states is None:
+    if states is None and not given:
         return (None,) * config.n_layer, make_key_mask(attention_mask, None, batch_size, length, 0, (length,))
-    m = states[0].shape[1]
+    m = 0 if states is None else states[0].shape[1]
     is_static = cache is not None and cache.is_compileable
     if is_static and attention_mask is not None and attention_mask.shape[-1] == mem_len + length:
         # A static cache starts full, so that a mask of its length has columns of states that do not exist.
         attention_mask = attention_mask[..., mem_len - m :]
-    if mems is None:
-        mask = make_key_mask(attention_mask, None, batch_size, length, m, (length, m + length))
+    if given:
+        mask = mask_of_mems(attention_mask, mems_mask, mems, (batch_size, length), embeds.device, config, mem_len)
     else:
-        mems_mask = None if mems_mask is None else mems_mask.to(embeds.device)
-        mask = mask_of_mems(attention_mask, mems_mask, mems, length, config, mem_len)
+        mask = make_key_mask(attention_mask, None, batch_size, length, m, (length, m + length))
     if is_static and m < mem_len:
         # Masked states in front of what there is.
         if mask is None:
@@ -362,13 +359,22 @@ def check_one_memory(mems: tuple[Tensor, ...] | None, mems_mask: Tensor | None) 
 def mask_of_mems(
     attention_mask: Tensor | None,
     mems_mask: Tensor | None,
-    mems: tuple[Tensor, ...],
-    segment_length: int,
+    mems: tuple[Tensor, ...] | None,
+    shape: tuple[int, int],
+    device: torch.device,
     config: TransfoXLConfig,
     mem_len: int,
 ) -> Tensor | None:
-    """`make_key_mask` for a segment that goes on from mems, (B, m, D) each, which a mask may have columns of."""
-    batch_size, memory_length = mems[0].shape[:2]
+    """`make_key_mask` for a segment of this shape, (B, L), behind mems, (B, m, D) each, whose columns a mask may have.
+
+    Raises:
+        ValueError: the mems or a mask do not fit the model or the segment.
+    """
+    _check_mems(mems, mems_mask, config, mem_len, shape[0])
+    if attention_mask is None and mems_mask is None:
+        return None
+    (batch_size, segment_length), memory_length = shape, mems[0].shape[1]
+    mems_mask = None if mems_mask is None else mems_mask.to(device)
     columns: Collection[int] = (segment_length, memory_length + segment_length)
     if attention_mask is not None and config.initial_memory == "zeros":
         # Zeros precede the text, so that a mask of a text shorter than the memory has fewer columns than there are
@@ -391,10 +397,8 @@ def split_mask(
     Raises:
         ValueError: as in a forward.
     """
-    _check_mems(mems, mems_mask, config, mem_len, len(attention_mask))
-    if mems_mask is not None:
-        mems_mask = mems_mask.to(attention_mask.device)
-    key_mask = mask_of_mems(attention_mask, mems_mask, mems, length, config, mem_len)
+    shape = len(attention_mask), length
+    key_mask = mask_of_mems(attention_mask, mems_mask, mems, shape, attention_mask.device, config, mem_len)
     assert key_mask is not None, "made of an attention_mask"
     return key_mask[:, :-length], key_mask[:, -length:].to(attention_mask.dtype)
 
@@ -512,23 +516,15 @@ def _check_mems(
         if not states.is_floating_point():
             raise ValueError(f"mems[{i}] is {states.dtype}, no floating-point states")
     shape = mems[0].shape[:2]
-    if mems_mask is None:
-        _check_real(mems[0])
-    elif mems_mask.dtype != torch.bool or mems_mask.shape != shape:
-        raise ValueError(
-            f"mems_mask is {tuple(mems_mask.shape)} of {mems_mask.dtype}, but these mems need {tuple(shape)} bool"
-        )
-
-
-def _check_real(states: Tensor):
-    """Raise a ValueError for states without a mask that need one, where that can be asked: see `drop_idle_mask`."""
-    if not can_look(states):
-        return
-    missing = states[..., 0].float().isnan()
-    if missing.any():
+    missing = mems[0][..., 0].float().isnan() if mems_mask is None and can_look(mems[0]) else None
+    if missing is not None and missing.any():
         row, position = missing.nonzero()[0].tolist()
         raise ValueError(
             f"mems hold NaN, in row {row} at state {position} first, but no mems_mask came with them: hand back "
             "mems_mask=outputs.mems_mask with mems=outputs.mems, since padded states are NaN; where nothing was "
             "padded, the states overflowed: txl_hf.mask_overflow(mems) gives the mask that hides them"
+        )
+    if mems_mask is not None and (mems_mask.dtype != torch.bool or mems_mask.shape != shape):
+        raise ValueError(
+            f"mems_mask is {tuple(mems_mask.shape)} of {mems_mask.dtype}, but these mems need {tuple(shape)} bool"
         )

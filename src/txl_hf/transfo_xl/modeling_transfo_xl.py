@@ -46,7 +46,7 @@ from .cache_transfo_xl import (
 from .configuration_transfo_xl import TransfoXLConfig
 from .generation_transfo_xl import TransfoXLGenerationMixin
 from .layout_transfo_xl import TransfoXLLayoutModel
-from .masks_transfo_xl import check_inputs, find_resets
+from .masks_transfo_xl import DOCUMENT_KEYWORDS, check_inputs, find_resets
 from .memory_transfo_xl import MemoryLengths, Segment, fill_lengths, hide_states, initial_memory
 from .positions_transfo_xl import Distances
 
@@ -581,15 +581,19 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             TypeError: keyword arguments that nothing reads; but those that `transformers` hands to every model may be
                 there.
         """
-        cache = chosen_cache(past_key_values, kwargs.pop("cache", None))
+        cache = kwargs.pop("cache", None)
+        if cache is not None or past_key_values is not None:
+            cache = chosen_cache(past_key_values, cache)
         tensors = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
         check_inputs(kwargs, **tensors, mems=mems, mems_mask=mems_mask, resets=resets)
         lengths, positions = fill_lengths(lengths, self.config), self.positions
         embeds = self._embed(input_ids, inputs_embeds)
-        cache = self._choose_cache(use_cache, cache, lengths.mem_len)
-        shape, device = embeds.shape[:2], embeds.device
-        resets = find_resets(self.config, lengths.mem_len, shape, device, attention_mask, resets, kwargs)
-        wants_attentions = bool(kwargs.get("output_attentions", self.config.output_attentions))
+        if use_cache or cache is not None:
+            cache = self._choose_cache(cache, lengths.mem_len)
+        if resets is not None or any(kwargs.get(name) is not None for name in DOCUMENT_KEYWORDS):
+            places = (embeds.shape[:2], embeds.device)
+            resets = find_resets(self.config, lengths.mem_len, *places, attention_mask, resets, kwargs)
+        wants_attentions = bool(kwargs.get("output_attentions", self.config._output_attentions))
         memories = (mems, mems_mask, attention_mask, cache, resets)
         segment = Segment.open(self.config, lengths, embeds, *memories, wants_attentions)
 
@@ -684,13 +688,13 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         # Observations are often fp64, NumPy's own type; what `input_size` projects, its layer casts.
         return inputs_embeds if self.config.input_size else inputs_embeds.to(self.first_parameter.dtype)
 
-    def _choose_cache(self, use_cache: bool | None, cache: Cache | None, mem_len: int) -> Cache | None:
-        """The cache of a call: the one that is given, a new one with `use_cache`, or None."""
+    def _choose_cache(self, cache: Cache | None, mem_len: int) -> Cache | None:
+        """The cache of a call that wants one: the one that is given, or a new one; None where it can have none."""
         if mem_len == 0:
             if cache is not None:
                 raise ValueError("past_key_values hold a memory, but mem_len=0 means that there is none")
             return None
-        if self.gradient_checkpointing and self.training and (use_cache or cache is not None):
+        if self.gradient_checkpointing and self.training:
             if cache is not None and is_filled(cache):
                 raise ValueError(
                     "past_key_values hold a memory, but gradient checkpointing runs a layer twice in training mode "
@@ -698,7 +702,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 )
             logger.warning_once("gradient checkpointing runs a layer twice and cannot fill a cache: use_cache=False")
             return None
-        return MemoryCache(self.config, mem_len) if use_cache and cache is None else cache
+        return MemoryCache(self.config, mem_len) if cache is None else cache
 
 
 class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
@@ -783,9 +787,10 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         logits_top_k = kwargs.pop("logits_top_k", None)
         if output_logits is None:
             output_logits = self.config.output_logits or not self.config.cutoffs
-        shape = _segment_shape(input_ids, inputs_embeds)
         # Whatever can be wrong with labels is found before the cache takes the tokens.
-        given, targets = _targets(labels, shift_labels, attention_mask, shape)
+        given = targets = None
+        if labels is not None or shift_labels is not None:
+            given, targets = _targets(labels, shift_labels, attention_mask, input_ids, inputs_embeds)
         in_order = None if targets is None else self.lm_head.sort_targets(targets.flatten())
         outputs = self.transformer(
             input_ids,
@@ -1019,27 +1024,27 @@ def _without_last_state(outputs: TransfoXLModelOutput, use_cache: bool | None = 
     return {name: value for name, value in outputs.items() if name not in left_out}
 
 
-def _segment_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> torch.Size | None:
-    """(B, L); None for inputs that the model refuses."""
-    if input_ids is not None and inputs_embeds is not None:
-        return None
-    given, dims = (inputs_embeds, 3) if input_ids is None else (input_ids, 2)
-    return given.shape[:2] if isinstance(given, Tensor) and given.dim() == dims else None
-
-
 def _targets(
-    labels: Tensor | None, shift_labels: Tensor | None, attention_mask: Tensor | None, shape: torch.Size | None
+    labels: Tensor | None,
+    shift_labels: Tensor | None,
+    attention_mask: Tensor | None,
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The targets of the first positions of a segment, int64, (B, L) of shift_labels or (B, L - 1) of labels, as they
-    are given and without padding (`without_padding`); None without any."""
+    are given and without padding (`without_padding`); None for inputs that the model refuses."""
     check_inputs({}, labels=labels, shift_labels=shift_labels, attention_mask=attention_mask)
-    if shape is None or (labels is None and shift_labels is None):
+    inputs, dims = (inputs_embeds, 3) if input_ids is None else (input_ids, 2)
+    both = input_ids is not None and inputs_embeds is not None
+    if both or not isinstance(inputs, Tensor) or inputs.dim() != dims:
         return None, None
     for name, given in (("shift_labels", shift_labels), ("labels", labels)):
         if given is not None:
-            _check_targets(name, given, shape)
+            _check_targets(name, given, inputs.shape[:2])
     targets = labels[:, 1:].long() if shift_labels is None else shift_labels.long()
-    return targets, without_padding(targets, attention_mask, shape[1])
+    if attention_mask is None:
+        return targets, targets
+    return targets, without_padding(targets, attention_mask, inputs.shape[1])
 
 
 def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_length: int) -> Tensor:

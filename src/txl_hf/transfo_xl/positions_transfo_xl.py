@@ -48,13 +48,13 @@ def sinusoids_of_distances(key_length: int, embeds: Tensor, clamp_len: int) -> T
     return sinusoid(distances, embeds.shape[-1]).to(embeds.dtype)
 
 
-def _different(key_length: int, most: int | None) -> int:
-    """How many of the distances K - 1, …, 0 have a key of their own, if `most` differ; None: all do.
+def _different(key_length: int, most: int) -> int:
+    """How many of the distances K - 1, …, 0 have a row of their own, if `most` differ.
 
     All have in a graph for any K, an export's or a trace's, where K is no number.
     """
     graph = torch.jit.is_tracing() or is_exporting(unknown=torch.compiler.is_compiling())
-    return key_length if most is None or graph else min(key_length, most)
+    return key_length if graph else min(key_length, most)
 
 
 class Distances(NamedTuple):
@@ -142,8 +142,7 @@ class RelativeSinusoids(Positions):
     def distances(model: Any, key_length: int, embeds: Tensor, clamp_len: int) -> list[Distances]:
         # Dropout draws for each distance by itself.
         draws = model.position_dropout.training and getattr(model.position_dropout, "p", 0) > 0
-        most = clamp_len + 1 if clamp_len > 0 and not draws else None
-        length = _different(key_length, most)
+        length = _different(key_length, clamp_len + 1) if clamp_len > 0 and not draws else key_length
         shared = Distances(model.position_dropout(sinusoids_of_distances(length, embeds, clamp_len)))
         if not model.config.untie_r:
             shared = shared._replace(content_bias=model.content_bias, position_bias=model.position_bias)
