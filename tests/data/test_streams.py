@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from txl_hf import TextStream, TokenStream, TransfoXLTokenizer, evaluate_language_model
 from txl_hf.data.columns import open_tokens
 from txl_hf.data.streams import check_loader, varying_ends
-from txl_hf.training.setup import RolledStream
+from txl_hf.training.command import RolledStream
 
 
 @st.composite

@@ -30,7 +30,7 @@ import txl_hf.transfo_xl.adaptive_transfo_xl_triton as softmax_kernels
 import txl_hf.transfo_xl.attention_transfo_xl_triton as kernels
 from models import random_softmax, small_config
 from sass import overwritten_operands
-from txl_hf.training.compilation import compile_layers
+from txl_hf.training.steps import compile_layers
 from txl_hf.transfo_xl.attention_transfo_xl import RELATIVE_ATTENTION_FUNCTIONS, eager_relative_attention, visible_keys
 from txl_hf.transfo_xl.attention_transfo_xl_inputs import AttentionInputs
 

@@ -1,30 +1,42 @@
-"""The card that a Trainer writes of a model of this package, and what lies beside the weights that it pushes while it
-trains; `registration` has transformers' Trainer ask for both."""
+"""The card that `TransfoXLTrainer` writes of its model, and what lies beside the weights that it pushes."""
 
 import filecmp
+import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import EvalResult
 from transformers import Trainer
 from transformers.modelcard import TrainingSummary
 from transformers.trainer_utils import HubStrategy
 
-from ..evaluation.cards import results_of_folder
+from ..evaluation.cards import METRICS, RESULTS, results_of_folder, to_results
 from ..transfo_xl.card_transfo_xl import is_generated, plain_markdown
 from ..transfo_xl.layout_transfo_xl import TransfoXLLayoutModel
-from .trainer import HELD_OUT, TransfoXLTrainer, evaluations_of_now
-
-__all__ = ["complete_push", "create_model_card"]
 
 # Where Trainer's own card begins to tell of the training itself, until its end.
 PROCEDURE = "\n## Training procedure\n"
+# The split and the data set of an evaluation that nobody has named.
+HELD_OUT, TRAINING = ("validation", "held-out text"), ("train", "training text")
+
+
+def write_card(path: Path, model: TransfoXLLayoutModel, repository: str, tags: Sequence[str] = (), **data: Any):
+    """Write the card of a model, with the model on the Hub whose weights it began with as `base_model`."""
+    model.write_model_card(path, repository, tags, **{"base_model": base_of(model), **data})
+
+
+def base_of(model: TransfoXLLayoutModel) -> str | None:
+    """The name on the Hub of the model whose weights a model was loaded with; None for a folder, or none."""
+    name = model.name_or_path
+    return name if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name or "") and not Path(name).exists() else None
 
 
 def create_model_card(
-    trainer: Trainer,
+    trainer: Any,
     model: TransfoXLLayoutModel,
     language: str | None = None,
     license: str | None = None,
@@ -36,13 +48,13 @@ def create_model_card(
     dataset: str | list[str] | None = None,
     dataset_args: str | list[str] | None = None,
 ) -> None:
-    """What `trainer.create_model_card` does: the card that `save_pretrained` writes, in place of any other, with what
-    Trainer's own card says of the training procedure.
+    """What `TransfoXLTrainer.create_model_card` does: the card that `save_pretrained` writes, in place of any other,
+    with what Trainer's own card says of the training procedure.
 
-    Its results are those in `results.json` of the output directory, where they are of the weights there. A
-    `TransfoXLTrainer` adds those of an evaluation of the model as it is now: of the split `train` where that read the
-    training text, of `validation` otherwise, or by the names in `eval_dataset`. Figures of other weights, before the
-    last steps or of an earlier run, are left out.
+    Its results are those in `results.json` of the output directory, where they are of the weights there; otherwise
+    those of an evaluation of the model as it is now: of the split `train` where that read the training text, of
+    `validation` otherwise, or by the names in `eval_dataset`. Figures of other weights, before the last steps or of an
+    earlier run, are left out.
 
     Args:
         trainer: whose output directory gets the card.
@@ -71,21 +83,17 @@ def create_model_card(
     path = Path(trainer.args.output_dir, "README.md")
     name = model_name or path.parent.resolve().name
     named = next(iter(on_hub or called), None)
-    if isinstance(trainer, TransfoXLTrainer):
-        results = trainer.card_results(named)
-    else:
-        results = results_of_folder(path.parent, named or HELD_OUT[1])
+    results = card_results(trainer, named)
     if called:
         results = [replace(result, dataset_name=called[0]) for result in results]
     if configurations:
         results = [replace(result, dataset_config=configurations[0]) for result in results]
     repository = trainer.hub_model_id or name
-    began_as = model.began_as(path.parent, repository)
-    base_model = finetuned_from or began_as.get("base_model")
+    base_model = finetuned_from or base_of(model)
     # It looks the licence up, under a name that is never empty: by default it takes that of the folder.
     summary = TrainingSummary.from_trainer(trainer, license=license, model_name=name, finetuned_from=base_model)
-    data: dict[str, Any] = began_as | {
-        "origin": " ".join(filter(None, [began_as.get("origin"), _trained_on(datasets, configurations)])),
+    data: dict[str, Any] = {
+        "origin": _trained_on(datasets, configurations),
         "training": _evaluated(trainer) + "".join(summary.to_model_card().partition(PROCEDURE)[1:]),
         "language": language,
         "license": summary.license,
@@ -97,7 +105,40 @@ def create_model_card(
     }
     if tasks:
         data["pipeline_tag"] = _as_list(tasks)[0]
-    model.write_model_card(path, repository, _as_list(tags), **data)
+    write_card(path, model, repository, _as_list(tags), **data)
+
+
+def card_results(trainer: Any, dataset: str | None) -> list[EvalResult]:
+    """The figures of a TransfoXLTrainer's model as it is now.
+
+    Args:
+        dataset: what it was evaluated on; by default that is said without a name.
+    """
+    folder = Path(trainer.args.output_dir)
+    # What was written before this training began is of other weights.
+    written = (folder / RESULTS).stat().st_mtime if (folder / RESULTS).exists() else 0.0
+    if trainer.trained_since < written and (found := results_of_folder(folder, dataset or HELD_OUT[1])):
+        return found
+    splits: dict[str, list[EvalResult]] = {}
+    for logs in evaluations_of_now(trainer):
+        for name in filter(re.compile("eval_(.*_)?perplexity").fullmatch, logs):
+            prefix = name.removesuffix("_perplexity")
+            figures = {figure: logs[f"{prefix}_{figure}"] for figure in METRICS if f"{prefix}_{figure}" in logs}
+            read = TRAINING if trainer.of_training.get((prefix, logs["step"])) else HELD_OUT
+            split = prefix.removeprefix("eval").removeprefix("_") or read[0]
+            splits[split] = to_results({split: figures}, dataset or read[1])
+    return [result for found in splits.values() for result in found]
+
+
+def evaluations_of_now(trainer: Trainer) -> list[dict[str, Any]]:
+    """What a Trainer has logged of the weights that its model has."""
+    state, history = trainer.state, trainer.state.log_history
+    # Trainer reloads the best checkpoint when a training has come to its end, which the entry with `total_flos` marks.
+    # (`train_runtime` does not: with `include_num_input_tokens_seen` every entry can have it.)
+    ended = next((i for i, logs in enumerate(history) if "total_flos" in logs), None)
+    if ended is None or not trainer.args.load_best_model_at_end or state.best_model_checkpoint is None:
+        return [logs for logs in history if logs.get("step") == state.global_step]
+    return [logs for logs in history[:ended] if logs.get("step") == state.best_global_step] + history[ended:]
 
 
 def complete_push(trainer: Trainer, model: TransfoXLLayoutModel, checkpoint: str) -> None:
@@ -119,8 +160,7 @@ def complete_push(trainer: Trainer, model: TransfoXLLayoutModel, checkpoint: str
     card = output / "README.md"
     if not card.exists() or is_generated(card):
         # Results in the folder are of other weights: these are copied after this.
-        known: dict[str, Any] = model.began_as(output, repository) | _tokenizer(trainer)
-        model.write_model_card(card, repository, **known)
+        write_card(card, model, repository, **_tokenizer(trainer))
 
 
 def _pushes_now(trainer: Trainer) -> bool:
@@ -131,7 +171,7 @@ def _pushes_now(trainer: Trainer) -> bool:
     return push is None or push.is_done() or trainer.args.hub_always_push
 
 
-def _tokenizer(trainer: Trainer) -> dict[str, bool]:
+def _tokenizer(trainer: Trainer) -> dict[str, Any]:
     """For a card, that there is a tokenizer where the Trainer saves one; otherwise the folder tells."""
     return {} if trainer.processing_class is None else {"tokenizer": True}
 
