@@ -117,7 +117,7 @@ def train(part: Part, arguments: argparse.Namespace, end: float) -> int:
 def command_of(part: Part, arguments: argparse.Namespace) -> list[str]:
     folder = ROOT / "examples"
     command = [sys.executable, str(folder / "train_lm.py"), str(folder / "recipes" / f"{part.recipe}.yaml")]
-    command += ["--output", str(arguments.output / part.recipe), "--resume", "--save_every", str(SAVE_EVERY)]
+    command += ["--output", str(arguments.output / part.recipe), "--resume", "--save_steps", str(SAVE_EVERY)]
     if part.after is not None:
         command += ["--model_name_or_path", str(arguments.output / part.after)]
     return [*command, "--smoke"] if arguments.smoke else [*command, "--data", str(arguments.data / part.corpus)]

@@ -568,7 +568,7 @@ def load(contender: str, workload: Workload, folder: str, arguments: argparse.Na
             learn_frequencies(model)
     else:
         from txl_hf import TransfoXLForCausalLM
-        from txl_hf.training.compilation import compile_layers
+        from txl_hf.training.steps import compile_layers
 
         variant, compiled = re.fullmatch(r"ours-?(.*?)-?(compile)?-?(graphs)?", contender).group(1, 2)
         implementation = None if variant in ("", "step", "mems", "static", *TYPES.values()) else variant

@@ -30,7 +30,6 @@ today is refused, and so are seconds of a step that another machine took. Models
 """
 
 import argparse
-import itertools
 import json
 import math
 import multiprocessing
@@ -44,22 +43,27 @@ import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import torch
+from transformers import TrainerCallback
 
 import harness
 import tune_lm
+import txl_hf.training.command as training
 from harness import with_range
 from study import StudyParser
 from txl_hf.command_line import at_least_zero, one_line_errors
+from txl_hf.evaluation.cards import RESULTS
 from txl_hf.files import options_that_differ, write_text
-from txl_hf.training.arguments import RECIPE, Arguments
-from txl_hf.training.arguments import parse_arguments as training_arguments
-from txl_hf.training.results import RESULTS, read_recipe
-from txl_hf.training.setup import PRECISIONS, precision_of
+from txl_hf.training.callbacks import MemoryLength
+from txl_hf.training.recipe import RECIPE, Arguments, read_recipe
+from txl_hf.training.recipe import parse_arguments as training_arguments
+from txl_hf.training.report import PRECISIONS
+from txl_hf.training.trainer import TransfoXLTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT, WORK = ROOT / "examples" / "results" / "half_hours", ROOT / "build" / "half_hours"
@@ -74,9 +78,9 @@ KINDS = ("static", "dynamic", "cache", "both")
 TURNS, TIMED, UNTIMED = 5, 25, 5
 TUNED = "tuned.json"
 # Options that change figures but not the work of a step: contenders that differ in them alone are timed as one.
-FREE = {"learning_rate", "weight_decay", "scheduler"}
+FREE = {"learning_rate", "weight_decay", "lr_scheduler_type", "lr_scheduler_kwargs"}
 # Options of a run that its figures do not depend on, or that its folder is named after.
-PLACES = {"data", "output", "seed", "resume", "overwrite", "model_name_or_path"}
+PLACES = {"data", "output", "seed", "resume", "model_name_or_path"}
 # Between the commands of a run that is trained in pieces.
 AND = " && "
 # Two steps of a training for each that is timed, which stands between them. Without a warm-up, which may be longer.
@@ -146,11 +150,11 @@ CHARACTERS = (
     "--cache_weight 0.1 0.2 --cache_temperature 0.1 0.3 --max_tokens 250000 --max_test_tokens 250000"
 )
 # Half an hour of a recipe for minutes. Its softmax has a second bin for the 3,500 characters that are rare.
-LONG = "--max_steps 10000 --mem_len 256 --eval_every 2500 --eval_mem_len 256 --eval_memory_lengths 0 256 --cutoffs 128"
+LONG = "--max_steps 10000 --mem_len 256 --eval_steps 2500 --eval_mem_len 256 --eval_memory_lengths 0 256 --cutoffs 128"
 MORE_CHARACTERS = "--optimizer muon --batch_size 32 --weight_decay 0.1"
 # The recipe of WikiText-2 before: 109.8 after its 5,000 steps.
 FIRST_WORDS = (
-    "--mixed_precision no --optimizer adamw --batch_size 16 --learning_rate 2e-3 --weight_decay 0.01 "
+    "--bf16 false --optimizer adamw --batch_size 16 --learning_rate 2e-3 --weight_decay 0.01 "
     "--warmup_steps 200 --max_steps 5000"
 )
 TEXTS = {
@@ -159,20 +163,22 @@ TEXTS = {
         (
             Contender("first recipe", "wikitext2_small", f"{FIRST_WORDS} --dropout 0.1"),
             Contender("recipe", "wikitext2_small"),
-            Contender("in fp32", "wikitext2_small", "--mixed_precision no"),
+            Contender("in fp32", "wikitext2_small", "--bf16 false"),
             Contender("without Muon", "wikitext2_small", "--optimizer adamw"),
             Contender("with 16 streams", "wikitext2_small", "--batch_size 16 --learning_rate 2e-3"),
             Contender("with a weight decay of 0.01", "wikitext2_small", "--weight_decay 0.01"),
-            Contender("stable, then down", "wikitext2_small", "--scheduler stable_decay"),
+            Contender("stable, then down", "wikitext2_small", "--lr_scheduler_type warmup_stable_decay"),
             Contender("memory that grows", "wikitext2_small", "--mem_warmup_ratio 0.5"),
-            Contender("in halves", "wikitext2_small", before="--scheduler constant"),
+            Contender("in halves", "wikitext2_small", before="--lr_scheduler_type constant_with_warmup"),
             Contender(
                 "in halves, of 16 and 32 streams",
                 "wikitext2_small",
-                before="--scheduler constant --batch_size 16 --learning_rate 2e-3",
+                before="--lr_scheduler_type constant_with_warmup --batch_size 16 --learning_rate 2e-3",
             ),
             Contender(
-                "in halves, of segments of 50 and 100", "wikitext2_small", before="--scheduler constant --tgt_len 50"
+                "in halves, of segments of 50 and 100",
+                "wikitext2_small",
+                before="--lr_scheduler_type constant_with_warmup --tgt_len 50",
             ),
         ),
         tuning=MORE_WORDS,
@@ -188,14 +194,14 @@ TEXTS = {
     "wikipedia-long": Text(
         "--corpus text --input {texts}/wikipedia-long --mode characters",
         (
-            Contender("recipe", "characters_small", f"{LONG} --mixed_precision no"),
+            Contender("recipe", "characters_small", f"{LONG} --bf16 false"),
             Contender("bf16", "characters_small", LONG),
             Contender("Muon", "characters_small", f"{LONG} --optimizer muon"),
             Contender("Muon, 32 streams", "characters_small", f"{LONG} {MORE_CHARACTERS}"),
             Contender(
                 "Muon, 32 streams, stable, then down",
                 "characters_small",
-                f"{LONG} {MORE_CHARACTERS} --scheduler stable_decay",
+                f"{LONG} {MORE_CHARACTERS} --lr_scheduler_type warmup_stable_decay",
             ),
             Contender(
                 "Muon, 32 streams, memory that grows",
@@ -206,19 +212,19 @@ TEXTS = {
                 "Muon, 32 streams, in halves",
                 "characters_small",
                 f"{LONG} {MORE_CHARACTERS}",
-                before="--scheduler constant",
+                before="--lr_scheduler_type constant_with_warmup",
             ),
             Contender(
                 "Muon, in halves, of 12 and 32 streams",
                 "characters_small",
                 f"{LONG} {MORE_CHARACTERS}",
-                before="--scheduler constant --batch_size 12",
+                before="--lr_scheduler_type constant_with_warmup --batch_size 12",
             ),
             Contender(
                 "Muon, 32 streams, in halves, of segments of 32 and 64",
                 "characters_small",
                 f"{LONG} {MORE_CHARACTERS}",
-                before="--scheduler constant --tgt_len 32",
+                before="--lr_scheduler_type constant_with_warmup --tgt_len 32",
             ),
         ),
         characters=True,
@@ -232,7 +238,7 @@ TEXTS = {
                 "as enwik8_base",
                 "characters_small",
                 "--pre_lnorm false --untie_r false --init_std 0.02 --proj_init_std 0.01 --optimizer adam "
-                "--weight_decay 0 --beta2 0.999 --learning_rate 1e-3 --warmup_steps 0 --max_grad_norm 0.25",
+                "--weight_decay 0 --adam_beta2 0.999 --learning_rate 1e-3 --warmup_steps 0 --max_grad_norm 0.25",
             ),
             Contender("recipe", "characters_small"),
         ),
@@ -242,8 +248,8 @@ TEXTS = {
 }
 SMALL = (
     "--n_layer 1 --d_model 16 --d_embed 16 --n_head 2 --d_head 8 --d_inner 16 --cutoffs --div_val 1 --tgt_len 16 "
-    "--mem_len 16 --batch_size 4 --max_steps 8 --warmup_steps 1 --eval_every 8 --eval_batch_size 2 --eval_tgt_len 16 "
-    "--eval_mem_len 16 --eval_memory_lengths --log_every 4 --save_every 8"
+    "--mem_len 16 --batch_size 4 --max_steps 8 --warmup_steps 1 --eval_steps 8 --eval_batch_size 2 --eval_tgt_len 16 "
+    "--eval_mem_len 16 --eval_memory_lengths --logging_steps 4 --save_steps 8"
 )
 SMALL_TUNING = "--batch_size 1 --rate 0.01 --cache_size 20 --cache_weight 0.1 --cache_temperature 0.1 --max_tokens 300"
 
@@ -414,7 +420,7 @@ def check_begun(run: Run):
     """
     for piece, options in trainings(run):
         if (piece.folder / RECIPE).exists():
-            check_options(piece.folder, read_recipe(piece.folder / RECIPE), training_arguments(options).as_dict())
+            check_options(piece.folder, read_recipe(piece.folder / RECIPE), training_arguments(options).settings)
     if tuned := read_tuned(run):
         check_options(
             run.folder / TUNED, tuned.get("options", {}), tune_lm.settings_of(tune_lm.parse_arguments(run.tuning()))
@@ -462,7 +468,7 @@ def steps_of(run: Run) -> list[list[str]]:
         steps = round(planned * share * seconds[first.name] / seconds[piece.contender.name])
         options = ["--max_steps", str(max(1, steps))]
         if share < 1:
-            warmup = training_arguments(piece.training(piece.folder)).optimization.warmup_steps
+            warmup = training_arguments(piece.training(piece.folder)).training.warmup_steps
             options += ["--warmup_steps", str(round(warmup * share))]
         if run.share < 1:
             options.append("--eval_memory_lengths")
@@ -474,8 +480,8 @@ def steps_of(run: Run) -> list[list[str]]:
 
 def planned_steps(arguments: Arguments) -> int:
     """For how many steps a contender trains."""
-    steps = arguments.optimization.max_steps
-    assert steps is not None, "a recipe that says for how many epochs"
+    steps = arguments.training.max_steps
+    assert steps > 0, "a recipe that says for how many epochs"
     return steps
 
 
@@ -513,7 +519,7 @@ def time_steps(run: Run, names: list[str]):
 def timing_options(run: Run, contender: Contender) -> dict[str, Any]:
     """What a contender is timed with, but for the places that depend on the run."""
     arguments = training_arguments(replace(run, contender=contender).training(run.work / "timed", *TIMING))
-    options = {name: value for name, value in arguments.as_dict().items() if name not in PLACES}
+    options = {name: value for name, value in arguments.settings.items() if name not in PLACES}
     # Seconds of one machine are not those of another.
     return {"processor": harness.processor(), **options}
 
@@ -528,22 +534,39 @@ def step_seconds(run: Run) -> dict[str, float]:
     return {name: statistics.fmean(map(min, zip(*each["turns"], strict=True))) for name, each in found.items()}
 
 
-def seconds_of_steps(run: Run) -> list[float]:
-    """Of steps spread over a training, each for the part of it around that step: a memory that grows is as long in
-    their mean as over all steps."""
-    from txl_hf.training.loop import Training
+class Timer(TrainerCallback):
+    """Seconds of steps spread over a training, each for the part of it around that step: a memory that grows is as
+    long in their mean as over all steps."""
 
-    seconds: list[float] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        training = Training(training_arguments(run.training(Path(scratch) / "timed", *TIMING)))
-        training.model.train()
-        for i, batch in enumerate(itertools.islice(training.batches(), UNTIMED + TIMED), start=-UNTIMED):
+    def __init__(self, trainer: TransfoXLTrainer):
+        self.trainer, self.seconds = trainer, []  # type: ignore[var-annotated]
+        self.growth = next(
+            (each for each in trainer.callback_handler.callbacks if isinstance(each, MemoryLength)), None
+        )
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if self.growth is not None:
             # The memory that the next step finds is left by this one.
-            training.step = min(max(0, 2 * (i + 1) + 1), PLANNED - 1)
-            since = time.perf_counter()
-            training.train_step(batch)
-            seconds.append(time.perf_counter() - since)
-    return seconds[UNTIMED:]
+            step = min(max(0, 2 * (len(self.seconds) - UNTIMED + 1) + 1), PLANNED - 1)
+            place = SimpleNamespace(global_step=step, max_steps=PLANNED)
+            self.growth.on_step_begin(args, place, control, model=model)
+        self.since = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seconds.append(time.perf_counter() - self.since)
+        control.should_training_stop = len(self.seconds) == UNTIMED + TIMED
+
+
+def seconds_of_steps(run: Run) -> list[float]:
+    """Of steps spread over a training, as `Timer` has them."""
+    with tempfile.TemporaryDirectory() as scratch:
+        arguments = training_arguments(run.training(Path(scratch) / "timed", *TIMING))
+        prepared = training.prepare(arguments)
+        trainer = training.make_trainer(arguments, training.make_model(arguments, prepared), prepared)
+        timer = Timer(trainer)
+        trainer.add_callback(timer)
+        trainer.train()
+    return timer.seconds[UNTIMED:]
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
@@ -562,9 +585,9 @@ def rows_of(run: Run, threads: int) -> list[dict[str, Any]]:
     seconds = step_seconds(run)
     took = sum(count * seconds[name] for name, count in steps.items())
     command = AND.join(shlex.join(["train_lm.py", *given]) for given in options.values())
-    last = training_arguments(options[run.contender.name]).run
+    last = training_arguments(options[run.contender.name]).training
     common = {
-        **harness.origin("cpu", PRECISIONS[precision_of(last)], threads),
+        **harness.origin("cpu", PRECISIONS[last.mixed_precision], threads),
         **harness.versions(),
         "commit": results["commit"],
         "text": run.text,

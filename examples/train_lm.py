@@ -5,7 +5,7 @@
     accelerate launch --config_file examples/launch/eight_gpus.yaml examples/train_lm.py RECIPE --data … --output …
     python examples/train_lm.py examples/recipes/ptb.yaml --smoke
 
-src/txl_hf/training is what it does: the loop of `TransfoXLTrainer` written out with accelerate.
+src/txl_hf/training is what it does: a recipe read into `TransfoXLTrainer`.
 """
 
 from txl_hf.commands import train as main

@@ -9,12 +9,11 @@ import datasets
 import matplotlib.pyplot
 import peft
 import torch.distributed.fsdp
-import torch.utils.tensorboard
 import transformers.models.auto.modeling_auto
 import transformers.trainer
 
 import libraries_torch
-import txl_hf.training.loop
+import txl_hf.training.command
 import txl_hf.training.trainer
 
 # Half a million objects that stay: each search for garbage among them takes a third of a second.

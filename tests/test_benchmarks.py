@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from scripts import run_script, start_script
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
-from txl_hf.training.arguments import parse_arguments
+from txl_hf.training.recipe import parse_arguments
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -405,7 +405,7 @@ def test_training_on_a_gpu_goes_part_by_part_and_goes_on(tmp_path, monkeypatch, 
     assert len(commands) == 4 and commands[2] == commands[3]
     for command in commands:
         parsed = parse_arguments(command[2:])
-        assert parsed.run.resume and Path(parsed.data.data).is_dir()
+        assert parsed.data.resume and Path(parsed.data.data).is_dir()
     assert parse_arguments(commands[1][2:]).model.model_name_or_path == str(tmp_path / "runs" / "ptb")
 
 

@@ -10,7 +10,8 @@ import pytest
 from txl_hf import commands
 from txl_hf.command_line import CommandParser, check_files, hub_or_folder, one_line_errors
 from txl_hf.files import disk_errors
-from txl_hf.training.arguments import check_folders, parse_arguments
+from txl_hf.training.command import check_folders
+from txl_hf.training.recipe import parse_arguments
 
 
 @pytest.fixture

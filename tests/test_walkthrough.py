@@ -33,6 +33,7 @@ SHORTER = {
     "train_lm.py": TRAINING,
     "evaluate_lm.py": "--max_tokens 60",
     "tune_lm.py": "--max_tokens 60 --max_test_tokens 60",
+    "accelerate_loop.py": "--steps 2 --segment_length 8 --batch_size 2",
     "lora.py": "--steps 2 --segment_length 8",
     "classification.py": "--epochs 1 --max_length 16",
     "streaming_generation.py": "--max_new_tokens 5",
@@ -130,7 +131,7 @@ def test_the_commands_of_the_front_page(clone):
 def test_launches(monkeypatch):
     """Those for other machines are read as accelerate and the script would read them."""
     monkeypatch.chdir(ROOT)
-    from txl_hf.training.arguments import parse_arguments
+    from txl_hf.training.recipe import parse_arguments
 
     typed = [words[words.index("accelerate") :] for words in commands("examples/README.md") if "accelerate" in words]
     assert len(typed) == 6
@@ -139,7 +140,7 @@ def test_launches(monkeypatch):
         launch = launch_command_parser().parse_args(words[2:])
         assert Path(launch.config_file).is_file() and Path(launch.training_script).name == "train_lm.py"
         arguments = parse_arguments(launch.training_script_args)
-        outputs.append(arguments.run.output)
+        outputs.append(arguments.training.output_dir)
         processes = launch.num_processes or yaml.safe_load(Path(launch.config_file).read_text())["num_processes"]
         assert arguments.data.batch_size % processes == 0, "the streams of a step are shared out among processes"
     alone = [

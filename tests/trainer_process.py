@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from txl_hf import (
     TransfoXLForSequenceClassification,
     TransfoXLTokenizer,
 )
+from txl_hf.training.arguments import TransfoXLTrainingArguments
 from txl_hf.training.trainer import TransfoXLTrainer
 
 
@@ -89,7 +91,13 @@ def make_text(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(7, (length,), generator=generator).cumsum(0) % SMALL["vocab_size"]
 
 
+ADDED = {entry.name for entry in fields(TransfoXLTrainingArguments)} - {
+    entry.name for entry in fields(TrainingArguments)
+}
+
+
 def make_arguments(path, **changes) -> TrainingArguments:
+    """Plain ones, unless something of this package's is set."""
     defaults = {
         "output_dir": str(path),
         "per_device_train_batch_size": 4,
@@ -103,7 +111,8 @@ def make_arguments(path, **changes) -> TrainingArguments:
         "disable_tqdm": True,
         "seed": 0,
     }
-    return TrainingArguments(**(defaults | changes))
+    kind = TransfoXLTrainingArguments if ADDED & changes.keys() else TrainingArguments
+    return kind(**(defaults | changes))
 
 
 def train(

@@ -30,8 +30,7 @@ from .data.text_stream import TextStream
 from .evaluation.continuous_cache import ContinuousCache
 from .evaluation.dynamic import DynamicEvaluation, GradientStatistics
 from .evaluation.language_model import evaluate_language_model, token_losses
-from .training.regularization import regularize
-from .training.regularization_arguments import RegularizationArguments
+from .training.regularization import RegularizationArguments, regularize
 from .transfo_xl.cache_transfo_xl import MemoryCache, StaticMemoryCache
 from .transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from .transfo_xl.memory_transfo_xl import MemoryLengths, mask_overflow
@@ -46,6 +45,7 @@ from .transfo_xl.modeling_transfo_xl import (
 from .transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
 
 if TYPE_CHECKING:
+    from .training.arguments import TransfoXLTrainingArguments
     from .training.trainer import TransfoXLTrainer
 
 __version__ = "0.1.0"
@@ -69,6 +69,7 @@ __all__ = [
     "TransfoXLPreTrainedModel",
     "TransfoXLTokenizer",
     "TransfoXLTrainer",
+    "TransfoXLTrainingArguments",
     "evaluate_language_model",
     "mask_overflow",
     "regularize",
@@ -95,4 +96,8 @@ def __getattr__(name: str):
         from .training.trainer import TransfoXLTrainer
 
         return TransfoXLTrainer
+    if name == "TransfoXLTrainingArguments":
+        from .training.arguments import TransfoXLTrainingArguments
+
+        return TransfoXLTrainingArguments
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -590,7 +590,7 @@ def test_what_a_file_needs_and_is_not_installed_is_no_fault_of_the_file(tmp_path
 def test_a_model_of_music_is_trained_and_evaluated_and_has_its_tokenizer(tmp_path):
     _, tokenizer, information = prepared(write_folder(tmp_path / "midi", 12), tmp_path)
     sizes = "--n_layer 1 --d_model 16 --n_head 2 --d_head 8 --d_inner 16 --tgt_len 16 --mem_len 16 --batch_size 4"
-    steps = "--max_steps 2 --eval_batch_size 1 --warmup_steps 0 --log_every 1 --eval_memory_lengths 0"
+    steps = "--max_steps 2 --eval_batch_size 1 --warmup_steps 0 --logging_steps 1 --eval_memory_lengths 0"
     (tmp_path / "recipe.yaml").write_text("initial_memory: empty\n")
     run = tmp_path / "run"
     folders = ["--data", str(tmp_path / "output"), "--output", str(run)]

@@ -22,11 +22,13 @@ pytest.importorskip("accelerate")
 pytest.importorskip("datasets")
 pytest.importorskip("peft")
 
-from accelerate.state import AcceleratorState
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "by_feature"
 SCRIPTS = [
+    "accelerate_loop",
     "classification",
     "document_resets",
     "genome_labels",
@@ -99,6 +101,39 @@ def test_streaming_generation(tmp_path):
 
 
 @pytest.mark.slow
+def test_accelerate_loop(tmp_path):
+    """It learns, and is scored; the loop is short enough to be read."""
+    printed = smoke("accelerate_loop", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
+    assert len(losses) == 12 and losses[-1] < losses[0]
+    assert re.search(r"held-out bits per character: [\d.]+, of \d+ characters", printed)
+    assert len((FOLDER / "accelerate_loop.py").read_text().splitlines()) <= 150
+
+
+def test_accelerate_loop_goes_on_with_its_memory(tmp_path, script, monkeypatch, capsys):
+    def losses(*options: str | Path) -> list[str]:
+        try:
+            script("accelerate_loop").main(["--smoke", *map(str, options)])
+        finally:
+            AcceleratorState._reset_state(True)
+            GradientState._reset_state()
+        return re.findall(r"step \d+: loss [\d.]+", capsys.readouterr().out)
+
+    whole = losses("--output", tmp_path / "whole")
+    show = Accelerator.print
+
+    def killed(self, line):
+        show(self, line)
+        if line.startswith("step 9:"):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Accelerator, "print", killed)
+        losses("--output", tmp_path / "killed")
+    capsys.readouterr()
+    assert losses("--output", tmp_path / "killed", "--resume") == whole[6:] and len(whole) == 12
+
+
 def test_music_events(tmp_path):
     printed = smoke("music_events", tmp_path, "--output", tmp_path / "music.pt")
     without = figures(r"\n +0 +([\d.]+) +([\d.]+) +([\d.]+)", printed)

@@ -9,8 +9,8 @@ import yaml
 
 import half_hours
 import tune_lm
-from txl_hf.training.loop import Training
-from txl_hf.training.setup import make_scheduler
+from txl_hf.training.command import check_schedule
+from txl_hf.training.trainer import TransfoXLTrainer
 
 COMMAND = ["--smoke", "--seeds", "0", "--only", "ptb", "warandpeace"]
 FIRST = {name: text.contenders[0] for name, text in half_hours.TEXTS.items()}
@@ -41,7 +41,7 @@ class Examples:
             splits = {split: {"nll": 2.0} for split in ("validation", "test")}
             results = {**splits, "model": {"parameters": 7}, "commit": "abc"}
             (output / half_hours.RESULTS).write_text(json.dumps(results))
-            recipe = yaml.safe_dump(half_hours.training_arguments(options).as_dict())
+            recipe = yaml.safe_dump(half_hours.training_arguments(options).settings)
             (output / half_hours.RECIPE).write_text(recipe)
         else:
             rows = [
@@ -108,8 +108,8 @@ def test_a_share_of_the_seconds_is_a_share_of_steps_and_warm_up_and_nothing_is_t
     started = examples().started
     half_hours.main([*COMMAND, "--share", "0.5", "--output", str(tmp_path)])
     trained = [half_hours.training_arguments(options) for script, options in started if script == "train_lm.py"]
-    assert [each.optimization.max_steps for each in trained] == [4, 2, 4, 4]
-    assert [each.optimization.warmup_steps for each in trained] == [0] * 4, "half of one step"
+    assert [each.training.max_steps for each in trained] == [4, 2, 4, 4]
+    assert [each.training.warmup_steps for each in trained] == [0] * 4, "half of one step"
     assert not [script for script, _ in started if script == "tune_lm.py"]
     rows = half_hours.harness.read(tmp_path / "rows.csv")
     assert [(row["kind"], row["share"]) for row in rows] == [("static", "0.5")] * 4
@@ -132,7 +132,9 @@ def test_a_share_of_the_warm_up(tmp_path):
 
 def test_halves_are_of_equal_seconds_and_the_second_trains_the_model_of_the_first(examples, tmp_path, monkeypatch):
     started = examples().started
-    halves = half_hours.Contender("halves", "wikitext2_small", "--dropout 0.2", before="--scheduler constant")
+    halves = half_hours.Contender(
+        "halves", "wikitext2_small", "--dropout 0.2", before="--lr_scheduler_type constant_with_warmup"
+    )
     text = half_hours.TEXTS["ptb"]
     monkeypatch.setitem(half_hours.TEXTS, "ptb", half_hours.replace(text, contenders=(text.contenders[0], halves)))
     seconds = {text.contenders[0]: 2.0, halves.first_half: 1.0, halves: 4.0}
@@ -143,22 +145,28 @@ def test_halves_are_of_equal_seconds_and_the_second_trains_the_model_of_the_firs
     half_hours.main(command)
     first, second = [half_hours.training_arguments(options) for script, options in started if script == "train_lm.py"]
     # Eight steps of two seconds are, in halves, eight of one and two of four.
-    assert (first.optimization.max_steps, second.optimization.max_steps) == (8, 2)
-    assert (first.optimization.scheduler, second.optimization.scheduler) == ("constant", "cosine")
-    assert first.model.dropout == second.model.dropout == 0.2
-    assert (first.model.model_name_or_path, second.model.model_name_or_path) == (None, first.run.output)
+    assert (first.training.max_steps, second.training.max_steps) == (8, 2)
+    assert (first.training.lr_scheduler_type, second.training.lr_scheduler_type) == ("constant_with_warmup", "cosine")
+    assert first.config["dropout"] == second.config["dropout"] == 0.2
+    assert (first.model.model_name_or_path, second.model.model_name_or_path) == (None, first.training.output_dir)
     tuned = [options for script, options in started if script == "tune_lm.py"]
-    assert [options[options.index("--model") + 1] for options in tuned] == [second.run.output]
+    assert [options[options.index("--model") + 1] for options in tuned] == [second.training.output_dir]
     row = half_hours.harness.read(tmp_path / "rows.csv")[0]
     assert (row["steps"], row["seconds_of_step"], row["train_seconds"]) == ("10", "1.6", "16")
     page = (tmp_path / "README.md").read_text()
     assert page.count("\ntrain_lm.py ") == 2 and half_hours.AND not in page
     # What is done is of these halves, and of no others.
     half_hours.main(command)
-    for changed in (half_hours.replace(halves, before="--scheduler constant --tgt_len 8"), text.contenders[1]):
+    for changed in (
+        half_hours.replace(halves, before="--lr_scheduler_type constant_with_warmup --tgt_len 8"),
+        text.contenders[1],
+    ):
         contenders = (text.contenders[0], half_hours.replace(changed, name="halves"))
         monkeypatch.setitem(half_hours.TEXTS, "ptb", half_hours.replace(text, contenders=contenders))
-        with pytest.raises(SystemExit, match="of other options, --dropout 0.2 --scheduler constant --n_layer .* && "):
+        with pytest.raises(
+            SystemExit,
+            match="of other options, --dropout 0.2 --lr_scheduler_type constant_with_warmup --n_layer .* && ",
+        ):
             half_hours.main(command)
 
 
@@ -177,9 +185,8 @@ def test_a_row_says_how_many_threads_its_run_had(examples, tmp_path, monkeypatch
 def test_each_contender_can_be_timed(tmp_path, text, contender):
     """A warm-up longer than the steps that are timed was refused where the rate goes down at the end."""
     run = half_hours.Run(text, contender, seed=0, work=tmp_path, smoke=False)
-    arguments = half_hours.training_arguments(run.training(tmp_path / "timed", *half_hours.TIMING)).optimization
-    parameters = [torch.nn.Parameter(torch.zeros(1))]
-    make_scheduler(torch.optim.SGD(parameters, lr=arguments.learning_rate), arguments, half_hours.PLANNED)
+    arguments = half_hours.training_arguments(run.training(tmp_path / "timed", *half_hours.TIMING)).training
+    check_schedule(arguments, half_hours.PLANNED)
 
 
 def test_steps_that_are_timed_remember_as_much_as_those_of_the_whole_training(tmp_path, monkeypatch):
@@ -187,18 +194,20 @@ def test_steps_that_are_timed_remember_as_much_as_those_of_the_whole_training(tm
     [growing] = [each for each in half_hours.TEXTS["wikitext-2"].contenders if "--mem_warmup_ratio" in each.options]
     run = half_hours.Run("wikitext-2", growing, seed=0, work=tmp_path, smoke=True)
     half_hours.prepare(run, None)
-    found, train_step = [], Training.train_step
+    found, training_step = [], TransfoXLTrainer.training_step
 
-    def noted(training, batch):
-        [memory] = training.memories
+    def noted(trainer, *batch):
+        [memory] = trainer._memory.memories
         found.append(memory["mems"][0].shape[1] if memory else 0)
-        return train_step(training, batch)
+        return training_step(trainer, *batch)
 
-    monkeypatch.setattr(Training, "train_step", noted)
+    monkeypatch.setattr(TransfoXLTrainer, "training_step", noted)
     assert len(half_hours.seconds_of_steps(run)) == half_hours.TIMED
     steps, mem_len = 2000, 16
     whole = [max(1, min(mem_len, int(mem_len * step / (0.5 * steps)))) for step in range(steps)]
+    # Where the text ends, the first step of the next epoch remembers nothing.
     timed = found[-half_hours.TIMED :]
+    timed = [length or timed[place + 1] for place, length in enumerate(timed)]
     assert timed == sorted(timed) and timed[0] == 1 and timed[-1] == mem_len
     assert statistics.fmean(timed) == pytest.approx(statistics.fmean(whole), rel=0.01)
 

@@ -696,14 +696,14 @@ def test_a_page_of_all_results_has_every_table(work, tmp_path, monkeypatch):
 
 def test_the_commands_for_a_gpu_are_the_recipes_with_their_options():
     """Each is parsed as typed, and describes the row that it is said to be."""
-    from txl_hf.training import setup
-    from txl_hf.training.arguments import parse_arguments
+    from txl_hf.training.command import make_config
+    from txl_hf.training.recipe import parse_arguments
 
     lines = [line.split() for line in page.commands().splitlines() if not line.startswith("#")]
     assert len(lines) == len(page.COMMANDS)
     for _, _, recipe, *options in lines:
         arguments = parse_arguments([str(miniature.ROOT / recipe), *options])
-        config = setup.make_config(arguments.model, range(800_000), arguments.data)
+        config = make_config(arguments, range(800_000))
         name = options[options.index("--output") + 1].removeprefix("runs/")
         if name in contenders.ROWS:
             row = contenders.ROWS[name]

@@ -9,17 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedType
 
 from host_reads import count_host_reads
 from recorder import Recorder, let_the_host_wait
 from txl_hf import token_losses
 from txl_hf.kernels import captured
 from txl_hf.training import steps
-from txl_hf.training.compilation import compile_layers
-from txl_hf.training.regularization import regularize
-from txl_hf.training.regularization_arguments import RegularizationArguments
-from txl_hf.training.steps import STEPS_BEFORE, CapturedSteps, Forward, should_capture_steps
+from txl_hf.training.regularization import RegularizationArguments, regularize
+from txl_hf.training.steps import STEPS_BEFORE, CapturedSteps, Forward, compile_layers, should_capture_steps
 from txl_hf.transfo_xl.memory_transfo_xl import latest_states
 
 PLAIN = {"cutoffs": [], "div_val": 1}
@@ -154,7 +152,7 @@ def test_there_is_room_for_activations_of_graphs_beside_those_of_others(monkeypa
     [
         ("no graphs on meta", {}, {"device": torch.device("meta")}),
         ("MULTI_CPU", {}, {"distributed_type": DistributedType.MULTI_CPU}),
-        ("whole model is compiled", {}, {"backend": DynamoBackend.INDUCTOR}),
+        ("whole model is compiled", {}, {"torch_compile": True}),
         ("each bin", {"cutoffs": [9, 30]}, {}),
         ("--gradient_checkpointing", {}, {"gradient_checkpointing": True}),
         ("flex_attention", {"attn_implementation": "flex_attention"}, {}),
@@ -167,20 +165,20 @@ def test_what_cannot_be_captured_is_launched_or_refused_with_the_reason(make_mod
     given = {
         "device": torch.device("cpu"),
         "distributed_type": DistributedType.NO,
-        "backend": DynamoBackend.NO,
+        "torch_compile": False,
         "gradient_checkpointing": False,
         "document_end": None,
     } | given
     accelerator = SimpleNamespace(
         device=given["device"],
         distributed_type=given["distributed_type"],
-        state=SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=given["backend"])),
     )
     backend = changes.pop("attn_implementation", "eager")
     model = make_model(backend, **(PLAIN | changes))
 
     def captures(cuda_graphs, tokens=captured.MOST_TOKENS):
-        run = SimpleNamespace(cuda_graphs=cuda_graphs, gradient_checkpointing=given["gradient_checkpointing"])
+        told = {"torch_compile": given["torch_compile"], "gradient_checkpointing": given["gradient_checkpointing"]}
+        run = SimpleNamespace(cuda_graphs=cuda_graphs, **told)
         return should_capture_steps(run, accelerator, model, given["document_end"], tokens)
 
     assert not captures(False)

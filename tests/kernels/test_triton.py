@@ -30,7 +30,7 @@ import txl_hf.kernels.softmax_triton as softmax_kernels
 import txl_hf.transfo_xl.adaptive_transfo_xl as adaptive
 from models import random_softmax, small_config
 from sass import overwritten_operands
-from txl_hf.training.compilation import compile_layers
+from txl_hf.training.steps import compile_layers
 from txl_hf.transfo_xl.attention_transfo_xl import BACKENDS as ALL_BACKENDS
 from txl_hf.transfo_xl.attention_transfo_xl import AttentionInputs, eager_relative_attention, visible_keys
 

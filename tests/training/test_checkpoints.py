@@ -27,8 +27,7 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from trainer_process import make_arguments, make_model, make_text
 from txl_hf import TokenStream, TransfoXLTrainer
-from txl_hf.training import checkpoints, command, loop
-from txl_hf.training.arguments import parse_arguments, write_smoke_data
+from txl_hf.training import checkpoints, command
 from txl_hf.training.checkpoints import (
     MANIFEST_NAME,
     MEMS_NAME,
@@ -36,6 +35,7 @@ from txl_hf.training.checkpoints import (
     last_checkpoint,
     remove_old_checkpoints,
 )
+from txl_hf.training.recipe import parse_arguments, write_smoke_data
 
 RECIPE = {
     "n_layer": 1,
@@ -48,11 +48,11 @@ RECIPE = {
     "mem_len": 8,
     "batch_size": 2,
     "max_steps": 4,
-    "eval_every": 4,
+    "eval_steps": 4,
     "eval_batch_size": 2,
     "eval_tgt_len": 200,
-    "save_every": 2,
-    "log_every": 1,
+    "save_steps": 2,
+    "logging_steps": 1,
     "average": "ema",
 }
 
@@ -83,9 +83,8 @@ class ScriptRun:
 
     def resume(self) -> int:
         with fresh_accelerate():
-            training = loop.Training(parse_arguments(self.argv("--resume")))
-            training.accelerator.end_training()
-            return training.step
+            arguments = parse_arguments(self.argv("--resume"))
+            return command.find_checkpoint(self.output, arguments, command.prepare(arguments))[1]
 
 
 class StepsFrom(TrainerCallback):

@@ -208,7 +208,7 @@ def test_what_was_prepared_is_remembered_by_the_commands(prepared, tmp_path, cap
     information = json.loads((prepared / "corpus.json").read_text())
     assert information["document_end"] == 0 and information["splits"]["test"]["documents"] == 60
     recipe = tmp_path / "recipe.yaml"
-    settings = {"cutoffs": [], "div_val": 1, "max_steps": 4, "eval_every": 4, "save_every": 2, "data": str(prepared)}
+    settings = {"cutoffs": [], "div_val": 1, "max_steps": 4, "eval_steps": 4, "save_steps": 2, "data": str(prepared)}
     recipe.write_text(yaml.safe_dump(RECIPE | settings))
     train(recipe, "--output", str(tmp_path / "run"))
     results = json.loads((tmp_path / "run" / "results.json").read_text())
@@ -245,7 +245,7 @@ def test_what_was_prepared_is_remembered_by_the_commands(prepared, tmp_path, cap
 def test_one_model_has_one_figure(prepared, tmp_path, capsys, document_end):
     """That of the end of its training, whatever the lengths and documents of that were."""
     recipe, output = tmp_path / "recipe.yaml", tmp_path / "model"
-    settings = {"cutoffs": [], "div_val": 1, "max_steps": 2, "eval_every": 2, "data": str(prepared)}
+    settings = {"cutoffs": [], "div_val": 1, "max_steps": 2, "eval_steps": 2, "data": str(prepared)}
     settings |= {"eval_batch_size": 3, "eval_tgt_len": 7, "eval_mem_len": 20, "eval_clamp_len": 9}
     recipe.write_text(yaml.safe_dump(RECIPE | settings | {"eval_same_length": True}))
     train(recipe, "--output", str(output), "--document_end", document_end)

@@ -1,5 +1,6 @@
 """Configurations for `accelerate launch`: what they say, what accelerate makes of them, and that they start it."""
 
+import json
 import os
 import re
 import socket
@@ -17,13 +18,14 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from transformers import AutoModelForCausalLM
 
 import txl_hf  # noqa: F401 -- registers Transformer-XL with the Auto classes
+from txl_hf.training.recipe import RecipeParser
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "examples" / "launch"
 DECLARED = {
-    "evaluate_lm.py": "evaluate.py",
-    "prepare_corpus.py": "prepare.py",
-    "train_lm.py": "training/arguments.py",
+    "evaluate_lm.py": "evaluation/evaluate.py",
+    "prepare_corpus.py": "data/prepare.py",
+    "train_lm.py": "training/recipe.py",
 }
 FIELDS = {
     "cpu": {"distributed_type": "MULTI_GPU", "num_processes": 2, "use_cpu": True, "mixed_precision": "no"},
@@ -237,12 +239,27 @@ def test_an_example_in_two_processes(tmp_path):
     assert weights.is_file() and list(tmp_path.iterdir()) == [weights]
 
 
+@pytest.mark.slow
+def test_a_loop_of_ones_own_in_two_processes(tmp_path):
+    """The losses of one process, and a score of the whole text."""
+    script, found = ROOT / "examples" / "by_feature" / "accelerate_loop.py", []
+    for processes in ("1", "2"):
+        folder = tmp_path / processes
+        options = ["--num_processes", processes, "--main_process_port", "0"]
+        printed = finish(start("cpu", script, *options, arguments=["--smoke", "--output", str(folder)]))
+        losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
+        score = json.loads((folder / "score.json").read_text())
+        found.append([*losses, score["nll"], score["tokens"]])
+    assert found[1] == pytest.approx(found[0], abs=1e-5) and len(found[0]) == 14
+
+
 def test_the_commands_of_the_page_name_what_there_is():
     """Scripts, recipes and configurations that exist, and options that they have."""
     page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
     commands = [line for line in "\n".join(blocks).splitlines() if line and not line.startswith("#")]
     assert len(commands) >= 15
+    of_recipes = {name[2:] for action in RecipeParser()._actions for name in action.option_strings}
     for command in commands:
         scripts = [word for word in command.split() if word.endswith(".py")]
         assert len(scripts) == 1, command
@@ -255,7 +272,11 @@ def test_the_commands_of_the_page_name_what_there_is():
         source = (package / declared if declared else script).read_text(encoding="utf-8")
         source += (package / "command_line.py").read_text(encoding="utf-8")
         for option in re.findall(r"--([\w-]+)", command.split(scripts[0])[1]):
-            assert f'"--{option}"' in source or re.search(rf"^    {option}: ", source, re.MULTILINE), option
+            assert (
+                option in of_recipes
+                or f'"--{option}"' in source
+                or re.search(rf"^    {option}: ", source, re.MULTILINE)
+            ), option
         if "--config_file" in command:
             options = command.split("accelerate launch ")[1].split(scripts[0])[0].split()
             launch_command_parser().parse_args([*options, scripts[0]])

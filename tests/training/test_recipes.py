@@ -2,8 +2,6 @@
 
 import json
 import re
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,11 +12,10 @@ pytest.importorskip("accelerate")
 pytest.importorskip("datasets")
 
 from accelerate.state import AcceleratorState, GradientState
-from transformers import HfArgumentParser
 
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM, regularize
-from txl_hf.training import command, loop, setup
-from txl_hf.training.arguments import parse_arguments
+from txl_hf.training import command, report
+from txl_hf.training.recipe import parse_arguments
 
 RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.yaml"))
 # Millions of parameters. The paper counts 257 for wt103_large, which has 285 (so have its checkpoints), and 460 for
@@ -46,7 +43,7 @@ def test_all_recipes_are_there():
 @pytest.fixture(autouse=True)
 def plots(monkeypatch):
     """test_train_lm.py looks at one; drawing would be a third of a run of seconds."""
-    monkeypatch.setattr(loop, "plot", lambda log, path, metric: path.touch())
+    monkeypatch.setattr(report, "plot", lambda log, path, metric: path.touch())
 
 
 def smoke(recipe: Path, *options: str):
@@ -99,7 +96,7 @@ def test_the_whole_model_has_the_published_size(name):
     [recipe] = [path for path in RECIPES if path.stem == name]
     arguments = parse_arguments([str(recipe), "--data", "data", "--output", "output"])
     vocab_size = next(size for corpus, size in VOCABULARIES.items() if name.startswith(corpus))
-    config = setup.make_config(arguments.model, range(vocab_size), arguments.data)
+    config = command.make_config(arguments, range(vocab_size))
     with torch.device("meta"):
         parameters = TransfoXLForCausalLM(config).num_parameters()
     assert parameters == pytest.approx(PUBLISHED[name] * 1e6, rel=0.005)
@@ -114,8 +111,8 @@ def test_the_first_steps_have_a_gradient_at_full_depth(recipe):
     """With all that the recipe drops: what a few layers bear sixteen may not."""
     arguments = parse_arguments([str(recipe), "--data", "data", "--output", "output"])
     for name, width in {"d_model": 16, "d_embed": 16, "n_head": 2, "d_head": 8, "d_inner": 16, "cutoffs": []}.items():
-        setattr(arguments.model, name, width)
-    config = setup.make_config(arguments.model, range(60), arguments.data)
+        arguments.config[name] = width
+    config = command.make_config(arguments, range(60))
     for seed in range(3):
         torch.manual_seed(seed)
         model = TransfoXLForCausalLM(config).train()
@@ -156,24 +153,5 @@ def test_baselines_without_recurrence_by_a_recipe_with_memory(tmp_path, attn_typ
 
 def test_an_empty_list_on_the_command_line_takes_back_the_recipes():
     recipe = next(str(path) for path in RECIPES if path.stem == "wt103_base")
-    assert parse_arguments([recipe, "--smoke"]).model.cutoffs
-    assert parse_arguments([recipe, "--smoke", "--cutoffs"]).model.cutoffs == []
-
-
-def test_threads_read_options_one_after_the_other(monkeypatch):
-    """As `half_hours.py` does: the parser of transformers writes to the groups' fields, which all share."""
-    add_group, inside, most = HfArgumentParser._add_dataclass_arguments, [], []
-
-    def add(self, group):
-        inside.append(group)
-        most.append(len(inside))
-        time.sleep(0.01)
-        add_group(self, group)
-        inside.remove(group)
-
-    monkeypatch.setattr(HfArgumentParser, "_add_dataclass_arguments", add)
-    argv = [str(RECIPES[0]), "--data", "data", "--output", "run"]
-    with ThreadPoolExecutor(4) as threads:
-        found = [each.result() for each in [threads.submit(parse_arguments, argv) for _ in range(4)]]
-    assert set(most) == {1}
-    assert all(each.as_dict() == found[0].as_dict() for each in found)
+    assert parse_arguments([recipe, "--smoke"]).config["cutoffs"]
+    assert parse_arguments([recipe, "--smoke", "--cutoffs"]).config["cutoffs"] == []

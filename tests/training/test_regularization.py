@@ -16,8 +16,7 @@ pytest.importorskip("accelerate")
 from trainer_process import make_arguments, make_text, read_losses, run
 from trainer_process import make_model as make_small
 from txl_hf import TokenStream, TransfoXLModel
-from txl_hf.training.regularization import LockedDropout, regularize
-from txl_hf.training.regularization_arguments import RegularizationArguments
+from txl_hf.training.regularization import LockedDropout, RegularizationArguments, regularize
 from txl_hf.training.trainer import TransfoXLTrainer
 from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 

@@ -6,9 +6,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from txl_hf.training import compilation
-from txl_hf.training.arguments import parse_arguments
-from txl_hf.training.compilation import compile_layers, should_compile_layers, uncompiled
+from txl_hf.training import steps
+from txl_hf.training.arguments import TransfoXLTrainingArguments
+from txl_hf.training.steps import compile_layers, should_compile_layers, uncompiled
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("sdpa", marks=pytest.mark.slow)])
@@ -75,21 +75,19 @@ def test_the_compiled_backward_pass_multiplies_no_gradient_of_the_memory(make_mo
 
 
 def test_layers_are_compiled_on_a_gpu_unless_something_else_is(tmp_path, monkeypatch):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("max_steps: 1\ndata: data\noutput: output\n")
-
-    def chosen(*options, whole=False):
-        return should_compile_layers(parse_arguments([str(recipe), *options]), whole)
+    def chosen(told=None, whole=False, regularized=False):
+        arguments = TransfoXLTrainingArguments(str(tmp_path), use_cpu=True, compile_layers=told, torch_compile=whole)
+        return should_compile_layers(arguments, regularized)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not chosen() and chosen("--compile_layers", "True")
+    assert not chosen() and chosen(True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(compilation, "has_triton", lambda: False)
-    assert not chosen() and chosen("--compile_layers", "True")
-    monkeypatch.setattr(compilation, "has_triton", lambda: True)
-    monkeypatch.setattr(compilation, "why_triton_cannot_begin", lambda: "Triton cannot begin: there is no gcc")
-    assert not chosen() and chosen("--compile_layers", "True")
-    monkeypatch.setattr(compilation, "why_triton_cannot_begin", lambda: None)
+    monkeypatch.setattr(steps, "has_triton", lambda: False)
+    assert not chosen() and chosen(True)
+    monkeypatch.setattr(steps, "has_triton", lambda: True)
+    monkeypatch.setattr(steps, "why_triton_cannot_begin", lambda: "Triton cannot begin: there is no gcc")
+    assert not chosen() and chosen(True)
+    monkeypatch.setattr(steps, "why_triton_cannot_begin", lambda: None)
     assert chosen()
-    assert not chosen("--compile_layers", "False")
-    assert not chosen(whole=True) and not chosen("--word_dropout", "0.1")
+    assert not chosen(False)
+    assert not chosen(whole=True) and not chosen(regularized=True)

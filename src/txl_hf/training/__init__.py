@@ -1,5 +1,6 @@
-"""Training of a language model from a recipe: `txl-train`, which examples/train_lm.py starts too.
+"""Training with memory: `TransfoXLTrainer`, and `txl-train`, which reads a recipe into it.
 
-`command` reads a recipe and the command line, whose options `arguments` declares; `setup` makes what a run needs,
-`loop` is the training itself, `results` what a run leaves.
+Imports `transfo_xl`, `kernels`, `data` and `evaluation`. `trainer` is the loop, with `arguments`, `optimizers`,
+`callbacks`, `regularization`, `steps` (compiled layers and captured steps), `checkpoints` and `cards`. `recipe` reads
+a recipe and the command line, `command` makes a run of it, `report` is what a run says and leaves.
 """

@@ -34,24 +34,10 @@ from transformers.utils import logging
 from ..files import MANIFEST_NAME, UNFINISHED_PREFIX, move_into_place, write_text
 from ..legacy.unpickle import STAND_IN, Machine, Name, StandIn, UnsafePickleError, load, shown
 
-__all__ = [
-    "UNFINISHED_PREFIX",
-    "begin_run",
-    "checkpoint_problem",
-    "data_only",
-    "finish_checkpoint",
-    "last_checkpoint",
-    "list_checkpoints",
-    "load_mems",
-    "read_position",
-    "remove_old_checkpoints",
-    "remove_unfinished",
-    "save_mems",
-]
-
 logger = logging.get_logger(__name__)
 
 MEMS_NAME = "mems.safetensors"
+AVERAGE_NAME = "average.pt"
 # What this file calls the mask of the states, beside the numbers of the layers.
 MASK = "mask"
 # In the folder of the checkpoints: which run writes there now.
@@ -371,13 +357,7 @@ def load_mems(
         ValueError: they are those of another position, or of another text or layout.
     """
     saved, layers = read_position(folder)
-    differing = {name for name in {*saved, *position} if saved.get(name) != position.get(name)}
-    if differing:
-        then, now = ({name: place.get(name) for name in sorted(differing)} for place in (saved, position))
-        raise ValueError(
-            f"{folder} is from a stream at {then}, but the training would go on at {now}: resume with the "
-            "same text, batch size, lengths and seed"
-        )
+    check_position(folder, saved, position)
     with safe_open(folder / MEMS_NAME, "pt") as file:
         if layers == 0:
             return [{} for _ in starts]
@@ -392,6 +372,19 @@ def load_mems(
         ]
 
 
+def check_position(folder: Path, saved: dict[str, Any], position: dict[str, Any]):
+    """Raise a ValueError where a checkpoint's memory is from another place, or of another text or layout."""
+    # What was read is compared when it is read again.
+    names = {*saved, *position} - {"read"}
+    differing = {name for name in names if saved.get(name) != position.get(name)}
+    if differing:
+        then, now = ({name: place.get(name) for name in sorted(differing)} for place in (saved, position))
+        raise ValueError(
+            f"{folder} is from a stream at {then}, but the training would go on at {now}: resume with the "
+            "same text, batch size, lengths and seed"
+        )
+
+
 def read_position(folder: Path) -> tuple[dict[str, Any], int]:
     """Where a training was when it wrote its memory, and how many layers that has.
 
@@ -404,3 +397,24 @@ def read_position(folder: Path) -> tuple[dict[str, Any], int]:
         if not isinstance(position, dict) or {str(layer) for layer in range(len(names))} != names:
             raise ValueError(f"it is damaged ({MEMS_NAME} says no position, or holds other tensors than layers)")
     return position, len(names)
+
+
+def load_average(path: Path, average: Any, model: Any) -> None:
+    """Go on with the average of a checkpoint; one that has begun is not left behind, nor another one taken for it.
+
+    Args:
+        average: an `Averaging`, or None.
+
+    Raises:
+        ValueError: the checkpoint has another average, or none.
+    """
+    if not path.is_file():
+        if average is not None:
+            raise ValueError(f"{path.parent} has no average of the weights: resume with average='none'")
+        return
+    with data_only():
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    if average is not None:
+        average.load_state_dict(saved, model)
+    elif saved["steps"]:
+        raise ValueError(f"{path.parent} has begun an average of the weights: resume with average as it was")

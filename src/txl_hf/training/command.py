@@ -4,45 +4,539 @@
     txl-train RECIPE --data DIR --output DIR --resume
     txl-train RECIPE --smoke
 
-DIR of --data is what `txl-prepare` (examples/prepare_corpus.py) wrote. A recipe, a YAML file, sets any of the options
-below; the command line wins. examples/recipes has those of published results.
+RECIPE is a YAML file, or the name of one that comes with the package (examples/recipes has those of published
+results). It sets any of the options below; the command line wins. DIR of --data is what `txl-prepare`
+(examples/prepare_corpus.py) wrote. What is not listed here is in --help-all: all options of transformers'
+TrainingArguments.
 
 --output then holds the model that was best in validation, with its tokenizer (for `AutoModelForCausalLM` and
-`AutoTokenizer`) and its step (`best.json`), `results.json`, the run's log (`log.jsonl`, TensorBoard's,
-`training.png`), the settings it ran with (`recipe.yaml`), and checkpoints, which are complete or absent. Killed at any
-moment and resumed, a run goes on as if it had never stopped.
+`AutoTokenizer`) and its step (`best.json`), `results.json`, the run's log (`log.jsonl`, `training.png`), the settings
+it ran with (`recipe.yaml`), and checkpoints, which are complete or absent. Killed at any moment and resumed, a run
+goes on as if it had never stopped; on SIGTERM it saves a checkpoint and stops.
 """
 
-import os
+import ctypes
+import functools
+import json
+import math
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from ..command_line import one_line_errors
+import datasets
+import numpy as np
+import pyarrow.compute
+import torch
+import transformers
+import yaml  # type: ignore[import-untyped]
+from accelerate import PartialState
+from accelerate.utils import set_seed
+from torch import Tensor
+from transformers import AutoModelForCausalLM, SchedulerType, get_scheduler
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from ..command_line import hub_or_folder, one_line_errors
+from ..data.loading import (
+    check_symbols_of,
+    fill_special_tokens,
+    load_config,
+    load_language_model,
+    load_tokenizer,
+)
+from ..data.midi import EVENTS
+from ..data.streams import TokenStream, as_item, describe_stream, open_tokens, read_tokens
+from ..data.texts import load_splits, read_document_end
+from ..evaluation.language_model import evaluate_language_model
+from ..files import LOCK_NAME, disk_errors, lock_folder, move_into_place, options_that_differ, write_text
+from ..kernels.attention_triton import fastest_attention
+from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
+from ..transfo_xl.memory_transfo_xl import MemoryLengths
+from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
+from ..transfo_xl.tokenization_transfo_xl_backend import WORD_MODES
+from .arguments import DataArguments, TransfoXLTrainingArguments
+from .callbacks import check_growing
+from .checkpoints import check_position, last_checkpoint, list_checkpoints, read_position, remove_unfinished
+from .recipe import FIXED, FREE, RECIPE, SPLITS, Arguments, parse_arguments, read_recipe
+from .report import RESULTS, RunReport, finish, read_best
+from .trainer import TransfoXLTrainer
+
+# In glibc's malloc.h.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 def main(argv: list[str] | None = None):
-    with one_line_errors():
-        # Here, so that what is not installed is named in one line, and nothing slow is loaded to refuse an option.
-        from .arguments import check_folders, parse_arguments, shrink
-
-        arguments = parse_arguments(argv, description=__doc__)
-        check_folders(arguments)
-        if arguments.run.smoke and arguments.run.output is None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    with one_line_errors(), tempfile.TemporaryDirectory(prefix="txl-train-") as scratch:
+        transformers.logging.disable_progress_bar()
+        datasets.disable_progress_bars()
+        arguments = parse_arguments(argv, description=__doc__, scratch=Path(scratch))
+        is_removed = Path(scratch) in Path(arguments.training.output_dir).parents
+        if is_removed and arguments.training.world_size > 1:
             sys.exit("error: --smoke with several processes needs an --output that they share")
-        from .loop import Training, quiet
+        check_folders(arguments)
+        if torch.cuda.is_available():
+            # What is computed in fp32 beside bf16; ten bits of the factors are enough for a softmax over a vocabulary.
+            torch.set_float32_matmul_precision("high")
+        if not torch.accelerator.is_available():
+            keep_freed_memory()
+        try:
+            train(arguments)
+        except FloatingPointError as error:
+            sys.exit(f"error: {error}")
+        except KeyboardInterrupt:
+            sys.exit("stopped: the same command with --resume goes on from the last checkpoint")
+        if is_removed:
+            print("this was a trial: its folder is removed now; name one with --output to keep it")
 
-        quiet()
-        with tempfile.TemporaryDirectory(prefix="txl-train-") as scratch:
-            is_removed = arguments.run.smoke and arguments.run.output is None
-            if arguments.run.smoke:
-                shrink(arguments, Path(scratch))
-            training = Training(arguments)
-            try:
-                training.run()
-            except FloatingPointError as error:
-                sys.exit(f"error: {error}")
-            except KeyboardInterrupt:
-                sys.exit("stopped: the same command with --resume goes on from the last checkpoint")
-            if is_removed:
-                print("this was a trial: its folder is removed now; name one with --output to keep it")
+
+class Prepared(NamedTuple):
+    """What a run reads, and the model that it trains.
+
+    Attributes:
+        texts: token ids of each split. document_end: token that ends documents; None: each text is one.
+        stream: the training text. max_steps: steps that all of the training takes.
+    """
+
+    tokenizer: Any
+    texts: dict[str, Any]
+    document_end: int | None
+    stream: TokenStream
+    config: TransfoXLConfig
+    max_steps: int
+
+
+def prepare(arguments: Arguments) -> Prepared:
+    """Read the text and the configuration of a run.
+
+    Raises:
+        ValueError, OSError: a setting or a text is of no use; the message says what would be.
+    """
+    data, args = arguments.data, arguments.training
+    tokenizer, corpus = load_data(Path(data.data or ""))
+    config = make_config(arguments, tokenizer)
+    check_evaluation(config, data)
+    check_texts(corpus, config, data)
+    texts = {split: open_tokens(corpus[split]["token_ids"]) for split in SPLITS}
+    document_end = find_document_end(data, tokenizer, config)
+    fill_special_tokens(config, tokenizer, document_end)
+    stream = make_stream(texts["train"], config, data, args.seed, document_end)
+    share_out(arguments)
+    max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * stream.steps)
+    check_schedule(args, max_steps)
+    if args.mem_warmup_ratio:
+        check_growing(args.mem_warmup_ratio, config)
+    return Prepared(tokenizer, texts, document_end, stream, config, max_steps)
+
+
+def train(arguments: Arguments):
+    """Train a model as a recipe has it, and score it. What cannot be is refused before anything is written.
+
+    Raises:
+        ValueError, OSError: a setting, a text or a folder is of no use; the message says what would be.
+    """
+    output, data, state = Path(arguments.training.output_dir), arguments.data, PartialState()
+    prepared = prepare(arguments)
+    max_steps = prepared.max_steps
+    checkpoint, step = find_checkpoint(output, arguments, prepared)
+    model = make_model(arguments, prepared)
+    # All processes have looked before one writes.
+    state.wait_for_everyone()
+    lock = lock_output(output, data.resume) if state.is_main_process else None
+    if state.is_main_process:
+        begin_output(output, arguments, checkpoint, step, max_steps - step)
+    state.wait_for_everyone()
+    if checkpoint is not None:
+        checkpoint = output / checkpoint.name
+    if step < max_steps or not (output / RESULTS).exists():
+        trainer = make_trainer(arguments, model, prepared)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        done = trainer.state.global_step >= max_steps
+        if done and read_best(output) is None:
+            # It was of a step that was to come again.
+            trainer.evaluate()
+        accelerator = trainer.accelerator
+        # DDP's reducer goes before the processes part: freed after them, it can wait for ever for gloo's threads.
+        del trainer
+        accelerator.free_memory()
+        accelerator.end_training()
+        if not done:
+            sys.exit("stopped: the same command with --resume goes on from the last checkpoint")
+    if lock is not None:
+        finish(output, prepared.texts, functools.partial(evaluation_of, data, prepared.document_end), data)
+
+
+def make_trainer(arguments: Arguments, model: TransfoXLForCausalLM, prepared: Prepared) -> TransfoXLTrainer:
+    """The trainer of a run, whose `RunReport` is its first callback of its own."""
+    args, data, regularization = arguments.training, arguments.data, arguments.regularization
+    tokenizer, stream, validation = prepared.tokenizer, prepared.stream, prepared.texts["validation"]
+    report = RunReport(stream, validation, tokenizer, data.metric)
+    # Trainer's constructor sets the seed anew; draws of dropout go on behind those of the weights.
+    with torch.random.fork_rng():
+        trainer = TransfoXLTrainer(
+            model,
+            args,
+            train_dataset=stream,
+            eval_dataset=evaluation_of(data, prepared.document_end, validation),  # type: ignore[arg-type]
+            callbacks=[report],
+            regularization=regularization if any(vars(regularization).values()) else None,
+        )
+    if args.world_size > 1:
+        # The same weights everywhere, but a dropout of each process's own.
+        set_seed(args.seed, device_specific=True)
+    report.trainer = trainer
+    for shown in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(shown)
+    if (note := foreign_metric(tokenizer, data.metric)) and not data.smoke and trainer.is_world_process_zero():
+        print(note, file=sys.stderr)
+    return trainer
+
+
+def evaluation_of(
+    data: DataArguments, document_end: int | None, token_ids: Any, memory_length: int | None = None, **options: Any
+) -> Callable:
+    """`evaluate_language_model` of a text, as a function of the model: with the lengths of the recipe, or another
+    memory length."""
+
+    def evaluate(model: TransfoXLForCausalLM, accelerator: Any = None):
+        return evaluate_language_model(
+            model,
+            token_ids,
+            segment_length=data.eval_tgt_len or model.config.tgt_len,
+            memory_length=data.eval_mem_len if memory_length is None else memory_length,
+            batch_size=data.eval_batch_size,
+            ext_len=data.eval_ext_len,
+            clamp_len=data.eval_clamp_len,
+            same_length=data.eval_same_length,
+            document_end=document_end,
+            accelerator=accelerator,
+            **options,
+        )
+
+    return evaluate
+
+
+# --- text and streams ------------------------------------------------------------------------------------------------
+
+
+def load_data(folder: Path) -> tuple[Any, datasets.DatasetDict]:
+    """What txl-prepare wrote, with a tokenizer of transformers or of MidiTok; token ids stay on the disk."""
+    corpus = load_splits(folder)
+    for split in SPLITS:
+        if split not in corpus:
+            raise ValueError(f"--data {folder} has no split {split!r}, only {', '.join(map(repr, corpus))}")
+        if EVENTS in corpus[split].column_names:
+            raise ValueError(f"--data {folder} has compound tokens, which examples/music/compound.py trains on")
+        if "token_ids" not in corpus[split].column_names:
+            raise ValueError(f"--data {folder}: the split {split!r} has no column 'token_ids'")
+    return load_tokenizer(folder), corpus
+
+
+def check_texts(corpus: datasets.DatasetDict, config: TransfoXLConfig, data: DataArguments):
+    """Raise a ValueError for what training or evaluation would stumble over hours later."""
+    for split in SPLITS:
+        tokens = len(corpus[split])
+        if split != "train" and tokens <= data.eval_batch_size:
+            raise ValueError(
+                f"the {split} text has {tokens} tokens, too few for --eval_batch_size {data.eval_batch_size}"
+            )
+        ids = pyarrow.compute.min_max(corpus[split].data.column("token_ids")).as_py()
+        if ids["min"] < 0 or ids["max"] >= config.vocab_size:
+            raise ValueError(
+                f"the {split} text holds token ids from {ids['min']} to {ids['max']}, outside the vocabulary "
+                f"[0, {config.vocab_size})"
+            )
+    # The text of an evaluation may well be shorter than a recipe's memory.
+    tokens = max(len(corpus[split]) for split in SPLITS)
+    for name in ("eval_mem_len", "eval_memory_lengths"):
+        given = getattr(data, name) or 0
+        if (longest := max(given) if isinstance(given, list) else given) > tokens:
+            raise ValueError(
+                f"--{name} {longest} is longer than any text of --data {data.data}, of at most {tokens} tokens: give "
+                "a shorter memory"
+            )
+
+
+def check_evaluation(config: TransfoXLConfig, data: DataArguments):
+    """Raise a ValueError for lengths with which the first validation, hours later, or the last would end."""
+    for memory_length in [data.eval_mem_len, *data.eval_memory_lengths]:
+        lengths = MemoryLengths(memory_length, data.eval_ext_len, data.eval_clamp_len, data.eval_same_length)
+        try:
+            filled = lengths.of(config)
+        except ValueError as error:
+            raise ValueError(f"--eval_mem_len or --eval_memory_lengths: {error}") from error
+        read = filled.ext_len + (data.eval_tgt_len or config.tgt_len)
+        config.positions.check_segment(read, config, given="--eval_tgt_len, with --eval_ext_len,")
+
+
+def check_schedule(args: TransfoXLTrainingArguments, max_steps: int):
+    """Let a stable rate go down in a line over the last fifth of the steps, unless told otherwise.
+
+    Raises:
+        ValueError: the schedule does not take what it is given.
+    """
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
+    if args.lr_scheduler_type == SchedulerType.WARMUP_STABLE_DECAY:
+        line = {"num_decay_steps": max_steps // 5, "decay_type": "linear"}
+        args.lr_scheduler_kwargs = {**line, **(args.lr_scheduler_kwargs or {})}
+    kind, details = args.lr_scheduler_type, args.lr_scheduler_kwargs
+    try:
+        get_scheduler(kind, optimizer, args.get_warmup_steps(max_steps), max_steps, details)
+    except (TypeError, ZeroDivisionError) as error:
+        name = getattr(kind, "value", kind)
+        raise ValueError(f"--lr_scheduler_type {name} with --lr_scheduler_kwargs {details}: {error}") from error
+
+
+def foreign_metric(tokenizer: Any, metric: str) -> str | None:
+    """A line for who took a recipe of words for characters, or the other way round; None where nothing is strange."""
+    mode = getattr(tokenizer, "mode", None)
+    if mode in ("characters", "bytes") and metric == "perplexity":
+        return (
+            f"--data is a text of {mode}, but the figures shown are perplexities, as of words: --metric "
+            f"bits_per_token shows bits per {mode[:-1]}"
+        )
+    if mode in WORD_MODES and metric == "bits_per_token":
+        return "--data is a text of words, but the figures shown are bits, as of characters: try --metric perplexity"
+    return None
+
+
+class RolledStream(TokenStream):
+    """In every epoch each stream begins at a place of its own, drawn anew, and wraps around (NVIDIA's --roll)."""
+
+    def __init__(self, *args, roll_seed: int, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.roll_seed = roll_seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int):
+        self.length = self.steps * self.segment_length
+        self.shifts = np.random.default_rng([self.roll_seed, epoch]).integers(self.length, size=self.batch_size)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        step, row = divmod(index, self.batch_size)
+        begin = (step * self.segment_length + int(self.shifts[row])) % self.length
+        end = begin + self.segment_length + 1
+        start = row * self.length
+        tokens = read_tokens(self.token_ids, start + begin, start + min(end, self.length))
+        if end > self.length:
+            tokens = torch.cat([tokens, read_tokens(self.token_ids, start, start + end - self.length)])
+        return as_item(tokens, self.segment_length)
+
+
+def find_document_end(data: DataArguments, tokenizer: Any, config: TransfoXLConfig) -> int | None:
+    """The token that ends documents; a ValueError where the model cannot begin one inside a segment."""
+    given = data.document_end
+    document_end = read_document_end(Path(data.data or ""), tokenizer, given)
+    if document_end is not None:
+        try:
+            config.check_documents("documents in --data" if given is None else f"--document_end {given} and --data")
+        except ValueError as error:
+            raise ValueError(f"{error}, or read the text as one with --document_end none") from None
+    return document_end
+
+
+def make_stream(
+    token_ids: Any, config: TransfoXLConfig, data: DataArguments, seed: int, document_end: int | None
+) -> TokenStream:
+    """The training text; where it is of documents, each is read without what came before it."""
+    if data.roll:
+        if document_end is not None:
+            raise ValueError(
+                f"--roll wraps around one text, but --data {data.data} is of documents: leave it out, or read them as "
+                "one with --document_end none"
+            )
+        if data.varlen or config.ext_len:
+            raise ValueError("--roll goes together with neither --varlen nor --ext_len")
+        return RolledStream(token_ids, config.tgt_len, data.batch_size, roll_seed=seed)
+    return TokenStream(
+        token_ids,
+        config.tgt_len,
+        data.batch_size,
+        loss=data.loss,
+        ext_len=config.ext_len,
+        varlen_seed=seed if data.varlen else None,
+        document_end=document_end,
+    )
+
+
+def share_out(arguments: Arguments):
+    """Give each process and accumulation step its share of the streams."""
+    args, streams = arguments.training, arguments.data.batch_size
+    rows, left = divmod(streams, args.world_size * args.gradient_accumulation_steps)
+    if left:
+        raise ValueError(
+            f"--batch_size {streams} must be a multiple of {args.world_size} process(es) × "
+            f"--gradient_accumulation_steps {args.gradient_accumulation_steps}"
+        )
+    args.per_device_train_batch_size = rows
+
+
+# --- model -----------------------------------------------------------------------------------------------------------
+
+
+def make_config(arguments: Arguments, tokenizer: Any) -> TransfoXLConfig:
+    """Of a new model, or of a checkpoint, whose vocabulary must be the text's, with the settings that may change. With
+    `loss="half"` as many tokens are read again as a segment has."""
+    given, data = dict(arguments.config), arguments.data
+    source, vocab_size = arguments.model.model_name_or_path, len(tokenizer)
+    config = TransfoXLConfig() if source is None else load_config(source, "--model_name_or_path")
+    if data.loss == "half":
+        tgt_len = given.get("tgt_len", config.tgt_len)
+        if given.setdefault("ext_len", tgt_len) != tgt_len:
+            raise ValueError(f"--loss half reads {tgt_len=} tokens again: leave out --ext_len {given['ext_len']}")
+    if source is None:
+        if (cutoffs := given.setdefault("cutoffs", [])) and cutoffs[-1] >= vocab_size:
+            raise ValueError(
+                f"the vocabulary of --data {data.data} has {vocab_size} tokens, fewer than the recipe's cutoffs "
+                f"{cutoffs}: give smaller ones with --cutoffs, or none with --cutoffs alone"
+            )
+        given.setdefault("d_embed", given.get("d_model", config.d_model))
+        return TransfoXLConfig(vocab_size=vocab_size, eos_token_id=None, **given)
+    if vocab_size > config.vocab_size:
+        raise ValueError(
+            f"the vocabulary of --data {data.data} has {vocab_size} tokens, but --model_name_or_path {source} has "
+            f"{config.vocab_size}: prepare the text with the tokenizer of the model"
+        )
+    check_symbols_of(source, tokenizer, f"--data {data.data}")
+    for name, value in given.items():
+        if name in FREE:
+            setattr(config, name, value)
+        elif value not in ([], getattr(config, name)):
+            raise ValueError(f"--{name} is {value}, but {getattr(config, name)} in {source}: leave it out")
+    return config
+
+
+def make_model(arguments: Arguments, prepared: Prepared) -> TransfoXLForCausalLM:
+    """A new model with the weights of the run's seed, or that of a checkpoint."""
+    config, source = prepared.config, arguments.model.model_name_or_path
+    implementation = arguments.model.attn_implementation or fastest_attention(config.n_head, config.d_head)
+    settings = {} if implementation is None else {"attn_implementation": implementation}
+    set_seed(arguments.training.seed)
+    if source is None:
+        model = AutoModelForCausalLM.from_config(config, **settings)
+    else:
+        model = load_language_model(source, config=config, dtype=torch.float32, **settings)
+    # A checkpoint brings its own.
+    fill_special_tokens(model.generation_config, prepared.tokenizer, prepared.document_end)
+    return model
+
+
+def keep_freed_memory():
+    """Let glibc, if it is there, give tensors the memory of earlier ones.
+
+    Otherwise it asks the system anew for each that is large, and gets it page by page: 76,000 pages in a step of
+    `wikipedia_small.yaml`, a tenth of its seconds.
+    """
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+        for parameter in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+            mallopt(parameter, 2**31 - 1)
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def check_folders(arguments: Arguments):
+    """Refuse before anything is loaded a text that is not there, and a folder in which something would be lost.
+
+    Raises:
+        OSError: with what would be right.
+    """
+    data, source = Path(arguments.data.data or ""), arguments.model.model_name_or_path
+    check_output(Path(arguments.training.output_dir), arguments.data.resume)
+    if source is not None:
+        try:
+            hub_or_folder(source)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"--model_name_or_path {error}") from None
+    if not (data / "dataset_dict.json").is_file():
+        problem = "does not exist"
+        if data.exists():
+            problem = "is no tokenised text" if data.is_dir() else "is a file, not a folder"
+        raise FileNotFoundError(f"--data {data} {problem}: write one with txl-prepare")
+
+
+def check_output(output: Path, resume: bool):
+    """Raise a FileExistsError if something would be lost."""
+    if not output.exists() or (output.is_dir() and all(path.name == LOCK_NAME for path in output.iterdir())):
+        return
+    if not (output / RECIPE).is_file():
+        raise FileExistsError(f"--output {output} exists and is not from txl-train: choose another folder")
+    if not resume:
+        raise FileExistsError(f"--output {output} is in use: go on with --resume, or remove it")
+
+
+def lock_output(output: Path, resume: bool):
+    """Make the folder of a run and keep other runs from it: what is returned holds it until this process ends."""
+    output.mkdir(parents=True, exist_ok=True)
+    lock = lock_folder(output)
+    # Another run may have begun there, and ended, since this one looked.
+    check_output(output, resume)
+    return lock
+
+
+def find_checkpoint(output: Path, arguments: Arguments, prepared: Prepared) -> tuple[Path | None, int]:
+    """The last usable checkpoint of a run that is to be resumed, if there is one, and its step.
+
+    Raises:
+        ValueError: none of those that are there is usable, or the run has another model, optimizer, average or text,
+            or fewer steps.
+    """
+    found = last_checkpoint(output) if arguments.data.resume else None
+    if found is None:
+        if arguments.data.resume and (unusable := list_checkpoints(output)):
+            names = ", ".join(path.name for _, path in unusable)
+            raise ValueError(
+                f"no checkpoint in --output {output} can be resumed ({names}; the lines above say why): choose "
+                "another folder"
+            )
+        return None, 0
+    folder, max_steps = Path(found), prepared.max_steps
+    if changed := changed_settings(folder, arguments, prepared.config):
+        raise ValueError(
+            f"{folder} has another model or optimiser: resume with the recipe and options of the run ({changed})"
+        )
+    step = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
+    if step > max_steps:
+        raise ValueError(
+            f"{max_steps} steps are fewer than the {step} that {folder} has done (--max_steps or "
+            f"--num_train_epochs): give {step} or more"
+        )
+    saved, _ = read_position(folder)
+    place = {name: saved[name] for name in ("epoch", "step") if name in saved}
+    check_position(folder, saved, describe_stream(prepared.stream) | place)
+    read_best(output)
+    return folder, step
+
+
+def changed_settings(checkpoint: Path, arguments: Arguments, config: TransfoXLConfig) -> str:
+    """What makes another model or optimizer than that of the run of a checkpoint; "" if nothing."""
+    made = TransfoXLConfig.from_pretrained(checkpoint)
+    before, now = ({name: getattr(each, name) for name in FIXED} for each in (made, config))
+    path = Path(arguments.training.output_dir, RECIPE)
+    recipe = read_recipe(path) if path.exists() else {}
+    for name, default in (("optimizer", "adam"), ("average", "none")):
+        before[name], now[name] = recipe.get(name, default), arguments.settings.get(name, default)
+    return options_that_differ(before, now)
+
+
+def begin_output(output: Path, arguments: Arguments, checkpoint: Path | None, step: int, left: int):
+    """Give a checkpoint that was complete when a run was killed its name, and write down the settings of the run; what
+    is new among them is said.
+
+    Args:
+        step: of the checkpoint that the run goes on from; 0: it begins. left: how many steps are to come.
+    """
+    if checkpoint is not None and checkpoint.parent != output:
+        move_into_place(checkpoint, output / checkpoint.name)
+    remove_unfinished(output, files=True)
+    given = {name: value for name, value in arguments.settings.items() if name != "resume"}
+    before = read_recipe(output / RECIPE) if step else given
+    if step and not left:
+        return
+    for name in sorted((given.keys() | before.keys()) - {"output"}):
+        if (old := before.get(name)) != (new := given.get(name)):
+            print(f"from step {step} on {name} is {new}, until then {old}", file=sys.stderr)
+    (output / RESULTS).unlink(missing_ok=True)
+    with disk_errors(output):
+        write_text(output / RECIPE, yaml.safe_dump(given, sort_keys=False))

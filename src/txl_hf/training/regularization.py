@@ -14,6 +14,7 @@ other. Masks come from torch's generator, so that a run resumes exactly where th
 
 import functools
 import inspect
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,13 +24,50 @@ from torch.utils.hooks import RemovableHandle
 
 from ..transfo_xl.masks_transfo_xl import DOCUMENT_KEYWORDS, packed_starts
 from ..transfo_xl.modeling_transfo_xl import TransfoXLModel
-from .regularization_arguments import RegularizationArguments
 
-__all__ = ["LockedDropout", "Regularizer", "regularize"]
-
-
+_RATES = ("word_dropout", "input_dropout", "attention_dropout", "mlp_dropout", "output_dropout")
 # Of what a call may give without a name.
 _INPUTS = tuple(inspect.signature(TransfoXLModel.forward).parameters)[1:]
+
+
+@dataclass
+class RegularizationArguments:
+    """What to regularise and how much; 0 leaves a place as the model's configuration has it.
+
+    Raises:
+        ValueError: a rate is outside [0, 1), or a coefficient is negative.
+    """
+
+    word_dropout: float = field(
+        default=0.0, metadata={"help": "Rate at which whole words of the embedding are dropped in a forward."}
+    )
+    input_dropout: float = field(
+        default=0.0, metadata={"help": "Rate of locked dropout of the embedded input, in place of config.dropout."}
+    )
+    attention_dropout: float = field(
+        default=0.0, metadata={"help": "Rate of locked dropout of attention's outputs, in place of config.dropout."}
+    )
+    mlp_dropout: float = field(
+        default=0.0,
+        metadata={"help": "Rate of locked dropout in and after the feed-forward, in place of config.dropout."},
+    )
+    output_dropout: float = field(
+        default=0.0, metadata={"help": "Rate of locked dropout of the final output, in place of config.dropout."}
+    )
+    ar: float = field(
+        default=0.0, metadata={"help": "Coefficient of the mean square of the dropped final output (AR)."}
+    )
+    tar: float = field(
+        default=0.0, metadata={"help": "Coefficient of the mean square of the final output's steps in time (TAR)."}
+    )
+
+    def __post_init__(self):
+        for name in _RATES:
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and less than 1")
+        for name in ("ar", "tar"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)} must be a number of at least 0")
 
 
 class LockedDropout(nn.Dropout1d):

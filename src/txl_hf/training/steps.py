@@ -19,17 +19,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
+from torch.utils._triton import has_triton
 from transformers.utils import logging
 
+from ..kernels.attention_triton import why_triton_cannot_begin
 from ..kernels.captured import MOST_TOKENS, RECORDERS
 from ..transfo_xl.attention_transfo_xl import find_backend
 from ..transfo_xl.memory_transfo_xl import cloned_states, memory_of
-from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
-from .arguments import RunArguments
-from .compilation import is_compiled
+from .arguments import TransfoXLTrainingArguments
 from .regularization import Regularizer
-
-__all__ = ["MOST_GRAPHS", "STEPS_BEFORE", "CapturedStep", "CapturedSteps", "Forward", "should_capture_steps"]
 
 logger = logging.get_logger(__name__)
 
@@ -41,10 +39,38 @@ MOST_GRAPHS = 64
 Memory = dict[str, Any]
 
 
+def should_compile_layers(arguments: TransfoXLTrainingArguments, regularized: bool) -> bool:
+    """Whether `compile_layers` is set; where it is None, on a GPU that Triton runs on, of which the compiled kernels
+    are, unless the whole model is compiled, or dropouts are put around layers (`regularized`).
+    """
+    if arguments.compile_layers is not None:
+        return arguments.compile_layers
+    usual = not arguments.torch_compile and not regularized
+    return usual and torch.cuda.is_available() and has_triton() and why_triton_cannot_begin() is None
+
+
+def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
+    """Compile each layer of a Transformer-XL in place; parameters keep their names. All layers are alike, so that one
+    graph serves them, in a fraction of the time that the whole model takes, whose graph repeats them.
+    """
+    transformer: Any = getattr(model, "transformer", model)
+    for layer in transformer.layers:
+        layer.compile(backend=backend)
+
+
+def uncompiled() -> AbstractContextManager:
+    """A context in which compiled layers run as they are written: an evaluation has lengths of its own."""
+    return torch.compiler.set_stance("force_eager")
+
+
 def should_capture_steps(
-    run: RunArguments, accelerator: Accelerator, model: TransfoXLForCausalLM, document_end: int | None, tokens: int
+    arguments: TransfoXLTrainingArguments,
+    accelerator: Accelerator,
+    model: nn.Module,
+    document_end: Any | None,
+    tokens: int,
 ) -> bool:
-    """What `--cuda_graphs` says; by default where steps can be captured, and Python is slower than the GPU.
+    """Whether `cuda_graphs` is set; where it is None, whether steps can be captured and Python is slower than the GPU.
 
     Args:
         model: behind its wrappers. document_end: token that ends a document of the text; None: it is one.
@@ -53,28 +79,28 @@ def should_capture_steps(
     Raises:
         ValueError: they cannot be captured, but are to be; it says why.
     """
-    if run.cuda_graphs is False:
+    if arguments.cuda_graphs is False:
         return False
-    reason = _why_not(run, accelerator, model, document_end)
-    if run.cuda_graphs and reason:
+    reason = _why_not(arguments, accelerator, model, document_end)
+    if arguments.cuda_graphs and reason:
         raise ValueError(f"--cuda_graphs: {reason}")
-    return run.cuda_graphs or (reason is None and tokens <= MOST_TOKENS)
+    return arguments.cuda_graphs or (reason is None and tokens <= MOST_TOKENS)
 
 
 def _why_not(
-    run: RunArguments, accelerator: Accelerator, model: TransfoXLForCausalLM, document_end: int | None
+    arguments: TransfoXLTrainingArguments, accelerator: Accelerator, model: Any, document_end: Any | None
 ) -> str | None:
     if accelerator.device.type not in RECORDERS:
         return f"there are no graphs on {accelerator.device.type}"
     if accelerator.distributed_type is not DistributedType.NO:
         return f"under {accelerator.distributed_type.value} gradients are exchanged while they are computed"
-    if is_compiled(accelerator):
+    if arguments.torch_compile:
         return "the whole model is compiled, with graphs if its backend makes some"
     if model.config.cutoffs:
         return "the host has to know how many targets each bin of the vocabulary has"
     if document_end is not None:
         return "the host has to know at each step whether a document ends in it (--document_end none)"
-    if run.gradient_checkpointing:
+    if arguments.gradient_checkpointing:
         return "the host has to know what a layer draws that is computed twice (--gradient_checkpointing)"
     if not find_backend(backend := model.config._attn_implementation).captures:
         return f"attention by {backend} may compute with Python"

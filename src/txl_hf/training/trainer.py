@@ -4,18 +4,26 @@ import copy
 import os
 import re
 import shutil
+import signal
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import EvalResult
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
-from transformers import PreTrainedModel, Trainer, TrainingArguments, default_data_collator
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, SaveStrategy, default_compute_objective
@@ -23,32 +31,36 @@ from transformers.utils import logging
 
 from ..data.streams import check_loader, describe_stream
 from ..data.text_stream import TextStream
-from ..evaluation.cards import METRICS, RESULTS, results_of_folder, to_results
-from ..evaluation.language_model import figures
+from ..evaluation.cards import METRICS
+from ..evaluation.language_model import LanguageModelEvaluation, figures
+from ..files import disk_errors
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
+from ..transfo_xl.layout_transfo_xl import TransfoXLLayoutModel
 from ..transfo_xl.memory_transfo_xl import cloned_states, latest_states, mask_overflow, memory_of, real_states
 from ..transfo_xl.modeling_transfo_xl import without_padding
+from .arguments import TransfoXLTrainingArguments
+from .callbacks import MemoryLength, ScaledByLength
+from .cards import complete_push, create_model_card
 from .checkpoints import (
+    AVERAGE_NAME,
     UNFINISHED_PREFIX,
     begin_run,
     checkpoint_problem,
-    data_only,
     finish_checkpoint,
     last_checkpoint,
+    load_average,
     load_mems,
     read_position,
     remove_old_checkpoints,
     save_mems,
 )
-from .regularization import Regularizer, regularize
-from .regularization_arguments import RegularizationArguments
-
-__all__ = ["TransfoXLTrainer"]
+from .optimizers import Averaging, make_optimizer
+from .regularization import RegularizationArguments, Regularizer, regularize
+from .steps import CapturedSteps, Forward, compile_layers, should_capture_steps, should_compile_layers, uncompiled
 
 logger = logging.get_logger(__name__)
-
-# What a card calls the split and the data set of an evaluation that nobody has named.
-HELD_OUT, TRAINING = ("validation", "held-out text"), ("train", "training text")
+# Batches of which a checksum is kept.
+MOST_READ_AHEAD = 1024
 
 
 @dataclass
@@ -88,6 +100,63 @@ class _Sums:
         return torch.stack(parts) if parts else torch.zeros(2, dtype=torch.float64)
 
 
+class _Read:
+    """A collator that keeps the CRC-32 of the tokens of an epoch, by how many items they are of.
+
+    A text without a length is read again when its training is resumed, and may be another one by then. In a worker's
+    process the collator is a copy, and nothing is known here.
+    """
+
+    def __init__(self, collate: Callable):
+        self.collate = collate
+        self.begin()
+
+    def begin(self):
+        self.items, self.checksum = 0, 0
+        # The last of them: loaders read ahead.
+        self.known: dict[int, int] = {0: 0}
+
+    def __call__(self, items: list) -> dict[str, Any]:
+        batch = self.collate(items)
+        ids = batch.get("input_ids")
+        if isinstance(ids, Tensor) and ids.device.type == "cpu":
+            self.checksum = zlib.crc32(ids.numpy().tobytes(), self.checksum)
+        self.items += len(items)
+        self.known[self.items] = self.checksum
+        if len(self.known) > MOST_READ_AHEAD:
+            del self.known[next(iter(self.known))]
+        return batch
+
+
+class _WholeSteps(JITCheckpointCallback):
+    """A checkpoint on SIGTERM, at the end of a step: within it the memory is of a segment that the weights are yet to
+    learn from. Trainer writes it, behind the step's line of the log.
+    """
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        pass
+
+    on_pre_optimizer_step = on_epoch_end = on_step_begin
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.jit_manager is not None and self.jit_manager.is_checkpoint_requested:
+            self.jit_manager.is_checkpoint_requested = False
+            control.should_log = control.should_save = control.should_training_stop = True
+
+
+class _Beginnings(TrainerCallback):
+    """Where `TransfoXLTrainer` learns that a training and its epochs begin."""
+
+    def __init__(self, trainer: "TransfoXLTrainer"):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer.begin_training()
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.trainer.begin_epoch()
+
+
 class TransfoXLTrainer(Trainer):
     """transformers' `Trainer` whose steps go on with the memory of the step before.
 
@@ -96,13 +165,17 @@ class TransfoXLTrainer(Trainer):
     per process × processes × accumulation steps = G; a batch of evaluation likewise, without accumulation. They are
     read in order, whatever `train_sampling_strategy` says. A loader that breaks continuity is refused.
 
+    * `args` are `TransfoXLTrainingArguments`, or `TrainingArguments` with none of what those add.
     * Memory begins empty (see `initial_memory`) in every epoch and every evaluation; evaluation leaves that of the
       training as it was. It may be of `train_dataset` itself, of which it reads a copy, from the beginning.
+    * `eval_dataset` may also be a function of a model and an `accelerator`, such as
+      `functools.partial(evaluate_language_model, token_ids=…, segment_length=…)`, which gives the figures then.
     * The loss of a step is the mean over its targets in all micro-batches and processes, however many are -100.
       `eval_loss` is the mean over all targets likewise.
-    * Logs gain `perplexity`, `bits_per_token` (bits per character of a character-level model) and
-      `tokens_per_second`, without the time for evaluating and saving; evaluations gain the same and `tokens`. Of a
-      classifier, of tokens or of sequences, `tokens` are its labels, and there is neither perplexity nor bits.
+    * Logs gain `perplexity`, `bits_per_token` (bits per character of a character-level model), `tokens` (targets that
+      were learned from until then) and `tokens_per_second`, without the time for evaluating and saving; evaluations
+      gain the same. Of a classifier, of tokens or of sequences, `tokens` are its labels, and there is neither
+      perplexity nor bits.
     * With a `compute_loss_func`, `loss` and `eval_loss` are what it gives (in an evaluation as `Trainer` averages it),
       and the other figures of an evaluation those of the text's likelihood; logs of training have none. The labels of
       a stream, which it gets, are those of the logits' own places, not to be shifted; a model with cutoffs has logits
@@ -112,13 +185,19 @@ class TransfoXLTrainer(Trainer):
     * Checkpoints hold the memory, in the order of the streams so that another number of processes or of accumulation
       steps can go on, and appear under their name when they are complete. Older ones go only after that.
       `train(resume_from_checkpoint=True)` takes the last complete one. A training is resumed in the epoch and at the
-      step that the memory is from, whatever the step of the training.
+      step that the memory is from, whatever the step of the training, with the optimizer's settings of today.
+
+    Attributes:
+        memory_length: how many states a step of training leaves the next, at most; a callback may change it.
 
     Raises:
         ValueError: settings under which memory cannot be carried, or the worst checkpoint would be the best; the
             message names the fix.
     """
 
+    args: TransfoXLTrainingArguments
+    optimizer: Any
+    control: Any
     compute_loss_func: Callable[..., torch.Tensor] | None
 
     def __init__(
@@ -132,6 +211,7 @@ class TransfoXLTrainer(Trainer):
     ):
         self._regularization = regularization
         self._regularizer: Regularizer | None = None
+        args = TransfoXLTrainingArguments("tmp_trainer") if args is None else TransfoXLTrainingArguments.of(args)
         # A tokenizer is there to be saved with the model: segments are whole, and Trainer would have it pad them.
         super().__init__(model, args, data_collator or default_data_collator, *more, **kwargs)
         if not torch.accelerator.is_available():
@@ -140,10 +220,7 @@ class TransfoXLTrainer(Trainer):
         if regularization is not None and self._regularizer is None:
             self._regularizer = regularize(self.model, regularization)
         _check_arguments(self.args, self.model)
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, JITCheckpointCallback):
-                # The memory has read a segment then that the weights are yet to learn from. The step's end saves both.
-                callback.on_pre_optimizer_step = super(JITCheckpointCallback, callback).on_pre_optimizer_step
+        self._add_callbacks()
         self._check_batch_size(
             "train_dataset",
             self.train_dataset,
@@ -157,22 +234,50 @@ class TransfoXLTrainer(Trainer):
             _check_end(name, dataset)
         if self.args.label_names is None:
             self.label_names = ["shift_labels"]
+        self.memory_length: int | None = None
         self._memory, self._sums = _Memory(), _Sums()
+        # The checksum of what a checkpoint has learned from in its epoch.
+        self._expected: int | None = None
+        self._captured: CapturedSteps | None = None
+        self._compiled = False
         # Whether the last losses were of other labels than the text's next tokens.
         self._classifies = False
         # Which evaluations read the text of the training: by the prefix of their figures, and the step.
-        self._of_training: dict[tuple[str, int], bool] = {}
+        self.of_training: dict[tuple[str, int], bool] = {}
         # The training dataset, and its copy that evaluations read.
         self._copied: tuple[Any, Any] = None, None
         self._resumed_from: Path | None = None
         self._run: str | None = None
-        self._trained_since = 0.0
+        self.trained_since = 0.0
+        # The optimizer's settings by group, where it was made here.
+        self._asked: list[dict[str, Any]] = []
         self._writing_to: Path | None = None
         self._tokens: Tensor | int = 0
+        self._tokens_logged = 0
         self._counted_since = time.perf_counter()
+
+    def _add_callbacks(self):
+        self.add_callback(_Beginnings(self))
+        if (theirs := self.pop_callback(JITCheckpointCallback)) is not None:
+            whole_steps = _WholeSteps()
+            whole_steps.trainer, whole_steps.jit_manager = self, theirs.jit_manager
+            self.add_callback(whole_steps)
+        if getattr(self.args, "mem_warmup_ratio", 0):
+            self.add_callback(MemoryLength(self, self.args.mem_warmup_ratio))
+        if getattr(self.args, "scale_lr_by_length", False):
+            self.add_callback(ScaledByLength(self.train_dataset))
+        if (average := getattr(self.args, "average", "none")) != "none":
+            decay = self.args.ema_decay if average == "ema" else None
+            self.add_callback(Averaging(decay, self.args.average_start))
+        found = (each for each in self.callback_handler.callbacks if isinstance(each, Averaging))
+        self._averaging = next(found, None)
+        if self._averaging is not None and self.is_fsdp_enabled:
+            raise ValueError("an average needs whole weights, which FSDP does not keep: use average='none'")
 
     def call_model_init(self, trial=None):
         model = super().call_model_init(trial)
+        # Trainer's constructor calls this before it has a tokenizer.
+        check_special_tokens(model.config, getattr(self, "processing_class", None))
         if self._regularization is not None:
             self._regularizer = regularize(model, self._regularization)
         return model
@@ -185,8 +290,8 @@ class TransfoXLTrainer(Trainer):
         """As `Trainer.train`, but only a complete checkpoint is resumed; with True, the last complete one.
 
         Raises:
-            ValueError: there is no complete checkpoint, or the one that is named is not complete, or of `txl-train`;
-                or the model lacks a special token of `processing_class`.
+            ValueError: there is no complete checkpoint, or the one that is named is not complete; or the model lacks a
+                special token of `processing_class`.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
@@ -201,52 +306,64 @@ class TransfoXLTrainer(Trainer):
                 "complete one, from_pretrained its weights alone"
             )
         self._resumed_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
-        # What txl-train writes counts steps alone.
-        if self._resumed_from is not None and "epoch" not in read_position(self._resumed_from)[0]:
-            raise ValueError(
-                f"{self._resumed_from} is a checkpoint of txl-train, which goes on from it with --resume: train "
-                "without resume_from_checkpoint, with its weights (from_pretrained) if you like"
-            )
-        self._run, self._trained_since = None, time.time()
+        self._run, self.trained_since = None, time.time()
+        if should_compile_layers(self.args, self._regularizer is not None) and not self._compiled:
+            compile_layers(self.accelerator.unwrap_model(self.model))
+            self._compiled = True
+        if self.model_init is None:
+            check_special_tokens(self.model.config, self.processing_class)
         try:
             return super().train(str(self._resumed_from) if self._resumed_from else None, *args, **kwargs)
         finally:
-            self._memory, self._resumed_from = _Memory(), None
+            self._memory, self._resumed_from, self._captured = _Memory(), None, None
 
     # --- data --------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader:
-        loader = super().get_train_dataloader()
+        if self.train_dataset is None:
+            raise ValueError("Trainer: training requires a train_dataset.")
+        workers = self.args.dataloader_num_workers
+        self._read = _Read(self._get_collator_with_removed_columns(self.data_collator, description="Training"))
+        loader = DataLoader(
+            self.train_dataset,
+            batch_size=self._train_batch_size,
+            collate_fn=self._read,
+            num_workers=workers,
+            pin_memory=self.args.dataloader_pin_memory,
+            persistent_workers=self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            multiprocessing_context=self.args.dataloader_multiprocessing_context,
+            in_order=self.args.dataloader_in_order,
+            worker_init_fn=_leave_interrupts if workers else None,
+            # With a generator of its own it leaves the one of dropout alone.
+            generator=torch.Generator(),
+        )
+        loader = self.accelerator.prepare(loader)
         self._check_loader(loader, self.train_dataset, "train_dataset", self.args.gradient_accumulation_steps)
         return loader
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:
-        loader = super().get_eval_dataloader(eval_dataset)
-        if eval_dataset is None:
-            eval_dataset = self.eval_dataset
-        elif isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
-        self._check_loader(loader, eval_dataset, "eval_dataset")
-        _check_end("eval_dataset", eval_dataset)
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        loader = super().get_eval_dataloader(self._copy_of_training(dataset))
+        self._check_loader(loader, dataset, "eval_dataset")
+        _check_end("eval_dataset", dataset)
         return loader
 
     def get_test_dataloader(self, test_dataset) -> DataLoader:
-        loader = super().get_test_dataloader(test_dataset)
+        loader = super().get_test_dataloader(self._copy_of_training(test_dataset))
         self._check_loader(loader, test_dataset, "test_dataset")
         _check_end("test_dataset", test_dataset)
         return loader
 
-    def _get_dataloader(self, dataset, *args, is_training=False, **kwargs) -> DataLoader:
-        if dataset is self.train_dataset and not is_training:
-            # An evaluation begins anew, in the first epoch, while the training stays where it is.
-            if self._copied[0] is not dataset:
-                self._copied = dataset, copy.copy(dataset)
-            dataset = self._copied[1]
-        return super()._get_dataloader(dataset, *args, is_training=is_training, **kwargs)
-
-    def _get_train_sampler(self, train_dataset=None):
-        dataset = self.train_dataset if train_dataset is None else train_dataset
-        return None if isinstance(dataset, IterableDataset) else SequentialSampler(dataset)
+    def _copy_of_training(self, dataset):
+        """A data set that an evaluation can read, in the first epoch, while the training stays where it is."""
+        if dataset is None or dataset is not self.train_dataset:
+            return dataset
+        if self._copied[0] is not dataset:
+            self._copied = dataset, copy.copy(dataset)
+        return self._copied[1]
 
     def _check_batch_size(self, name: str, dataset, option: str, given: int, accumulation_steps: int | None = None):
         """Where a loader would tell hours later."""
@@ -305,72 +422,152 @@ class TransfoXLTrainer(Trainer):
             if not self.args.ignore_data_skip:
                 self._memory = self._load_memory(self._resumed_from)
                 epoch, batches = self._memory.epoch, self._memory.step * self.args.gradient_accumulation_steps
+        self._goes_on = True
         return epoch, batches
 
-    def _run_epoch(self, **kwargs) -> None:
-        """An epoch begins at the beginning of the text, but for one that is resumed."""
-        if kwargs["epoch"] == kwargs["epochs_trained"]:
-            self._begin_training(Path(self._get_output_dir(kwargs["trial"])))
-        else:
-            self._memory = self._empty_memory(kwargs["epoch"])
-        # Trainer takes one step more when it resumes a run that is done.
-        if self.state.global_step < self.state.max_steps:
-            super()._run_epoch(**kwargs)
-        else:
-            self.control.should_training_stop = True
-
-    def _begin_training(self, output_dir: Path):
-        self._tokens, self._counted_since = 0, time.perf_counter()
+    def begin_training(self):
+        """After the model, its optimizer and a checkpoint are there, before the first step."""
+        past = [logs["tokens"] for logs in self.state.log_history if "loss" in logs and "tokens" in logs]
+        self._tokens, self._tokens_logged, self._counted_since = 0, past[-1] if past else 0, time.perf_counter()
+        if self._resumed_from is not None:
+            self._set_optimizer()
+            load_average(self._resumed_from / AVERAGE_NAME, self._averaging, self.model)
+        self._captured = self._make_captured()
         if self.args.should_save and self.args.save_strategy != SaveStrategy.NO:
-            self._run = begin_run(output_dir, self._resumed_from)
+            self._run = begin_run(Path(self.args.output_dir), self._resumed_from)
+
+    def _set_optimizer(self):
+        """Take the settings of today: an optimizer and its schedule bring those of their checkpoint."""
+        bases = [asked["lr"] for asked in self._asked]
+        factors = getattr(self.lr_scheduler, "lr_lambdas", None)
+        if not bases or factors is None or len(bases) != len(self.optimizer.param_groups):
+            return
+        self.lr_scheduler.base_lrs = bases
+        for group, asked, factor in zip(self.optimizer.param_groups, self._asked, factors, strict=True):
+            rate = asked["lr"] * factor(self.lr_scheduler.last_epoch)
+            group.update({**asked, "lr": rate, "initial_lr": asked["lr"]})
+
+    def _make_captured(self) -> CapturedSteps | None:
+        stream, model = self.train_dataset, self.accelerator.unwrap_model(self.model)
+        read = (getattr(stream, "segment_length", 0) + model.config.ext_len) * self.args.train_batch_size
+        document_end = getattr(stream, "document_end", None)
+        if not should_capture_steps(self.args, self.accelerator, model, document_end, read):
+            return None
+        return CapturedSteps(Forward(self.model, nullcontext, self._regularizer))
+
+    def begin_epoch(self):
+        """An epoch begins at the beginning of the text, but for one that is resumed."""
+        if not self._goes_on and self._memory.step > 0:
+            self._memory = self._empty_memory(self._memory.epoch + 1)
+        self._goes_on = False
+        self._read.begin()
+
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        made = self.optimizer is None
+        if made and getattr(self.args, "optimizer", None) is not None:
+            if self.args.optimizer == "lamb" and self.is_fsdp_enabled:
+                # It clamps a norm in place, which PyTorch has not for a sharded weight.
+                raise ValueError("--optimizer lamb needs whole weights, which FSDP does not keep: use adam or muon")
+            self.optimizer = make_optimizer(self.model if model is None else model, self.args)
+        optimizer = super().create_optimizer(model)
+        if made:
+            self._asked = [
+                {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+            ]
+        return optimizer
 
     def _empty_memory(self, epoch: int) -> _Memory:
         return _Memory([{} for _ in range(self.args.gradient_accumulation_steps)], epoch=epoch)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """As in `Trainer`, with the targets of `shift_labels` counted, of which `Trainer` knows nothing."""
         self._memory.micro_batch = 0
-        batches, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self.state.global_step >= self.state.max_steps:
+            # Trainer takes one step more when it resumes a run that is done.
+            self.control.should_training_stop = True
+            return [], None
+        batches = list(islice(epoch_iterator, num_batches))
+        self._check_read()
         if not batches and self._memory.step > 0:
             # The end of a text without a length.
             self._memory = self._empty_memory(self._memory.epoch + 1)
-        self._tokens = self._tokens + (0 if targets is None else targets)
-        return batches, targets
-
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device):
-        # Trainer counts nothing in batches without `labels`, and then takes the mean of means.
-        batches = []
-        for batch in batch_samples:
+        for batch in batches:
             if (labels := batch.get("shift_labels")) is not None:
                 # In the batch itself, so that the model counts the same.
-                labels = batch["shift_labels"] = without_padding(labels, batch.get("attention_mask"), labels.shape[1])
-                batch = {"labels": labels, "shift_labels": labels}
-            batches.append(batch)
-        targets = super()._get_num_items_in_batch(batches, device)
-        return None if targets is None else targets.clamp(min=1)
+                batch["shift_labels"] = without_padding(labels, batch.get("attention_mask"), labels.shape[1])
+        if batches and batches[0].get("shift_labels") is not None:
+            targets = sum((batch["shift_labels"] != -100).sum() for batch in batches).to(device)
+            targets = self.accelerator.gather(targets).sum() if self.args.world_size > 1 else targets
+        else:
+            targets = self._get_num_items_in_batch(batches, device)
+        self._tokens = self._tokens + (0 if targets is None else targets)
+        # Trainer takes the mean of means where it has no number.
+        return batches, None if targets is None else targets.clamp(min=1)
+
+    def _check_read(self):
+        """Refuse a text that differs from that of the checkpoint, which has been read again up to its step."""
+        expected, self._expected = self._expected, None
+        found = self._read.known.get(self._items_learned())
+        if expected is not None and found is not None and found != expected:
+            raise ValueError(
+                f"{self._resumed_from} is of another text: the tokens that it has learned from in its epoch are not "
+                "those that the stream reads now; resume with the same text"
+            )
+
+    def _items_learned(self) -> int:
+        return self._memory.step * getattr(self.train_dataset, "batch_size", 0)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As in `Trainer`, with the memory of these rows, which the call replaces by what it returns."""
+        own = self.compute_loss_func
         # A callback, or who resumes, may have made the memory shorter.
         memory = latest_states(self._memory.memories[self._memory.micro_batch], self.model.config.mem_len)
-        inputs = {**inputs, **memory}
-        if not model.training and self.compute_loss_func is None:
+        if self._is_captured(model, inputs) and num_items_in_batch is not None:
+            nll, penalty, memory = self._captured(inputs, memory)  # type: ignore[misc]
+            self._memory.replace(self._detach(memory))
+            return nll / num_items_in_batch + self._share_of(penalty)
+        labels = inputs.get("shift_labels", inputs.get("labels"))
+        if not model.training and own is None:
             # Evaluations add up what follows; a loss of this batch alone is the mean over its own labels.
             num_items_in_batch = None
-        with self._labels_for_own_loss(inputs):
-            loss, outputs = super().compute_loss(
-                model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
-            )
-        self._memory.replace(self._detach(memory_of(outputs, self.args.torch_compile)))
+        given = {name: value for name, value in inputs.items() if own is None or name != "labels"}
+        if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
+            given["num_items_in_batch"] = num_items_in_batch
+        outputs = model(**given, **memory)
+        if own is not None:
+            loss = own(outputs, labels, num_items_in_batch=num_items_in_batch)
+        elif (loss := outputs.get("loss")) is None:
+            raise ValueError(f"the model returned no loss, only {', '.join(outputs)}: items have {', '.join(inputs)}")
+        if num_items_in_batch is not None and (own is not None or self.model_accepts_loss_kwargs):
+            # Gradients are averaged over the processes.
+            loss = loss * self.accelerator.num_processes
+        memory = self._detach(memory_of(outputs, self.args.torch_compile))
+        if model.training and self.memory_length is not None:
+            memory = latest_states(memory, self.memory_length)
+        self._memory.replace(memory)
         if self._regularizer is not None and model.training:
-            penalty = self._regularizer.penalty(inputs.get("shift_labels"), inputs.get("resets"))
-            penalty = penalty / self.current_gradient_accumulation_steps
-            # Its gradient alone: what is logged is the likelihood, so that its exponential is a perplexity.
-            loss = loss + (penalty - penalty.detach())
+            loss = loss + self._share_of(self._regularizer.penalty(inputs.get("shift_labels"), inputs.get("resets")))
+        self._count(inputs, outputs, training=model.training)
+        return (loss, outputs) if return_outputs else loss
+
+    def _is_captured(self, model, inputs: dict[str, Any]) -> bool:
+        """Not before the memory has its length: until then no step is like the last one."""
+        full = self.memory_length is None or self.memory_length >= self.model.config.mem_len
+        usual = model.training and self.compute_loss_func is None and "shift_labels" in inputs
+        return self._captured is not None and full and usual
+
+    def _share_of(self, penalty: Tensor) -> Tensor:
+        """A penalty's gradient alone: what is logged is the likelihood, so that its exponential is a perplexity."""
+        penalty = penalty / self.current_gradient_accumulation_steps
+        return penalty - penalty.detach()
+
+    def _count(self, inputs: dict[str, Any], outputs, training: bool):
+        """Note what an evaluation has read, and of what the losses are."""
         if (losses := outputs.get("losses")) is not None:
             targets = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"]
             # A language model's are of the labels after the first.
             self._classifies = "shift_labels" not in inputs and losses.shape == targets.shape
-            if not model.training:
+            if not training:
                 self._sums.nll.append(losses.detach().sum())
                 length = targets.shape[1]
                 targets = targets[:, length - losses.shape[1] :]
@@ -380,21 +577,9 @@ class TransfoXLTrainer(Trainer):
         elif (labels := inputs.get("labels")) is not None:
             # Of whole sequences, of which most segments may have no label.
             self._classifies = True
-            if not model.training:
+            if not training:
                 self._sums.targets.append((labels != -100).sum())
                 self._sums.nll.append(outputs["loss"].detach() * self._sums.targets[-1])
-        return (loss, outputs) if return_outputs else loss
-
-    @contextmanager
-    def _labels_for_own_loss(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """Gives `compute_loss_func` the labels of a stream, `shift_labels`: `Trainer` knows of `labels` alone."""
-        own, labels = self.compute_loss_func, inputs.get("shift_labels")
-        if own is not None and labels is not None:
-            self.compute_loss_func = lambda outputs, _, **options: own(outputs, labels, **options)
-        try:
-            yield
-        finally:
-            self.compute_loss_func = own
 
     def _detach(self, memory: dict[str, Any]) -> dict[str, Any]:
         if not memory:
@@ -417,7 +602,9 @@ class TransfoXLTrainer(Trainer):
             seconds = time.perf_counter() - self._counted_since
             if self.compute_loss_func is None:
                 logs |= self._figures(logs["loss"])
-            logs["tokens_per_second"] = float(self._tokens) / seconds
+            learned = int(self._tokens)
+            self._tokens_logged += learned
+            logs |= {"tokens": self._tokens_logged, "tokens_per_second": learned / seconds}
             self._tokens, self._counted_since = 0, time.perf_counter()
         super().log(logs, start_time)
 
@@ -434,11 +621,34 @@ class TransfoXLTrainer(Trainer):
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
+    def averaged(self):
+        """A context in which the model has the average of its weights, where one is kept and has begun."""
+        return nullcontext() if self._averaging is None else self._averaging.in_place(self.model)
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
+        """As in `Trainer`, of the average of the weights where one is kept; `eval_dataset` may be a function."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        with self.averaged(), uncompiled() if self._compiled else nullcontext():
+            if not callable(dataset):
+                return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+            start = time.perf_counter()
+            with self._uncounted():
+                model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+                self.evaluation: LanguageModelEvaluation = dataset(model, accelerator=self.accelerator)
+            found, seconds = self.evaluation, time.perf_counter() - start
+            metrics = {"loss": found.nll, **figures(found.nll), "tokens": found.tokens, "runtime": seconds}
+            metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+            self.log(metrics)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            return metrics
+
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ) -> EvalLoopOutput:
         training, self._memory, self._sums = self._memory, _Memory(), _Sums()
-        self._of_training[metric_key_prefix, self.state.global_step] = self._is_of_training(dataloader.dataset)
+        self.of_training[metric_key_prefix, self.state.global_step] = self._is_of_training(dataloader.dataset)
         start = time.perf_counter()
         try:
             with self._uncounted():
@@ -484,28 +694,18 @@ class TransfoXLTrainer(Trainer):
 
     # --- card --------------------------------------------------------------------------------------------------------
 
-    def card_results(self, dataset: str | None) -> list[EvalResult]:
-        """For a card: the figures of the model as it is now.
+    def create_model_card(self, *args, **kwargs) -> None:
+        """As in `Trainer`, with the card of this package where the model is of it, as `cards.create_model_card`."""
+        model = self.accelerator.unwrap_model(self.model)
+        if isinstance(model, TransfoXLLayoutModel) and not getattr(model, "_hf_peft_config_loaded", False):
+            create_model_card(self, model, *args, **kwargs)
+        else:
+            super().create_model_card(*args, **kwargs)
 
-        Args:
-            dataset: what it was evaluated on; by default that is said without a name.
-        """
-        folder = Path(self.args.output_dir)
-        # What was written before this training began is of other weights.
-        if self._trained_since < _modified(folder / RESULTS) and (
-            found := results_of_folder(folder, dataset or HELD_OUT[1])
-        ):
-            return found
-        splits: dict[str, list[EvalResult]] = {}
-        for logs in evaluations_of_now(self):
-            step = logs["step"]
-            for name in filter(re.compile("eval_(.*_)?perplexity").fullmatch, logs):
-                prefix = name.removesuffix("_perplexity")
-                figures = {figure: logs[f"{prefix}_{figure}"] for figure in METRICS if f"{prefix}_{figure}" in logs}
-                read = TRAINING if self._of_training.get((prefix, step)) else HELD_OUT
-                split = prefix.removeprefix("eval").removeprefix("_") or read[0]
-                splits[split] = to_results({split: figures}, dataset or read[1])
-        return [result for found in splits.values() for result in found]
+    def save_model(self, output_dir=None, _internal_call=False):
+        """As in `Trainer`; outside checkpoints the average of the weights, where one is kept."""
+        with nullcontext() if _internal_call else self.averaged():
+            super().save_model(output_dir, _internal_call)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -514,7 +714,7 @@ class TransfoXLTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial):
         """Write aside, rename when complete, and only then let go of older checkpoints."""
-        with self._uncounted():
+        with self._uncounted(), disk_errors(self.args.output_dir):
             run = Path(self._get_output_dir(trial))
             name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             aside = run / f"{UNFINISHED_PREFIX}-{self.state.global_step}"
@@ -528,6 +728,8 @@ class TransfoXLTrainer(Trainer):
                 self._writing_to = None
             if not self.args.save_only_model:
                 self._save_memory(aside / name)
+                if self._averaging is not None and self.args.should_save:
+                    torch.save(self._averaging.state_dict(), aside / name / AVERAGE_NAME)
             if self.state.best_model_checkpoint == str(aside / name):
                 self.state.best_model_checkpoint = str(run / name)
             self.accelerator.wait_for_everyone()
@@ -546,40 +748,12 @@ class TransfoXLTrainer(Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         # An upload runs on while the folder would be renamed.
-        if self._writing_to is None:
-            with self._pickled_without_token():
-                super()._push_from_checkpoint(checkpoint_folder)
-
-    # Checkpoints go to others; the token that writes to the Hub does not.
-
-    def _save(self, *args, **kwargs) -> None:
-        with self._pickled_without_token():
-            super()._save(*args, **kwargs)
-
-    @contextmanager
-    def _pickled_without_token(self) -> Iterator[None]:
-        """Trainer writes its arguments into each checkpoint, and before each upload, which needs the token itself."""
-        settings = {**vars(self.args), "hub_token": None}
-        # pickle asks an object for its state, whatever its class says.
-        self.args.__getstate__ = lambda: settings  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            del self.args.__getstate__  # type: ignore[method-assign]
-
-    # Whatever loads them, sharded or not: nothing in a checkpoint is executed.
-
-    def _prepare_for_training(self, *args, **kwargs):
-        with data_only():
-            return super()._prepare_for_training(*args, **kwargs)
-
-    def _load_from_checkpoint(self, *args, **kwargs):
-        with data_only():
-            return super()._load_from_checkpoint(*args, **kwargs)
-
-    def _load_best_model(self) -> None:
-        with data_only():
-            super()._load_best_model()
+        if self._writing_to is not None:
+            return
+        model = self.accelerator.unwrap_model(self.model)
+        if isinstance(model, TransfoXLLayoutModel) and not getattr(model, "_hf_peft_config_loaded", False):
+            complete_push(self, model, checkpoint_folder)
+        super()._push_from_checkpoint(checkpoint_folder)
 
     def _issue_warnings_after_load(self, load_result) -> None:
         # Tied tensors are written once.
@@ -605,6 +779,8 @@ class TransfoXLTrainer(Trainer):
         if position["step"] > 0 and memories[0]:
             layers = [self._gather(states) for states in zip(*(memory["mems"] for memory in memories), strict=True)]
             mask = self._gather([real_states(**memory).byte() for memory in memories]).bool()
+        if isinstance(self.train_dataset, IterableDataset) and position["step"] > 0:
+            position["read"] = self._read.known.get(self._items_learned())
         if self.args.should_save:
             save_mems(folder, layers, mask, position)
 
@@ -615,28 +791,12 @@ class TransfoXLTrainer(Trainer):
     def _load_memory(self, folder: Path) -> _Memory:
         """That of the rows of this process."""
         memory, (saved, _) = self._empty_memory(0), read_position(folder)
-        memory.epoch, memory.step = saved["epoch"], saved["step"]
+        memory.epoch, memory.step, self._expected = saved["epoch"], saved["step"], saved.get("read")
         micro_batches, position = self.args.gradient_accumulation_steps, self._position(memory)
         rows = position["batch_size"] // (micro_batches * self.args.world_size)
         starts = [(a * self.args.world_size + self.args.process_index) * rows for a in range(micro_batches)]
         memory.memories = load_mems(folder, position, starts, rows, self.args.device)
         return memory
-
-
-def _modified(path: Path) -> float:
-    """When a file was written, in seconds; before all others where there is none."""
-    return path.stat().st_mtime if path.exists() else 0.0
-
-
-def evaluations_of_now(trainer: Trainer) -> list[dict[str, Any]]:
-    """What a Trainer has logged of the weights that its model has."""
-    state, history = trainer.state, trainer.state.log_history
-    # Only a training that came to its end has loaded the best model. It has logged its time, which all logs may hold
-    # (include_num_input_tokens_seen), and its operations.
-    ended = next((i for i, logs in enumerate(history) if "total_flos" in logs), None)
-    if ended is None or not trainer.args.load_best_model_at_end or state.best_model_checkpoint is None:
-        return [logs for logs in history if logs.get("step") == state.global_step]
-    return [logs for logs in history[:ended] if logs.get("step") == state.best_global_step] + history[ended:]
 
 
 def check_special_tokens(config: TransfoXLConfig, tokenizer):
@@ -651,13 +811,20 @@ def check_special_tokens(config: TransfoXLConfig, tokenizer):
     """
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     for name in ("bos_token", "eos_token", "pad_token"):
-        token = getattr(tokenizer, f"{name}_id")
+        token = getattr(tokenizer, f"{name}_id", None)
         # A model without a vocabulary reads vectors, whatever tokens its configuration names.
         if token is not None and 0 < config.vocab_size <= token:
             raise ValueError(
                 f"{name}={getattr(tokenizer, name)!r} of the tokenizer is token {token}, but the model has the tokens "
                 f"[0, {config.vocab_size}): call model.resize_token_embeddings(len(tokenizer)) before training"
             )
+
+
+def _leave_interrupts(worker: int):
+    """Ignore Ctrl-C in a process that reads ahead: all processes of a terminal get it, and this one would leave the
+    thread that pins memory with an error.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _check_whole(name: str, dataset):

@@ -1,29 +1,38 @@
-"""The card that a Trainer writes of a model of this package, and what lies beside the weights that it pushes while it
-trains; `registration` has transformers' Trainer ask for both."""
+"""The card that `TransfoXLTrainer` writes of its model, and what lies beside the weights that it pushes."""
 
 import filecmp
+import re
 import shutil
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import EvalResult
 from transformers import Trainer
 from transformers.modelcard import TrainingSummary
 from transformers.trainer_utils import HubStrategy
 
-from ..evaluation.cards import base_model_of, is_generated, plain_markdown, results_of_folder, write_model_card
+from ..evaluation.cards import (
+    METRICS,
+    RESULTS,
+    base_model_of,
+    is_generated,
+    plain_markdown,
+    results_of_folder,
+    to_results,
+    write_model_card,
+)
 from ..transfo_xl.layout_transfo_xl import TransfoXLLayoutModel
-from .trainer import HELD_OUT, TransfoXLTrainer, evaluations_of_now
-
-__all__ = ["complete_push", "create_model_card"]
 
 # Where Trainer's own card begins to tell of the training itself, until its end.
 PROCEDURE = "\n## Training procedure\n"
+# The split and the data set of an evaluation that nobody has named.
+HELD_OUT, TRAINING = ("validation", "held-out text"), ("train", "training text")
 
 
 def create_model_card(
-    trainer: Trainer,
+    trainer: Any,
     model: TransfoXLLayoutModel,
     language: str | None = None,
     license: str | None = None,
@@ -35,13 +44,13 @@ def create_model_card(
     dataset: str | list[str] | None = None,
     dataset_args: str | list[str] | None = None,
 ) -> None:
-    """What `trainer.create_model_card` does: the card that `save_pretrained` writes, in place of any other, with what
-    Trainer's own card says of the training procedure.
+    """What `TransfoXLTrainer.create_model_card` does: the card that `save_pretrained` writes, in place of any other,
+    with what Trainer's own card says of the training procedure.
 
-    Its results are those in `results.json` of the output directory, where they are of the weights there. A
-    `TransfoXLTrainer` adds those of an evaluation of the model as it is now: of the split `train` where that read the
-    training text, of `validation` otherwise, or by the names in `eval_dataset`. Figures of other weights, before the
-    last steps or of an earlier run, are left out.
+    Its results are those in `results.json` of the output directory, where they are of the weights there; otherwise
+    those of an evaluation of the model as it is now: of the split `train` where that read the training text, of
+    `validation` otherwise, or by the names in `eval_dataset`. Figures of other weights, before the last steps or of an
+    earlier run, are left out.
 
     Args:
         trainer: whose output directory gets the card.
@@ -70,20 +79,16 @@ def create_model_card(
     path = Path(trainer.args.output_dir, "README.md")
     name = model_name or path.parent.resolve().name
     named = next(iter(on_hub or called), None)
-    if isinstance(trainer, TransfoXLTrainer):
-        results = trainer.card_results(named)
-    else:
-        results = results_of_folder(path.parent, named or HELD_OUT[1])
+    results = card_results(trainer, named)
     if called:
         results = [replace(result, dataset_name=called[0]) for result in results]
     if configurations:
         results = [replace(result, dataset_config=configurations[0]) for result in results]
     repository = trainer.hub_model_id or name
-    began_as = base_model_of(model, repository)
-    base_model = finetuned_from or began_as.get("base_model")
+    base_model = finetuned_from or base_model_of(model, repository).get("base_model")
     # It looks the licence up, under a name that is never empty: by default it takes that of the folder.
     summary = TrainingSummary.from_trainer(trainer, license=license, model_name=name, finetuned_from=base_model)
-    data: dict[str, Any] = began_as | {
+    data: dict[str, Any] = {
         "origin": _trained_on(datasets, configurations),
         "training": _evaluated(trainer) + "".join(summary.to_model_card().partition(PROCEDURE)[1:]),
         "language": language,
@@ -97,6 +102,39 @@ def create_model_card(
     if tasks:
         data["pipeline_tag"] = _as_list(tasks)[0]
     write_model_card(path, model, repository, _as_list(tags), **data)
+
+
+def card_results(trainer: Any, dataset: str | None) -> list[EvalResult]:
+    """The figures of a TransfoXLTrainer's model as it is now.
+
+    Args:
+        dataset: what it was evaluated on; by default that is said without a name.
+    """
+    folder = Path(trainer.args.output_dir)
+    # What was written before this training began is of other weights.
+    written = (folder / RESULTS).stat().st_mtime if (folder / RESULTS).exists() else 0.0
+    if trainer.trained_since < written and (found := results_of_folder(folder, dataset or HELD_OUT[1])):
+        return found
+    splits: dict[str, list[EvalResult]] = {}
+    for logs in evaluations_of_now(trainer):
+        for name in filter(re.compile("eval_(.*_)?perplexity").fullmatch, logs):
+            prefix = name.removesuffix("_perplexity")
+            figures = {figure: logs[f"{prefix}_{figure}"] for figure in METRICS if f"{prefix}_{figure}" in logs}
+            read = TRAINING if trainer.of_training.get((prefix, logs["step"])) else HELD_OUT
+            split = prefix.removeprefix("eval").removeprefix("_") or read[0]
+            splits[split] = to_results({split: figures}, dataset or read[1])
+    return [result for found in splits.values() for result in found]
+
+
+def evaluations_of_now(trainer: Trainer) -> list[dict[str, Any]]:
+    """What a Trainer has logged of the weights that its model has."""
+    state, history = trainer.state, trainer.state.log_history
+    # Trainer reloads the best checkpoint when a training has come to its end, which the entry with `total_flos` marks.
+    # (`train_runtime` does not: with `include_num_input_tokens_seen` every entry can have it.)
+    ended = next((i for i, logs in enumerate(history) if "total_flos" in logs), None)
+    if ended is None or not trainer.args.load_best_model_at_end or state.best_model_checkpoint is None:
+        return [logs for logs in history if logs.get("step") == state.global_step]
+    return [logs for logs in history[:ended] if logs.get("step") == state.best_global_step] + history[ended:]
 
 
 def complete_push(trainer: Trainer, model: TransfoXLLayoutModel, checkpoint: str) -> None:

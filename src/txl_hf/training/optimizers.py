@@ -1,0 +1,144 @@
+"""The optimizers that a training names, and an average of the weights that they leave.
+
+A new optimizer is a name in `arguments.Optimizer` and a branch of `make_optimizer`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from .arguments import TransfoXLTrainingArguments
+
+
+def make_optimizer(model: nn.Module, arguments: TransfoXLTrainingArguments) -> torch.optim.Optimizer:
+    """The optimizer that `arguments.optimizer` names, with a group of its own for the tables of embeddings.
+
+    Args:
+        model: Transformer-XL with any head; parameters without `requires_grad` are left out.
+    """
+    # A model of vectors has no tables.
+    embedding = model.get_input_embeddings() if model.config.vocab_size else None  # type: ignore[operator,union-attr]
+    tables = [] if embedding is None else [table for table in embedding.emb_layers.parameters() if table.requires_grad]
+    of_tables = set(map(id, tables))
+    others = [weight for weight in model.parameters() if weight.requires_grad and id(weight) not in of_tables]
+    groups: list[dict[str, Any]] = [{"params": others}]
+    if tables:
+        groups.append({"params": tables, "lr": arguments.learning_rate * arguments.embedding_lr_factor})
+    settings: dict[str, Any] = {
+        "lr": arguments.learning_rate,
+        "betas": (arguments.adam_beta1, arguments.adam_beta2),
+        "weight_decay": arguments.weight_decay,
+        "eps": arguments.adam_epsilon,
+    }
+    if arguments.optimizer == "muon":
+        return make_muon(model, groups, arguments)
+    if arguments.optimizer == "lamb":
+        return make_lamb(groups, **settings)
+    kind = torch.optim.AdamW if arguments.optimizer == "adamw" else torch.optim.Adam
+    # One pass over the weights in place of one for each operation.
+    return kind(groups, fused=True, **settings)
+
+
+def make_lamb(groups: list, **settings) -> torch.optim.Optimizer:
+    """LAMB (You et al., 2019, https://arxiv.org/abs/1904.00962) as NVIDIA trained: the moments are not corrected for
+    their bias, the norm of the weights counts up to 10, and the trust ratio applies without weight decay too.
+    """
+    from pytorch_optimizer import Lamb
+
+    return Lamb(groups, adam_debias=True, weight_decouple=False, **settings)
+
+
+def make_muon(
+    model: nn.Module, groups: list[dict[str, Any]], arguments: TransfoXLTrainingArguments
+) -> torch.optim.Optimizer:
+    """Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) for the matrices of the layers, whose
+    momentum it makes orthogonal, and AdamW for the rest. A step of Muon is made as long as AdamW's are (Liu et al.,
+    2025, https://arxiv.org/abs/2502.16982, Section 2.2), so that one learning rate does for both.
+    """
+    from pytorch_optimizer import Muon
+
+    transformer: Any = getattr(model, "transformer", model)
+    layers = {id(parameter) for parameter in transformer.layers.parameters() if parameter.dim() == 2}
+    # The biases u and v are no matrices, though they have two dimensions.
+    layers -= {id(parameter) for name, parameter in model.named_parameters() if name.endswith("_bias")}
+    matrices = [parameter for group in groups for parameter in group["params"] if id(parameter) in layers]
+    rest = [group | {"params": [p for p in group["params"] if id(p) not in layers]} for group in groups]
+    rate, decay = arguments.learning_rate, arguments.weight_decay
+    optimizer = Muon(
+        [{"params": matrices, "use_muon": True}, *(group | {"use_muon": False} for group in rest)],
+        lr=rate * arguments.muon_lr_factor,
+        weight_decay=decay,
+        use_adjusted_lr=True,
+        adamw_lr=rate,
+        adamw_betas=(arguments.adam_beta1, arguments.adam_beta2),
+        adamw_wd=decay,
+        adamw_eps=arguments.adam_epsilon,
+    )
+    # A schedule with `min_lr` takes its smallest factor from this.
+    optimizer.defaults["lr"] = rate
+    return optimizer
+
+
+class Averaging(TrainerCallback):
+    """The mean of a model's weights after each step, or one in which older steps count less and less.
+
+    `torch.optim.swa_utils.AveragedModel` counts on the device, for which the host would wait two or three times a
+    step.
+
+    Args:
+        decay: by which a step counts less with each that follows; None: all count alike.
+        start: step after which the average begins.
+
+    Attributes:
+        weights: the average, in the order of the model's parameters; empty before `start`.
+        steps: how many have been averaged.
+    """
+
+    def __init__(self, decay: float | None = None, start: int = 0):
+        self.decay, self.start, self.steps = decay, start, 0
+        self.weights: list[Tensor] = []
+
+    @torch.no_grad()
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step <= self.start:
+            return
+        now = [weight.detach() for weight in model.parameters()]
+        if not self.weights:
+            self.weights = [weight.clone() for weight in now]
+        share = 1 / (self.steps + 1) if self.decay is None or self.steps == 0 else 1 - self.decay
+        torch._foreach_lerp_(self.weights, now, share)
+        self.steps += 1
+
+    @contextmanager
+    def in_place(self, model: nn.Module) -> Iterator[None]:
+        """The average as the model's weights meanwhile, once there is one."""
+        weights, before = [weight.data for weight in model.parameters()], []
+        if self.weights:
+            before = [weight.clone() for weight in weights]
+            torch._foreach_copy_(weights, self.weights)
+        try:
+            yield
+        finally:
+            if before:
+                torch._foreach_copy_(weights, before)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "decay": self.decay, "weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any], model: nn.Module) -> None:
+        """Go on from a state.
+
+        Raises:
+            ValueError: the state is of another kind of average, or has begun before this one would.
+        """
+        if state["steps"] and (state["decay"] is None) != (self.decay is None):
+            before, now = ("equal" if decay is None else "ema" for decay in (state["decay"], self.decay))
+            raise ValueError(f"average was {before} and is {now}")
+        self.steps = state["steps"]
+        self.weights = [
+            saved.to(weight.device) for saved, weight in zip(state["weights"], model.parameters(), strict=False)
+        ]

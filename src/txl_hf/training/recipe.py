@@ -1,0 +1,329 @@
+"""A recipe and a command line, read into the classes of `arguments`.
+
+A recipe is a YAML file of options. It is named by its path, or by the name of one of those that come with the package
+(`examples/recipes`). An option of the command line takes the place of the recipe's.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import yaml  # type: ignore[import-untyped]
+from datasets import Dataset, DatasetDict
+from transformers import HfArgumentParser, TrainingArguments
+
+from ..command_line import CommandParser
+from ..kernels.operators import bf16_is_faster
+from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
+from ..transfo_xl.positions_transfo_xl import POSITIONS
+from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
+from .arguments import DataArguments, ModelArguments, TransfoXLTrainingArguments
+from .regularization import RegularizationArguments
+
+SPLITS = ("train", "validation", "test")
+# The settings of a run, in its folder.
+RECIPE = "recipe.yaml"
+GROUPS = (ModelArguments, DataArguments, RegularizationArguments, TransfoXLTrainingArguments)
+# Fields of the configuration that the text decides, or that train nothing.
+_OF_THE_TEXT = {"vocab_size", "eos_token_id", "adaptive", "sample_softmax", "tie_projs", "input_size", "output_logits"}
+CONFIG = {
+    entry.name: entry.default if entry.default is not dataclasses.MISSING else None
+    for entry in dataclasses.fields(TransfoXLConfig)
+    if entry.name in TransfoXLConfig.__annotations__ and entry.name not in _OF_THE_TEXT
+}
+# Lengths and dropouts, which may change when a training is resumed, or a checkpoint fine-tuned; all else is what
+# weights are made for.
+FREE = {"dropout", "dropatt", "tgt_len", "mem_len", "ext_len", "clamp_len", "same_length"}
+FIXED = CONFIG.keys() - FREE - {"init", "init_range", "init_std", "proj_init_std", "max_klen"}
+# Options that are now transformers' own, by their names of before.
+RENAMED = {
+    "eval_every": "eval_steps",
+    "save_every": "save_steps",
+    "log_every": "logging_steps",
+    "mixed_precision": "bf16 or --fp16",
+    "beta1": "adam_beta1",
+    "beta2": "adam_beta2",
+    "epsilon": "adam_epsilon",
+    "max_epochs": "num_train_epochs",
+    "batch_chunk": "gradient_accumulation_steps",
+    "dynamo_backend": "torch_compile_backend",
+    "scheduler": "lr_scheduler_type",
+    "min_learning_rate": "lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{\"min_lr\": …}'",
+    "decay_steps": "lr_scheduler_type warmup_stable_decay --lr_scheduler_kwargs '{\"num_decay_steps\": …}'",
+}
+
+
+class Arguments(NamedTuple):
+    """What a run of `txl-train` is told.
+
+    Attributes:
+        config: fields of `TransfoXLConfig` by their names. settings: all that was given, as in a recipe.
+    """
+
+    model: ModelArguments
+    data: DataArguments
+    regularization: RegularizationArguments
+    training: TransfoXLTrainingArguments
+    config: dict[str, Any]
+    settings: dict[str, Any]
+
+
+class RecipeParser(HfArgumentParser, CommandParser):
+    """Options of all groups, and the fields of the model's configuration."""
+
+    def __init__(self, description: str | None = None):
+        super().__init__(
+            GROUPS,  # type: ignore[arg-type]  # HfArgumentParser's, which mypy skips.
+            description=description,
+            formatter_class=_Formatter,
+            allow_abbrev=False,
+            usage="%(prog)s RECIPE [options]",
+        )
+        for action in self._actions:
+            if "-h" not in action.option_strings:
+                # The other spelling is understood, and not shown.
+                action.option_strings = action.option_strings[:1]
+            if action.nargs == "+":
+                # An option alone takes back a recipe's list.
+                action.nargs = "*"
+        model = self.add_argument_group("model", "fields of TransfoXLConfig, which says what they mean:")
+        for name, default in CONFIG.items():
+            several = "*" if isinstance(default, list | tuple) else None
+            shown = f"(default: {default})" if default is not None else ""
+            model.add_argument(f"--{name}", type=_value, nargs=several, default=argparse.SUPPRESS, help=shown)
+        self.add_argument("--output", dest="output_dir", default=argparse.SUPPRESS, help="Folder to write.")
+        self.add_argument("--help-all", action="help", help="show all options of transformers' TrainingArguments too")
+        self.add_argument("recipe", type=find_recipe, help="YAML file, or the name of one of examples/recipes")
+
+    def error(self, message: str):
+        self.exit(2, f"error: {message}\n")
+
+    def hide_unused(self):
+        """Leave out of --help what no committed recipe sets of transformers' own options."""
+        used = {name for path in recipes_folder().glob("*.yaml") for name in read_recipe(path)}
+        theirs = {entry.name for entry in dataclasses.fields(TrainingArguments)}
+        for action in self._actions:
+            if action.dest in theirs - used - {"output_dir"} or action.option_strings[:1] == ["--output_dir"]:
+                action.help = argparse.SUPPRESS
+
+    def _meant(self, unknown: list[str]) -> str:
+        for argument in unknown:
+            if renamed := RENAMED.get(argument.partition("=")[0].lstrip("-").replace("-", "_")):
+                return f" (it is --{renamed} now)"
+        return super()._meant(unknown)
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The description as it stands, and behind each option its default, where it has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, [], argparse.SUPPRESS) or not action.option_strings:
+            return action.help
+        return super()._get_help_string(action)
+
+
+def _value(text: str) -> Any:
+    """A number, true, false or none; anything else is a string."""
+    try:
+        return json.loads({"none": "null"}.get(text.lower(), text.lower()))
+    except ValueError:
+        return text
+
+
+def recipes_folder() -> Path:
+    """The recipes of the package, or of the clone that it runs from."""
+    package = Path(__file__).parents[1]
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parents[1] / "examples" / "recipes"
+
+
+def find_recipe(name: str) -> Path:
+    """The path of a recipe, given as such or by its name alone."""
+    known = recipes_folder() / f"{name}.yaml"
+    return known if known.is_file() and not Path(name).exists() else Path(name)
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """A recipe's settings. Raises a ValueError or an OSError for what is none."""
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise OSError(f"the recipe {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"the recipe {path} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"the recipe {path} must hold lines 'name: value'")
+    return settings
+
+
+def recipe_options(path: Path, parser: RecipeParser) -> list[str]:
+    """A recipe as command-line options, so that its values are read as theirs are."""
+    known = {action.dest for action in parser._actions} | {"output"}
+    options = []
+    for name, value in read_recipe(path).items():
+        if name not in known:
+            renamed = RENAMED.get(name)
+            closest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+            reason = f"is --{renamed} now" if renamed else f"does not exist; the closest name is {closest!r}"
+            raise ValueError(f"{path} sets {name!r}, which {reason}")
+        if isinstance(value, dict):
+            options += [f"--{name}", json.dumps(value)]
+        elif value is not None and value != []:
+            options += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return options
+
+
+def parse_arguments(
+    argv: list[str] | None = None, description: str | None = None, scratch: Path | None = None
+) -> Arguments:
+    """The recipe's settings, and over them those of the command line.
+
+    Args:
+        scratch: folder for the text of --smoke; None: nothing is shrunken.
+
+    Raises:
+        SystemExit: with a one-line message, for a setting that does not exist or cannot be read.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    parser = RecipeParser(description)
+    if "--help-all" not in argv:
+        parser.hide_unused()
+    try:
+        given = parser.parse_args([argument for argument in argv if argument not in ("-h", "--help")] or argv)
+        read = parser.parse_args([str(given.recipe), *recipe_options(given.recipe, parser)])
+        if {"-h", "--help"} & {*argv}:
+            parser.set_defaults(**vars(read))
+        values = vars(parser.parse_args(argv, namespace=read))
+        typed = {argument.partition("=")[0].replace("-", "_")[2:] for argument in argv if argument.startswith("--")}
+        named = typed | read_recipe(given.recipe).keys()
+        _check(values, named, typed)
+        named -= _forget(values, typed)
+        settings = {name: values[name] for name in (*CONFIG, *_names()) if name in named and name in values}
+        if values["output_dir"] is not None:
+            settings["output"] = values["output_dir"]
+        if values["smoke"] and scratch is not None:
+            shrink(values, scratch)
+        _choose(values, named)
+        model, data, regularization, training = parser.parse_dict(values, allow_extra_keys=True)
+    except (ValueError, OSError) as error:
+        parser.error(" ".join(str(error).split()))
+    config = {name: values[name] for name in CONFIG if name in values}
+    return Arguments(model, data, regularization, training, config, _plain(settings))
+
+
+def _names() -> list[str]:
+    return [entry.name for group in GROUPS for entry in dataclasses.fields(group)]
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    """What YAML can hold: members of enumerations by their values."""
+    return {name: getattr(value, "value", value) for name, value in settings.items()}
+
+
+def _forget(values: dict[str, Any], typed: set[str]) -> set[str]:
+    """Leave out what the command line leaves no use for in a recipe; the names of options that are gone."""
+    gone = set()
+    if "num_train_epochs" in typed and "max_steps" not in typed:
+        values["max_steps"] = -1
+        gone.add("max_steps")
+    elif "max_steps" in typed:
+        gone.add("num_train_epochs")
+    if "lr_scheduler_type" in typed and "lr_scheduler_kwargs" not in typed:
+        values["lr_scheduler_kwargs"] = None
+        gone.add("lr_scheduler_kwargs")
+    attn_type = values.get("attn_type", 0)
+    if attn_type in POSITIONS and not POSITIONS[attn_type].recurrent:
+        # An encoding without recurrence has no memory in evaluation.
+        without = {"eval_mem_len": 0, "eval_memory_lengths": []}
+        values |= {name: none for name, none in without.items() if name not in typed}
+    return gone
+
+
+def _check(values: dict[str, Any], named: set[str], typed: set[str]):
+    """Refuse settings that do not fit together. Raises a ValueError."""
+    if {"max_steps", "num_train_epochs"} <= typed or not {"max_steps", "num_train_epochs"} & named:
+        raise ValueError("set one of --max_steps and --num_train_epochs")
+    if "num_train_epochs" in named and not 0 < float(values["num_train_epochs"]) < float("inf"):
+        raise ValueError(f"--num_train_epochs is {values['num_train_epochs']}, but must be above 0, and finite")
+    if values.get("gate_bias") is not None and values.get("gating") is None and not values["model_name_or_path"]:
+        raise ValueError(f"--gate_bias {values['gate_bias']:g} is of --gating gru: leave it out")
+    if not values["smoke"]:
+        for name, key in (("data", "data"), ("output", "output_dir")):
+            if values[key] is None:
+                raise ValueError(f"--{name} is missing: name a folder, or try the recipe with --smoke")
+
+
+def _choose(values: dict[str, Any], named: set[str]):
+    """What holds where nobody says anything: precision, device, and what is done between steps."""
+    on_gpu = torch.cuda.is_available()
+    chosen: dict[str, Any] = {"use_cpu": not torch.accelerator.is_available(), "eval_strategy": "steps"}
+    if not {"bf16", "fp16"} & named and "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        # GPUs before Ampere emulate it, at a fraction of the speed of fp32.
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else bf16_is_faster()
+        chosen["bf16"] = has_bf16
+    if "optimizer" not in named and "optim" not in named:
+        chosen["optimizer"] = "adam"
+    if values["optimizer"] == "lamb" and "adam_epsilon" not in named:
+        chosen["adam_epsilon"] = 1e-6
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        chosen["enable_jit_checkpoint"] = True
+    if on_gpu:
+        # A process reads ahead, into memory from which it is copied meanwhile.
+        ahead = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 8}
+        chosen |= ahead | {"accelerator_config": {"non_blocking": True}}
+    values |= {name: value for name, value in chosen.items() if name not in named}
+
+
+def shrink(values: dict[str, Any], scratch: Path):
+    """For --smoke: a few steps of a small model on a small text, all else as it was. Lengths keep their ratios."""
+    values["data"] = str(scratch / "data")
+    vocab_size = write_smoke_data(scratch / "data")
+    values["output_dir"] = values["output_dir"] or str(scratch / "output")
+    scale = 16 / values.get("tgt_len", 16)
+    for name in ("tgt_len", "mem_len", "ext_len", "clamp_len"):
+        for key in (name, f"eval_{name}"):
+            if (length := values.get(key)) is not None and length > 0:
+                values[key] = min(64, max(1, round(length * scale)))
+    values["eval_memory_lengths"] = [round(length * scale) for length in values["eval_memory_lengths"]]
+    bins = len(values.get("cutoffs", [])) + 1
+    values["model_name_or_path"] = None
+    # Where what the heads learn of positions is added to the hidden states, they are as wide together.
+    attn_type = values.get("attn_type", 0)
+    wide = attn_type in POSITIONS and POSITIONS[attn_type].spans_heads
+    embed = values.get("d_embed")
+    values |= {
+        "d_embed": 64 if embed in (None, values.get("d_model")) else 32,
+        "d_model": 64,
+        "n_layer": 2,
+        "n_head": 2,
+        "d_head": 32 if wide else 8,
+        "d_inner": 32,
+        "cutoffs": [vocab_size * i // bins for i in range(1, bins)],
+        "batch_size": 4 * values["gradient_accumulation_steps"],
+        "eval_batch_size": 8,
+        "max_steps": 6,
+        "warmup_steps": min(values["warmup_steps"], 2),
+        "average_start": min(values["average_start"], 2),
+        "eval_steps": 3,
+        "save_steps": 3,
+        "logging_steps": 1,
+    }
+
+
+def write_smoke_data(folder: Path) -> int:
+    """Words of a module of the standard library, as txl-prepare would write them; returns how many there are."""
+    lines = Path(argparse.__file__).read_text(encoding="utf-8").splitlines()
+    tokenizer = TransfoXLTokenizer.train_from_iterator(lines, mode="whitespace", max_size=500)
+    token_ids = tokenizer.encode_lines(lines, add_eos=True).astype(np.int32)
+    parts = np.split(token_ids, [len(token_ids) * 8 // 10, len(token_ids) * 9 // 10])
+    splits = {name: Dataset.from_dict({"token_ids": part}) for name, part in zip(SPLITS, parts, strict=True)}
+    DatasetDict(splits).save_to_disk(folder)
+    tokenizer.save_pretrained(folder)
+    return len(tokenizer)
