@@ -53,13 +53,15 @@ from torch.utils.flop_counter import flop_registry
 
 import txl_hf.kernels.attention_triton as kernels
 import txl_hf.kernels.operators as linear
-import txl_hf.transfo_xl.adaptive_transfo_xl as adaptive
+import txl_hf.kernels.softmax as adaptive
 import txl_hf.transfo_xl.attention_transfo_xl as attention
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.evaluation.reading import Reader, Reading, Segment
 from txl_hf.transfo_xl.adaptive_transfo_xl import AdaptiveLogSoftmax
 from txl_hf.transfo_xl.cache_transfo_xl import StaticMemoryCache
-from txl_hf.transfo_xl.modeling_transfo_xl import Sight, TransfoXLLayer
+from txl_hf.transfo_xl.memory_transfo_xl import MemoryLengths
+from txl_hf.transfo_xl.memory_transfo_xl import Segment as OpenSegment
+from txl_hf.transfo_xl.modeling_transfo_xl import TransfoXLLayer
 from txl_hf.transfo_xl.positions_transfo_xl import Distances
 
 OUTPUT = Path(__file__).parent / "results" / "launches.csv"
@@ -272,13 +274,15 @@ def losses_of_bins(weight, bias, hidden_states, *rest):
 def pretending(counter: Counter):
     """The paths that a GPU takes, for tensors that have no numbers."""
 
+    blockwise = adaptive.nll
+
     def nll(softmax, hidden_states, targets, by_bin=None):
         # The first table that asks waits.
         counter.waits += by_bin is None
         sizes = sizes_of_bins(softmax.config, targets.numel())
         ends = torch.tensor([0, 0, *itertools.accumulate(sizes, initial=0)], device="cpu")
         by_bin = (by_bin or softmax.sort_targets(targets))._replace(ends=ends)
-        return softmax._blockwise_nll(hidden_states, targets, by_bin)
+        return blockwise(softmax, hidden_states, targets, by_bin)
 
     autocast = Autocast()
 
@@ -287,15 +291,15 @@ def pretending(counter: Counter):
 
     with (
         mock.patch.object(AdaptiveLogSoftmax, "nll", nll),
+        mock.patch.object(AdaptiveLogSoftmax, "sort_targets", adaptive.sort_targets),
         mock.patch.object(adaptive, "losses_of_bins", losses_of_bins),
         mock.patch.object(adaptive, "fuses", lambda states: True),
         mock.patch.object(torch.nn.functional, "dropout", dropout),
         mock.patch.object(kernels, "why_not_triton", lambda query: None),
-        mock.patch.object(attention, "why_not_triton", lambda query: None),
         mock.patch.object(torch, "autocast", autocast.switched),
         mock.patch.object(torch, "is_autocast_enabled", lambda *args: autocast.enabled),
         mock.patch.object(torch, "get_autocast_dtype", lambda *args: torch.bfloat16),
-        mock.patch.object(linear, "WITHOUT_AUTOCAST", ()),
+        mock.patch.object(attention, "WITHOUT_AUTOCAST", ()),
         autocast,
     ):
         yield
@@ -416,14 +420,18 @@ def layer_of(workload: Workload, backend: str, rows: int, **options) -> Callable
         layer.compile(**options)
     shape, keys = (rows, workload.segment, config.d_model), workload.memory + workload.segment
     hidden = torch.empty(shape, requires_grad=True)
-    read = torch.empty(shape, dtype=torch.bfloat16, requires_grad=True)
     memory = torch.empty(rows, workload.memory, config.d_model, dtype=torch.bfloat16)
     distances, gradient = Distances(torch.empty(keys, config.d_model)), torch.empty(shape)
+    segment = OpenSegment(
+        *(MemoryLengths(), workload.segment, workload.memory, keys, (), None, None, None, None, None, None),
+        attention={"implementation": backend},
+        key_mask=None,
+    )
 
     def step():
         with torch.autocast(hidden.device.type, torch.bfloat16):
-            outputs = layer(hidden, memory, read, distances, Sight(keys, backend), rounds=True)
-        torch.autograd.grad(outputs, [hidden, read, *layer.parameters()], [gradient, gradient.to(torch.bfloat16)])
+            outputs = layer(hidden, memory, distances=distances, segment=segment)
+        torch.autograd.grad(outputs, [hidden, *layer.parameters()], gradient)
 
     return step
 
@@ -461,7 +469,6 @@ def count_compiled_layer(workload: Workload, backend: str) -> dict[str, float]:
         mock.patch.object(AsyncCompile, "cpp_pybinding", fused),
         mock.patch.object(linear, "_multiplies_batches", lambda rows: True),
         mock.patch.object(kernels, "why_not_triton", lambda query: None),
-        mock.patch.object(attention, "why_not_triton", lambda query: None),
         inductor.patch(fx_graph_cache=False, cpp_wrapper=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
     )

@@ -45,6 +45,7 @@ from txl_hf import (
     commands,
     evaluate_language_model,
 )
+from txl_hf.kernels.attention_triton import fastest_attention
 from txl_hf.training import command, report, trainer
 from txl_hf.training import recipe as recipes
 from txl_hf.training.arguments import TransfoXLTrainingArguments
@@ -52,7 +53,6 @@ from txl_hf.training.checkpoints import last_checkpoint
 from txl_hf.training.optimizers import make_lamb, make_optimizer
 from txl_hf.training.recipe import parse_arguments, write_smoke_data
 from txl_hf.training.trainer import TransfoXLTrainer
-from txl_hf.transfo_xl.attention_transfo_xl import fastest_attention
 from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -1142,7 +1142,7 @@ def test_attention_is_tritons_where_a_gpu_takes_the_heads(monkeypatch):
         asked.append(query)
         return reasons.pop(0)
 
-    monkeypatch.setattr("txl_hf.transfo_xl.attention_transfo_xl.why_not_triton", why_not)
+    monkeypatch.setattr("txl_hf.kernels.attention_triton.why_not_triton", why_not)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert fastest_attention(2, 8) is None and not asked
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -32,7 +32,6 @@ from txl_hf import (
     TransfoXLPreTrainedModel,
 )
 from txl_hf.transfo_xl.layout_transfo_xl import NEEDED, NEEDED_WITHOUT_HEAD, CheckpointError
-from txl_hf.transfo_xl.operators_transfo_xl import namespace_of
 
 REPOSITORY = Path(__file__).parents[2]
 IMPLEMENTATIONS = ["eager", "sdpa"]
@@ -595,13 +594,6 @@ def test_code_is_read_from_a_folder_of_any_name(tmp_path):
     )
     process = run_script("-c", script, folder, HF_HOME=str(tmp_path / "home"))
     assert process.stdout.endswith("TransfoXLForCausalLM\n"), process.stderr
-
-
-def test_namespaces_of_operators_are_one_for_each_module():
-    names = ["a.b", "a b.c", "a_b.c", "größe", "a(b)", "a_28_b_29_"]
-    assert namespace_of("txl_hf.transfo_xl.adaptive_transfo_xl") == "txl_hf_transfo_xl_adaptive_transfo_xl"
-    spaces = [namespace_of(name) for name in names]
-    assert all(space.isidentifier() and space.isascii() for space in spaces) and len({*spaces[:5]}) == 5
 
 
 class Driver(TransfoXLPreTrainedModel):
