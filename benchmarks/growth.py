@@ -79,7 +79,7 @@ def evaluation(model, memory: int, segment: int):
     ids = harness.draw_ids(model.config.vocab_size, (4, 1, segment)).to(model.device)
     for piece in itertools.cycle(ids):
         with torch.no_grad():
-            output = model(piece, labels=piece, use_cache=True, past_key_values=past)
+            output = model(piece, labels=piece, use_cache=True, output_logits=False, past_key_values=past)
         past = output.past_key_values
         yield output.losses.float().mean().item()
 

@@ -758,10 +758,12 @@ class Evaluate:
         ids = self._next(ids)
         with torch.no_grad():
             if self.cached:
-                output = self.model(ids, labels=ids, use_cache=True, **self.past)
+                output = self.model(ids, labels=ids, use_cache=True, output_logits=False, **self.past)
                 self.past = {"past_key_values": output.past_key_values}
             else:
-                output = self.model(ids, labels=ids, **self.past)
+                # The peers compute the loss alone too.
+                alone = {"output_logits": False} if type(self.model).__module__.startswith("txl_hf") else {}
+                output = self.model(ids, labels=ids, **alone, **self.past)
                 self.past = {"mems": output.mems}
         return output.losses.float().mean()
 

@@ -83,7 +83,7 @@ def stream(model, ids, segment: int, cached: bool):
         start = count % (len(ids) // segment) * segment
         piece = ids[None, start : start + segment]
         with torch.no_grad():
-            output = model(piece, labels=piece, use_cache=cached, **past)
+            output = model(piece, labels=piece, use_cache=cached, output_logits=False, **past)
         past = {"past_key_values": output.past_key_values} if cached else {"mems": output.mems}
         count += 1
         yield output.losses[0].float()

@@ -687,9 +687,9 @@ class TransfoXLTrainer(Trainer):
         if not self.label_names:
             raise ValueError("an evaluation with memory needs items with shift_labels or labels")
         self._set_signature_columns_if_needed()
-        if not prediction_loss_only and "output_logits" in self._signature_columns:
-            # With labels, a model with cutoffs would compute the loss alone.
-            inputs = {**inputs, "output_logits": True}
+        if "output_logits" in self._signature_columns:
+            # Beside a loss they cost a product with the whole vocabulary.
+            inputs = {**inputs, "output_logits": not prediction_loss_only}
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     # --- card --------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ Dh = `d_head`, V vocabulary. u and v are the paper's biases, `content_bias` and 
 
 import copy
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -46,11 +47,14 @@ from .cache_transfo_xl import (
 from .configuration_transfo_xl import TransfoXLConfig
 from .generation_transfo_xl import TransfoXLGenerationMixin
 from .layout_transfo_xl import TransfoXLLayoutModel
-from .masks_transfo_xl import DOCUMENT_KEYWORDS, check_inputs, find_resets
+from .masks_transfo_xl import DOCUMENT_KEYWORDS, can_look, check_inputs, find_resets
 from .memory_transfo_xl import MemoryLengths, Segment, fill_lengths, hide_states, initial_memory
 from .positions_transfo_xl import Distances
 
 logger = logging.get_logger(__name__)
+
+# Bytes of logits that come beside a loss in evaluation mode where nothing is said of them.
+MOST_LOGITS = 1 << 28
 
 
 @dataclass
@@ -70,13 +74,13 @@ class TransfoXLModelOutput(ModelOutput):
 
     last_hidden_state: Tensor | None = None
     mems: tuple[Tensor, ...] | None = None
+    mems_mask: Tensor | None = None
     if CACHE_NAME == "cache":
         cache: Cache | None = None
     else:
         past_key_values: Cache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
-    mems_mask: Tensor | None = None
 
 
 @dataclass
@@ -86,13 +90,13 @@ class _HeadOutput(ModelOutput):
     loss: Tensor | None = None
     logits: Tensor | None = None
     mems: tuple[Tensor, ...] | None = None
+    mems_mask: Tensor | None = None
     if CACHE_NAME == "cache":
         cache: Cache | None = None
     else:
         past_key_values: Cache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
-    mems_mask: Tensor | None = None
 
 
 @dataclass
@@ -107,6 +111,11 @@ class TransfoXLCausalLMOutput(_HeadOutput):
     """
 
     losses: Tensor | None = None
+
+    @property
+    def prediction_scores(self) -> Tensor | None:
+        """`logits` by the name that the legacy class gave them."""
+        return self.logits
 
 
 @dataclass
@@ -467,6 +476,37 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutModel):
         self.tie_weights(recompute_mapping=False)
         return embeddings
 
+    def set_input_embeddings(self, value: nn.Module):
+        """Take the weight of a plain table for the only bin, with the scale and the ties that this model has.
+
+        Raises:
+            ValueError: the model has several tables, or a projection, or the table has another size. The model is as
+                it was.
+        """
+        if not isinstance(value, nn.Embedding):
+            return super().set_input_embeddings(value)
+        self._take_table("set_input_embeddings", self.get_input_embeddings().emb_layers, value.weight)
+
+    def set_output_embeddings(self, new_embeddings: nn.Module):
+        """Take weight and bias (none: zeros) of a linear layer for the only bin; raises as `set_input_embeddings`."""
+        if not isinstance(new_embeddings, nn.Linear):
+            return super().set_output_embeddings(new_embeddings)
+        [table] = self._take_table("set_output_embeddings", self.lm_head.out_layers, new_embeddings.weight)
+        bias = torch.zeros_like(table.bias) if new_embeddings.bias is None else new_embeddings.bias
+        table.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+
+    def _take_table(self, method: str, tables: nn.ModuleList, weight: nn.Parameter) -> nn.ModuleList:
+        shapes = [tuple(table.weight.shape) for table in tables]
+        if shapes != [tuple(weight.shape)] or self.config.cutoffs:
+            raise ValueError(
+                f"{method} was given a table of {tuple(weight.shape)}, but the model has {shapes}"
+                f"{' behind cutoffs' if self.config.cutoffs else ''}: change the size by resize_token_embeddings, and "
+                "write the weights of several bins into these tables"
+            )
+        tables[0].weight = weight
+        self.tie_weights(recompute_mapping=False)
+        return tables
+
     def reset_memory_length(self, mem_len: int):
         """Remember `mem_len` states from now on; the caller cuts longer mems.
 
@@ -774,8 +814,8 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
                 ignored as padding are taken to cost as much as the others of this batch.
             logits_to_keep: keep the logits of the last so many positions, or of the positions in a tensor; 0: all.
             output_logits: whether to return logits beside a loss, (tokens × vocabulary) numbers that the loss does not
-                need; by default a model without cutoffs does, and one with cutoffs if it is so configured. Second
-                derivatives need them, and where `torch.func` or forward mode differentiates they are computed.
+                need. By default a model without cutoffs does, and one with cutoffs if it is so configured, or in
+                evaluation mode where they take at most 256 MiB. Second derivatives need them.
             logits_top_k (in kwargs): only the k most probable tokens of each position have to be right, see
                 `AdaptiveLogSoftmax.log_prob`. `generate` gives it where no other token can matter.
 
@@ -787,7 +827,10 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         logits_top_k = kwargs.pop("logits_top_k", None)
         if output_logits is None:
             output_logits = self.config.output_logits or not self.config.cutoffs
-        # Whatever can be wrong with labels is found before the cache takes the tokens.
+            output_logits = output_logits or self._has_room_for_logits(input_ids)
+        # Whatever can be wrong is found before the cache takes the tokens.
+        if num_items_in_batch is not None or not isinstance(logits_to_keep, int):
+            _check_numbers(num_items_in_batch, logits_to_keep, input_ids if inputs_embeds is None else inputs_embeds)
         given = targets = None
         if labels is not None or shift_labels is not None:
             given, targets = _targets(labels, shift_labels, attention_mask, input_ids, inputs_embeds)
@@ -825,6 +868,17 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             # others of this batch do.
             loss = loss * ((given != -100).sum() / (targets != -100).sum().clamp(min=1)).to(loss.device)
         return TransfoXLCausalLMOutput(loss=loss, logits=logits, losses=losses, **_without_last_state(outputs))
+
+    def _has_room_for_logits(self, input_ids: Tensor | None) -> bool:
+        """Whether logits that nobody has asked for come beside a loss: in evaluation mode, up to 256 MiB."""
+        if self.training or input_ids is None or torch.compiler.is_compiling():
+            return False
+        if input_ids.numel() * self.config.vocab_size * 4 <= MOST_LOGITS:
+            return True
+        logger.warning_once(
+            "logits beside the loss would take more than 256 MiB and are left out: give output_logits=True for them"
+        )
+        return False
 
 
 TransfoXLLMHeadModel = TransfoXLForCausalLM
@@ -1042,6 +1096,13 @@ def _targets(
         if given is not None:
             _check_targets(name, given, inputs.shape[:2])
     targets = labels[:, 1:].long() if shift_labels is None else shift_labels.long()
+    if shift_labels is None and input_ids is not None and can_look(labels) and len(targets[0]) > 1:
+        moved = labels.to(input_ids.device)
+        if torch.equal(moved[:, :-1], input_ids[:, 1:]) and not torch.equal(moved, input_ids):
+            logger.warning_once(
+                "labels are input_ids that are shifted by one already, and are shifted once more here, so that each "
+                "token would learn the one after the next: give them as shift_labels"
+            )
     if attention_mask is None:
         return targets, targets
     return targets, without_padding(targets, attention_mask, inputs.shape[1])
@@ -1065,6 +1126,20 @@ def _check_targets(name: str, given: Tensor, shape: torch.Size):
         raise ValueError(f"{name} are {tuple(given.shape)}, but the inputs are {tuple(shape)}")
     if given.is_floating_point() or given.dtype == torch.bool:
         raise ValueError(f"{name} are {given.dtype}, not token ids or classes")
+
+
+def _check_numbers(num_items_in_batch: Any, logits_to_keep: Any, inputs: Tensor | None):
+    """Raise a ValueError for a number of items that is none, or for positions outside the inputs, (B, L, …)."""
+    if num_items_in_batch is not None and not isinstance(num_items_in_batch, Tensor | Number):
+        raise ValueError(f"num_items_in_batch={num_items_in_batch!r} must be a number or a tensor of one")
+    if isinstance(logits_to_keep, int):
+        return
+    if not isinstance(logits_to_keep, Tensor) or logits_to_keep.is_floating_point():
+        raise ValueError(f"logits_to_keep={logits_to_keep!r} must be an integer, or a tensor of positions")
+    if isinstance(inputs, Tensor) and inputs.dim() > 1 and logits_to_keep.numel() and can_look(logits_to_keep):
+        length = inputs.shape[1]
+        if logits_to_keep.min() < -length or logits_to_keep.max() >= length:
+            raise ValueError(f"logits_to_keep={logits_to_keep.tolist()} has a position outside of {length} tokens")
 
 
 def _labels_of_rows(labels: Tensor, logits: Tensor, config: TransfoXLConfig) -> Tensor:
