@@ -36,6 +36,28 @@ BINS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def blocks_of_few_logits(monkeypatch):
+    """The losses of the small models here are computed block by block, as those of large ones are."""
+    monkeypatch.setattr(adaptive_transfo_xl, "FEW_LOGITS", -1)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"div_val": 1}, {"cutoffs": []}, {"tie_projs": [False, True, False]}], ids=str
+)
+def test_losses_block_by_block_are_those_of_plain_operations(make_config, changes):
+    """With every gradient: they take turns by how many logits there are."""
+    softmax, results = random_softmax(make_config(**changes)), []
+    targets = torch.tensor([3, 44, 9, -100, 8, 30, 60, 60])
+    for compute in (softmax.nll, softmax.plain_nll):
+        hidden = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        losses = compute(hidden, targets)
+        weights = torch.arange(1.0, 9)
+        results.append([losses, *torch.autograd.grad(losses @ weights, [hidden, *softmax.parameters()])])
+    for blockwise, plain in zip(*results, strict=True):
+        torch.testing.assert_close(blockwise, plain, atol=1e-5, rtol=1e-5)
+
+
 @st.composite
 def any_bins(draw):
     vocab_size = draw(st.integers(2, 40))
@@ -254,7 +276,7 @@ TOKENS = {
 def test_losses_and_every_gradient_are_those_of_the_log_probabilities(make_config, monkeypatch, changes, tokens, kept):
     if not kept:
         for name, value in (("MAX_KEPT_LOGITS", -1), ("BLOCK_LOGITS", 21), ("MIN_BLOCK_WIDTH", 7)):
-            monkeypatch.setattr(adaptive_transfo_xl, name, value)
+            monkeypatch.setattr(blocks, name, value)
     softmax = random_softmax(make_config(**changes))
     hidden, targets = torch.randn(len(tokens), 16), torch.tensor(tokens, dtype=torch.long)
     expected, expected_gradients = losses_and_gradients(softmax, hidden, targets, reference_losses)
@@ -322,7 +344,7 @@ def test_narrow_types_are_as_exact_as_through_log_probabilities(make_config, mon
     """Losses and gradients, against fp32, may be off by twice what the plain way in the same type is off."""
     if not kept:
         for name, value in (("MAX_KEPT_LOGITS", -1), ("BLOCK_LOGITS", 600), ("MIN_BLOCK_WIDTH", 16)):
-            monkeypatch.setattr(adaptive_transfo_xl, name, value)
+            monkeypatch.setattr(blocks, name, value)
     config = make_config(d_model=64, d_embed=64, vocab_size=301, cutoffs=[50, 120])
     exact = random_softmax(config, std=0.2)
     hidden, targets = torch.randn(97, 64), torch.randint(301, (97,))

@@ -60,7 +60,7 @@ def sort_targets(softmax: AdaptiveLogSoftmax, targets: Tensor) -> TargetsByBin:
     """The targets, (N,), by bin; the host does not wait for a GPU before `nll` needs the numbers."""
     targets = targets.long()
     in_order, order = targets.sort(stable=True)
-    starts = [start for start, _, _ in softmax.config.bins]
+    starts = [start for start, _, _ in softmax.bins]
     # Made on the device: a list would have to be copied there, for which the host waits.
     ends = torch.stack([targets.new_full((), end) for end in (-100, -99, *starts, softmax.config.vocab_size)])
     ends = torch.searchsorted(in_order, ends)
@@ -103,8 +103,10 @@ def nll(softmax: AdaptiveLogSoftmax, hidden_states: Tensor, targets: Tensor, by_
     losses = []
     # Also bins without any token, so that their parameters get a gradient (zero) on every process.
     for layer, share in zip(softmax.out_layers, shares, strict=True):
-        ranges = [number for i in share for number in softmax.table_range(i)]
-        starts = [softmax.config.bins[i][0] for i in share]
+        # The rows of its table that each bin has.
+        starts_of_tables = [softmax.bins[i][0] if len(softmax.out_layers) > 1 else 0 for i in share]
+        ranges = [n - first for i, first in zip(share, starts_of_tables, strict=True) for n in softmax.bins[i][:2]]
+        starts = [softmax.bins[i][0] for i in share]
         states = [projected[i] for i in share]
         of_head = (softmax.head_targets(targets), clusters) if 0 in share else (None, None)
         places = (by_bin, share, ranges, starts, softmax.config.vocab_size)

@@ -100,6 +100,7 @@ class AdaptiveEmbedding(nn.Module):
         super().__init__()
         self.config = config
         self.scale = config.d_model**0.5
+        self.bins = config.bins
         self.emb_layers = nn.ModuleList(nn.Embedding(tokens, width) for tokens, width in _tables(config))
         self.emb_projs = nn.ModuleList(
             InputProjection(width, config.d_model) if _is_projected(config, width) else nn.Identity()
@@ -135,7 +136,7 @@ class AdaptiveEmbedding(nn.Module):
         # Every bin embeds every token and the right one is kept: the projections are small beside the layers, and
         # selecting tokens by bin would make the host wait for the device once for each bin.
         parts = []
-        for (start, end, _), embed, project in zip(self.config.bins, self.emb_layers, self.emb_projs, strict=True):
+        for (start, end, _), embed, project in zip(self.bins, self.emb_layers, self.emb_projs, strict=True):
             place = input_ids - start
             inside = place.clamp(0, end - start - 1)
             # Nothing is projected to nothing, and before the projection there is less to write.
@@ -150,6 +151,7 @@ class AdaptiveLogSoftmax(nn.Module):
     def __init__(self, config: TransfoXLConfig):
         super().__init__()
         self.config = config
+        self.bins = config.bins
         self.out_layers = nn.ModuleList(
             OutputLayer(nn.Parameter(torch.empty(tokens, width)), nn.Parameter(torch.zeros(tokens)))
             for tokens, width in _tables(config)
@@ -212,7 +214,7 @@ class AdaptiveLogSoftmax(nn.Module):
         k = top_k if top_k is not None and prunes else 0
         parts = [head[..., : self.config.cutoffs[0]]]
         best = _best(parts[0], k)
-        for i, (start, end, _) in list(enumerate(self.config.bins))[1:]:
+        for i, (start, end, _) in list(enumerate(self.bins))[1:]:
             cluster = head[..., self.config.cutoffs[0] + i - 1, None]
             if 0 < k == best.shape[-1] and (cluster < best[..., -1:] - PRUNING_MARGIN).all():
                 parts.append((cluster - math.log(end - start)).expand(*cluster.shape[:-1], end - start))
@@ -245,7 +247,7 @@ class AdaptiveLogSoftmax(nn.Module):
             ValueError: a target is neither -100 nor in [0, V). A GPU raises a RuntimeError, later, and so may a
                 compiled call.
         """
-        check_labels(targets, self.config.vocab_size)
+        _check_range(targets.masked_fill(targets == -100, 0), self.config.vocab_size, "labels", ValueError)
         many = targets.numel() * self.config.vocab_size > FEW_LOGITS
         return OPERATORS.sort_targets(self, targets) if many and OPERATORS.sort_targets is not None else None
 
@@ -253,7 +255,7 @@ class AdaptiveLogSoftmax(nn.Module):
         """`nll` by cross-entropies: of the head for all tokens, and of each further bin for its own tokens."""
         nll = F.cross_entropy(self.logits(hidden_states, 0), self.head_targets(targets), reduction="none")
         in_graph = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        for i, (start, end, _) in list(enumerate(self.config.bins))[1:]:
+        for i, (start, end, _) in list(enumerate(self.bins))[1:]:
             inside = (targets >= start) & (targets < end)
             if in_graph:
                 # A graph has one shape, so that each bin computes all tokens and ignores the rest.
@@ -277,15 +279,12 @@ class AdaptiveLogSoftmax(nn.Module):
         """(..., tokens of bin i) fp32, of hidden states (..., D); behind those of bin 0 the clusters."""
         projected = self.out_projs[i](hidden_states)
         layer = self.out_layers[i if len(self.out_layers) > 1 else 0]
-        found = layer(_logits, projected, *self.table_range(i))
+        start, end, _ = self.bins[i]
+        rows = (start, end) if len(self.out_layers) == 1 else (0, end - start)
+        found = layer(_logits, projected, *rows)
         if i == 0 and self.config.cutoffs:
             found = torch.cat([found, self.clusters(projected)], dim=-1)
-        return wide(found)
-
-    def table_range(self, i: int) -> tuple[int, int]:
-        """The rows of its table that bin i has."""
-        start, end, _ = self.config.bins[i]
-        return (start, end) if len(self.out_layers) == 1 else (0, end - start)
+        return found.to(torch.promote_types(found.dtype, torch.float32))
 
 
 def wide(logits: Tensor) -> Tensor:

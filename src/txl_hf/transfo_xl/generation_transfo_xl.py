@@ -109,7 +109,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 cache.activate_past_recording()
 
     def _mem_len(self, lengths: MemoryLengths | None) -> int:
-        return fill_lengths(lengths, self.config).mem_len
+        return (self.config if lengths is None else fill_lengths(lengths, self.config)).mem_len
 
     def prepare_inputs_for_generation(
         self,

@@ -78,14 +78,12 @@ class MemoryLengths:
         return filled
 
 
-def fill_lengths(lengths: MemoryLengths | None, config: TransfoXLConfig) -> "MemoryLengths | TransfoXLConfig":
-    """The lengths of a call that was given these; the configuration, which has the same fields, for None.
+def fill_lengths(lengths: MemoryLengths, config: TransfoXLConfig) -> MemoryLengths:
+    """The lengths of a call that was given these.
 
     Raises:
         ValueError: they are something else; and as `MemoryLengths.of` does.
     """
-    if lengths is None:
-        return config
     # A copy of the class may have come with the weights.
     if type(lengths).__name__ != MemoryLengths.__name__:
         raise ValueError(

@@ -237,6 +237,8 @@ class TransfoXLAttention(nn.Module):
             # W_R R of the paper for the K distances, (H, n, Dh) with n ≤ K; learned keys, (n, H, Dh), are it already.
             rel_key = distances.positions
             if self.r_proj is not None:
+                if self.r_proj._forward_pre_hooks:
+                    _check_adapters(self.r_proj)
                 rel_key = OPERATORS.linear(self.r_proj, rel_key).unflatten(-1, self.heads)
             rel_key = rel_key.transpose(0, 1)
             if state is not None and self.r_proj is not None:
@@ -258,6 +260,16 @@ class TransfoXLAttention(nn.Module):
         )
         attended = OPERATORS.linear(self.o_proj, attended.transpose(1, 2).flatten(2))
         return OPERATORS.dropout(self.dropout, attended), probabilities
+
+
+def _check_adapters(r_proj: nn.Module) -> None:
+    """Raise a ValueError where PEFT would take distances for rows of a batch, each with an adapter of its own."""
+    for hook in r_proj._forward_pre_hooks.values():
+        if {"adapter_names", "alora_offsets"} & getattr(hook, "keywords", {}).keys():
+            raise ValueError(
+                "an adapter on r_proj, into which distances go, is the same for all rows and tokens: with "
+                'adapter_names or activated LoRA leave it out by exclude_modules=["r_proj"]'
+            )
 
 
 class TransfoXLGate(nn.Module):
@@ -472,6 +484,9 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutModel):
         if head is not None:
             head.out_layers[-1] = OutputLayer(linear.weight, linear.bias).requires_grad_(output.weight.requires_grad)
         self.config.vocab_size = vocab_size
+        embeddings.bins = self.config.bins
+        if head is not None:
+            head.bins = self.config.bins
         # Keep today's ties: a checkpoint whose tensors differed was loaded untied.
         self.tie_weights(recompute_mapping=False)
         return embeddings
@@ -626,7 +641,9 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             cache = chosen_cache(past_key_values, cache)
         tensors = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
         check_inputs(kwargs, **tensors, mems=mems, mems_mask=mems_mask, resets=resets)
-        lengths, positions = fill_lengths(lengths, self.config), self.positions
+        # The configuration has the fields of `MemoryLengths`.
+        lengths = self.config if lengths is None else fill_lengths(lengths, self.config)
+        positions = self.positions
         embeds = self._embed(input_ids, inputs_embeds)
         if use_cache or cache is not None:
             cache = self._choose_cache(cache, lengths.mem_len)
@@ -959,7 +976,8 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         loss = None
         if labels is not None:
             labels = _labels_of_rows(labels, logits, self.config)
-            count = _count(labels, num_items_in_batch)
+            count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
             loss = self.loss_function(
                 logits=scores, labels=labels, pooled_logits=logits, config=self.config, num_items_in_batch=count
             )
@@ -1172,14 +1190,9 @@ def _mean_loss(losses: Tensor, targets: Tensor, num_items_in_batch: Tensor | int
 
     Where a model is spread over several GPUs, targets and counts may be on another one.
     """
-    count = _count(targets, num_items_in_batch)
-    return losses.sum() / (count.to(losses.device) if isinstance(count, Tensor) else count)
-
-
-def _count(targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor | int:
-    """How many targets count, of these or of a whole step, as it is told; 1 where none do."""
     count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
-    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+    count = count.clamp(min=1).to(losses.device) if isinstance(count, Tensor) else max(count, 1)
+    return losses.sum() / count
 
 
 def _pick_losses(log_probs: Tensor, targets: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ def _different(key_length: int, most: int) -> int:
 
     All have in a graph for any K, an export's or a trace's, where K is no number.
     """
-    graph = torch.jit.is_tracing() or is_exporting(unknown=torch.compiler.is_compiling())
+    graph = torch.jit.is_tracing() or (torch.compiler.is_compiling() and is_exporting(unknown=True))
     return key_length if graph else min(key_length, most)
 
 

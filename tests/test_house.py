@@ -1,0 +1,23 @@
+"""The figures of the house hold: its size, what a forward enters, and that its wings import one way."""
+
+import house
+
+
+def test_the_house_is_no_larger_than_it_was(capsys):
+    """A limit above its goal is where the house stands: it may fall only."""
+    found = house.figures()
+    with capsys.disabled():
+        print(f"\n{house.table()}")
+    above = {name: (value, house.LIMITS[name][0]) for name, value in found.items() if value > house.LIMITS[name][0]}
+    assert above == {}, "now, and at most"
+
+
+def test_wings_import_one_way():
+    assert house.arrows_up() == []
+
+
+def test_the_hub_set_names_neither_the_package_nor_a_kernel():
+    for path in (house.PACKAGE / "transfo_xl").glob("*_transfo_xl*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert "import txl_hf\n" not in text and "from txl_hf" not in text and "import triton" not in text
+        assert "/proc/cpuinfo" not in text and "mkldnn" not in text
