@@ -265,7 +265,7 @@ class Segment:
         cache, mask = self.cache, self.real_after(self.length)
         assert cache is not None
         state = decoding_state_of(cache)
-        if self.padding is not None:
+        if self.padding is not None and not torch.compiler.is_compiling():
             new = self.padding.tokens.sum(dim=1)
             state.padding = new if state.padding is None else state.padding + new
         if self.older_mask is not None:

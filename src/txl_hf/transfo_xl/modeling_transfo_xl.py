@@ -1114,7 +1114,7 @@ def _targets(
         if given is not None:
             _check_targets(name, given, inputs.shape[:2])
     targets = labels[:, 1:].long() if shift_labels is None else shift_labels.long()
-    if shift_labels is None and input_ids is not None and can_look(labels) and len(targets[0]) > 1:
+    if shift_labels is None and input_ids is not None and can_look(labels) and targets[:, 1:].numel() > 0:
         moved = labels.to(input_ids.device)
         if torch.equal(moved[:, :-1], input_ids[:, 1:]) and not torch.equal(moved, input_ids):
             logger.warning_once(
