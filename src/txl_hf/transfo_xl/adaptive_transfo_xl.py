@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .attention_transfo_xl import OPERATORS
@@ -293,7 +294,7 @@ class AdaptiveLogSoftmax(nn.Module):
         return found.to(torch.promote_types(found.dtype, torch.float32))
 
 
-class VocabularyMixin:
+class TransfoXLVocabularyModel(PreTrainedModel):
     """The tables of a model: `resize_token_embeddings`, and tables of one's own in their place."""
 
     config: TransfoXLConfig
@@ -364,15 +365,16 @@ class VocabularyMixin:
         bias = torch.zeros_like(table.bias) if new_embeddings.bias is None else new_embeddings.bias
         table.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
 
-    def _take_table(self, method: str, tables: nn.ModuleList, weight: nn.Parameter) -> nn.ModuleList:
-        shapes = [tuple(table.weight.shape) for table in tables]
+    def _take_table(self, method: str, tables: nn.ModuleList, weight: Any) -> nn.ModuleList:
+        found: list[Any] = list(tables)
+        shapes = [tuple(table.weight.shape) for table in found]
         if shapes != [tuple(weight.shape)] or self.config.cutoffs:
             raise ValueError(
                 f"{method} was given a table of {tuple(weight.shape)}, but the model has {shapes}"
                 f"{' behind cutoffs' if self.config.cutoffs else ''}: change the size by resize_token_embeddings, and "
                 "write the weights of several bins into these tables"
             )
-        tables[0].weight = weight
+        found[0].weight = weight
         self.tie_weights(recompute_mapping=False)
         return tables
 
@@ -439,8 +441,12 @@ def targets_of(
     for name, given in (("shift_labels", shift_labels), ("labels", labels)):
         if given is not None:
             check_targets(name, given, inputs.shape[:2])
-    targets = labels[:, 1:].long() if shift_labels is None else shift_labels.long()
-    if shift_labels is None and input_ids is not None and can_look(labels) and targets[:, 1:].numel() > 0:
+    if shift_labels is not None:
+        targets = shift_labels.long()
+    else:
+        assert labels is not None, "one of the two is given"
+        targets = labels[:, 1:].long()
+    if shift_labels is None and labels is not None and input_ids is not None and can_look(labels) and targets.numel():
         moved = labels.to(input_ids.device)
         if torch.equal(moved[:, :-1], input_ids[:, 1:]) and not torch.equal(moved, input_ids):
             logger.warning_once(

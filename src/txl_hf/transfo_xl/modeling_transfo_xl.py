@@ -29,7 +29,7 @@ from .adaptive_transfo_xl import (
     InputProjection,
     OutputLayer,
     OutputProjection,
-    VocabularyMixin,
+    TransfoXLVocabularyModel,
     check_labels,
     check_numbers,
     check_targets,
@@ -53,7 +53,7 @@ from .configuration_transfo_xl import TransfoXLConfig
 from .generation_transfo_xl import TransfoXLGenerationMixin
 from .layout_transfo_xl import TransfoXLLayoutModel
 from .masks_transfo_xl import DOCUMENT_KEYWORDS, check_inputs, find_resets
-from .memory_transfo_xl import MemoryLengths, Segment, fill_lengths, hide_states, initial_memory
+from .memory_transfo_xl import FilledLengths, MemoryLengths, Segment, fill_lengths, hide_states, initial_memory
 from .positions_transfo_xl import Distances
 
 logger = logging.get_logger(__name__)
@@ -249,7 +249,7 @@ class TransfoXLAttention(nn.Module):
             if state is not None and self.r_proj is not None:
                 rel_key = state.rel_keys[self.layer_idx] = static_address(OPERATORS.keep_layout(rel_key))
         if rel_key is not None:
-            rel_key = _last(rel_key, 1, segment.key_length).to(query.dtype)
+            rel_key = _last(rel_key.to(query.dtype), 1, segment.key_length)
         attended, probabilities = relative_attention(
             query,
             # A cache that never forgets holds more than the memory.
@@ -258,7 +258,7 @@ class TransfoXLAttention(nn.Module):
             rel_key,
             distances.content_bias if self.content_bias is None else self.content_bias,
             distances.position_bias if self.position_bias is None else self.position_bias,
-            rel_bias=_last(distances.rel_bias, 1, segment.key_length),
+            rel_bias=None if distances.rel_bias is None else _last(distances.rel_bias, 1, segment.key_length),
             dropout=getattr(self.dropatt, "p", 0.0) if self.dropatt.training else 0.0,
             module=self,
             **segment.attention,
@@ -380,7 +380,7 @@ def _setting(name: str) -> property:
     return property(lambda model: getattr(model.config, name), set_field)
 
 
-class TransfoXLPreTrainedModel(VocabularyMixin, TransfoXLLayoutModel):
+class TransfoXLPreTrainedModel(TransfoXLVocabularyModel, TransfoXLLayoutModel):
     """What all models have: loading and saving, initial weights, a vocabulary that grows, a memory to begin with."""
 
     config: TransfoXLConfig
@@ -567,19 +567,20 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         if cache is not None or past_key_values is not None:
             cache = chosen_cache(past_key_values, cache)
         tensors = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
-        check_inputs(kwargs, **tensors, mems=mems, mems_mask=mems_mask, resets=resets)
+        keywords: dict[str, Any] = {**kwargs}
+        check_inputs(keywords, **tensors, mems=mems, mems_mask=mems_mask, resets=resets)
         # The configuration has the fields of `MemoryLengths`.
-        lengths = self.config if lengths is None else fill_lengths(lengths, self.config)
+        filled: FilledLengths = self.config if lengths is None else fill_lengths(lengths, self.config)
         positions = self.positions
         embeds = self._embed(input_ids, inputs_embeds)
         if use_cache or cache is not None:
-            cache = self._choose_cache(cache, lengths.mem_len)
-        if resets is not None or any(kwargs.get(name) is not None for name in DOCUMENT_KEYWORDS):
-            places = (embeds.shape[:2], embeds.device)
-            resets = find_resets(self.config, lengths.mem_len, *places, attention_mask, resets, kwargs)
-        wants_attentions = bool(kwargs.get("output_attentions", self.config._output_attentions))
+            cache = self._choose_cache(cache, filled.mem_len)
+        if resets is not None or any(keywords.get(name) is not None for name in DOCUMENT_KEYWORDS):
+            (rows, length), device = embeds.shape[:2], embeds.device
+            resets = find_resets(self.config, filled.mem_len, (rows, length), device, attention_mask, resets, keywords)
+        wants_attentions = bool(keywords.get("output_attentions", self.config._output_attentions))
         memories = (mems, mems_mask, attention_mask, cache, resets)
-        segment = Segment.open(self.config, lengths, embeds, *memories, wants_attentions)
+        segment = Segment.open(self.config, filled, embeds, *memories, wants_attentions)
 
         hidden_states = self._enter(embeds, segment, input_ids is None)
         distances, state = self._distances(segment, hidden_states)
@@ -597,7 +598,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         new_mems = new_mask = None
         if cache is not None:
             segment.remember_in_cache(attention_mask)
-        elif lengths.mem_len > 0:
+        elif filled.mem_len > 0:
             with torch.no_grad():
                 new_mems, new_mask = segment.remember(memory, entered)
         return TransfoXLModelOutput(
@@ -635,9 +636,11 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         # At once as many as a full memory needs, so that a growing one computes them only once.
         reach = max(segment.key_length, segment.lengths.mem_len + 1)
         reach = min(reach, clamp_len + 1) if clamp_len > 0 else reach
-        weights = [getattr(layer.self_attn.r_proj, "weight", None) for layer in self.layers]
+        layers: list[Any] = list(self.layers)
+        weights = [getattr(layer.self_attn.r_proj, "weight", None) for layer in layers]
         if not state.has_distances(reach, clamp_len, weights, (self._trained, working_dtype(states))):
             state.distances = self.positions.distances(self, reach, states, clamp_len)
+        assert state.distances is not None
         return state.distances, state
 
     def _is_checkpointed_reentrantly(self) -> bool:
@@ -1023,9 +1026,9 @@ def _without_last_state(outputs: TransfoXLModelOutput, use_cache: bool | None = 
     return {name: value for name, value in outputs.items() if name not in left_out}
 
 
-def _last(states: Tensor | None, dim: int, length: int) -> Tensor | None:
+def _last(states: Tensor, dim: int, length: int) -> Tensor:
     """At most the last `length` in a dimension; the same tensor where these are all: a slice costs a copy backward."""
-    return states if states is None or states.shape[dim] <= length else states.narrow(dim, -length, length)
+    return states if states.shape[dim] <= length else states.narrow(dim, -length, length)
 
 
 def _keep(states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
