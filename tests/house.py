@@ -46,7 +46,7 @@ LIMITS = {
     "lines of the Hub set": (6_170, 5_200),
     "functions of a forward": (60, 60),
     "modules of a forward": (8, 8),
-    "lines of a forward": (1_105, 1_000),
+    "lines of a forward": (1_106, 1_000),
     "lines of the longest module": (1_060, 1_050),
     "lines of the longest function": (68, 60),
     "private methods of others overridden": (19, 15),

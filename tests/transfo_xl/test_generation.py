@@ -355,7 +355,8 @@ def test_logits_to_keep_and_return_dict(memory_model, make_ids):
 
 def test_outputs_are_tuples_where_the_configuration_says_so(make_model, make_ids):
     model = make_model(return_dict=False)
-    loss, mems, losses = model(make_ids(2, 5), labels=make_ids(2, 5))
+    loss, logits, mems, losses = model(make_ids(2, 5), labels=make_ids(2, 5))
+    assert logits.shape == (2, 5, 61)
     assert loss.dim() == 0 and len(mems) == 2 and losses.shape == (2, 4)
     classifier = make_model(model_class=TransfoXLForSequenceClassification, return_dict=False)
     assert classifier(make_ids(1, 5))[0].shape == (1, 2)

@@ -91,7 +91,7 @@ def test_logits_come_beside_a_loss_in_evaluation_mode_where_they_are_small(
     assert outputs.prediction_scores is outputs.logits
     assert model(ids, labels=ids, output_logits=False).logits is None and model.train()(ids, labels=ids).logits is None
     model.eval()
-    monkeypatch.setattr(modeling, "MOST_LOGITS", 2 * 6 * 61 * 4 - 1)
+    monkeypatch.setattr(modeling, "MOST_LOGITS", 2 * 5 * 61 * 4 - 1)
     assert model(ids, labels=ids).logits is None
     assert len(warnings_of) == 1 and "output_logits=True" in warnings_of[0]
     torch.testing.assert_close(model(ids, labels=ids).loss, outputs.loss)

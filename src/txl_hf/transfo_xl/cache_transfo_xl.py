@@ -593,8 +593,11 @@ def clear_hidden(cache: Cache, key_mask: Tensor, memory_length: int) -> None:
     before = remembered_mask(cache, memory_length)
     hidden = ~key_mask[:, :memory_length]
     if before is not None:
-        # All of a row that starts fresh, which may see zero states there.
-        fresh = hidden.all(dim=1, keepdim=True) & before.any(dim=1, keepdim=True)
+        # All of a row that starts fresh after a text: it may see zero states there.
+        padding = decoding_state_of(cache).padding
+        fresh = hidden.all(dim=1, keepdim=True)
+        if padding is not None:
+            fresh = fresh & (padding[:, None] < text_length(cache))
         hidden = hidden & (before | fresh)
     if hidden.any():
         clear_keys(cache, hidden)

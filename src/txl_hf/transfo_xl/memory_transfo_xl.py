@@ -169,7 +169,8 @@ class Segment:
             held = remembered_mask(cache, held_keys(cache, length))
             m, text_mask = cached_key_mask(attention_mask, cache, lengths.mem_len, batch_size, length, held)
             front = padding_in_cache(cache, attention_mask, length, m)
-            if attention_mask is not None and text_mask is not None and not torch.compiler.is_compiling():
+            hides = attention_mask is not None or config.initial_memory == "zeros"
+            if hides and text_mask is not None and not torch.compiler.is_compiling():
                 clear_hidden(cache, text_mask if front is None else text_mask | front, m)
             if (older := held_keys(cache, length) - m) > 0:
                 older_mask = embeds.new_ones(batch_size, older, dtype=torch.bool) if held is None else held[:, :older]

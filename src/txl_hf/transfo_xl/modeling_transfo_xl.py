@@ -772,9 +772,6 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         shift_labels = kwargs.pop("shift_labels", None)
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         logits_top_k = kwargs.pop("logits_top_k", None)
-        if output_logits is None:
-            output_logits = self.config.output_logits or not self.config.cutoffs
-            output_logits = output_logits or self._has_room_for_logits(input_ids)
         # Whatever can be wrong is found before the cache takes the tokens.
         if num_items_in_batch is not None or not isinstance(logits_to_keep, int):
             check_numbers(num_items_in_batch, logits_to_keep, input_ids if inputs_embeds is None else inputs_embeds)
@@ -782,6 +779,9 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         if labels is not None or shift_labels is not None:
             given, targets = targets_of(labels, shift_labels, attention_mask, input_ids, inputs_embeds)
         in_order = None if targets is None else self.lm_head.sort_targets(targets.flatten())
+        if output_logits is None:
+            output_logits = self.config.output_logits or not self.config.cutoffs
+            output_logits = output_logits or (targets is not None and self._has_room_for_logits(targets.numel()))
         outputs = self.transformer(
             input_ids,
             mems=mems,
@@ -816,11 +816,11 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             loss = loss * ((given != -100).sum() / (targets != -100).sum().clamp(min=1)).to(loss.device)
         return TransfoXLCausalLMOutput(loss=loss, logits=logits, losses=losses, **_without_last_state(outputs))
 
-    def _has_room_for_logits(self, input_ids: Tensor | None) -> bool:
-        """Whether logits that nobody has asked for come beside a loss: in evaluation mode, up to 256 MiB."""
-        if self.training or input_ids is None or torch.compiler.is_compiling():
+    def _has_room_for_logits(self, tokens: int) -> bool:
+        """Whether logits of so many tokens come beside a loss unasked: in evaluation mode, up to 256 MiB."""
+        if self.training or torch.compiler.is_compiling():
             return False
-        if input_ids.numel() * self.config.vocab_size * 4 <= MOST_LOGITS:
+        if tokens * self.config.vocab_size * 4 <= MOST_LOGITS:
             return True
         logger.warning_once(
             "logits beside the loss would take more than 256 MiB and are left out: give output_logits=True for them"
