@@ -680,7 +680,7 @@ def test_from_midi_files_to_midi_files(tmp_path):
     prepare.main(["--corpus", "midi", "--transpose", "1", *map(str, options)])
     sizes = "--n_layer 2 --d_model 32 --n_head 2 --d_head 16 --d_inner 64 --tgt_len 32 --mem_len 32 --batch_size 8"
     steps = (
-        "--max_steps 60 --eval_every 60 --eval_batch_size 1 --warmup_steps 5 --learning_rate 1e-2 --optimizer adamw"
+        "--max_steps 60 --eval_steps 60 --eval_batch_size 1 --warmup_steps 5 --learning_rate 1e-2 --optimizer adamw"
     )
     (tmp_path / "recipe.yaml").write_text(
         "initial_memory: empty\npre_lnorm: true\nsame_length: false\nclamp_len: -1\n"
