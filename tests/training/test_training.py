@@ -237,11 +237,13 @@ def test_num_items_in_batch(make_model, make_ids):
 
 
 def test_logits_beside_a_loss(make_model, make_ids):
-    """Quirk 16: logits and a loss in one output, without an empty tuple where logits were not asked for."""
+    """Quirk 16: logits and a loss in one output, without an empty tuple where logits were not asked for. A model with
+    cutoffs in training computes them where they are asked for alone."""
     ids = make_ids(2, 6)
-    assert make_model()(ids, labels=ids).logits is None
-    assert make_model()(ids, labels=ids, output_logits=True).logits.shape == (2, 6, 61)
-    assert make_model(output_logits=True)(ids, labels=ids).logits.shape == (2, 6, 61)
+    assert make_model().train()(ids, labels=ids).logits is None
+    assert make_model()(ids, labels=ids, output_logits=False).logits is None
+    assert make_model().train()(ids, labels=ids, output_logits=True).logits.shape == (2, 6, 61)
+    assert make_model(output_logits=True).train()(ids, labels=ids).logits.shape == (2, 6, 61)
     assert make_model(cutoffs=[], div_val=1)(ids, labels=ids, logits_to_keep=2).logits.shape == (2, 2, 61)
 
 
