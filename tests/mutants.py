@@ -46,16 +46,16 @@ BUILD = ROOT / "build" / "mutants"
 RESULTS = BUILD / "results.jsonl"
 EQUAL = ROOT / "tests" / "equal_mutants.json"
 AREAS = {
-    "attention": ["attention_transfo_xl", "attention_transfo_xl_inputs", "attention_transfo_xl_cpu"],
-    "memory": ["memory_transfo_xl", "cache_transfo_xl", "ring_transfo_xl", "inputs_transfo_xl"],
-    "adaptive": ["adaptive_transfo_xl"],
-    "layout": ["layout_transfo_xl"],
-    "streams": ["streams"],
-    "checkpoints": ["checkpoints"],
-    "evaluation": ["evaluation", "reading"],
+    "attention": ["transfo_xl/attention_transfo_xl", "kernels/attention_cpu"],
+    "memory": ["transfo_xl/memory_transfo_xl", "transfo_xl/cache_transfo_xl", "transfo_xl/masks_transfo_xl"],
+    "adaptive": ["transfo_xl/adaptive_transfo_xl"],
+    "layout": ["transfo_xl/layout_transfo_xl"],
+    "streams": ["data/streams"],
+    "checkpoints": ["training/checkpoints"],
+    "evaluation": ["evaluation/language_model", "evaluation/reading"],
 }
-# The test files that are about an area, where it is not one that is called as it is.
-ABOUT = {"layout": ("test_loading.py", "test_hub.py")}
+# The test files that are about an area, where none is called as it is.
+ABOUT = {"layout": ("test_loading.py", "test_hub.py"), "evaluation": ("test_language_model.py",)}
 PER_AREA = 30
 SEED = 2019
 WANTED, EQUAL_AT_MOST = 0.92, 0.03
@@ -179,7 +179,11 @@ def pytest(*arguments: str) -> list[str]:
 
 
 def measure(folder: Path, files: list[str], workers: int) -> tuple[dict[str, dict[int, set[str]]], dict[str, float]]:
-    """{file: {line: tests that reach it}}, and the seconds of each test; a test is `tests/test_x.py::test_y`."""
+    """{file: {line: tests that reach it}}, and the seconds of each test, `tests/wing/test_x.py::test_y`.
+
+    Args:
+        files: paths below `tests`, no two with the same name.
+    """
     (BUILD / "coverage").mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(lambda file: measure_file(folder, file), files))
@@ -199,7 +203,7 @@ def measure(folder: Path, files: list[str], workers: int) -> tuple[dict[str, dic
         data = coverage.CoverageData(str(stem))
         data.read()
         for path in data.measured_files():
-            lines = reached[f"src/txl_hf/{Path(path).name}"]
+            lines = reached[Path(path).relative_to(folder).as_posix()]
             for line, contexts in data.contexts_by_lineno(path).items():
                 # A library may have functions called test_something too: those that pytest timed are tests.
                 tests = {f"tests/{file}::{name.rsplit('.', 1)[-1]}" for name in contexts}
@@ -252,7 +256,7 @@ def tests_for(mutant: Mutant, lines: dict[int, set[str]], seconds: dict[str, flo
 
 
 def is_about(area: str, test: str) -> bool:
-    return test.startswith(tuple(f"tests/{file}::" for file in ABOUT.get(area, (f"test_{area}.py",))))
+    return Path(test.partition("::")[0]).name in ABOUT.get(area, (f"test_{area}.py",))
 
 
 def first_line(node: ast.FunctionDef | ast.ClassDef) -> int:
@@ -308,7 +312,9 @@ def run(mutants: Iterable[Mutant], workers: int, files: list[str] | None):
     """Judge the mutants by the tests of all files or of these, and append each result as it comes."""
     BUILD.mkdir(parents=True, exist_ok=True)
     folders = [copy_of_repository(BUILD / f"worker{i}") for i in range(workers)]
-    everything = sorted(path.name for path in (folders[0] / "tests").glob("test_*.py") if path.name not in LEFT_OUT)
+    tests = folders[0] / "tests"
+    everything = [path.relative_to(tests) for path in sorted(tests.rglob("test_*.py")) if path.name not in LEFT_OUT]
+    everything = [path.as_posix() for path in everything if path.parts[0] != "clients"]
     reached, seconds = measure(folders[0], files or everything, workers)
     free, writing = list(folders), threading.Lock()
 
@@ -357,7 +363,7 @@ def main() -> int:
     parser.add_argument("--areas", nargs="+", choices=AREAS, default=list(AREAS))
     parser.add_argument("--limit", type=int, help="at most so many mutants that have no result yet")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time (%(default)s)")
-    parser.add_argument("--tests", nargs="+", metavar="FILE", help="run no tests but those of these files")
+    parser.add_argument("--tests", nargs="+", metavar="FILE", help="only these, by their path below tests")
     parser.add_argument("--again", action="store_true", help="try survivors again")
     parser.add_argument(
         "--table", action="store_true", help="write what is known into CONTRIBUTING.md, and run nothing"

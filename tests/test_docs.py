@@ -4,7 +4,9 @@ The shell commands are run by test_walkthrough.py, those of conversion by test_c
 """
 
 import ast
+import importlib
 import json
+import pkgutil
 import re
 import shlex
 import sys
@@ -21,6 +23,10 @@ from scripts import run_script
 from txl_hf import TransfoXLTokenizer
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "txl_hf"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+FOLDERS = ("src", "conversion", "tests", "examples", "benchmarks")
+SOURCES = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOTEBOOKS = ROOT / "examples" / "notebooks"
 PUBLISHED = "transfo-xl/transfo-xl-wt103"
@@ -62,6 +68,10 @@ NEEDED_BY = {
 COMMANDS = {"txl-export": "onnxscript", "txl-prepare": "datasets", "txl-serve": "uvicorn", "txl_hf.lm_eval": "lm_eval"}
 # What is there without pip, or with what the package needs.
 PROGRAMS = {"cd", "curl", "npm", "python", "transformers"}
+
+
+def name_of_page(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 def blocks(page: Path) -> list[str]:
@@ -121,12 +131,13 @@ def test_the_first_block_of_the_readme_loads_the_published_model():
     assert len(text.splitlines()) <= 150
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", [*PAGES, CONTRIBUTING, ROOT / "examples" / "README.md"], ids=name_of_page)
 def test_pages_name_tests_and_files_that_exist(page):
+    """A file of Python is named by its path or the end of it."""
     text = page.read_text(encoding="utf-8")
-    tests, links = re.findall(r"`(test_\w+\.py)`", text), re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
-    paths = [*(ROOT / "tests" / name for name in tests), *(page.parent / link for link in set(links))]
-    assert [path for path in paths if not path.exists()] == []
+    named, links = re.findall(r"`([\w./-]+\.py)`", text), re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
+    assert {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in SOURCES)} == set()
+    assert [path for path in (page.parent / link for link in set(links)) if not path.exists()] == []
 
 
 def test_no_two_trainings_of_a_page_share_a_folder():
@@ -135,7 +146,7 @@ def test_no_two_trainings_of_a_page_share_a_folder():
     for page in PAGES:
         named[page.stem] = re.findall(r'(?:Arguments|Config)\(\s*"([^"]+)"', page.read_text(encoding="utf-8"))
         assert len(named[page.stem]) == len(set(named[page.stem])), page
-    assert {"smoothed", "trained", "tuned", "preferred", "rewarded"} == set(named["clients"])
+    assert {"flattened", "trained", "tuned", "preferred", "rewarded"} == set(named["clients"])
 
 
 def test_every_public_name_has_a_place_in_the_reference():
@@ -151,11 +162,40 @@ def test_quirks_that_are_named_are_in_the_list():
     assert len(named) > 10 and {number for pair in named for number in pair if number} <= numbers
 
 
-def test_contributing_names_every_source_file():
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    sources = (ROOT / "src" / "txl_hf").glob("[!_]*")
+def test_contributing_names_every_wing_and_every_file_of_the_hub_set():
+    text = CONTRIBUTING.read_text(encoding="utf-8")
+    sources = [*PACKAGE.glob("[!_]*"), *(PACKAGE / "transfo_xl").glob("[!_]*.py")]
     names = {path.name + "/" * path.is_dir() for path in sources if path.suffix == ".py" or path.is_dir()}
     assert {name for name in names if f"`{name}`" not in text} == set()
+    assert len(text.splitlines()) <= 140
+
+
+def overridden() -> dict[str, set[str]]:
+    """Private methods of transformers that classes of each file override, where what a file imports is at hand."""
+    found: dict[str, set[str]] = {}
+    for info in pkgutil.walk_packages(txl_hf.__path__, "txl_hf."):
+        try:
+            module = importlib.import_module(info.name)
+        except ModuleNotFoundError:
+            continue
+        for kind in vars(module).values():
+            if not isinstance(kind, type) or kind.__module__ != info.name:
+                continue
+            for name, value in vars(kind).items():
+                theirs = any(
+                    name in vars(base) and base.__module__.startswith("transformers.") for base in kind.__mro__
+                )
+                if theirs and re.match("_[a-z]", name) and callable(getattr(value, "__func__", value)):
+                    found.setdefault(f"{info.name.rpartition('.')[2]}.py", set()).add(name)
+    return found
+
+
+def test_contributing_lists_the_private_methods_of_transformers_that_ours_override():
+    text = CONTRIBUTING.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+\.py)` \| (`_.*) \|$", text, re.MULTILINE)
+    listed = {name: set(re.findall(r"`(\w+)`", methods)) for name, methods in rows}
+    assert listed == overridden()
+    assert f"that ours override, {sum(map(len, listed.values()))}, " in text
 
 
 def test_pages_name_extras_that_exist():

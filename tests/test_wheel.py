@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tomllib
 import venv
@@ -23,6 +22,7 @@ from goldens import golden
 from txl_hf import command_line
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "txl_hf"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # Distributions whose module has another name.
 MODULES = {"pyyaml": "yaml"}
@@ -94,9 +94,9 @@ def installed(wheel, tmp_path_factory) -> Path:
     python = folder / "bin" / "python"
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel]
     subprocess.run(install, check=True)
-    # A path in a .pth file: the .pth files in there, which would bring the clone, are not read.
+    # Paths in a .pth file: the .pth files in there, which would bring the clone, are not read.
     site = next((folder / "lib").glob("python*/site-packages"))
-    (site / "at_hand.pth").write_text(sysconfig.get_path("purelib"))
+    (site / "at_hand.pth").write_text("\n".join(path for path in sys.path if Path(path).name == "site-packages"))
     return folder
 
 
@@ -173,16 +173,29 @@ def modules(requirements: list[str]) -> set[str]:
     return {MODULES.get(name, name) for name in names}
 
 
-def imports_at_once(path: Path) -> set[Path]:
-    """The files of the package that are imported with this one, itself among them."""
-    found, waiting = set(), [path]
+def imports_at_once(*paths: Path) -> set[Path]:
+    """The files of the package that are imported with these, themselves among them."""
+    found, waiting = set(), list(paths)
     while waiting:
         path = waiting.pop()
+        if path in found or not path.exists():
+            continue
         found.add(path)
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
-                sibling = path.parent / f"{node.module}.py"
-                waiting += [sibling] if sibling.exists() and sibling not in found else []
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            module = node.module or ""
+            if node.level:
+                folder = path.parents[node.level - 1]
+            elif module.partition(".")[0] == "txl_hf":
+                folder, module = PACKAGE, module.partition(".")[2]
+            else:
+                continue
+            # `from . import x` imports a module too, and importing one imports the `__init__` of each folder above it.
+            for name in (module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)):
+                parts = [part for part in name.split(".") if part]
+                steps = [folder.joinpath(*parts[:i]) for i in range(len(parts) + 1)]
+                waiting += [step / "__init__.py" for step in steps] + [step.with_suffix(".py") for step in steps]
     return found
 
 
@@ -190,9 +203,8 @@ def test_whatever_is_imported_is_declared():
     """What the public names and the converters import: by the dependencies. All else, and later: by an extra."""
     wanted = {"at once": set(), "later": set()}
     converters = set((ROOT / "conversion").glob("*.py"))
-    # Training alone needs what `transformers.Trainer` imports.
-    modules_of_names = {*txl_hf._MODULES.values(), "__init__"} - {"trainer"}
-    first = converters.union(*(imports_at_once(ROOT / "src" / "txl_hf" / f"{name}.py") for name in modules_of_names))
+    first = imports_at_once(PACKAGE / "__init__.py", *converters)
+    assert PACKAGE / "kernels" / "softmax.py" in first and PACKAGE / "training" / "trainer.py" not in first
     for path in [*(ROOT / "src").rglob("*.py"), *converters]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
@@ -205,5 +217,6 @@ def test_whatever_is_imported_is_declared():
     at_hand = sys.stdlib_module_names | {"txl_hf"} | modules(PROJECT["dependencies"])
     optional = PROJECT["optional-dependencies"]
     extras = modules([line for name in optional.keys() - {"dev", "docs"} for line in optional[name]])
+    extras |= {"pydantic", "starlette"}  # What FastAPI is made of.
     assert wanted["at once"] - at_hand == set()
     assert wanted["later"] - at_hand - extras == set()

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import GenerationConfig, Trainer, TrainingArguments
 
 from txl_hf import MemoryLengths, TransfoXLForCausalLM
+from txl_hf.transfo_xl import adaptive_transfo_xl as adaptive
 from txl_hf.transfo_xl import modeling_transfo_xl as modeling
 from txl_hf.transfo_xl.cache_transfo_xl import MemoryCache, StaticMemoryCache
 
@@ -19,7 +20,8 @@ ONE_TABLE = {"cutoffs": [], "div_val": 1}
 def warnings_of(monkeypatch):
     """The warnings that are given once."""
     found = []
-    monkeypatch.setattr(modeling.logger, "warning_once", lambda message, *_: found.append(message))
+    for module in (modeling, adaptive):
+        monkeypatch.setattr(module.logger, "warning_once", lambda message, *_: found.append(message))
     return found
 
 

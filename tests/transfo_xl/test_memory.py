@@ -1236,7 +1236,7 @@ def test_under_autocast_a_memory_in_fp32_gets_the_gradient_of_one_in_fp32(make_m
 def test_a_memory_goes_on_in_and_out_of_autocast(make_model, make_ids, dtype):
     """Masked too, into caches, and with zeros before the text."""
     model, (first, second, third) = make_model(initial_memory="zeros"), segments(make_ids(2, 12), 4)
-    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    mask = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1]])
     with torch.autocast("cpu", dtype):
         narrow = model(first, attention_mask=mask)
     wide = tuple(states.float() for states in narrow.mems)

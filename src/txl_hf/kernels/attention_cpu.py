@@ -52,8 +52,10 @@ def tiled_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
         hidden = query.new_zeros(1, query.shape[2], 1)
     else:
         hidden = query.new_zeros(found[:, 0].shape).masked_fill_(found[:, 0], -torch.inf)
-    queries = (_scaled(query, bias, inputs.scaling) for bias in (inputs.content_bias, inputs.position_bias))
-    return attend_tile_by_tile(*queries, inputs.key, inputs.value, rel_key, hidden, inputs.dropout), None
+    content_query = _scaled(query, inputs.content_bias, inputs.scaling)
+    position_query = _scaled(query, inputs.position_bias, inputs.scaling)
+    states = (inputs.key, inputs.value, rel_key)
+    return attend_tile_by_tile(content_query, position_query, *states, hidden, inputs.dropout), None
 
 
 def _scaled(query: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
@@ -64,13 +66,14 @@ def _scaled(query: Tensor, bias: Tensor | None, scaling: float) -> Tensor:
 
 
 def _why_not_tiles(inputs: AttentionInputs) -> str | None:
-    query, tensors = inputs.query, (inputs.query, inputs.key, inputs.value, inputs.rel_key)
+    query, rel_key = inputs.query, inputs.rel_key
     if query.device.type != "cpu":
         return f"the tensors are on {query.device.type}, not on a CPU"
     if query.dtype == torch.float16:
         return "tiles are not computed in torch.float16"
-    if inputs.rel_key is None or inputs.rel_bias is not None:
+    if rel_key is None or inputs.rel_bias is not None:
         return "tiles are for sinusoidal relative positions only"
+    tensors = (query, inputs.key, inputs.value, rel_key)
     if not is_plain(*tensors):
         return "a loop over heads and rows is no graph, and nothing for torch.func or forward mode"
     if len({states.dtype for states in tensors}) > 1:

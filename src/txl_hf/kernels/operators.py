@@ -20,7 +20,7 @@ import platform
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -283,10 +283,12 @@ def linear_after(memory: Tensor | None, states: Tensor, layers: Sequence[nn.Modu
     if torch.is_grad_enabled() and states.requires_grad and not memory.requires_grad:
         if all(type(layer) is nn.Linear and layer.bias is None and not is_wrapped(layer) for layer in layers):
             # With all in one type, autocast casts nothing within.
-            weights = [layer.weight.to(dtype) for layer in layers]
+            weights: list[Any] = [
+                layer.weight if layer.weight.dtype == dtype else layer.weight.to(dtype) for layer in layers
+            ]
             if torch.compiler.is_compiling():
                 return list(_ProjectionInAGraph.apply(memory, states, *weights))
-            if is_plain(memory, states, *(layer.weight for layer in layers)):
+            if is_plain(memory, states, *weights):
                 return list(_ProjectionAfterMemory.apply(memory, states, *weights)[:2])
     joined = torch.cat([memory, states], dim=1)
     return [linear(layer, joined) for layer in layers]

@@ -33,10 +33,10 @@ from ..data.text_stream import TextStream
 from ..evaluation.cards import METRICS
 from ..evaluation.language_model import LanguageModelEvaluation, figures
 from ..files import disk_errors
+from ..transfo_xl.adaptive_transfo_xl import without_padding
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.layout_transfo_xl import TransfoXLLayoutModel
 from ..transfo_xl.memory_transfo_xl import cloned_states, latest_states, mask_overflow, memory_of, real_states
-from ..transfo_xl.modeling_transfo_xl import without_padding
 from .arguments import TransfoXLTrainingArguments
 from .callbacks import MemoryLength, ScaledByLength
 from .cards import complete_push, create_model_card

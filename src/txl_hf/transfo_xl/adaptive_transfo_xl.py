@@ -9,18 +9,25 @@ With div_val = 1 all bins have one width and share one table of embeddings.
 Every parameter is read in the forward of the module that owns it, so that offloading and sharding hooks see it.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from functools import reduce
+from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from .attention_transfo_xl import OPERATORS
 from .configuration_transfo_xl import TransfoXLConfig
+from .masks_transfo_xl import can_look, check_inputs
 from .positions_transfo_xl import is_exporting
+
+logger = logging.get_logger(__name__)
 
 # `log_prob(top_k=…)` skips a cluster this much (in nats) below the k-th best token. The margin is there because later
 # steps round: a temperature divides, beam search adds the scores of the text before, and neither may make different
@@ -287,6 +294,91 @@ class AdaptiveLogSoftmax(nn.Module):
         return found.to(torch.promote_types(found.dtype, torch.float32))
 
 
+class TransfoXLVocabularyModel(PreTrainedModel):
+    """The tables of a model: `resize_token_embeddings`, and tables of one's own in their place."""
+
+    config: TransfoXLConfig
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> AdaptiveEmbedding:
+        """As in `transformers`: tokens come and go at the end of the vocabulary, which is in the last bin.
+
+        Raises:
+            ValueError: fewer tokens than the last cutoff or a special token of the configuration needs, a multiple
+                below 1, or a model without tokens. The model is as it was.
+        """
+        if self.config.vocab_size == 0:
+            raise ValueError("vocab_size=0 means that there are no token embeddings to resize")
+        embeddings = self.get_input_embeddings()
+        if new_num_tokens is None and pad_to_multiple_of is None:
+            return embeddings
+        vocab_size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            if pad_to_multiple_of < 1:
+                raise ValueError(f"pad_to_multiple_of={pad_to_multiple_of} must be at least 1")
+            vocab_size = -(-vocab_size // pad_to_multiple_of) * pad_to_multiple_of
+        last_cutoff = self.config.cutoffs[-1] if self.config.cutoffs else 0
+        if vocab_size <= last_cutoff:
+            raise ValueError(
+                f"new_num_tokens={vocab_size} leaves no token in the last bin, which starts at {last_cutoff}"
+            )
+        # Validate a copy: on an error the model stays as it was.
+        resized = copy.copy(self.config)
+        resized.vocab_size = vocab_size
+        resized.validate_architecture()
+        tokens = vocab_size if len(embeddings.emb_layers) == 1 else vocab_size - last_cutoff
+        layer, head = embeddings.emb_layers[-1], getattr(self, "lm_head", None)
+        # Of one token alone there is no deviation to draw new ones with.
+        mean_resizing = mean_resizing and len(layer.weight) > 1
+        if head is not None:
+            output = head.out_layers[-1]
+            # Before the embeddings, which transformers resizes in place.
+            linear = self._get_resized_lm_head(output.to_linear(), tokens, mean_resizing=mean_resizing)
+        self._get_resized_embeddings(layer, tokens, mean_resizing=mean_resizing)
+        if head is not None:
+            head.out_layers[-1] = OutputLayer(linear.weight, linear.bias).requires_grad_(output.weight.requires_grad)
+        self.config.vocab_size = vocab_size
+        embeddings.bins = self.config.bins
+        if head is not None:
+            head.bins = self.config.bins
+        # Keep today's ties: a checkpoint whose tensors differed was loaded untied.
+        self.tie_weights(recompute_mapping=False)
+        return embeddings
+
+    def set_input_embeddings(self, value: nn.Module):
+        """Take the weight of a plain table for the only bin, with the scale and the ties that this model has.
+
+        Raises:
+            ValueError: the model has several tables, or a projection, or the table has another size. The model is as
+                it was.
+        """
+        if not isinstance(value, nn.Embedding):
+            return super().set_input_embeddings(value)
+        self._take_table("set_input_embeddings", self.get_input_embeddings().emb_layers, value.weight)
+
+    def set_output_embeddings(self, new_embeddings: nn.Module):
+        """Take weight and bias (none: zeros) of a linear layer for the only bin; raises as `set_input_embeddings`."""
+        if not isinstance(new_embeddings, nn.Linear):
+            return super().set_output_embeddings(new_embeddings)
+        [table] = self._take_table("set_output_embeddings", self.lm_head.out_layers, new_embeddings.weight)
+        bias = torch.zeros_like(table.bias) if new_embeddings.bias is None else new_embeddings.bias
+        table.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
+
+    def _take_table(self, method: str, tables: nn.ModuleList, weight: Any) -> nn.ModuleList:
+        found: list[Any] = list(tables)
+        shapes = [tuple(table.weight.shape) for table in found]
+        if shapes != [tuple(weight.shape)] or self.config.cutoffs:
+            raise ValueError(
+                f"{method} was given a table of {tuple(weight.shape)}, but the model has {shapes}"
+                f"{' behind cutoffs' if self.config.cutoffs else ''}: change the size by resize_token_embeddings, and "
+                "write the weights of several bins into these tables"
+            )
+        found[0].weight = weight
+        self.tie_weights(recompute_mapping=False)
+        return tables
+
+
 def wide(logits: Tensor) -> Tensor:
     """Logits, (…), in the type in which they are normalised: fp32, or fp64 where the model computes in it."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -327,3 +419,116 @@ def _check_range(ids: Tensor, size: int, name: str, error: type[Exception], of: 
         torch._assert_async((low >= 0) & (high < size), f"{name} outside {of} [0, {size})")
     elif low < 0 or high >= size:
         raise error(f"{name} holds {int(low if low < 0 else high)}, outside {of} [0, {size})")
+
+
+# ---- labels of every head, and the losses that they have ----
+
+
+def targets_of(
+    labels: Tensor | None,
+    shift_labels: Tensor | None,
+    attention_mask: Tensor | None,
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The targets of the first positions of a segment, int64, (B, L) of shift_labels or (B, L - 1) of labels, as they
+    are given and without padding (`without_padding`); None for inputs that the model refuses."""
+    check_inputs({}, labels=labels, shift_labels=shift_labels, attention_mask=attention_mask)
+    inputs, dims = (inputs_embeds, 3) if input_ids is None else (input_ids, 2)
+    both = input_ids is not None and inputs_embeds is not None
+    if both or not isinstance(inputs, Tensor) or inputs.dim() != dims:
+        return None, None
+    for name, given in (("shift_labels", shift_labels), ("labels", labels)):
+        if given is not None:
+            check_targets(name, given, inputs.shape[:2])
+    if shift_labels is not None:
+        targets = shift_labels.long()
+    else:
+        assert labels is not None, "one of the two is given"
+        targets = labels[:, 1:].long()
+    if shift_labels is None and labels is not None and input_ids is not None and can_look(labels) and targets.numel():
+        moved = labels.to(input_ids.device)
+        if torch.equal(moved[:, :-1], input_ids[:, 1:]) and not torch.equal(moved, input_ids):
+            logger.warning_once(
+                "labels are input_ids that are shifted by one already, and are shifted once more here, so that each "
+                "token would learn the one after the next: give them as shift_labels"
+            )
+    if attention_mask is None:
+        return targets, targets
+    return targets, without_padding(targets, attention_mask, inputs.shape[1])
+
+
+def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_length: int) -> Tensor:
+    """(B, n) targets of the first n positions of a segment, -100 where the position that predicts is padding: what it
+    computes is nobody's. Where n = L - 1, each is the token of the next position, and -100 where that is padding."""
+    if attention_mask is None or attention_mask.dim() != 2:
+        return targets
+    real, length = attention_mask[:, -segment_length:] != 0, targets.shape[1]
+    if real.shape != (targets.shape[0], segment_length):
+        # `Segment.open` says what is wrong with it.
+        return targets
+    counts = real[:, :length] if length == segment_length else real[:, :-1] & real[:, 1:]
+    return targets.masked_fill(~counts.to(targets.device), -100)
+
+
+def check_targets(name: str, given: Tensor, shape: torch.Size):
+    if given.shape != shape:
+        raise ValueError(f"{name} are {tuple(given.shape)}, but the inputs are {tuple(shape)}")
+    if given.is_floating_point() or given.dtype == torch.bool:
+        raise ValueError(f"{name} are {given.dtype}, not token ids or classes")
+
+
+def check_numbers(num_items_in_batch: Any, logits_to_keep: Any, inputs: Tensor | None):
+    """Raise a ValueError for a number of items that is none, or for positions outside the inputs, (B, L, …)."""
+    if num_items_in_batch is not None and not isinstance(num_items_in_batch, Tensor | Number):
+        raise ValueError(f"num_items_in_batch={num_items_in_batch!r} must be a number or a tensor of one")
+    if isinstance(logits_to_keep, int):
+        return
+    if not isinstance(logits_to_keep, Tensor) or logits_to_keep.is_floating_point():
+        raise ValueError(f"logits_to_keep={logits_to_keep!r} must be an integer, or a tensor of positions")
+    if isinstance(inputs, Tensor) and inputs.dim() > 1 and logits_to_keep.numel() and can_look(logits_to_keep):
+        length = inputs.shape[1]
+        if logits_to_keep.min() < -length or logits_to_keep.max() >= length:
+            raise ValueError(f"logits_to_keep={logits_to_keep.tolist()} has a position outside of {length} tokens")
+
+
+def labels_of_rows(labels: Tensor, logits: Tensor, config: TransfoXLConfig) -> Tensor:
+    """Labels in the type by which transformers' loss knows what they are: classes int64, numbers as the (B, n) logits.
+
+    Raises:
+        ValueError: see `TransfoXLForSequenceClassification.forward`.
+    """
+    rows, num_labels = logits.shape
+    are_classes = config.problem_type == "single_label_classification"
+    if config.problem_type is None:
+        are_classes = num_labels > 1 and labels.shape != logits.shape
+    one = are_classes or (num_labels == 1 and config.problem_type != "multi_label_classification")
+    if labels.shape not in (((rows,), (rows, 1)) if one else ((rows, num_labels),)):
+        needed = f"({rows},)" if one else f"({rows}, {num_labels})"
+        if config.problem_type is None and num_labels > 1:
+            needed += f", or ({rows}, {num_labels}) where several classes are to be told of each"
+        raise ValueError(f"labels are {tuple(labels.shape)}, but {rows} rows need {needed}")
+    if not are_classes:
+        return labels.to(logits.dtype)
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"labels are {labels.dtype}, but classes are integers, such as torch.long")
+    labels = labels.long()
+    check_labels(labels, num_labels, "the classes")
+    return labels
+
+
+def mean_loss(losses: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    """The sum of the losses over their count, or over that of a whole step; 0 where nothing counts.
+
+    Where a model is spread over several GPUs, targets and counts may be on another one.
+    """
+    count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    count = count.clamp(min=1).to(losses.device) if isinstance(count, Tensor) else max(count, 1)
+    return losses.sum() / count
+
+
+def pick_losses(log_probs: Tensor, targets: Tensor) -> Tensor:
+    """(B, n) negative log-likelihoods out of (B, n, V) log-probabilities, 0 where the target is -100."""
+    ignored = targets == -100
+    picked = log_probs.gather(-1, targets.masked_fill(ignored, 0)[..., None])[..., 0]
+    return -picked.masked_fill(ignored, 0)

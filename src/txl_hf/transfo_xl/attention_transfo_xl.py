@@ -321,6 +321,7 @@ def keep_documents_apart(inputs: AttentionInputs) -> tuple[AttentionInputs, Tens
         key, so that their output has to be NaN; None: none does.
     """
     key, value, first_key = inputs.key, inputs.value, inputs.first_key
+    assert first_key is not None, "documents begin"
     # A sum reads each number once and writes none.
     if can_look(key) and math.isfinite(key.detach().sum()) and math.isfinite(value.detach().sum()):
         return inputs, None
@@ -363,11 +364,11 @@ def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **opt
     """PyTorch's attention by the kernel that takes an additive mask as it comes, whose heads have a multiple of eight
     numbers. cuDNN plans anew for every number of keys, which takes longer than the attention."""
     width = query.shape[-1]
-    heads = widened(-width % 8, query, key, value)
+    query, key, value = widened(-width % 8, query, key, value)
     # PyTorch keeps the choice of a kernel for the whole process until the end of the block. A graph has it inside.
     choosing = contextlib.nullcontext() if torch.compiler.is_compiling() else _CHOOSING_KERNEL
     with choosing, sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-        return F.scaled_dot_product_attention(*heads, mask, **options)[..., :width]
+        return F.scaled_dot_product_attention(query, key, value, mask, **options)[..., :width]
 
 
 def widened(missing: int, *heads: Tensor) -> tuple[Tensor, ...]:

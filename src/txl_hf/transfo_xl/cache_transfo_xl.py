@@ -571,7 +571,7 @@ def padding_in_cache(
     """(B, m + L) bool, which keys a mask of the whole text hides because they are padding in front of it, which the
     cache holds as zero states; None: there is none, or the mask is of something else."""
     padding = decoding_state_of(cache).padding
-    if attention_mask is None or padding is None or cache.is_compileable:
+    if attention_mask is None or padding is None or torch.compiler.is_compiling():
         return None
     if attention_mask.shape[1] != (length := text_length(cache) + segment_length):
         return None
@@ -592,7 +592,10 @@ def clear_hidden(cache: Cache, key_mask: Tensor, memory_length: int) -> None:
     """
     before = remembered_mask(cache, memory_length)
     hidden = ~key_mask[:, :memory_length]
-    hidden = hidden if before is None else hidden & before.to(hidden.device)
+    if before is not None:
+        # All of a row that starts fresh, which may see zero states there.
+        fresh = hidden.all(dim=1, keepdim=True) & before.any(dim=1, keepdim=True)
+        hidden = hidden & (before | fresh)
     if hidden.any():
         clear_keys(cache, hidden)
 

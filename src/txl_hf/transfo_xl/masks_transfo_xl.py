@@ -66,7 +66,7 @@ def find_resets(
     documents = {name: keywords[name] for name in DOCUMENT_KEYWORDS if keywords.get(name) is not None}
     if resets is None and not documents:
         return None
-    found = []
+    found: list[Any] = []
     if resets is not None:
         if resets.dtype != torch.bool or resets.shape != shape:
             raise ValueError(

@@ -12,7 +12,7 @@ Dh = `d_head`.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,15 @@ from .cache_transfo_xl import (
 )
 from .configuration_transfo_xl import TransfoXLConfig
 from .masks_transfo_xl import OpenPadding, can_look, drop_idle_mask, make_key_mask, zeros_in_front
+
+
+class FilledLengths(Protocol):
+    """The lengths of one call, none of them missing: a configuration, or `MemoryLengths.of` one."""
+
+    mem_len: int
+    ext_len: int
+    clamp_len: int
+    same_length: bool
 
 
 @dataclass(frozen=True)
@@ -66,19 +75,19 @@ class MemoryLengths:
         if not isinstance(self.same_length, bool | None):
             raise ValueError(f"same_length={self.same_length!r} must be True or False")
 
-    def of(self, config: TransfoXLConfig) -> "MemoryLengths":
+    def of(self, config: TransfoXLConfig) -> FilledLengths:
         """The lengths of a call of a model: these, and the configuration's for those that are None.
 
         Raises:
             ValueError: a length is negative, or the model's positions allow no memory.
         """
         given = {name: getattr(self, name) for name in ("mem_len", "ext_len", "clamp_len", "same_length")}
-        filled = MemoryLengths(**{k: getattr(config, k) if v is None else v for k, v in given.items()})
+        filled: Any = MemoryLengths(**{k: getattr(config, k) if v is None else v for k, v in given.items()})
         config.check_lengths(mem_len=filled.mem_len, ext_len=filled.ext_len)
         return filled
 
 
-def fill_lengths(lengths: MemoryLengths, config: TransfoXLConfig) -> MemoryLengths:
+def fill_lengths(lengths: MemoryLengths, config: TransfoXLConfig) -> FilledLengths:
     """The lengths of a call that was given these.
 
     Raises:
@@ -113,7 +122,7 @@ class Segment:
             of a text that zero states precede, see `open_padding`.
     """
 
-    lengths: MemoryLengths | TransfoXLConfig
+    lengths: FilledLengths
     length: int
     memory_length: int
     key_length: int
@@ -131,7 +140,7 @@ class Segment:
     def open(
         cls,
         config: TransfoXLConfig,
-        lengths: MemoryLengths | TransfoXLConfig,
+        lengths: FilledLengths,
         embeds: Tensor,
         mems: tuple[Tensor, ...] | None,
         mems_mask: Tensor | None,
@@ -265,7 +274,7 @@ class Segment:
         cache, mask = self.cache, self.real_after(self.length)
         assert cache is not None
         state = decoding_state_of(cache)
-        if self.padding is not None:
+        if self.padding is not None and not torch.compiler.is_compiling():
             new = self.padding.tokens.sum(dim=1)
             state.padding = new if state.padding is None else state.padding + new
         if self.older_mask is not None:
@@ -299,7 +308,7 @@ class Segment:
 
 def _open_states(
     config: TransfoXLConfig,
-    lengths: MemoryLengths | TransfoXLConfig,
+    lengths: FilledLengths,
     embeds: Tensor,
     mems: tuple[Tensor, ...] | None,
     mems_mask: Tensor | None,
@@ -310,7 +319,7 @@ def _open_states(
     text."""
     (batch_size, length, _), mem_len = embeds.shape, lengths.mem_len
     given, states = mems is not None or mems_mask is not None, mems
-    if not given:
+    if states is None and not given:
         states = initial_memory(config, mem_len, batch_size, embeds.dtype, embeds.device)
     if states is None and not given:
         return (None,) * config.n_layer, make_key_mask(attention_mask, None, batch_size, length, 0, (length,))
@@ -328,10 +337,11 @@ def _open_states(
         if mask is None:
             mask = embeds.new_ones(batch_size, m + length, dtype=torch.bool)
         mask = F.pad(mask, (mem_len - m, 0), value=False)
-        states = tuple(F.pad(of_layer, (0, 0, mem_len - m, 0)) for of_layer in states)
+        states = tuple(F.pad(of_layer, (0, 0, mem_len - m, 0)) for of_layer in states or ())
         m = mem_len
     if cache is not None:
         attach_state(cache, DecodingState(initial_length=m))
+    assert states is not None, "mask_of_mems refuses a mask without mems"
     return states, mask
 
 
@@ -369,7 +379,7 @@ def mask_of_mems(
         ValueError: the mems or a mask do not fit the model or the segment.
     """
     _check_mems(mems, mems_mask, config, mem_len, shape[0])
-    if attention_mask is None and mems_mask is None:
+    if mems is None or (attention_mask is None and mems_mask is None):
         return None
     (batch_size, segment_length), memory_length = shape, mems[0].shape[1]
     mems_mask = None if mems_mask is None else mems_mask.to(device)

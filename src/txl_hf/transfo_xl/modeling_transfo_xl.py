@@ -11,9 +11,7 @@ Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m +
 Dh = `d_head`, V vocabulary. u and v are the paper's biases, `content_bias` and `position_bias`.
 """
 
-import copy
 from dataclasses import dataclass
-from numbers import Number
 from typing import Any, TypedDict, Unpack
 
 import torch
@@ -31,7 +29,14 @@ from .adaptive_transfo_xl import (
     InputProjection,
     OutputLayer,
     OutputProjection,
+    TransfoXLVocabularyModel,
     check_labels,
+    check_numbers,
+    check_targets,
+    labels_of_rows,
+    mean_loss,
+    pick_losses,
+    targets_of,
     wide,
 )
 from .attention_transfo_xl import OPERATORS, find_backend, relative_attention, working_dtype
@@ -47,8 +52,8 @@ from .cache_transfo_xl import (
 from .configuration_transfo_xl import TransfoXLConfig
 from .generation_transfo_xl import TransfoXLGenerationMixin
 from .layout_transfo_xl import TransfoXLLayoutModel
-from .masks_transfo_xl import DOCUMENT_KEYWORDS, can_look, check_inputs, find_resets
-from .memory_transfo_xl import MemoryLengths, Segment, fill_lengths, hide_states, initial_memory
+from .masks_transfo_xl import DOCUMENT_KEYWORDS, check_inputs, find_resets
+from .memory_transfo_xl import FilledLengths, MemoryLengths, Segment, fill_lengths, hide_states, initial_memory
 from .positions_transfo_xl import Distances
 
 logger = logging.get_logger(__name__)
@@ -244,7 +249,7 @@ class TransfoXLAttention(nn.Module):
             if state is not None and self.r_proj is not None:
                 rel_key = state.rel_keys[self.layer_idx] = static_address(OPERATORS.keep_layout(rel_key))
         if rel_key is not None:
-            rel_key = _last(rel_key, 1, segment.key_length).to(query.dtype)
+            rel_key = _last(rel_key.to(query.dtype), 1, segment.key_length)
         attended, probabilities = relative_attention(
             query,
             # A cache that never forgets holds more than the memory.
@@ -253,7 +258,7 @@ class TransfoXLAttention(nn.Module):
             rel_key,
             distances.content_bias if self.content_bias is None else self.content_bias,
             distances.position_bias if self.position_bias is None else self.position_bias,
-            rel_bias=_last(distances.rel_bias, 1, segment.key_length),
+            rel_bias=None if distances.rel_bias is None else _last(distances.rel_bias, 1, segment.key_length),
             dropout=getattr(self.dropatt, "p", 0.0) if self.dropatt.training else 0.0,
             module=self,
             **segment.attention,
@@ -375,7 +380,7 @@ def _setting(name: str) -> property:
     return property(lambda model: getattr(model.config, name), set_field)
 
 
-class TransfoXLPreTrainedModel(TransfoXLLayoutModel):
+class TransfoXLPreTrainedModel(TransfoXLVocabularyModel, TransfoXLLayoutModel):
     """What all models have: loading and saving, initial weights, a vocabulary that grows, a memory to begin with."""
 
     config: TransfoXLConfig
@@ -443,84 +448,6 @@ class TransfoXLPreTrainedModel(TransfoXLLayoutModel):
             return "auto"
         find_backend(requested_attention)
         return requested_attention
-
-    def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-    ) -> AdaptiveEmbedding:
-        """As in `transformers`: tokens come and go at the end of the vocabulary, which is in the last bin.
-
-        Raises:
-            ValueError: fewer tokens than the last cutoff or a special token of the configuration needs, a multiple
-                below 1, or a model without tokens. The model is as it was.
-        """
-        if self.config.vocab_size == 0:
-            raise ValueError("vocab_size=0 means that there are no token embeddings to resize")
-        embeddings = self.get_input_embeddings()
-        if new_num_tokens is None and pad_to_multiple_of is None:
-            return embeddings
-        vocab_size = self.config.vocab_size if new_num_tokens is None else new_num_tokens
-        if pad_to_multiple_of is not None:
-            if pad_to_multiple_of < 1:
-                raise ValueError(f"pad_to_multiple_of={pad_to_multiple_of} must be at least 1")
-            vocab_size = -(-vocab_size // pad_to_multiple_of) * pad_to_multiple_of
-        last_cutoff = self.config.cutoffs[-1] if self.config.cutoffs else 0
-        if vocab_size <= last_cutoff:
-            raise ValueError(
-                f"new_num_tokens={vocab_size} leaves no token in the last bin, which starts at {last_cutoff}"
-            )
-        # Validate a copy: on an error the model stays as it was.
-        resized = copy.copy(self.config)
-        resized.vocab_size = vocab_size
-        resized.validate_architecture()
-        tokens = vocab_size if len(embeddings.emb_layers) == 1 else vocab_size - last_cutoff
-        layer, head = embeddings.emb_layers[-1], getattr(self, "lm_head", None)
-        # Of one token alone there is no deviation to draw new ones with.
-        mean_resizing = mean_resizing and len(layer.weight) > 1
-        if head is not None:
-            output = head.out_layers[-1]
-            # Before the embeddings, which transformers resizes in place.
-            linear = self._get_resized_lm_head(output.to_linear(), tokens, mean_resizing=mean_resizing)
-        self._get_resized_embeddings(layer, tokens, mean_resizing=mean_resizing)
-        if head is not None:
-            head.out_layers[-1] = OutputLayer(linear.weight, linear.bias).requires_grad_(output.weight.requires_grad)
-        self.config.vocab_size = vocab_size
-        embeddings.bins = self.config.bins
-        if head is not None:
-            head.bins = self.config.bins
-        # Keep today's ties: a checkpoint whose tensors differed was loaded untied.
-        self.tie_weights(recompute_mapping=False)
-        return embeddings
-
-    def set_input_embeddings(self, value: nn.Module):
-        """Take the weight of a plain table for the only bin, with the scale and the ties that this model has.
-
-        Raises:
-            ValueError: the model has several tables, or a projection, or the table has another size. The model is as
-                it was.
-        """
-        if not isinstance(value, nn.Embedding):
-            return super().set_input_embeddings(value)
-        self._take_table("set_input_embeddings", self.get_input_embeddings().emb_layers, value.weight)
-
-    def set_output_embeddings(self, new_embeddings: nn.Module):
-        """Take weight and bias (none: zeros) of a linear layer for the only bin; raises as `set_input_embeddings`."""
-        if not isinstance(new_embeddings, nn.Linear):
-            return super().set_output_embeddings(new_embeddings)
-        [table] = self._take_table("set_output_embeddings", self.lm_head.out_layers, new_embeddings.weight)
-        bias = torch.zeros_like(table.bias) if new_embeddings.bias is None else new_embeddings.bias
-        table.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
-
-    def _take_table(self, method: str, tables: nn.ModuleList, weight: nn.Parameter) -> nn.ModuleList:
-        shapes = [tuple(table.weight.shape) for table in tables]
-        if shapes != [tuple(weight.shape)] or self.config.cutoffs:
-            raise ValueError(
-                f"{method} was given a table of {tuple(weight.shape)}, but the model has {shapes}"
-                f"{' behind cutoffs' if self.config.cutoffs else ''}: change the size by resize_token_embeddings, and "
-                "write the weights of several bins into these tables"
-            )
-        tables[0].weight = weight
-        self.tie_weights(recompute_mapping=False)
-        return tables
 
     def reset_memory_length(self, mem_len: int):
         """Remember `mem_len` states from now on; the caller cuts longer mems.
@@ -640,19 +567,20 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         if cache is not None or past_key_values is not None:
             cache = chosen_cache(past_key_values, cache)
         tensors = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
-        check_inputs(kwargs, **tensors, mems=mems, mems_mask=mems_mask, resets=resets)
+        keywords: dict[str, Any] = {**kwargs}
+        check_inputs(keywords, **tensors, mems=mems, mems_mask=mems_mask, resets=resets)
         # The configuration has the fields of `MemoryLengths`.
-        lengths = self.config if lengths is None else fill_lengths(lengths, self.config)
+        filled: FilledLengths = self.config if lengths is None else fill_lengths(lengths, self.config)
         positions = self.positions
         embeds = self._embed(input_ids, inputs_embeds)
         if use_cache or cache is not None:
-            cache = self._choose_cache(cache, lengths.mem_len)
-        if resets is not None or any(kwargs.get(name) is not None for name in DOCUMENT_KEYWORDS):
-            places = (embeds.shape[:2], embeds.device)
-            resets = find_resets(self.config, lengths.mem_len, *places, attention_mask, resets, kwargs)
-        wants_attentions = bool(kwargs.get("output_attentions", self.config._output_attentions))
+            cache = self._choose_cache(cache, filled.mem_len)
+        if resets is not None or any(keywords.get(name) is not None for name in DOCUMENT_KEYWORDS):
+            (rows, length), device = embeds.shape[:2], embeds.device
+            resets = find_resets(self.config, filled.mem_len, (rows, length), device, attention_mask, resets, keywords)
+        wants_attentions = bool(keywords.get("output_attentions", self.config._output_attentions))
         memories = (mems, mems_mask, attention_mask, cache, resets)
-        segment = Segment.open(self.config, lengths, embeds, *memories, wants_attentions)
+        segment = Segment.open(self.config, filled, embeds, *memories, wants_attentions)
 
         hidden_states = self._enter(embeds, segment, input_ids is None)
         distances, state = self._distances(segment, hidden_states)
@@ -670,7 +598,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         new_mems = new_mask = None
         if cache is not None:
             segment.remember_in_cache(attention_mask)
-        elif lengths.mem_len > 0:
+        elif filled.mem_len > 0:
             with torch.no_grad():
                 new_mems, new_mask = segment.remember(memory, entered)
         return TransfoXLModelOutput(
@@ -708,9 +636,11 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         # At once as many as a full memory needs, so that a growing one computes them only once.
         reach = max(segment.key_length, segment.lengths.mem_len + 1)
         reach = min(reach, clamp_len + 1) if clamp_len > 0 else reach
-        weights = [getattr(layer.self_attn.r_proj, "weight", None) for layer in self.layers]
+        layers: list[Any] = list(self.layers)
+        weights = [getattr(layer.self_attn.r_proj, "weight", None) for layer in layers]
         if not state.has_distances(reach, clamp_len, weights, (self._trained, working_dtype(states))):
             state.distances = self.positions.distances(self, reach, states, clamp_len)
+        assert state.distances is not None
         return state.distances, state
 
     def _is_checkpointed_reentrantly(self) -> bool:
@@ -847,10 +777,10 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             output_logits = output_logits or self._has_room_for_logits(input_ids)
         # Whatever can be wrong is found before the cache takes the tokens.
         if num_items_in_batch is not None or not isinstance(logits_to_keep, int):
-            _check_numbers(num_items_in_batch, logits_to_keep, input_ids if inputs_embeds is None else inputs_embeds)
+            check_numbers(num_items_in_batch, logits_to_keep, input_ids if inputs_embeds is None else inputs_embeds)
         given = targets = None
         if labels is not None or shift_labels is not None:
-            given, targets = _targets(labels, shift_labels, attention_mask, input_ids, inputs_embeds)
+            given, targets = targets_of(labels, shift_labels, attention_mask, input_ids, inputs_embeds)
         in_order = None if targets is None else self.lm_head.sort_targets(targets.flatten())
         outputs = self.transformer(
             input_ids,
@@ -874,12 +804,12 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         logits = None
         if output_logits:
             logits = self.lm_head(hidden_states)
-            losses = _pick_losses(logits[:, : targets.shape[1]], targets.to(logits.device))
+            losses = pick_losses(logits[:, : targets.shape[1]], targets.to(logits.device))
             logits = _keep(logits, logits_to_keep)
         else:
             predicting = hidden_states[:, : targets.shape[1]].flatten(0, 1)
             losses = self.lm_head(predicting, targets.flatten(), by_bin=in_order).view(targets.shape)
-        loss = _mean_loss(losses, targets, num_items_in_batch)
+        loss = mean_loss(losses, targets, num_items_in_batch)
         if num_items_in_batch is not None and targets is not given:
             # `Trainer` counts labels without looking at the mask, so that labels of padding are taken to cost what the
             # others of this batch do.
@@ -975,7 +905,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
         logits = self._of_last_real_token(scores, input_ids, attention_mask)
         loss = None
         if labels is not None:
-            labels = _labels_of_rows(labels, logits, self.config)
+            labels = labels_of_rows(labels, logits, self.config)
             count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
             count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
             loss = self.loss_function(
@@ -1078,12 +1008,12 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
                     "labels of num_labels=1 teach nothing, since there is one class: give more, or take a loss of "
                     "your own of the logits"
                 )
-            _check_targets("labels", labels, logits.shape[:2])
+            check_targets("labels", labels, logits.shape[:2])
             check_labels(labels, self.num_labels, "the classes")
             targets = labels.to(logits.device, torch.long)
             losses = F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten(), reduction="none")
             losses = losses.view(labels.shape)
-            loss = _mean_loss(losses, targets, num_items_in_batch)
+            loss = mean_loss(losses, targets, num_items_in_batch)
         return TransfoXLTokenClassifierOutput(
             loss=loss, logits=logits, losses=losses, **_without_last_state(outputs, use_cache)
         )
@@ -1096,115 +1026,9 @@ def _without_last_state(outputs: TransfoXLModelOutput, use_cache: bool | None = 
     return {name: value for name, value in outputs.items() if name not in left_out}
 
 
-def _targets(
-    labels: Tensor | None,
-    shift_labels: Tensor | None,
-    attention_mask: Tensor | None,
-    input_ids: Tensor | None,
-    inputs_embeds: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The targets of the first positions of a segment, int64, (B, L) of shift_labels or (B, L - 1) of labels, as they
-    are given and without padding (`without_padding`); None for inputs that the model refuses."""
-    check_inputs({}, labels=labels, shift_labels=shift_labels, attention_mask=attention_mask)
-    inputs, dims = (inputs_embeds, 3) if input_ids is None else (input_ids, 2)
-    both = input_ids is not None and inputs_embeds is not None
-    if both or not isinstance(inputs, Tensor) or inputs.dim() != dims:
-        return None, None
-    for name, given in (("shift_labels", shift_labels), ("labels", labels)):
-        if given is not None:
-            _check_targets(name, given, inputs.shape[:2])
-    targets = labels[:, 1:].long() if shift_labels is None else shift_labels.long()
-    if shift_labels is None and input_ids is not None and can_look(labels) and len(targets[0]) > 1:
-        moved = labels.to(input_ids.device)
-        if torch.equal(moved[:, :-1], input_ids[:, 1:]) and not torch.equal(moved, input_ids):
-            logger.warning_once(
-                "labels are input_ids that are shifted by one already, and are shifted once more here, so that each "
-                "token would learn the one after the next: give them as shift_labels"
-            )
-    if attention_mask is None:
-        return targets, targets
-    return targets, without_padding(targets, attention_mask, inputs.shape[1])
-
-
-def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_length: int) -> Tensor:
-    """(B, n) targets of the first n positions of a segment, -100 where the position that predicts is padding: what it
-    computes is nobody's. Where n = L - 1, each is the token of the next position, and -100 where that is padding."""
-    if attention_mask is None or attention_mask.dim() != 2:
-        return targets
-    real, length = attention_mask[:, -segment_length:] != 0, targets.shape[1]
-    if real.shape != (targets.shape[0], segment_length):
-        # `Segment.open` says what is wrong with it.
-        return targets
-    counts = real[:, :length] if length == segment_length else real[:, :-1] & real[:, 1:]
-    return targets.masked_fill(~counts.to(targets.device), -100)
-
-
-def _check_targets(name: str, given: Tensor, shape: torch.Size):
-    if given.shape != shape:
-        raise ValueError(f"{name} are {tuple(given.shape)}, but the inputs are {tuple(shape)}")
-    if given.is_floating_point() or given.dtype == torch.bool:
-        raise ValueError(f"{name} are {given.dtype}, not token ids or classes")
-
-
-def _check_numbers(num_items_in_batch: Any, logits_to_keep: Any, inputs: Tensor | None):
-    """Raise a ValueError for a number of items that is none, or for positions outside the inputs, (B, L, …)."""
-    if num_items_in_batch is not None and not isinstance(num_items_in_batch, Tensor | Number):
-        raise ValueError(f"num_items_in_batch={num_items_in_batch!r} must be a number or a tensor of one")
-    if isinstance(logits_to_keep, int):
-        return
-    if not isinstance(logits_to_keep, Tensor) or logits_to_keep.is_floating_point():
-        raise ValueError(f"logits_to_keep={logits_to_keep!r} must be an integer, or a tensor of positions")
-    if isinstance(inputs, Tensor) and inputs.dim() > 1 and logits_to_keep.numel() and can_look(logits_to_keep):
-        length = inputs.shape[1]
-        if logits_to_keep.min() < -length or logits_to_keep.max() >= length:
-            raise ValueError(f"logits_to_keep={logits_to_keep.tolist()} has a position outside of {length} tokens")
-
-
-def _labels_of_rows(labels: Tensor, logits: Tensor, config: TransfoXLConfig) -> Tensor:
-    """Labels in the type by which transformers' loss knows what they are: classes int64, numbers as the (B, n) logits.
-
-    Raises:
-        ValueError: see `TransfoXLForSequenceClassification.forward`.
-    """
-    rows, num_labels = logits.shape
-    are_classes = config.problem_type == "single_label_classification"
-    if config.problem_type is None:
-        are_classes = num_labels > 1 and labels.shape != logits.shape
-    one = are_classes or (num_labels == 1 and config.problem_type != "multi_label_classification")
-    if labels.shape not in (((rows,), (rows, 1)) if one else ((rows, num_labels),)):
-        needed = f"({rows},)" if one else f"({rows}, {num_labels})"
-        if config.problem_type is None and num_labels > 1:
-            needed += f", or ({rows}, {num_labels}) where several classes are to be told of each"
-        raise ValueError(f"labels are {tuple(labels.shape)}, but {rows} rows need {needed}")
-    if not are_classes:
-        return labels.to(logits.dtype)
-    if labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ValueError(f"labels are {labels.dtype}, but classes are integers, such as torch.long")
-    labels = labels.long()
-    check_labels(labels, num_labels, "the classes")
-    return labels
-
-
-def _mean_loss(losses: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-    """The sum of the losses over their count, or over that of a whole step; 0 where nothing counts.
-
-    Where a model is spread over several GPUs, targets and counts may be on another one.
-    """
-    count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
-    count = count.clamp(min=1).to(losses.device) if isinstance(count, Tensor) else max(count, 1)
-    return losses.sum() / count
-
-
-def _pick_losses(log_probs: Tensor, targets: Tensor) -> Tensor:
-    """(B, n) negative log-likelihoods out of (B, n, V) log-probabilities, 0 where the target is -100."""
-    ignored = targets == -100
-    picked = log_probs.gather(-1, targets.masked_fill(ignored, 0)[..., None])[..., 0]
-    return -picked.masked_fill(ignored, 0)
-
-
-def _last(states: Tensor | None, dim: int, length: int) -> Tensor | None:
+def _last(states: Tensor, dim: int, length: int) -> Tensor:
     """At most the last `length` in a dimension; the same tensor where these are all: a slice costs a copy backward."""
-    return states if states is None or states.shape[dim] <= length else states.narrow(dim, -length, length)
+    return states if states.shape[dim] <= length else states.narrow(dim, -length, length)
 
 
 def _keep(states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
