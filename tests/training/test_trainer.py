@@ -1159,6 +1159,20 @@ def test_each_push_brings_the_code_and_the_card_of_a_whole_model(tmp_path, monke
             assert described and {"modeling_transfo_xl.py", "config.json", "model.safetensors"} <= folder.keys()
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_pushed_card_is_that_of_the_model_until_somebody_writes_one(tmp_path, monkeypatch, own):
+    pushes, model, card = Pushes(monkeypatch), make_model(), tmp_path / "README.md"
+    write_model_card(card, make_model(vocab_size=100))
+    before = "My model" if own else card.read_text()
+    card.write_text(before)
+    hub = {"push_to_hub": True, "hub_model_id": "user/name", "save_steps": 1, "max_steps": 1}
+    arguments = make_arguments(tmp_path, label_names=["shift_labels"], **SAVING | hub)
+    TransfoXLTrainer(model, arguments, train_dataset=TokenStream(make_text(301), 5, 4)).train()
+    [pushed] = (folder["README.md"].decode() for folder in pushes.folders)
+    assert pushed == before if own else f"over a vocabulary of {model.config.vocab_size}," in pushed
+    assert "over a vocabulary of 100," not in pushed
+
+
 def test_nothing_is_written_to_what_is_being_uploaded(tmp_path, monkeypatch):
     """A push that goes on while two more checkpoints are saved."""
     pushes = Pushes(monkeypatch, done=False)
