@@ -198,7 +198,7 @@ def tester(seconds: int) -> list[str]:
 
 def files_of_gpu_tests() -> list[Path]:
     """Those with a test that is marked, or takes the fixture `device`, which marks it; `FIRST` ones first."""
-    paths = sorted(TESTS.glob("test_*.py"), key=lambda path: (path.name not in FIRST, path.name))
+    paths = sorted(TESTS.rglob("test_*.py"), key=lambda path: (path.name not in FIRST, path.name))
     return [path for path in paths if any(map(is_for_gpu, ast.walk(ast.parse(path.read_bytes()))))]
 
 

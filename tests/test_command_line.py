@@ -133,7 +133,7 @@ def test_the_parser_of_recipes_reads_both_too(typed, tmp_path, capsys):
         parse_arguments([str(tmp_path / "recipe.yaml"), "--smoke", typed, "3"])
     assert capsys.readouterr().err == f"error: unrecognized arguments: {typed} 3\n"
     read = parse_arguments([str(tmp_path / "recipe.yaml"), "--smoke", typed[:-1], "3"])
-    assert read.model.mem_len == 3
+    assert read.config["mem_len"] == 3
 
 
 @pytest.mark.parametrize(

@@ -139,11 +139,9 @@ def disk_errors(folder: str | os.PathLike) -> Iterator[None]:
         raise OSError(f"{folder} cannot be written, as on a disk that is full ({reason})") from error
 
 
-def lock_folder(folder: Path) -> FileLock:
-    """Keep other processes from a folder that one process writes.
-
-    Returns:
-        The lock, held until it is released or the process ends, however it ends.
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """A context in which other processes are kept from a folder; a process that ends in it, however, lets go of it.
 
     Raises:
         BlockingIOError: another process has it.
@@ -155,7 +153,10 @@ def lock_folder(folder: Path) -> FileLock:
         raise BlockingIOError(
             f"another process is writing to {folder}: wait for its end, or choose another folder"
         ) from None
-    return lock
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def sync(path: Path) -> None:

@@ -282,6 +282,30 @@ def test_texts_that_begin_alike_are_refused_when_they_are_read(tokenizer, others
             pass
 
 
+@pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "skipped"])
+@pytest.mark.parametrize("same", [True, False], ids=["same", "other"])
+def test_texts_that_were_read_to_their_end_are_compared_too(tokenizer, loaded, same):
+    """The rows still hold their tokens when the last document has been read."""
+    texts = ["\n".join(TEXTS[start::G]) for start in range(G)]
+    stream = TextStream(texts, tokenizer, S, G, keep_remainder=True)
+    items = list(stream)
+    reading = iter(stream)
+    begun = [next(reading) for _ in range(len(items) - G)]
+    assert stream.documents_read["documents"] == G and stream.documents_read["epoch"] == 0
+    resumed = TextStream(texts if same else [*texts[:-1], texts[-1] + " more"], tokenizer, S, G, keep_remainder=True)
+    if loaded:
+        resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    else:
+        resumed.expect(json.loads(json.dumps(stream.documents_read)))
+    if same:
+        assert equal(list(resumed), items[len(begun) :] if loaded else items)
+        return
+    with pytest.raises(ValueError, match="the state is of other texts: the first . documents of epoch 0 are not"):
+        list(resumed)
+    if not loaded:
+        assert list(resumed), "what a refusal has compared is not expected again"
+
+
 @pytest.mark.parametrize("items", [1, G], ids=["within-a-step", "between-steps"])
 @pytest.mark.parametrize("loaded", [False, True], ids=["begun", "loaded"])
 def test_one_iterator_at_a_time(tokenizer, items, loaded):

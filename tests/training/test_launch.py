@@ -23,7 +23,7 @@ from txl_hf.training.recipe import RecipeParser
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "examples" / "launch"
 DECLARED = {
-    "evaluate_lm.py": "evaluation/evaluate.py",
+    "evaluate_lm.py": "evaluation/score.py",
     "prepare_corpus.py": "data/prepare.py",
     "train_lm.py": "training/recipe.py",
 }

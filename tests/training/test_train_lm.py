@@ -627,7 +627,7 @@ def test_a_card_without_figures_is_written_again(tmp_path, recipe, corpus, monke
     """Killed as it is written, a run goes on there: results.json, which says that all is done, comes behind it."""
     argv = [recipe, "--data", corpus, "--output", tmp_path / "output", "--resume"]
     with monkeypatch.context() as patched:
-        patched.setattr(report, "write_card", lambda *_, **__: 1 / 0)
+        patched.setattr(report, "write_model_card", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(*argv)
     train(*argv)

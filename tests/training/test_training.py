@@ -61,8 +61,8 @@ def test_gradients_of_each_row_by_vmap(make_model, make_ids, changes):
 
 @pytest.mark.parametrize("changes", [{}, {"attn_type": 2, "mem_len": 0}], ids=["relative", "absolute"])
 def test_derivatives_forward(make_model, make_ids, changes):
-    """PyTorch's fused attention has none."""
-    model, ids = make_model(**changes).double(), make_ids(2, 6)
+    """Of the eager attention: PyTorch's fused one has none."""
+    model, ids = make_model("eager", **changes).double(), make_ids(2, 6)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     torch.manual_seed(0)
     direction = {name: torch.randn_like(parameter) for name, parameter in parameters.items()}
@@ -77,7 +77,7 @@ def test_derivatives_forward(make_model, make_ids, changes):
 
 def test_the_loss_of_a_model_with_cutoffs_has_tangents(make_model, make_ids):
     """They were 0: an operator without them loses them in silence."""
-    model, ids = make_model().double(), make_ids(2, 6)
+    model, ids = make_model("eager").double(), make_ids(2, 6)
     assert model.config.cutoffs and not model.config.output_logits
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     torch.manual_seed(0)
@@ -104,7 +104,7 @@ def test_the_loss_of_a_model_with_cutoffs_has_tangents(make_model, make_ids):
 
 
 def test_memories_are_mapped_and_have_tangents_beside_weights_that_are_trained(make_model, make_ids):
-    model, ids = make_model().double(), make_ids(2, 6)
+    model, ids = make_model("eager").double(), make_ids(2, 6)
     mems = tuple(states.detach() for states in model(ids).mems)
     several = tuple(torch.stack([states, 2 * states]) for states in mems)
     found = torch.func.vmap(lambda *mems: model(ids, mems=mems, labels=ids).loss)(*several)
@@ -117,7 +117,7 @@ def test_memories_are_mapped_and_have_tangents_beside_weights_that_are_trained(m
 @pytest.mark.parametrize("name", ["k_proj.weight", "v_proj.weight", "r_proj.weight", "content_bias"])
 def test_derivatives_forward_of_one_matrix(make_model, make_ids, name):
     """What the attention reads beside its queries alone has a tangent."""
-    model, ids = make_model(n_layer=1, untie_r=True).double(), make_ids(2, 6)
+    model, ids = make_model("eager", n_layer=1, untie_r=True).double(), make_ids(2, 6)
     full = f"transformer.layers.0.self_attn.{name}"
     parameters = {full: model.get_parameter(full)}
 
@@ -134,7 +134,7 @@ def test_derivatives_forward_of_one_matrix(make_model, make_ids, name):
 def test_models_side_by_side_by_vmap(make_model, given):
     """Each with a memory of its own, as of agents that are trained together."""
     changes = {"model_class": TransfoXLModel, "vocab_size": 0, "input_size": 3, "cutoffs": [], "div_val": 1}
-    models = [make_model(seed=seed, **changes) for seed in range(3)]
+    models = [make_model("eager", seed=seed, **changes) for seed in range(3)]
     parameters, buffers = torch.func.stack_module_state(models)
     torch.manual_seed(0)
     everything = {
@@ -237,11 +237,13 @@ def test_num_items_in_batch(make_model, make_ids):
 
 
 def test_logits_beside_a_loss(make_model, make_ids):
-    """Quirk 16: logits and a loss in one output, without an empty tuple where logits were not asked for."""
+    """Quirk 16: logits and a loss in one output, without an empty tuple where logits were not asked for. A model with
+    cutoffs in training computes them where they are asked for alone."""
     ids = make_ids(2, 6)
-    assert make_model()(ids, labels=ids).logits is None
-    assert make_model()(ids, labels=ids, output_logits=True).logits.shape == (2, 6, 61)
-    assert make_model(output_logits=True)(ids, labels=ids).logits.shape == (2, 6, 61)
+    assert make_model().train()(ids, labels=ids).logits is None
+    assert make_model()(ids, labels=ids, output_logits=False).logits is None
+    assert make_model().train()(ids, labels=ids, output_logits=True).logits.shape == (2, 6, 61)
+    assert make_model(output_logits=True).train()(ids, labels=ids).logits.shape == (2, 6, 61)
     assert make_model(cutoffs=[], div_val=1)(ids, labels=ids, logits_to_keep=2).logits.shape == (2, 2, 61)
 
 

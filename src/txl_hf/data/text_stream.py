@@ -246,6 +246,9 @@ class TextStream(IterableDataset):
                 raise ValueError(
                     f"texts has no text: the tokenizer makes no token of its {self._documents} document(s)"
                 )
+            if self.epochs is not None and self._epoch + 1 >= self._first_epoch + self.epochs:
+                # What was read last stays known: the rows still hold tokens of it.
+                return
             self._epoch, self._documents, self._checksum = self._epoch + 1, 0, 0
 
     def _compare(self, ended: bool) -> None:
@@ -253,9 +256,10 @@ class TextStream(IterableDataset):
         expected = self._expected
         if expected is None or expected["epoch"] != self._epoch or not expected["documents"]:
             return
-        if expected["documents"] == self._documents and expected["checksum"] == self._checksum:
-            self._expected = None
-        elif ended or expected["documents"] == self._documents:
+        if not ended and expected["documents"] > self._documents:
+            return
+        self._expected = None
+        if (expected["documents"], expected["checksum"]) != (self._documents, self._checksum):
             raise ValueError(
                 f"the state is of other texts: the first {expected['documents']} documents of epoch {self._epoch} are "
                 "not those that it has read; give the same, in the same order"

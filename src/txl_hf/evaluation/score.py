@@ -55,6 +55,7 @@ from ..command_line import (
     hub_or_folder,
     one_line_errors,
 )
+from ..data.corpora import SPLITS
 from ..data.loading import (
     check_symbols_of,
     find_device,
@@ -89,7 +90,7 @@ def main(argv: list[str] | None = None):
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_scoring_options(parser, "folder of txl-prepare, or a text file", "perplexity by attention length")
-    parser.add_argument("--split", choices=["train", "validation", "test"], help="of a folder of txl-prepare (test)")
+    parser.add_argument("--split", choices=SPLITS, help="of a folder of txl-prepare (test)")
     parser.add_argument("--tokenizer", type=hub_or_folder, help="folder or Hub name, for a text file (the model's)")
     parser.add_argument(
         "--memory_length", type=int, nargs="+", help="one or more (the model's mem_len, without --sliding_window)"

@@ -21,7 +21,8 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..command_line import hub_or_folder, one_line_errors
+from ..data.corpora import SPLITS
 from ..data.loading import (
     check_symbols_of,
     fill_special_tokens,
@@ -50,7 +52,7 @@ from ..data.midi import EVENTS
 from ..data.streams import TokenStream, as_item, describe_stream, open_tokens, read_tokens
 from ..data.texts import load_splits, read_document_end
 from ..evaluation.language_model import evaluate_language_model
-from ..files import LOCK_NAME, disk_errors, lock_folder, move_into_place, options_that_differ, write_text
+from ..files import LOCK_NAME, disk_errors, locked_folder, move_into_place, options_that_differ, write_text
 from ..kernels.attention_triton import fastest_attention
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.memory_transfo_xl import MemoryLengths
@@ -59,7 +61,7 @@ from ..transfo_xl.tokenization_transfo_xl_backend import WORD_MODES
 from .arguments import DataArguments, TransfoXLTrainingArguments
 from .callbacks import check_growing
 from .checkpoints import check_position, last_checkpoint, list_checkpoints, read_position, remove_unfinished
-from .recipe import FIXED, FREE, RECIPE, SPLITS, Arguments, parse_arguments, read_recipe
+from .recipe import FIXED, FREE, RECIPE, Arguments, parse_arguments, read_recipe
 from .report import RESULTS, RunReport, finish, read_best
 from .trainer import TransfoXLTrainer
 
@@ -137,34 +139,35 @@ def train(arguments: Arguments):
         ValueError, OSError: a setting, a text or a folder is of no use; the message says what would be.
     """
     output, data, state = Path(arguments.training.output_dir), arguments.data, PartialState()
+    is_main = state.is_main_process
     prepared = prepare(arguments)
     max_steps = prepared.max_steps
     checkpoint, step = find_checkpoint(output, arguments, prepared)
     model = make_model(arguments, prepared)
     # All processes have looked before one writes.
     state.wait_for_everyone()
-    lock = lock_output(output, data.resume) if state.is_main_process else None
-    if state.is_main_process:
-        begin_output(output, arguments, checkpoint, step, max_steps - step)
-    state.wait_for_everyone()
-    if checkpoint is not None:
-        checkpoint = output / checkpoint.name
-    if step < max_steps or not (output / RESULTS).exists():
-        trainer = make_trainer(arguments, model, prepared)
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        done = trainer.state.global_step >= max_steps
-        if done and read_best(output) is None:
-            # It was of a step that was to come again.
-            trainer.evaluate()
-        accelerator = trainer.accelerator
-        # DDP's reducer goes before the processes part: freed after them, it can wait for ever for gloo's threads.
-        del trainer
-        accelerator.free_memory()
-        accelerator.end_training()
-        if not done:
-            sys.exit("stopped: the same command with --resume goes on from the last checkpoint")
-    if lock is not None:
-        finish(output, prepared.texts, functools.partial(evaluation_of, data, prepared.document_end), data)
+    with locked_output(output, data.resume) if is_main else nullcontext():
+        if is_main:
+            begin_output(output, arguments, checkpoint, step, max_steps - step)
+        state.wait_for_everyone()
+        if checkpoint is not None:
+            checkpoint = output / checkpoint.name
+        if step < max_steps or not (output / RESULTS).exists():
+            trainer = make_trainer(arguments, model, prepared)
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            done = trainer.state.global_step >= max_steps
+            if done and read_best(output) is None:
+                # It was of a step that was to come again.
+                trainer.evaluate()
+            accelerator = trainer.accelerator
+            # DDP's reducer goes before the processes part: freed after them, it can wait for ever for gloo's threads.
+            del trainer
+            accelerator.free_memory()
+            accelerator.end_training()
+            if not done:
+                sys.exit("stopped: the same command with --resume goes on from the last checkpoint")
+        if is_main:
+            finish(output, prepared.texts, functools.partial(evaluation_of, data, prepared.document_end), data)
 
 
 def make_trainer(arguments: Arguments, model: TransfoXLForCausalLM, prepared: Prepared) -> TransfoXLTrainer:
@@ -466,13 +469,14 @@ def check_output(output: Path, resume: bool):
         raise FileExistsError(f"--output {output} is in use: go on with --resume, or remove it")
 
 
-def lock_output(output: Path, resume: bool):
-    """Make the folder of a run and keep other runs from it: what is returned holds it until this process ends."""
+@contextmanager
+def locked_output(output: Path, resume: bool) -> Iterator[None]:
+    """The folder of a run, made where it is missing, from which other runs are kept in this context."""
     output.mkdir(parents=True, exist_ok=True)
-    lock = lock_folder(output)
-    # Another run may have begun there, and ended, since this one looked.
-    check_output(output, resume)
-    return lock
+    with locked_folder(output):
+        # Another run may have begun there, and ended, since this one looked.
+        check_output(output, resume)
+        yield
 
 
 def find_checkpoint(output: Path, arguments: Arguments, prepared: Prepared) -> tuple[Path | None, int]:

@@ -20,6 +20,7 @@ from datasets import Dataset, DatasetDict
 from transformers import HfArgumentParser, TrainingArguments
 
 from ..command_line import CommandParser
+from ..data.corpora import SPLITS
 from ..kernels.operators import bf16_is_faster
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.positions_transfo_xl import POSITIONS
@@ -27,7 +28,6 @@ from ..transfo_xl.tokenization_transfo_xl import TransfoXLTokenizer
 from .arguments import DataArguments, ModelArguments, TransfoXLTrainingArguments
 from .regularization import RegularizationArguments
 
-SPLITS = ("train", "validation", "test")
 # The settings of a run, in its folder.
 RECIPE = "recipe.yaml"
 GROUPS = (ModelArguments, DataArguments, RegularizationArguments, TransfoXLTrainingArguments)
@@ -103,7 +103,9 @@ class RecipeParser(HfArgumentParser, CommandParser):
         self.add_argument("recipe", type=find_recipe, help="YAML file, or the name of one of examples/recipes")
 
     def error(self, message: str):
-        self.exit(2, f"error: {message}\n")
+        options = (word.partition("=")[0] for word in message.split() if word.startswith("--"))
+        renamed = next(filter(None, (RENAMED.get(option[2:].replace("-", "_")) for option in options)), None)
+        self.exit(2, f"error: {message}{f' (it is --{renamed} now)' if renamed else ''}\n")
 
     def hide_unused(self):
         """Leave out of --help what no committed recipe sets of transformers' own options."""
@@ -112,12 +114,6 @@ class RecipeParser(HfArgumentParser, CommandParser):
         for action in self._actions:
             if action.dest in theirs - used - {"output_dir"} or action.option_strings[:1] == ["--output_dir"]:
                 action.help = argparse.SUPPRESS
-
-    def _meant(self, unknown: list[str]) -> str:
-        for argument in unknown:
-            if renamed := RENAMED.get(argument.partition("=")[0].lstrip("-").replace("-", "_")):
-                return f" (it is --{renamed} now)"
-        return super()._meant(unknown)
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -213,7 +209,7 @@ def parse_arguments(
         _choose(values, named)
         model, data, regularization, training = parser.parse_dict(values, allow_extra_keys=True)
     except (ValueError, OSError) as error:
-        parser.error(" ".join(str(error).split()))
+        sys.exit(f"error: {' '.join(str(error).split())}")
     config = {name: values[name] for name in CONFIG if name in values}
     return Arguments(model, data, regularization, training, config, _plain(settings))
 

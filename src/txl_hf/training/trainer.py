@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -59,8 +58,6 @@ from .regularization import RegularizationArguments, Regularizer, regularize
 from .steps import CapturedSteps, Forward, compile_layers, should_capture_steps, should_compile_layers, uncompiled
 
 logger = logging.get_logger(__name__)
-# Batches of which a checksum is kept.
-MOST_READ_AHEAD = 1024
 
 
 @dataclass
@@ -98,34 +95,6 @@ class _Sums:
         """Nats and targets of all steps, (2,) fp64 on the CPU."""
         parts = [torch.stack(part).cpu().double().sum() for part in (self.nll, self.targets) if part]
         return torch.stack(parts) if parts else torch.zeros(2, dtype=torch.float64)
-
-
-class _Read:
-    """A collator that keeps the CRC-32 of the tokens of an epoch, by how many items they are of.
-
-    A text without a length is read again when its training is resumed, and may be another one by then. In a worker's
-    process the collator is a copy, and nothing is known here.
-    """
-
-    def __init__(self, collate: Callable):
-        self.collate = collate
-        self.begin()
-
-    def begin(self):
-        self.items, self.checksum = 0, 0
-        # The last of them: loaders read ahead.
-        self.known: dict[int, int] = {0: 0}
-
-    def __call__(self, items: list) -> dict[str, Any]:
-        batch = self.collate(items)
-        ids = batch.get("input_ids")
-        if isinstance(ids, Tensor) and ids.device.type == "cpu":
-            self.checksum = zlib.crc32(ids.numpy().tobytes(), self.checksum)
-        self.items += len(items)
-        self.known[self.items] = self.checksum
-        if len(self.known) > MOST_READ_AHEAD:
-            del self.known[next(iter(self.known))]
-        return batch
 
 
 class _WholeSteps(JITCheckpointCallback):
@@ -236,8 +205,6 @@ class TransfoXLTrainer(Trainer):
             self.label_names = ["shift_labels"]
         self.memory_length: int | None = None
         self._memory, self._sums = _Memory(), _Sums()
-        # The checksum of what a checkpoint has learned from in its epoch.
-        self._expected: int | None = None
         self._captured: CapturedSteps | None = None
         self._compiled = False
         # Whether the last losses were of other labels than the text's next tokens.
@@ -323,11 +290,10 @@ class TransfoXLTrainer(Trainer):
         if self.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
         workers = self.args.dataloader_num_workers
-        self._read = _Read(self._get_collator_with_removed_columns(self.data_collator, description="Training"))
         loader = DataLoader(
             self.train_dataset,
             batch_size=self._train_batch_size,
-            collate_fn=self._read,
+            collate_fn=self._get_collator_with_removed_columns(self.data_collator, description="Training"),
             num_workers=workers,
             pin_memory=self.args.dataloader_pin_memory,
             persistent_workers=self.args.dataloader_persistent_workers,
@@ -460,7 +426,6 @@ class TransfoXLTrainer(Trainer):
         if not self._goes_on and self._memory.step > 0:
             self._memory = self._empty_memory(self._memory.epoch + 1)
         self._goes_on = False
-        self._read.begin()
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         made = self.optimizer is None
@@ -487,7 +452,6 @@ class TransfoXLTrainer(Trainer):
             self.control.should_training_stop = True
             return [], None
         batches = list(islice(epoch_iterator, num_batches))
-        self._check_read()
         if not batches and self._memory.step > 0:
             # The end of a text without a length.
             self._memory = self._empty_memory(self._memory.epoch + 1)
@@ -503,19 +467,6 @@ class TransfoXLTrainer(Trainer):
         self._tokens = self._tokens + (0 if targets is None else targets)
         # Trainer takes the mean of means where it has no number.
         return batches, None if targets is None else targets.clamp(min=1)
-
-    def _check_read(self):
-        """Refuse a text that differs from that of the checkpoint, which has been read again up to its step."""
-        expected, self._expected = self._expected, None
-        found = self._read.known.get(self._items_learned())
-        if expected is not None and found is not None and found != expected:
-            raise ValueError(
-                f"{self._resumed_from} is of another text: the tokens that it has learned from in its epoch are not "
-                "those that the stream reads now; resume with the same text"
-            )
-
-    def _items_learned(self) -> int:
-        return self._memory.step * getattr(self.train_dataset, "batch_size", 0)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """As in `Trainer`, with the memory of these rows, which the call replaces by what it returns."""
@@ -779,8 +730,8 @@ class TransfoXLTrainer(Trainer):
         if position["step"] > 0 and memories[0]:
             layers = [self._gather(states) for states in zip(*(memory["mems"] for memory in memories), strict=True)]
             mask = self._gather([real_states(**memory).byte() for memory in memories]).bool()
-        if isinstance(self.train_dataset, IterableDataset) and position["step"] > 0:
-            position["read"] = self._read.known.get(self._items_learned())
+        if isinstance(self.train_dataset, TextStream) and position["step"] > 0:
+            position["read"] = self.train_dataset.documents_read
         if self.args.should_save:
             save_mems(folder, layers, mask, position)
 
@@ -791,7 +742,9 @@ class TransfoXLTrainer(Trainer):
     def _load_memory(self, folder: Path) -> _Memory:
         """That of the rows of this process."""
         memory, (saved, _) = self._empty_memory(0), read_position(folder)
-        memory.epoch, memory.step, self._expected = saved["epoch"], saved["step"], saved.get("read")
+        memory.epoch, memory.step = saved["epoch"], saved["step"]
+        if isinstance(self.train_dataset, TextStream) and "read" in saved:
+            self.train_dataset.expect(saved["read"])
         micro_batches, position = self.args.gradient_accumulation_steps, self._position(memory)
         rows = position["batch_size"] // (micro_batches * self.args.world_size)
         starts = [(a * self.args.world_size + self.args.process_index) * rows for a in range(micro_batches)]
