@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -185,7 +186,16 @@ class TransfoXLLayoutModel(PreTrainedModel):
         self.config.auto_map = dict(AUTO_MAP)
         # The configuration says what loading ties, and may have changed since the model was made, as PEFT does: a
         # tensor that shares memory with another, but is no longer tied to it, would be left out.
-        if untied := (self._tied_weights_keys or {}).keys() - self.get_expanded_tied_weights_keys().keys():
+        tied = self.get_expanded_tied_weights_keys()
+        if (state := kwargs.get("state_dict")) is not None:
+            # Tied tensors that were gathered from shards share no memory, by which transformers knows copies. A tensor
+            # that was trained under a tied name, as by PEFT, differs. One that is offloaded has no values to compare.
+            kwargs["state_dict"] = {
+                name: tensor
+                for name, tensor in state.items()
+                if name not in tied or tensor.is_meta or not torch.equal(tensor, state.get(tied[name], tensor[:0]))
+            }
+        if untied := (self._tied_weights_keys or {}).keys() - tied.keys():
             state = dict(kwargs.get("state_dict") or self.state_dict())
             kwargs["state_dict"] = state | {name: state[name].clone() for name in untied & state.keys()}
         if getattr(self, "hf_quantizer", None) is not None:
