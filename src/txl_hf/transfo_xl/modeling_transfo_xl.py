@@ -530,38 +530,31 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         """
         Args:
             input_ids: (B, L), the segment.
-            mems: the memory, tuple of n_layer tensors (B, m, D), m ≤ M, of any floating-point type and on any device:
-                each layer takes it as its segment is. None: see `config.initial_memory`. In another layout, legacy's
-                (m, B, D), it is taken for ours where m = B, since shapes tell nothing then.
-            attention_mask: (B, n), 1 = real, 0 = padding, for the last n of the m + L keys; keys without a column are
-                as `mems_mask` has them. n = L: the segment. n = m + L: the memory too. Or the whole text so far: n may
-                exceed m + L where the memory is full (m = M), and be less with `initial_memory="zeros"`, whose memory
-                is full from the start. Padding is never attended to, neither now nor later: `mems_mask` and
-                `past_key_values` keep what was masked. A row whose memory columns are all 0 starts fresh: it equals
-                the segment read alone, as a padded row equals the unpadded one. In floating point it may hold ones and
-                zeros alone, not what is added to scores.
+            mems: the memory, tuple of n_layer tensors (B, m, D), m ≤ M, of any floating-point type and on any device.
+                None: see `config.initial_memory`.
+            attention_mask: (B, n), 1 = real, 0 = padding, for the last n of the m + L keys, of the segment (n = L),
+                the memory too (n = m + L) or the whole text so far: see `make_key_mask`. Padding is never attended to,
+                neither now nor later. A padded row equals the row alone; a row whose memory columns are all 0 starts
+                fresh.
             past_key_values: the memory as projected keys and values, continued in place. An empty one starts from
-                `mems`, or from the initial memory. A mask of the whole text begins behind those. It belongs to the
-                weights that filled it: after they have changed, `past_key_values.reset()` and read the text anew.
+                `mems`, or from the initial memory. It belongs to the weights that filled it: after they have changed,
+                `past_key_values.reset()` and read the text anew.
             inputs_embeds: (B, L, D), instead of `input_ids`, on the scale of `get_input_embeddings()(input_ids)`; all
                 that a model without tokens takes (`vocab_size=0`), (B, L, `input_size`) if that is set.
             use_cache: return `past_key_values` instead of `mems`.
-            lengths: how long the memory and the distances are in this call, instead of in the configuration, which
-                a call never writes to: threads may share a model and use different lengths.
+            lengths: of this call, instead of the configuration's: threads may share a model and use different ones.
             mems_mask: (B, m) bool, which states of `mems` are real: `mems_mask` of the outputs that `mems` are from.
-                None: all of them. States that are not may hold anything; nothing of it spreads.
+                None: all of them. States that are not may hold anything.
             resets: (B, L) bool, True at a token before which everything is forgotten, because another document or
-                episode begins: from there on neither earlier tokens of the segment nor the memory are seen, now or
-                later. Each document has the states, the memory and the gradients that it has alone. Whether there is
-                any, the host asks, and waits for a GPU once; without any, nothing is different. It needs relative
-                positions and `initial_memory="empty"`: with `"zeros"` a document sees `mem_len` zero states before
-                it, and inside a row the states of other documents are in their places, which no mask changes.
+                episode begins there: each has the states, the memory and the gradients that it has alone. The host
+                looks whether there is any, and waits for a GPU once. Needs relative positions and
+                `initial_memory="empty"`: with `"zeros"` a document sees `mem_len` zero states before it, in whose
+                places a row has other documents.
             kwargs: see `TransfoXLKeywords`.
 
         Raises:
             ValueError: inputs that do not fit the model or each other; the message names them.
-            TypeError: keyword arguments that nothing reads; but those that `transformers` hands to every model may be
-                there.
+            TypeError: keyword arguments that nothing reads, and that transformers does not hand to every model.
         """
         cache = kwargs.pop("cache", None)
         if cache is not None or past_key_values is not None:
@@ -749,16 +742,14 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         Args:
             input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, resets,
                 position_ids, seq_idx: see `TransfoXLModel.forward`.
-            labels: (B, L), shifted inside: token i predicts label i + 1. -100 is ignored, and so is what
-                `attention_mask` masks: padding is no target, and predicts none, also not the first token behind it.
-                The first token of a document in a row is a target of the token before it, as in `TokenStream`; -100 in
-                its place, which collators of packed documents write, leaves it out.
+            labels: (B, L), shifted inside: token i predicts label i + 1. -100 is ignored, and so is padding by
+                `attention_mask`, as a target and as what predicts one. The first token of a document inside a row is a
+                target of the token before it, as in `TokenStream`, unless -100 stands in its place.
             shift_labels (in kwargs): (B, L), targets aligned with the inputs already, so that the last token of a
-                segment predicts the first of the next. Takes precedence over `labels`. What a masked position would
-                predict is ignored.
+                segment predicts the first of the next. Takes precedence over `labels`.
             num_items_in_batch (in kwargs): what the sum of the losses is divided by, instead of the number of targets:
-                of labels that are not -100 in all batches of a step, as `Trainer` counts them. Those that are
-                ignored as padding are taken to cost as much as the others of this batch.
+                of labels that are not -100 in all batches of a step, as `Trainer` counts them. Padding among them is
+                taken to cost as much as the other targets of this batch.
             logits_to_keep: keep the logits of the last so many positions, or of the positions in a tensor; 0: all.
             output_logits: whether to return logits beside a loss, (tokens × vocabulary) numbers that the loss does not
                 need. By default a model without cutoffs does, and one with cutoffs if it is so configured, or in
