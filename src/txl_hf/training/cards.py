@@ -44,22 +44,22 @@ def create_model_card(
     dataset: str | list[str] | None = None,
     dataset_args: str | list[str] | None = None,
 ) -> None:
-    """What `TransfoXLTrainer.create_model_card` does: the card that `save_pretrained` writes, in place of any other,
-    with what Trainer's own card says of the training procedure.
+    """Write the model card of `TransfoXLTrainer.create_model_card` to the output directory, in place of any other: the
+    package's card, with the training procedure as Trainer's own card describes it.
 
-    Its results are those in `results.json` of the output directory, where they are of the weights there; otherwise
-    those of an evaluation of the model as it is now: of the split `train` where that read the training text, of
-    `validation` otherwise, or by the names in `eval_dataset`. Figures of other weights, before the last steps or of an
-    earlier run, are left out.
+    Its results come from `results.json` in the output directory, if that was written after training began; otherwise
+    from the evaluations of the model as it is now. The split is `train` if the evaluation read the training text,
+    else `validation`, or the names in `eval_dataset`. Figures of other weights (before the last steps, or of an
+    earlier run) are left out.
 
     Args:
-        trainer: whose output directory gets the card.
+        trainer: the TransfoXLTrainer whose output directory gets the card.
         model: its model, unwrapped.
-        license: by default that of the model on the Hub which this one began as.
-        tasks: one, which the Hub files the model under; by default that of its head.
-        dataset_tags: data sets on the Hub, for its search.
-        dataset: what they are called, or those that are not there. The card says that the model was trained on
-            them; results are of the first.
+        license: by default the license of the base model on the Hub.
+        tasks: one task, under which the Hub files the model; by default that of its head.
+        dataset_tags: identifiers of data sets on the Hub, for its search.
+        dataset: display names of the data sets. The card says that the model was trained on them; results are of the
+            first.
         dataset_args: for each the name of its configuration, as `load_dataset` takes it.
 
     Raises:
