@@ -90,7 +90,7 @@ bench: venv $(LEGACY)/installed
 	$(BIN)/python benchmarks/report.py
 	$(BIN)/python benchmarks/report.py --compare build/benchmarks benchmarks/results
 
-# Every benchmark for a GPU, a hundred minutes at most; benchmarks/gpu.py --help for a GPU that is lent for minutes.
+# Every benchmark for a GPU, a hundred minutes at most; benchmarks/gpu.py --help for fewer minutes.
 bench-gpu: venv
 	$(BIN)/python benchmarks/gpu.py --minutes 100
 	$(BIN)/python benchmarks/report.py

@@ -168,7 +168,7 @@ def command_of(step: Step, arguments: argparse.Namespace) -> list[str]:
         # One that hangs leaves as much time to the others.
         return [*tester(step.limit // 2), *step.options, *map(str, files_of_gpu_tests())]
     script, options = ("attention_kernel", ["--sweep"]) if step.script == "attention_tiles" else (step.script, [])
-    # One file for what is to be read: few come back from a machine that is lent.
+    # One file for the scripts whose output is read by people, so that few files have to be copied.
     output = "notes.txt" if script in ("cudnn_probe", "profile_step") else f"{step.script}.csv"
     command = [sys.executable, str(FOLDER / f"{script}.py"), "--output", str(arguments.output / output), *options]
     command += ["--smoke"] if arguments.smoke else ["--device", "cuda"]

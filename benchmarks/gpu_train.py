@@ -10,10 +10,9 @@ is a run of `examples/train_lm.py` in a process of its own, with the recipe as i
 figure; the exit status is 3 while there is more to do. `--parts` names others, such as wt103_base, which take days.
 `--smoke` runs every part for a few steps, without data, on any device.
 
-On a machine that is lent with torch, transformers, accelerate and pyarrow, `datasets` is missing, with the `dill` and
-`multiprocess` that it needs: wheels of them in the folder `.whl` beside the sources do. The recipes train with Adam
-and need no pytorch_optimizer. A checkpoint has the model and twice its size of Adam's, some 300 MB: where so much does
-not come back from there, it ends with the machine, and only what one machine has time for can be reached.
+A machine with torch, transformers, accelerate and pyarrow alone lacks `datasets`, with the `dill` and `multiprocess`
+that it needs: wheels of them in the folder `.whl` beside the sources do. The recipes train with Adam and need no
+pytorch_optimizer. A checkpoint holds the model and Adam's two moments, some 300 MB.
 """
 
 import argparse

@@ -367,7 +367,7 @@ def test_all_of_it_runs_at_tiny_sizes_without_a_gpu(tmp_path):
     assert process.returncode == 0, process.stdout + process.stderr
     names = {path.name for path in tmp_path.iterdir()}
     assert names >= {"model.csv", "attention_kernel.csv", "sliding_window.csv", "softmax.csv", "notes.txt"}
-    assert len(names) <= 8, "so many files come back from the machine that is lent"
+    assert len(names) <= 8, "a run leaves few files to copy"
 
 
 def test_training_on_a_gpu_goes_part_by_part_and_goes_on(tmp_path, monkeypatch, capsys):
