@@ -9,6 +9,7 @@ memory length, and a continuation of held-out text. It appears when all of it is
 """
 
 import argparse
+import copy
 import math
 import os
 import signal
@@ -306,12 +307,12 @@ def reload(
             sys.exit(f"error: the saved folder does not load {package} txl_hf:\n{process.stderr}")
         loaded[package] = torch.load(scratch / package)
     with torch.no_grad():
-        expected = model.eval()(**tokenizer(prompt, return_tensors="pt")).logits
+        expected = copy.deepcopy(model).double().eval()(**tokenizer(prompt, return_tensors="pt")).logits
     difference = max(float((expected - outputs["log_probs"]).abs().max()) for outputs in loaded.values())
-    if difference > 1e-5 or loaded["with"]["continuation"] != loaded["without"]["continuation"]:
+    if difference > 1e-10 or loaded["with"]["continuation"] != loaded["without"]["continuation"]:
         sys.exit(f"error: the loaded model differs from the saved one: log-probabilities by up to {difference}")
     equal = "equal to the last bit" if difference == 0 else f"equal to {difference:.0e}"
-    print(f"\nSaved, and loaded in new processes with txl_hf and without it: {equal}.")
+    print(f"\nSaved, and loaded in new processes with txl_hf and without it: {equal} in float64.")
     return loaded["without"]["continuation"]
 
 

@@ -3,7 +3,8 @@
     python examples/demo_reload.py FOLDER PROMPT.txt OUTPUT.pt {with,without}
 
 The last argument says whether txl_hf is installed: without it, the code comes from the folder. OUTPUT.pt holds the
-log-probabilities of the prompt, (1, L, V), and its continuation.
+log-probabilities of the prompt, (1, L, V), and its continuation, both computed in float64: the package's kernels and
+PyTorch's operators round float32 differently.
 """
 
 import argparse
@@ -28,7 +29,9 @@ def main():
 
     trust_remote_code = arguments.package == "without"
     tokenizer = AutoTokenizer.from_pretrained(arguments.folder, trust_remote_code=trust_remote_code)
-    model = AutoModelForCausalLM.from_pretrained(arguments.folder, trust_remote_code=trust_remote_code)
+    model = AutoModelForCausalLM.from_pretrained(
+        arguments.folder, dtype=torch.float64, trust_remote_code=trust_remote_code
+    )
     inputs = tokenizer(arguments.prompt.read_text(encoding="utf-8"), return_tensors="pt")
     with torch.no_grad():
         log_probs = model(**inputs).logits
