@@ -764,20 +764,12 @@ def test_resuming_what_is_done_or_was_never_begun(tmp_path, recipe, corpus, caps
     assert len(read_log(tmp_path / "output")) == 15
 
 
+RESUMED = ["--resume", "--eval_steps", "100", "--lr_scheduler_type", "constant_with_warmup"]
+
+
 def test_an_extended_run_keeps_the_best_model_of_its_first_part(tmp_path, recipe, corpus):
     output = tmp_path / "output"
-    argv = [
-        recipe,
-        "--data",
-        corpus,
-        "--output",
-        output,
-        "--resume",
-        "--eval_steps",
-        "100",
-        "--lr_scheduler_type",
-        "constant_with_warmup",
-    ]
+    argv = [recipe, "--data", corpus, "--output", output, *RESUMED]
     train(*argv, "--max_steps", "6")
     train(*argv, "--max_steps", "8", "--learning_rate", "0.5")
     first, last = read_log(output, "validation_loss")
@@ -791,18 +783,7 @@ def test_an_extended_run_that_is_killed_in_its_last_validation_makes_up_for_it(
 ):
     """What the first part left is not taken for the end of the whole."""
     output = tmp_path / "output"
-    argv = [
-        recipe,
-        "--data",
-        corpus,
-        "--output",
-        output,
-        "--resume",
-        "--eval_steps",
-        "100",
-        "--lr_scheduler_type",
-        "constant_with_warmup",
-    ]
+    argv = [recipe, "--data", corpus, "--output", output, *RESUMED]
     train(*argv, "--max_steps", "6")
 
     def stopped(*args, **kwargs):
