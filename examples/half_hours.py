@@ -539,7 +539,8 @@ class Timer(TrainerCallback):
     long in their mean as over all steps."""
 
     def __init__(self, trainer: TransfoXLTrainer):
-        self.trainer, self.seconds = trainer, []  # type: ignore[var-annotated]
+        self.trainer = trainer
+        self.seconds: list[float] = []
         self.growth = next(
             (each for each in trainer.callback_handler.callbacks if isinstance(each, MemoryLength)), None
         )

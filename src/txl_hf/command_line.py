@@ -1,4 +1,4 @@
-"""What the commands share: how options are spelt, which of them mean the same everywhere, and errors in one line."""
+"""Code that the commands share: the spelling of options, the options that several commands have, one-line errors."""
 
 import argparse
 import contextlib

@@ -290,7 +290,7 @@ class TextStream(IterableDataset):
         self._expected = dict(documents_read)
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes, as JSON can hold it."""
+        """The position in the text, for `load_state_dict`, in types that JSON can hold."""
         return {
             "text": self.fingerprint,
             "segment_length": self.segment_length,

@@ -276,7 +276,7 @@ def build_app(
 
     @app.post("/load_model")
     async def load_model(request: Request) -> Response:
-        """What `transformers chat` asks first. The one model is loaded."""
+        """The first request of `transformers chat`, which asks for a model to be loaded: the one model already is."""
         server.parse(await server.read(request), ModelRequest)
         ready = {"status": "ready", "model": options.model, "cached": True}
         return Response(event(ready), media_type="text/event-stream")

@@ -165,7 +165,7 @@ def _tiles(B: int, H: int, L: int, K: int, single: bool) -> Iterator[_Tile]:
 
 
 def _attend(content_query, position_query, key, value, rel_key, hidden, dropout, saved: list | None = None) -> Tensor:
-    """What `attend_tile_by_tile` returns; for each tile, `saved` takes the probabilities and what dropout kept.
+    """The result of `attend_tile_by_tile`; `saved` takes each tile's probabilities and the entries that dropout kept.
 
     Of fewer distances than keys, the first L are all the same.
     """

@@ -109,7 +109,7 @@ def why_no_kernels(tensor: Tensor) -> str | None:
 
 @torch.compiler.assume_constant_result
 def why_triton_cannot_begin() -> str | None:
-    """What keeps an installed Triton from launching anything on this machine's GPU, or None if nothing does.
+    """The reason why an installed Triton cannot launch kernels on this machine's GPU, or None if it can.
 
     It builds a module in C first, with gcc or clang and the headers of Python, which small images lack.
     """
@@ -830,7 +830,7 @@ if triton is not None:
         return "ieee" if dtype == torch.float32 and not inexact else "tf32"
 
     def _backward_arguments(log_sum: Tensor, d_output: Tensor, scaling: float) -> dict:
-        """What both kernels of the backward pass need besides; the first fills delta."""
+        """Further arguments of both kernels of the backward pass; the first kernel fills `delta`."""
         d_output = _rows_in_order(d_output)
         return {
             "log_sum": log_sum,

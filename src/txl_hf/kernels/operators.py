@@ -62,7 +62,7 @@ def _takes_two_turns() -> bool:
 
 
 def _cpu() -> str:
-    """What is known of the CPU, or of the first of several."""
+    """The operating system's description of the CPU, or of the first of several."""
     description = Path("/proc/cpuinfo")
     return description.read_text().partition("\n\n")[0] if description.exists() else platform.processor()
 

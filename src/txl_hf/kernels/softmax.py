@@ -127,7 +127,7 @@ def _bin_losses(
     starts: list[int],
     vocab_size: int,
 ) -> Tensor:
-    """What the bins of a table add to the losses of the targets: (N,) fp32. See `losses_of_bins`."""
+    """Summands of the targets' losses from the bins of a table: (N,) fp32. See `losses_of_bins`."""
     # How many logits there are to keep is a number that a graph has no room for.
     keeps = torch.is_grad_enabled() and not torch.compiler.is_compiling() and not weight.is_meta
     tensors = (weight, bias, hidden_states, targets, head_targets, clusters, by_bin.order, by_bin.ends)
@@ -135,7 +135,7 @@ def _bin_losses(
 
 
 class _Task(NamedTuple):
-    """What to normalise: n tokens over a range of the table and over `clusters`, logits that come after it.
+    """One normalisation: n tokens over a range of the table and over `clusters`, logits that come after it.
 
     Args:
         rows: (n,), where the tokens stand among all N, or None: all of them are here, in their order.

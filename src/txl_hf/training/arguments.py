@@ -96,7 +96,7 @@ class TransfoXLTrainingArguments(TrainingArguments):
     def of(cls, arguments: TrainingArguments) -> "TransfoXLTrainingArguments":
         """Plain `TrainingArguments` with none of what these add; others as they are."""
         if type(arguments) is not TrainingArguments:
-            return arguments  # type: ignore[return-value]
+            return arguments
         found = object.__new__(cls)
         added = {entry.name: entry.default for entry in dataclasses.fields(cls) if entry.name not in vars(arguments)}
         found.__dict__.update({**added, **vars(arguments), "compile_layers": False, "cuda_graphs": False})
@@ -113,7 +113,7 @@ class ModelArguments:
 
 @dataclass
 class DataArguments:
-    """What is read, how it is cut, and how the finished model is scored."""
+    """Options for the texts, how they are cut into segments, and how the finished model is scored."""
 
     data: str | None = option("Folder that txl-prepare wrote.")
     batch_size: int = option("Streams of one step, of all processes together.", 16)

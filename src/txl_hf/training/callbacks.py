@@ -1,4 +1,4 @@
-"""What happens between the steps of a training: the memory grows, the learning rate follows the segment's length."""
+"""Callbacks between training steps: the memory grows, the learning rate follows the segment's length."""
 
 from typing import Any
 

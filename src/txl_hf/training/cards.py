@@ -127,7 +127,7 @@ def card_results(trainer: Any, dataset: str | None) -> list[EvalResult]:
 
 
 def evaluations_of_now(trainer: Trainer) -> list[dict[str, Any]]:
-    """What a Trainer has logged of the weights that its model has."""
+    """The entries of a Trainer's log that were measured on the weights that its model has now."""
     state, history = trainer.state, trainer.state.log_history
     # Trainer reloads the best checkpoint when a training has come to its end, which the entry with `total_flos` marks.
     # (`train_runtime` does not: with `include_num_input_tokens_seen` every entry can have it.)
@@ -160,7 +160,7 @@ def complete_push(trainer: Trainer, model: TransfoXLLayoutModel, checkpoint: str
 
 
 def _pushes_now(trainer: Trainer) -> bool:
-    """What decides whether Trainer pushes a checkpoint; of the processes, one does."""
+    """Whether Trainer pushes a checkpoint now, by its own rule. Only the first process pushes."""
     if not trainer.is_world_process_zero() or trainer.args.hub_strategy == HubStrategy.END:
         return False
     push = trainer.push_in_progress

@@ -311,7 +311,7 @@ class _ShardsMachine(Machine):
 
 
 def _plain_classes() -> list:
-    """What the pickles of accelerate, transformers and DeepSpeed name beside tensors: arrays, and plain settings."""
+    """Classes in the pickles of accelerate, transformers and DeepSpeed beside tensors: arrays, and plain settings."""
     multiarray = (np._core if hasattr(np, "_core") else np.core).multiarray
     classes: list = [multiarray._reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType, codecs.encode]
     for module, names in DEEPSPEED_RECORDS.items():

@@ -31,7 +31,7 @@ import numpy as np
 import pyarrow.compute
 import torch
 import transformers
-import yaml  # type: ignore[import-untyped]
+import yaml
 from accelerate import PartialState
 from accelerate.utils import set_seed
 from torch import Tensor
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None):
 
 
 class Prepared(NamedTuple):
-    """What a run reads, and the model that it trains.
+    """The texts that a run reads, and the model that it trains.
 
     Attributes:
         texts: token ids of each split. document_end: token that ends documents; None: each text is one.
@@ -181,7 +181,7 @@ def make_trainer(arguments: Arguments, model: TransfoXLForCausalLM, prepared: Pr
             model,
             args,
             train_dataset=stream,
-            eval_dataset=evaluation_of(data, prepared.document_end, validation),  # type: ignore[arg-type]
+            eval_dataset=evaluation_of(data, prepared.document_end, validation),
             callbacks=[report],
             regularization=regularization if any(vars(regularization).values()) else None,
         )
@@ -224,7 +224,7 @@ def evaluation_of(
 
 
 def load_data(folder: Path) -> tuple[Any, datasets.DatasetDict]:
-    """What txl-prepare wrote, with a tokenizer of transformers or of MidiTok; token ids stay on the disk."""
+    """The output of txl-prepare, with a tokenizer of transformers or of MidiTok; token ids stay on the disk."""
     corpus = load_splits(folder)
     for split in SPLITS:
         if split not in corpus:
@@ -514,7 +514,7 @@ def find_checkpoint(output: Path, arguments: Arguments, prepared: Prepared) -> t
 
 
 def changed_settings(checkpoint: Path, arguments: Arguments, config: TransfoXLConfig) -> str:
-    """What makes another model or optimizer than that of the run of a checkpoint; "" if nothing."""
+    """The first setting that makes another model or optimizer than the checkpoint's run had; "" if there is none."""
     made = TransfoXLConfig.from_pretrained(checkpoint)
     before, now = ({name: getattr(each, name) for name in FIXED} for each in (made, config))
     path = Path(arguments.training.output_dir, RECIPE)

@@ -20,7 +20,7 @@ def make_optimizer(model: nn.Module, arguments: TransfoXLTrainingArguments) -> t
     Args:
         model: Transformer-XL with any head; parameters without `requires_grad` are left out.
     """
-    # A model of vectors has no tables.
+    # A model of vectors has no tables. mypy takes every attribute of a plain `nn.Module` for a tensor or a module.
     embedding = model.get_input_embeddings() if model.config.vocab_size else None  # type: ignore[operator,union-attr]
     tables = [] if embedding is None else [table for table in embedding.emb_layers.parameters() if table.requires_grad]
     of_tables = set(map(id, tables))

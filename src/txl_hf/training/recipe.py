@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import yaml  # type: ignore[import-untyped]
+import yaml
 from datasets import Dataset, DatasetDict
 from transformers import HfArgumentParser, TrainingArguments
 
@@ -61,7 +61,7 @@ RENAMED = {
 
 
 class Arguments(NamedTuple):
-    """What a run of `txl-train` is told.
+    """All settings of a run of `txl-train`.
 
     Attributes:
         config: fields of `TransfoXLConfig` by their names. settings: all that was given, as in a recipe.
@@ -80,7 +80,7 @@ class RecipeParser(HfArgumentParser, CommandParser):
 
     def __init__(self, description: str | None = None):
         super().__init__(
-            GROUPS,  # type: ignore[arg-type]  # HfArgumentParser's, which mypy skips.
+            GROUPS,  # type: ignore[arg-type]  # mypy takes CommandParser's signature: it does not see HfArgumentParser's.
             description=description,
             formatter_class=_Formatter,
             allow_abbrev=False,
@@ -219,7 +219,7 @@ def _names() -> list[str]:
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """What YAML can hold: members of enumerations by their values."""
+    """The settings with members of enumerations replaced by their values, as YAML can hold them."""
     return {name: getattr(value, "value", value) for name, value in settings.items()}
 
 
@@ -257,7 +257,7 @@ def _check(values: dict[str, Any], named: set[str], typed: set[str]):
 
 
 def _choose(values: dict[str, Any], named: set[str]):
-    """What holds where nobody says anything: precision, device, and what is done between steps."""
+    """Defaults for options that are not given: precision, device, and what is done between steps."""
     on_gpu = torch.cuda.is_available()
     chosen: dict[str, Any] = {"use_cpu": not torch.accelerator.is_available(), "eval_strategy": "steps"}
     if not {"bf16", "fp16"} & named and "ACCELERATE_MIXED_PRECISION" not in os.environ:

@@ -32,7 +32,7 @@ _INPUTS = tuple(inspect.signature(TransfoXLModel.forward).parameters)[1:]
 
 @dataclass
 class RegularizationArguments:
-    """What to regularise and how much; 0 leaves a place as the model's configuration has it.
+    """Rates and coefficients of regularisation; 0 leaves a place as the model's configuration has it.
 
     Raises:
         ValueError: a rate is outside [0, 1), or a coefficient is negative.
@@ -92,7 +92,7 @@ def regularize(model: nn.Module, arguments: RegularizationArguments) -> "Regular
 
 
 class Regularizer:
-    """What `regularize` returns: the penalty to add to the loss, and the way back."""
+    """Result of `regularize`: computes the penalty to add to the loss, and can undo the change of the model."""
 
     def __init__(self, model: nn.Module, arguments: RegularizationArguments):
         transformer = next((module for module in model.modules() if isinstance(module, TransfoXLModel)), None)

@@ -1,4 +1,4 @@
-"""What a run of `txl-train` says of itself and leaves: its log and plot, its best model, and what that scores."""
+"""The output of a run of `txl-train`: its log and plot, its best model, and the scores of that model."""
 
 import dataclasses
 import json
@@ -88,7 +88,7 @@ class RunReport(TrainerCallback):
                 )
 
     def _describe(self, args, state) -> str:
-        """What is trained, on what, how long."""
+        """One line on the run: size of the model, devices, precision, and number of steps."""
         stream, parameters = self.stream, self.trainer.accelerator.unwrap_model(self.trainer.model).num_parameters()
         begun = f" from step {state.global_step:,}" if state.global_step else ""
         left_out = f", but for its last {stream.dropped_tokens:,}" if stream.dropped_tokens else ""
@@ -114,7 +114,7 @@ class RunReport(TrainerCallback):
         """Say once how long the steps will take. The first step is left out, as it may compile."""
         now = time.perf_counter()
         if self.measured:
-            self.seconds += now - self.since  # type: ignore[operator]
+            self.seconds += now - self.since
         self.measured, self.since = self.measured + 1, None
         left, steps = state.max_steps - state.global_step, self.measured - 1
         if steps < 1 or (self.seconds < SECONDS_MEASURED and steps * 10 < left + steps):
@@ -192,13 +192,13 @@ class RunReport(TrainerCallback):
 
 
 def score_of(evaluation: LanguageModelEvaluation, token_ids: Any) -> dict[str, Any]:
-    """What a loss is of: the text and how it was read. Only losses of the same can be compared."""
+    """The text that a loss was measured on, and how it was read. Losses can be compared only if both are equal."""
     settings = {name: value for name, value in dataclasses.asdict(evaluation).items() if name != "nll"}
     return {"text": text_fingerprint(token_ids), **settings}
 
 
 def read_best(output: Path) -> dict[str, Any] | None:
-    """What is written beside the best model, which is aside until the run ends; None: there is none.
+    """The score file beside the best model, which is in a folder of its own until the run ends; None: there is none.
 
     Raises:
         ValueError: what is written there says nothing of a model.
@@ -270,7 +270,7 @@ def finish(output: Path, texts: dict[str, Any], evaluate: Callable, data: DataAr
 def score(
     model: TransfoXLForCausalLM, texts: dict[str, Any], evaluate: Callable, data: DataArguments
 ) -> dict[str, Any]:
-    """What a model scores on the validation and the test text, and with other memory lengths."""
+    """The scores of a model on the validation and the test text, and with other memory lengths."""
 
     def figures_of(split: str, memory_length: int | None = None) -> dict[str, float]:
         found = evaluate(texts[split], memory_length, progress=True)(model)
@@ -291,7 +291,7 @@ def score(
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """What the finished model scores. Raises a ValueError for what no run has written."""
+    """The scores of the finished model, from its file. Raises a ValueError if no run has written that file."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         parts = [*(found[split] for split in SCORED), *found["memory_lengths"], found["model"]]

@@ -140,7 +140,7 @@ class Forward(nn.Module):
 
 
 class CapturedSteps:
-    """What computes as a `Forward` on a GPU does, and launches what it has launched before as two graphs.
+    """A `Forward` on a GPU that repeats shapes it has seen before as two CUDA graphs, with the same results.
 
     The numbers that are drawn are those that would be drawn without graphs.
 

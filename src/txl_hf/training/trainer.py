@@ -86,7 +86,7 @@ class _Memory:
 
 @dataclass
 class _Sums:
-    """What an evaluation has read on this process, a number on the device for each step: nats, and targets."""
+    """Sums of an evaluation on this process, one number on the device for each step: nats, and targets."""
 
     nll: list[Tensor] = field(default_factory=list)
     targets: list[Tensor] = field(default_factory=list)
@@ -474,7 +474,7 @@ class TransfoXLTrainer(Trainer):
         # A callback, or who resumes, may have made the memory shorter.
         memory = latest_states(self._memory.memories[self._memory.micro_batch], self.model.config.mem_len)
         if self._is_captured(model, inputs) and num_items_in_batch is not None:
-            nll, penalty, memory = self._captured(inputs, memory)  # type: ignore[misc]
+            nll, penalty, memory = self._captured(inputs, memory)
             self._memory.replace(self._detach(memory))
             return nll / num_items_in_batch + self._share_of(penalty)
         labels = inputs.get("shift_labels", inputs.get("labels"))
@@ -560,7 +560,7 @@ class TransfoXLTrainer(Trainer):
         super().log(logs, start_time)
 
     def _figures(self, loss: float) -> dict[str, float]:
-        """What a loss is told as besides, which is of a text's likelihood."""
+        """Other units of a loss (perplexity, bits per token), if it is the negative log-likelihood of a text."""
         return {} if self._classifies else figures(loss)
 
     @contextmanager
@@ -736,7 +736,7 @@ class TransfoXLTrainer(Trainer):
             save_mems(folder, layers, mask, position)
 
     def _gather(self, parts: Iterable[Tensor]) -> Tensor:
-        """What each micro-batch of each process has, in the order of the streams."""
+        """Tensors of the micro-batches of all processes, joined in the order of the streams."""
         return torch.cat([self.accelerator.gather(part.contiguous()) for part in parts]).cpu()
 
     def _load_memory(self, folder: Path) -> _Memory:

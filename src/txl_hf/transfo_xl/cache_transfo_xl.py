@@ -271,7 +271,7 @@ class RingLayer(StaticLayer):
 
 @dataclass
 class DecodingState:
-    """What decoding needs beside the keys and values of a cache, which has it as `decoding_state`.
+    """State of decoding beside the keys and values of a cache: its attribute `decoding_state`.
 
     Args:
         initial_length: how many states of memory the cache started from. They are older than the text.
@@ -371,7 +371,7 @@ def _pick_rows(method: str, layers: Sequence[Any], state: DecodingState, rows: T
 
 
 class _ProjectedMemory(Cache):
-    """What is the same of every cache of ours.
+    """Base class of the caches of this package.
 
     Its length is that of the text, without the memory from before the text, since `generate` skips so many tokens of
     its input.

@@ -1,4 +1,4 @@
-"""What `generate` needs to know of a memory, and of the softmax on a CPU."""
+"""Methods that `generate` calls: inputs of each step with a memory, and faster steps on a CPU."""
 
 import copy
 
@@ -241,7 +241,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
 
     @staticmethod
     def _reorder_cache(past_key_values, beam_idx: Tensor):
-        """What beams go on from; mems without a cache, which generate takes for one, are those of the prompt."""
+        """The cache in the order of the chosen beams. `mems` are those of the prompt and stay as they are."""
         if isinstance(past_key_values, Cache):
             past_key_values.reorder_cache(beam_idx)
         return past_key_values

@@ -104,7 +104,7 @@ def fill_lengths(lengths: MemoryLengths, config: TransfoXLConfig) -> FilledLengt
 
 @dataclass(frozen=True)
 class Segment:
-    """What a call reads beside its hidden states: made by `Segment.open` at the beginning, and only read from then on.
+    """Inputs of a call beside its hidden states: made by `Segment.open` at the beginning, and only read from then on.
 
     Attributes:
         lengths: of the call, none of them None.
@@ -415,7 +415,7 @@ def split_mask(
 def initial_memory(
     config: TransfoXLConfig, mem_len: int, batch_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, ...] | None:
-    """What precedes the first segment: n_layer tensors (B, M, D) of zeros or (B, 0, D), or None if M = 0."""
+    """The memory before the first segment: n_layer tensors (B, M, D) of zeros or (B, 0, D), or None if M = 0."""
     if mem_len == 0:
         return None
     length = mem_len if config.initial_memory == "zeros" else 0
@@ -444,7 +444,7 @@ def memory_of(outputs: Mapping[str, Any], compiled: bool = False) -> dict[str, A
 
 
 def latest_states(memory: dict[str, Any], mem_len: int) -> dict[str, Any]:
-    """What `memory_of` returned, cut to the last `mem_len` states, which is all that a shorter memory holds."""
+    """The result of `memory_of`, cut to the last `mem_len` states, which is all that a shorter memory holds."""
     mems, mems_mask = memory.get("mems"), memory.get("mems_mask")
     if mems is None or mems[0].shape[1] <= mem_len:
         return memory
@@ -457,8 +457,8 @@ def latest_states(memory: dict[str, Any], mem_len: int) -> dict[str, Any]:
 
 
 def cloned_states(memory: dict[str, Any]) -> dict[str, Any]:
-    """What `memory_of` returned, in tensors of its own: a captured graph writes its outputs to the same place at every
-    step, and would overwrite what it is about to read."""
+    """The result of `memory_of`, in tensors of its own: a captured graph writes its outputs to the same place at every
+    step, and would overwrite its next input."""
     if not memory:
         return memory
     mems, mems_mask = memory["mems"], memory["mems_mask"]

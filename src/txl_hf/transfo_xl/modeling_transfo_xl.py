@@ -90,7 +90,7 @@ class TransfoXLModelOutput(ModelOutput):
 
 @dataclass
 class _HeadOutput(ModelOutput):
-    """What every head returns."""
+    """The fields that the outputs of all heads have."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -278,9 +278,8 @@ def _check_adapters(r_proj: nn.Module) -> None:
 
 
 class TransfoXLGate(nn.Module):
-    """What joins a sub-layer's output with its input, instead of a sum: the gate of GTrXL that is like a GRU
-    (Parisotto et al., 2020, https://arxiv.org/abs/1910.06764, Section 3.2). With x what entered the sub-layer, and y
-    what it has returned:
+    """The GRU-like gate of GTrXL, in place of the sum of a sub-layer's input and output (Parisotto et al., 2020,
+    https://arxiv.org/abs/1910.06764, Section 3.2). With x the input of the sub-layer and y its output:
 
         r = σ(W_r y + U_r x),    z = σ(W_z y + U_z x - b_g),    ĥ = tanh(W_g y + U_g (r ⊙ x)),
         g(x, y) = (1 - z) ⊙ x + z ⊙ ĥ.
@@ -381,7 +380,7 @@ def _setting(name: str) -> property:
 
 
 class TransfoXLPreTrainedModel(TransfoXLVocabularyModel, TransfoXLLayoutModel):
-    """What all models have: loading and saving, initial weights, a vocabulary that grows, a memory to begin with."""
+    """Base class of all models: loading and saving, initial weights, resizing the vocabulary, an initial memory."""
 
     config: TransfoXLConfig
     config_class = TransfoXLConfig
@@ -463,7 +462,7 @@ class TransfoXLPreTrainedModel(TransfoXLVocabularyModel, TransfoXLLayoutModel):
     same_length = _setting("same_length")
 
     def init_mems(self, batch_size: int) -> tuple[Tensor, ...] | None:
-        """What precedes the first segment: n_layer tensors (B, M, D) of zeros or (B, 0, D), or None if M = 0.
+        """The memory before the first segment: n_layer tensors (B, M, D) of zeros or (B, 0, D), or None if M = 0.
 
         Device and type are those of the hidden states. Each tensor may be written to by itself.
         """

@@ -1,4 +1,4 @@
-"""What an `attn_type` means: how a model knows where its tokens stand, with a class for each.
+"""Encodings of positions, a class for each `attn_type`.
 
 A class says what its encoding learns, what it adds to the hidden states, what it tells the attention of each layer,
 and whether a memory may precede the segment. Another encoding is another class in `POSITIONS`; attention takes a
@@ -58,7 +58,7 @@ def _different(key_length: int, most: int) -> int:
 
 
 class Distances(NamedTuple):
-    """What the attention of a layer adds for each distance.
+    """Terms that the attention of a layer adds to its scores for each distance.
 
     Attributes:
         positions: (n, D) sinusoids or (n, H, Dh) learned keys, furthest distance first. With fewer than K, all further
@@ -103,12 +103,12 @@ class Positions:
 
     @staticmethod
     def enter_model(model: Any, embeds: Tensor, clamp_len: int, key_mask: Tensor | None) -> Tensor:
-        """What the first layer sees of the embeddings: (B, L, D). `key_mask`: (B, K) bool, real keys; None: all."""
+        """The first layer's input, of the embeddings: (B, L, D). `key_mask`: (B, K) bool, real keys; None: all."""
         return embeds
 
     @staticmethod
     def enter_layer(model: Any, layer: int, hidden_states: Tensor, key_mask: Tensor | None) -> Tensor:
-        """What a layer sees of the hidden states: (B, L, D). `key_mask`: see `enter_model`."""
+        """A layer's input, of the hidden states: (B, L, D). `key_mask`: see `enter_model`."""
         return hidden_states
 
     @staticmethod
