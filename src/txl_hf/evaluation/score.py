@@ -165,7 +165,7 @@ def run(options: argparse.Namespace):
             report["results"].append({"protocol": protocol, **score(model, text, reading, dynamic, cache)})
             report["curves"] = curves(report["results"], config)
             if not options.json:
-                print_row(report["results"], text)
+                print_row(report["results"])
             if options.output is not None:
                 options.output.parent.mkdir(parents=True, exist_ok=True)
                 write_text(options.output, json.dumps(report, indent=2, allow_nan=False) + "\n")
@@ -376,7 +376,7 @@ def curves(results: list[dict[str, Any]], config: TransfoXLConfig) -> dict[str, 
     return found
 
 
-def print_row(results: list[dict[str, Any]], text: TokenisedText):
+def print_row(results: list[dict[str, Any]]):
     """The newest line of the table, and its head before the first."""
     row = results[-1]
     columns = {

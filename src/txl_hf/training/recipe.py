@@ -189,12 +189,13 @@ def parse_arguments(
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = RecipeParser(description)
-    if "--help-all" not in argv:
+    asks_for_help = not {"-h", "--help"}.isdisjoint(argv)
+    if asks_for_help:
         parser.hide_unused()
     try:
         given = parser.parse_args([argument for argument in argv if argument not in ("-h", "--help")] or argv)
         read = parser.parse_args([str(given.recipe), *recipe_options(given.recipe, parser)])
-        if {"-h", "--help"} & {*argv}:
+        if asks_for_help:
             parser.set_defaults(**vars(read))
         values = vars(parser.parse_args(argv, namespace=read))
         typed = {argument.partition("=")[0].replace("-", "_")[2:] for argument in argv if argument.startswith("--")}

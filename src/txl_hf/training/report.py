@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from ..data.loading import find_device
 from ..data.streams import TokenStream, text_fingerprint
 from ..evaluation.cards import RESULTS, SCORED, origin, to_results, weights_digest, write_model_card
 from ..evaluation.language_model import LanguageModelEvaluation, figures
@@ -161,11 +161,8 @@ class RunReport(TrainerCallback):
             self.best, self.best_of = loss, of
             self._save_best(state.global_step)
         if self.is_main:
-            plot(
-                [json.loads(self._line(logs)) for logs in state.log_history if self._line(logs)],
-                self.output / PLOT,
-                self.metric,
-            )
+            lines = filter(None, map(self._line, state.log_history))
+            plot([json.loads(line) for line in lines], self.output / PLOT, self.metric)
 
     def _save_best(self, step: int):
         """Put the model of now, or the average of its weights, into the place of the best one."""
@@ -251,7 +248,7 @@ def finish(output: Path, texts: dict[str, Any], evaluate: Callable, data: DataAr
     if (output / BEST).exists():
         move_best(output)
     if not (output / RESULTS).exists():
-        model = AutoModelForCausalLM.from_pretrained(output).to("cuda" if torch.cuda.is_available() else "cpu")
+        model = AutoModelForCausalLM.from_pretrained(output).to(find_device(None))
         scores = score(model, texts, evaluate, data) | {"weights": weights_digest(output)}
         results = to_results({split: scores[split] for split in SCORED}, name_of(data.data or ""))
         name = name_of(output)

@@ -115,14 +115,13 @@ class Forward(nn.Module):
         model: nn.Module,
         autocast: Callable[[], AbstractContextManager],
         regularizer: Regularizer | None = None,
-        compiled: bool = False,
     ):
         """Args:
         model: language model, as it is prepared. autocast: what its calls are put into.
-        regularizer: whose penalty is wanted. compiled: whether the whole model is.
+        regularizer: whose penalty is wanted.
         """
         super().__init__()
-        self.model, self.autocast, self.regularizer, self.compiled = model, autocast, regularizer, compiled
+        self.model, self.autocast, self.regularizer = model, autocast, regularizer
 
     def forward(self, inputs: dict[str, Tensor], memory: Memory) -> tuple[Tensor, Tensor, Memory]:
         """The sum of the losses and the penalty, which are scalars, and the memory that the next step goes on from.
@@ -136,7 +135,7 @@ class Forward(nn.Module):
         penalty = torch.zeros_like(nll)
         if self.regularizer is not None:
             penalty = self.regularizer.penalty(inputs["shift_labels"], inputs.get("resets"))
-        return nll, penalty, memory_of(outputs, self.compiled)
+        return nll, penalty, memory_of(outputs)
 
 
 class CapturedSteps:

@@ -647,11 +647,16 @@ class TransfoXLTrainer(Trainer):
 
     def create_model_card(self, *args, **kwargs) -> None:
         """As in `Trainer`, with the card of this package where the model is of it, as `cards.create_model_card`."""
-        model = self.accelerator.unwrap_model(self.model)
-        if isinstance(model, TransfoXLLayoutModel) and not getattr(model, "_hf_peft_config_loaded", False):
+        if (model := self._model_of_card()) is not None:
             create_model_card(self, model, *args, **kwargs)
         else:
             super().create_model_card(*args, **kwargs)
+
+    def _model_of_card(self) -> TransfoXLLayoutModel | None:
+        """The model, unwrapped, if it is of this package and has no adapters; the cards of others are Trainer's."""
+        model = self.accelerator.unwrap_model(self.model)
+        is_own = isinstance(model, TransfoXLLayoutModel) and not getattr(model, "_hf_peft_config_loaded", False)
+        return model if is_own else None
 
     def save_model(self, output_dir=None, _internal_call=False):
         """As in `Trainer`; outside checkpoints the average of the weights, where one is kept."""
@@ -701,8 +706,7 @@ class TransfoXLTrainer(Trainer):
         # An upload runs on while the folder would be renamed.
         if self._writing_to is not None:
             return
-        model = self.accelerator.unwrap_model(self.model)
-        if isinstance(model, TransfoXLLayoutModel) and not getattr(model, "_hf_peft_config_loaded", False):
+        if (model := self._model_of_card()) is not None:
             complete_push(self, model, checkpoint_folder)
         super()._push_from_checkpoint(checkpoint_folder)
 
