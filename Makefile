@@ -27,9 +27,10 @@ COMPILE := @$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 demo: $(VENV)/demo-installed
 	@$(BIN)/python examples/demo.py --output $(OUTPUT) $(if $(TEXT),--text "$(TEXT)")
 
-# The suite, in ten to fifteen minutes on two cores; ends with its ten slowest.
+# The suite, in ten to fifteen minutes on two cores; ends with its ten slowest. Hypothesis draws the same examples in each
+# run, so that a change is what makes it fail; test-all draws new ones.
 test: venv
-	$(PYTEST) --dist loadfile -m "not slow and not gpu" --ignore tests/kernels/test_triton.py
+	$(PYTEST) --hypothesis-profile ci --dist loadfile -m "not slow and not gpu" --ignore tests/kernels/test_triton.py
 	$(INTERPRETED) -m "not slow and not gpu" tests/kernels/test_triton.py
 
 # The suite with its long tests.

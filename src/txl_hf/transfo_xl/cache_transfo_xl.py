@@ -150,9 +150,8 @@ class Ring:
         # many steps of that way were taken without writing a token.
         self._place, self._skipped = self.newest.clone(), self.newest.clone()
         self._before = torch.arange(-1, self.slots - 1, device=device)
-        if not torch.compiler.is_compiling():
-            for tensor in (self.newest, self._place, self._skipped, self._before):
-                torch._dynamo.mark_static_address(tensor)
+        for tensor in (self.newest, self._place, self._skipped, self._before):
+            static_address(tensor)
         self._is_placed = True
 
     @property

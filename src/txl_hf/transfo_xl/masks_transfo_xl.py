@@ -22,6 +22,7 @@ CAPTURED = {"output_hidden_states", "output_attentions"}
 # the text is in the memory, how long documents are follows from where they begin, a single sort of token needs no
 # types, and attention is causal.
 IDLE = {"cache_position", "max_length_q", "max_length_k", "token_type_ids", "is_causal", "return_dict"}
+KNOWN = CAPTURED.union(IDLE, DOCUMENT_KEYWORDS)
 
 
 def check_inputs(keywords: dict[str, Any], **tensors: Any) -> None:
@@ -34,8 +35,7 @@ def check_inputs(keywords: dict[str, Any], **tensors: Any) -> None:
         TypeError: a keyword is not known; the message names it.
         ValueError: one of the tensors is none (lists and NumPy's arrays are not tensors), or `is_causal=False`.
     """
-    known = CAPTURED.union(IDLE, DOCUMENT_KEYWORDS)
-    unread = sorted(name for name, value in keywords.items() if value is not None and name not in known)
+    unread = sorted(name for name, value in keywords.items() if value is not None and name not in KNOWN)
     if unread:
         raise TypeError(f"forward() got keyword arguments that nothing reads: {', '.join(unread)}")
     if keywords.get("is_causal") is False:

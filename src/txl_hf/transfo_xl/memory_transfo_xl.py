@@ -33,6 +33,7 @@ from .cache_transfo_xl import (
     is_filled,
     padding_in_cache,
     remembered_mask,
+    static_address,
     stop_gradients,
     text_length,
 )
@@ -297,8 +298,7 @@ class Segment:
             state.key_mask = None
         elif not torch.compiler.is_compiling():
             # A graph writes into it, so that it must not be the caller's mask, and was compiled for its strides.
-            state.key_mask = mask.clone(memory_format=torch.contiguous_format)
-            torch._dynamo.mark_static_address(state.key_mask)
+            state.key_mask = static_address(mask.clone(memory_format=torch.contiguous_format))
         elif state.key_mask is not None and state.key_mask.shape == mask.shape:
             state.key_mask.copy_(mask)
         elif self.first_key is not None or attention_mask is None or attention_mask.shape[1] < self.key_length:
@@ -316,12 +316,10 @@ def _open_states(
     attention_mask: Tensor | None,
     cache: Cache | None,
 ) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
-    """The states of the memory and the mask of the m + L keys, for a call that goes on from `mems` or begins a
-    text."""
+    """The states of the memory, and the mask of the m + L keys, of a call with `mems` or at a text's beginning."""
     (batch_size, length, _), mem_len = embeds.shape, lengths.mem_len
-    given, states = mems is not None or mems_mask is not None, mems
-    if states is None and not given:
-        states = initial_memory(config, mem_len, batch_size, embeds.dtype, embeds.device)
+    given = mems is not None or mems_mask is not None
+    states = mems if given else initial_memory(config, mem_len, batch_size, embeds.dtype, embeds.device)
     if states is None and not given:
         return (None,) * config.n_layer, make_key_mask(attention_mask, None, batch_size, length, 0, (length,))
     m = 0 if states is None else states[0].shape[1]

@@ -768,10 +768,14 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
         given = targets = None
         if labels is not None or shift_labels is not None:
             given, targets = targets_of(labels, shift_labels, attention_mask, input_ids, inputs_embeds)
-        in_order = None if targets is None else self.lm_head.sort_targets(targets.flatten())
         if output_logits is None:
             output_logits = self.config.output_logits or not self.config.cutoffs
             output_logits = output_logits or (targets is not None and self._has_room_for_logits(targets.numel()))
+        in_order = None
+        if targets is not None and output_logits:
+            check_labels(targets.flatten(), self.config.vocab_size)
+        elif targets is not None:
+            in_order = self.lm_head.sort_targets(targets.flatten())
         outputs = self.transformer(
             input_ids,
             mems=mems,
