@@ -3,10 +3,11 @@ that fail."""
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import GenerationConfig, Trainer, TrainingArguments
+from transformers import BatchEncoding, GenerationConfig, Trainer, TrainingArguments
 
 from txl_hf import MemoryLengths, TransfoXLForCausalLM
 from txl_hf.transfo_xl import adaptive_transfo_xl as adaptive
@@ -192,3 +193,24 @@ def test_an_early_exit_that_raises_leaves_all_layers(make_model, make_ids):
         model.generate(ids, assistant_early_exit=1, logits_processor=[stop], **options)
     assert model.config.n_layer == 3 and model.transformer.config.n_layer == 3
     assert torch.equal(model.generate(ids, **options), expected)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "named"),
+    [
+        ([1, 2, 3], "input_ids must be a torch.Tensor, not builtins.list"),
+        (np.array([[1, 2, 3]]), "input_ids must be a torch.Tensor, not numpy.ndarray"),
+        (BatchEncoding({"input_ids": torch.tensor([[1, 2]])}), "input_ids must be .*BatchEncoding"),
+        (torch.tensor([1, 2, 3]), r"input_ids are \(3,\), but generate needs a batch of texts, \(B, L\)"),
+    ],
+    ids=["list", "numpy", "encoding", "one-text"],
+)
+def test_generate_names_inputs_that_are_no_batch(make_model, inputs, named):
+    with pytest.raises(ValueError, match=named):
+        make_model().generate(inputs, max_new_tokens=1)
+
+
+def test_generate_names_embeddings_that_are_no_batch(make_model):
+    model = make_model()
+    with pytest.raises(ValueError, match=rf"inputs_embeds are \(3, {model.config.d_model}\).*\(B, L, D\)"):
+        model.generate(inputs_embeds=torch.zeros(3, model.config.d_model), max_new_tokens=1)

@@ -79,16 +79,11 @@ class TransfoXLGenerationMixin(GenerationMixin):
                     f"past_key_values, a {type(cache).__name__}, began from a memory, which prefill_chunk_size would "
                     "take for text that was read: give a MemoryCache, or leave prefill_chunk_size out"
                 )
-        is_assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
-        if is_assisted and isinstance(cache, StaticMemoryCache):
+        used = cache is not None and (isinstance(cache, StaticMemoryCache) or text_length(cache) > 0)
+        if used and generation_mode == GenerationMode.ASSISTED_GENERATION:
             raise ValueError(
-                "assisted decoding and prompt lookup take tokens back, which a StaticMemoryCache cannot: give a "
-                "MemoryCache, or leave past_key_values out"
-            )
-        if is_assisted and cache is not None and text_length(cache) > 0:
-            raise ValueError(
-                f"past_key_values have seen {text_length(cache)} tokens, and assisted decoding and prompt lookup "
-                "would read them again: give generate the whole text without past_key_values"
+                "assisted decoding and prompt lookup read the whole text, and take tokens back, which a "
+                "StaticMemoryCache cannot: leave past_key_values out, or give a MemoryCache that has seen nothing"
             )
         # A static cache holds all of the memory from the first step on: its shapes never change.
         max_length = max(max_length, mem_len + 1)
@@ -136,33 +131,17 @@ class TransfoXLGenerationMixin(GenerationMixin):
                 seen = text_length(past_key_values)
                 next_sequence_length += past_key_values.get_seq_length() - seen
                 if next_sequence_length <= 0:
-                    name, given = (
-                        ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
-                    )
+                    name = "input_ids" if inputs_embeds is None else "inputs_embeds"
                     raise ValueError(
-                        f"{name} hold {given.shape[1]} tokens, but past_key_values have seen {seen} already: give the "
+                        f"{name} hold {text.shape[1]} tokens, but past_key_values have seen {seen} already: give the "
                         "whole text, those and the new ones, or the new input_ids alone with an attention_mask over "
                         "the whole text"
                     )
             if past_key_values.is_compileable:
-                # The mask is made outside the compiled forward, in one shape at every step.
-                segment_length = next_sequence_length or text.shape[1]
-                memory_length, key_mask = cached_key_mask(
-                    attention_mask,
-                    past_key_values,
-                    self._mem_len(kwargs.get("lengths")),
-                    len(input_ids),
-                    segment_length,
-                    memory_mask=None,
-                    is_grown=not is_first_iteration,
+                length, lengths = next_sequence_length or text.shape[1], kwargs.get("lengths")
+                attention_mask = self._mask_of_static_cache(
+                    past_key_values, attention_mask, lengths, input_ids, length, is_first_iteration
                 )
-                if key_mask is not None and self.config.initial_memory == "zeros" and not is_first_iteration:
-                    # Zeros in front are padding that the memory holds as zero states.
-                    key_mask = key_mask | zeros_in_front(attention_mask, segment_length, key_mask.shape[1])
-                if is_first_iteration and key_mask is not None:
-                    clear_hidden(past_key_values, key_mask, memory_length)
-                everything = torch.ones(len(input_ids), memory_length + segment_length, device=input_ids.device)
-                attention_mask = everything.bool() if key_mask is None else key_mask
         if (resets := kwargs.pop("resets", None)) is not None:
             if filled and is_first_iteration:
                 # Like input_ids, they cover the whole text or what the cache has not seen.
@@ -180,6 +159,30 @@ class TransfoXLGenerationMixin(GenerationMixin):
             **{CACHE_NAME: past_key_values},
             **kwargs,
         )
+
+    def _mask_of_static_cache(
+        self,
+        cache: Cache,
+        attention_mask: Tensor | None,
+        lengths: MemoryLengths | None,
+        input_ids: Tensor,
+        length: int,
+        is_first: bool,
+    ) -> Tensor:
+        """(B, m + L) bool, made outside the compiled forward and in one shape at every step."""
+        rows, mem_len = len(input_ids), self._mem_len(lengths)
+        m, mask = cached_key_mask(
+            attention_mask, cache, mem_len, rows, length, memory_mask=None, is_grown=not is_first
+        )
+        if mask is None:
+            return torch.ones(rows, m + length, dtype=torch.bool, device=input_ids.device)
+        if is_first:
+            clear_hidden(cache, mask, m)
+        elif self.config.initial_memory == "zeros":
+            # Zeros in front are padding that the memory holds as zero states.
+            front = zeros_in_front(attention_mask, length, m + length)
+            mask = mask if front is None else mask | front
+        return mask
 
     def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         chosen = None if generation_config.do_sample else 1
@@ -204,12 +207,13 @@ class TransfoXLGenerationMixin(GenerationMixin):
 
     def _prepare_model_inputs(self, *args, **kwargs):
         inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
-        cache = model_kwargs.pop("cache", None)
-        chosen = chosen_cache(model_kwargs.get("past_key_values"), cache)
-        if cache is not None:
-            model_kwargs[CACHE_NAME] = chosen
+        if (cache := model_kwargs.pop("cache", None)) is not None:
+            model_kwargs[CACHE_NAME] = chosen_cache(model_kwargs.get(CACHE_NAME), cache)
         keywords = {name: model_kwargs.get(name) for name in DOCUMENT_KEYWORDS}
-        check_inputs(keywords, resets=model_kwargs.get("resets"))
+        check_inputs(keywords, resets=model_kwargs.get("resets"), **{name: inputs})
+        letters = "(B, L, D)" if name == "inputs_embeds" else "(B, L)"
+        if inputs.dim() != letters.count(",") + 1:
+            raise ValueError(f"{name} are {tuple(inputs.shape)}, but generate needs a batch of texts, {letters}")
         mask, mems = model_kwargs.get("attention_mask"), model_kwargs.get("mems")
         if mask is not None and mems is not None and mask.dim() == 2 and mask.shape[1] > inputs.shape[1]:
             # The loops of `generate` cut a mask where they cut the text.

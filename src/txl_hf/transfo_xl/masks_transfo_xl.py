@@ -136,9 +136,9 @@ def packed_starts(
     def where(begins: Callable[[Tensor, Tensor], Tensor], numbers: Tensor) -> Tensor:
         """(B, L) of what `begins` says of a token's number and of that before it, padding left out."""
         if real is None or last is None:
-            return _with_start(begins(numbers[:, 1:], numbers[:, :-1]))
+            return F.pad(begins(numbers[:, 1:], numbers[:, :-1]), (1, 0))
         before = numbers.gather(1, last.clamp(min=0))
-        return _with_start(begins(numbers[:, 1:], before) & real[:, 1:] & (last >= 0))
+        return F.pad(begins(numbers[:, 1:], before) & real[:, 1:] & (last >= 0), (1, 0))
 
     found = []
     if position_ids is not None:
@@ -183,10 +183,6 @@ def _per_token(name: str, given: Tensor, shape: tuple[int, int], device: torch.d
         wanted = " or ".join(dict.fromkeys(map(str, (tuple(shape), (1, shape[1])))))
         raise ValueError(f"{name} are {tuple(given.shape)} of {given.dtype}, but must be integers {wanted}")
     return rows.to(device).expand(shape)
-
-
-def _with_start(changes: Tensor) -> Tensor:
-    return F.pad(changes, (1, 0))
 
 
 def make_key_mask(
