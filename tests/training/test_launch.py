@@ -239,18 +239,41 @@ def test_an_example_in_two_processes(tmp_path):
     assert weights.is_file() and list(tmp_path.iterdir()) == [weights]
 
 
+LAUNCHED = pytest.mark.parametrize(("name", "processes"), [("cpu", "2"), ("one_gpu", "1"), ("eight_gpus", "2")])
+
+
+def launch_smoke(name: str, processes: str, script: str, folder: Path, *arguments: str) -> str:
+    """What a script prints that `--smoke` makes short, under a configuration, on the CPU."""
+    options = ["--num_processes", processes, "--main_process_port", "0", "--mixed_precision", "no"]
+    arguments = (*arguments, "--smoke", "--output", str(folder))
+    return finish(start(name, ROOT / "examples" / script, *options, arguments=list(arguments)))
+
+
+@LAUNCHED
 @pytest.mark.slow
-def test_a_loop_of_ones_own_in_two_processes(tmp_path):
+def test_a_loop_of_ones_own(tmp_path, name, processes):
     """The losses of one process, and a score of the whole text."""
-    script, found = ROOT / "examples" / "by_feature" / "accelerate_loop.py", []
-    for processes in ("1", "2"):
-        folder = tmp_path / processes
-        options = ["--num_processes", processes, "--main_process_port", "0"]
-        printed = finish(start("cpu", script, *options, arguments=["--smoke", "--output", str(folder)]))
+    found = []
+    for folder, options in ((tmp_path / "one", ("cpu", "1")), (tmp_path / name, (name, processes))):
+        printed = launch_smoke(*options, "by_feature/accelerate_loop.py", folder)
         losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
         score = json.loads((folder / "score.json").read_text())
         found.append([*losses, score["nll"], score["tokens"]])
     assert found[1] == pytest.approx(found[0], abs=1e-5) and len(found[0]) == 14
+
+
+@LAUNCHED
+@pytest.mark.slow
+def test_a_recipe(tmp_path, name, processes):
+    """The losses of one process, and its score."""
+    recipe, found = str(ROOT / "examples" / "recipes" / "characters_small.yaml"), []
+    for folder, options in ((tmp_path / "one", ("cpu", "1")), (tmp_path / name, (name, processes))):
+        quiet = ["--dropout", "0", "--dropatt", "0", "--logging_steps", "1", "--use_cpu", "true"]
+        launch_smoke(*options, "train_lm.py", folder, recipe, *quiet)
+        lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        score = json.loads((folder / "results.json").read_text())["test"]["nll"]
+        found.append([*(line["loss"] for line in lines if "loss" in line), score])
+    assert found[1] == pytest.approx(found[0], abs=1e-5) and len(found[0]) > 2
 
 
 def test_the_commands_of_the_page_name_what_there_is():
