@@ -33,9 +33,9 @@ from ..data.text_stream import TextStream
 from ..evaluation.cards import METRICS
 from ..evaluation.language_model import LanguageModelEvaluation, figures
 from ..files import disk_errors
-from ..transfo_xl.adaptive_transfo_xl import without_padding
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.layout_transfo_xl import TransfoXLLayoutModel
+from ..transfo_xl.masks_transfo_xl import without_padding
 from ..transfo_xl.memory_transfo_xl import cloned_states, latest_states, mask_overflow, memory_of, real_states
 from .arguments import TransfoXLTrainingArguments
 from .callbacks import MemoryLength, ScaledByLength

@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from .attention_transfo_xl import OPERATORS
 from .configuration_transfo_xl import TransfoXLConfig
-from .masks_transfo_xl import can_look, check_inputs
+from .masks_transfo_xl import can_look, check_inputs, without_padding
 from .positions_transfo_xl import is_exporting
 
 logger = logging.get_logger(__name__)
@@ -146,7 +146,7 @@ class AdaptiveEmbedding(nn.Module):
         for (start, end, _), embed, project in zip(self.bins, self.emb_layers, self.emb_projs, strict=True):
             place = input_ids - start
             inside = place.clamp(0, end - start - 1)
-            # Nothing is projected to nothing, and before the projection there is less to write.
+            # Zeros stay zeros, as projections have no bias, and before the projection the tensor is narrower.
             parts.append(project(embed(inside).masked_fill((place != inside)[..., None], 0)))
         # Under autocast the projections return a narrower type than the hidden states have.
         return reduce(torch.add, parts).to(dtype) * self.scale
@@ -395,7 +395,7 @@ def _best(log_probs: Tensor, k: int) -> Tensor:
 
 
 def check_labels(labels: Tensor, size: int, of: str = "the vocabulary") -> None:
-    """Raise a ValueError if a label is neither -100 nor in [0, size), the numbers `of` what it is one of."""
+    """Raise a ValueError if a label is neither -100 nor in [0, size), the ids `of` what the message names."""
     _check_range(labels.masked_fill(labels == -100, 0), size, "labels", ValueError, of)
 
 
@@ -431,8 +431,8 @@ def targets_of(
     input_ids: Tensor | None,
     inputs_embeds: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The targets of the first positions of a segment, int64, (B, L) of shift_labels or (B, L - 1) of labels, as they
-    are given and without padding (`without_padding`); None for inputs that the model refuses."""
+    """Targets of the first positions of a segment, int64, (B, L) of shift_labels or (B, L - 1) of labels: as they are
+    given, and with -100 for padding (`without_padding`). (None, None) for inputs that the model will refuse."""
     check_inputs({}, labels=labels, shift_labels=shift_labels, attention_mask=attention_mask)
     inputs, dims = (inputs_embeds, 3) if input_ids is None else (input_ids, 2)
     both = input_ids is not None and inputs_embeds is not None
@@ -446,29 +446,16 @@ def targets_of(
     else:
         assert labels is not None, "one of the two is given"
         targets = labels[:, 1:].long()
-    if shift_labels is None and labels is not None and input_ids is not None and can_look(labels) and targets.numel():
-        moved = labels.to(input_ids.device)
-        if torch.equal(moved[:, :-1], input_ids[:, 1:]) and not torch.equal(moved, input_ids):
-            logger.warning_once(
-                "labels are input_ids that are shifted by one already, and are shifted once more here, so that each "
-                "token would learn the one after the next: give them as shift_labels"
-            )
+        if input_ids is not None and can_look(labels) and targets.numel():
+            moved = labels.to(input_ids.device)
+            if torch.equal(moved[:, :-1], input_ids[:, 1:]) and not torch.equal(moved, input_ids):
+                logger.warning_once(
+                    "labels are input_ids that are shifted by one already, and are shifted once more here, so that "
+                    "each token would learn the one after the next: give them as shift_labels"
+                )
     if attention_mask is None:
         return targets, targets
     return targets, without_padding(targets, attention_mask, inputs.shape[1])
-
-
-def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_length: int) -> Tensor:
-    """(B, n) targets of the first n positions of a segment, -100 where the position that predicts is padding: what it
-    computes is nobody's. Where n = L - 1, each is the token of the next position, and -100 where that is padding."""
-    if attention_mask is None or attention_mask.dim() != 2:
-        return targets
-    real, length = attention_mask[:, -segment_length:] != 0, targets.shape[1]
-    if real.shape != (targets.shape[0], segment_length):
-        # `Segment.open` says what is wrong with it.
-        return targets
-    counts = real[:, :length] if length == segment_length else real[:, :-1] & real[:, 1:]
-    return targets.masked_fill(~counts.to(targets.device), -100)
 
 
 def check_targets(name: str, given: Tensor, shape: torch.Size):

@@ -361,11 +361,11 @@ _CHOOSING_KERNEL = threading.Lock()
 
 
 def attend_on_gpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    """PyTorch's attention by the kernel that takes an additive mask as it comes, whose heads have a multiple of eight
-    numbers. cuDNN plans anew for every number of keys, which takes longer than the attention."""
+    """PyTorch's attention by its memory-efficient kernel, which takes an additive mask and heads whose width is a
+    multiple of eight. cuDNN's makes a plan for every number of keys, which takes longer than the attention."""
     width = query.shape[-1]
     query, key, value = widened(-width % 8, query, key, value)
-    # PyTorch keeps the choice of a kernel for the whole process until the end of the block. A graph has it inside.
+    # `sdpa_kernel` sets the choice for all threads of the process; a compiled graph contains it.
     choosing = contextlib.nullcontext() if torch.compiler.is_compiling() else _CHOOSING_KERNEL
     with choosing, sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         return F.scaled_dot_product_attention(query, key, value, mask, **options)[..., :width]
@@ -436,7 +436,7 @@ def choose_backend(inputs: AttentionInputs) -> Backend:
         # gradient first and has to draw the same numbers then.
         trained = inputs.rel_key is not None and (needs_gradient(query) or inputs.dropout > 0)
         return BACKENDS["eager" if trained else "sdpa"]
-    # A single query has so few scores that plain products do, without a plan for every number of keys.
+    # One query has so few scores that plain products are as fast, and need no plan for each number of keys.
     return BACKENDS["eager" if query.shape[2] == 1 else "sdpa"]
 
 

@@ -146,8 +146,8 @@ class Ring:
         if self._is_placed:
             return
         self.newest = torch.full((1,), self.slots - 1, device=device)
-        # Imagine a line wound around the slots: `_place` is how far along it the newest key lies, and `_skipped` how
-        # many steps of that way were taken without writing a token.
+        # `_place` counts the steps of the ring, so that the newest key is in slot `_place` modulo `slots`; `_skipped`
+        # those of them that wrote no token. `_before` has for each slot the one before it.
         self._place, self._skipped = self.newest.clone(), self.newest.clone()
         self._before = torch.arange(-1, self.slots - 1, device=device)
         for tensor in (self.newest, self._place, self._skipped, self._before):
@@ -238,10 +238,10 @@ class RingLayer(StaticLayer):
         return found[0], found[1]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Nothing, where there is nothing to take back.
+        """Take back no token, the only number that it can.
 
         Raises:
-            NotImplementedError: there is: a slot has the newest of its keys alone.
+            NotImplementedError: another number: the keys that those of the tokens replaced are gone.
         """
         if tokens_to_remove != 0:
             raise NotImplementedError(
@@ -274,15 +274,16 @@ class DecodingState:
 
     Args:
         initial_length: how many states of memory the cache started from. They are older than the text.
-        key_mask: (B, n) bool, which of the last n keys up to token `end` of the text are real; None: all of them.
-            Later keys are real. On a static cache it is (B, m), of the keys that it holds now, and a graph writes into
-            it, which knows its tensors by where they lie.
+        key_mask: which keys are real; None: all of them. On a growing cache (B, n) bool, of the n keys that end at
+            token `end` of the text, and later ones are real. On a static cache (B, m) bool, of the keys that it holds
+            now, and compiled graphs write into it.
         end: see `key_mask`.
         padding: (B,) int, how many tokens in front of each row's text are padding that the cache holds as zero
             states, see `OpenPadding`; None: none.
-        distances: for each layer the distances below `reach`, for calls with this `clamp_len`. They were made, like
-            the keys, with the weights of the call that made them.
+        distances: for each layer the nearest `reach` distances, for calls with this `clamp_len`.
         rel_keys: for each layer, by its number, W_R R of these, (H, n, Dh).
+        made_with: weak references to the weights W_R of the layers, from which `rel_keys` are.
+        versions: of these weights, and what else a projection depends on, see `has_distances`.
     """
 
     initial_length: int = 0
@@ -294,6 +295,7 @@ class DecodingState:
     clamp_len: int = -1
     rel_keys: dict[int, Tensor] = field(default_factory=dict)
     made_with: list[Any] = field(default_factory=list)
+    versions: Any = None
 
     def has_distances(self, reach: int, clamp_len: int, weights: list[Tensor | None], others: Any) -> bool:
         """Whether the distances are there, and were projected with these weights as they are; else they are dropped.
@@ -306,21 +308,21 @@ class DecodingState:
         graph = torch.compiler.is_compiling()
         tensors = [] if graph else [weight for weight in weights if isinstance(weight, Tensor)]
         versions = [None if weight.is_inference() else weight._version for weight in tensors]
-        now = [others, versions]
-        same = len(self.made_with) == 2 + len(tensors) and self.made_with[:2] == now and None not in versions
-        same = same and all(made() is weight for made, weight in zip(self.made_with[2:], tensors, strict=True))
+        same = self.versions == (others, versions) and None not in versions
+        same = same and all(made() is weight for made, weight in zip(self.made_with, tensors, strict=True))
         if self.distances is not None and self.reach >= reach and self.clamp_len == clamp_len and (graph or same):
             return True
         self.distances, self.reach, self.clamp_len, self.rel_keys = None, reach, clamp_len, {}
-        self.made_with = [*now, *(weakref.ref(weight) for weight in tensors)]
+        self.made_with, self.versions = [weakref.ref(weight) for weight in tensors], (others, versions)
         return False
 
     def crop_distances(self, reach: int):
-        """Keep the nearest distances of a static cache, whose graph knows them by their number."""
+        """Keep the nearest `reach` distances of a static cache, as many as its compiled step has."""
         if self.distances is None or self.reach <= reach:
             return
-        # Rows beyond `reach`, which further distances may share, go; layers may share rows.
-        cropped = {id(rows): rows for of_layer in self.distances for rows in of_layer[::3] if rows is not None}
+        # By identity, because layers may share a tensor, which is cropped once.
+        both = [rows for of_layer in self.distances for rows in (of_layer.positions, of_layer.rel_bias)]
+        cropped = {id(rows): rows for rows in both if rows is not None}
         cropped |= {id(rows): rows for rows in self.rel_keys.values()}
         for name, rows in cropped.items():
             dim = 0 if any(rows is of_layer.positions for of_layer in self.distances) else 1
@@ -409,9 +411,9 @@ class MemoryCache(_ProjectedMemory, DynamicCache):
 class StaticMemoryCache(_ProjectedMemory, StaticCache):
     """A cache whose tensors never move nor change their shapes, so that one graph serves every token: see `Ring`.
 
-    It starts full, of masked states where there is no memory. `generate(cache_implementation="static")` takes it. What
-    was masked stays masked in compiled calls too, but for what an `attention_mask` of all keys alone hides in them:
-    it has to be given to each.
+    It starts full, of masked states where there is no memory. `generate(cache_implementation="static")` takes it.
+    Masked keys stay masked, except those that an `attention_mask` of all keys hides in a compiled call: give that mask
+    to each compiled call.
     """
 
     def __init__(self, config: TransfoXLConfig, mem_len: int | None = None):
@@ -510,7 +512,8 @@ def check_cache(cache: Cache, config: TransfoXLConfig, mem_len: int, embeds: Ten
     if not held or torch.compiler.is_compiling():
         return
     keys, computed = held[0], working_dtype(embeds)
-    # A static cache keeps its tensors, which are written into; another one takes the wider type, which autocast casts.
+    # New keys are written into a static cache's tensors; concatenation in another one gives the wider type, which
+    # autocast casts.
     wide = keys.dtype if cache.is_compileable else torch.promote_types(keys.dtype, computed)
     if wide != computed and (cache.is_compileable or computed == embeds.dtype):
         raise ValueError(
@@ -530,7 +533,7 @@ def remembered_mask(cache: Cache, memory_length: int) -> Tensor | None:
     later = 0 if cache.is_compileable or state.key_mask is None else text_length(cache) - state.end
     if state.key_mask is None or later >= memory_length:
         return None
-    # A width below 0 cuts: in front what lies before the memory, behind what a crop has taken back.
+    # Negative padding cuts: in front keys older than the memory, behind tokens that a crop has taken back.
     return F.pad(state.key_mask, (memory_length - state.key_mask.shape[1] - later, later), value=True)
 
 
@@ -586,13 +589,15 @@ def held_keys(cache: Cache, segment_length: int) -> int:
 def clear_hidden(cache: Cache, key_mask: Tensor, memory_length: int) -> None:
     """Zero the keys and values that a call hides from now on: an overflow would spread from behind a mask (0 × NaN).
 
+    Keys that were hidden before are left alone, except in a row of which all are hidden now: it starts fresh, and may
+    see them as zero states.
+
     Args:
         key_mask: (B, ≥ m) bool, which of the last m keys are real, and others. memory_length: m.
     """
     before = remembered_mask(cache, memory_length)
     hidden = ~key_mask[:, :memory_length]
     if before is not None:
-        # All of a row that starts fresh after a text: it may see zero states there.
         padding = decoding_state_of(cache).padding
         fresh = hidden.all(dim=1, keepdim=True)
         if padding is not None:

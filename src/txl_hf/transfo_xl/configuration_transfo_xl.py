@@ -19,8 +19,8 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "gating": (None, "gru"),
     "problem_type": (None, "regression", "single_label_classification", "multi_label_classification"),
 }
-LEAST = {"vocab_size": 0, "d_model": 1, "d_embed": 1, "n_head": 1, "d_head": 1, "d_inner": 1, "n_layer": 1}
-LEAST |= {"div_val": 1, "input_size": 1, "max_klen": 1}
+_SIZES = ("d_model", "d_embed", "n_head", "d_head", "d_inner", "n_layer", "div_val", "input_size", "max_klen")
+LEAST = {"vocab_size": 0} | dict.fromkeys(_SIZES, 1)
 MOST = {"dropout": 1.0, "dropatt": 1.0}
 MOST |= dict.fromkeys(("layer_norm_epsilon", "init_range", "proj_init_std", "init_std"), sys.float_info.max)
 
@@ -171,7 +171,7 @@ class TransfoXLConfig(PreTrainedConfig):
     gate_bias: float | int = 2.0
 
     def __post_init__(self, **kwargs):
-        # First, because sizes are checked and other fields are made of them here.
+        # Aliases first, because what follows reads the fields.
         for alias in self.attribute_map.keys() & kwargs:
             size = kwargs.pop(alias)
             # The fields themselves were checked before.
@@ -193,7 +193,7 @@ class TransfoXLConfig(PreTrainedConfig):
         if "tie_weight" in kwargs:
             self.tie_word_embeddings = kwargs.pop("tie_weight")
         self._warn_of_misspelt_fields(kwargs.keys())
-        # Before anyone asks for the type of each layer.
+        # Before `super().__post_init__`, which reads `layer_types`.
         self._validate_sizes()
         if self.max_klen is None and self.positions.learned:
             self.max_klen = self.n_positions
@@ -350,9 +350,8 @@ class TransfoXLConfig(PreTrainedConfig):
 
     @property
     def n_positions(self) -> int:
-        """How many tokens a token of the training was predicted from at most, itself one of them: the length of the
-        windows that a program should cut a text into if it carries no memory from one to the next. lm_eval's own
-        model asks for it; with memory a text has any length. Of `attn_type` 1 and 3 it is how many rows are learned.
+        """The longest context of training, tgt_len + ext_len + mem_len, or `max_klen`: the length of windows for
+        programs that carry no memory from one to the next (lm_eval's `hf`). `attn_type` 1 and 3 learn as many rows.
         """
         return self.max_klen or self.tgt_len + self.ext_len + self.mem_len
 

@@ -179,7 +179,7 @@ class TransfoXLGenerationMixin(GenerationMixin):
         if is_first:
             clear_hidden(cache, mask, m)
         elif self.config.initial_memory == "zeros":
-            # Zeros in front are padding that the memory holds as zero states.
+            # Zeros in front of the text are padding, which the cache holds as zero states that queries see.
             front = zeros_in_front(attention_mask, length, m + length)
             mask = mask if front is None else mask | front
         return mask
@@ -190,7 +190,8 @@ class TransfoXLGenerationMixin(GenerationMixin):
         return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
 
     def _beam_search(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        # The search looks at as many candidates as could end with this token, and at those that go on beside them.
+        # transformers keeps max(2, 1 + number of end tokens) · num_beams candidates a step, so that enough go on if
+        # every end token is among the best.
         ends = generation_config._eos_token_tensor
         candidates = max(2, 1 + (0 if ends is None else len(ends))) * generation_config.num_beams
         chosen = None if generation_config.do_sample else candidates
@@ -306,8 +307,8 @@ class TransfoXLGenerationMixin(GenerationMixin):
 class _StopStrings(StopStringCriteria):
     """Stop strings of a `TransfoXLTokenizer`.
 
-    What a token adds to a text is found by putting it after something that the tokenizer has whole. transformers takes
-    the letters from a to f, of which a vocabulary of words has no more than `<unk>`.
+    transformers decodes each token behind the prefix "abcdef", which a vocabulary of words reads as `<unk>`. Here the
+    prefix is a token of the vocabulary that is decoded as it is.
     """
 
     @staticmethod
@@ -328,10 +329,9 @@ def _logits_top_k(
 ) -> dict[str, int]:
     """The argument `logits_top_k` for a loop of `generate`, or none where any token may matter.
 
-    What keeps the order of the tokens (a temperature, a normalisation) changes nobody's rank; what takes certain
-    tokens away lets as many others move up; after a top-k nothing else is left. Any other processor may lift a token
-    from anywhere, scores that are handed out are those of all tokens, and processes that gather sharded parameters
-    together have to use the same ones.
+    A temperature and a normalisation keep the order of the tokens. A minimum length removes the end tokens, so that as
+    many more are needed. Behind a top-k no other token matters. All tokens are needed with any other processor, where
+    scores are returned, and with `synced_gpus`, whose processes gather the same sharded parameters.
 
     Args:
         chosen: how many of the best tokens the loop chooses from; None: from all of them, unless there is a top-k.

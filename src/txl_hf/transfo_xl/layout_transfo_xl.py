@@ -100,7 +100,7 @@ AUTO_MAP = {
 }
 # Tensors in checkpoints that are no weights here: the frequencies of the sinusoids (the original's, too) and, in those
 # of legacy transformers, a copy of shared biases in each layer.
-COMPUTED = [r"pos_emb\.inv_freq", r"self_attn\.(content|position)_bias"]
+NOT_WEIGHTS = [r"pos_emb\.inv_freq", r"self_attn\.(content|position)_bias"]
 # Tensors that a checkpoint has to have: those of our own modules, in a model with a head and in one without.
 NEEDED = re.compile(r"(transformer|lm_head)\.")
 NEEDED_WITHOUT_HEAD = re.compile(r"(embed_tokens|embed_vectors|layers)\.|(content_bias|position_bias|r_emb|r_bias)$")
@@ -115,7 +115,7 @@ class CheckpointError(ValueError, RuntimeError):
 class TransfoXLLayoutModel(PreTrainedModel):
     """Loading from and saving in the legacy layout."""
 
-    _keys_to_ignore_on_load_unexpected = COMPUTED
+    _keys_to_ignore_on_load_unexpected = NOT_WEIGHTS
 
     @classmethod
     def from_pretrained(
@@ -242,7 +242,7 @@ def _listed(names: Iterable[str], separator: str = ", ") -> str:
 
 
 def _from_disk_layout(state_dict: Mapping[str, Tensor], own: Container[str]) -> dict[str, Tensor]:
-    """Names in memory for names on disk, without what is `COMPUTED`; what has its name in memory already, one of
+    """Names in memory for names on disk, without what is `NOT_WEIGHTS`; what has its name in memory already, one of
     `own`, stays."""
     mapping = get_checkpoint_conversion_mapping(TransfoXLConfig.model_type)
     renamings = [transform for transform in mapping if isinstance(transform, WeightRenaming)]
@@ -256,6 +256,6 @@ def _from_disk_layout(state_dict: Mapping[str, Tensor], own: Container[str]) -> 
         if joined is not None:
             parts = [name.replace(joined.source_patterns[0], part) for part in joined.target_patterns]
             converted |= zip(parts, tensor.tensor_split(len(parts)), strict=True)
-        elif name in own or not any(re.search(pattern, name) for pattern in COMPUTED):
+        elif name in own or not any(re.search(pattern, name) for pattern in NOT_WEIGHTS):
             converted[name] = tensor
     return converted

@@ -1,6 +1,6 @@
 """The conventions of masks: the keywords of a call, where documents begin in a row, and what `attention_mask` says.
 
-`Segment.open` (memory) calls these once at the beginning of a call; nothing below it reads a mask of the caller again.
+A call applies them once, at its beginning: `Segment.open` (memory) makes of them the record that the layers read.
 
 Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m + L keys.
 """
@@ -58,14 +58,12 @@ def find_resets(
     resets: Tensor | None,
     keywords: dict[str, Any],
 ) -> Tensor | None:
-    """(B, L) bool, where documents begin, by `resets` or by the keywords of packed batches; None: nowhere.
+    """(B, L) bool, where documents begin, by `resets`, the keywords of packed batches or both; None: nowhere.
 
     Raises:
         ValueError: `resets` have another shape or type, or the model cannot begin documents inside a segment.
     """
     documents = {name: keywords[name] for name in DOCUMENT_KEYWORDS if keywords.get(name) is not None}
-    if resets is None and not documents:
-        return None
     found: list[Any] = []
     if resets is not None:
         if resets.dtype != torch.bool or resets.shape != shape:
@@ -84,8 +82,8 @@ def find_resets(
 
 
 def can_look(tensor: Tensor, gpu: bool = False) -> bool:
-    """Whether the host may read numbers of a tensor: no graph is broken, `torch.func.vmap` has not hidden them, and,
-    but with `gpu`, no GPU is waited for."""
+    """Whether the host may read numbers of a tensor: outside graphs and `torch.func.vmap`, and on a CPU, so that no
+    GPU is waited for; with `gpu` on any device."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or tensor.is_meta:
         return False
     on_host = gpu or tensor.device.type == "cpu"
@@ -209,8 +207,7 @@ def make_key_mask(
     | `mems`, with `initial_memory="zeros"` | ≤ M | also any n between L and m + L: a text shorter than its memory |
     | a cache (`cached_key_mask`) | ≤ M | L; m + L; the whole text's length, L and what the cache has seen |
     | a cache that is full | M | also any n > M + L: the whole text so far, and what preceded it |
-    | a cache, within `generate`, or a static one in a graph | ≤ M | any n ≥ L: the number of tokens seen is not known
-    |
+    | a cache, within `generate`, or a static one in a graph | ≤ M | any n ≥ L, as the text's length is not known |
 
     Args:
         attention_mask: (B, n), 1 = real. None: all real.
@@ -224,7 +221,7 @@ def make_key_mask(
         return None if memory_mask is None else F.pad(memory_mask, (0, segment_length), value=True)
     key_length = memory_length + segment_length
     length = attention_mask.shape[-1]
-    # TorchDynamo does not look for a number in a range whose ends it does not know.
+    # TorchDynamo does not trace `length in range(…)` with symbolic bounds, but comparisons.
     fits = columns.start <= length < columns.stop if isinstance(columns, range) else length in columns
     fits = fits or (more is not None and length >= more)
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size or not fits:
@@ -242,8 +239,21 @@ def make_key_mask(
     return mask
 
 
+def without_padding(targets: Tensor, attention_mask: Tensor | None, segment_length: int) -> Tensor:
+    """(B, n) targets of the first n positions of a segment, -100 where the position that predicts is padding: what it
+    computes is nobody's. Where n = L - 1, each is the token of the next position, and -100 where that is padding."""
+    if attention_mask is None or attention_mask.dim() != 2:
+        return targets
+    real, length = attention_mask[:, -segment_length:] != 0, targets.shape[1]
+    if real.shape != (targets.shape[0], segment_length):
+        # `Segment.open` says what is wrong with it.
+        return targets
+    counts = real[:, :length] if length == segment_length else real[:, :-1] & real[:, 1:]
+    return targets.masked_fill(~counts.to(targets.device), -100)
+
+
 def zeros_in_front(attention_mask: Tensor | None, segment_length: int, key_length: int) -> Tensor | None:
-    """(B, K) bool, which keys before the segment have no real one before them in the mask: padding in front of a text.
+    """(B, K) bool, True for keys before the segment up to which the mask has zeros alone: padding in front of a text.
     None where the mask is of the segment alone."""
     if attention_mask is None or attention_mask.shape[1] <= segment_length:
         return None
@@ -296,7 +306,7 @@ def _shapes(batch_size: int, columns: Collection[int]) -> str:
 
 def _check_zeros_and_ones(attention_mask: Tensor) -> None:
     """Raise a ValueError for other numbers than 1 = real and 0 = padding: document numbers, or a float mask that is
-    added to scores, where 0 says real. A GPU stops by itself and is not waited for, but for a float mask."""
+    added to scores, where 0 says real. A GPU is waited for with a float mask alone; others are asserted there."""
     if attention_mask.dtype == torch.bool or attention_mask.numel() == 0:
         return
     if attention_mask.is_floating_point():

@@ -2,8 +2,8 @@
 
 The memory of a call is `mems`, for each layer the states (B, m, D) that entered it before, and `mems_mask`, (B, m)
 bool, which of them are real; None where all are. A state that is not real is NaN in every channel: whoever loses the
-mask on the way gets an error or NaN, never a plausible number. Where the mask is there, hidden states are read as
-zeros under a key mask, so that nothing of them spreads.
+mask on the way gets an error or NaN, never a plausible number. With the mask, such states are read as zeros and
+hidden from every query.
 
 Letters: B batch, L segment, m memory now, M = `mem_len` memory at most, K = m + L keys, D = `d_model`, H heads,
 Dh = `d_head`.
@@ -119,8 +119,8 @@ class Segment:
         first_key: (B, L) int, the first key that each token sees, of its document; None: 0.
         older_mask: (B, n) bool or None, which keys of `cache` further back than the m are real, for a longer memory.
         attention: arguments of `relative_attention` that all layers share.
-        key_mask: (B, m + L) bool, which keys queries see; None: all. `text_mask`, but where padding stands in front
-            of a text that zero states precede, see `open_padding`.
+        key_mask: (B, m + L) bool, which keys queries see; None: all. The same as `text_mask`, except for padding in
+            front of a text that zero states precede: `OpenPadding.seen`.
     """
 
     lengths: FilledLengths
@@ -180,7 +180,8 @@ class Segment:
             memory, text_mask = _open_states(config, lengths, embeds, mems, mems_mask, attention_mask, cache)
             m = 0 if memory[0] is None else memory[0].shape[1]
             if attention_mask is not None and attention_mask.shape[1] != m + length:
-                # A mask of m + L columns is of the memory, whatever the text; any other begins with the text.
+                # With m + L columns, column j is key j, and zeros in front are hidden memory. Any other number is that
+                # of the text so far, and zeros in front are padding.
                 front = zeros_in_front(attention_mask, length, m + length)
         first_key = None
         if resets is not None:
@@ -213,7 +214,7 @@ class Segment:
     def memory_of(self, layer: int, states: Tensor) -> Tensor | None:
         """(B, m, D) that a layer goes on from, where and as precise as its states are; None where there is none.
 
-        Hidden states are zeros: under a weight of 0 NaN would stay NaN.
+        States that are not real are zeros here, because NaN times an attention weight of 0 is NaN.
         """
         memory = self.memory[layer]
         if memory is None:
@@ -225,7 +226,7 @@ class Segment:
         """Which of the m + L keys are real after the first `tokens`, where documents have begun: (B, m + L) bool;
         None: all."""
         if self.padding is not None:
-            # A row that has not begun keeps nothing, so that the next segment may begin it.
+            # A row of padding alone so far keeps no real state: the next segment is then its first.
             return self.padding.real & self.padding.begun[:, tokens : tokens + 1]
         if self.first_key is None or tokens == 0:
             return self.text_mask
@@ -248,8 +249,7 @@ class Segment:
         end = m + max(0, self.length - lengths.ext_len)
         start = max(0, end - lengths.mem_len)
         if start == m and end == start + self.length:
-            # The segment is the memory. The states that entered the first layer may be the caller's, who may write
-            # there.
+            # The new memory is this segment. What entered the first layer may be the caller's `inputs_embeds`: a copy.
             mems = (entered[0].detach().clone(), *(states.detach() for states in entered[1:]))
         else:
             mems = tuple(
@@ -297,13 +297,13 @@ class Segment:
         if mask is None:
             state.key_mask = None
         elif not torch.compiler.is_compiling():
-            # A graph writes into it, so that it must not be the caller's mask, and was compiled for its strides.
+            # A copy, because a graph writes into it; contiguous, because the graph is compiled for these strides.
             state.key_mask = static_address(mask.clone(memory_format=torch.contiguous_format))
         elif state.key_mask is not None and state.key_mask.shape == mask.shape:
             state.key_mask.copy_(mask)
         elif self.first_key is not None or attention_mask is None or attention_mask.shape[1] < self.key_length:
-            # Otherwise an `attention_mask` of all keys said it, as `generate` gives it for every token: a graph cannot
-            # look whether it hides anything, to keep it only then.
+            # Otherwise the caller gives a mask of all keys with every token, as `generate` does, and none is kept: a
+            # graph cannot check whether it hides anything.
             state.key_mask = mask
 
 

@@ -67,8 +67,8 @@ class TransfoXLModelOutput(ModelOutput):
     """
     Args:
         last_hidden_state: (B, L, D), the output of the last layer.
-        mems: tuple of n_layer tensors (B, min(m + L, M), D), the memory after this segment, detached; in the type
-            of autocast where that is on, but with `pre_lnorm`. States that are padding are NaN.
+        mems: tuple of n_layer tensors (B, min(m + L, M), D), the memory after this segment, detached. Under
+            autocast in its type; with `pre_lnorm` in that of the hidden states. States that are padding are NaN.
         past_key_values: the memory as projected keys and values, instead of `mems` with `use_cache=True`. From
             transformers 5.24 on the field is `cache`, and this its old name.
         hidden_states: tuple of n_layer + 1 tensors (B, L, D), with `output_hidden_states=True`.
@@ -226,7 +226,7 @@ class TransfoXLAttention(nn.Module):
             distances: of this layer.
             segment: the masks, and the cache, which holds the keys and values of the memory and takes those of
                 `context`.
-            state: keeps W_R R for later calls; None: nothing does.
+            state: where W_R R is stored for later calls; None: it is computed anew in each.
 
         Returns:
             (B, L, D), and the probabilities (B, H, L, K) where the backend has them.
@@ -239,7 +239,7 @@ class TransfoXLAttention(nn.Module):
             key, value = segment.cache.update(key, value, self.layer_idx)
         rel_key = state.rel_keys.get(self.layer_idx) if state is not None else None
         if rel_key is None and distances.positions is not None:
-            # W_R R of the paper for the K distances, (H, n, Dh) with n ≤ K; learned keys, (n, H, Dh), are it already.
+            # The keys of n ≤ K distances, (n, H, Dh): W_R R of the paper, or learned ones, which nothing projects.
             rel_key = distances.positions
             if self.r_proj is not None:
                 if self.r_proj._forward_pre_hooks:
@@ -337,7 +337,7 @@ class TransfoXLLayer(GradientCheckpointingLayer):
         memory: Tensor | None,
         distances: Distances,
         segment: Segment,
-        state: DecodingState | None = None,
+        state: DecodingState | None,
     ) -> Tensor:
         """(B, L, D) → (B, L, D). `memory`: (B, m, D) states that entered this layer before, or None. The others: see
         `TransfoXLAttention.forward`."""
@@ -349,7 +349,7 @@ class TransfoXLLayer(GradientCheckpointingLayer):
             attended = self.self_attn(queries, context, None, distances, segment, state)[0]
             hidden_states = _join(hidden_states, attended, self.self_attn_gate)
             return _join(hidden_states, self.mlp(self.mlp_layer_norm(hidden_states)), self.mlp_gate)
-        # Under autocast the sums are of wide states; the products read states that are rounded once for all of them.
+        # Under autocast the residual is added in fp32; `read` is the state rounded once for all products.
         hidden_states, read = OPERATORS.rounded(hidden_states)
         hidden_states = hidden_states + self.self_attn(read, read, memory, distances, segment, state)[0]
         hidden_states, read = OPERATORS.rounded(self.self_attn_layer_norm(hidden_states))
@@ -429,7 +429,7 @@ class TransfoXLPreTrainedModel(TransfoXLVocabularyModel, TransfoXLLayoutModel):
 
     @property
     def embeddings(self) -> "TransfoXLModel":
-        """Where PEFT looks for `embeddings.word_embeddings`, which no single table is."""
+        """For PEFT, which looks for `embeddings.word_embeddings`; the tables of all bins are not one parameter."""
         return self.base_model
 
     @property
@@ -571,8 +571,9 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             (rows, length), device = embeds.shape[:2], embeds.device
             resets = find_resets(self.config, filled.mem_len, (rows, length), device, attention_mask, resets, keywords)
         wants_attentions = bool(keywords.get("output_attentions", self.config._output_attentions))
-        memories = (mems, mems_mask, attention_mask, cache, resets)
-        segment = Segment.open(self.config, filled, embeds, *memories, wants_attentions)
+        segment = Segment.open(
+            self.config, filled, embeds, mems, mems_mask, attention_mask, cache, resets, wants_attentions
+        )
 
         hidden_states = self._enter(embeds, segment, input_ids is None)
         distances, state = self._distances(segment, hidden_states)
@@ -582,7 +583,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
             hidden_states = positions.enter_layer(self, i, hidden_states, segment.key_mask)
             if segment.padding is not None:
                 hidden_states = hide_states(hidden_states, ~segment.padding.tokens)
-            # States that products alone read are kept as precise as these are; a layer normalisation reads wide ones.
+            # In the type of what reads them next: products (autocast's type), or with `pre_lnorm` a layer norm (fp32).
             dtype = hidden_states.dtype if self.config.pre_lnorm else working_dtype(hidden_states)
             entered.append(hidden_states.to(dtype))
             memory.append(segment.memory_of(i, entered[i]))
@@ -620,12 +621,13 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         dropout = self.position_dropout
         draws = dropout.training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1) > 0
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # Gradients precede an optimiser's step, and a fused one leaves no mark on the weights that it writes to.
+            # A fused optimizer changes weights without raising their `_version`, by which W_R R in a cache is known to
+            # be of other weights. Each of its steps follows a forward with gradients, which this counts.
             self._trained += 1
         if cache is None or torch.is_grad_enabled() or draws:
             return self.positions.distances(self, segment.key_length, states, clamp_len), None
         state = decoding_state_of(cache)
-        # At once as many as a full memory needs, so that a growing one computes them only once.
+        # The distances of a full memory at once; else a growing one would compute them again for each token.
         reach = max(segment.key_length, segment.lengths.mem_len + 1)
         reach = min(reach, clamp_len + 1) if clamp_len > 0 else reach
         layers: list[Any] = list(self.layers)
@@ -776,20 +778,9 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             check_labels(targets.flatten(), self.config.vocab_size)
         elif targets is not None:
             in_order = self.lm_head.sort_targets(targets.flatten())
+        kwargs |= {"resets": resets, "position_ids": position_ids, "seq_idx": seq_idx, "return_dict": True}
         outputs = self.transformer(
-            input_ids,
-            mems=mems,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            lengths=lengths,
-            mems_mask=mems_mask,
-            resets=resets,
-            position_ids=position_ids,
-            seq_idx=seq_idx,
-            return_dict=True,
-            **kwargs,
+            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, **kwargs
         )
         hidden_states = outputs.last_hidden_state
         if given is None or targets is None:
@@ -805,8 +796,7 @@ class TransfoXLForCausalLM(TransfoXLPreTrainedModel, TransfoXLGenerationMixin):
             losses = self.lm_head(predicting, targets.flatten(), by_bin=in_order).view(targets.shape)
         loss = mean_loss(losses, targets, num_items_in_batch)
         if num_items_in_batch is not None and targets is not given:
-            # `Trainer` counts labels without looking at the mask, so that labels of padding are taken to cost what the
-            # others of this batch do.
+            # `Trainer` counts labels of padding too, which have no loss here: each is taken to cost the batch's mean.
             loss = loss * ((given != -100).sum() / (targets != -100).sum().clamp(min=1)).to(loss.device)
         return TransfoXLCausalLMOutput(loss=loss, logits=logits, losses=losses, **_without_last_state(outputs))
 
@@ -863,8 +853,8 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 alone would hide it. A row without any real token, as a text that ended in an earlier segment, has
                 logits of NaN.
             labels: (B,) or (B, 1) classes, or `num_labels` numbers for each row, for regression or multi-label
-                classification. Of classes -100 is ignored, as a row without real tokens needs it; -100.0 is a number
-                as any other. Which they are says `config.problem_type`, and where that is None, their shape.
+                classification; by `config.problem_type`, or by their shape where that is None. The class -100, for a
+                row without real tokens, is ignored; the number -100.0 is one like others.
             num_items_in_batch (in kwargs): how many labels but -100 a whole step has, as `Trainer` counts them: the
                 loss is the part of the step's mean that these have, and 0 where they are all -100.0.
 
@@ -880,20 +870,9 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 # These positions are counted from the last real token, of which the mask alone tells.
                 real = input_ids != self.config.pad_token_id
                 attention_mask = real.flip(1).cumsum(1).flip(1) > 0
+        kwargs |= {"resets": resets, "position_ids": position_ids, "seq_idx": seq_idx, "return_dict": True}
         outputs = self.transformer(
-            input_ids,
-            mems=mems,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            lengths=lengths,
-            mems_mask=mems_mask,
-            resets=resets,
-            position_ids=position_ids,
-            seq_idx=seq_idx,
-            return_dict=True,
-            **kwargs,
+            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, **kwargs
         )
         scores = self.score(outputs.last_hidden_state)
         logits = self._of_last_real_token(scores, input_ids, attention_mask)
@@ -906,8 +885,7 @@ class TransfoXLForSequenceClassification(TransfoXLPreTrainedModel):
                 logits=scores, labels=labels, pooled_logits=logits, config=self.config, num_items_in_batch=count
             )
             if num_items_in_batch is not None and self.config.problem_type != "single_label_classification":
-                # transformers' losses of numbers are means, whatever `num_items_in_batch` says. Who counts for a step
-                # leaves out the number -100 too.
+                # transformers' losses of numbers are means of the batch; `Trainer`'s count leaves out -100.0 too.
                 loss = loss * (labels != -100).sum() / count
         return TransfoXLSequenceClassifierOutput(loss=loss, logits=logits, **_without_last_state(outputs, use_cache))
 
@@ -979,20 +957,9 @@ class TransfoXLForTokenClassification(TransfoXLPreTrainedModel):
         """
         num_items_in_batch = kwargs.pop("num_items_in_batch", None)
         check_inputs({}, labels=labels)
+        kwargs |= {"resets": resets, "position_ids": position_ids, "seq_idx": seq_idx, "return_dict": True}
         outputs = self.transformer(
-            input_ids,
-            mems=mems,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            lengths=lengths,
-            mems_mask=mems_mask,
-            resets=resets,
-            position_ids=position_ids,
-            seq_idx=seq_idx,
-            return_dict=True,
-            **kwargs,
+            input_ids, mems, attention_mask, past_key_values, inputs_embeds, use_cache, lengths, mems_mask, **kwargs
         )
         logits = self.score(outputs.last_hidden_state)
         loss, losses = None, None
@@ -1021,7 +988,7 @@ def _without_last_state(outputs: TransfoXLModelOutput, use_cache: bool | None = 
 
 
 def _last(states: Tensor, dim: int, length: int) -> Tensor:
-    """At most the last `length` in a dimension; the same tensor where these are all: a slice costs a copy backward."""
+    """At most the last `length` in a dimension; the tensor itself if it is no longer: a slice is copied backward."""
     return states if states.shape[dim] <= length else states.narrow(dim, -length, length)
 
 

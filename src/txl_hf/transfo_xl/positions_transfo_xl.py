@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 
 def is_exporting(unknown: bool = False) -> bool:
-    """Whether it is torch.export that traces; `unknown` where PyTorch cannot tell, up to 2.6.
+    """Whether torch.export is tracing; `unknown` up to PyTorch 2.6, which has no flag for it.
 
-    To what it compiles PyTorch 2.11 answers `torch.compiler.is_exporting()` with True; the flag behind it is right.
+    The private flag, because `torch.compiler.is_exporting()` of PyTorch 2.11 is True while it compiles, too.
     """
     return getattr(torch.compiler, "_is_exporting_flag", unknown)
 
@@ -49,10 +49,8 @@ def sinusoids_of_distances(key_length: int, embeds: Tensor, clamp_len: int) -> T
 
 
 def _different(key_length: int, most: int) -> int:
-    """How many of the distances K - 1, …, 0 have a row of their own, if `most` differ.
-
-    All have in a graph for any K, an export's or a trace's, where K is no number.
-    """
+    """How many of the distances K - 1, …, 0 have a row of their own, if `most` differ: all of them in an export or a
+    trace, where K is a symbol, which cannot be compared."""
     graph = torch.jit.is_tracing() or (torch.compiler.is_compiling() and is_exporting(unknown=True))
     return key_length if graph else min(key_length, most)
 
@@ -141,9 +139,10 @@ class RelativeSinusoids(Positions):
     @staticmethod
     def distances(model: Any, key_length: int, embeds: Tensor, clamp_len: int) -> list[Distances]:
         # Dropout draws for each distance by itself.
-        draws = model.position_dropout.training and getattr(model.position_dropout, "p", 0) > 0
+        dropout = model.position_dropout
+        draws = dropout.training and not isinstance(dropout, nn.Identity) and getattr(dropout, "p", 1) > 0
         length = _different(key_length, clamp_len + 1) if clamp_len > 0 and not draws else key_length
-        shared = Distances(model.position_dropout(sinusoids_of_distances(length, embeds, clamp_len)))
+        shared = Distances(dropout(sinusoids_of_distances(length, embeds, clamp_len)))
         if not model.config.untie_r:
             shared = shared._replace(content_bias=model.content_bias, position_bias=model.position_bias)
         return [shared] * model.config.n_layer
@@ -225,7 +224,7 @@ POSITIONS: dict[int, type[Positions]] = {
 
 
 def _of_real_tokens(positions: Tensor, key_mask: Tensor | None) -> Tensor:
-    """The positions of a segment's tokens, counted from each row's last real one: padding behind it has that one's.
+    """The positions of a segment's tokens, counted from each row's last real one, whose position padding behind has.
 
     Args:
         positions: (L, D), the furthest first. key_mask: (B, L) bool, which tokens are real; None: all.
@@ -235,7 +234,7 @@ def _of_real_tokens(positions: Tensor, key_mask: Tensor | None) -> Tensor:
     """
     if key_mask is None:
         return positions
-    # A trace must not be bound to this length, which `len` would be a number of.
+    # Not `len`, whose number a trace would keep for every length.
     length = positions.shape[0]
     columns = torch.arange(length, device=positions.device)
     last = (columns * key_mask).amax(-1, keepdim=True)

@@ -71,7 +71,7 @@ _TRAINING_SPECIALS: dict[str, dict[str, str | None]] = {
 
 # Arguments of the legacy tokenizer, in the files that it saved, that nothing here needs.
 _LEGACY_ARGUMENTS = ("special", "min_freq", "max_size", "do_lower_case", "never_split")
-# Its attributes that have another name here.
+# Attributes of the legacy tokenizer, and what replaces them here.
 _RENAMED = {
     "get_sym": "convert_ids_to_tokens",
     "get_idx": "convert_tokens_to_ids",
@@ -638,7 +638,8 @@ def _set_line_ends(backend: Tokenizer, mode: str, lower_case: bool, eos_token, l
     if not line_ends:
         set_steps(backend, mode, lower_case, specials)
         return
-    # A token that was added beside the symbols is looked for in the text as it is given, which has line feeds.
+    # Added tokens are looked for in the raw text, where a line ends with a line feed and not with `eos_token`, which
+    # therefore has to be one of the symbols.
     known = eos_token is not None and backend.model.token_to_id(str(eos_token)) is not None
     if mode in LINE_END_MODES and not known:
         given = None if eos_token is None else str(eos_token)
