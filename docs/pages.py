@@ -14,6 +14,7 @@ PAGES = {
     "examples/results/music/README.md": "music-results.md",
     "examples/results/paper/README.md": "paper.md",
     "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/results/README.md": "measurements.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 }

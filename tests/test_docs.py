@@ -29,6 +29,8 @@ FOLDERS = ("src", "conversion", "tests", "examples", "benchmarks")
 SOURCES = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOTEBOOKS = ROOT / "examples" / "notebooks"
+# Lines of a page, at most, and KB.
+LENGTHS = {"benchmarks/README.md": (200, 16)}
 PUBLISHED = "transfo-xl/transfo-xl-wt103"
 
 # Each page by itself, in a folder of its own; imports are paid for once.
@@ -138,6 +140,13 @@ def test_pages_name_tests_and_files_that_exist(page):
     named, links = re.findall(r"`([\w./-]+\.py)`", text), re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
     assert {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in SOURCES)} == set()
     assert [path for path in (page.parent / link for link in set(links)) if not path.exists()] == []
+
+
+@pytest.mark.parametrize("page", LENGTHS)
+def test_pages_are_short(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    lines, kilobytes = LENGTHS[page]
+    assert len(text.splitlines()) <= lines and len(text.encode()) <= 1024 * kilobytes
 
 
 def test_no_two_trainings_of_a_page_share_a_folder():
