@@ -28,9 +28,15 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 FOLDERS = ("src", "conversion", "tests", "examples", "benchmarks")
 SOURCES = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# The site has them too.
+OTHERS = [
+    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "examples/README.md")),
+    *(ROOT / "benchmarks" / "results").glob("*.md"),
+    *sorted((ROOT / "examples" / "results").rglob("*.md")),
+]
 NOTEBOOKS = ROOT / "examples" / "notebooks"
 # Lines of a page, at most, and KB.
-LENGTHS = {"benchmarks/README.md": (200, 16)}
+LENGTHS = {"benchmarks/README.md": (200, 16), "CHANGELOG.md": (200, 16)}
 PUBLISHED = "transfo-xl/transfo-xl-wt103"
 
 # Each page by itself, in a folder of its own; imports are paid for once.
@@ -133,7 +139,7 @@ def test_the_first_block_of_the_readme_loads_the_published_model():
     assert len(text.splitlines()) <= 150
 
 
-@pytest.mark.parametrize("page", [*PAGES, CONTRIBUTING, ROOT / "examples" / "README.md"], ids=name_of_page)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name_of_page)
 def test_pages_name_tests_and_files_that_exist(page):
     """A file of Python is named by its path or the end of it."""
     text = page.read_text(encoding="utf-8")
