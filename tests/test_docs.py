@@ -37,6 +37,8 @@ OTHERS = [
 NOTEBOOKS = ROOT / "examples" / "notebooks"
 # Lines of a page, at most, and KB.
 LENGTHS = {"benchmarks/README.md": (200, 16), "CHANGELOG.md": (200, 16)}
+LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("README", "reading", "memory_length", "parts")}
+LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("statistics", "schedules")}
 PUBLISHED = "transfo-xl/transfo-xl-wt103"
 
 # Each page by itself, in a folder of its own; imports are paid for once.
