@@ -36,7 +36,7 @@ OTHERS = [
 ]
 NOTEBOOKS = ROOT / "examples" / "notebooks"
 # Lines of a page, at most, and KB.
-LENGTHS = {"benchmarks/README.md": (200, 16), "CHANGELOG.md": (200, 16)}
+LENGTHS = {"benchmarks/README.md": (200, 16), "CHANGELOG.md": (200, 16), "examples/README.md": (150, 11)}
 LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("README", "reading", "memory_length", "parts")}
 LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("statistics", "schedules")}
 PUBLISHED = "transfo-xl/transfo-xl-wt103"
