@@ -270,6 +270,13 @@ def test_a_section_names_all_that_its_blocks_need(section):
     assert {name for name in needed if distribution(BROUGHT_BY.get(name, name)) not in there} == set()
 
 
+def test_versions_of_clients_are_those_that_are_tried():
+    pins = re.findall(r"==(\S+)", (ROOT / "tests" / "clients" / "requirements.txt").read_text(encoding="utf-8"))
+    rows = re.findall(r"^\| (?!client|---)[^|]+\|([^|]*)\|", CLIENTS[0], re.MULTILINE)
+    named = set(re.findall(r"\d[\w.]+", " ".join(rows)))
+    assert len(rows) > 15 and named - set(pins) == set()
+
+
 def test_pages_name_make_targets_that_exist():
     targets = set(re.findall(r"^(\w[\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"`?make (\w[\w-]*)", "".join(page.read_text() for page in PAGES)))
