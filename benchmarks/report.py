@@ -22,8 +22,8 @@ import gpu_train
 import harness
 
 ROOT = Path(__file__).parents[1]
-# The front page, the page that answers questions, and the page with every machine.
-PAGES = ("README.md", "benchmarks/README.md", "benchmarks/results/README.md")
+# The front page, the page that answers questions, the page with every machine, and the advice on settings.
+PAGES = ("README.md", "benchmarks/README.md", "benchmarks/results/README.md", "docs/settings.md")
 RUN = ("date", "commit")
 MACHINE = ("processor", "threads", "dtype")
 # File: what names a workload, what names a contender, and the ratio that should come out again.
@@ -640,6 +640,51 @@ def tokenizers_table() -> str:
     return markdown(["machine", "threads", "tokens/s", "legacy", "× legacy"], lines)
 
 
+def segments_table() -> str:
+    """Milliseconds a token and memory by the length of the segment, on the newest machine."""
+    _, runs = next(iter(newest_machines("growth.csv").values()), ((), {}))
+    tasks = [list(run.values()) for run in runs.values() if next(iter(run.values()))["axis"] == "segment"]
+    lines = []
+    for rows in zip(*tasks, strict=True):
+        figures = [
+            [f"{1e3 * float(row['seconds_p50']) / int(row['length']):.3f}", number(row["peak_mib"])] for row in rows
+        ]
+        lines.append([f"{int(rows[0]['length']):,}", *sum(figures, [])])
+    headers = [f"{rows[0]['task']}, {unit}" for rows in tasks for unit in ("ms a token", "peak MiB")]
+    return markdown(["segment", *headers], lines)
+
+
+def backends_table() -> str:
+    """Attention backends in the same run, on the newest machine of each maker where more than one ran."""
+    names = {
+        "ours": "auto",
+        "ours-mems": "auto, with mems",
+        "ours-eager": "eager, with mems",
+        "ours-txl_triton": "txl_triton",
+    }
+    machines = newest_machines("model.csv", lambda run: len(run.keys() & names.keys()) > 1)
+    lines = [
+        [what(next(iter(run.values()))), where[0], *(rate(run.get(name)) for name in names)]
+        for where, runs in machines.values()
+        for name, run in runs.items()
+        if name in FRONT or "ours-eager" not in run
+    ]
+    return markdown(["tokens per second", "machine", *names.values()], lines)
+
+
+def batches_table() -> str:
+    """Speed by the number of rows, where a workload was measured with several: the fastest of ours."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for where, runs in machines_of("model.csv").items():
+        for name, run in runs.items():
+            if batch := re.search(r"-b(\d+)$", name):
+                found.setdefault((name[: batch.start()], where[0]), {})[batch[1]] = rate(fastest(run))
+    found = {key: rates for key, rates in found.items() if len(rates) > 1}
+    sizes = sorted({size for rates in found.values() for size in rates}, key=int)
+    lines = [[*key, *(rates.get(size, "") for size in sizes)] for key, rates in found.items()]
+    return markdown(["tokens per second", "machine", *(f"B = {size}" for size in sizes)], lines)
+
+
 def bars_table() -> str:
     lines = []
     for bar in BARS:
@@ -684,6 +729,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "question-types": types_table,
     "question-tokenizer": tokenizers_table,
     "bars": bars_table,
+    "settings-segment": segments_table,
+    "settings-backend": backends_table,
+    "settings-batch": batches_table,
 }
 
 

@@ -36,7 +36,12 @@ OTHERS = [
 ]
 NOTEBOOKS = ROOT / "examples" / "notebooks"
 # Lines of a page, at most, and KB.
-LENGTHS = {"benchmarks/README.md": (200, 16), "CHANGELOG.md": (200, 16), "examples/README.md": (150, 11)}
+LENGTHS = {
+    "benchmarks/README.md": (200, 16),
+    "CHANGELOG.md": (200, 16),
+    "examples/README.md": (150, 11),
+    "CONTRIBUTING.md": (140, 13),
+}
 LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("README", "reading", "memory_length", "parts")}
 LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("statistics", "schedules")}
 PUBLISHED = "transfo-xl/transfo-xl-wt103"
@@ -117,7 +122,8 @@ def as_page(notebook: Path, folder: Path) -> Path:
 def test_every_python_block_and_notebook_runs(tmp_path, published):
     # The blocks of docs/clients.md need other programs: tests/clients runs them.
     pages = [page for page in PAGES if blocks(page) and page.stem != "clients"]
-    assert {page.stem for page in pages} == {"README", "agents", "guide", "memory", "music", "training"}
+    named = "README agents coming-from guide memory music settings training"
+    assert {page.stem for page in pages} == set(named.split())
     (tmp_path / "notebooks").mkdir()
     notebooks = [as_page(path, tmp_path / "notebooks") for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
     assert [page.stem for page in notebooks] == ["convert", "fine_tune", "generate"]
@@ -184,7 +190,6 @@ def test_contributing_names_every_wing_and_every_file_of_the_hub_set():
     sources = [*PACKAGE.glob("[!_]*"), *(PACKAGE / "transfo_xl").glob("[!_]*.py")]
     names = {path.name + "/" * path.is_dir() for path in sources if path.suffix == ".py" or path.is_dir()}
     assert {name for name in names if f"`{name}`" not in text} == set()
-    assert len(text.splitlines()) <= 140
 
 
 def overridden() -> dict[str, set[str]]:
