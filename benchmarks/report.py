@@ -153,7 +153,7 @@ def place_of(name: str, row: Row) -> tuple[tuple[str, ...], str]:
 
 
 def measured(row: Row) -> frozenset[tuple[str, str]]:
-    """What a row says, whichever sources it names: columns came later than rows."""
+    """Values of a row without its commit; empty ones are left out, because columns were added later."""
     return frozenset((column, value) for column, value in row.items() if value and column != "commit")
 
 
@@ -350,7 +350,7 @@ def by_task(workload: str) -> int:
 
 
 def conditions(where: tuple, runs: dict[str, dict[str, Row]]) -> str:
-    """What a machine's runs were measured on, with what, and when."""
+    """Hardware, PyTorch versions and dates of a machine's runs."""
     rows = [row for run in runs.values() for row in run.values()]
     dates = sorted({row["date"] for row in rows})
     versions = sorted({row["torch"] for row in rows if row.get("torch")})
@@ -421,7 +421,7 @@ def speed_table(runs: dict[str, dict[str, Row]]) -> str:
 
 
 def precision_table(runs: dict[str, dict[str, Row]]) -> str:
-    """What narrower types are worth beside `ours` in the same run, and what they cost."""
+    """Speed of narrower types beside `ours` in the same run, and their error."""
     lines = []
     for run in runs.values():
         ours = run["ours"]

@@ -163,6 +163,13 @@ def test_pages_are_short(page):
     assert len(text.splitlines()) <= lines and len(text.encode()) <= 1024 * kilobytes
 
 
+# Written by examples/paper/page.py, with the commits of its runs.
+@pytest.mark.parametrize("page", [*PAGES, *(page for page in OTHERS if page.parent.name != "paper")], ids=name_of_page)
+def test_pages_name_no_commit_and_nothing_outside_of_the_repository(page):
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r"\b(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{7}\b|\.\./shared|\blent\b|machine goes back", text) == []
+
+
 def test_no_two_trainings_of_a_page_share_a_folder():
     """Whoever tries one section after the other would mix them."""
     named = {}

@@ -74,13 +74,13 @@ SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scrip
 
 
 def started_as(command: str) -> list[str]:
-    """What python is given to do as an installed command does."""
+    """Arguments of python that do what the installed command does."""
     module, _, function = SCRIPTS[command].partition(":")
     return ["-c", f"import sys; from {module} import {function}; sys.exit({function}())"]
 
 
 def type_all(typed: list[list[str]], folder: Path) -> str:
-    """What the commands print. `*` is what a shell makes of it; without the Hub, WikiText-2 is a folder."""
+    """Run the commands and return their output. `*` is expanded as by a shell; WikiText-2 is a local folder."""
     printed = ""
     for program, *words in typed:
         script, *options = words if program == "python" else (program, *words)
@@ -159,7 +159,7 @@ def test_commands_that_are_typed_elsewhere_have_the_options_they_show():
     shown: dict[str, str] = {}
 
     def options_of(command: str) -> str:
-        """What `--help` shows, with underscores; asked for once."""
+        """The output of `--help`, with underscores; each command runs once."""
         if command not in shown:
             process = run_script(*(started_as(command) if command in SCRIPTS else [ROOT / command]), "--help")
             assert process.returncode == 0, process.stderr
