@@ -175,6 +175,16 @@ def test_commands_that_are_typed_elsewhere_have_the_options_they_show():
     assert {"txl-serve", "txl-export", "txl-prepare", "txl-train", "generate.py", "measures.py"} <= checked
 
 
+def test_options_that_replace_those_of_others_exist():
+    """The second column of docs/coming-from.md."""
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    here = " ".join(re.findall(r"^\|[^|]+\|([^|]+)\|", page, re.MULTILINE))
+    named = set(re.findall(r"--([a-z][\w-]+)", here))
+    commands = [("txl-train", "--help-all"), ("txl-prepare", "--help"), ("txl-evaluate", "--help")]
+    shown = "".join(run_script(*started_as(command), option).stdout for command, option in commands)
+    assert len(named) > 12 and {name for name in named if f"--{name}" not in shown} == set()
+
+
 def test_every_other_command_is_one_that_tests_run():
     """make: tests/examples/test_demo.py and this suite; pip: the Makefile does it."""
     pages = ["README.md", *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
