@@ -110,7 +110,7 @@ def differentiate(attend, inputs, cotangent):
 
 
 def failing(contenders, shapes, device, dtype) -> dict[str, str]:
-    """What is wrong with a contender that raises, or is more than twice as far from fp64 as eager."""
+    """Contenders that raise, or are more than twice as far from fp64 as eager, with the reason."""
     names = ("output without gradient", "output", "query", "key", "value", "rel_key", "content_bias", "position_bias")
     # On a CPU it has no backward.
     forward_only = [CONTENDERS["flex_attention"]] if device == "cpu" else []

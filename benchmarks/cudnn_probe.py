@@ -1,4 +1,4 @@
-"""What PyTorch's attention does with a bias where no gradient is asked for: by which kernel, how fast, how far off.
+"""Print kernel, time and error of PyTorch's attention with a bias, in calls without gradients.
 
     python benchmarks/cudnn_probe.py --device cuda --output notes.txt
 

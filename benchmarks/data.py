@@ -1,4 +1,4 @@
-"""What it costs to read a text: items and batches of a `TokenStream` over Arrow folders of growing length.
+"""Time items and batches of a `TokenStream` over Arrow folders of growing length.
 
     python benchmarks/data.py --device cpu [--tokens 10000000 100000000 1000000000]
 

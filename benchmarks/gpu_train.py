@@ -123,7 +123,7 @@ def command_of(part: Part, arguments: argparse.Namespace) -> list[str]:
 
 
 def report(part: Part, output: Path) -> str:
-    """What a finished part scores, which is also a row of the table, once."""
+    """The score of a finished part in one line; the first call also appends it to the table."""
     import torch
 
     results = json.loads((output / part.recipe / "results.json").read_text())

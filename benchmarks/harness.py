@@ -1,4 +1,4 @@
-"""What the benchmarks share: where a figure was measured, contenders that take turns, memory, FLOPs and CSV rows.
+"""Shared by the benchmarks: machine and versions, contenders that take turns, peak memory, FLOPs and CSV rows.
 
 It also runs under transformers 4.35, in the processes of the legacy contender.
 """

@@ -1,4 +1,4 @@
-"""What a step asks of a GPU, counted without one: kernel launches, bytes, flops of products and waits of the host.
+"""Count, without a GPU, a step's kernel launches, bytes, flops of products and waits of the host.
 
     python benchmarks/launches.py                 # the table; written to a file with --output results/launches.csv
     python benchmarks/launches.py --note "before heads were padded"     # and kept in results/launches_history.csv
@@ -247,7 +247,7 @@ def sizes_of_bins(config: TransfoXLConfig, targets: int) -> list[int]:
 
 
 class Losses(torch.autograd.Function):
-    """What the operator of the softmax runs, for tensors that have no numbers."""
+    """The softmax operator's forward and backward, for tensors without data."""
 
     @staticmethod
     def forward(ctx, *inputs):

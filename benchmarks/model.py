@@ -461,7 +461,7 @@ def speed(answers: list[dict], legacy: list[dict] | None) -> dict:
 
 
 def utilisation(workload: Workload, contender: str, shares: list[float], rate: float, peak: float) -> dict:
-    """What the model needs at least, whatever the contender computes, as a share of the measured peak."""
+    """Least operations of the model, whatever the contender computes, and their share of the measured peak."""
     config, memory = workload.config, workload.memory
     relative = contender not in ("gpt2", "floor")
     if contender == "gpt2" and workload.task == "train":

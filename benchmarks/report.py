@@ -1,6 +1,6 @@
 """Tables and plots from the CSV files in `results/`, and nothing else.
 
-    python benchmarks/report.py                          # rewrite the tables of both READMEs, and the plots
+    python benchmarks/report.py                          # rewrite the tables of `PAGES`, and the plots
     python benchmarks/report.py --check                  # say whether the tables are those of the CSV files
     python benchmarks/report.py --add FOLDER             # append the rows that a run elsewhere has left in a folder
     python benchmarks/report.py --bars                   # which of the figures that are to be reached on a GPU are
@@ -13,14 +13,17 @@ machine; ratios are those taken in one run.
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import gpu_train
 import harness
 
 ROOT = Path(__file__).parents[1]
+# The front page, the page that answers questions, the page with every machine, and the advice on settings.
+PAGES = ("README.md", "benchmarks/README.md", "benchmarks/results/README.md", "docs/settings.md")
 RUN = ("date", "commit")
 MACHINE = ("processor", "threads", "dtype")
 # File: what names a workload, what names a contender, and the ratio that should come out again.
@@ -35,6 +38,7 @@ KEYS = {
     "threads.csv": ("model busy", "setting", None),
 }
 DRIFT = 0.1
+TASKS = ("train", "evaluate", "decode")
 # What the front page shows: of each task the shortest and the longest, the smallest and the largest vocabulary.
 FRONT = (
     "train-enwik8",
@@ -48,8 +52,20 @@ FRONT = (
     "decode-enwik8-2048",
     "decode-wt103-640-sampled",
 )
+# What the questions show beside it, and of which workloads the memory.
+ANSWERS = (
+    *FRONT,
+    "train-enwik8-dropout",
+    "decode-nvidia-base-640-b1",
+    "decode-nvidia-base-640-b32",
+)
+WINDOWS = ("800", "3800")
+MEMORY = ("train-enwik8", "evaluate-enwik8-3800", "decode-enwik8-2048")
 
 Row = dict[str, str]
+Runs = dict[str, dict[str, Row]]
+Machines = dict[str, tuple[tuple, Runs]]
+CALLED = {"gpt2": "GPT-2"}
 
 
 def main(given: list[str] | None = None) -> int:
@@ -66,8 +82,7 @@ def main(given: list[str] | None = None) -> int:
         return compare(*arguments.compare)
     if arguments.add:
         add(arguments.add)
-    readmes = [ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
-    texts = {path: fill(path.read_text(encoding="utf-8")) for path in readmes}
+    texts = {path: fill(path.read_text(encoding="utf-8")) for path in map(ROOT.joinpath, PAGES)}
     stale = [str(path.relative_to(ROOT)) for path, text in texts.items() if path.read_text(encoding="utf-8") != text]
     if arguments.check:
         if stale:
@@ -138,7 +153,7 @@ def place_of(name: str, row: Row) -> tuple[tuple[str, ...], str]:
 
 
 def measured(row: Row) -> frozenset[tuple[str, str]]:
-    """What a row says, whichever sources it names: columns came later than rows."""
+    """Values of a row without its commit; empty ones are left out, because columns were added later."""
     return frozenset((column, value) for column, value in row.items() if value and column != "commit")
 
 
@@ -302,7 +317,7 @@ def fill(text: str) -> str:
         name = match[2]
         if name not in TABLES:
             raise SystemExit(f"error: no table is called {name!r}; there are {', '.join(TABLES)}")
-        return f"{match[1]}\n{TABLES[name]()}\n{match[3]}"
+        return f"{match[1]}\n{TABLES[name]()}{match[3]}"
 
     return re.sub(r"(<!-- ([\w-]+): [^>]*-->)\n.*?(<!-- end of \2 -->)", replace, text, flags=re.DOTALL)
 
@@ -317,7 +332,7 @@ def by_machine(name: str, table: Callable[[dict[str, dict[str, Row]]], str]) -> 
     """One table for each machine, with what it is and when it was measured."""
     tables = ((where, runs, table(runs)) for where, runs in machines_of(name).items())
     parts = [f"\n{conditions(where, runs)}:\n\n{lines}" for where, runs, lines in tables if lines]
-    return "".join(parts) or "\nNothing measured yet.\n"
+    return "".join(parts or ["\nNothing measured yet.\n"]) + "\n"
 
 
 def machines_of(name: str, counts: Callable[[dict[str, Row]], bool] = bool) -> dict[tuple, dict[str, dict[str, Row]]]:
@@ -331,12 +346,11 @@ def machines_of(name: str, counts: Callable[[dict[str, Row]], bool] = bool) -> d
 
 
 def by_task(workload: str) -> int:
-    tasks = ("train", "evaluate", "decode")
-    return next((place for place, task in enumerate(tasks) if workload.startswith(f"{task}-")), 0)
+    return next((place for place, task in enumerate(TASKS) if workload.startswith(f"{task}-")), 0)
 
 
 def conditions(where: tuple, runs: dict[str, dict[str, Row]]) -> str:
-    """What a machine's runs were measured on, with what, and when."""
+    """Hardware, PyTorch versions and dates of a machine's runs."""
     rows = [row for run in runs.values() for row in run.values()]
     dates = sorted({row["date"] for row in rows})
     versions = sorted({row["torch"] for row in rows if row.get("torch")})
@@ -407,7 +421,7 @@ def speed_table(runs: dict[str, dict[str, Row]]) -> str:
 
 
 def precision_table(runs: dict[str, dict[str, Row]]) -> str:
-    """What narrower types are worth beside `ours` in the same run, and what they cost."""
+    """Speed of narrower types beside `ours` in the same run, and their error."""
     lines = []
     for run in runs.values():
         ours = run["ours"]
@@ -512,23 +526,173 @@ def tokenizer_table(runs: dict[str, dict[str, Row]]) -> str:
     return markdown(["text", "as", "tokens", "tokens/s", "legacy", "times legacy"], lines)
 
 
-def short_table() -> str:
-    """For the front page: a column for the machine of each maker that was measured last, on a CPU beside legacy
-    transformers."""
-    newest: dict[str, tuple[tuple, dict[str, dict[str, Row]]]] = {}
-    machines = machines_of("model.csv", lambda run: "legacy" in run or not ours_of(run).get("threads"))
-    for where, runs in machines.items():
-        maker = where[0].split()[0]
+def newest_machines(name: str, counts: Callable[[dict[str, Row]], bool] = bool) -> Machines:
+    """The machine of each maker that was measured last, with its runs that count."""
+    newest: dict[str, tuple[tuple, Runs]] = {}
+    for where, runs in machines_of(name, counts).items():
+        maker = where[0].split()[0].removesuffix("(R)")
         if maker not in newest or last_date(runs) >= last_date(newest[maker][1]):
             newest[maker] = where, runs
+    return newest
+
+
+def compared_machines() -> Machines:
+    """Those of model.csv; on a CPU a run counts where legacy transformers took part."""
+    return newest_machines("model.csv", lambda run: "legacy" in run or not ours_of(run).get("threads"))
+
+
+def short_table() -> str:
+    """For the front page: a column for the newest machine of each maker."""
+    newest = compared_machines()
     if not newest:
-        return "\nNothing measured yet.\n"
+        return "\nNothing measured yet.\n\n"
     lines = []
     for name in FRONT:
         found = [runs.get(name) for _, runs in newest.values()]
         if any(found):
             lines.append([next(what(ours_of(run)) for run in found if run), *map(beside_others, found)])
-    return f"\n{markdown(['tokens per second', *(conditions(*each) for each in newest.values())], lines)}"
+    return f"\n{markdown(['tokens per second', *(conditions(*each) for each in newest.values())], lines)}\n"
+
+
+def machines_table() -> str:
+    lines = [[maker, conditions(*each)] for maker, each in compared_machines().items()]
+    return markdown(["name", "machine, precision, PyTorch, dates of the rows"], lines)
+
+
+def on_each_machine(names: Iterable[str]) -> list[tuple[str, dict[str, Row]]]:
+    """(maker, run) of these workloads on the newest machines."""
+    machines = compared_machines().items()
+    return [(maker, runs[name]) for name in names for maker, (_, runs) in machines if name in runs]
+
+
+def others_in(found: list[tuple[str, dict[str, Row]]]) -> list[str]:
+    return list(dict.fromkeys(name for _, run in found for name in run if not name.startswith("ours")))
+
+
+def task_table(task: str) -> str:
+    """Speed of ours and of others in the same run, for each workload of a task on the newest machines."""
+    found = on_each_machine([name for name in ANSWERS if name.startswith(f"{task}-")])
+    others, lines = others_in(found), []
+    for maker, run in found:
+        ours = ours_of(run) if "legacy" in run else fastest(run)
+        ratios = [
+            float(ours["tokens_per_second_p50"]) / float(run[name]["tokens_per_second_p50"]) if name in run else ""
+            for name in others
+            if name != "legacy"
+        ]
+        lines.append(
+            [what(ours), maker, f"**{named_rate(ours)}**", *(rate(run.get(name)) for name in others)]
+            + [times(ours["times_legacy_p50"]), *map(times, ratios)]
+        )
+    names = [CALLED.get(name, name) for name in others]
+    ratios = [f"× {name}" for name in names]
+    return markdown(["workload", "machine", "ours", *names, *ratios], lines)
+
+
+def memory_table() -> str:
+    """Peak memory of ours and of others in the same run."""
+    found = on_each_machine(MEMORY)
+    others = others_in(found)
+    lines = [
+        [what(ours), maker, number(ours["peak_mib"]), *(number(run.get(name, {}).get("peak_mib")) for name in others)]
+        for maker, run in found
+        for ours in [ours_of(run)]
+    ]
+    return markdown(["peak MiB", "machine", "ours", *(CALLED.get(name, name) for name in others)], lines)
+
+
+def window_table() -> str:
+    """The sliding window on the newest machines, segments of 128 tokens with the default attention."""
+    lines = []
+    for maker, (_, runs) in newest_machines("sliding_window.csv").items():
+        for run in runs.values():
+            row = run["memory"]
+            if row["segment"] == "128" and not row.get("implementation") and row["attention_length"] in WINDOWS:
+                ratios = [f"**{number(row['times_p50'])}×**", f"{number(row['paper'])}×"]
+                lines.append([f"{int(row['attention_length']):,}", maker, rate(row), rate(run["vanilla"]), *ratios])
+    headers = ["attention length", "machine", "with memory, tokens/s", "sliding window", "ratio", "paper's ratio"]
+    return markdown(headers, sorted(lines, key=lambda line: int(line[0].replace(",", ""))))
+
+
+def types_table() -> str:
+    """Speed of each type beside fp32 in the same run: a column for each machine."""
+    machines = machines_of("precision.csv")
+    ratios: dict[tuple[str, str], dict[tuple, str]] = {}
+    for where, runs in machines.items():
+        for run in runs.values():
+            for name, row in run.items():
+                if name != "ours":
+                    ratio = float(row["tokens_per_second_p50"]) / float(run["ours"]["tokens_per_second_p50"])
+                    ratios.setdefault((what(row), name.removeprefix("ours-")), {})[where] = times(ratio)
+    lines = [[*key, *(found.get(where, "") for where in machines)] for key, found in ratios.items()]
+    return markdown(["workload", "type", *(where[0] for where in machines)], lines)
+
+
+def tokenizers_table() -> str:
+    """A whole file on every machine."""
+    lines = [
+        [row["processor"], row["threads"], number(row["tokens_per_second"]), number(row["peer_tokens_per_second"])]
+        + [f"**{times(row['times_peer'])}**"]
+        for run in latest("tokenizer.csv").values()
+        for row in run.values()
+        if row["way"] == "file"
+    ]
+    return markdown(["machine", "threads", "tokens/s", "legacy", "× legacy"], lines)
+
+
+def segments_table() -> str:
+    """Milliseconds a token and memory by the length of the segment, on the newest machine."""
+    _, runs = next(iter(newest_machines("growth.csv").values()), ((), {}))
+    tasks = [list(run.values()) for run in runs.values() if next(iter(run.values()))["axis"] == "segment"]
+    lines = []
+    for rows in zip(*tasks, strict=True):
+        figures = [
+            [f"{1e3 * float(row['seconds_p50']) / int(row['length']):.3f}", number(row["peak_mib"])] for row in rows
+        ]
+        lines.append([f"{int(rows[0]['length']):,}", *sum(figures, [])])
+    headers = [f"{rows[0]['task']}, {unit}" for rows in tasks for unit in ("ms a token", "peak MiB")]
+    return markdown(["segment", *headers], lines)
+
+
+def backends_table() -> str:
+    """Attention backends in the same run, on the newest machine of each maker where more than one ran."""
+    names = {
+        "ours": "auto",
+        "ours-mems": "auto, with mems",
+        "ours-eager": "eager, with mems",
+        "ours-txl_triton": "txl_triton",
+    }
+    machines = newest_machines("model.csv", lambda run: len(run.keys() & names.keys()) > 1)
+    lines = [
+        [what(next(iter(run.values()))), where[0], *(rate(run.get(name)) for name in names)]
+        for where, runs in machines.values()
+        for name, run in runs.items()
+        if name in FRONT or "ours-eager" not in run
+    ]
+    return markdown(["tokens per second", "machine", *names.values()], lines)
+
+
+def batches_table() -> str:
+    """Speed by the number of rows, where a workload was measured with several: the fastest of ours."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for where, runs in machines_of("model.csv").items():
+        for name, run in runs.items():
+            if batch := re.search(r"-b(\d+)$", name):
+                found.setdefault((name[: batch.start()], where[0]), {})[batch[1]] = rate(fastest(run))
+    found = {key: rates for key, rates in found.items() if len(rates) > 1}
+    sizes = sorted({size for rates in found.values() for size in rates}, key=int)
+    lines = [[*key, *(rates.get(size, "") for size in sizes)] for key, rates in found.items()]
+    return markdown(["tokens per second", "machine", *(f"B = {size}" for size in sizes)], lines)
+
+
+def bars_table() -> str:
+    lines = []
+    for bar in BARS:
+        if row := bar.found():
+            value = float(row[bar.column])
+            verdict = "met" if bar.is_met(value) else "missed"
+            lines.append([bar.name, f"{bar.figure:,g}", f"**{value:,g}**", verdict, row["date"]])
+    return markdown(["figure", "to reach", "found", "", "date"], lines)
 
 
 def last_date(runs: dict[str, dict[str, Row]]) -> str:
@@ -558,6 +722,16 @@ TABLES: dict[str, Callable[[], str]] = {
     "softmax": lambda: by_machine("softmax.csv", softmax_table),
     "tokenizer": lambda: by_machine("tokenizer.csv", tokenizer_table),
     "threads": lambda: by_machine("threads.csv", threads_table),
+    "machines": machines_table,
+    **{f"question-{task}": partial(task_table, task) for task in TASKS},
+    "question-memory": memory_table,
+    "question-window": window_table,
+    "question-types": types_table,
+    "question-tokenizer": tokenizers_table,
+    "bars": bars_table,
+    "settings-segment": segments_table,
+    "settings-backend": backends_table,
+    "settings-batch": batches_table,
 }
 
 
@@ -565,86 +739,57 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def plot_speed() -> None:
-    """How many times legacy, for each workload and machine; the sliding window beside the paper; the bars of a GPU."""
+    """How many times legacy, for each workload on the newest CPU of each maker."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    machines = machines_of("model.csv", lambda run: "legacy" in run)
-    count = len(machines) + 2
-    lines, height = (count + 1) // 2, 0.4 * max([10, *map(len, machines.values())])
-    figure, axes = plt.subplots(lines, 2, figsize=(14, lines * height), layout="constrained", squeeze=False)
-    *speeds, left, right = axes.flat[:count]
-    for unused in axes.flat[count:]:
-        unused.set_axis_off()
-    colors = {"ours": "C0", "gpt2": "C1", "floor": "C2", "legacy": "C7"}
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
-    for panel, (where, runs) in zip(speeds, machines.items(), strict=True):
-        for position, run in enumerate(runs.values()):
+    machines = newest_machines("model.csv", lambda run: "legacy" in run)
+    colors = {"ours": "C0", "gpt2": "C1", "floor": "C2"}
+    figure, axes = plt.subplots(1, len(machines), figsize=(11, 8), layout="constrained", sharey=True, squeeze=False)
+    names = list(dict.fromkeys(name for _, runs in machines.values() for name in runs))
+    for panel, (maker, (_, runs)) in zip(axes.flat, machines.items(), strict=True):
+        for name, run in runs.items():
             for offset, (contender, color) in enumerate(colors.items()):
                 if contender in run:
                     ratio = float(run[contender]["times_legacy_p50"])
-                    panel.barh(position + 0.2 * offset, ratio, 0.2, color=color)
-                    panel.text(ratio, position + 0.2 * offset, f" {ratio:.3g}", va="center", fontsize=6)
-        panel.set_yticks([position + 0.3 for position in range(len(runs))], list(runs))
-        panel.invert_yaxis()
-        panel.margins(x=0.12)
-        panel.set(xlabel="times legacy", title=where[0])
-
-    windows: dict[tuple, list[Row]] = {}
-    for (where, _), run in latest("sliding_window.csv").items():
-        row = run["memory"]
-        way = f"{int(row['segment']):,} tokens at a time {row.get('implementation') or ''}".rstrip()
-        windows.setdefault((row["model"], way, where[0]), []).append(row)
-    for (model, way, processor), rows in windows.items():
-        rows.sort(key=lambda row: int(row["attention_length"]))
-        lengths = [int(row["attention_length"]) for row in rows]
-        left.plot(lengths, [float(row["times_p50"]) for row in rows], "o-", label=f"{model}, {way}, {processor}")
-    if windows:
-        left.plot(lengths, [float(row["paper"]) for row in rows], "s--", color="black", label="paper, one GPU")
-        left.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12))
-    left.set(xlabel="attention length", ylabel="times the sliding window", title="Evaluation with memory")
-
-    measured = [(bar, float(row[bar.column]), row["processor"]) for bar in BARS if (row := bar.found())]
-    for position, (bar, value, _) in enumerate(measured):
-        share = bar.figure / value if bar.at_most else value / bar.figure
-        right.barh(position, share, 0.6, color="C0" if bar.is_met(value) else "C3")
-        right.text(
-            share, position, f" {value:,.{0 if value >= 1000 else 3}f} of {bar.figure:,g}", va="center", fontsize=6
-        )
-    right.axvline(1, color="C7", linestyle="--")
-    right.set_yticks(range(len(measured)), [bar.name for bar, *_ in measured])
-    right.invert_yaxis()
-    right.margins(x=0.25)
-    gpus = ", ".join(sorted({gpu for *_, gpu in measured}))
-    right.set(xlabel="of the figure that is to be reached", title=gpus)
-    figure.legend(handles, list(colors), loc="outside upper left", ncols=len(colors))
-    figure.suptitle("Tokens per second, times those of legacy transformers 4.35.2 in the same run", fontsize=11)
+                    panel.barh(names.index(name) + 0.27 * offset, ratio, 0.27, color=color)
+        panel.axvline(1, color="C7", linestyle="--")
+        panel.set_title(maker, fontsize=14)
+        panel.set_xlabel("speed, legacy transformers = 1", fontsize=13)
+        panel.tick_params(labelsize=12)
+    axes[0, 0].set_yticks([position + 0.27 for position in range(len(names))], names)
+    axes[0, 0].invert_yaxis()
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in colors.values()]
+    figure.legend(handles, ["txl_hf", "GPT-2", "floor"], loc="outside upper left", ncols=3, fontsize=13)
     save(figure, "speed.png")
 
 
 def plot_growth() -> None:
+    """Milliseconds of a step and its memory against the length of the memory, and of a token against the text."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 3, figsize=(13, 5), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(12, 4.5), layout="constrained")
     panels = {("memory", "seconds_p50"): axes[0], ("memory", "peak_mib"): axes[1], ("text", "seconds_p50"): axes[2]}
-    for (where, name), run in latest("growth.csv").items():
-        rows = list(run.values())
-        axis = rows[0]["axis"]
-        for (panel, column), place in panels.items():
-            if panel == axis:
-                exponent = rows[0][f"{column.removesuffix('_p50')}_exponent_last"]
-                label = f"{name}, {where[0]}: exponent {exponent}"
-                lengths = [int(row["length"]) for row in rows]
-                place.loglog(lengths, [float(row[column]) for row in rows], "o-", label=label, base=2)
-    names = ("seconds a step", "peak MiB of a step", "seconds a token")
-    for place, label, length in zip(axes, names, ("memory", "memory", "tokens read so far"), strict=True):
-        place.set(xlabel=length, ylabel=label)
-        if place.get_legend_handles_labels()[0]:
-            place.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.15))
-    # Flat should look flat.
-    axes[2].set_ylim(bottom=axes[2].get_ylim()[0] / 4, top=axes[2].get_ylim()[1] * 4)
+    for _, runs in newest_machines("growth.csv").values():
+        for run in runs.values():
+            rows = list(run.values())
+            for (axis, column), place in panels.items():
+                if rows[0]["axis"] == axis:
+                    lengths = [int(row["length"]) for row in rows]
+                    factor = 1 if column == "peak_mib" else 1e3
+                    place.plot(lengths, [factor * float(row[column]) for row in rows], "o-", label=rows[0]["task"])
+    names = ("milliseconds a step", "peak MiB of a step", "milliseconds a token")
+    for place, label, length in zip(
+        axes, names, ("memory, tokens", "memory, tokens", "tokens read so far"), strict=True
+    ):
+        place.set_xlabel(length, fontsize=13)
+        place.set_ylabel(label, fontsize=13)
+        place.tick_params(labelsize=11)
+        place.set_ylim(bottom=0)
+        place.xaxis.set_major_locator(plt.MaxNLocator(4))
+        place.legend(fontsize=12)
     save(figure, "growth.png")
 
 

@@ -33,7 +33,7 @@ def write_inputs(folder: Path):
 
 
 def commands(folder: Path, turn: int) -> dict[str, list[str]]:
-    """What follows `python -c`."""
+    """Arguments of `python -c` for each contender."""
     data = str(folder / f"data{turn}")
     text = ["--corpus", "text", "--mode", "characters", "--input", str(folder / "text.txt"), "--output", data]
     evaluate = ["--model", str(folder / "model"), "--data", data, "--max_tokens", "16"]

@@ -45,7 +45,7 @@ def save_statistics(folder: Path):
 
 
 def save_divergence(folder: Path):
-    """What is raised where the losses of the second process alone are not finite."""
+    """Write the error of each process where the losses of the second one alone are not finite."""
     accelerator, model = _accelerator(), build()
     # The tokens of the first stream have losses without this table.
     model.get_parameter("transformer.embed_tokens.emb_layers.2.weight").data.fill_(torch.nan)

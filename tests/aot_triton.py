@@ -48,7 +48,7 @@ class NamedGPU:
 
 
 def resources(compiled, capability: int) -> dict:
-    """What the machine code of a kernel uses: registers and stack of a thread in bytes, and counts of instructions."""
+    """Registers of a thread, its stack in bytes, and counts of instructions in a kernel's machine code."""
     with tempfile.TemporaryDirectory() as directory:
         cubin = Path(directory, "kernel.cubin")
         cubin.write_bytes(compiled.asm["cubin"])

@@ -91,7 +91,7 @@ def make_ids():
 
 @pytest.fixture
 def recorder(monkeypatch):
-    """What takes the place of CUDA's graphs on a CPU."""
+    """A recorder that replaces CUDA graphs on a CPU."""
     found = Recorder()
     monkeypatch.setitem(captured.RECORDERS, "cpu", found)
     return found

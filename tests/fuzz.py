@@ -86,7 +86,7 @@ class Hostile:
 
 
 class Failure(AssertionError):
-    """What a case found."""
+    """A case that the reader did not handle."""
 
 
 # ---- damage ----

@@ -51,6 +51,7 @@ LIMITS = {
     "lines of the longest function": (60, 60),
     "private methods of others overridden": (19, 15),
     "assignments into other libraries": (0, 0),
+    "docstrings that begin with What": (26, 5),
 }
 
 
@@ -79,6 +80,7 @@ def figures() -> dict[str, int]:
         "lines of the longest function": max(length for length, _ in functions()),
         "private methods of others overridden": len(private_overrides()),
         "assignments into other libraries": len(assignments_into_others()),
+        "docstrings that begin with What": len(riddles()),
     }
 
 
@@ -195,6 +197,18 @@ def assignments_into_others() -> list[str]:
     return found
 
 
+def riddles() -> list[str]:
+    """Docstrings, of any folder, that begin with "What" where they should name the thing."""
+    found = []
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for folder in ("src", "conversion", "examples", "benchmarks", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, kinds)]
+            docs = [ast.get_docstring(node) or "" for node in nodes]
+            found += [f"{path.relative_to(ROOT)}: {text.splitlines()[0]}" for text in docs if text.startswith("What ")]
+    return found
+
+
 def entered_by_a_forward() -> set[CodeType]:
     """The functions of the package that a segment with memory, cutoffs and a loss enters under eager attention."""
     sizes = {"d_model": 32, "d_embed": 32, "n_head": 2, "d_head": 16, "d_inner": 64, "n_layer": 3, "mem_len": 8}
@@ -226,6 +240,6 @@ if __name__ == "__main__":
     print(table())
     for length, name in sorted(functions(), reverse=True)[:10]:
         print(length, name)
-    print(*private_overrides(), *arrows_up(), *assignments_into_others(), sep="\n")
+    print(*private_overrides(), *arrows_up(), *assignments_into_others(), *riddles(), sep="\n")
     for code in sorted(entered_by_a_forward(), key=lambda code: (code.co_filename, code.co_firstlineno)):
         print(Path(code.co_filename).stem, code.co_qualname)

@@ -1,4 +1,4 @@
-"""What the processes that `test_hub.py` starts do with the Hub: `python hub_client.py ROLE FOLDER`.
+"""Use the Hub in a process that `test_hub.py` starts: `python hub_client.py ROLE FOLDER`.
 
 Each role is a list of steps. The result of each, or its error, goes to FOLDER/ROLE.pt, so that one process, most of
 whose time goes into imports, serves many tests.

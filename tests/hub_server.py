@@ -72,7 +72,7 @@ class Repo:
         return sha
 
     def files(self, revision: str = "main") -> dict[str, bytes]:
-        """What the repository holds, for a test to look at."""
+        """The repository's files at a revision, by path."""
         return {path: file.data for path, file in self.commits[self.resolve(revision)].items()}
 
 

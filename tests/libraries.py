@@ -1,4 +1,4 @@
-"""What the process has imported that all those of the tests are forked from: seconds less for each of them."""
+"""Imports of the process from which the tests' processes are forked, which saves seconds for each."""
 
 # ruff: noqa: F401 -- what is imported is there to be forked, and used by others.
 

@@ -1,4 +1,4 @@
-"""What the process has imported that those are forked from whose other libraries read an environment of their own."""
+"""Imports of the process from which those are forked whose other libraries read an environment of their own."""
 
 import atexit
 import gc

@@ -157,7 +157,7 @@ def compiles(text: str) -> bool:
 
 
 def copy_of_repository(folder: Path) -> Path:
-    """What git has and whatever else is not ignored, as it is now, in a folder that mutants may change."""
+    """Copy all files that git tracks or does not ignore, as they are now, into a folder that mutants may change."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     shutil.rmtree(folder, ignore_errors=True)

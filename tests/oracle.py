@@ -97,7 +97,7 @@ class ReferenceModel:
         return embedding * math.sqrt(config.d_model)
 
     def absolute_position(self, distance: int) -> torch.Tensor:
-        """What attn_type 2 adds to the embedding of the token that is `distance` before the segment's last one."""
+        """The encoding that attn_type 2 adds to the token `distance` before the segment's last one."""
         clamped = min(distance, self.config.clamp_len) if self.config.clamp_len > 0 else distance
         return sinusoid(clamped, self.config.d_model)
 
@@ -130,7 +130,7 @@ class ReferenceModel:
         return scaled * self.parameters[f"{name}.weight"] + self.parameters[f"{name}.bias"]
 
     def join(self, x: torch.Tensor, y: torch.Tensor, gate: str) -> torch.Tensor:
-        """What goes on from a sub-layer that returned y for x: Parisotto et al. (2020), Section 3.2, or the sum."""
+        """Join x and a sub-layer's y: the gate of Parisotto et al. (2020), Section 3.2, or the sum."""
         if self.config.gating is None:
             return x + y
         y, width = y.clamp(min=0), self.config.d_model

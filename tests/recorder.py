@@ -1,4 +1,4 @@
-"""What takes the place of CUDA's graphs on a CPU: as there, what it recorded returns the same tensors every time."""
+"""Replaces CUDA graphs on a CPU: as with these, a recorded step returns the same tensors every time."""
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map

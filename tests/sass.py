@@ -1,4 +1,4 @@
-"""What can be read from a kernel's machine code as cuobjdump prints it: its loops, and an error that ptxas makes."""
+"""Read a kernel's machine code as cuobjdump prints it: its loops, and an error that ptxas makes."""
 
 import re
 

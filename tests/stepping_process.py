@@ -45,7 +45,7 @@ def read(model: TransfoXLModel | DistributedDataParallel, rows: slice, lengths: 
 
 
 def save_all(folder: Path):
-    """What this process has read: `{way: (states, gradients)}`. Gradients are the mean over the processes."""
+    """Save `{way: (states, gradients)}` of this process. Gradients are the mean over the processes."""
     dist.init_process_group("gloo")
     rank, processes = dist.get_rank(), dist.get_world_size()
     model, part = DistributedDataParallel(build()), ROWS // processes

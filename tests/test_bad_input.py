@@ -291,7 +291,7 @@ CACHES = {
 @pytest.mark.parametrize("is_filled", [False, True], ids=["empty", "filled"])
 @torch.no_grad()
 def test_a_cache_of_less_than_the_memory_of_the_call_is_refused(make_model, make_ids, make_cache, is_filled):
-    """What it does not keep, the call would read without: mems would go on growing."""
+    """The call would read without the states that the cache does not keep, and mems would grow without end."""
     model, ids, longer = make_model(), make_ids(1, 5), MemoryLengths(mem_len=9)
     cache = make_cache(model.config)
     if is_filled:

@@ -533,9 +533,9 @@ def test_bars_are_met_missed_or_not_measured(tmp_path, monkeypatch, capsys):
     for plot in ("plot_speed", "plot_growth"):
         monkeypatch.setattr(report, plot, lambda: None)
     monkeypatch.setattr(report, "ROOT", tmp_path)
-    for readme in (tmp_path / "README.md", tmp_path / "benchmarks" / "README.md"):
-        readme.parent.mkdir(exist_ok=True)
-        readme.touch()
+    for page in map(tmp_path.joinpath, report.PAGES):
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.touch()
     assert report.main(["--add", str(tmp_path / "elsewhere")]) == 0
     with pytest.raises(SystemExit, match="has no rows that are not here already"):
         report.main(["--add", str(tmp_path / "elsewhere")])
@@ -901,10 +901,28 @@ def test_the_tables_are_those_of_the_committed_rows():
     import report
 
     assert report.main(["--check"]) == 0
-    text = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"<!-- ([\w-]+): ", text)) >= set(report.TABLES) - {"speed-short"}
+    text = "".join((report.ROOT / page).read_text(encoding="utf-8") for page in report.PAGES)
+    assert set(re.findall(r"<!-- ([\w-]+): ", text)) == set(report.TABLES)
     row = next(row for row in read_model_rows() if row["contender"] == "ours")
     assert row["workload"] in text
+
+
+@pytest.mark.parametrize("path", ["benchmarks/README.md", "docs/settings.md"])
+def test_sentences_have_figures_of_measured_tables(path):
+    """Each with a comma or a decimal point stands in a table of the page, of threads, or of the results' pages."""
+    import report
+
+    page = (report.ROOT / path).read_text(encoding="utf-8")
+    prose = re.sub(r"<!-- .*?<!-- end of [\w-]+ -->|^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    # A version, a vocabulary and a segment.
+    known = {"4.35.2", "267,735", "4,096"}
+    said = {text for text in re.findall(r"\d[\d,.]*\d", prose) if "." in text or "," in text} - known
+    tables = "".join(report.TABLES[name]() for name in [*re.findall(r"<!-- ([\w-]+): ", page), "threads"])
+    tables = re.sub(r"[\w-]+ \(M = .*?\)", "", tables)
+    if path.startswith("docs"):
+        tables += "".join(path.read_text(encoding="utf-8") for path in (report.ROOT / "examples/results").glob("*.md"))
+    measured = set(re.findall(r"\d[\d,.]*\d", tables))
+    assert len(said) > 5 and said - measured == set()
 
 
 def read_model_rows() -> list[dict[str, str]]:

@@ -28,7 +28,22 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 FOLDERS = ("src", "conversion", "tests", "examples", "benchmarks")
 SOURCES = [path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# The site has them too.
+OTHERS = [
+    *(ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", "examples/README.md")),
+    *(ROOT / "benchmarks" / "results").glob("*.md"),
+    *sorted((ROOT / "examples" / "results").rglob("*.md")),
+]
 NOTEBOOKS = ROOT / "examples" / "notebooks"
+# Lines of a page, at most, and KB.
+LENGTHS = {
+    "benchmarks/README.md": (200, 16),
+    "CHANGELOG.md": (200, 16),
+    "examples/README.md": (150, 11),
+    "CONTRIBUTING.md": (140, 13),
+}
+LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("README", "reading", "memory_length", "parts")}
+LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("statistics", "schedules")}
 PUBLISHED = "transfo-xl/transfo-xl-wt103"
 
 # Each page by itself, in a folder of its own; imports are paid for once.
@@ -107,7 +122,8 @@ def as_page(notebook: Path, folder: Path) -> Path:
 def test_every_python_block_and_notebook_runs(tmp_path, published):
     # The blocks of docs/clients.md need other programs: tests/clients runs them.
     pages = [page for page in PAGES if blocks(page) and page.stem != "clients"]
-    assert {page.stem for page in pages} == {"README", "agents", "guide", "memory", "music", "training"}
+    named = "README agents coming-from guide memory music settings training"
+    assert {page.stem for page in pages} == set(named.split())
     (tmp_path / "notebooks").mkdir()
     notebooks = [as_page(path, tmp_path / "notebooks") for path in sorted(NOTEBOOKS.glob("*.ipynb"))]
     assert [page.stem for page in notebooks] == ["convert", "fine_tune", "generate"]
@@ -131,13 +147,27 @@ def test_the_first_block_of_the_readme_loads_the_published_model():
     assert len(text.splitlines()) <= 150
 
 
-@pytest.mark.parametrize("page", [*PAGES, CONTRIBUTING, ROOT / "examples" / "README.md"], ids=name_of_page)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name_of_page)
 def test_pages_name_tests_and_files_that_exist(page):
     """A file of Python is named by its path or the end of it."""
     text = page.read_text(encoding="utf-8")
     named, links = re.findall(r"`([\w./-]+\.py)`", text), re.findall(r"\]\((?!https?:|#)([^)#]+)", text)
     assert {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in SOURCES)} == set()
     assert [path for path in (page.parent / link for link in set(links)) if not path.exists()] == []
+
+
+@pytest.mark.parametrize("page", LENGTHS)
+def test_pages_are_short(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    lines, kilobytes = LENGTHS[page]
+    assert len(text.splitlines()) <= lines and len(text.encode()) <= 1024 * kilobytes
+
+
+# Written by examples/paper/page.py, with the commits of its runs.
+@pytest.mark.parametrize("page", [*PAGES, *(page for page in OTHERS if page.parent.name != "paper")], ids=name_of_page)
+def test_pages_name_no_commit_and_nothing_outside_of_the_repository(page):
+    text = page.read_text(encoding="utf-8")
+    assert re.findall(r"\b(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{7}\b|\.\./shared|\blent\b|machine goes back", text) == []
 
 
 def test_no_two_trainings_of_a_page_share_a_folder():
@@ -167,7 +197,6 @@ def test_contributing_names_every_wing_and_every_file_of_the_hub_set():
     sources = [*PACKAGE.glob("[!_]*"), *(PACKAGE / "transfo_xl").glob("[!_]*.py")]
     names = {path.name + "/" * path.is_dir() for path in sources if path.suffix == ".py" or path.is_dir()}
     assert {name for name in names if f"`{name}`" not in text} == set()
-    assert len(text.splitlines()) <= 140
 
 
 def overridden() -> dict[str, set[str]]:
@@ -251,6 +280,13 @@ def test_a_section_names_all_that_its_blocks_need(section):
     for arguments in re.findall(r"`pip install ([^`]+)`", text):
         there |= installed_by(arguments)
     assert {name for name in needed if distribution(BROUGHT_BY.get(name, name)) not in there} == set()
+
+
+def test_versions_of_clients_are_those_that_are_tried():
+    pins = re.findall(r"==(\S+)", (ROOT / "tests" / "clients" / "requirements.txt").read_text(encoding="utf-8"))
+    rows = re.findall(r"^\| (?!client|---)[^|]+\|([^|]*)\|", CLIENTS[0], re.MULTILINE)
+    named = set(re.findall(r"\d[\w.]+", " ".join(rows)))
+    assert len(rows) > 15 and named - set(pins) == set()
 
 
 def test_pages_name_make_targets_that_exist():

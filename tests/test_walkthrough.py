@@ -74,13 +74,13 @@ SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scrip
 
 
 def started_as(command: str) -> list[str]:
-    """What python is given to do as an installed command does."""
+    """Arguments of python that do what the installed command does."""
     module, _, function = SCRIPTS[command].partition(":")
     return ["-c", f"import sys; from {module} import {function}; sys.exit({function}())"]
 
 
 def type_all(typed: list[list[str]], folder: Path) -> str:
-    """What the commands print. `*` is what a shell makes of it; without the Hub, WikiText-2 is a folder."""
+    """Run the commands and return their output. `*` is expanded as by a shell; WikiText-2 is a local folder."""
     printed = ""
     for program, *words in typed:
         script, *options = words if program == "python" else (program, *words)
@@ -159,7 +159,7 @@ def test_commands_that_are_typed_elsewhere_have_the_options_they_show():
     shown: dict[str, str] = {}
 
     def options_of(command: str) -> str:
-        """What `--help` shows, with underscores; asked for once."""
+        """The output of `--help`, with underscores; each command runs once."""
         if command not in shown:
             process = run_script(*(started_as(command) if command in SCRIPTS else [ROOT / command]), "--help")
             assert process.returncode == 0, process.stderr
@@ -173,6 +173,16 @@ def test_commands_that_are_typed_elsewhere_have_the_options_they_show():
             assert [option for option in options if option not in options_of(command)] == [], words
     checked = {Path(command).name for command in shown}
     assert {"txl-serve", "txl-export", "txl-prepare", "txl-train", "generate.py", "measures.py"} <= checked
+
+
+def test_options_that_replace_those_of_others_exist():
+    """The second column of docs/coming-from.md."""
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    here = " ".join(re.findall(r"^\|[^|]+\|([^|]+)\|", page, re.MULTILINE))
+    named = set(re.findall(r"--([a-z][\w-]+)", here))
+    commands = [("txl-train", "--help-all"), ("txl-prepare", "--help"), ("txl-evaluate", "--help")]
+    shown = "".join(run_script(*started_as(command), option).stdout for command, option in commands)
+    assert len(named) > 12 and {name for name in named if f"--{name}" not in shown} == set()
 
 
 def test_every_other_command_is_one_that_tests_run():

@@ -1,4 +1,4 @@
-"""What `pip install` brings: a wheel that converts, loads, writes and trains far from a clone, made of the sdist."""
+"""The wheel, made from the sdist, converts, loads, writes and trains outside of a clone."""
 
 import ast
 import importlib.metadata
@@ -101,7 +101,7 @@ def installed(wheel, tmp_path_factory) -> Path:
 
 
 def run(folder: Path, *command) -> str:
-    """What a command prints, far from the clone."""
+    """The output of a command that runs outside of the clone."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr[-2000:]
@@ -200,7 +200,7 @@ def imports_at_once(*paths: Path) -> set[Path]:
 
 
 def test_whatever_is_imported_is_declared():
-    """What the public names and the converters import: by the dependencies. All else, and later: by an extra."""
+    """Imports of the public names and the converters are dependencies; all others belong to an extra."""
     wanted = {"at once": set(), "later": set()}
     converters = set((ROOT / "conversion").glob("*.py"))
     first = imports_at_once(PACKAGE / "__init__.py", *converters)

@@ -335,7 +335,7 @@ def test_a_context_has_its_line_ends(of_lines):
 
 
 class Writes(LogitsProcessor):
-    """What the model is made to write."""
+    """Makes the model write these tokens."""
 
     def __init__(self, token_ids: list[int]):
         self.left = list(token_ids)

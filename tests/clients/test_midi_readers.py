@@ -1,4 +1,4 @@
-"""What is written as MIDI is read by music21 and pretty_midi, without complaint and with every note."""
+"""music21 and pretty_midi read the MIDI files of this package without a warning and with every note."""
 
 import sys
 

@@ -93,7 +93,7 @@ def programs(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def demo_output(tmp_path_factory) -> Path:
-    """What the demo writes when it is given little to do."""
+    """The folder that the demo writes after three steps of a small model."""
     folder = tmp_path_factory.mktemp("demo")
     (folder / "text.txt").write_text((ROOT / "examples" / "demo.py").read_text(encoding="utf-8") * 2)
     options = "--text text.txt --steps 3 --layers 1 --width 32".split()

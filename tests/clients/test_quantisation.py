@@ -40,7 +40,7 @@ def check(model, folder, text, rel: float):
 
 
 def check_saved(model, path, text):
-    """What is loaded says the same, and so does what is saved of that."""
+    """A model that is saved and loaded, once and twice, has the same losses."""
     for again in (path / "once", path / "twice"):
         model.save_pretrained(again)
         loaded = AutoModelForCausalLM.from_pretrained(again, device_map="cpu")

@@ -86,7 +86,7 @@ def served(model, *options: str):
 
 
 def reply(model, text: str, count: int) -> str:
-    """What generate writes after a text, without a server and without anything kept."""
+    """The reply of `generate` to a text, without a server and without a kept memory."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
@@ -147,7 +147,7 @@ def test_a_conversation_goes_on_with_its_memory(client, model):
 
 
 def test_a_model_of_words_writes_lines_and_goes_on_with_them(tmp_path):
-    """What a client sends back is what was written, so that it need not be read again."""
+    """A client sends back the text that was written, so that its memory is used and the text is not read again."""
     words = ["<eos>", "<unk>", "<pad>", *"the old prince said well".split()]
     given = {"mode": "whitespace", "line_ends": True, "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
     tokenizer, folder = TransfoXLTokenizer.from_symbols(words, **given), tmp_path / "model"

@@ -1,4 +1,4 @@
-"""What a pickle may do here: describe values. Hostile, damaged and random files run nothing and fail in one line."""
+"""Pickles only describe values: hostile, damaged and random files run nothing and fail in one line."""
 
 import io
 import os

@@ -42,7 +42,7 @@ def prepared(folder, tmp_path, *options: str):
 
 
 def documents(ids: list, begin, end) -> list[list]:
-    """What lies between each begin and end; nothing is outside."""
+    """The tokens between each begin and end; none is outside."""
     starts = [i for i, token in enumerate(ids) if token == begin]
     ends = [i for i, token in enumerate(ids) if token == end]
     assert [0, *(i + 1 for i in ends[:-1])] == starts and ends[-1] == len(ids) - 1
@@ -175,7 +175,7 @@ def test_a_key_that_is_none_hides_no_instrument(tmp_path):
 
 
 def test_instruments_that_cannot_be_found_are_not_made_pianos(tmp_path):
-    """What mido does not read, a text that is longer than its track, symusic leaves out."""
+    """mido raises on a text that is longer than its track; symusic leaves it out."""
     path = save_tracks(tmp_path / "piece.mid", TEMPO + program(0, 40), sound(0, 60))
     data = path.read_bytes()
     path.write_bytes(data.replace(b"\xff\x51\x03", b"\xff\x51\x02"))

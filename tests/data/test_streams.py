@@ -114,7 +114,7 @@ def test_without_varying_lengths_all_epochs_are_the_same():
 @settings(deadline=None)
 @given(sizes(), st.integers(0, 12), st.booleans(), st.sampled_from([None, 0]))
 def test_extended_context_is_read_again(size, ext_len, keep_remainder, varlen_seed):
-    """What stands before a segment in its stream, as far as there is any, and without labels."""
+    """The tokens before a segment come with it, as far as the stream has any, and without labels."""
     tokens, segment_length, batch_size = size
     options = {"keep_remainder": keep_remainder, "varlen_seed": varlen_seed}
     plain = list(DataLoader(TokenStream(range(tokens), segment_length, batch_size, **options), batch_size))

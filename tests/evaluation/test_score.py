@@ -241,7 +241,7 @@ def test_the_curve_has_the_columns_of_the_paper(corpus, model, tmp_path, capsys)
 
 
 def test_a_trained_model_has_the_figure_of_its_training(corpus, model, tmp_path, capsys):
-    """What is not asked for otherwise is as in the results beside the model."""
+    """Lengths without an option are those of results.json beside the model."""
     copy = shutil.copytree(model, tmp_path / "model")
     loaded, tokens = AutoModelForCausalLM.from_pretrained(model), load_from_disk(corpus)["test"]["token_ids"][:]
     lengths = {"segment_length": 5, "memory_length": 7, "ext_len": 2, "clamp_len": 6, "same_length": True}

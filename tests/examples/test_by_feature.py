@@ -47,7 +47,7 @@ def test_all_scripts_are_tested():
 
 
 def smoke(name: str, tmp_path: Path, *further: str | Path) -> str:
-    """What the docstring's trial command prints."""
+    """The output of the docstring's trial command."""
     commands = re.findall(
         r"^    (python .*--smoke)$", (FOLDER / f"{name}.py").read_text(encoding="utf-8"), re.MULTILINE
     )
@@ -329,7 +329,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 def refused(script, monkeypatch, name: str, *arguments: str | Path) -> str:
-    """What main() says instead of starting."""
+    """The one-line error of `main()`."""
     module = script(name)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
     with pytest.raises(SystemExit) as stopped:

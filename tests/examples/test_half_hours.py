@@ -23,7 +23,7 @@ SETTINGS = [
 
 
 class Examples:
-    """What the examples would leave, without their work; `stop_at` is the call that is interrupted."""
+    """Stands in for the example scripts: writes their outputs without computing; call `stop_at` is interrupted."""
 
     def __init__(self, stop_at: int | None = None):
         self.started: list[tuple[str, list[str]]] = []

@@ -162,7 +162,7 @@ def test_a_metre_does_not_change_within_its_bar(tmp_path):
 
 
 def test_the_first_position_is_where_its_bar_begins(tmp_path):
-    """What was said of that time holds there: no note begins once more, and the key stays."""
+    """Position 0 is the bar's own time: no note begins a second time there, and the key stays."""
     tokenizer = make_tokenizer(tmp_path)
     names = "Bar_None TimeSig_4/4 KeySig_0:0 Program_0 Pitch_60 Velocity_63 Duration_1.0.4 Position_{} Program_0"
     grammar = MusicGrammar(tokenizer)

@@ -28,7 +28,7 @@ def turn(conversations: Conversations, ids: torch.Tensor, config=GREEDY, **setti
 
 
 def alone(conversations: Conversations, ids: torch.Tensor) -> torch.Tensor:
-    """What generate writes, which keeps nothing."""
+    """The text of `generate`, which keeps no memory between calls."""
     return conversations.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=GREEDY)
 
 

@@ -43,7 +43,7 @@ def text(length: int) -> torch.Tensor:
 
 @pytest.fixture
 def warnings_anew(monkeypatch):
-    """What is warned of once is warned of again, and seen."""
+    """Reset warnings that appear once, and let the test see them."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     captured.logger.warning_once.cache_clear()
 
@@ -224,7 +224,7 @@ def test_a_graph_that_projects_weights_anew_is_not_taken(monkeypatch):
 
 @torch.no_grad()
 def test_a_graph_casts_weights_itself(monkeypatch):
-    """What autocast has cast belongs to the process: it would be taken from others, and be lent to them uncomputed."""
+    """Autocast's cache is of the process: other calls would find casts in it that a capture never computed."""
     seen = []
 
     def record(step, device):

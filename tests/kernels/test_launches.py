@@ -1,4 +1,4 @@
-"""What a step asks of a GPU is no more than what is committed: counts, which need no GPU."""
+"""A step launches no more kernels than the committed table says; the counts need no GPU."""
 
 import csv
 import importlib.util

@@ -106,7 +106,7 @@ def test_gradients_of_graphs_and_of_launched_chunks_add_up(make_model, make_ids,
     ids=str,
 )
 def test_the_host_reads_no_number(make_model, make_ids, monkeypatch, changes, regularized):
-    """What is captured cannot wait for one."""
+    """A captured step cannot wait for the host to read a number."""
     model = make_model("sdpa", **PLAIN, **changes).train()
     forward = Forward(model, no_context, regularize(model, DROPOUTS) if regularized else None)
     counts = count_host_reads(monkeypatch, Forward, "forward")

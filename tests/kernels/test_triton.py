@@ -82,7 +82,7 @@ LONG_CASES = {
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch):
-    """What the kernels do not write is NaN; bits are ones."""
+    """Fill new tensors with NaN, and bits with ones, so that a value that no kernel writes is seen."""
 
     class Torch:
         def __getattr__(self, name):
@@ -745,7 +745,7 @@ def kernel_cache(tmp_path_factory):
 
 
 def compiled(folder, *options):
-    """What `aot_triton.py` prints with these dtypes and options."""
+    """The rows that `aot_triton.py` prints with these dtypes and options."""
     script = Path(__file__).parents[1] / "aot_triton.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(Path(kernels.__file__).parents[2])}

@@ -62,7 +62,7 @@ def test_the_command_in_its_comment_names_it(name):
 
 
 def parse(name: str, *options: str):
-    """What `accelerate launch` makes of a configuration and of options beside it."""
+    """The arguments of `accelerate launch` with a configuration and options."""
     command = ["--config_file", str(LAUNCH / f"{name}.yaml"), *options, "script.py", "--steps", "3"]
     return _validate_launch_command(launch_command_parser().parse_args(command))[0]
 

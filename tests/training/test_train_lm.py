@@ -665,7 +665,7 @@ def test_settings_of_an_optimiser_are_those_that_are_asked_for(tmp_path, corpus,
 
 
 def test_an_average_is_not_left_behind(tmp_path, corpus, capsys):
-    """What was the best so far is its loss, which plain weights are not to be compared with."""
+    """The best loss so far is of the average, so a run without the average must not compare its losses with it."""
     recipe = write_recipe(tmp_path / "recipe.yaml", max_steps=4, save_steps=4, average="equal")
     train(recipe, "--data", corpus, "--output", tmp_path / "output")
     options = ["--data", corpus, "--output", tmp_path / "output", "--resume", "--max_steps", "8"]
@@ -781,7 +781,7 @@ def test_an_extended_run_keeps_the_best_model_of_its_first_part(tmp_path, recipe
 def test_an_extended_run_that_is_killed_in_its_last_validation_makes_up_for_it(
     tmp_path, recipe, corpus, monkeypatch, method
 ):
-    """What the first part left is not taken for the end of the whole."""
+    """The resumed run validates again, and does not take the first part's results for its own."""
     output = tmp_path / "output"
     argv = [recipe, "--data", corpus, "--output", output, *RESUMED]
     train(*argv, "--max_steps", "6")
@@ -853,7 +853,7 @@ def test_losses_of_another_validation_are_not_compared(tmp_path, recipe, corpus,
 
 
 def test_a_best_model_of_a_step_that_comes_again_is_chosen_anew(tmp_path, corpus, capsys):
-    """What was best until the checkpoint is no more, and the steps behind it may become others."""
+    """A best model behind the checkpoint is dropped, because those steps are taken again and may differ."""
     output = tmp_path / "output"
     recipe = write_recipe(tmp_path / "recipe.yaml", eval_steps=2, lr_scheduler_type="constant_with_warmup")
     argv = [recipe, "--data", corpus, "--output", output]
@@ -1509,7 +1509,7 @@ def test_options_of_our_own_are_few():
 
 
 def test_what_a_run_says(tmp_path, capsys, recipe, corpus, monkeypatch):
-    """What it will do and how long that takes, its losses, and at the end where all is."""
+    """A run prints its plan, the expected time, its losses, and at the end the folder."""
     train(recipe, "--data", corpus, "--output", tmp_path / "output", "--eval_steps", "100")
     printed = capsys.readouterr()
     assert (

@@ -251,7 +251,7 @@ def test_segments_of_varying_length(tmp_path, workers):
 
 @pytest.mark.parametrize("mem_len", [0, 6])
 def test_extended_context(tmp_path, mem_len):
-    """What is read again has no target, and with memory is not remembered before it is read for the last time."""
+    """Tokens that are read again have no target, and enter the memory only when they are read for the last time."""
     stream, changes = TokenStream(make_text(301), 5, 4, ext_len=3), {"ext_len": 3, "mem_len": mem_len}
     trainer = make_trainer(tmp_path, stream=stream, model_changes=changes, max_steps=18, **SGD)
     trainer.train()

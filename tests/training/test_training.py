@@ -116,7 +116,7 @@ def test_memories_are_mapped_and_have_tangents_beside_weights_that_are_trained(m
 
 @pytest.mark.parametrize("name", ["k_proj.weight", "v_proj.weight", "r_proj.weight", "content_bias"])
 def test_derivatives_forward_of_one_matrix(make_model, make_ids, name):
-    """What the attention reads beside its queries alone has a tangent."""
+    """Keys, values, distances or biases have a tangent where the queries have none."""
     model, ids = make_model("eager", n_layer=1, untie_r=True).double(), make_ids(2, 6)
     full = f"transformer.layers.0.self_attn.{name}"
     parameters = {full: model.get_parameter(full)}

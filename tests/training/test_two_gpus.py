@@ -23,7 +23,7 @@ FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 
 
 class Recorded:
-    """What is recorded on no stream is waited for nowhere."""
+    """An event that is recorded on no stream, so that nothing waits for it."""
 
     def record(self, stream=None):
         pass

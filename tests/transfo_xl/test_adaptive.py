@@ -294,7 +294,7 @@ def test_losses_and_every_gradient_are_those_of_the_log_probabilities(make_confi
 )
 @torch.no_grad()
 def test_a_block_of_logits_is_16_mb_or_1024_words(make_config, monkeypatch, tokens, widths):
-    """What a cache of a CPU holds; of a narrower block the product would be slow."""
+    """A block fits into a CPU's cache; narrower ones would make the product slow."""
     product, found = blocks.product, []
 
     def look(hidden, table, bias):
@@ -309,7 +309,7 @@ def test_a_block_of_logits_is_16_mb_or_1024_words(make_config, monkeypatch, toke
 
 @pytest.mark.parametrize(("most", "times"), [(blocks.MAX_KEPT_LOGITS, 1), (5 * 61 - 1, 2)])
 def test_few_logits_are_computed_once(make_config, monkeypatch, most, times):
-    """What is kept of the forward need not be computed again for the backward."""
+    """Logits that the forward keeps are not computed again for the backward."""
     product, found = blocks.product, []
 
     def look(hidden, table, bias=None):

@@ -52,7 +52,7 @@ SHAPES = {
 
 
 def draw(shape, dtype=torch.float32, seed=0, masked=False, distances=None):
-    """What a backend is given; of so many distances, by default K, all further ones share the first row."""
+    """Random inputs of a backend. With fewer `distances` than K, all further ones share the first row."""
     B, H, L, M, D = shape
     K = M + L
     n = K if distances is None else min(K, distances)
@@ -383,7 +383,7 @@ def tiles(request, monkeypatch):
 
 
 def tile_by_tile(tensors, key_mask=None, window=None, dropout=0.0):
-    """What the default does where tiles are large, at any size."""
+    """Attention in tiles, at any size, where the default takes them for large ones only."""
     tensors = {name: tensor for name, tensor in tensors.items() if name != "rel_bias"}
     options = {"key_mask": key_mask, "window": window, "dropout": dropout}
     inputs = AttentionInputs(**tensors, scaling=tensors["query"].shape[-1] ** -0.5, **options)
@@ -625,7 +625,7 @@ def test_tiles_refuse_a_second_derivative():
 
 @pytest.mark.parametrize("everywhere", [False, True], ids=["forward", "forward-and-backward"])
 def test_tiles_train_in_bf16_under_autocast(everywhere, ran, monkeypatch):
-    """What projections return under autocast goes to tiles, and what is of two types goes where autocast casts."""
+    """Projections under autocast go to tiles; tensors of two types go to eager, where autocast casts them."""
     monkeypatch.setattr(attention_cpu, "is_by_intel", lambda: True)
     tensors, _ = draw((2, 2, 300, 300, 16), torch.bfloat16)
     del tensors["rel_bias"]
@@ -712,7 +712,7 @@ def test_fp64_computes_in_fp64(make_model, make_ids, changes, implementation):
 
 @pytest.mark.parametrize("width", [38, 41, 64])
 def test_on_a_gpu_pytorchs_attention_gets_heads_of_eights_and_never_cudnn(monkeypatch, width):
-    """What is called there, called here: outputs and every gradient stay the same."""
+    """The function that a GPU calls has the outputs and gradients of PyTorch's, called here on a CPU."""
     attend, seen = F.scaled_dot_product_attention, []
 
     def look(query, key, value, *args, **options):

@@ -73,7 +73,7 @@ def segments(ids, length):
 
 
 def memory_of(outputs):
-    """What goes back with the next segment, nothing at first."""
+    """Arguments that pass the memory to the next segment; none at first."""
     return {} if outputs is None else {"mems": outputs.mems, "mems_mask": outputs.mems_mask}
 
 
@@ -334,7 +334,7 @@ def test_what_padding_would_predict_is_no_loss(make_model, make_ids, changes, la
 @pytest.mark.parametrize("how", ["segment", "memory+segment", "whole", "none"])
 @torch.no_grad()
 def test_padding_never_leaks_from_the_memory(make_model, make_ids, backend, how):
-    """What the first segment masked stays masked, whether or not later masks say so."""
+    """Padding of the first segment stays hidden, whether or not later masks hide it."""
     model = make_model(backend, mem_len=4)
     real = make_ids(1, 11, seed=1)
     other = make_ids(1, 11, seed=2)

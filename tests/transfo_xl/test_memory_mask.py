@@ -398,7 +398,7 @@ def test_masks_of_ones_and_zeros_in_floating_point_are_taken(make_model, make_id
 
 @pytest.mark.parametrize("kind", ["greedy", "beams", "no cache", "static", "lookup", "embeddings"])
 def test_generate_goes_on_from_a_padded_memory(make_model, make_ids, kind):
-    """What the memory holds as padding stays masked at every step, in every beam and copy."""
+    """Padding in the memory stays hidden at every step, in every beam and copy."""
     model = make_model(mem_len=12)
     model.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=60)
     rows = 1 if kind == "lookup" else 2

@@ -77,7 +77,7 @@ def cut(total, lengths):
 
 
 def alone(model, ids, targets, documents, lengths, **options):
-    """What `read` gives for each document by itself, cut where the segments of the whole row end."""
+    """The result of `read` for each document by itself, cut where the segments of the whole row end."""
     losses, start, memory = [], 0, {}
     borders = torch.tensor(lengths).cumsum(0).tolist()
     for document in documents:
@@ -230,7 +230,7 @@ def test_on_a_cpu_keys_are_copied_only_where_one_is_not_finite(device):
 
 @torch.no_grad()
 def test_a_cache_keeps_its_room_where_documents_begin(make_model, make_ids):
-    """What they hide is cleared where it lies: moved elsewhere, the next token would cost a copy of all keys."""
+    """Keys that a document hides are cleared in place; moving them would make the next token copy all keys."""
     model, cache = make_model(mem_len=9), MemoryCache(make_model(mem_len=9).config)
     model(make_ids(2, 4), past_key_values=cache)
     buffers = [layer._key_buffer.data_ptr() for layer in cache.layers]
@@ -367,7 +367,7 @@ def test_bad_resets(make_model, make_ids, changes, resets, message):
 @pytest.mark.parametrize("changes", [{"attn_type": 2, "mem_len": 0}, {"initial_memory": "zeros"}], ids=str)
 @torch.no_grad()
 def test_what_cannot_begin_documents_can_say_that_none_begins(make_model, make_ids, changes):
-    """What says so is named, if it is not `resets`."""
+    """An error names the argument that begins a document, if it is not `resets`."""
     model, ids, none = make_model(**changes), make_ids(1, 5), torch.zeros(1, 5, dtype=torch.bool)
     expected = model(ids).logits
     assert torch.equal(model(ids, resets=none, position_ids=torch.arange(5)[None]).logits, expected)
