@@ -30,6 +30,7 @@ SHORTER = {
     "txl-prepare": "",
     "txl-train": TRAINING,
     "txl-evaluate": "--max_tokens 60",
+    "txl-generate": "--max_new_tokens 20",
     "train_lm.py": TRAINING,
     "evaluate_lm.py": "--max_tokens 60",
     "tune_lm.py": "--max_tokens 60 --max_test_tokens 60",
@@ -123,8 +124,9 @@ def test_examples(clone):
 
 
 def test_the_commands_of_the_front_page(clone):
-    assert [words[0] for words in FRONT_PAGE] == ["txl-prepare", "txl-train", "txl-evaluate"]
-    assert type_all(FRONT_PAGE, clone).count('"bits_per_token"') == 3
+    assert [words[0] for words in FRONT_PAGE] == ["txl-prepare", "txl-train", "txl-evaluate", "txl-generate"]
+    printed = type_all(FRONT_PAGE, clone)
+    assert printed.count('"bits_per_token"') == 3 and "\nIt was" in printed
     assert (clone / "runs" / "book" / "model.safetensors").exists()
 
 
