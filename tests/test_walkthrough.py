@@ -126,7 +126,7 @@ def test_examples(clone):
 
 
 def test_the_commands_of_the_front_page(clone):
-    assert [words[0] for words in FRONT_PAGE] == ["txl-prepare", "txl-train", "txl-evaluate", "txl-generate"]
+    assert [words[0] for words in FRONT_PAGE] == ["txl-prepare", "txl-train", "txl-generate", "txl-evaluate"]
     printed = type_all(FRONT_PAGE, clone)
     assert len(FIGURES.findall(printed)) == 3 and "\nIt was" in printed
     assert (clone / "runs" / "book" / "model.safetensors").exists()
@@ -156,7 +156,7 @@ def test_launches(monkeypatch):
 
 
 # Pages whose commands take other programs or long: tests/clients types what they show, here their options are checked.
-ELSEWHERE = ("docs/clients.md", "docs/music.md")
+ELSEWHERE = ("docs/clients.md", "docs/commands.md", "docs/music.md")
 
 
 def test_commands_that_are_typed_elsewhere_have_the_options_they_show():
