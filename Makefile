@@ -66,9 +66,9 @@ quality: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The documentation, as a site in build/site; a link that leads nowhere is an error.
+# The documentation, as a site in build/site. A link that leads nowhere is an error: --quiet would hide it from --strict.
 docs: venv
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Whether the tests would notice: 210 seeded changes to the sources, each of which some test should find.
 mutants: venv

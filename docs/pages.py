@@ -1,7 +1,14 @@
 """What the site has beside the pages of this folder: mkdocs calls the functions whose names begin with `on_`."""
 
+import contextlib
+import importlib
+import io
+import os
 import re
+import sys
+import tomllib
 from pathlib import Path, PurePosixPath
+from unittest import mock
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -31,7 +38,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         for _, _, target, _ in LINK.findall(text):
-            if target.endswith(".png"):
+            if target.endswith(".png") and not target.startswith("docs/"):
                 picture = PurePosixPath(source).parent / target
                 files.append(File.generated(config, str(picture), abs_src_path=str(ROOT / picture)))
         files.append(File.generated(config, page, content=rewrite_links(text, PurePosixPath(source).parent)))
@@ -45,7 +52,7 @@ def rewrite_links(text: str, folder: PurePosixPath) -> str:
         picture, shown, target, anchor = match.groups()
         path = (ROOT / folder / target).resolve().relative_to(ROOT).as_posix()
         if picture:
-            return f"![{shown}]({path})"
+            return f"![{shown}]({path.removeprefix('docs/')})"
         path = f"{path}/README.md" if f"{path}/README.md" in PAGES else path
         if path in PAGES or path.startswith("docs/"):
             return f"[{shown}]({PAGES.get(path, path.removeprefix('docs/'))}{anchor or ''})"
@@ -55,8 +62,26 @@ def rewrite_links(text: str, folder: PurePosixPath) -> str:
 
 
 def on_page_markdown(markdown: str, **_) -> str:
-    """Links to those pages as the site has them; as they are written, they lead there in the repository."""
-    return re.sub(r"\]\(\.\./([^)#]+)", lambda match: f"]({PAGES.get(match[1], '../' + match[1])}", markdown)
+    """The same for the pages of docs/, on which links lead to files of the repository; help where a page has it."""
+    text = rewrite_links(markdown, PurePosixPath("docs"))
+    return text.replace("<!-- help -->", help_of_commands()) if "<!-- help -->" in text else text
+
+
+def help_of_commands() -> str:
+    """A section for each command, with its `--help`."""
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    sections = []
+    for name, start in scripts.items():
+        module, _, function = start.partition(":")
+        with (
+            mock.patch.dict(os.environ, COLUMNS="100"),
+            mock.patch.object(sys, "argv", [name, "--help"]),
+            contextlib.redirect_stdout(io.StringIO()) as shown,
+            contextlib.suppress(SystemExit),
+        ):
+            getattr(importlib.import_module(module), function)()
+        sections.append(f"## {name}\n\n```text\n{shown.getvalue()}```\n")
+    return "\n".join(sections)
 
 
 def on_page_content(html: str, **_) -> str:

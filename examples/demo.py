@@ -76,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def read_command_line() -> tuple[argparse.Namespace, str]:
-    """What is asked for, and the text. What is wrong with them ends the demo."""
+    """The options, and the text. An error in either ends the demo."""
     arguments = parse_arguments()
     text = standard_library() if arguments.text is None else read_text(arguments.text)
     with one_line_errors():

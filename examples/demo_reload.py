@@ -1,4 +1,4 @@
-"""What somebody does who has the demo's folder: load it through the Auto classes and continue a text with memory.
+"""A user's part of the demo, with its folder alone: load it through the Auto classes and continue a text with memory.
 
     python examples/demo_reload.py FOLDER PROMPT.txt OUTPUT.pt {with,without}
 

@@ -110,7 +110,7 @@ class Contender:
 
     @property
     def pieces(self) -> tuple["Contender", ...]:
-        """What is trained in turn."""
+        """The trainings, in their order."""
         return tuple(filter(None, (self.first_half, self)))
 
 
@@ -272,7 +272,7 @@ class Run:
 
     @property
     def pieces(self) -> tuple["Run", ...]:
-        """What is trained in turn, each piece from the model of the one before."""
+        """The trainings, in their order, each from the model of the one before."""
         return tuple(replace(self, contender=piece) for piece in self.contender.pieces)
 
     @property
@@ -281,7 +281,7 @@ class Run:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What it is called in `rows.csv`."""
+        """Its name in `rows.csv`."""
         return self.text, self.contender.name, str(self.seed)
 
     def training(self, output: Path, *more: str) -> list[str]:
@@ -434,7 +434,7 @@ def check_options(path: Path, before: dict[str, Any], today: dict[str, Any]):
 
 
 def read_tuned(run: Run) -> dict[str, Any]:
-    """What `tune_lm.py` has left, which may be a part; nothing before it has begun."""
+    """The rows that `tune_lm.py` has written, which may be a part of all; none before it has begun."""
     path = run.folder / TUNED
     return json.loads(path.read_text()) if path.exists() else {}
 
@@ -517,7 +517,7 @@ def time_steps(run: Run, names: list[str]):
 
 
 def timing_options(run: Run, contender: Contender) -> dict[str, Any]:
-    """What a contender is timed with, but for the places that depend on the run."""
+    """The command by which a contender is timed, without the paths of the run."""
     arguments = training_arguments(replace(run, contender=contender).training(run.work / "timed", *TIMING))
     options = {name: value for name, value in arguments.settings.items() if name not in PLACES}
     # Seconds of one machine are not those of another.
@@ -574,7 +574,7 @@ def seconds_of_steps(run: Run) -> list[float]:
 
 
 def rows_of(run: Run, threads: int) -> list[dict[str, Any]]:
-    """What a run gave with so many threads, a row for each way of reading.
+    """The results of a run with so many threads, a row for each way of reading.
 
     Raises:
         ValueError: the recipe has changed since the run began.

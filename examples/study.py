@@ -1,4 +1,4 @@
-"""What scripts that train several models and keep their results have in common on the command line."""
+"""The command line that scripts share which train several models and keep their results."""
 
 import argparse
 from pathlib import Path

@@ -210,7 +210,7 @@ def run(options: argparse.Namespace):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Point:
-    """What one pair of settings scores; `seconds` are those of the reading that it was found in."""
+    """The score of one pair of settings; `seconds` are those of the reading that it was found in."""
 
     dynamic: DynamicEvaluation | None
     cache: ContinuousCache | None
@@ -247,7 +247,7 @@ def note_divergence(report: dict[str, Any], where: str, dynamic: DynamicEvaluati
 
 
 def keep(report: dict[str, Any], path: Path | None):
-    """What is known so far, as a whole file."""
+    """The results so far, as a whole file."""
     if path is not None:
         write_text(path, json.dumps(report, indent=2, allow_nan=False) + "\n")
 

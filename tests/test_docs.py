@@ -11,6 +11,7 @@ import re
 import shlex
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,22 +47,35 @@ LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("README", "readi
 LENGTHS |= {f"examples/results/{name}.md": (50, 5) for name in ("statistics", "schedules")}
 PUBLISHED = "transfo-xl/transfo-xl-wt103"
 
-# Each page by itself, in a folder of its own; imports are paid for once.
+# Each page by itself, in a folder of its own; imports are paid for once. A block of text behind a block of Python is
+# its output, which is compared, or written with TXL_WRITE_OUTPUTS=1 in the environment.
 RUNNER = """
-import os, re, sys
+import contextlib, io, os, re, sys
 from pathlib import Path
 
+BLOCK = re.compile(r"^```python\\n(.*?)^```\\n(?:\\n```text\\n(.*?)^```\\n)?", re.DOTALL | re.MULTILINE)
+
+
+def run(block):
+    before = block.string[: block.start(1)].count("\\n")  # So that an error names the line of the page.
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile("\\n" * before + block[1], str(page), "exec"), names)
+    if block[2] is None:
+        return block[0]
+    if not os.environ.get("TXL_WRITE_OUTPUTS"):
+        assert printed.getvalue() == block[2], f"{page}, line {before}: prints {printed.getvalue()!r}"
+    return f"```python\\n{block[1]}```\\n\\n```text\\n{printed.getvalue()}```\\n"
+
+
 for page in map(Path, sys.argv[1:]):
-    text = page.read_text(encoding="utf-8")
-    # A block keeps its place, so that an error names the line of the page.
-    code = re.sub(r"(?s)(.*?)(?:^```python\\n(.*?)^```|\\Z)", lambda part: "\\n" * part[1].count("\\n")
-                  + ("\\n" + part[2] if part[2] else ""), text, flags=re.M)
-    folder = Path(page.stem)
+    folder, names = Path(page.stem), {"__name__": "__main__"}
     folder.mkdir()
     os.symlink(page.parents[1] / "examples", folder / "examples")
     os.chdir(folder)
     print("page", page.name, flush=True)
-    exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
+    text = page.read_text(encoding="utf-8")
+    if (found := BLOCK.sub(run, text)) != text:
+        page.write_text(found, encoding="utf-8")
     os.chdir("..")
 """
 
@@ -141,10 +155,23 @@ def test_every_python_block_and_notebook_runs(tmp_path, published):
     assert {"README.md", "config.json", "model.safetensors", "modeling_transfo_xl.py", "tokenizer.json"} <= set(files)
 
 
-def test_the_first_block_of_the_readme_loads_the_published_model():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f'AutoModelForCausalLM.from_pretrained("{PUBLISHED}")' in blocks(ROOT / "README.md")[0]
-    assert len(text.splitlines()) <= 150
+def test_readme_and_guide_begin_without_a_download(tmp_path):
+    """Their first blocks run without a network in an empty home, and show what they print."""
+    firsts = [tmp_path / "pages" / page.name for page in (ROOT / "README.md", ROOT / "docs" / "guide.md")]
+    (tmp_path / "pages").mkdir()
+    for page in firsts:
+        text = next(path for path in PAGES if path.name == page.name).read_text(encoding="utf-8")
+        block = re.search(r"^```python\n.*?^```\n\n```text\n.*?^```\n", text, re.DOTALL | re.MULTILINE)
+        assert block is not None and block.start() == text.index("```python\n"), page.name
+        page.write_text(block[0], encoding="utf-8")
+    (tmp_path / "runner.py").write_text(RUNNER)
+    offline = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    run = run_script(tmp_path / "runner.py", *firsts, cwd=tmp_path, timeout=300, only_torch=True, **offline)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name_of_page)
@@ -168,6 +195,39 @@ def test_pages_are_short(page):
 def test_pages_name_no_commit_and_nothing_outside_of_the_repository(page):
     text = page.read_text(encoding="utf-8")
     assert re.findall(r"\b(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{7}\b|\.\./shared|\blent\b|machine goes back", text) == []
+
+
+def test_the_page_of_commands_has_them_all():
+    """test_walkthrough.py compares the options that it shows with `--help`; the site shows all of `--help`."""
+    text = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(txl-\w+)` \|", text, re.MULTILINE)) == set(PROJECT["scripts"])
+    assert set(re.findall(r"^(txl-\w+) ", text, re.MULTILINE)) == set(PROJECT["scripts"])
+
+
+def test_the_page_of_the_environment_has_every_variable_of_ours():
+    sources = [*map(ROOT.joinpath, SOURCES), ROOT / "Makefile"]
+    named = re.findall(r"\bTXL_[A-Z_]+", "".join(path.read_text(encoding="utf-8") for path in sources))
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    assert set(named) == set(re.findall(r"`(TXL_[A-Z_]+)", page))
+
+
+def messages() -> Iterator[str]:
+    """Every string in the package, with `…` for what it is formatted with."""
+    for path in [*PACKAGE.rglob("*.py"), *(ROOT / "conversion").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_errors_on_the_page_of_troubles_are_those_of_the_package():
+    rows = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").partition("| observation |")[0]
+    shown = re.findall(r"^\| `(.*?)` \|", rows, re.MULTILINE)
+    known = set(messages())
+    assert len(shown) > 10
+    # A part that is left out stands at an end.
+    assert [text for text in shown if not any(text.strip("… ") in message for message in known)] == []
 
 
 def test_no_two_trainings_of_a_page_share_a_folder():

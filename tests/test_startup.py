@@ -14,6 +14,7 @@ COMMANDS = {
     "txl-evaluate": "import sys; from txl_hf.commands import evaluate; evaluate(sys.argv[1:])",
     "txl-prepare": "import sys; from txl_hf.commands import prepare; prepare(sys.argv[1:])",
     "txl-export": "import sys; from txl_hf.commands import export; export(sys.argv[1:])",
+    "txl-generate": "import sys; from txl_hf.commands import generate; generate(sys.argv[1:])",
     "txl-serve": "import sys; from txl_hf.commands import serve; serve(sys.argv[1:])",
     "txl-convert": "import sys; from txl_hf.conversion.convert import main; sys.exit(main(sys.argv[1:]))",
 }
@@ -67,6 +68,8 @@ def test_a_command_reads_its_options(command, argument):
         ("txl-evaluate", ["--model", "./nothing", "--data", "."]),
         ("txl-export", ["--model", "a/b/nothing", "--output", "o"]),
         ("txl-serve", ["../nothing"]),
+        ("txl-generate", ["./nothing"]),
+        ("txl-generate", ["m", "--prompt_file", "nothing"]),
         ("txl-prepare", ["--corpus", "text", "--input", ".", "--tokenizer", "/nothing", "--output", "o"]),
         ("txl-prepare", ["--corpus", "text", "--input", "nothing", "--output", "o"]),
         ("txl-convert", ["--from", "nvidia", "--checkpoint", "nothing", "--output", "o"]),

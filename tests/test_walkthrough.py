@@ -24,12 +24,15 @@ from scripts import run_script
 ROOT = Path(__file__).parents[1]
 TRAINING = "--n_layer 1 --d_model 16 --n_head 2 --d_head 8 --d_inner 16 --cutoffs --tgt_len 8 --mem_len 8"
 TRAINING += " --batch_size 4 --max_steps 2 --warmup_steps 1 --eval_batch_size 2 --eval_memory_lengths 0 8"
+# A line of the table of txl-evaluate.
+FIGURES = re.compile(r"^ +memory( +[\d.-]+){8}$", re.MULTILINE)
 # Further options, by script.
 SHORTER = {
     "prepare_corpus.py": "",
     "txl-prepare": "",
     "txl-train": TRAINING,
     "txl-evaluate": "--max_tokens 60",
+    "txl-generate": "--max_new_tokens 20",
     "train_lm.py": TRAINING,
     "evaluate_lm.py": "--max_tokens 60",
     "tune_lm.py": "--max_tokens 60 --max_test_tokens 60",
@@ -107,7 +110,7 @@ def test_examples(clone):
     typed = [words for words in commands("examples/README.md") if words[0] == "python"]
     assert {Path(words[1]).name for words in typed} == {name for name in SHORTER if name.endswith(".py")}
     printed = type_all(typed, clone)
-    assert printed.count('"bits_per_token"') == 6, "three memory lengths of each of two models"
+    assert len(FIGURES.findall(printed)) == 6, "three memory lengths of each of two models"
     for output in (
         "runs/wikitext-2",
         "runs/book",
@@ -123,8 +126,9 @@ def test_examples(clone):
 
 
 def test_the_commands_of_the_front_page(clone):
-    assert [words[0] for words in FRONT_PAGE] == ["txl-prepare", "txl-train", "txl-evaluate"]
-    assert type_all(FRONT_PAGE, clone).count('"bits_per_token"') == 3
+    assert [words[0] for words in FRONT_PAGE] == ["txl-prepare", "txl-train", "txl-generate", "txl-evaluate"]
+    printed = type_all(FRONT_PAGE, clone)
+    assert len(FIGURES.findall(printed)) == 3 and "\nIt was" in printed
     assert (clone / "runs" / "book" / "model.safetensors").exists()
 
 
@@ -152,7 +156,7 @@ def test_launches(monkeypatch):
 
 
 # Pages whose commands take other programs or long: tests/clients types what they show, here their options are checked.
-ELSEWHERE = ("docs/clients.md", "docs/music.md")
+ELSEWHERE = ("docs/clients.md", "docs/commands.md", "docs/music.md")
 
 
 def test_commands_that_are_typed_elsewhere_have_the_options_they_show():

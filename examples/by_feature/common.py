@@ -1,4 +1,4 @@
-"""What the scripts beside this one share: errors in one line, whole output folders, and what `--smoke` runs on.
+"""Parts that the scripts beside this one share: errors in one line, whole output folders, and what `--smoke` runs on.
 
 It imports nothing slow before it is needed, so that a script can look at its command line first.
 """

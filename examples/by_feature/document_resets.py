@@ -127,7 +127,7 @@ def segments(documents: list[Tensor], segment_length: int, batch_size: int) -> I
 
 
 def with_memory_columns(batch: dict[str, Tensor], memory: dict) -> dict[str, Tensor]:
-    """What the model takes of a batch of `segments`: a row that starts a document sees nothing of its memory."""
+    """The arguments of a call, of a batch of `segments`: a row that starts a document sees nothing of its memory."""
     mask = batch["attention_mask"]
     if memory:
         remember = (~batch["starts"]).long()[:, None].expand(-1, memory["mems"][0].shape[1])

@@ -135,7 +135,7 @@ class EventGrammar:
         return name if name.startswith("Family") else name.split("_")[0]
 
     def kind_of(self, shape: tuple[str, ...]) -> str:
-        """What an event is: the first of its types that the graph knows."""
+        """The kind of an event: the first of its types that the graph knows."""
         return next(kind for kind in shape[1:] if kind != "Ignore" and kind in self.graph)
 
     def allowed(self, event: list[int]) -> Tensor:

@@ -150,7 +150,7 @@ def make_model(arguments: argparse.Namespace) -> TransfoXLForCausalLM:
 
 
 def make_streams(arguments: argparse.Namespace, chorales: dict[str, list[Chorale]]) -> dict[str, Any]:
-    """What a Trainer learns from and is evaluated on."""
+    """The data sets that a Trainer learns from and is evaluated on."""
     text, ends = training_text(chorales["train"], arguments.steps * SEGMENT * STREAMS + 1, arguments.seed)
     held_out, held_out_ends = join([write_symbols(chorale) for chorale in chorales["validation"]])
     return {

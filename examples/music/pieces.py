@@ -113,7 +113,7 @@ class MusicGrammar(LogitsProcessor):
         return [(kind, value) for kind, value in pairs]
 
     def _pitch(self, program: str) -> str:
-        """What its pitches are called."""
+        """The names of its pitches."""
         return PITCHES[program == DRUMS and self.tokenizer.config.use_pitchdrum_tokens]
 
     # --- one token after the other -----------------------------------------------------------------------------------

@@ -300,7 +300,7 @@ def train(job: Job, corpus: Corpus) -> tuple[Any, float]:
 
 
 def begun_with(row: Row, sizes: Sizes, corpus: Corpus) -> dict[str, Any]:
-    """What a run that is gone on with must have in common with the one that was stopped."""
+    """The settings in which a run that goes on must equal the one that was stopped."""
     return {"text": corpus.name, "files": corpus.files, "shaw": row.shaw, **describe(sizes)}
 
 

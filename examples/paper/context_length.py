@@ -280,7 +280,7 @@ def _shown(row: dict[str, str], name: str) -> str:
 
 
 def plot(names: list[str], losses: Tensor, contexts: list[int], path: Path):
-    """What each step gains beside the group (Figure 3), and perplexity by context (Figure 4a)."""
+    """The gain of each step beside the group (Figure 3), and perplexity by context (Figure 4a)."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     for i, name in enumerate(names):
         left.plot(contexts[1:], gains(losses, i, 0.1)[1].numpy(), marker="o", markersize=3, label=name)

@@ -52,7 +52,7 @@ SENTENCE_ENDS = (".", "?", "!", "<eos>")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What every row of a table has in common.
+    """The columns that every row of a table has.
 
     Attributes:
         characters: how much of the training text is read, and how much of the two others, at most.

@@ -38,7 +38,7 @@ QUERIES, KEYS = 24, 96
 
 
 class Page:
-    """What the page shows, each as a function of a text."""
+    """The outputs of the page, each as a function of a text."""
 
     def __init__(self, name: str):
         self.model = AutoModelForCausalLM.from_pretrained(name).eval()
@@ -56,7 +56,7 @@ class Page:
         return ids
 
     def go_on(self, text: str, tokens: int, temperature: float) -> Iterator[str]:
-        """What may follow the text, longer and longer."""
+        """A continuation of the text, longer at each step."""
         ids = torch.tensor([self.read(text)])
         # With the text, behind which a decoder of words puts a space; alone they would have none.
         streamer, read = TextIteratorStreamer(self.tokenizer), len(self.tokenizer.decode(ids[0]))
@@ -89,7 +89,7 @@ class Page:
             yield text + written
 
     def worth(self, text: str) -> tuple[str, str, str]:
-        """What both readings come to, and each token coloured by its loss: with memory, without."""
+        """The scores of both readings, and each token coloured by its loss: with memory, without."""
         ids = self.read(text)
         segment = min(self.config.tgt_len, max(1, len(ids) // 4))
         found = [txl_hf.token_losses(self.model, ids, segment, length) for length in (self.config.mem_len, 0)]
@@ -103,7 +103,7 @@ class Page:
         return said, self.coloured("with memory", pieces, with_memory), self.coloured("without", pieces, without)
 
     def added(self, ids: list[int]) -> str:
-        """What the last token adds to the text: a space before a word too, and nothing while a character is begun."""
+        """The characters that the last token adds: also the space before a word; none while a character is begun."""
         before, text = (
             self.tokenizer.decode(part).rstrip("\ufffd") for part in (ids[-LOOK_BACK:-1], ids[-LOOK_BACK:])
         )

@@ -15,6 +15,11 @@ def export(argv: list[str] | None = None) -> None:
     _run("integrations.onnx_export", argv)
 
 
+def generate(argv: list[str] | None = None) -> None:
+    """`txl-generate`."""
+    _run("integrations.generate", argv)
+
+
 def prepare(argv: list[str] | None = None) -> None:
     """`txl-prepare`."""
     _run("data.prepare", argv)

@@ -79,7 +79,7 @@ def saved_by_torch(value) -> bytes:
 
 def run(capsys, *arguments: str | Path) -> dict:
     capsys.readouterr()
-    evaluate_lm.main([*map(str, arguments)])
+    evaluate_lm.main([*map(str, arguments), "--json"])
     return json.loads(capsys.readouterr().out)
 
 
@@ -87,7 +87,7 @@ def test_the_command_as_typed(corpus, model, tmp_path):
     """Every setting given; what is printed is what is written and what evaluate_language_model says."""
     settings = "--split validation --segment_length 6 --memory_length 0 20 --clamp_len 9 --same_length true"
     command = [SCRIPT, "--model", model, "--data", corpus, *settings.split()]
-    command += "--batch_size 3 --warm_up 4 --device cpu --dtype float32 --progress --output".split()
+    command += "--batch_size 3 --warm_up 4 --device cpu --dtype float32 --json --progress --output".split()
     process = run_script(*command, tmp_path / "new" / "result.json")
     assert process.returncode == 0, process.stderr
     assert "evaluate: 100%" in process.stderr
@@ -247,7 +247,7 @@ def test_a_trained_model_has_the_figure_of_its_training(corpus, model, tmp_path,
     lengths = {"segment_length": 5, "memory_length": 7, "ext_len": 2, "clamp_len": 6, "same_length": True}
     expected = evaluate_language_model(loaded, tokens, batch_size=3, **lengths)
     (copy / "results.json").write_text(json.dumps({"test": dataclasses.asdict(expected)}))
-    evaluate_lm.main(["--model", str(copy), "--data", str(corpus)])
+    evaluate_lm.main(["--model", str(copy), "--data", str(corpus), "--json"])
     printed = capsys.readouterr()
     [row] = json.loads(printed.out)["results"]
     assert row["nll"] == pytest.approx(expected.nll, rel=1e-6)
@@ -262,7 +262,7 @@ def test_a_trained_model_has_the_figure_of_its_training(corpus, model, tmp_path,
         # From end to end: in three streams a third of the text each.
         [row] = run(capsys, "--model", copy, "--data", corpus, *follows)["results"]
         assert (row["segment_length"], row["batch_size"]) == (5, 1)
-    options = ["--model", copy, "--data", corpus, "--sliding_window", 9, "--max_tokens", 30]
+    options = ["--model", copy, "--data", corpus, "--sliding_window", 9, "--max_tokens", 30, "--json"]
     evaluate_lm.main([*map(str, options)])
     printed = capsys.readouterr()
     [window] = json.loads(printed.out)["results"]
@@ -299,7 +299,7 @@ def test_whose_figures_they_are_is_told_by_the_weights_and_not_by_times(corpus, 
     next(loaded.parameters()).data.add_(1)
     loaded.save_pretrained(copy)
     os.utime(copy / "results.json", (time.time() + 60,) * 2)
-    evaluate_lm.main(["--model", str(copy), "--data", str(corpus)])
+    evaluate_lm.main(["--model", str(copy), "--data", str(corpus), "--json"])
     printed = capsys.readouterr()
     assert "results.json is not used: it is of other weights, or not txl-train's" in printed.err
     assert json.loads(printed.out)["results"][0]["segment_length"] == 8
@@ -310,14 +310,13 @@ def test_a_length_that_was_not_evaluated_has_no_init(corpus, model, capsys):
     assert result["curves"]["memory"]["init"] is None
 
 
-def test_a_terminal_gets_a_table_line_by_line(corpus, model, monkeypatch, capsys):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+def test_the_figures_are_a_table_and_json_is_asked_for(corpus, model, capsys):
     evaluate_lm.main([*f"--model {model} --data {corpus} --memory_length 4 12 --max_tokens 40".split()])
     head, first, second, curve = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["protocol", "length", "segment", "perplexity"]
     assert first.split()[:2] == ["memory", "4"] and second.split()[:2] == ["memory", "12"]
     assert curve.startswith("memory: perplexity") and "at the length of training" in curve
-    assert run(capsys, *f"--model {model} --data {corpus} --max_tokens 40 --json".split())["results"]
+    assert run(capsys, *f"--model {model} --data {corpus} --max_tokens 40".split())["results"]
 
 
 def test_what_was_found_before_an_interruption_is_kept(corpus, model, monkeypatch, tmp_path, capsys):
@@ -330,7 +329,8 @@ def test_what_was_found_before_an_interruption_is_kept(corpus, model, monkeypatc
         return evaluate(loaded, token_ids, reading, *settings)
 
     monkeypatch.setattr(evaluate_lm, "evaluate_caches", interrupted)
-    command = f"--model {model} --data {corpus} --memory_length 4 8 12 --max_tokens 40 --output {tmp_path}/result.json"
+    command = f"--model {model} --data {corpus} --memory_length 4 8 12 --max_tokens 40 --json"
+    command += f" --output {tmp_path}/result.json"
     with pytest.raises(SystemExit) as stopped:
         evaluate_lm.main(command.split())
     assert stopped.value.code == "stopped"

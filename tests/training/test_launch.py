@@ -243,7 +243,7 @@ LAUNCHED = pytest.mark.parametrize(("name", "processes"), [("cpu", "2"), ("one_g
 
 
 def launch_smoke(name: str, processes: str, script: str, folder: Path, *arguments: str) -> str:
-    """What a script prints that `--smoke` makes short, under a configuration, on the CPU."""
+    """The output of a script with `--smoke`, started by a configuration on the CPU."""
     options = ["--num_processes", processes, "--main_process_port", "0", "--mixed_precision", "no"]
     arguments = (*arguments, "--smoke", "--output", str(folder))
     return finish(start(name, ROOT / "examples" / script, *options, arguments=list(arguments)))

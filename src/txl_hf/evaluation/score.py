@@ -19,8 +19,8 @@ A model that `txl-train` has scored is scored likewise: lengths, `--batch_size` 
 are those of its results.json, so that one model has one figure. With `--dynamic` or `--cache` it is one stream, which
 these follow from end to end.
 
-On a terminal the figures appear as a table, line by line as they are found; elsewhere, or with `--json`, the result is
-JSON. `--output` holds the same JSON, from the first figure on. The result has for each length the negative
+The figures appear as a table, line by line as they are found. `--json` prints the result as JSON instead, and
+`--output` writes the same JSON into a file, from the first figure on. The result has for each length the negative
 log-likelihood, perplexity and bits of a token, perplexity per word and bits per character of the text (words and
 characters as `txl-prepare` counts them), and all settings that these figures depend on. An infinite perplexity,
 for which JSON has no number, is null, and so are figures of words or characters where more than a thousandth of these
@@ -114,7 +114,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="mix in a continuous cache; see tune_lm.py",
     )
     parser.add_argument("--max_tokens", type=at_least_one, help="score the beginning of the text only")
-    parser.add_argument("--json", action="store_true", help="print JSON on a terminal too")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     parser.add_argument(
         "--progress",
         action=argparse.BooleanOptionalAction,
@@ -134,7 +134,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if options.split is not None and options.data.is_file():
         parser.error(f"--split is of a folder of txl-prepare: {options.data} is one text, which is scored as a whole")
     options.split = options.split or "test"
-    options.json = options.json or not sys.stdout.isatty()
     return options
 
 

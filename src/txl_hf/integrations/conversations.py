@@ -193,6 +193,8 @@ class Reply(StoppingCriteria):
         most: tokens after which the reply ends; `generate` has to be given as many.
         ends: tokens that end it, as `generate` has them.
         stops: strings that end it, and are no part of it.
+        prompt: tokens that the reply is decoded behind, so that its first word is joined to them as words of a text
+            are; they are no part of it. By default the reply is a text of its own.
     """
 
     def __init__(
@@ -202,10 +204,12 @@ class Reply(StoppingCriteria):
         most: int,
         ends: Collection[int] = (),
         stops: Collection[str] = (),
+        prompt: Sequence[int] = (),
     ):
         self.tokenizer, self.send = tokenizer, send
         self.most, self.ends, self.stops = most, ends, stops
-        self.tokens: list[int] = []
+        self.prompt, self.tokens = list(prompt), list[int]()
+        self._begins = len(tokenizer.decode(self.prompt, skip_special_tokens=True))
         self.finish_reason: str | None = None  # "stop", by a token or a string of its own, or "length"
         self._texts, self._sent = ("", ""), 0  # the last two that differ; how many characters have been sent
 
@@ -226,7 +230,7 @@ class Reply(StoppingCriteria):
             self._write(is_last=True)
 
     def _write(self, is_last: bool = False) -> None:
-        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        text = self.tokenizer.decode(self.prompt + self.tokens, skip_special_tokens=True)[self._begins :]
         places = [place for stop in self.stops if (place := text.find(stop)) >= 0]
         if places:
             self.finish_reason, final = "stop", text[: min(places)]
