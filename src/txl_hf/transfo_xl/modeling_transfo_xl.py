@@ -631,7 +631,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         layers: list[Any] = list(self.layers)
         weights = [getattr(layer.self_attn.r_proj, "weight", None) for layer in layers]
         if not state.has_distances(reach, clamp_len, weights, (self._trained, working_dtype(states))):
-            state.distances = self.positions.distances(self, reach, states, clamp_len)
+            state.projected = max(reach, state.projected)
+            state.distances = self.positions.distances(self, state.projected, states, clamp_len)
         assert state.distances is not None
         return state.distances, state
 
