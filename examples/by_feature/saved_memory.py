@@ -33,7 +33,7 @@ from txl_hf.transfo_xl.memory_transfo_xl import memory_of
 
 def smoke(folder: Path) -> list[str | Path]:
     (folder / "novel.txt").write_text(common.standard_library("textwrap"), encoding="utf-8")
-    files = ["--text", folder / "novel.txt", "--memory", folder / "novel.safetensors"]
+    files: list[str | Path] = ["--text", folder / "novel.txt", "--memory", folder / "novel.safetensors"]
     return ["--model", common.tiny_checkpoint(folder), *files, "--prompt", "def ", "class ", "import "]
 
 
