@@ -96,6 +96,7 @@ def test_a_file_that_is_not_there_is_refused_in_one_line(command, arguments, tmp
         ("by_feature/document_resets.py", ["--documents", __file__, "t"], "--documents t does not exist"),
         ("by_feature/genome_labels.py", ["--fasta", "t"], "--fasta t does not exist"),
         ("by_feature/streaming_generation.py", ["--model", "~/m"], "--model ~/m does not exist: "),
+        ("by_feature/saved_memory.py", ["--model", "m", "--memory", "f", "--text", "t"], "--text t does not exist"),
         ("by_feature/memory_agent.py", ["--env", "recall"], "--output is missing"),
     ],
 )

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from . import kernels, legacy  # noqa: F401 -- they register themselves with the model and the tokenizer
+from .data.memory_files import load_memory, save_memory
 from .data.streams import TokenStream
 from .data.text_stream import TextStream
 from .evaluation.continuous_cache import ContinuousCache
@@ -71,8 +72,10 @@ __all__ = [
     "TransfoXLTrainer",
     "TransfoXLTrainingArguments",
     "evaluate_language_model",
+    "load_memory",
     "mask_overflow",
     "regularize",
+    "save_memory",
     "token_losses",
 ]
 

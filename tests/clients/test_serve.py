@@ -22,6 +22,7 @@ import pytest
 import torch
 from openai import OpenAI
 
+import txl_hf
 from models import small_model
 from txl_hf import TransfoXLTokenizer, commands
 
@@ -110,6 +111,30 @@ def test_a_completion(client, model):
     assert found.usage.prompt_tokens == 13
     streamed = [part.choices[0].text for part in client.completions.create(**asked, stream=True)]
     assert "".join(streamed) == found.choices[0].text and len(streamed) > 3
+
+
+def test_completions_go_on_from_a_memory_that_is_served(model, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    reader, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    read = reader(tokenizer("it was a dark night. ", return_tensors="pt")["input_ids"], use_cache=True)
+    txl_hf.save_memory(tmp_path / "memory", reader, read)
+    with served(model, "--memory", str(tmp_path / "memory")) as client:
+        asked = {"model": str(model), "prompt": "hello world. ", "max_tokens": 12, "temperature": 0}
+        found = client.completions.create(**asked)
+    assert found.choices[0].text == reply(model, "it was a dark night. hello world. ", 12)
+    assert found.usage.prompt_tokens == 13
+    txl_hf.save_memory(tmp_path / "memory", reader, reader(torch.ones(1, 3, dtype=torch.long)))
+    process = subprocess.run(
+        [sys.executable, "-c", COUNTED, str(model), "--port", "0", "--memory", str(tmp_path / "memory")],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert process.stderr.splitlines()[-1] == (
+        f"error: --memory {tmp_path / 'memory'} is no MemoryCache of one row for mem_len=300: save what a call of "
+        "this model with use_cache=True returned"
+    )
 
 
 def test_a_reply_is_drawn_with_the_seed_of_its_request(client, model):

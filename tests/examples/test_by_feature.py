@@ -35,6 +35,7 @@ SCRIPTS = [
     "lora",
     "memory_agent",
     "music_events",
+    "saved_memory",
     "streaming_generation",
 ]
 
@@ -98,6 +99,42 @@ def test_streaming_generation(tmp_path):
     # The last token generated is the only one that nothing has read.
     length, read = figures(r"A text of (\d+) tokens; the model has read (\d+)\.", printed)
     assert read == length - 1 > 4 * 80
+
+
+@pytest.mark.slow
+def test_saved_memory(tmp_path):
+    printed = smoke("saved_memory", tmp_path, "--memory", tmp_path / "novel.safetensors")
+    assert figures(r"Read (\d+) tokens in [\d.]+ s;", printed)[0] > 10_000
+    size = (tmp_path / "novel.safetensors").stat().st_size
+    assert f"novel.safetensors has {size:,} bytes." in printed
+    answers = re.findall(r"^> (def |class |import )$", printed, re.MULTILINE)
+    assert answers == ["def ", "class ", "import "]
+
+
+def test_prompts_are_answered_from_a_text_that_was_read_once(script, checkpoint, tmp_path, monkeypatch, capsys):
+    """By another call of the script, without the text, as a model answers that reads all of it."""
+    module, text = script("saved_memory"), "abcdefghij,\n" * 9
+    (tmp_path / "text").write_text(text)
+    options = ["--model", str(checkpoint), "--memory", str(tmp_path / "memory")]
+
+    def run(*further: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["saved_memory.py", *options, *further])
+        module.main()
+        return capsys.readouterr().out
+
+    assert run("--text", str(tmp_path / "text")).startswith("Read 108 tokens in")
+    found = run("--prompt", "ab", "j", "--max_new_tokens", "5")
+    model, tokenizer = TransfoXLForCausalLM.from_pretrained(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    expected = ""
+    for prompt in ("ab", "j"):
+        mems = None
+        ids, new = (tokenizer(each, return_tensors="pt")["input_ids"] for each in (text, prompt))
+        with torch.no_grad():
+            for segment in ids.split(32, dim=1):
+                mems = model(segment, mems=mems).mems
+        written = model.generate(new, mems=mems, max_new_tokens=5, do_sample=False)
+        expected += f"> {prompt}\n{tokenizer.decode(written[0])}\n"
+    assert found == expected
 
 
 @pytest.mark.slow

@@ -74,6 +74,22 @@ def test_a_seed_is_of_one_reply(conversations, make_ids):
     assert not torch.equal(turn(talk, ids, DRAWN), turn(talk, ids, DRAWN)), "without one they differ"
 
 
+def test_texts_begin_behind_a_memory_that_is_given(conversations, make_ids):
+    """Each from the same place, as if the text of the memory stood in front of it, of which it is no part."""
+    talk, reads = conversations
+    book, prompts = make_ids(1, 20), [make_ids(1, length, seed=length) for length in (7, 1, 7)]
+    with torch.no_grad():
+        start = talk.model(book, use_cache=True).past_key_values
+    reader = Conversations(talk.model, limit=2**30, start=start)
+    for ids in (*prompts, torch.cat([prompts[0], make_ids(1, 3)], dim=1)):
+        expected = alone(talk, torch.cat([book, ids], dim=1))[:, 20:]
+        reads.clear()
+        found = turn(reader, ids)
+        assert torch.equal(found, expected)
+        assert sum(reads) <= ids.shape[1] + 5
+    assert start.get_seq_length() == 20
+
+
 def test_another_reply_to_the_same_prompt_goes_on_from_the_prompt(conversations, make_ids):
     talk, reads = conversations
     ids = make_ids(1, 30)
@@ -108,11 +124,11 @@ def test_a_memory_takes_no_more_than_its_keys_and_values(conversations, make_ids
     turn(talk, make_ids(1, 30))
     prompt, reply = talk.kept.values()
     for memory, length in ((prompt, 29), (reply, 35)):
-        tensors = [states for layer in memory.layers for states in layer]
+        tensors = memory.tensors.values()
         size = 2 * 2 * 16 * 4 * length  # keys and values, two layers, d_model
         assert sum(states.untyped_storage().nbytes() for states in tensors) == size
-        assert memory.nbytes == size + 4 * length
-    assert talk.nbytes == prompt.nbytes + reply.nbytes
+        assert memory.nbytes == size
+    assert talk.nbytes == prompt.nbytes + reply.nbytes + 4 * (29 + 35)
 
 
 def test_what_is_larger_than_all_memories_together_is_not_kept(conversations, make_ids):

@@ -1238,6 +1238,18 @@ def test_while_the_memory_grows_no_step_is_captured(tmp_path, corpus, recorder):
     np.testing.assert_allclose(found, plain, rtol=1e-4)
 
 
+def test_a_step_of_several_segments_reads_as_much_more_text_and_is_not_captured(tmp_path, corpus, recorder):
+    """Evaluations read segments of tgt_len as before."""
+    recipe = write_recipe(tmp_path / "recipe.yaml", n_layer=1, max_steps=8, cutoffs=[], div_val=1, tgt_len=8)
+    given, tokens = (recipe, "--data", corpus, "--output"), []
+    train(*given, tmp_path / "1", "--cuda_graphs", "False")
+    evaluating = recorder.recorded
+    train(*given, tmp_path / "3", "--backprop_segments", "3")
+    assert recorder.recorded == 2 * evaluating
+    tokens = [read_log(tmp_path / name, "tokens")[-1] for name in ("1", "3")]
+    assert tokens[1] == 3 * tokens[0] > 0
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 

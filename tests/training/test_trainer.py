@@ -438,6 +438,97 @@ def test_a_loss_of_ones_own_gets_the_labels_of_a_stream(tmp_path, changes):
     assert logs[1] == pytest.approx(logs[0], rel=1e-4) and len(logs[0]) == 3
 
 
+# --- gradients through the memory ------------------------------------------------------------------------------------
+
+
+def by_hand_through_memory(stream, segments: int, steps: int, detach_mems=False, **model_changes) -> list[float]:
+    """SGD on the losses of several segments, of which each has the memory of the one before with its graph."""
+    model, losses, memory = make_model(**model_changes), [], {}
+    for step in range(steps):
+        items = [stream[step * stream.batch_size + row] for row in range(stream.batch_size)]
+        loss, tokens = 0, 0
+        for part in range(segments):
+            batch = {name: torch.stack([item[name].chunk(segments)[part] for item in items]) for name in items[0]}
+            output = model(**batch, **memory, detach_mems=detach_mems)
+            memory = memory_of(output)
+            loss, tokens = loss + output.losses.sum(), tokens + batch["input_ids"].numel()
+        memory["mems"] = tuple(states.detach() for states in memory["mems"])
+        (loss / tokens).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= SGD["learning_rate"] * parameter.grad
+                parameter.grad = None
+        losses.append(loss.item() / tokens)
+    return losses
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gradients_go_back_through_the_memory_of_several_segments(tmp_path, accumulation):
+    """With a memory that is shorter than a step's text, and across its steps."""
+    given = {**SGD, "max_steps": 6, "per_device_train_batch_size": 4 // accumulation}
+    given["gradient_accumulation_steps"] = accumulation
+
+    def losses(segments: int | None, mem_len: int = 6) -> list[float]:
+        changes = {} if segments is None else {"backprop_segments": segments}
+        stream, model_changes = TokenStream(make_text(301), 9, 4), {"mem_len": mem_len}
+        trainer = make_trainer(tmp_path, stream=stream, model_changes=model_changes, **given, **changes)
+        trainer.train()
+        assert not any(states.requires_grad for states in trainer.model(torch.ones(1, 9, dtype=torch.long)).mems)
+        return logged(trainer)
+
+    found, stream = losses(3), TokenStream(make_text(301), 9, 4)
+    assert found == pytest.approx(by_hand_through_memory(stream, 3, 6), abs=2e-5)
+    assert found != pytest.approx(by_hand_through_memory(stream, 3, 6, detach_mems=True), abs=1e-3)
+    assert losses(1) == losses(None), "bit for bit"
+    # Where the memory holds all that was read, a step of three segments is one of a long segment.
+    assert losses(3, mem_len=54) == pytest.approx(losses(1, mem_len=54), abs=2e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_go_back_through_the_memory_as_one(tmp_path):
+    given = {**SGD, "max_steps": 6, "backprop_segments": 2}
+    for processes in (1, 2):
+        (output := tmp_path / str(processes)).mkdir()
+        sizes = {f"per_device_{split}_batch_size": 4 // processes for split in ("train", "eval")}
+        assert set(run(processes, output=output, **sizes, **given)) == {0}
+    one, two = ([loss for _, _, loss, _ in read_losses(tmp_path / str(n))] for n in (1, 2))
+    assert two == pytest.approx(one, abs=2e-5) and len(one) == 6
+
+
+def test_a_step_of_several_segments_leaves_a_memory_that_checkpoints_hold(tmp_path):
+    given = {**SAVING, "backprop_segments": 2, "optim": "sgd"}
+    whole = make_trainer(tmp_path / "whole", stream=TokenStream(make_text(301), 10, 4), **given)
+    whole.train()
+    resumed = make_trainer(tmp_path / "whole", stream=TokenStream(make_text(301), 10, 4), **given)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-10"))
+    assert logged(resumed)[-2:] == logged(whole)[-2:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "model_changes", "trainer", "message"),
+    [
+        ({}, {"ext_len": 2}, {}, "backprop_segments=2 reads an item as several segments, which goes with no ext_len"),
+        ({}, {}, {"compute_loss_func": lambda *given, **more: None}, "goes with no compute_loss_func: set it to 1"),
+    ],
+)
+def test_what_does_not_go_with_several_segments_is_refused(tmp_path, changes, model_changes, trainer, message):
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, model_changes=model_changes, trainer=trainer, backprop_segments=2, **changes)
+    with pytest.raises(ValueError, match="--backprop_segments is 0, but must be at least 1"):
+        make_trainer(tmp_path, backprop_segments=0)
+
+
+def test_items_without_aligned_labels_are_no_segments(tmp_path):
+    class Sentences(TokenStream):
+        def __getitem__(self, index):
+            ids = super().__getitem__(index)["input_ids"]
+            return {"input_ids": ids, "labels": ids}
+
+    trainer = make_trainer(tmp_path, stream=Sentences(make_text(301), 10, 4), backprop_segments=2, max_steps=1)
+    with pytest.raises(ValueError, match="backprop_segments=2 cuts items.*has no shift_labels: set it to 1"):
+        trainer.train()
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 

@@ -747,6 +747,56 @@ def test_no_gradient_reaches_the_segment_before(make_model, make_ids):
     assert gradient.abs().max() > 0
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["real", "padded"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"pre_lnorm": True}, {"attn_type": 1}, {"gating": "gru"}, {"clamp_len": 3}],
+    ids=["plain", "pre_lnorm", "shaw", "gated", "clamp"],
+)
+@pytest.mark.parametrize("lengths", [(4, 4, 4), (3, 9), (1, 5, 6)], ids=str)
+def test_gradients_through_the_memory_are_those_of_one_long_segment(
+    make_model, make_ids, backend, changes, masked, lengths
+):
+    """As long as it holds all of the text. Detached they are others."""
+    model, ids = make_model(backend, mem_len=12, **changes).double().train(), make_ids(2, 13)
+    mask = torch.ones_like(ids)
+    if masked:
+        mask[0, :2] = 0
+    targets = torch.where(mask[:, :-1] == 1, ids[:, 1:], -100)
+
+    def gradients(lengths, **options):
+        model.zero_grad()
+        parts, memory, loss = (each[:, :12].split(lengths, dim=1) for each in (ids, targets, mask)), {}, 0
+        for tokens, labels, real in zip(*parts, strict=True):
+            output = model(tokens, shift_labels=labels, attention_mask=real, **memory, **options)
+            memory, loss = memory_of(output), loss + output.losses.sum()
+        loss.backward()
+        return [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+    expected = gradients((12,))
+    close(gradients(lengths, detach_mems=False), expected, 1e-9)
+    with pytest.raises(AssertionError):
+        close(gradients(lengths), expected, 1e-3)
+
+
+def test_memory_keeps_its_graph_through_a_gradient_checkpoint_and_where_a_segment_is_the_memory(make_model, make_ids):
+    model, ids = make_model(mem_len=4).double().train(), make_ids(2, 8)
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        embeds = model.get_input_embeddings()(ids[:, :4]).detach().requires_grad_()
+        first = model(inputs_embeds=embeds, detach_mems=False)
+        assert all(states.requires_grad for states in first.mems)
+        loss = model(ids[:, 4:], mems=first.mems, labels=ids[:, 4:]).loss
+        found += torch.autograd.grad(loss, embeds)
+        with torch.no_grad():
+            embeds.zero_()
+        assert first.mems[0].abs().min() > 0, "the caller's states are not the memory"
+    assert found[0].abs().max() > 0
+    close(found[1], found[0], 1e-9)
+
+
 @pytest.mark.parametrize(
     "make_cache",
     [

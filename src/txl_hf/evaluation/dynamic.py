@@ -391,7 +391,7 @@ def _open_statistics(token_ids: Any, model: TransfoXLForCausalLM, text: Text) ->
     # Places belong to one text; a token ends the documents of both.
     document_end = text.document_end if isinstance(text.document_end, int) else None
     try:
-        return open_text(model, token_ids, replace(text.reading, warm_up=0, document_end=document_end))
+        return open_text(model, token_ids, replace(text.reading, warm_up=0, document_end=document_end, memory=None))
     except ValueError as error:
         raise ValueError(f"statistics: {error}") from None
 

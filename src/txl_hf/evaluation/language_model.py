@@ -1,7 +1,7 @@
 """Perplexity and bits per token of a text, read segment by segment with memory."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +115,7 @@ def evaluate_language_model(
     document_end: int | Sequence[int] | np.ndarray | None = None,
     accelerator: Any = None,
     progress: bool = False,
+    memory: Mapping[str, Any] | None = None,
 ) -> LanguageModelEvaluation:
     """Score a text with memory.
 
@@ -151,6 +152,9 @@ def evaluate_language_model(
         accelerator: an `accelerate.Accelerator` whose processes share the streams out among them. All must call this,
             and all get the result of the whole text. None: this process reads all streams.
         progress: show a progress bar, of this process's streams.
+        memory: what the streams go on from: `mems` and `mems_mask`, or `past_key_values`, with a row for each stream
+            of this process, as `txl_hf.load_memory` returns. The first token of a stream is not scored all the same.
+            None: nothing.
 
     Raises:
         ValueError: the text is empty, leaves nothing to score, is no sequence of integers, or holds an id outside the
@@ -159,7 +163,7 @@ def evaluate_language_model(
             is wrapped for several devices.
     """
     lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
-    reading = Reading(segment_length, lengths, batch_size, warm_up, document_end, accelerator, progress)
+    reading = Reading(segment_length, lengths, batch_size, warm_up, document_end, accelerator, progress, memory)
     return evaluate_caches(model, token_ids, reading, [cache], dynamic)[0]
 
 
@@ -223,6 +227,7 @@ def token_losses(
     document_end: int | Sequence[int] | np.ndarray | None = None,
     accelerator: Any = None,
     progress: bool = False,
+    memory: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """The loss of each token of a text; `evaluate_language_model` returns their mean.
 
@@ -238,7 +243,7 @@ def token_losses(
         ValueError: as `evaluate_language_model`.
     """
     lengths = MemoryLengths(memory_length, ext_len, clamp_len, same_length)
-    reading = Reading(segment_length, lengths, batch_size, warm_up, document_end, accelerator, progress)
+    reading = Reading(segment_length, lengths, batch_size, warm_up, document_end, accelerator, progress, memory)
     text = open_text(model, token_ids, reading)
     with _losses(model, text, dynamic, [cache]) as losses:
         # Not moved before the end, so that an accelerator need not wait for the processor.

@@ -1,6 +1,7 @@
 """A text read with memory: in streams, segment after segment, with the loss of each token in its place."""
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -42,7 +43,7 @@ class Reading:
 
     Attributes:
         lengths: `memory_length`, `ext_len`, `clamp_len` and `same_length`.
-        segment_length, batch_size, …: as there.
+        segment_length, batch_size, memory, …: as there.
     """
 
     segment_length: int
@@ -52,6 +53,7 @@ class Reading:
     document_end: int | Sequence[int] | np.ndarray | None = None
     accelerator: Any = None
     progress: bool = False
+    memory: Mapping[str, Any] | None = None
 
     def of(self, config: TransfoXLConfig) -> "Reading":
         """The same reading with the configuration's lengths in the place of None.
@@ -242,7 +244,12 @@ class Reader:
         reading = reading.of(model.config)
         self._lengths, self._accelerator = reading.lengths, reading.accelerator
         self._projected = projected and reading.lengths.ext_len == 0
-        self._memory: dict[str, Any] = {}
+        if not self._projected and CACHE_NAME in (reading.memory or {}):
+            raise ValueError(
+                "memory has past_key_values, but dynamic evaluation and ext_len go on from hidden states: give mems"
+            )
+        # A cache is continued in place, and the caller's stays as it is.
+        self._memory: dict[str, Any] = copy.deepcopy(dict(reading.memory or {}))
         self.alike = SegmentsAlike(model.transformer, reading.lengths.mem_len or 0)
 
     def read(self, segment: Segment) -> Tensor:

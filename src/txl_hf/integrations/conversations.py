@@ -5,26 +5,17 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from os.path import commonprefix
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
+from ..data.memory_files import HeldCache
 from ..transfo_xl.cache_transfo_xl import CACHE_NAME, MemoryCache
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
 # A reply of fewer tokens is decoded at each of them, one of fewer than twice as many at every second, and so on.
 DECODED_AT_EVERY_TOKEN = 256
-
-
-class Memory(NamedTuple):
-    """The contents of a `MemoryCache`: copies of each layer's keys and values, (1, H, ≤ M, Dh), without empty room."""
-
-    layers: list[tuple[Tensor, Tensor]]
-    length: int  # tokens read, those of the initial memory included
-    initial_length: int
-    nbytes: int
 
 
 class Conversations:
@@ -35,12 +26,18 @@ class Conversations:
     at the same time: they take turns, token by token and segment by segment.
     """
 
-    def __init__(self, model: TransfoXLForCausalLM, limit: float):
-        """Args: limit: bytes of all memories that are kept; the least recently used are dropped."""
+    def __init__(self, model: TransfoXLForCausalLM, limit: float, start: MemoryCache | None = None):
+        """Args: limit: bytes of all memories that are kept; the least recently used are dropped.
+        start: of one row, the memory behind which every text begins; None: none.
+        """
         self.model, self.limit = model, limit
+        self.start = None if start is None else HeldCache.of(start)
+        if self.start is not None:
+            # What was read lies before the texts, and is no part of them.
+            self.start.counts["initial_length"] = self.start.counts["length"]
         self.devices = [model.device] if model.device.type == "cuda" else []  # besides the CPU
         self.turns = Turns()
-        self.kept: OrderedDict[bytes, Memory] = OrderedDict()
+        self.kept: OrderedDict[bytes, HeldCache] = OrderedDict()
 
     @torch.no_grad()
     def generate(
@@ -100,18 +97,14 @@ class Conversations:
         return not is_over()
 
     def recall(self, input_ids: Tensor) -> MemoryCache:
-        """A new cache with the memory of the longest text that these tokens go on from; empty where there is none."""
-        cache, text = MemoryCache(self.model.config), _as_bytes(input_ids)
+        """A new cache with the memory of the longest text that these tokens go on from, or of the beginning."""
+        text, held = _as_bytes(input_ids), self.start
         beginnings = (known for known in self.kept if len(known) < len(text) and text.startswith(known))
         longest = max(beginnings, key=len, default=None)
         if longest is not None:
             self.kept.move_to_end(longest)
-            memory = self.kept[longest]
-            for index, (keys, values) in enumerate(memory.layers):
-                cache.update(keys, values, index)
-                cache.layers[index].cumulative_length = memory.length
-            cache.decoding_state.initial_length = memory.initial_length
-        return cache
+            held = self.kept[longest]
+        return MemoryCache(self.model.config) if held is None else held.restore(self.model.config)
 
     def keep(self, input_ids: Tensor, cache: MemoryCache) -> None:
         """Keep a copy of the memory of a text, (1, L) tokens, where the limit allows it."""
@@ -126,14 +119,12 @@ class Conversations:
             return
         while self.kept and nbytes + self.nbytes > self.limit:
             self.kept.popitem(last=False)
-        layers = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
-        initial_length = cache.decoding_state.initial_length
-        self.kept[text] = Memory(layers, cache.get_seq_length() + initial_length, initial_length, nbytes)
+        self.kept[text] = HeldCache.of(cache)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all memories that are kept, with the tokens of their texts."""
-        return sum(memory.nbytes for memory in self.kept.values())
+        return sum(len(text) + held.nbytes for text, held in self.kept.items())
 
 
 def _as_bytes(input_ids: Tensor) -> bytes:

@@ -14,12 +14,25 @@ one. Four requests are answered at a time.
 
 import argparse
 import errno
+import os
 import socket
+from typing import Any, cast
 
 from transformers import AutoTokenizer
 
-from ..command_line import CommandParser, at_least_one, hub_or_folder, not_negative, one_line_errors, positive
+from ..command_line import (
+    CommandParser,
+    at_least_one,
+    existing_file,
+    hub_or_folder,
+    not_negative,
+    one_line_errors,
+    positive,
+)
 from ..data.loading import find_device, load_config, load_language_model
+from ..data.memory_files import load_memory
+from ..transfo_xl.cache_transfo_xl import CACHE_NAME, MemoryCache
+from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 
 # By which configurations know it, those of old checkpoints too.
 LANGUAGE_MODELS = {"TransfoXLForCausalLM", "TransfoXLLMHeadModel"}
@@ -57,6 +70,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         metavar="GIB",
         help="bound of what is kept between requests (%(default)s)",
     )
+    add("--memory", type=existing_file, metavar="FILE", help="of save_memory: what every text goes on from")
     options = parser.parse_args(argv)
     if not 0 <= options.port < 2**16:
         parser.error(f"--port {options.port} must be between 0 (any that is free) and 65535")
@@ -86,13 +100,30 @@ def serve(options: argparse.Namespace, listener: socket.socket) -> None:
     device = find_device(options.device)
     model = load_language_model(options.model, dtype=options.dtype).to(device).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    app = build_app(model, tokenizer, options, is_closing=lambda: server.should_exit)
+    start = None if options.memory is None else load_start(options.memory, model)
+    app = build_app(model, tokenizer, options, lambda: server.should_exit, start)
     limits = {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": 10}
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", server_header=False, **limits))
     # The listener has queued what connected while the model was being loaded.
     host = f"[{options.host}]" if ":" in options.host else options.host
     print(f"serving {options.model} at http://{host}:{listener.getsockname()[1]}/v1", flush=True)
     server.run(sockets=[listener])
+
+
+def load_start(path: str | os.PathLike, model: TransfoXLForCausalLM) -> MemoryCache:
+    """The memory of a file that all texts may go on from.
+
+    Raises:
+        ValueError: it is not; the message says what would be.
+    """
+    cache, mem_len = load_memory(path, model).get(CACHE_NAME), model.config.mem_len
+    layers: list[Any] = cache.layers if isinstance(cache, MemoryCache) else []
+    if not layers or len(layers[0].keys) != 1 or layers[0].get_max_length() <= mem_len:
+        raise ValueError(
+            f"--memory {path} is no MemoryCache of one row for mem_len={mem_len}: save what a call of this model with "
+            "use_cache=True returned"
+        )
+    return cast(MemoryCache, cache)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from starlette.requests import ClientDisconnect
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from ..transfo_xl.cache_transfo_xl import MemoryCache
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
 from .conversations import Conversations, Reply
 from .serve_fields import ChatRequest, CompletionRequest, ModelRequest, TextRequest
@@ -71,12 +72,13 @@ class Server:
         tokenizer: PreTrainedTokenizerBase,
         options: argparse.Namespace,
         is_closing: Callable[[], bool],
+        start: MemoryCache | None,
     ):
         self.model, self.tokenizer, self.options, self.is_closing = model, tokenizer, options, is_closing
         one = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}
         model.generation_config.update(**one, cache_implementation=None, max_length=None)
         self.max_prompt = options.max_prompt if model.config.mem_len > 0 else min(options.max_prompt, WITHOUT_MEMORY)
-        self.conversations = Conversations(model, options.max_memories * 2**30)
+        self.conversations = Conversations(model, options.max_memories * 2**30, start)
         self.writers, self.long_prompt = ThreadPoolExecutor(REPLIES), asyncio.Lock()
 
     async def read(self, request: Request) -> bytes:
@@ -241,9 +243,12 @@ def build_app(
     tokenizer: PreTrainedTokenizerBase,
     options: argparse.Namespace,
     is_closing: Callable[[], bool],
+    start: MemoryCache | None,
 ) -> FastAPI:
-    """The application, for a model, its tokenizer and the options of `txl-serve`. Replies end when it is closing."""
-    server, app, started = Server(model, tokenizer, options, is_closing), FastAPI(openapi_url=None), int(time.time())
+    """The application, for a model, its tokenizer and the options of `txl-serve`. Replies end when it is closing, and
+    all texts go on from `start`."""
+    server = Server(model, tokenizer, options, is_closing, start)
+    app, started = FastAPI(openapi_url=None), int(time.time())
     hosts = ["localhost", "127.0.0.1", "[::1]", options.host, f"[{options.host}]", *options.allowed_host]
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
     if options.enable_cors:

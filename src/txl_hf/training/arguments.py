@@ -30,6 +30,9 @@ class TransfoXLTrainingArguments(TrainingArguments):
             of the weights after each step. Checkpoints keep both.
         average_start: step after which the average begins.
         mem_warmup_ratio: part of all steps over which the memory grows from 1 to `mem_len` states.
+        backprop_segments: segments that gradients go back through, by the memory. Each item of the stream is read as
+            so many segments, one after the other, before the weights learn from all of them together; so make it with
+            a `segment_length` that many times as long.
         compile_layers: compile each layer, one graph for all. None: on a GPU on which Triton runs.
         cuda_graphs: launch the kernels of a step together. None: where steps are small and can be captured.
 
@@ -58,6 +61,7 @@ class TransfoXLTrainingArguments(TrainingArguments):
     average_start: int = option("Step after which the average begins.", 0)
     ema_decay: float = option("Decay of the average, where it is exponential.", 0.9999)
     mem_warmup_ratio: float = option("Part of all steps over which the memory grows from 1 to mem_len.", 0.0)
+    backprop_segments: int = option("Segments of tgt_len that a step reads, with gradients through the memory.", 1)
     compile_layers: bool | None = option("Compile each layer. By default on a GPU.")
     cuda_graphs: bool | None = option(
         "Launch the kernels of a step together, on one GPU, for a vocabulary without cutoffs and a text that is one. "
@@ -78,6 +82,8 @@ class TransfoXLTrainingArguments(TrainingArguments):
             raise ValueError(f"--max_grad_norm is {self.max_grad_norm:g}, but must be above 0, or 0 not to clip")
         if not 0 <= self.mem_warmup_ratio <= 1:
             raise ValueError(f"--mem_warmup_ratio is {self.mem_warmup_ratio:g}, but must be from 0 to 1")
+        if self.backprop_segments < 1:
+            raise ValueError(f"--backprop_segments is {self.backprop_segments}, but must be at least 1")
         if self.average_start and self.average == "none":
             raise ValueError(f"--average_start {self.average_start} is of --average ema and equal: set it to 0")
         if 0 < self.max_steps <= self.average_start:

@@ -123,7 +123,7 @@ def prepare(arguments: Arguments) -> Prepared:
     texts = {split: open_tokens(corpus[split]["token_ids"]) for split in SPLITS}
     document_end = find_document_end(data, tokenizer, config)
     fill_special_tokens(config, tokenizer, document_end)
-    stream = make_stream(texts["train"], config, data, args.seed, document_end)
+    stream = make_stream(texts["train"], config, arguments, document_end)
     share_out(arguments)
     max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * stream.steps)
     check_schedule(args, max_steps)
@@ -340,9 +340,11 @@ def find_document_end(data: DataArguments, tokenizer: Any, config: TransfoXLConf
 
 
 def make_stream(
-    token_ids: Any, config: TransfoXLConfig, data: DataArguments, seed: int, document_end: int | None
+    token_ids: Any, config: TransfoXLConfig, arguments: Arguments, document_end: int | None
 ) -> TokenStream:
     """The training text; where it is of documents, each is read without what came before it."""
+    data, seed = arguments.data, arguments.training.seed
+    length = config.tgt_len * arguments.training.backprop_segments
     if data.roll:
         if document_end is not None:
             raise ValueError(
@@ -351,10 +353,10 @@ def make_stream(
             )
         if data.varlen or config.ext_len:
             raise ValueError("--roll goes together with neither --varlen nor --ext_len")
-        return RolledStream(token_ids, config.tgt_len, data.batch_size, roll_seed=seed)
+        return RolledStream(token_ids, length, data.batch_size, roll_seed=seed)
     return TokenStream(
         token_ids,
-        config.tgt_len,
+        length,
         data.batch_size,
         loss=data.loss,
         ext_len=config.ext_len,

@@ -102,6 +102,8 @@ def _why_not(
         return "the host has to know at each step whether a document ends in it (--document_end none)"
     if arguments.gradient_checkpointing:
         return "the host has to know what a layer draws that is computed twice (--gradient_checkpointing)"
+    if arguments.backprop_segments > 1:
+        return "gradients go through the memory of several segments (--backprop_segments)"
     if not find_backend(backend := model.config._attn_implementation).captures:
         return f"attention by {backend} may compute with Python"
     return None

@@ -189,6 +189,13 @@ class TransfoXLTrainer(Trainer):
         if regularization is not None and self._regularizer is None:
             self._regularizer = regularize(self.model, regularization)
         _check_arguments(self.args, self.model)
+        others = {"ext_len": self.model.config.ext_len, "regularization": regularization}
+        others["compute_loss_func"] = self.compute_loss_func
+        if getattr(self.args, "backprop_segments", 1) > 1 and (found := [name for name in others if others[name]]):
+            raise ValueError(
+                f"backprop_segments={self.args.backprop_segments} reads an item as several segments, which goes with "
+                f"no {' or '.join(found)}: set it to 1"
+            )
         self._add_callbacks()
         self._check_batch_size(
             "train_dataset",
@@ -475,7 +482,7 @@ class TransfoXLTrainer(Trainer):
         memory = latest_states(self._memory.memories[self._memory.micro_batch], self.model.config.mem_len)
         if self._is_captured(model, inputs) and num_items_in_batch is not None:
             nll, penalty, memory = self._captured(inputs, memory)
-            self._memory.replace(self._detach(memory))
+            self._memory.replace(self._carried(memory))
             return nll / num_items_in_batch + self._share_of(penalty)
         labels = inputs.get("shift_labels", inputs.get("labels"))
         if not model.training and own is None:
@@ -484,7 +491,7 @@ class TransfoXLTrainer(Trainer):
         given = {name: value for name, value in inputs.items() if own is None or name != "labels"}
         if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
             given["num_items_in_batch"] = num_items_in_batch
-        outputs = model(**given, **memory)
+        outputs = self._read(model, given, memory)
         if own is not None:
             loss = own(outputs, labels, num_items_in_batch=num_items_in_batch)
         elif (loss := outputs.get("loss")) is None:
@@ -492,14 +499,31 @@ class TransfoXLTrainer(Trainer):
         if num_items_in_batch is not None and (own is not None or self.model_accepts_loss_kwargs):
             # Gradients are averaged over the processes.
             loss = loss * self.accelerator.num_processes
-        memory = self._detach(memory_of(outputs, self.args.torch_compile))
-        if model.training and self.memory_length is not None:
-            memory = latest_states(memory, self.memory_length)
-        self._memory.replace(memory)
+        self._memory.replace(self._carried(memory_of(outputs, self.args.torch_compile)))
         if self._regularizer is not None and model.training:
             loss = loss + self._share_of(self._regularizer.penalty(inputs.get("shift_labels"), inputs.get("resets")))
         self._count(inputs, outputs, training=model.training)
         return (loss, outputs) if return_outputs else loss
+
+    def _read(self, model, given: dict[str, Any], memory: dict[str, Any]):
+        """The outputs of a call, or in training those of the last of `backprop_segments` calls, with the loss of all:
+        each goes on from the memory of the one before, with its graph."""
+        segments = self.args.backprop_segments if model.training else 1
+        if segments == 1:
+            return model(**given, **memory)
+        if missing := {"shift_labels", "num_items_in_batch"} - given.keys():
+            raise ValueError(
+                f"backprop_segments={segments} cuts items with input_ids and shift_labels, and adds up losses that "
+                f"num_items_in_batch divides, but a call has no {' and no '.join(sorted(missing))}: set it to 1"
+            )
+        parts = {name: value.chunk(segments, dim=1) for name, value in given.items() if value.dim() > 1}
+        losses = []
+        for part in zip(*parts.values(), strict=True):
+            outputs = model(**{**given, **dict(zip(parts, part, strict=True))}, **memory, detach_mems=False)
+            losses.append(outputs["loss"])
+            memory = self._carried(memory_of(outputs, self.args.torch_compile), detach=False)
+        outputs["loss"] = torch.stack(losses).sum()
+        return outputs
 
     def _is_captured(self, model, inputs: dict[str, Any]) -> bool:
         """Not before the memory has its length: until then no step is like the last one."""
@@ -532,7 +556,8 @@ class TransfoXLTrainer(Trainer):
                 self._sums.targets.append((labels != -100).sum())
                 self._sums.nll.append(outputs["loss"].detach() * self._sums.targets[-1])
 
-    def _detach(self, memory: dict[str, Any]) -> dict[str, Any]:
+    def _carried(self, memory: dict[str, Any], detach: bool = True) -> dict[str, Any]:
+        """The memory from which the next call goes on."""
         if not memory:
             return {}
         # Mixed precision returns everything in fp32, also what a model in bf16 wants back in bf16, and the memory that
@@ -540,12 +565,15 @@ class TransfoXLTrainer(Trainer):
         dtype = self.model.first_parameter.dtype
         if self.accelerator.native_amp and not self.model.config.pre_lnorm:
             dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, dtype)
-        memory = memory | {"mems": tuple(states.detach().to(dtype) for states in memory["mems"])}
+        mems = (states.detach() if detach else states for states in memory["mems"])
+        memory = memory | {"mems": tuple(states.to(dtype) for states in mems)}
         if self.args.torch_compile:
             memory = cloned_states(memory)
         if self.args.fp16 or dtype == torch.float16:
             # A stream whose states overflowed would go on from them until the text ends, whatever the scaler skips.
             memory["mems_mask"] = mask_overflow(**memory)
+        if self.model.training and self.memory_length is not None:
+            memory = latest_states(memory, self.memory_length)
         return memory
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

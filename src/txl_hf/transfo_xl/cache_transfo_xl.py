@@ -198,6 +198,7 @@ class RingLayer(StaticLayer):
 
     Attributes:
         is_filled: whether anything has been written.
+        written_together: how many tokens have been written but one by one, which `Ring` counts.
     """
 
     is_sliding = True
@@ -209,7 +210,7 @@ class RingLayer(StaticLayer):
         super().__init__(max_cache_len=ring.slots)
         self.ring = ring
         self.is_filled = False
-        self._written_together = 0
+        self.written_together = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -229,7 +230,7 @@ class RingLayer(StaticLayer):
             self.values.index_copy_(2, slot, value_states)
             return self.keys, self.values
         is_first, self.is_filled = not self.is_filled, True
-        self._written_together += key_states.shape[2]
+        self.written_together += key_states.shape[2]
         found = []
         for kept, states in ((self.keys, key_states), (self.values, value_states)):
             memory = kept[:, :, 1:]
@@ -260,12 +261,12 @@ class RingLayer(StaticLayer):
         return self.max_cache_len - 1 + query_length, 0
 
     def get_seq_length(self) -> int:
-        return self._written_together + self.ring.turned
+        return self.written_together + self.ring.turned
 
     def reset(self) -> None:
         super().reset()
         self.ring.reset()
-        self.is_filled, self._written_together = False, 0
+        self.is_filled, self.written_together = False, 0
 
 
 @dataclass
@@ -284,6 +285,7 @@ class DecodingState:
         rel_keys: for each layer, by its number, W_R R of these, (H, n, Dh).
         made_with: weak references to the weights W_R of the layers, from which `rel_keys` are.
         versions: of these weights, and what else a projection depends on, see `has_distances`.
+        projected: how many distances a product had at most; of fewer, each could be rounded otherwise.
     """
 
     initial_length: int = 0
@@ -294,6 +296,7 @@ class DecodingState:
     reach: int = 0
     clamp_len: int = -1
     rel_keys: dict[int, Tensor] = field(default_factory=dict)
+    projected: int = 0
     made_with: list[Any] = field(default_factory=list)
     versions: Any = None
 

@@ -243,19 +243,22 @@ class Segment:
             memory, entered: n_layer tensors each, (B, m, D) and (B, L, D), that entered the layers.
 
         Returns:
-            `mems`, NaN where they are not real, and `mems_mask`. No state is copied that need not be.
+            `mems`, NaN where they are not real, with a graph where gradients are enabled, and `mems_mask`. No state is
+            copied that need not be.
         """
         m, lengths = self.memory_length, self.lengths
         end = m + max(0, self.length - lengths.ext_len)
         start = max(0, end - lengths.mem_len)
         if start == m and end == start + self.length:
             # The new memory is this segment. What entered the first layer may be the caller's `inputs_embeds`: a copy.
-            mems = (entered[0].detach().clone(), *(states.detach() for states in entered[1:]))
+            mems = (entered[0].clone(), *entered[1:])
         else:
             mems = tuple(
-                torch.cat([old[:, start:], new[:, max(0, start - m) : end - m]], dim=1).detach()
+                torch.cat([old[:, start:], new[:, max(0, start - m) : end - m]], dim=1)
                 for old, new in zip(memory, entered, strict=True)
             )
+        if not torch.is_grad_enabled():
+            mems = tuple(states.detach() for states in mems)
         # The next call reads the last ext_len tokens again, and is told again where their documents begin.
         mask = self.text_mask
         if mask is not None or self.first_key is not None:

@@ -67,8 +67,9 @@ class TransfoXLModelOutput(ModelOutput):
     """
     Args:
         last_hidden_state: (B, L, D), the output of the last layer.
-        mems: tuple of n_layer tensors (B, min(m + L, M), D), the memory after this segment, detached. Under
-            autocast in its type; with `pre_lnorm` in that of the hidden states. States that are padding are NaN.
+        mems: tuple of n_layer tensors (B, min(m + L, M), D), the memory after this segment, detached unless
+            `detach_mems=False`. Under autocast in its type; with `pre_lnorm` in that of the hidden states. Padding is
+            NaN.
         past_key_values: the memory as projected keys and values, instead of `mems` with `use_cache=True`. From
             transformers 5.24 on the field is `cache`, and this its old name.
         hidden_states: tuple of n_layer + 1 tensors (B, L, D), with `output_hidden_states=True`.
@@ -524,6 +525,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         lengths: MemoryLengths | None = None,
         mems_mask: Tensor | None = None,
         resets: Tensor | None = None,
+        detach_mems: bool = True,
         **kwargs: Unpack[TransfoXLKeywords],
     ) -> TransfoXLModelOutput:
         """
@@ -549,6 +551,9 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
                 looks whether there is any, and waits for a GPU once. Needs relative positions and
                 `initial_memory="empty"`: with `"zeros"` a document sees `mem_len` zero states before it, in whose
                 places a row has other documents.
+            detach_mems: False: the `mems` that are returned keep their graph, so that the loss of a later segment has
+                gradients through them (truncated backpropagation in time, over as many calls as keep it).
+                `past_key_values` are constants all the same.
             kwargs: see `TransfoXLKeywords`.
 
         Raises:
@@ -592,7 +597,7 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         if cache is not None:
             segment.remember_in_cache(attention_mask)
         elif filled.mem_len > 0:
-            with torch.no_grad():
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not detach_mems):
                 new_mems, new_mask = segment.remember(memory, entered)
         return TransfoXLModelOutput(
             last_hidden_state=OPERATORS.dropout(self.output_dropout, hidden_states),
@@ -633,7 +638,8 @@ class TransfoXLModel(TransfoXLPreTrainedModel):
         layers: list[Any] = list(self.layers)
         weights = [getattr(layer.self_attn.r_proj, "weight", None) for layer in layers]
         if not state.has_distances(reach, clamp_len, weights, (self._trained, working_dtype(states))):
-            state.distances = self.positions.distances(self, reach, states, clamp_len)
+            state.projected = max(reach, state.projected)
+            state.distances = self.positions.distances(self, state.projected, states, clamp_len)
         assert state.distances is not None
         return state.distances, state
 

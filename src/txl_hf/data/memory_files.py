@@ -1,0 +1,200 @@
+"""Memories as files: a text is read once, and any later process goes on from there.
+
+A file is safetensors: the tensors of `mems`, or those of a `MemoryCache` or `StaticMemoryCache`. Its metadata say
+which version of the format it is, whose memory, what a cache counts, and the SHA-256 of all that.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..files import disk_errors, is_repo_id, name_of, whole_file
+from ..transfo_xl.cache_transfo_xl import (
+    CACHE_NAME,
+    DecodingState,
+    MemoryCache,
+    StaticMemoryCache,
+    chosen_cache,
+    decoding_state_of,
+    remembered_mask,
+    static_address,
+    text_length,
+)
+from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
+
+FORMAT = "1"
+CACHES: dict[str, Any] = {kind.__name__: kind for kind in (MemoryCache, StaticMemoryCache)}
+# What the states of a text depend on beside the weights, their names and shapes, and the lengths, which each call may
+# choose.
+FIELDS = (
+    *("attn_type", "n_head", "d_head", "pre_lnorm", "layer_norm_epsilon"),
+    *("same_length_counts_self", "mlp_output_relu", "initial_memory"),
+)
+
+
+class HeldCache(NamedTuple):
+    """The contents of a cache in tensors of their own, without empty room; any number of caches are made of it.
+
+    Attributes:
+        kind: the name of its class.
+        counts: `mem_len`; `length`, the keys that it has taken, those of a memory before the text included;
+            `initial_length` and `projected`, as in `DecodingState`.
+        tensors: `keys.i` and `values.i` of each layer, (B, H, n, Dh) with n ≤ M, in order of time; `mask`, (B, n)
+            bool, where some are not real; `padding` as in `DecodingState`, where there is some.
+    """
+
+    kind: str
+    counts: dict[str, int]
+    tensors: dict[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @classmethod
+    def of(cls, cache: Any) -> "HeldCache":
+        """Raises a ValueError for an empty cache, and for one of another class than this package's."""
+        kind = type(cache).__name__
+        if kind not in CACHES or not cache.layers[0].is_initialized:
+            raise ValueError(
+                f"past_key_values, a {kind}, are no filled {' or '.join(CACHES)}: give what a call with "
+                "use_cache=True returned"
+            )
+        if cache.is_compileable:
+            cache.ring.unroll(cache.layers)
+        mem_len, state = cache.layers[0].get_max_length() - 1, decoding_state_of(cache)
+        tensors = {}
+        for i, layer in enumerate(cache.layers):
+            for name in ("keys", "values"):
+                tensors[f"{name}.{i}"] = getattr(layer, name)[:, :, -mem_len:].detach().clone()
+        held = {"mask": remembered_mask(cache, tensors["keys.0"].shape[2]), "padding": state.padding}
+        tensors |= {name: tensor.clone() for name, tensor in held.items() if tensor is not None}
+        counts = {"mem_len": mem_len, "length": state.initial_length + text_length(cache)}
+        counts |= {"initial_length": state.initial_length, "projected": state.projected}
+        return cls(kind, counts, tensors)
+
+    @torch.no_grad()
+    def restore(self, config: TransfoXLConfig) -> Any:
+        """A cache that goes on as the one that was held, on the device of the tensors."""
+        counts, tensors = self.counts, self.tensors
+        cache = CACHES[self.kind](config, counts["mem_len"])
+        for i, layer in enumerate(cache.layers):
+            layer.update(tensors[f"keys.{i}"], tensors[f"values.{i}"])
+            setattr(layer, "written_together" if cache.is_compileable else "cumulative_length", counts["length"])
+        mask = tensors.get("mask")
+        if mask is not None and cache.is_compileable:
+            # A graph writes into it.
+            mask = static_address(mask.clone())
+        end, padding = counts["length"] - counts["initial_length"], tensors.get("padding")
+        state = DecodingState(counts["initial_length"], mask, end, padding, projected=counts["projected"])
+        cache.decoding_state = state
+        return cache
+
+
+def save_memory(path: str | os.PathLike, model: PreTrainedModel, outputs: Mapping[str, Any]) -> None:
+    """Write the memory that a call has returned to a file of safetensors, as a whole or not at all.
+
+    Args:
+        path: of the file; one that is there is replaced.
+        model: the one that was called. All of its weights are read, for its fingerprint.
+        outputs: of the model, of `generate(…, return_dict_in_generate=True)` or of `load_memory`: with `mems` and
+            `mems_mask`, or a `MemoryCache` or `StaticMemoryCache` as `past_key_values`.
+
+    Raises:
+        ValueError: the outputs have no memory, or a cache of another class.
+        OSError: the file cannot be written.
+    """
+    given = outputs if isinstance(outputs, Mapping) else {}
+    cache, mems = chosen_cache(given.get("past_key_values"), given.get("cache")), given.get("mems")
+    if cache is not None:
+        held = HeldCache.of(cache)
+    elif mems is not None:
+        tensors = {f"mems.{i}": states for i, states in enumerate(mems)}
+        mask = given.get("mems_mask")
+        held = HeldCache("mems", {}, tensors if mask is None else tensors | {"mask": mask})
+    else:
+        raise ValueError(
+            f"outputs, a {type(outputs).__name__}, hold neither mems nor past_key_values: give what the model "
+            "returned, or generate with return_dict_in_generate=True; a model with mem_len=0 remembers nothing"
+        )
+    tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in held.tensors.items()}
+    record = {"model": _describe(model), "fingerprint": _fingerprint(model), "kind": held.kind, "counts": held.counts}
+    text = json.dumps(record)
+    metadata = {"memory_format": FORMAT, "memory": text, "sha256": _hash(text, sorted(tensors.items()))}
+    with whole_file(path) as aside, disk_errors(path):
+        save_file(tensors, aside, metadata=metadata)
+
+
+def load_memory(path: str | os.PathLike, model: PreTrainedModel) -> dict[str, Any]:
+    """The memory of a file as keyword arguments of a call, `model(ids, **load_memory(path, model))`: on the device of
+    the model, of the type that it was saved in.
+
+    Args:
+        path: of a file that `save_memory` wrote.
+        model: with the configuration and the weights of the one that was called, whatever its lengths and its head;
+            weights count as they are in bfloat16, so that those in float32 may have been rounded to it in between.
+
+    Returns:
+        `mems` and `mems_mask`, or `past_key_values`, as they were saved.
+
+    Raises:
+        ValueError: the file is damaged or of another kind, or holds the memory of another model, which is named.
+        OSError: there is no such file, or it cannot be read.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            if (version := metadata.get("memory_format")) != FORMAT:
+                raise ValueError(
+                    f"{path} holds no memory that this version of txl_hf reads: its memory_format is {version}, and "
+                    f"txl_hf.save_memory writes {FORMAT}"
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged, truncated or no file of safetensors: {error}") from error
+    text = metadata.get("memory", "")
+    if metadata.get("sha256") != _hash(text, sorted(tensors.items())):
+        raise ValueError(f"{path} is damaged: its contents are not what was written")
+    record = json.loads(text)
+    if record["fingerprint"] != (fingerprint := _fingerprint(model)):
+        raise ValueError(
+            f"{path} is the memory of {record['model']}, with the fingerprint {record['fingerprint']}, but this model "
+            f"is {_describe(model)}, with {fingerprint}: load the model that read the text, or read it again with "
+            "this one"
+        )
+    tensors = {name: tensor.to(model.device, copy=True) for name, tensor in tensors.items()}
+    if record["kind"] == "mems":
+        mask = tensors.pop("mask", None)
+        return {"mems": tuple(tensors[f"mems.{i}"] for i in range(len(tensors))), "mems_mask": mask}
+    return {CACHE_NAME: HeldCache(record["kind"], record["counts"], tensors).restore(model.config)}
+
+
+def _describe(model: PreTrainedModel) -> str:
+    """The name of a model, without the folder that it was loaded from, and its size."""
+    name, config = model.name_or_path, model.config
+    name = type(model).__name__ if not name else name if is_repo_id(name) else name_of(name)
+    return f"{name} ({config.n_layer} layers of {config.d_model})"
+
+
+def _fingerprint(model: PreTrainedModel) -> str:
+    """Of the fields and weights that the states of a text depend on; the same for any head."""
+    fields = json.dumps([getattr(model.config, name) for name in FIELDS])
+    named = model.base_model.named_parameters()
+    return _hash(fields, ((name, weight.detach().to(torch.bfloat16)) for name, weight in named))[:16]
+
+
+def _hash(text: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """SHA-256 of a text, and of the names, types, shapes and numbers of tensors."""
+    digest = hashlib.sha256(text.encode())
+    for name, tensor in tensors:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
