@@ -31,7 +31,7 @@ rather than carry it from tile to tile.
 **Dropout.** What survives is drawn once, before the forward pass, by a kernel of its own: a bit for each score, which
 all three kernels read. This is all that is kept for every pair of query and key, L · K / 8 bytes a head. Were it drawn
 in the tiles from a seed, each kernel would do so again, in the registers that its products need: half as many
-instructions again for the same tile, and spills (counted in benchmarks/README.md).
+instructions again for the same tile, and spills (counted in docs/performance-notes.md).
 
 **Masks.** Every tile that is read compares positions (`_hide` says why); scores are scaled in the same instruction
 that subtracts the row's maximum. The exponential is the hardware's, of base two. Where documents begin in a row,
