@@ -50,6 +50,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
+from transformers.generation import GenerationConfig, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 import txl_hf.kernels.attention_triton as kernels
 import txl_hf.kernels.operators as linear
@@ -57,6 +58,7 @@ import txl_hf.kernels.softmax as adaptive
 import txl_hf.transfo_xl.attention_transfo_xl as attention
 from txl_hf import TransfoXLConfig, TransfoXLForCausalLM
 from txl_hf.evaluation.reading import Reader, Reading, Segment
+from txl_hf.kernels.decoding import Texts
 from txl_hf.transfo_xl.adaptive_transfo_xl import AdaptiveLogSoftmax
 from txl_hf.transfo_xl.cache_transfo_xl import StaticMemoryCache
 from txl_hf.transfo_xl.memory_transfo_xl import MemoryLengths
@@ -69,7 +71,7 @@ HISTORY = OUTPUT.with_name("launches_history.csv")
 BASE = {
     "vocab_size": 267735,
     "cutoffs": [19997, 39997, 199997],
-    "div_val": 4,
+    "div_val": 1,
     "d_model": 512,
     "d_embed": 512,
     "n_head": 8,
@@ -83,6 +85,7 @@ BASE = {
     "initial_memory": "empty",
 }
 LARGE = BASE | {
+    "div_val": 4,
     "d_model": 1024,
     "d_embed": 1024,
     "n_head": 16,
@@ -92,15 +95,16 @@ LARGE = BASE | {
     "dropatt": 0.2,
 }
 SMALL = BASE | {"vocab_size": 5000, "cutoffs": [500, 2000], "d_model": 64, "d_embed": 64, "n_head": 2, "d_head": 32}
-SMALL |= {"d_inner": 128, "n_layer": 2}
+SMALL |= {"d_inner": 128, "n_layer": 2, "div_val": 4}
 
 
 @dataclasses.dataclass
 class Workload:
     """A step of `task` on `rows` texts with segments and memories so long.
 
-    The tasks are "train", "evaluate", "decode", "decode_static" with a cache that never moves, and "softmax", the part
-    of a training step that the losses and their gradients are. The model is in bf16, or in fp32 with `autocast`.
+    The tasks are "train", "evaluate", "decode", "decode_static" with a cache that never moves, "write", which is a
+    token of `generate` by a graph of ours, with the draw of the next, and "softmax", the part of a training step that
+    the losses and their gradients are. The model is in bf16, or in fp32 with `autocast`.
     `compiled` may be "layers", each by itself, or "graph", all of a decoded token in fp32.
     """
 
@@ -114,7 +118,7 @@ class Workload:
 
     @property
     def backends(self) -> list[str]:
-        """Of attention, which the softmax alone has none of; in a graph what "auto" is on a GPU for one query."""
+        """Of attention, which the softmax alone has none of; in a graph of fp32 what "auto" is there for one query."""
         if self.task == "softmax":
             return ["none"]
         return {"": BACKENDS, "layers": ["txl_triton"], "graph": ["eager"]}[self.compiled]
@@ -134,6 +138,8 @@ WORKLOADS = {
     "base-decode": Workload("decode", BASE, 1, 1, 640),
     "base-decode-32": Workload("decode", BASE, 32, 1, 640),
     "base-decode-static": Workload("decode_static", BASE, 1, 1, 640),
+    "base-write": Workload("write", BASE, 1, 1, 640),
+    "base-write-32": Workload("write", BASE, 32, 1, 640),
     "base-decode-static-graph": Workload("decode_static", BASE, 1, 1, 640, compiled="graph"),
     "base-decode-static-graph-32": Workload("decode_static", BASE, 32, 1, 640, compiled="graph"),
 }
@@ -144,8 +150,10 @@ SMALL_WORKLOADS = {
     "small-evaluate": Workload("evaluate", SMALL, 2, 16, 64),
     "small-decode": Workload("decode", SMALL, 1, 1, 64),
     "small-decode-static": Workload("decode_static", SMALL, 1, 1, 64),
+    "small-write": Workload("write", SMALL, 1, 1, 64),
 }
-BACKENDS = ["auto", "txl_triton"]
+# The default, which is "txl_triton" on a GPU that has it, and what others take.
+BACKENDS = ["auto", "sdpa"]
 COUNTS = ("launches", "gigabytes", "teraflops", "waits")
 
 
@@ -296,6 +304,7 @@ def pretending(counter: Counter):
         mock.patch.object(adaptive, "fuses", lambda states: True),
         mock.patch.object(torch.nn.functional, "dropout", dropout),
         mock.patch.object(kernels, "why_not_triton", lambda query: None),
+        mock.patch.object(kernels, "is_default", lambda query: attention.working_dtype(query) == torch.bfloat16),
         mock.patch.object(torch, "autocast", autocast.switched),
         mock.patch.object(torch, "is_autocast_enabled", lambda *args: autocast.enabled),
         mock.patch.object(torch, "get_autocast_dtype", lambda *args: torch.bfloat16),
@@ -342,11 +351,21 @@ def prepare(config: TransfoXLConfig, workload: Workload) -> Callable[[], None]:
             reader.read(segment_of(before))
         return functools.partial(evaluate, reader, segment_of(ids))
     with torch.no_grad(), torch.autocast("meta", enabled=workload.autocast):
-        cache = StaticMemoryCache(config) if workload.task == "decode_static" else None
-        past = model(before, past_key_values=cache, use_cache=workload.task.startswith("decode"))
+        cache = StaticMemoryCache(config) if workload.task in ("decode_static", "write") else None
+        past = model(before, past_key_values=cache, use_cache=workload.task != "train")
+    if workload.task == "write":
+        return functools.partial(write, texts_of(model, cache, before))
     if workload.task == "train":
         return functools.partial(train, model, ids, past, workload.autocast)
     return functools.partial(decode, model, ids, past)
+
+
+def texts_of(model: TransfoXLForCausalLM, cache: StaticMemoryCache, before: torch.Tensor) -> Texts:
+    """Texts that go on from `before`, drawn from the best tokens until one that ends them."""
+    settings = GenerationConfig(do_sample=True)
+    settings._eos_token_tensor, settings._pad_token_tensor = torch.zeros(1, dtype=torch.long), torch.tensor(0)
+    processors = LogitsProcessorList([TemperatureLogitsWarper(0.9), TopKLogitsWarper(50)])
+    return Texts(model.eval(), cache, before, processors, settings, before.shape[1] + 100)
 
 
 def segment_of(ids: torch.Tensor) -> Segment:
@@ -381,6 +400,12 @@ def evaluate(reader, segment):
 @torch.no_grad()
 def decode(model, ids, past):
     model(ids, past_key_values=past.past_key_values, use_cache=True, logits_to_keep=1)
+
+
+@torch.no_grad()
+def write(texts):
+    texts.draw()
+    texts.step()
 
 
 def calls(code: str) -> int:

@@ -19,6 +19,7 @@ its probabilities; one that does not is not timed, and the program fails when th
     ours-…-compile        training with each layer through torch.compile, with the backend named before if there is one
     ours-…-graphs         and the kernels of a step launched together, as `txl-train` does with small steps
     ours-static           decoding with generate's static cache, which is compiled on a GPU
+    ours-graph            decoding as generate does it on a GPU where nothing is said: a captured graph a token
     ours-bf16             in bf16, or trained under autocast, beside others in fp32; the gate lets it be off by more
     ours-int8             the layers' weights in int8, by torchao, for decoding; likewise
     legacy                transformers 4.35.2, in the interpreter that --peer-python names; fp32 (TF32 on a GPU)
@@ -571,7 +572,7 @@ def load(contender: str, workload: Workload, folder: str, arguments: argparse.Na
         from txl_hf.training.steps import compile_layers
 
         variant, compiled = re.fullmatch(r"ours-?(.*?)-?(compile)?-?(graphs)?", contender).group(1, 2)
-        implementation = None if variant in ("", "step", "mems", "static", *TYPES.values()) else variant
+        implementation = None if variant in ("", "step", "mems", "static", "graph", *TYPES.values()) else variant
         model = TransfoXLForCausalLM.from_pretrained(folder, attn_implementation=implementation)
         if compiled:
             compile_layers(model)
@@ -812,7 +813,8 @@ class Decode:
     def __init__(self, contender: str, model, ids, workload: Workload):
         self.contender, self.model, self.prompt = contender, model.eval(), ids[:, :-1]
         # Beside a memory as states `generate` is given what comes after it alone.
-        self.text = ids[:, -1:] if contender == "ours-static" else ids
+        self.from_states = contender in ("ours-static", "ours-graph")
+        self.text = ids[:, -1:] if self.from_states else ids
         self.tokens = workload.segment // LEGACY_SHARE if contender.startswith("legacy") else workload.segment
         self.options = {"do_sample": True, "top_k": 40, "temperature": 1.0} if workload.sampled else {}
 
@@ -851,16 +853,17 @@ class Decode:
 
         legacy = self.contender.startswith("legacy")
         keep = {} if legacy else {"logits_to_keep": 1}
-        if not legacy and self.contender != "ours-static":
+        if not legacy and not self.from_states:
             keep["use_cache"] = True
         with torch.no_grad():
             output = self.model(self.prompt, **keep)
-        if self.contender == "ours-static":
-            return {"mems": output.mems, "cache_implementation": "static"}
+        if self.from_states:
+            is_static = self.contender == "ours-static"
+            return {"mems": output.mems} | ({"cache_implementation": "static"} if is_static else {})
         return {"past_key_values": output.mems if legacy else output.past_key_values}
 
     def _copy(self) -> dict:
-        return copy.deepcopy(self.past) if "cache_implementation" not in self.past else self.past
+        return self.past if self.from_states else copy.deepcopy(self.past)
 
     def _generate(self, new: int, past: dict | None = None, **options):
         return self.model.generate(

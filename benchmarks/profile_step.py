@@ -1,8 +1,9 @@
-"""Where the time of one training step goes: the kernels that take most of it, and for how much of it none runs.
+"""Where the time of one step goes: the kernels that take most of it, and for how much of it none runs.
 
     python benchmarks/profile_step.py --workload train-nvidia-base --contender ours-txl_triton --output notes.txt
 
-A step is forward, backward, clipping and the optimiser, as `model.py` times it.
+A step is what `model.py` times: forward, backward, clipping and the optimiser; the segments that are read between two
+losses, by a graph on a GPU, once the memory is full; or the tokens that `generate` writes.
 """
 
 import argparse
@@ -18,11 +19,11 @@ TOP = 40
 def main(given: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_arguments(parser, "profile.txt", budget=0.0)
-    parser.add_argument("--workload", choices=untrained(), default="train-nvidia-base")
+    parser.add_argument("--workload", choices=untrained(), help="with --smoke smoke-train, else train-nvidia-base")
     parser.add_argument("--contender", default="ours-txl_triton")
     arguments = parser.parse_args(given)
     harness.complete(arguments)
-    name = "smoke-train" if arguments.smoke else arguments.workload
+    name = arguments.workload or ("smoke-train" if arguments.smoke else "train-nvidia-base")
     contender = "ours" if arguments.smoke else arguments.contender
     text = f"{name} {contender}\n{profile(name, contender, arguments)}\n"
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +46,11 @@ def profile(name: str, contender: str, arguments: argparse.Namespace) -> str:
     with tempfile.TemporaryDirectory() as folder:
         models.save(workload, folder)
         task = models.begin(contender, workload, folder, arguments)
-    for _ in range(3):
+    if workload.task != "train":
+        # It leaves the memory of the prompt; an evaluation then begins anew.
+        task.check(workload.batch)
+    # A graph reads what is evaluated behind as many segments.
+    for _ in range(3 + getattr(task, "opening", 0)):
         task.step()
     harness.synchronize(arguments.device)
     cuda = arguments.device == "cuda"

@@ -1,6 +1,7 @@
 """Replaces CUDA graphs on a CPU: as with these, a recorded step returns the same tensors every time."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 
@@ -56,3 +57,58 @@ def let_the_host_wait(monkeypatch, model) -> list[float]:
 
     monkeypatch.setattr(type(model.transformer), "forward", forward_that_waits)
     return found
+
+
+class Tape:
+    """Plays the operators that it has recorded on the tensors that it has recorded, as a CUDA graph does: no line of
+    Python runs again, nothing is computed while it records, and no number of a tensor may be read meanwhile."""
+
+    def __init__(self):
+        self.recorded, self.runs, self.operators = 0, 0, 0
+
+    def __call__(self, step, device):
+        self.recorded += 1
+        tape = _Taping()
+        try:
+            with tape:
+                step()
+        finally:
+            tape.undo()
+        self.operators = len(tape.calls)
+
+        def run():
+            self.runs += 1
+            for function, args, kwargs, result in tape.calls:
+                for place, tensor in zip(tree_leaves(result), tree_leaves(function(*args, **kwargs)), strict=True):
+                    if isinstance(place, torch.Tensor) and place.data_ptr() != tensor.data_ptr():
+                        place.copy_(tensor)
+
+        return run
+
+
+class _Taping(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls, self._before = [], {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        kwargs = kwargs or {}
+        for schema, value in (*zip(function._schema.arguments, args, strict=False), *self._named(function, kwargs)):
+            if schema.alias_info is not None and schema.alias_info.is_write:
+                for tensor in tree_leaves(value):
+                    storage = tensor.untyped_storage()
+                    self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        result = function(*args, **kwargs)
+        self.calls.append((function, args, kwargs, result))
+        return result
+
+    @staticmethod
+    def _named(function, kwargs):
+        return [(schema, kwargs[schema.name]) for schema in function._schema.arguments if schema.name in kwargs]
+
+    def undo(self):
+        """What was written to is as it was."""
+        for storage, before in self._before.values():
+            storage.copy_(before)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import safetensors.torch
 import torch
 from transformers import AutoTokenizer
 
@@ -480,6 +481,66 @@ def test_a_profile_and_the_probe_of_attention_are_written(tmp_path):
     # There is no cuDNN on a CPU: it alone is asked, and what it says is a line.
     for name, line in found:
         assert line.startswith("fails: ") if name == "cudnn" else "error " in line
+
+
+def quarter(plan: str, **variables: str) -> list[tuple[int, list[str]]]:
+    """The steps of a plan of `gpu_quarter.sh`, each with its limit, run or, with DRY, not."""
+    command = ["bash", str(BENCHMARKS / "gpu_quarter.sh"), plan]
+    environment = os.environ | {"PYTHON": sys.executable} | variables
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    steps = [line.removeprefix("== ").split(" s: ", 1) for line in found.stdout.splitlines() if line.startswith("== ")]
+    return [(int(limit), words.split()) for limit, words in steps]
+
+
+@pytest.mark.parametrize("plan", ["kernels", "tests", "train", "weights"])
+def test_a_plan_for_a_quarter_of_an_hour_fits_and_its_scripts_know_its_words(plan, capsys):
+    import attention_kernel
+    import model
+
+    steps = quarter(plan, DRY="1")
+    assert 0 < sum(limit for limit, _ in steps) <= 585
+    for _, (_, *words) in steps:
+        script = next((word for word in words if word.endswith(".py")), "")
+        if script == "examples/train_lm.py":
+            arguments = parse_arguments(words[words.index(script) + 1 :])
+            assert arguments.training.max_steps > 0
+        elif script:
+            module = importlib.import_module(Path(script).stem)
+            with pytest.raises(SystemExit):
+                module.main(["--help"])
+            said = capsys.readouterr().out
+            assert all(word in said for word in words if word.startswith("--"))
+            given = dict(zip(words, words[1:], strict=False))
+            workload = given.get("--workload", given.get("--workloads"))
+            assert workload is None or workload in model.WORKLOADS
+            if "--shapes" in words:
+                assert attention_kernel.SHAPES.keys() >= {*words[words.index("--shapes") + 1 :]}
+
+
+def test_the_weights_of_a_run_come_back_in_parts(tmp_path):
+    run, out = tmp_path / "run", tmp_path / "out"
+    run.mkdir()
+    weights = {"a": torch.randn(3, 5_000_000), "b": torch.arange(3)}
+    safetensors.torch.save_file(weights, run / "model.safetensors")
+    for name in ("results.json", "config.json"):
+        (run / name).write_text("{}")
+    quarter("weights", OUT=str(out), RUN=str(run))
+    parts = sorted(out.glob("model.safetensors.*"))
+    assert [part.stat().st_size > 2**24 for part in parts] == [False, False]
+    found = safetensors.torch.load(b"".join(part.read_bytes() for part in parts))
+    assert torch.equal(found["a"], weights["a"].bfloat16()) and torch.equal(found["b"], weights["b"])
+    assert (out / "results.json").exists() and not (out / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("workload", "does"), [("smoke-evaluate", "aten::addmm"), ("smoke-decode", "aten::argmax")])
+def test_an_evaluation_and_a_decoded_text_are_profiled(tmp_path, workload, does):
+    """`smoke-decode` ended in an AttributeError: nobody had read its prompt."""
+    import profile_step
+
+    notes = tmp_path / "notes.txt"
+    assert profile_step.main(["--smoke", "--workload", workload, *CPU, "--output", str(notes)]) == 0
+    text = notes.read_text()
+    assert text.startswith(workload) and "a step takes" in text and does in text
 
 
 def test_what_plain_attention_is_probed_with_is_the_whole_bias(monkeypatch):

@@ -17,13 +17,15 @@ spec.loader.exec_module(launches)
 
 # What was to be reached, so that a table that is written anew cannot hold more.
 BARS = {
-    ("base-train", "txl_triton"): {"launches": 900, "gigabytes": 110, "waits": 0},
+    ("base-train", "auto"): {"launches": 900, "gigabytes": 110, "waits": 0},
     ("base-train-autocast-compiled", "txl_triton"): {"launches": 900, "gigabytes": 110, "waits": 0},
     ("base-softmax", "none"): {"launches": 120, "waits": 0},
-    ("large-train", "txl_triton"): {"gigabytes": 200, "waits": 0},
+    ("large-train", "auto"): {"gigabytes": 200, "waits": 0},
     ("large-train-autocast-compiled", "txl_triton"): {"gigabytes": 200, "waits": 0},
     ("large-softmax", "none"): {"launches": 120, "waits": 0},
-    ("base-evaluate", "txl_triton"): {"launches": 350, "waits": 0},
+    ("base-evaluate", "auto"): {"launches": 350, "waits": 0},
+    ("base-write", "auto"): {"launches": 310, "waits": 0},
+    ("base-write-32", "auto"): {"launches": 310, "waits": 0},
     ("base-decode-static-graph", "eager"): {"launches": 200},
 }
 REAL = launches.WORKLOADS

@@ -32,6 +32,7 @@ from sass import overwritten_operands
 from txl_hf.training.steps import compile_layers
 from txl_hf.transfo_xl.attention_transfo_xl import BACKENDS as ALL_BACKENDS
 from txl_hf.transfo_xl.attention_transfo_xl import AttentionInputs, eager_relative_attention, visible_keys
+from txl_hf.transfo_xl.cache_transfo_xl import Ring, StaticMemoryCache
 
 DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
 
@@ -255,6 +256,40 @@ def test_documents_that_begin_inside_a_segment_agree_with_eager(name, chance, mo
     first_key = begin_documents(shape, chance)
     assert first_key.any()
     assert_within_budget(shape, window, masked, missing, torch.float32, first_key)
+
+
+@pytest.mark.parametrize("missing", [(), ("rel_bias",), ("rel_key", "position_bias", "rel_bias")], ids=str)
+@pytest.mark.parametrize("window", [None, 38, 20], ids=lambda window: f"window{window}")
+@pytest.mark.parametrize("hides", ["nothing", "mask", "documents"])
+@torch.no_grad()
+def test_one_query_reads_the_slots_of_a_ring(missing, window, hides, monkeypatch):
+    """The oldest key lies in any slot, the last one among them, whose key every query saw that knew of no order."""
+    monkeypatch.setattr(kernels, "LARGEST_TILE", 16)
+    tensors, key_mask, _ = draw((2, 2, 1, 39, 41), missing, masked=hides == "mask")
+    first_key = torch.tensor([[3], [30]], device=DEVICE) if hides == "documents" else None
+    for newest in (0, 7, 38, 39):
+        order = (torch.arange(40) - 1 - newest).remainder(40).to(DEVICE)
+        options = {"key_mask": key_mask, "window": window, "first_key": first_key, "order": order}
+        inputs = prepare(tensors, torch.float32, **options)
+        assert ALL_BACKENDS["txl_triton"].refusal(inputs) is None
+        found, expected = kernels.triton_relative_attention(inputs)[0], eager_relative_attention(inputs)[0]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    with torch.enable_grad():
+        assert "in order of time" in ALL_BACKENDS["txl_triton"].refusal(inputs)
+
+
+@torch.no_grad()
+def test_a_static_cache_turns_under_the_kernels(make_model, make_ids, monkeypatch):
+    """No key is moved for a token: each is written into the slot of the one that is forgotten."""
+    ids, found = make_ids(2, 20).to(DEVICE), []
+    monkeypatch.setattr(Ring, "unroll", lambda ring, layers: setattr(ring, "is_turning", False))
+    for backend in ("eager", "txl_triton"):
+        model = make_model(backend).to(DEVICE).eval()
+        cache = StaticMemoryCache(model.config)
+        parts = [model(part, past_key_values=cache).logits for part in (ids[:, :4], *ids[:, 4:].split(1, 1))]
+        assert cache.ring.turned == 16
+        found.append(torch.cat(parts, dim=1))
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
 
 
 def test_a_model_reads_documents_with_the_kernels(make_model, make_ids, monkeypatch):

@@ -45,7 +45,6 @@ from txl_hf import (
     commands,
     evaluate_language_model,
 )
-from txl_hf.kernels.attention_triton import fastest_attention
 from txl_hf.training import command, report, trainer
 from txl_hf.training import recipe as recipes
 from txl_hf.training.arguments import TransfoXLTrainingArguments
@@ -1114,22 +1113,6 @@ def test_what_is_chosen_where_nobody_says_anything(monkeypatch, recipe, has_gpu,
     assert values.get("accelerator_config") == ({"non_blocking": True} if has_gpu else None)
     recipes._choose(told := {"optimizer": None}, {"bf16"})
     assert "bf16" not in told
-
-
-def test_attention_is_tritons_where_a_gpu_takes_the_heads(monkeypatch):
-    asked, reasons, empty = [], [None, "heads are 200 wide"], torch.empty
-
-    def why_not(query):
-        asked.append(query)
-        return reasons.pop(0)
-
-    monkeypatch.setattr("txl_hf.kernels.attention_triton.why_not_triton", why_not)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert fastest_attention(2, 8) is None and not asked
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "empty", lambda *size, device, **options: empty(*size, device="meta", **options))
-    assert [fastest_attention(2, 8) for _ in range(2)] == ["txl_triton", None]
-    assert [(query.shape[1], query.shape[3], query.dtype) for query in asked] == 2 * [(2, 8, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(("has_bf16", "precision", "rtol"), [(True, "bf16", 0.02), (False, "fp32", 1e-4)])

@@ -61,6 +61,8 @@ from txl_hf import (
     evaluate_language_model,
 )
 from txl_hf.evaluation.cards import write_model_card
+from txl_hf.kernels import captured
+from txl_hf.training.arguments import TransfoXLTrainingArguments
 from txl_hf.training.checkpoints import last_checkpoint, read_position
 from txl_hf.training.trainer import check_special_tokens
 from txl_hf.transfo_xl.memory_transfo_xl import memory_of
@@ -111,6 +113,31 @@ def losses_by_hand(stream, steps: int, dtype=torch.float32, **model_changes) -> 
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [transformers.TrainingArguments, TransfoXLTrainingArguments])
+def test_small_steps_are_captured_by_default_and_the_log_says_so(tmp_path, monkeypatch, caplog, recorder, kind):
+    """Also with the arguments of Trainer; on a CPU a recorder takes the place of CUDA's graphs."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.INFO, "txl_hf")
+
+    def losses(**changes):
+        given = {"max_steps": 6, "report_to": "none", "use_cpu": True, "save_strategy": "no", "logging_steps": 1}
+        given |= SGD | {"per_device_train_batch_size": 4}
+        arguments = kind(str(tmp_path), **given | changes)
+        model, text = make_model(cutoffs=[], div_val=1), TokenStream(make_text(301), 5, 4)
+        trainer = TransfoXLTrainer(model, arguments, train_dataset=text)
+        trainer.train()
+        return logged(trainer)
+
+    with_graphs = losses()
+    assert recorder.recorded > 0
+    said = [record.message for record in caplog.records if "launched as CUDA graphs" in record.message]
+    assert said == [
+        "layers compiled: False (compile_layers); steps of equal shapes launched as CUDA graphs: True (cuda_graphs)"
+    ]
+    del captured.RECORDERS["cpu"]
+    assert losses() == pytest.approx(with_graphs, rel=1e-5)
 
 
 def test_an_evaluation_reads_its_sums_at_its_end(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ from transformers.utils import logging
 import oracle
 from attention_maps import attention_terms
 from models import refusal
-from txl_hf.kernels import attention_cpu, operators
+from txl_hf.kernels import attention_cpu, attention_triton, operators
 from txl_hf.kernels.attention_cpu import tiled_relative_attention
 from txl_hf.kernels.operators import scale_of
 from txl_hf.transfo_xl import attention_transfo_xl as attention
@@ -332,12 +332,55 @@ def test_a_graph_of_few_keys_hides_those_that_are_out_of_the_window():
     assert traced(torch.zeros(9)).flatten().tolist() == [True] * 3 + [False] * 6
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_default_on_a_gpu_is_sdpa(ran):
-    tensors, _ = draw((1, 2, 5, 7, 16))
-    relative_attention(**{name: tensor.cuda() for name, tensor in tensors.items()}, implementation="auto")
-    assert ran == ["auto", "sdpa"]
+@pytest.mark.parametrize(
+    ("capability", "rocm", "dtype", "width", "length", "expected"),
+    [
+        ((8, 0), None, torch.bfloat16, 64, 5, "txl_triton"),
+        ((9, 0), None, torch.float16, 41, 5, "txl_triton"),
+        ((10, 0), None, torch.bfloat16, 128, 1, "txl_triton"),
+        ((9, 0), None, torch.float32, 64, 5, "sdpa"),
+        ((9, 0), None, torch.bfloat16, 136, 5, "sdpa"),
+        ((7, 5), None, torch.float16, 64, 5, "sdpa"),
+        ((7, 5), None, torch.float16, 64, 1, "eager"),
+        ((9, 4), "6.4", torch.bfloat16, 64, 5, "sdpa"),
+    ],
+    ids=str,
+)
+def test_the_default_on_a_gpu(monkeypatch, capability, rocm, dtype, width, length, expected):
+    """By what a device says of itself: the tensors have one and no numbers."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", rocm)
+    monkeypatch.setattr(attention_triton, "why_triton_cannot_begin", lambda: None)
+    with FakeTensorMode():
+        query, key, value = (
+            torch.empty(2, 2, n, width, dtype=dtype, device="cuda:0") for n in (length, length + 3, length + 3)
+        )
+        rel_key = torch.empty(2, length + 3, width, dtype=dtype, device="cuda:0")
+        inputs = AttentionInputs(query, key, value, width**-0.5, rel_key=rel_key)
+        assert attention.choose_backend(inputs).name == expected
+        # A compiler that is not there.
+        monkeypatch.setattr(attention_triton, "why_triton_cannot_begin", lambda: "Triton cannot begin")
+        assert attention.choose_backend(inputs).name == ("eager" if length == 1 else "sdpa")
+
+
+def test_the_default_on_a_gpu_under_autocast_and_torch_func(monkeypatch):
+    """Products are what counts, and torch.func maps over no operator of ours."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    chosen = []
+
+    def choose(query):
+        chosen.append(attention_triton.is_default(query))
+        return query.sum()
+
+    with FakeTensorMode():
+        query = torch.empty(2, 1, 3, 16, device="cuda:0")
+        with monkeypatch.context() as patch:
+            # `torch.autocast` turns itself off where there is no GPU.
+            patch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+            choose(query)
+        choose(query)
+        torch.func.vmap(choose)(query.bfloat16())
+    assert chosen == [True, False, False]
 
 
 @pytest.mark.parametrize("distances", [None, 4], ids=lambda n: f"distances{n}")

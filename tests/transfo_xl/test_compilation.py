@@ -74,14 +74,13 @@ def test_the_compiled_backward_pass_multiplies_no_gradient_of_the_memory(make_mo
     assert of_inputs == 5 * [(48, 16)]
 
 
-def test_layers_are_compiled_on_a_gpu_unless_something_else_is(tmp_path, monkeypatch):
-    def chosen(told=None, whole=False, regularized=False):
-        arguments = TransfoXLTrainingArguments(str(tmp_path), use_cpu=True, compile_layers=told, torch_compile=whole)
-        return should_compile_layers(arguments, regularized)
+def test_layers_are_compiled_on_a_gpu_unless_something_else_is(tmp_path, monkeypatch, make_model):
+    model = make_model("auto")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert not chosen() and chosen(True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    def chosen(told=None, whole=False, regularized=False, device="cuda"):
+        arguments = TransfoXLTrainingArguments(str(tmp_path), use_cpu=True, compile_layers=told, torch_compile=whole)
+        return should_compile_layers(arguments, torch.device(device), model, regularized)
+
     monkeypatch.setattr(steps, "has_triton", lambda: False)
     assert not chosen() and chosen(True)
     monkeypatch.setattr(steps, "has_triton", lambda: True)
@@ -90,4 +89,7 @@ def test_layers_are_compiled_on_a_gpu_unless_something_else_is(tmp_path, monkeyp
     monkeypatch.setattr(steps, "why_triton_cannot_begin", lambda: None)
     assert chosen()
     assert not chosen(False)
+    assert not chosen(device="cpu") and chosen(True, device="cpu")
     assert not chosen(whole=True) and not chosen(regularized=True)
+    model.transformer.layers[0].mlp.register_forward_hook(lambda *_: None)
+    assert not chosen() and chosen(True)

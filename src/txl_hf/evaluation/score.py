@@ -67,7 +67,6 @@ from ..data.loading import (
 from ..data.streams import check_sizes
 from ..data.texts import TokenisedText, read_document_end, read_prepared, read_raw
 from ..files import whole_file, write_text
-from ..kernels.attention_triton import fastest_attention
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
@@ -153,8 +152,6 @@ def run(options: argparse.Namespace):
     text = text.beginning(options.max_tokens)
     model = load_language_model(options.model, dtype=getattr(torch, options.dtype))
     model.to(options.device)
-    if model.device.type == "cuda" and model.dtype != torch.float32:
-        model.set_attn_implementation(fastest_attention(config.n_head, config.d_head, model.device) or "auto")
     report = {**describe(model, text, options), "results": [], "curves": {}}
     try:
         for protocol, reading in planned:

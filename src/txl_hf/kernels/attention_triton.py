@@ -51,6 +51,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..transfo_xl.attention_transfo_xl import AttentionInputs, Backend, register, working_dtype
+from .operators import is_transformed
 
 try:
     import triton
@@ -72,16 +73,18 @@ LARGEST_TILE = 128
 def _why_not(inputs: AttentionInputs) -> str | None:
     if inputs.rel_key is None and inputs.rel_bias is not None:
         return "its kernels take a score per distance beside a key per distance only"
+    if inputs.order is not None and torch.is_grad_enabled():
+        return "its backward pass takes keys in order of time"
     return why_not_triton(inputs.query)
 
 
-def fastest_attention(heads: int, width: int, device: torch.device | str = "cuda") -> str | None:
-    """The name of the backend that a command takes for heads so wide, in half precision: these kernels on a GPU that
-    runs them, compiled first; None: the default."""
-    if not torch.cuda.is_available():
-        return None
-    query = torch.empty(1, heads, 1, width, dtype=torch.bfloat16, device=device)
-    return "txl_triton" if why_not_triton(query) is None else None
+def is_default(query: Tensor) -> bool:
+    """Whether `"auto"` prefers these kernels for a query (B, H, L, Dh) that they can take: on NVIDIA's GPUs, where
+    products are in half precision, on which alone they have been timed. torch.func cannot map over their operators."""
+    if not query.is_cuda or torch.version.hip is not None:
+        return False
+    is_half = working_dtype(query) in (torch.float16, torch.bfloat16)
+    return is_half and (torch.compiler.is_compiling() or not is_transformed(query))
 
 
 def why_not_triton(query: Tensor) -> str | None:
@@ -171,6 +174,7 @@ def triton_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
         inputs.window,
         inputs.scaling,
         inputs.dropout,
+        inputs.order,
     )
     return output[..., :width].to(dtype), None
 
@@ -215,7 +219,7 @@ if triton is not None:
         return biased
 
     @triton.jit
-    def _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window):
+    def _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window, order=None):
         """-∞ in place of the scores of keys that a query does not see, as `visible_keys` has it.
 
         Also where a tile is seen whole. A branch around it would cost less, but ptxas may then take the registers of
@@ -226,6 +230,8 @@ if triton is not None:
         N: tl.constexpr = scores.shape[1]
         i = i0 + (K - L) + tl.arange(0, M)[:, None]
         j = j0 + tl.arange(0, N)[None, :]
+        if order is not None:
+            j = tl.load(order + j, mask=j < K, other=K).to(tl.int32)
         visible = j <= i
         if window is not None:
             visible = visible & (j >= i - window)
@@ -259,10 +265,24 @@ if triton is not None:
 
     @triton.jit
     def _distance_scores(
-        query, rel_key, rel_bias, first, K, stride, D: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
+        query,
+        rel_key,
+        rel_bias,
+        first,
+        K,
+        stride,
+        D: tl.constexpr,
+        BLOCK: tl.constexpr,
+        PRECISION: tl.constexpr,
+        order=None,
     ):
-        """(b) + (d) by distance, before they are shifted into place: (queries, BLOCK) for rows `first` and on."""
+        """(b) + (d) by distance, before they are shifted into place: (queries, BLOCK) for rows `first` and on.
+
+        Of one query, row c is that of key c: with `order` it is the row of the key's place in time.
+        """
         rows = first + tl.arange(0, BLOCK)
+        if order is not None:
+            rows = tl.load(order + tl.minimum(tl.maximum(rows, 0), K - 1)).to(tl.int32)
         relative = _load_rows(rel_key, rows, K, stride, D, query.shape[1])
         scores = tl.dot(query, tl.trans(relative), input_precision=PRECISION)
         if rel_bias is not None:
@@ -374,6 +394,7 @@ if triton is not None:
         key_mask,
         first_key,
         kept,
+        order,
         output,
         log_sum,
         query_strides,
@@ -412,13 +433,18 @@ if triton is not None:
         q = _load_rows(query, i, L, query_strides[2], D, WIDTH)
         q_content = _with_bias(q, content_bias, head, D, WIDTH)
         start, end = _key_range(i0, first_key, batch, L, K, window, BLOCK_M, BLOCK_N)
+        if order is not None:
+            # The oldest keys may lie anywhere.
+            start = 0
         if rel_key is not None:
             rel_key += head * rel_key_strides[0]
             if rel_bias is not None:
                 rel_bias += head * K
             q_position = _with_bias(q, position_bias, head, D, WIDTH)
             first = L - BLOCK_M - i0 + start
-            low = _distance_scores(q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION)
+            low = _distance_scores(
+                q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION, order
+            )
 
         maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
@@ -430,11 +456,11 @@ if triton is not None:
             if rel_key is not None:
                 first += BLOCK_N
                 high = _distance_scores(
-                    q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION
+                    q_position, rel_key, rel_bias, first, K, rel_key_strides[1], D, BLOCK_N, PRECISION, order
                 )
                 scores += _shift(low, high)
                 low = high
-            scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window)
+            scores = _hide(scores, i0, j0, key_mask, first_key, batch, L, K, window, order)
 
             new_maximum = tl.maximum(maximum, tl.max(scores, 1))
             # A row may see nothing until its last tiles; ∞ - ∞ must not reach the exponential.
@@ -904,19 +930,27 @@ if triton is not None:
         """Numbers of 32 bits for a row of K keys: to the end of every kernel's last tile, and 16 bytes at a time."""
         return triton.cdiv(K, 128) * 4
 
-    @torch.library.custom_op("txl_hf::relative_attention", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
+    @torch.library.custom_op(
+        "txl_hf::relative_attention", mutates_args=(), schema=f"({_SCHEMA}, Tensor? order) -> (Tensor, Tensor)"
+    )
     def relative_attention_op(*inputs):
         """The attended values, and log2 of the softmax's denominators (B, H, L) for the backward pass.
 
         An operator to PyTorch, so that torch.compile takes it as it is.
         """
+        *inputs, order = inputs
         query = inputs[0]
         B, H, L, _ = query.shape
         output, log_sum = _empty_output(query)
         tile = _tile("forward", query)
         with torch.cuda.device_of(query):
             _forward_kernel[(triton.cdiv(L, tile["BLOCK_M"]) * B * H,)](
-                **_shared_arguments(*inputs), output=output, log_sum=log_sum, output_strides=_strides(output), **tile
+                **_shared_arguments(*inputs),
+                order=order,
+                output=output,
+                log_sum=log_sum,
+                output_strides=_strides(output),
+                **tile,
             )
         return output, log_sum
 
@@ -1014,7 +1048,7 @@ if triton is not None:
         )
 
     def _save_for_backward(ctx, inputs, output):
-        *tensors, window, scaling, dropout = inputs
+        *tensors, window, scaling, dropout, _ = inputs
         ctx.save_for_backward(*tensors, *output)
         ctx.constants = window, scaling, dropout
         ctx.set_materialize_grads(False)
@@ -1022,12 +1056,22 @@ if triton is not None:
     def _backward(ctx, d_output, _):
         *tensors, output, log_sum = ctx.saved_tensors
         if d_output is None:
-            return (None,) * 13
+            return (None,) * 14
         needed = list(ctx.needs_input_grad[:7])
         gradients = relative_attention_backward_op(*tensors, *ctx.constants, output, log_sum, d_output, needed)
-        return *(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), *(None,) * 6
+        return *(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), *(None,) * 7
 
     relative_attention_op.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-register(Backend("txl_triton", triton_relative_attention, why_not=_why_not, needs_hidden=False, captures=True))
+register(
+    Backend(
+        "txl_triton",
+        triton_relative_attention,
+        why_not=_why_not,
+        suits=lambda inputs: is_default(inputs.query),
+        follows_order=True,
+        needs_hidden=False,
+        captures=True,
+    )
+)

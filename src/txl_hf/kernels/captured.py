@@ -7,8 +7,9 @@ for the ids: captured once, they are launched together.
 Letters: B batch, L segment, M the memory's length, K = M + L keys, D = `d_model`, H heads, Dh head width.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ SEGMENTS_BEFORE = 8
 MOST_TOKENS = 8192
 # Packages whose modules only launch kernels: a graph runs the kernels of a module, and not the module.
 PACKAGES = ("torch", __name__.partition(".")[0])
+HOOKS = ("transformers", PACKAGES[1])
 
 Step = Callable[[], Any]
 
@@ -70,6 +72,16 @@ def why_not_captured(transformer: TransfoXLModel, ids: Tensor) -> str | None:
         return f"a segment of {ids.numel()} tokens keeps a GPU busy for longer than it takes to launch"
     if is_in_torch_dispatch_mode():
         return "a dispatch mode of PyTorch's sees what is launched, and would not see a graph"
+    if reason := why_not_kernels_alone(transformer):
+        return reason
+    for name, tensor in (*transformer.named_parameters(), *transformer.named_buffers()):
+        if type(tensor) not in (nn.Parameter, Tensor) or tensor.device != ids.device:
+            return f"{name} is a {type(tensor).__name__} on {tensor.device}"
+    return None
+
+
+def why_not_kernels_alone(transformer: TransfoXLModel) -> str | None:
+    """The reason why a call of the model may do more than launch kernels, which a graph would leave out; or None."""
     backend = transformer.config._attn_implementation
     if not find_backend(backend).captures:
         return f"attn_implementation={backend!r} may compute with Python"
@@ -79,14 +91,12 @@ def why_not_captured(transformer: TransfoXLModel, ids: Tensor) -> str | None:
         if _is_foreign(type(module)):
             return f"{name} is a {type(module).__name__} of {type(module).__module__}, which may compute with Python"
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        # The hooks of transformers that collect hidden states do nothing unless a call asks for these.
-        if hasattr(module, "_hf_hook") or any(not str(hook.__module__).startswith("transformers.") for hook in hooks):
+        # The hooks of transformers that collect hidden states do nothing unless a call asks for these; our own launch
+        # kernels.
+        if hasattr(module, "_hf_hook") or any(hook.__module__.partition(".")[0] not in HOOKS for hook in hooks):
             return f"{name} has a hook, which is to be called for every segment"
         if "forward" in vars(module):
             return f"{name} has a forward of its own, which is to be called for every segment"
-    for name, tensor in (*transformer.named_parameters(), *transformer.named_buffers()):
-        if type(tensor) not in (nn.Parameter, Tensor) or tensor.device != ids.device:
-            return f"{name} is a {type(tensor).__name__} on {tensor.device}"
     return None
 
 
@@ -146,24 +156,33 @@ class SegmentsAlike:
             self._capture(ids.clone(), cache, launch)
 
     def _capture(self, ids: Tensor, cache: MemoryCache, launch: Callable[[Tensor], Tensor]) -> None:
-        state, cached = decoding_state_of(cache), torch.is_autocast_cache_enabled()
+        state = decoding_state_of(cache)
         projected = dict(state.rel_keys)
-        # What autocast has cast, any thread may take from another, or take away: a graph casts weights for itself.
-        torch.set_autocast_cache_enabled(False)
         try:
-            run = RECORDERS[ids.device.type](lambda: launch(ids), ids.device)
+            with without_cached_casts():
+                run = RECORDERS[ids.device.type](lambda: launch(ids), ids.device)
         except Exception as error:
             # Of CUDA, its driver or this PyTorch.
             self._given_up = True
             logger.warning_once(f"segments are launched one by one, as no graph of them was captured: {error}")
-        finally:
-            torch.set_autocast_cache_enabled(cached)
         if any(state.rel_keys[layer] is not projected.get(layer) for layer in state.rel_keys):
             # Weights were written to meanwhile, and the graph has projected distances that nothing has computed yet.
             self._given_up, state.distances, state.rel_keys = True, None, {}
         if not self._given_up:
             # The graph reads distances where they lie; a longer segment would project them anew, elsewhere.
             self._ids, self._run, self._held = ids, run, (cache, projected, state.distances)
+
+
+@contextlib.contextmanager
+def without_cached_casts() -> Iterator[None]:
+    """While a graph is captured: what autocast has cast, any thread may take from another, or take away. So the graph
+    casts weights for itself."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
 
 
 def _is_full(cache: MemoryCache, length: int) -> bool:

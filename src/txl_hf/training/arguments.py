@@ -100,12 +100,12 @@ class TransfoXLTrainingArguments(TrainingArguments):
 
     @classmethod
     def of(cls, arguments: TrainingArguments) -> "TransfoXLTrainingArguments":
-        """Plain `TrainingArguments` with none of what these add; others as they are."""
+        """Plain `TrainingArguments` with the defaults of what these add; others as they are."""
         if type(arguments) is not TrainingArguments:
             return arguments
         found = object.__new__(cls)
         added = {entry.name: entry.default for entry in dataclasses.fields(cls) if entry.name not in vars(arguments)}
-        found.__dict__.update({**added, **vars(arguments), "compile_layers": False, "cuda_graphs": False})
+        found.__dict__.update({**added, **vars(arguments)})
         return found
 
 

@@ -53,7 +53,6 @@ from ..data.streams import TokenStream, as_item, describe_stream, open_tokens, r
 from ..data.texts import load_splits, read_document_end
 from ..evaluation.language_model import evaluate_language_model
 from ..files import LOCK_NAME, disk_errors, locked_folder, move_into_place, options_that_differ, write_text
-from ..kernels.attention_triton import fastest_attention
 from ..transfo_xl.configuration_transfo_xl import TransfoXLConfig
 from ..transfo_xl.memory_transfo_xl import MemoryLengths
 from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
@@ -415,8 +414,7 @@ def make_config(arguments: Arguments, tokenizer: Any) -> TransfoXLConfig:
 def make_model(arguments: Arguments, prepared: Prepared) -> TransfoXLForCausalLM:
     """A new model with the weights of the run's seed, or that of a checkpoint."""
     config, source = prepared.config, arguments.model.model_name_or_path
-    implementation = arguments.model.attn_implementation or fastest_attention(config.n_head, config.d_head)
-    settings = {} if implementation is None else {"attn_implementation": implementation}
+    settings = {"attn_implementation": arguments.model.attn_implementation or "auto"}
     set_seed(arguments.training.seed)
     if source is None:
         model = AutoModelForCausalLM.from_config(config, **settings)

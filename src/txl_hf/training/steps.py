@@ -23,8 +23,7 @@ from torch.utils._triton import has_triton
 from transformers.utils import logging
 
 from ..kernels.attention_triton import why_triton_cannot_begin
-from ..kernels.captured import MOST_TOKENS, RECORDERS
-from ..transfo_xl.attention_transfo_xl import find_backend
+from ..kernels.captured import MOST_TOKENS, RECORDERS, why_not_kernels_alone
 from ..transfo_xl.memory_transfo_xl import cloned_states, memory_of
 from .arguments import TransfoXLTrainingArguments
 from .regularization import Regularizer
@@ -39,14 +38,18 @@ MOST_GRAPHS = 64
 Memory = dict[str, Any]
 
 
-def should_compile_layers(arguments: TransfoXLTrainingArguments, regularized: bool) -> bool:
+def should_compile_layers(
+    arguments: TransfoXLTrainingArguments, device: torch.device, model: Any, regularized: bool
+) -> bool:
     """Whether `compile_layers` is set; where it is None, on a GPU that Triton runs on, of which the compiled kernels
-    are, unless the whole model is compiled, or dropouts are put around layers (`regularized`).
+    are, unless the whole model is compiled, dropouts are put around layers (`regularized`), or a module of the model
+    has been hooked or replaced.
     """
     if arguments.compile_layers is not None:
         return arguments.compile_layers
-    usual = not arguments.torch_compile and not regularized
-    return usual and torch.cuda.is_available() and has_triton() and why_triton_cannot_begin() is None
+    usual = device.type == "cuda" and not arguments.torch_compile and not regularized
+    usual = usual and why_not_kernels_alone(getattr(model, "transformer", model)) is None
+    return usual and has_triton() and why_triton_cannot_begin() is None
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> None:
@@ -104,9 +107,7 @@ def _why_not(
         return "the host has to know what a layer draws that is computed twice (--gradient_checkpointing)"
     if arguments.backprop_segments > 1:
         return "gradients go through the memory of several segments (--backprop_segments)"
-    if not find_backend(backend := model.config._attn_implementation).captures:
-        return f"attention by {backend} may compute with Python"
-    return None
+    return why_not_kernels_alone(getattr(model, "transformer", model))
 
 
 class Forward(nn.Module):

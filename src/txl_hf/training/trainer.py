@@ -281,8 +281,10 @@ class TransfoXLTrainer(Trainer):
             )
         self._resumed_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         self._run, self.trained_since = None, time.time()
-        if should_compile_layers(self.args, self._regularizer is not None) and not self._compiled:
-            compile_layers(self.accelerator.unwrap_model(self.model))
+        model = self.accelerator.unwrap_model(self.model)
+        regularized = self._regularizer is not None
+        if not self._compiled and should_compile_layers(self.args, self.accelerator.device, model, regularized):
+            compile_layers(model)
             self._compiled = True
         if self.model_init is None:
             check_special_tokens(self.model.config, self.processing_class)
@@ -406,6 +408,11 @@ class TransfoXLTrainer(Trainer):
             self._set_optimizer()
             load_average(self._resumed_from / AVERAGE_NAME, self._averaging, self.model)
         self._captured = self._make_captured()
+        if self._compiled or self._captured is not None:
+            logger.info(
+                f"layers compiled: {self._compiled} (compile_layers); steps of equal shapes launched as CUDA graphs: "
+                f"{self._captured is not None} (cuda_graphs)"
+            )
         if self.args.should_save and self.args.save_strategy != SaveStrategy.NO:
             self._run = begin_run(Path(self.args.output_dir), self._resumed_from)
 

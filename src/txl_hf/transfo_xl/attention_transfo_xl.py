@@ -533,6 +533,8 @@ class Operators:
     # The softmax's losses of many logits, block by block: see `AdaptiveLogSoftmax.nll`. None: all logits at once.
     sort_targets: Callable[..., Any] | None = None
     nll: Callable[..., Tensor] | None = None
+    # `generate` by a graph where that can be: see `GenerationMixin._sample`. None, or the result None: by its loop.
+    decode: Callable[..., Tensor | None] | None = None
 
     @staticmethod
     def dropout(module: nn.Module, states: Tensor) -> Tensor:

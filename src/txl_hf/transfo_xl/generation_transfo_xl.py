@@ -18,6 +18,7 @@ from transformers.generation import (
     TopKLogitsWarper,
 )
 
+from .attention_transfo_xl import OPERATORS
 from .cache_transfo_xl import (
     CACHE_NAME,
     MemoryCache,
@@ -185,6 +186,10 @@ class TransfoXLGenerationMixin(GenerationMixin):
         return mask
 
     def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        if OPERATORS.decode is not None:
+            given = input_ids, logits_processor, stopping_criteria, generation_config
+            if (texts := OPERATORS.decode(self, *given, kwargs)) is not None:
+                return texts
         chosen = None if generation_config.do_sample else 1
         kwargs |= _logits_top_k(logits_processor, generation_config, chosen, kwargs.get("synced_gpus"))
         return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)

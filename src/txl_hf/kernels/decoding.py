@@ -1,0 +1,231 @@
+"""`generate` by one CUDA graph a token, from the token's embedding to the choice of the next.
+
+A GPU computes a token in a fraction of the time in which Python launches its hundreds of kernels. With a static cache
+these kernels are the same for every token, on the same tensors: captured after two tokens, they are launched together,
+and the host looks once in `LOOK_EVERY` tokens whether all texts have ended. The loop is that of `generate` for greedy
+search and sampling: it chooses the same tokens, and draws the same random numbers.
+
+Letters: B batch, V vocabulary, M = `mem_len`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitNormalization,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.utils import logging
+
+from ..transfo_xl.attention_transfo_xl import OPERATORS
+from ..transfo_xl.cache_transfo_xl import CACHE_NAME, MemoryCache, StaticMemoryCache, decoding_state_of, is_filled
+from ..transfo_xl.modeling_transfo_xl import TransfoXLForCausalLM
+from .captured import RECORDERS, Step, why_not_captured, without_cached_casts
+
+logger = logging.get_logger(__name__)
+
+# Tokens launched kernel by kernel, so that all kernels are compiled; a capture takes about as long as one of them.
+TOKENS_BEFORE = 2
+# From so few new tokens on a graph saves nothing.
+FEWEST_TOKENS = 8
+# Tokens between two looks of the host whether all texts have ended.
+LOOK_EVERY = 16
+# Of the scores alone, by kernels alone.
+WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, LogitNormalization)
+CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
+
+
+def decode(
+    model: TransfoXLForCausalLM,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    kwargs: dict[str, Any],
+) -> Tensor | None:
+    """The result of `GenerationMixin._sample`, (B, n) token ids; None where it is to be computed kernel by kernel.
+
+    The generator of random numbers is further on afterwards, by the tokens that were drawn after the last text's end.
+
+    Args:
+        input_ids, processors, criteria, config: as `_sample` is given them. kwargs: its further keywords.
+
+    Raises:
+        RuntimeError: the scores that are drawn from hold NaN, as `torch.multinomial` raises it.
+    """
+    cache = kwargs.get(CACHE_NAME)
+    is_default = type(cache) is MemoryCache and not is_filled(cache) and not hasattr(cache, "_is_user_defined")
+    few = criteria.max_length is None or criteria.max_length - input_ids.shape[1] < FEWEST_TOKENS
+    if input_ids.device.type not in RECORDERS or not is_default or few or config.is_assistant:
+        return None
+    if reason := why_not_decoded(model, input_ids, processors, criteria, config, kwargs):
+        logger.info(f"tokens are launched kernel by kernel: {reason}")
+        return None
+    streamer, lengths = kwargs.get("streamer"), kwargs.get("lengths")
+    cache = StaticMemoryCache(model.config, model._mem_len(lengths))
+    read = {name: value for name, value in kwargs.items() if name not in ("streamer", "synced_gpus")}
+    outputs = model._prefill(input_ids, config, read | {CACHE_NAME: cache})
+    texts = Texts(model, cache, input_ids, processors, config, criteria.max_length, lengths)
+    texts.draw()
+    texts.take(outputs.logits)
+    # The logits of a long prompt take more memory than all else.
+    del outputs
+    if streamer is not None:
+        streamer.put(texts.token[:, 0].cpu())
+    texts.write(streamer)
+    if streamer is not None:
+        streamer.end()
+    return texts.found()
+
+
+def why_not_decoded(
+    model: TransfoXLForCausalLM,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    kwargs: dict[str, Any],
+) -> str | None:
+    """The reason why a graph would not do what `_sample` does with these arguments; None if it would."""
+    for entry in processors:
+        if type(entry) not in WARPERS:
+            return f"{type(entry).__name__} may compute with Python"
+    for entry in criteria:
+        if type(entry) not in CRITERIA:
+            return f"{type(entry).__name__} is to be asked at every token"
+    if config.return_dict_in_generate:
+        return "return_dict_in_generate returns more than the texts"
+    if kwargs.get("synced_gpus"):
+        return "synced_gpus waits for other processes at every token"
+    if config.prefill_chunk_size is not None:
+        return "prefill_chunk_size cuts the prompt"
+    if model.training:
+        return "the model is in training mode"
+    if model.config.initial_memory == "zeros" and kwargs.get("attention_mask") is not None:
+        return 'padding before an initial memory of "zeros" is looked for at every token'
+    return why_not_captured(model, input_ids[:, :1])
+
+
+class Texts:
+    """Texts that are being written, with all that a step reads and writes in tensors that stay where they are.
+
+    Attributes:
+        ids: (B, n), of which the columns before `place`, (1,), are written. token: (B, 1), the last one.
+        unfinished: (B,) bool. broken: (1,) bool, whether scores that were drawn from held NaN.
+    """
+
+    def __init__(
+        self,
+        model: TransfoXLForCausalLM,
+        cache: StaticMemoryCache,
+        input_ids: Tensor,
+        processors: LogitsProcessorList,
+        config: GenerationConfig,
+        length: int,
+        lengths: Any = None,
+    ):
+        """Args:
+        cache: which has read `input_ids`, (B, L). length: of the texts, at most.
+        lengths: see `TransfoXLModel.forward`.
+        """
+        rows, self._begun = input_ids.shape
+        device = input_ids.device
+        self._model, self._cache, self._processors, self._lengths = model, cache, processors, lengths
+        self._length, self._written = length, self._begun + 1
+        self.ids = F.pad(input_ids, (0, length - self._begun))
+        self.place = torch.full((1,), self._begun, device=device)
+        self.token = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.unfinished = torch.ones(rows, dtype=torch.bool, device=device)
+        self.broken = torch.zeros(1, dtype=torch.bool, device=device)
+        self._ends, self._pad = config._eos_token_tensor, config._pad_token_tensor
+        # Drawn outside of the graph: while one is captured that draws, no other thread may.
+        noise = torch.empty(rows, model.config.vocab_size, device=device)
+        self._noise: Tensor | None = noise if config.do_sample else None
+        self._key_mask = decoding_state_of(cache).key_mask
+
+    def draw(self) -> None:
+        """Draw what the next choice takes, where it is one by chance."""
+        if self._noise is not None:
+            self._noise.exponential_()
+
+    def step(self) -> None:
+        """Read the last token and choose the next: what is captured."""
+        state: Any = decoding_state_of(self._cache)
+        state.key_mask = self._key_mask
+        options = {CACHE_NAME: self._cache, "use_cache": True, "lengths": self._lengths, "return_dict": True}
+        logits = self._model(self.token, **options).logits
+        if self._key_mask is not None:
+            # The call leaves a new mask; a graph reads the one that it was captured with.
+            self._key_mask.copy_(state.key_mask)
+            state.key_mask = self._key_mask
+        self.take(logits)
+
+    def take(self, logits: Tensor) -> None:
+        """Choose a token of each text by (B, n, V) logits of the last position, and write it."""
+        scores = self._processors(self.ids, logits[:, -1].to(torch.float32, copy=True))
+        if self._noise is not None:
+            # As in `torch.multinomial`, which looks at the probabilities on the host, and so cannot be captured.
+            probabilities = F.softmax(scores, dim=-1)
+            chosen = (probabilities / self._noise).argmax(dim=-1)
+            # NaN among the scores is NaN everywhere in a softmax.
+            self.broken |= probabilities[:, 0].isnan().any()
+        else:
+            chosen = scores.argmax(dim=-1)
+        if self._ends is not None:
+            chosen = torch.where(self.unfinished, chosen, self._pad)
+            self.unfinished &= (chosen[:, None] != self._ends).all(dim=-1)
+        self.token.copy_(chosen[:, None])
+        self.ids.index_copy_(1, self.place, self.token)
+        self.place += 1
+
+    def write(self, streamer: Any = None) -> None:
+        """Write until all texts have ended, or are as long as they may be; each token is handed to the streamer."""
+        run: Step = self.step
+        every, first = 1 if streamer is not None else LOOK_EVERY, self._written
+        while self._written < self._length and not ((self._written - first) % every == 0 and self.has_ended()):
+            if self._written - first == TOKENS_BEFORE:
+                run = self._capture()
+            self.draw()
+            run()
+            self._written += 1
+            if streamer is not None:
+                streamer.put(self.token[:, 0].cpu())
+
+    def _capture(self) -> Step:
+        device = self.ids.device
+        try:
+            with without_cached_casts():
+                return RECORDERS[device.type](self.step, device)
+        except Exception as error:
+            # Of CUDA, its driver or this PyTorch.
+            logger.warning_once(f"tokens are launched kernel by kernel, as no graph of them was captured: {error}")
+            return self.step
+
+    def has_ended(self) -> bool:
+        """Whether all texts have; the host waits for the device."""
+        if bool(self.broken):
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        return self._ends is not None and not bool(self.unfinished.any())
+
+    def found(self) -> Tensor:
+        """(B, n) ids, up to the token with which the last text ended."""
+        self.has_ended()
+        new = self.ids[:, self._begun : self._written]
+        if self._ends is None:
+            return self.ids[:, : self._written]
+        is_end = torch.isin(new, self._ends)
+        lengths = torch.where(is_end.any(dim=1), is_end.long().argmax(dim=1) + 1, new.shape[1])
+        return self.ids[:, : self._begun + int(lengths.max())]
+
+
+OPERATORS.decode = decode
