@@ -40,13 +40,13 @@ FLAT = {
 }
 # (limit, goal)
 LIMITS = {
-    "lines installed": (21_950, 17_500),
+    "lines installed": (22_062, 17_500),
     "flat modules": (12, 12),
     "files of the Hub set": (13, 13),
-    "lines of the Hub set": (6_172, 5_200),
+    "lines of the Hub set": (6_205, 5_200),
     "functions of a forward": (60, 60),
     "modules of a forward": (8, 8),
-    "lines of a forward": (1_098, 1_000),
+    "lines of a forward": (1_121, 1_000),
     "lines of the longest module": (1_036, 1_050),
     "lines of the longest function": (68, 60),
     "private methods of others overridden": (19, 15),
