@@ -34,13 +34,14 @@ WINGS = [
 FLAT = {
     "files": 0,
     "command_line": 0,
+    "conformer": 4,
     "lm_eval": 4,
     "trl": 4,
     "commands": 5,
 }
 # (limit, goal)
 LIMITS = {
-    "lines installed": (22_062, 17_500),
+    "lines installed": (22_285, 17_500),
     "flat modules": (12, 12),
     "files of the Hub set": (13, 13),
     "lines of the Hub set": (6_205, 5_200),
