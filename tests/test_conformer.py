@@ -341,15 +341,21 @@ def test_rows_of_a_batch_drop_positions_each_for_itself():
     torch.testing.assert_close(case.states(case.model(**case.inputs)), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("first", ["adapter", "attention"])
 @pytest.mark.parametrize("build", [parakeet, wav2vec2], ids=lambda build: build.__name__)
-def test_adapters_train(build):
+def test_adapters_train(build, first):
     case = make(build, torch.float64)
     names = ["q_proj", "relative_k_proj"] if build is parakeet else ["linear_q", "linear_pos"]
     torch.manual_seed(0)
+    if first == "attention":
+        use_relative_attention(case.model)
     model = get_peft_model(case.model, LoraConfig(target_modules=names, init_lora_weights=False)).double()
-    case = case._replace(model=model)
-    expected = differentiate(case)
-    assert_equal(differentiate(case._replace(model=use_relative_attention(model))), expected)
+    if first == "adapter":
+        use_relative_attention(model)
+    case, before = case._replace(model=model), replaced(model)
+    found = differentiate(case)
+    assert before == 2 and replaced(restore_attention(model)) == 0
+    assert_equal(found, differentiate(case))
 
 
 def test_a_compiled_model_is_equal():
