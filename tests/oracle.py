@@ -14,12 +14,23 @@ def sinusoid(distance: float, width: int) -> torch.Tensor:
 
 
 def relative_attention(
-    query, key, value, rel_key_of, content_bias=None, position_bias=None, rel_bias_of=None, key_mask=None, window=None
+    query,
+    key,
+    value,
+    rel_key_of,
+    content_bias=None,
+    position_bias=None,
+    rel_bias_of=None,
+    key_mask=None,
+    window=None,
+    future=0,
+    document_of=None,
 ):
     """Section 3.3 for every pair (i, j).
 
     query (B, H, L, Dh), key and value (B, H, K, Dh), fp64; rel_key_of(head, distance) → (Dh,) is W_R R_distance;
-    rel_bias_of(head, distance) a learned score. Returns (B, H, L, Dh) and probabilities (B, H, L, K).
+    rel_bias_of(head, distance) a learned score; document_of(b, j) the number of a key's document. Returns
+    (B, H, L, Dh) and probabilities (B, H, L, K).
     """
     B, H, L, Dh = query.shape
     K = key.shape[2]
@@ -34,7 +45,8 @@ def relative_attention(
                 scores = []
                 for j in range(K):
                     distance = (K - L + i) - j
-                    hidden = distance < 0 or (window is not None and distance > window)
+                    hidden = distance < -future or (window is not None and distance > window)
+                    hidden = hidden or (document_of and document_of(b, j) != document_of(b, K - L + i))
                     hidden = hidden or (key_mask is not None and not key_mask[b, j] and distance != 0)
                     if hidden:
                         scores.append(torch.tensor(-math.inf, dtype=torch.float64))
@@ -51,13 +63,13 @@ def relative_attention(
     return output, probabilities
 
 
-def attention_of(tensors, key_mask=None, window=None):
+def attention_of(tensors, key_mask=None, window=None, future=0, document_of=None):
     """The same from what a backend is given: tensors by name, rel_key (H, n, Dh) and rel_bias (H, n) with the furthest
-    distance first, whose row is also that of any that is further; either may be missing."""
+    distance first, whose row is also that of any that is further; either may be missing. The last is of -future."""
 
     def row_of(name):
         rows = tensors.get(name)
-        return None if rows is None else lambda h, distance: rows[h, max(0, rows.shape[1] - 1 - distance)]
+        return None if rows is None else lambda h, distance: rows[h, max(0, rows.shape[1] - 1 - future - distance)]
 
     return relative_attention(
         tensors["query"],
@@ -69,6 +81,8 @@ def attention_of(tensors, key_mask=None, window=None):
         row_of("rel_bias"),
         key_mask,
         window,
+        future,
+        document_of,
     )
 
 

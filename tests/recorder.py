@@ -109,6 +109,6 @@ class _Taping(TorchDispatchMode):
         return [(schema, kwargs[schema.name]) for schema in function._schema.arguments if schema.name in kwargs]
 
     def undo(self):
-        """What was written to is as it was."""
+        """Restore the tensors that were written to."""
         for storage, before in self._before.values():
             storage.copy_(before)

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import csv
 import importlib
+import itertools
 import json
 import math
 import os
@@ -786,6 +787,22 @@ def test_sliding_window(tmp_path):
                 if other["attention_length"] == row["attention_length"]
             }
             assert rates[row["over"]] == max(rates["vanilla"], rates["gpt2"]), "the faster one counts"
+
+
+def test_conformers_are_measured_after_they_are_equal(tmp_path, monkeypatch):
+    import conformer
+
+    output = tmp_path / "conformer.csv"
+    conformer.main(["--smoke", *CPU, "--output", str(output)])
+    rows = read(output)
+    assert {row["contender"] for row in rows} == {"ours", "sdpa", "eager"}
+    assert {(row["part"], row["audio_s"]) for row in rows} == set(itertools.product(("encoder", "attention"), "24"))
+    assert all(float(row["seconds_p50"]) > 0 and float(row["difference"]) < 1e-4 for row in rows)
+    # A wrong contender ends the run before anything of it is written.
+    monkeypatch.setattr(conformer, "TOLERANCE", {"fp32": -1.0})
+    with pytest.raises(SystemExit, match="off by"):
+        conformer.main(["--smoke", *CPU, "--output", str(tmp_path / "wrong.csv")])
+    assert not (tmp_path / "wrong.csv").exists()
 
 
 def test_growth_and_its_exponents(tmp_path):

@@ -136,7 +136,7 @@ def as_page(notebook: Path, folder: Path) -> Path:
 def test_every_python_block_and_notebook_runs(tmp_path, published):
     # The blocks of docs/clients.md need other programs: tests/clients runs them.
     pages = [page for page in PAGES if blocks(page) and page.stem != "clients"]
-    named = "README agents coming-from guide memory music settings training"
+    named = "README agents coming-from conformer guide memory music settings training"
     assert {page.stem for page in pages} == set(named.split())
     (tmp_path / "notebooks").mkdir()
     notebooks = [as_page(path, tmp_path / "notebooks") for path in sorted(NOTEBOOKS.glob("*.ipynb"))]

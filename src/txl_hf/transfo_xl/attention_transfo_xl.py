@@ -56,11 +56,15 @@ class AttentionInputs(NamedTuple):
         rel_bias: (H, n), a learned score per distance, rows as in `rel_key`.
         key_mask: (B, K) bool, False where a key is not attended to.
         window: the furthest distance a query sees; None: all keys up to itself.
+        future: how many keys after itself a query sees, as encoders have it: the last `future` rows of `rel_key` and
+            `rel_bias` belong to the distances -1 … -future. None: no key after itself, and no rows for any.
         first_key: (B, L) int, the first key that a query sees: where its document begins. It never decreases along a
             row, nor exceeds the query's own key. None: 0.
         order: (K,) int, with L = 1: the place in time of each key and value, 0 the oldest, where these lie in another
             order, as in a ring; distances, mask and first key are in order of time. None: keys and values are too.
-        hidden: the result of `hidden_keys` for these, which the layers of a call share; None: not computed yet.
+        hidden: the result of `hidden_keys` for these, which the layers of a call share; None: not computed yet. With
+            `future` any (B or 1, 1, L, K) bool; a query that sees nothing takes the mean of all values.
+        score_bias: (B or 1, H or 1, L, K), with `future` alone: added to the scores, not scaled.
     """
 
     query: Tensor
@@ -77,19 +81,22 @@ class AttentionInputs(NamedTuple):
     first_key: Tensor | None = None
     order: Tensor | None = None
     hidden: Tensor | None = None
+    future: int | None = None
+    score_bias: Tensor | None = None
 
-    def hidden_keys(self) -> Tensor | None:
-        """`hidden_keys` of these inputs."""
+    def hidden_keys(self, queries: slice = slice(None)) -> Tensor | None:
+        """`hidden_keys` of these inputs, or of some of their queries."""
         if self.hidden is not None:
-            return self.hidden
+            return self.hidden[:, :, queries]
         lengths = self.query.shape[2], self.key.shape[2]
-        return hidden_keys(*lengths, self.window, self.key_mask, self.query.device, self.first_key, self.order)
+        window, key_mask, device, future = self.window, self.key_mask, self.query.device, self.future
+        return hidden_keys(*lengths, window, key_mask, device, self.first_key, self.order, future, queries)
 
-    def of_every_distance(self) -> "AttentionInputs":
-        """The same with a row for each of the K distances in `rel_key` and `rel_bias`."""
-        K = self.key.shape[2]
+    def of_every_distance(self, spare: int = 0) -> "AttentionInputs":
+        """The same with a row for each of the K + future distances in `rel_key` and `rel_bias`, and spare ones."""
+        n = self.key.shape[2] + (self.future or 0) + spare
         both = (self.rel_key, self.rel_bias)
-        rel_key, rel_bias = (None if rows is None else first_repeated(rows, K) for rows in both)
+        rel_key, rel_bias = (None if rows is None else first_repeated(rows, n) for rows in both)
         return self._replace(rel_key=rel_key, rel_bias=rel_bias)
 
 
@@ -105,6 +112,7 @@ class Backend:
         follows_order: whether keys may lie in the order of a ring (`AttentionInputs.order`).
         needs_hidden: whether it reads `AttentionInputs.hidden`; if not, the call does not compute it.
         captures: whether a CUDA graph may hold it.
+        both_ways: whether queries may see keys after themselves (`AttentionInputs.future`).
     """
 
     name: str
@@ -114,6 +122,7 @@ class Backend:
     follows_order: bool = False
     needs_hidden: bool = True
     captures: bool = False
+    both_ways: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"attn_implementation={self.name!r} computes the attention of Transformer-XL alone")
@@ -122,6 +131,8 @@ class Backend:
         """The reason why the backend cannot compute these inputs, or None."""
         if inputs.order is not None and not self.follows_order:
             return "it takes keys in order of time"
+        if inputs.future is not None and not self.both_ways:
+            return "it computes causal attention alone"
         return None if self.why_not is None else self.why_not(inputs)
 
 
@@ -142,7 +153,7 @@ def relative_attention(
 
     Args:
         query, key, value, rel_key, content_bias, position_bias, and in `options` dropout, rel_bias, key_mask, window,
-            first_key, order, hidden: see `AttentionInputs`.
+            future, first_key, order, hidden, score_bias: see `AttentionInputs`.
         scaling: factor of all scores, by default Dh ** -0.5.
         implementation: the name of a backend (`find_backend`). Inputs that it refuses go to `"auto"`, with one
             warning.
@@ -166,9 +177,10 @@ def relative_attention(
         **options,
     )
     backend, broken = BACKENDS.get(implementation) or find_backend(implementation, module), None
-    if inputs.first_key is not None:
+    if inputs.first_key is not None and inputs.future is None:
         inputs, broken = keep_documents_apart(inputs)
-    if (backend.why_not is not None or inputs.order is not None) and (reason := backend.refusal(inputs)):
+    special = backend.why_not is not None or inputs.order is not None or inputs.future is not None
+    if special and (reason := backend.refusal(inputs)):
         logger.warning_once(f"attn_implementation={implementation!r} falls back to 'auto': {reason}")
         backend = BACKENDS["auto"]
     attended, probabilities = backend.run(inputs)
@@ -187,7 +199,8 @@ def relative_shift(scores: Tensor) -> Tensor:
 
     Returns:
         (..., L, K) whose entry (i, j) is `scores[..., i, j + L - i]`, the score of distance i + (K - L) - j.
-        Entries of keys after the query, j > i + K - L, are meaningless.
+        Entries of keys after the query, j > i + K - L, are meaningless. With columns for f more distances, -1 … -f, it
+        is (..., L, K + f), and only those further than f after the query are, as all of the last f columns.
     """
     L, K = scores.shape[-2], scores.shape[-1] - 1
     return scores.flatten(-2)[..., L:].unflatten(-1, (L, K))
@@ -196,8 +209,13 @@ def relative_shift(scores: Tensor) -> Tensor:
 def eager_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     """The reference: every score is materialised, so the probabilities can be returned."""
     query = add_bias(inputs.query, inputs.content_bias) * inputs.scaling
-    scores, by_distance = OPERATORS.matmul(query, inputs.key.transpose(-1, -2)), position_scores(inputs)
-    scores = hide(scores if by_distance is None else scores + by_distance, inputs)
+    scores = OPERATORS.matmul(query, inputs.key.transpose(-1, -2))
+    if inputs.future is None:
+        by_distance = position_scores(inputs)
+        scores = hide(scores if by_distance is None else scores + by_distance, inputs)
+    else:
+        # A query that sees nothing has the gradients that it has in transformers' encoders, which add their mask.
+        scores = scores + additive_mask(inputs)
     wide = torch.promote_types(scores.dtype, torch.float32)
     probabilities = F.softmax(scores, dim=-1, dtype=wide).to(inputs.value.dtype)
     if inputs.dropout > 0:
@@ -209,22 +227,24 @@ def position_scores(inputs: AttentionInputs) -> Tensor | None:
     """(b) + (d), or (b) and a score per distance, or that alone: (B, H, L, K). None: no score depends on distances."""
     query, rel_key, rel_bias = inputs.query, inputs.rel_key, inputs.rel_bias
     (B, _, L, _), K = query.shape, inputs.key.shape[2]
+    # The spare column may hold anything: a row that exists takes less time than zeros.
+    columns = K + (inputs.future or 0) + 1
     if rel_key is None:
         if rel_bias is None:
             return None
-        scores = first_repeated(rel_bias, K + 1).to(query.dtype)[:, None].expand(-1, L, -1) * inputs.scaling
-        return in_order(relative_shift(scores), inputs).repeat(B, 1, 1, 1)
-    if L > 1:
-        # The spare column may hold anything: a row that exists takes less time than zeros.
-        rel_key = first_repeated(rel_key, K + 1)
-        rel_bias = None if rel_bias is None else first_repeated(rel_bias, K + 1)
+        scores = first_repeated(rel_bias, columns).to(query.dtype)[:, None].expand(-1, L, -1) * inputs.scaling
+        return in_order(relative_shift(scores)[..., :K], inputs).repeat(B, 1, 1, 1)
+    shifts = L > 1 or inputs.future is not None
+    if shifts:
+        rel_key = first_repeated(rel_key, columns)
+        rel_bias = None if rel_bias is None else first_repeated(rel_bias, columns)
     # One product for each head, whatever the batch, because all rows share the distances.
     queries = (add_bias(query, inputs.position_bias) * inputs.scaling).transpose(0, 1).flatten(1, 2)
     scores = OPERATORS.matmul(queries, rel_key.transpose(1, 2)).unflatten(1, (B, L))
     if rel_bias is not None:
         scores = scores + rel_bias[:, None, None].to(scores.dtype) * inputs.scaling
-    if L > 1:
-        return relative_shift(scores).transpose(0, 1)
+    if shifts:
+        return relative_shift(scores)[..., :K].transpose(0, 1)
     # For a single query the scores are repeated instead of the rows: reading a row takes longer than its product.
     return in_order(first_repeated(scores, K, dim=-1), inputs).transpose(0, 1)
 
@@ -240,10 +260,14 @@ def add_bias(query: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def hide(scores: Tensor, inputs: AttentionInputs) -> Tensor:
-    """Set the scores (B, H, L, K) of keys that a query does not see to minus infinity, in place."""
+    """Add `score_bias` to the scores (B, H, L, K), and set those of keys that a query does not see to minus infinity,
+    or with `future` to the lowest number of their type: a query that sees nothing has equal scores then."""
+    if inputs.score_bias is not None:
+        scores = scores + inputs.score_bias
     hidden = inputs.hidden_keys() if inputs.hidden is None else inputs.hidden
     if hidden is not None:
-        scores[..., scores.shape[-1] - hidden.shape[-1] :].masked_fill_(hidden, -torch.inf)
+        lowest = -torch.inf if inputs.future is None else torch.finfo(scores.dtype).min
+        scores[..., scores.shape[-1] - hidden.shape[-1] :].masked_fill_(hidden, lowest)
     return scores
 
 
@@ -264,25 +288,32 @@ def visible_keys(
     key_mask: Tensor | None,
     device: torch.device,
     first_key: Tensor | None = None,
+    future: int | None = None,
+    queries: slice = slice(None),
 ) -> Tensor:
     """Which key each query may attend to.
 
     Args:
         query_length: L. key_length: K.
-        window, key_mask, first_key: see `AttentionInputs`.
+        window, key_mask, first_key, future: see `AttentionInputs`.
+        queries: those of the L that are asked about.
 
     Returns:
-        (B or 1, 1, L, K) bool. A query always sees itself, so that no softmax is empty: the output of a padded query
-        is never read.
+        (B or 1, 1, L, K) bool, a row for each of the `queries`. A query always sees itself, so that no softmax is
+        empty: the output of a padded query is never read.
     """
-    query_position = torch.arange(key_length - query_length, key_length, device=device)[:, None]
+    query_position = torch.arange(key_length - query_length, key_length, device=device)[queries, None]
     distance = query_position - torch.arange(key_length, device=device)
-    visible = distance >= 0
+    visible = distance >= -(future or 0)
     if window is not None:
         visible = visible & (distance <= window)
     visible = visible[None, None]
     if first_key is not None:
-        visible = visible & (torch.arange(key_length, device=device) >= first_key[:, None, :, None])
+        visible = visible & (torch.arange(key_length, device=device) >= first_key[:, None, queries, None])
+        if future:
+            # Where the documents of the keys begin; before the queries none does.
+            begins = F.pad(first_key, (key_length - query_length, 0))
+            visible = visible & (begins[:, None, None, :] <= query_position)
     if key_mask is not None:
         visible = (visible & key_mask[:, None, None, :]) | (distance == 0)
     return visible
@@ -296,20 +327,23 @@ def hidden_keys(
     device: torch.device,
     first_key: Tensor | None = None,
     order: Tensor | None = None,
+    future: int | None = None,
+    queries: slice = slice(None),
 ) -> Tensor | None:
     """Which of the last keys each query does not attend to, in the order in which keys and values lie.
 
-    Arguments: see `visible_keys`, and for `order` `AttentionInputs`.
+    Arguments: see `visible_keys`, and for `order` `AttentionInputs`. Of some of the queries, `future` is given.
 
     Returns:
         (B or 1, 1, L, n) bool of the last n keys (the future alone is hidden in the last L columns); None: nothing is
         hidden.
     """
     if window is None and key_mask is None and first_key is None:
-        if query_length == 1:
+        if query_length == 1 or (future is not None and future >= query_length - 1):
             return None
-        return torch.ones(query_length, query_length, dtype=torch.bool, device=device).triu(1)[None, None]
-    hidden = ~visible_keys(query_length, key_length, window, key_mask, device, first_key)
+        if future is None:
+            return torch.ones(query_length, query_length, dtype=torch.bool, device=device).triu(1)[None, None]
+    hidden = ~visible_keys(query_length, key_length, window, key_mask, device, first_key, future, queries)
     return hidden if order is None else hidden.index_select(-1, order)
 
 
@@ -443,10 +477,10 @@ def choose_backend(inputs: AttentionInputs) -> Backend:
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("auto", auto_relative_attention, follows_order=True, captures=True),
-        Backend("eager", eager_relative_attention, follows_order=True, captures=True),
-        Backend("sdpa", sdpa_relative_attention, follows_order=True, captures=True),
-        Backend("flex_attention", flex_relative_attention, why_not=_why_not_flex, follows_order=True),
+        Backend("auto", auto_relative_attention, follows_order=True, captures=True, both_ways=True),
+        Backend("eager", eager_relative_attention, follows_order=True, captures=True, both_ways=True),
+        Backend("sdpa", sdpa_relative_attention, follows_order=True, captures=True, both_ways=True),
+        Backend("flex_attention", flex_relative_attention, why_not=_why_not_flex, follows_order=True, both_ways=True),
     )
 }
 # Where the package was imported first, a copy of this file that came with weights takes its kernels too. Their class
@@ -489,7 +523,7 @@ def find_backend(name: str, module: nn.Module | None = None) -> Backend:
         attended, probabilities = function(module, query, inputs.key, inputs.value, mask, **options)
         return attended.transpose(1, 2), probabilities
 
-    return Backend(name, run, follows_order=True)
+    return Backend(name, run, follows_order=True, both_ways=True)
 
 
 def working_dtype(states: Tensor) -> torch.dtype:

@@ -1,0 +1,86 @@
+"""Relative attention in both directions, some queries at a time, so that its memory grows with the length and not with
+its square.
+
+A block of r queries has n keys in its window and n + r - 1 distances. It is a smaller case of the same operation with
+rows of `rel_key` of its own, and eager attention computes it; (b) + (d) of all queries would be (B, H, L, K + L - 1).
+With a gradient, a block is computed once more in the backward pass, and its probabilities are not kept. Its operations
+are PyTorch's own, so that it runs on every device and in every type, compiled or not.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..transfo_xl.attention_transfo_xl import AttentionInputs, Backend, eager_relative_attention, register
+
+# A block of more scores leaves the caches of a CPU; one of fewer queries has products that are too thin.
+BLOCK_SCORES, BLOCK_QUERIES = 1 << 22, 64
+
+
+def blockwise_relative_attention(inputs: AttentionInputs) -> tuple[Tensor, None]:
+    """Attention with `future`, block by block; more than one of them are computed twice where there is a gradient."""
+    (B, H, L, _), K = inputs.query.shape, inputs.key.shape[2]
+    inputs = inputs.of_every_distance(spare=1)
+    rows = max(BLOCK_QUERIES, BLOCK_SCORES // (B * H * K))
+    blocks = [slice(start, min(start + rows, L)) for start in range(0, L, rows)]
+    if len(blocks) == 1:
+        return _attended(inputs, blocks[0]), None
+    if torch.is_grad_enabled():
+        replay = functools.partial(checkpoint, _attended, use_reentrant=False, preserve_rng_state=inputs.dropout > 0)
+        return torch.cat([replay(inputs, queries) for queries in blocks], dim=2), None
+    first = _attended(inputs, blocks[0])
+    # In memory it lies as the output projection reads it. Results between the scores of blocks would keep the C
+    # library from using the memory of these again.
+    attended = first.new_empty(B, L, H, first.shape[-1]).transpose(1, 2)
+    attended[:, :, blocks[0]] = first
+    for queries in blocks[1:]:
+        attended[:, :, queries] = _attended(inputs, queries)
+    return attended, None
+
+
+def _attended(inputs: AttentionInputs, queries: slice) -> Tensor:
+    return eager_relative_attention(_block(inputs, queries))[0]
+
+
+def _block(inputs: AttentionInputs, queries: slice) -> AttentionInputs:
+    """Some of the queries with the keys that they may see; `inputs` have a row for every distance, and a spare one."""
+    K, future = inputs.key.shape[2], inputs.future
+    assert future is not None, "of both directions"
+    before = K - inputs.query.shape[2]
+    start, stop = before + queries.start, before + queries.stop
+    first = 0 if inputs.window is None else max(0, start - inputs.window)
+    keys = slice(first, min(K, stop + future))
+    # Row c is of distance K - c. A row less than the queries need is of keys that they do not see.
+    distances = slice(K - stop + keys.start, K - start + keys.stop)
+    hidden, bias, rel_key, rel_bias = inputs.hidden_keys(queries), inputs.score_bias, inputs.rel_key, inputs.rel_bias
+    return AttentionInputs(
+        inputs.query[:, :, queries],
+        inputs.key[:, :, keys],
+        inputs.value[:, :, keys],
+        inputs.scaling,
+        inputs.dropout,
+        None if rel_key is None else rel_key[:, distances],
+        inputs.content_bias,
+        inputs.position_bias,
+        None if rel_bias is None else rel_bias[:, distances],
+        hidden=None if hidden is None else hidden[..., keys],
+        future=min(distances.stop, K + future + 1) - distances.start - (keys.stop - keys.start) - 1,
+        score_bias=None if bias is None else bias[:, :, queries, keys],
+    )
+
+
+def _why_not_blocks(inputs: AttentionInputs) -> str | None:
+    return "blocks are for attention in both directions" if inputs.future is None else None
+
+
+def _blocks_pay(inputs: AttentionInputs) -> bool:
+    """Whether the scores are more than a block."""
+    (B, H, L, _), K = inputs.query.shape, inputs.key.shape[2]
+    return B * H * L * K > BLOCK_SCORES
+
+
+register(
+    Backend("txl_blocks", blockwise_relative_attention, why_not=_why_not_blocks, suits=_blocks_pay, both_ways=True)
+)
