@@ -8,23 +8,28 @@
 The loop is a single file, as CleanRL's are. What is added to PPO without a memory are three lines, marked (1) to (3):
 the window of a rollout begins with one memory, which is kept; an observation that begins an episode says so, `resets`;
 and an update reads the window at once from that memory, where the rollout read it step by step. Both give the same
-policy, so that the first ratio of an update is 1. `--memory gru` and `--memory none` are the same agent with a GRU, or
-nothing, of as many parameters.
+policy, so that the first ratio of an update is 1. `--memory gru`, `lstm` and `none` are the same agent with a GRU, an
+LSTM or nothing, of as many parameters.
 
-`repeat_previous`, `position_cartpole` and `autoencode` are POPGym's easy RepeatPrevious, CartPole without its
-velocities, and Autoencode, where 52 cards are to be named backwards (`pip install popgym`; for the last,
-`--memory_length 104 --window 104`, as long as an episode, and many more steps); `recall` needs nothing. Every
-`--block` updates all episodes begin anew, from seeds of their own, and a checkpoint is written: a run that goes on
-with `--resume` is the run that was not stopped. TensorBoard has the curves, and `--table` says how far a run is that
-has not ended. At the end the agent plays held-out episodes, without chance in its choices.
+Tasks of POPGym (`pip install popgym`) are `repeat_previous`, its easy one, `repeat_previous_medium` and
+`repeat_previous_hard`, where the card of 3, 31 and 63 observations before is to be named; `count_recall`, how often a
+colour was dealt; `autoencode`, where 52 cards are to be named backwards; `position_cartpole`, CartPole without its
+velocities. `recall` needs no package. `--memory_length` counts the present observation: at least 4, 32, 64, 51 and 103
+for the first five. In all but CartPole a reward depends on one action alone, and `--gamma 0` learns soonest.
+
+Every `--block` updates all episodes begin anew, from seeds of their own, and a checkpoint is written: a run that
+goes on with `--resume` is the run that was not stopped. TensorBoard has the curves, and `--table` says how far a run
+is that has not ended. At the end the agent plays held-out episodes, without chance in its choices.
 """
 
 import argparse
 import csv
+import importlib
 import json
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,11 +37,20 @@ from typing import Any, NamedTuple
 import common
 from txl_hf.command_line import at_least_one, one_line_errors, positive
 
-MEMORIES = ("transfo-xl", "gru", "none")
+MEMORIES = ("transfo-xl", "gru", "lstm", "none")
+# Tasks of POPGym: the module in popgym.envs and the class.
+POPGYM = {
+    "repeat_previous": ("repeat_previous", "RepeatPreviousEasy"),
+    "repeat_previous_medium": ("repeat_previous", "RepeatPreviousMedium"),
+    "repeat_previous_hard": ("repeat_previous", "RepeatPreviousHard"),
+    "count_recall": ("count_recall", "CountRecallEasy"),
+    "autoencode": ("autoencode", "AutoencodeEasy"),
+    "position_cartpole": ("position_only_cartpole", "PositionOnlyCartPoleEasy"),
+}
 # No training has this seed.
 HELD_OUT = 2**31
 PARSER = common.Parser(__doc__)
-PARSER.add_argument("--env", choices=["repeat_previous", "position_cartpole", "autoencode", "recall"])
+PARSER.add_argument("--env", choices=[*POPGYM, "recall"])
 PARSER.add_argument("--memory", choices=MEMORIES, default=MEMORIES[0], help="(%(default)s)")
 PARSER.add_argument("--seed", type=int, default=1, help="(%(default)s)")
 PARSER.add_argument("--steps", type=at_least_one, default=100_000, help="of all environments together (%(default)s)")
@@ -185,18 +199,9 @@ class Environments:
 def make_environment(name: str):
     if name == "recall":
         return Recall()
+    module, kind = POPGYM[name]
     try:
-        if name == "repeat_previous":
-            from popgym.envs.repeat_previous import RepeatPreviousEasy
-
-            return RepeatPreviousEasy()
-        if name == "autoencode":
-            from popgym.envs.autoencode import AutoencodeEasy
-
-            return AutoencodeEasy()
-        from popgym.envs.position_only_cartpole import PositionOnlyCartPoleEasy
-
-        return PositionOnlyCartPoleEasy()
+        return getattr(importlib.import_module(f"popgym.envs.{module}"), kind)()
     except ImportError as error:
         raise ValueError(f"--env {name} is POPGym's: pip install popgym ({error})") from None
 
@@ -252,19 +257,24 @@ class TransformerMemory(AgentMemory):
 
 
 class RecurrentMemory(AgentMemory):
-    """A GRU: the state is (B, W)."""
+    """A GRU or an LSTM: the state is (B, W), and the LSTM's cell, which a GRU leaves at 0."""
 
-    def __init__(self, features: int, width: int):
+    def __init__(self, features: int, width: int, kind: type[nn.GRUCell] | type[nn.LSTMCell]):
         super().__init__()
-        self.embed, self.cell, self.width = nn.Linear(features, width), nn.GRUCell(width, width), width
+        self.embed, self.cell, self.width = nn.Linear(features, width), kind(width, width), width
 
     def forward(self, observations: Tensor, resets: Tensor, state: dict) -> tuple[Tensor, dict]:
-        hidden = state["hidden"] if state else observations.new_zeros(len(observations), self.width)
+        zeros = observations.new_zeros(len(observations), self.width)
+        hidden, cell = state.get("hidden", zeros), state.get("cell", zeros)
         inputs, states = self.embed(observations).tanh(), []
         for step in range(inputs.shape[1]):
-            hidden = self.cell(inputs[:, step], hidden.masked_fill(resets[:, step, None], 0))
+            hidden, cell = (each.masked_fill(resets[:, step, None], 0) for each in (hidden, cell))
+            if isinstance(self.cell, nn.LSTMCell):
+                hidden, cell = self.cell(inputs[:, step], (hidden, cell))
+            else:
+                hidden = self.cell(inputs[:, step], hidden)
             states.append(hidden)
-        return torch.stack(states, 1), {"hidden": hidden}
+        return torch.stack(states, 1), {"hidden": hidden, "cell": cell}
 
 
 class NoMemory(AgentMemory):
@@ -306,12 +316,20 @@ def count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+# From the width of an observation and of the states.
+OTHERS: dict[str, Callable[[int, int], AgentMemory]] = {
+    "gru": partial(RecurrentMemory, kind=nn.GRUCell),
+    "lstm": partial(RecurrentMemory, kind=nn.LSTMCell),
+    "none": NoMemory,
+}
+
+
 def make_agent(options: argparse.Namespace, features: int, actions: int) -> Agent:
     """With as many parameters, but for a few in a hundred, whichever memory it has."""
     wanted = Agent(TransformerMemory(features, options.width, options.layers, options.memory_length), actions)
     if options.memory == "transfo-xl":
         return wanted
-    kind = RecurrentMemory if options.memory == "gru" else NoMemory
+    kind = OTHERS[options.memory]
     with torch.device("meta"):
         sizes = {width: count(Agent(kind(features, width), actions)) for width in range(4, 16 * options.width, 2)}
     return Agent(kind(features, min(sizes, key=lambda width: abs(sizes[width] - count(wanted)))), actions)

@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -650,7 +651,7 @@ def agent_options(module, folder: Path, *further: str):
     return module.PARSER.parse_args(["--env", "recall", "--output", str(folder), *sizes, *further])
 
 
-@pytest.mark.parametrize("memory", ["transfo-xl", "gru", "none"])
+@pytest.mark.parametrize("memory", ["transfo-xl", "gru", "lstm", "none"])
 def test_an_agent_learns_from_windows_what_it_did_step_by_step(script, tmp_path, memory):
     module = script("memory_agent")
     run = module.Run(agent_options(module, tmp_path, "--memory", memory))
@@ -811,7 +812,15 @@ def test_tasks_that_are_not_installed_are_named(script, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("task", "features", "actions"), [("repeat_previous", 4, 4), ("position_cartpole", 2, 2), ("autoencode", 6, 4)]
+    ("task", "features", "actions"),
+    [
+        ("repeat_previous", 4, 4),
+        ("repeat_previous_medium", 4, 4),
+        ("repeat_previous_hard", 4, 4),
+        ("count_recall", 4, 27),
+        ("autoencode", 6, 4),
+        ("position_cartpole", 2, 2),
+    ],
 )
 def test_tasks_of_popgym(script, task, features, actions):
     pytest.importorskip("popgym")
@@ -820,9 +829,49 @@ def test_tasks_of_popgym(script, task, features, actions):
     first = environments.reset([(7, i) for i in range(3)])
     assert first.shape == (3, features) and torch.equal(first, environments.reset([(7, i) for i in range(3)]))
     begun = []
-    for step in range(110):
+    for step in range(160):
         observations, rewards, begins, ended = environments.step(torch.full((3,), step % actions))
         assert observations.shape == (3, features) and rewards.abs().max() <= 1
         assert [each is not None for each in ended] == begins.tolist()
         begun.append(begins)
     assert torch.stack(begun).any(0).all()
+
+
+def name_card(seen: list[torch.Tensor], length: int) -> int:
+    """The card that was shown `length` - 1 observations before."""
+    return int(seen[-length].argmax()) if len(seen) >= length else 0
+
+
+def count_cards(seen: list[torch.Tensor]) -> int:
+    """How often the colour that is asked for has been dealt, the card on top included."""
+    return sum(int(each[:2].argmax() == seen[-1][2:].argmax()) for each in seen)
+
+
+def say_backwards(seen: list[torch.Tensor]) -> int:
+    """Of the 52 cards that were shown, the last first."""
+    said = len(seen) - 52
+    return int(seen[51 - said][2:].argmax()) if said >= 0 else 0
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "remembered"),
+    [
+        ("repeat_previous", partial(name_card, length=4), 4),
+        ("repeat_previous_medium", partial(name_card, length=32), 32),
+        ("repeat_previous_hard", partial(name_card, length=64), 64),
+        ("count_recall", count_cards, 51),
+        ("autoencode", say_backwards, 103),
+    ],
+)
+def test_a_perfect_memory_has_the_return_1_and_one_observation_less_has_not(script, task, answer, remembered):
+    """The tasks are as the script's docstring has them."""
+    pytest.importorskip("popgym")
+    environments = script("memory_agent").Environments(task, 8)
+    for length in (remembered, remembered - 1):
+        seen = [[each] for each in environments.reset([(7, i) for i in range(8)])]
+        ended = [None]
+        while ended[0] is None:
+            observations, _, _, ended = environments.step(torch.tensor([answer(each[-length:]) for each in seen]))
+            for each, observation in zip(seen, observations, strict=True):
+                each.append(observation)
+        assert (min(ended) > 1 - 1e-6) == (length == remembered)
