@@ -35,6 +35,7 @@ SCRIPTS = [
     "genome_labels",
     "lora",
     "memory_agent",
+    "memory_probe",
     "music_events",
     "streaming_generation",
 ]
@@ -183,6 +184,27 @@ def test_memory_agent(tmp_path):
     folder = tmp_path / "whole" / "recall-transfo-xl-1"
     assert {"checkpoint.pt", "result.json"} <= {path.name for path in folder.iterdir()}
     assert any(path.name.startswith("events.out.tfevents") for path in folder.iterdir())
+
+
+def test_memory_probe(tmp_path):
+    smoke("memory_probe", tmp_path, "--output", tmp_path / "probe.csv")
+    rows = list(csv.DictReader((tmp_path / "probe.csv").open(newline="")))
+    assert [row["memory"] for row in rows] == ["transfo-xl", "gru", "lstm"]
+    for row in rows:
+        reached = row["reached"] == "True"
+        assert reached == (float(row["right"]) >= 0.95) == (int(row["observations"]) < 20_000)
+    assert rows[0]["reached"] == "True"
+
+
+def test_a_memory_without_the_observation_that_is_asked_for_stays_at_chance(script, tmp_path):
+    """The present observation counts: 5 of them reach 4 back, which 4 do not."""
+    module = script("memory_probe")
+    given = [str(word) for word in module.smoke(tmp_path)]
+    right = [
+        module.probe(module.PARSER.parse_args([*given, "--memory_length", length]), "transfo-xl", 4, 1)["right"]
+        for length in ("4", "5")
+    ]
+    assert right[0] < 0.35 and right[1] >= 0.95
 
 
 def test_an_agent_goes_on_with_the_options_that_it_was_begun_with(tmp_path, script, monkeypatch):
