@@ -70,7 +70,7 @@ PARSER.add_argument("--clip", type=positive, default=0.2, help="of the ratio (%(
 PARSER.add_argument("--entropy", type=float, default=0.01, help="factor of the entropy (%(default)s)")
 PARSER.add_argument("--block", type=at_least_one, default=10, help="updates between checkpoints (%(default)s)")
 PARSER.add_argument("--episodes", type=at_least_one, default=128, help="held out, at the end (%(default)s)")
-PARSER.add_argument("--table", type=Path, metavar="OUTPUT", help="instead: agents.csv and agents.png of runs there")
+PARSER.add_argument("--table", type=Path, metavar="OUTPUT", help="instead: two tables and a picture of runs there")
 
 
 def check(options: argparse.Namespace):
@@ -504,15 +504,19 @@ class Run:
 
 
 def tabulate(folder: Path):
-    """agents.csv, a row for each run, and agents.png, the curves with their spread."""
+    """agents.csv, a row for each finished run; curves.csv, the returns of all; agents.png, curves and their spread."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    returns: list[dict[str, Any]] = []
     for path in sorted(folder.glob("*/checkpoint.pt")):
+        found = torch.load(path, weights_only=True)
+        begun = json.loads(path.with_name("options.json").read_text(encoding="utf-8"))
+        run = {name: begun[name] for name in ("env", "memory", "seed")}
+        returns += [run | {"steps": steps, "return": round(reached, 4)} for steps, reached in found["curve"]]
         if not (path.parent / RESULT).exists():
-            found = torch.load(path, weights_only=True)
             reached = f", return {found['curve'][-1][1]:.3f}" if found["curve"] else ""
             print(f"{path.parent.name} goes on with --resume: {found['update']} updates{reached}")
     paths = sorted(folder.glob(f"*/{RESULT}"))
@@ -522,6 +526,7 @@ def tabulate(folder: Path):
     settings: dict[tuple[str, str], dict[str, Any]] = {}
     for path, result in zip(paths, results, strict=True):
         found = json.loads(path.with_name("options.json").read_text(encoding="utf-8"))
+        result |= {name: found[name] for name in ("memory_length", "window", "gamma")}
         found = {name: value for name, value in found.items() if name != "seed"}
         found |= {name: result[name] for name in ("steps", "episodes")}
         first = settings.setdefault((result["env"], result["memory"]), found)
@@ -530,10 +535,13 @@ def tabulate(folder: Path):
                 f"--table {folder} holds {result['env']}-{result['memory']} with {other[0]} {first.get(other[0])} and "
                 f"{found[other[0]]}, which are no seeds of one agent: keep them in folders of their own"
             )
-    with whole_file(folder / "agents.csv") as aside, aside.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [name for name in results[0] if name != "curve"])
-        writer.writeheader()
-        writer.writerows({name: value for name, value in row.items() if name != "curve"} for row in results)
+    rows = [{name: value for name, value in result.items() if name != "curve"} for result in results]
+    of_curves = ["env", "memory", "seed", "steps", "return"]
+    for name, columns, table in (("agents.csv", list(rows[0]), rows), ("curves.csv", of_curves, returns)):
+        with whole_file(folder / name) as aside, aside.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(table)
     runs: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for result in results:
         runs[result["env"]][result["memory"]].append(result)

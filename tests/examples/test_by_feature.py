@@ -724,7 +724,12 @@ def test_an_agent_goes_on_as_if_it_had_not_been_stopped(script, tmp_path, capsys
     module.tabulate(tmp_path / "whole")
     assert "recall  transfo-xl" in capsys.readouterr().out
     [row] = csv.DictReader((tmp_path / "whole" / "agents.csv").open(newline=""))
-    assert row["memory"] == "transfo-xl" and (tmp_path / "whole" / "agents.png").stat().st_size > 5000
+    assert row["memory"] == "transfo-xl" and row["gamma"] == "0.99"
+    returns = list(csv.DictReader((tmp_path / "whole" / "curves.csv").open(newline="")))
+    assert [(int(each["steps"]), float(each["return"])) for each in returns] == [
+        (steps, pytest.approx(reached, abs=1e-4)) for steps, reached in whole["curve"]
+    ]
+    assert (tmp_path / "whole" / "agents.png").stat().st_size > 5000
 
 
 def test_an_agent_that_was_finished_within_a_block_learns_further(script, tmp_path):
